@@ -1,0 +1,1 @@
+"""mirrord: git-native mirrors and sealed checkouts, served by one daemon per machine."""

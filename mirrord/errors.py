@@ -1,0 +1,315 @@
+"""Every error mirrord can answer with: one tree, one table.
+
+    MirrordError
+    ├── UsageError        the request or the configuration is wrong     exit 2
+    ├── AccessError       the peer may not do this                      exit 3
+    ├── NotFoundError     the named thing does not exist                exit 4
+    ├── ConflictError     the state of things forbids it now            exit 5
+    ├── UpstreamError     another host failed us                        exit 6
+    ├── ResourceError     disk, kernel feature, limit, deadline         exit 7
+    ├── IntegrityError    something recorded cannot be served           exit 8
+    ├── NoDaemonError     nothing answers at the socket                 exit 9
+    └── InternalError     a bug                                         exit 1
+
+A family says what the caller can do; a leaf has the stable `code`. The daemon writes an error as an RFC 9457 problem, the
+client reads it back as the same class. Messages read `cannot <verb> <noun> <name>: <fact>`; the remedy is the hint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+_CLASSES: dict[str, type[MirrordError]] = {}
+
+
+class MirrordError(Exception):
+    """Root of all errors that mirrord raises on purpose.
+
+    `message` is one sentence, `hint` says what to do about it, `facts` are JSON values that become members of the problem.
+    """
+
+    code: ClassVar[str] = "internal"
+    title: ClassVar[str] = "Internal error"
+    http_status: ClassVar[int] = 500
+    exit_status: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str | None = None, **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.facts = facts
+
+    def __init_subclass__(cls) -> None:
+        if "code" in cls.__dict__:
+            _CLASSES[cls.code] = cls
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Cross a process boundary whole: the default keeps neither hint nor facts."""
+        return _rebuild, (type(self), self.message, self.hint, self.facts)
+
+    def problem(self) -> dict[str, Any]:
+        """The RFC 9457 members of this error."""
+        members = {
+            "type": f"urn:mirrord:error:{self.code}",
+            "title": self.title,
+            "status": self.http_status,
+            "code": self.code,
+            "detail": self.message,
+            "hint": self.hint,
+        }
+        return {**self.facts, **members}
+
+
+def _rebuild(cls: type[MirrordError], message: str, hint: str | None, facts: dict[str, Any]) -> MirrordError:
+    return cls(message, hint=hint, **facts)
+
+
+_PROBLEM_MEMBERS = {"type", "title", "status", "code", "detail", "hint", "instance", "message"}
+
+
+def from_problem(problem: Mapping[str, Any]) -> MirrordError:
+    """Read a problem back as the class that wrote it; an unknown code becomes its family, found by the HTTP status."""
+    status = problem.get("status", 500)
+    cls = _CLASSES.get(str(problem.get("code")))
+    if cls is None:
+        families = (c for c in _CLASSES.values() if c.http_status == status)
+        cls = next(families, InternalError)
+    facts = {key: value for key, value in problem.items() if key not in _PROBLEM_MEMBERS}
+    return cls(str(problem.get("detail") or problem.get("title") or "unknown error"), hint=problem.get("hint"), **facts)
+
+
+def error_classes() -> dict[str, type[MirrordError]]:
+    """All classes by code: what the documents and the tests read."""
+    return dict(_CLASSES)
+
+
+# -- usage: exit 2 ----------------------------------------------------------------------------------------------------
+
+
+class UsageError(MirrordError):
+    code, title, http_status, exit_status = "usage", "Wrong usage", 400, 2
+
+
+class InvalidConfigError(UsageError):
+    code, title = "invalid-config", "Invalid configuration"
+
+
+class InvalidRequestError(UsageError):
+    code, title = "invalid-request", "Invalid request"
+
+
+class BodyTooLargeError(UsageError):
+    code, title, http_status = "body-too-large", "Request body too large", 413
+
+
+class InvalidNameError(UsageError):
+    code, title = "invalid-name", "Invalid name"
+
+
+class InvalidUrlError(UsageError):
+    code, title = "invalid-url", "Invalid upstream URL"
+
+
+class InvalidCommitError(UsageError):
+    code, title = "invalid-commit", "Invalid commit"
+
+
+class InvalidDatasetError(UsageError):
+    code, title = "invalid-dataset", "Invalid dataset"
+
+
+class InvalidPatchError(UsageError):
+    code, title = "invalid-patch", "Invalid patch"
+
+
+class PathOutsideCheckoutError(UsageError):
+    code, title = "path-outside-checkout", "Path outside the checkout"
+
+
+class RestartRequiredError(UsageError):
+    code, title = "restart-required", "A restart is required"
+
+
+# -- access: exit 3 ---------------------------------------------------------------------------------------------------
+
+
+class AccessError(MirrordError):
+    code, title, http_status, exit_status = "not-allowed", "Not allowed", 403, 3
+
+
+# -- not found: exit 4 ------------------------------------------------------------------------------------------------
+
+
+class NotFoundError(MirrordError):
+    code, title, http_status, exit_status = "not-found", "Not found", 404, 4
+
+
+class MirrorNotFoundError(NotFoundError):
+    code, title = "mirror-not-found", "No such mirror"
+
+
+class DatasetNotFoundError(NotFoundError):
+    code, title = "dataset-not-found", "No such dataset"
+
+
+class InstanceNotFoundError(NotFoundError):
+    code, title = "instance-not-found", "No such instance"
+
+
+class CommitNotFoundError(NotFoundError):
+    code, title = "commit-not-found", "No such commit"
+
+
+class CheckoutNotFoundError(NotFoundError):
+    code, title = "checkout-not-found", "No such checkout"
+
+
+class OperationNotFoundError(NotFoundError):
+    code, title = "operation-not-found", "No such operation"
+
+
+class AuditNotFoundError(NotFoundError):
+    code, title = "audit-not-found", "No such audit"
+
+
+class PinNotFoundError(NotFoundError):
+    code, title = "pin-not-found", "No such pin"
+
+
+class PathNotFoundError(NotFoundError):
+    code, title = "path-not-found", "No such path"
+
+
+# -- conflict: exit 5 -------------------------------------------------------------------------------------------------
+
+
+class ConflictError(MirrordError):
+    code, title, http_status, exit_status = "conflict", "Conflict", 409, 5
+
+
+class AlreadyRunningError(ConflictError):
+    code, title = "already-running", "A daemon already holds the state directory"
+
+
+class MirrorExistsError(ConflictError):
+    code, title = "mirror-exists", "The mirror exists"
+
+
+class MirrorInUseError(ConflictError):
+    code, title = "mirror-in-use", "The mirror is in use"
+
+
+class CheckoutBusyError(ConflictError):
+    code, title = "checkout-busy", "The checkout is busy"
+
+
+class PatchConflictError(ConflictError):
+    code, title = "patch-conflict", "The patch does not apply"
+
+
+class OperationFinishedError(ConflictError):
+    code, title = "operation-finished", "The operation has finished"
+
+
+class CancelledError(ConflictError):
+    code, title = "cancelled", "Cancelled"
+
+
+# -- upstream: exit 6 -------------------------------------------------------------------------------------------------
+
+
+class UpstreamError(MirrordError):
+    code, title, http_status, exit_status = "upstream-failed", "Upstream failed", 502, 6
+
+
+class UpstreamNotFoundError(UpstreamError):
+    code, title = "upstream-not-found", "Upstream not found"
+
+
+class UpstreamAuthError(UpstreamError):
+    code, title = "upstream-auth", "Upstream wants credentials"
+
+
+class UpstreamTimeoutError(UpstreamError):
+    code, title = "upstream-timeout", "Upstream too slow"
+
+
+class UpstreamThrottledError(UpstreamError):
+    code, title = "upstream-throttled", "Upstream throttles us"
+
+
+# -- resource: exit 7 -------------------------------------------------------------------------------------------------
+
+
+class ResourceError(MirrordError):
+    code, title, http_status, exit_status = "resource", "A resource is missing", 503, 7
+
+
+class DiskFullError(ResourceError):
+    code, title, http_status = "disk-full", "Disk full", 507
+
+
+class TooManyCheckoutsError(ResourceError):
+    code, title = "too-many-checkouts", "Too many checkouts"
+
+
+class BackendUnavailableError(ResourceError):
+    code, title = "backend-unavailable", "This host lacks the backend"
+
+
+class DeadlineError(ResourceError):
+    code, title, http_status = "deadline-exceeded", "Deadline exceeded", 504
+
+
+class WorkerCrashedError(ResourceError):
+    code, title = "worker-crashed", "A worker process died"
+
+
+class GitFailedError(ResourceError):
+    code, title = "git-failed", "git failed"
+
+
+class StoppingError(ResourceError):
+    code, title = "stopping", "The daemon is stopping"
+
+
+# -- integrity: exit 8 ------------------------------------------------------------------------------------------------
+
+
+class IntegrityError(MirrordError):
+    code, title, http_status, exit_status = "integrity", "Integrity", 424, 8
+
+
+class CommitUnservableError(IntegrityError):
+    code, title = "commit-unservable", "A recorded commit cannot be served"
+
+
+class SealLeakError(IntegrityError):
+    code, title = "seal-leak", "The seal leaks"
+
+
+class ProofFailedError(IntegrityError):
+    code, title = "proof-failed", "A proof failed"
+
+
+class CorruptObjectError(IntegrityError):
+    code, title = "corrupt-object", "A corrupt object"
+
+
+class CorruptCatalogError(IntegrityError):
+    code, title = "corrupt-catalog", "The catalog is damaged"
+
+
+# -- no daemon: exit 9, client only -----------------------------------------------------------------------------------
+
+
+class NoDaemonError(MirrordError):
+    code, title, http_status, exit_status = "no-daemon", "No daemon", 503, 9
+
+
+# -- internal: exit 1 -------------------------------------------------------------------------------------------------
+
+
+class InternalError(MirrordError):
+    code, title, http_status, exit_status = "internal", "Internal error", 500, 1

@@ -1,0 +1,181 @@
+"""The words of the program as types: names, identities, choices. Pure values; no I/O.
+
+A value of one of these types was checked: `MirrorName.parse` and friends raise a `UsageError` with a hint, so that everything
+behind the first line of a request may trust its arguments.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from enum import StrEnum
+from typing import NewType, Self
+
+from .errors import InvalidCommitError, InvalidNameError
+
+CommitId = NewType("CommitId", str)
+"""A full SHA-1 commit id: 40 lower-case hexadecimal digits."""
+
+CheckoutId = NewType("CheckoutId", str)
+"""A random, unguessable name of a checkout: 16 characters of a-z2-7."""
+
+DatasetName = NewType("DatasetName", str)
+"""What an operator calls a dataset: letters, digits, `.`, `_`, `-`; usable as one component of a ref."""
+
+_OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
+_DATASET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CHECKOUT = re.compile(r"[a-z2-7]{16}")
+
+
+class History(StrEnum):
+    """How much of the past a checkout shows."""
+
+    SEALED = "sealed"
+    SQUASHED = "squashed"
+    LINKED = "linked"
+
+
+class Backend(StrEnum):
+    AUTO = "auto"
+    OVERLAY = "overlay"
+    POOL = "pool"
+
+
+class View(StrEnum):
+    AGENT = "agent"
+    GRADER = "grader"
+
+
+class AuditLevel(StrEnum):
+    QUICK = "quick"
+    CLOSURE = "closure"
+    CONTENT = "content"
+
+
+class CommitState(StrEnum):
+    """What an audit says of one recorded commit."""
+
+    OK = "ok"
+    MISSING = "missing"
+    INCOMPLETE = "incomplete"
+    CORRUPT = "corrupt"
+    UNPINNED = "unpinned"
+    NOT_MIRRORED = "not-mirrored"
+
+
+class Reach(StrEnum):
+    """What keeps a recorded commit alive, best first."""
+
+    DEFAULT_BRANCH = "default-branch"
+    BRANCH = "branch"
+    TAG = "tag"
+    PULL_REQUEST = "pull-request"
+    KEPT = "kept"
+    PIN = "pin"
+    NOTHING = "nothing"
+
+
+class CommitRole(StrEnum):
+    """Why a dataset row records a commit."""
+
+    BASE = "base"
+    ENVIRONMENT = "environment-setup"
+    GOLD = "gold"
+    BUG = "bug-branch"
+
+
+class Direction(StrEnum):
+    """Which way a row's patch goes: `forward` fixes the bug, `reverse` introduces it."""
+
+    FORWARD = "forward"
+    REVERSE = "reverse"
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorName:
+    """`owner__name`, split at the first `__`; equal to every other spelling that differs in letter case only by `key`."""
+
+    owner: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `owner/name` or `owner__name`; raises InvalidNameError."""
+        separator = "/" if "/" in text else "__"
+        owner, found, name = text.partition(separator)
+        name = name.removesuffix(".git")
+        if not found or not _is_owner(owner) or not _is_name(name):
+            raise InvalidNameError(
+                f"cannot name a mirror {shown(text)}: a repository is owner/name of letters, digits, '.', '_' and '-', at most 100 each",
+                hint="write it as owner/name or owner__name, for example psf/requests",
+            )
+        return cls(owner, name)
+
+    @property
+    def key(self) -> str:
+        """What look-ups compare: the name in lower case."""
+        return str(self).lower()
+
+    @property
+    def repo(self) -> str:
+        return f"{self.owner}/{self.name}"
+
+    def __str__(self) -> str:
+        return f"{self.owner}__{self.name}"
+
+
+def _is_owner(text: str) -> bool:
+    return bool(_OWNER.fullmatch(text)) and "__" not in text and not text.endswith(("_", ".")) and ".." not in text
+
+
+def _is_name(text: str) -> bool:
+    return bool(_NAME.fullmatch(text)) and text not in {".", ".."} and ".." not in text
+
+
+def parse_commit(text: str) -> CommitId:
+    """Read a full commit id in either letter case; raises InvalidCommitError."""
+    commit = text.strip().lower()
+    if not _COMMIT.fullmatch(commit) or commit == "0" * 40:
+        raise InvalidCommitError(
+            f"cannot read commit {shown(text)}: a commit id is 40 hexadecimal digits, not all zero",
+            hint="give the whole id; an abbreviated one can come to mean another commit",
+        )
+    return CommitId(commit)
+
+
+def parse_dataset_name(text: str) -> DatasetName:
+    """Read a dataset's name; raises InvalidNameError."""
+    if not _DATASET.fullmatch(text) or ".." in text or text.endswith((".lock", ".")):
+        raise InvalidNameError(
+            f"cannot name a dataset {shown(text)}: a name is letters, digits, '.', '_' and '-', at most 100",
+            hint="choose another with --name",
+        )
+    return DatasetName(text)
+
+
+def parse_checkout_id(text: str) -> CheckoutId:
+    """Read a checkout's id; raises InvalidNameError."""
+    if not _CHECKOUT.fullmatch(text):
+        raise InvalidNameError(
+            f"cannot read checkout id {shown(text)}: an id is 16 characters of a-z and 2-7", hint="see `mirrord checkouts`"
+        )
+    return CheckoutId(text)
+
+
+def new_checkout_id() -> CheckoutId:
+    """80 random bits."""
+    return CheckoutId("".join(secrets.choice("abcdefghijklmnopqrstuvwxyz234567") for _ in range(16)))
+
+
+def utc_now() -> datetime:
+    return datetime.now(timezone.utc)
+
+
+def shown(text: str, limit: int = 80) -> str:
+    """Quote untrusted text for a message: printable, bounded."""
+    quoted = ascii(text if len(text) <= limit else text[:limit] + "…")
+    return quoted.replace("\\u2026", "…")

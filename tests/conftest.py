@@ -1,0 +1,28 @@
+"""What every test has: git away from this machine's configuration, and upstreams built at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gitrepos import Upstream
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def _own_git_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The machine's own `safe.directory=*` would hide ownership bugs."""
+    monkeypatch.setenv("HOME", str(tmp_path_factory.getbasetemp()))
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+
+
+@pytest.fixture
+def make_upstream(tmp_path: Path) -> Callable[[str], Upstream]:
+    """Build an upstream by name, below the test's own directory."""
+    return lambda name="upstream": Upstream(tmp_path / "upstreams" / name)
