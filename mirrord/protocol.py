@@ -268,7 +268,7 @@ class Finding(Answer):
 
 
 class Audit(Answer):
-    """`counts`: recorded commits by state. `reach`: recorded commits by what keeps them. `affected`: instances that cannot be served."""
+    """`counts` and `reach` count recorded commits; `affected` are the instances that cannot be served."""
 
     id: str
     level: AuditLevel

@@ -66,6 +66,8 @@ class Upstream:
     def history(self, count: int) -> list[str]:
         """`count` commits, each touching a few files in a few directories."""
         return [
-            self.commit({f"src/mod{n % 5}.py": f"value = {n}\n" * 20, f"docs/page{n}.txt": f"page {n}\n", "README": f"number {n}\n"})
+            self.commit(
+                {f"src/mod{n % 5}.py": f"value = {n}\n" * 20, f"docs/page{n}.txt": f"page {n}\n", "README": f"number {n}\n"}
+            )
             for n in range(count)
         ]

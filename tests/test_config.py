@@ -1,0 +1,147 @@
+"""The configuration file: sample, faults, reload."""
+
+from __future__ import annotations
+
+import tomllib
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mirrord import config
+from mirrord.errors import InvalidConfigError
+
+SAMPLE = Path(__file__).parent.parent / "config.toml"
+
+
+def faults_of(tmp_path: Path, text: str | bytes) -> list[dict[str, object]]:
+    path = tmp_path / "config.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InvalidConfigError) as caught:
+        config.load(path)
+    assert caught.value.exit_status == 2
+    assert all(fault["message"] in caught.value.message for fault in caught.value.facts["faults"])
+    return list(caught.value.facts["faults"])
+
+
+def test_sample_names_every_key_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commented sample is root's configuration, whole."""
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    written = tomllib.loads(SAMPLE.read_text())
+    keys = {f"{k}.{n}" if isinstance(v, dict) else k for k, v in written.items() for n in (v if isinstance(v, dict) else [k])}
+    assert keys == {key for key, _ in config.setting_keys()} - {"mirror"}
+    assert config.load(SAMPLE) == config.Settings()
+
+
+def test_sample_marks_what_needs_a_restart() -> None:
+    """The sample's remarks and the table agree."""
+    marked = [line.split("=")[0].strip() for line in SAMPLE.read_text().splitlines() if line.rstrip().endswith("(restart)")]
+    assert marked == [key.rpartition(".")[2] for key, restart in config.setting_keys() if restart]
+
+
+def test_all_faults_are_listed_at_once_with_key_line_and_suggestion(tmp_path: Path) -> None:
+    """One run of the daemon is enough to see everything that is wrong."""
+    text = (
+        'state_dir = "here"\nsokcet = "/s"\n[sync]\nintervall = "6h"\nconcurrency = 0\n[audit]\nlevel = "deep"\n'
+        '[checkouts]\nttl = "5 minutes"\ntemplate_bytes = "lots"\n[[mirror]]\nrepo = "a/b"\n[[mirror]]\nrepo = "../etc"\n'
+    )
+    faults = {str(f["key"]): f for f in faults_of(tmp_path, text)}
+    lines = {key: fault["line"] for key, fault in faults.items()}
+    assert lines == {
+        "state_dir": 1,
+        "sokcet": 2,
+        "sync.intervall": 4,
+        "sync.concurrency": 5,
+        "audit.level": 7,
+        "checkouts.ttl": 9,
+        "checkouts.template_bytes": 10,
+        "mirror[1].repo": 14,
+    }
+    assert "did you mean sync.interval?" in str(faults["sync.intervall"]["message"])
+    assert "did you mean socket?" in str(faults["sokcet"]["message"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[sync",
+        "a = ",
+        'x = "unterminated',
+        "= 3",
+        "[a]\n[a]",
+        "a = 1\na = 2",
+        b"\xff\xfe",
+        "state_dir = [1, 'a']",
+        "[[",
+        '"',
+        "a.b.c",
+        "\x00",
+    ],
+)
+def test_malformed_files_are_refused_not_crashed_on(tmp_path: Path, text: str | bytes) -> None:
+    """Whatever the toml package makes of a file, the answer is one of ours."""
+    assert faults_of(tmp_path, text)
+
+
+@given(text=st.text(alphabet="[]=\"'\n.,{}#ab1\\ \t", max_size=60))
+def test_no_text_escapes_as_another_error(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """toml 0.10.2 raises half a dozen classes on bad input; ours is the only one seen."""
+    path = tmp_path_factory.getbasetemp() / "any.toml"
+    path.write_text(text)
+    try:
+        config.load(path)
+    except InvalidConfigError as error:
+        assert error.facts["faults"]
+
+
+@pytest.mark.parametrize("url", ["https://h/{owner}/x.git", "https://h/{repo}/{name}", "https://h/{owner.__class__}/{name}"])
+def test_upstream_template_knows_owner_and_name_only(tmp_path: Path, url: str) -> None:
+    """A template cannot reach into Python's format language."""
+    assert faults_of(tmp_path, f'[upstream]\nurl = "{url}"')[0]["key"] == "upstream.url"
+
+
+@pytest.mark.parametrize(
+    "ref", ["heads/*", "refs/mirrord/*", "refs/replace/*", "refs/*/*", "refs/heads/a b", "refs/heads/..", "+refs/heads/*:x"]
+)
+def test_ref_patterns_that_could_reach_our_names_are_refused(tmp_path: Path, ref: str) -> None:
+    """Our namespace cannot be configured away."""
+    assert faults_of(tmp_path, f'[upstream]\nrefs = ["{ref}"]')
+
+
+def test_durations_need_a_unit(tmp_path: Path) -> None:
+    """A bare number could be seconds or minutes."""
+    assert faults_of(tmp_path, '[sync]\ninterval = 90\n[audit]\ninterval = "10"')
+    assert config.parse_duration("1h30m") == timedelta(minutes=90)
+
+
+@given(st.integers(0, 10**9).map(lambda ms: timedelta(milliseconds=ms)))
+def test_durations_are_written_as_they_are_read(value: timedelta) -> None:
+    """`config show` prints what a file may hold."""
+    assert config.parse_duration(config.format_duration(value)) == value
+
+
+@given(st.integers(0, 2**50))
+def test_sizes_are_written_as_they_are_read(value: int) -> None:
+    """`config show` prints what a file may hold."""
+    assert config.parse_size(config.format_size(value)) == value
+
+
+def test_reload_applies_what_is_live_and_keeps_what_needs_a_restart(tmp_path: Path) -> None:
+    """A refused key keeps its old value, every other key gets its new one."""
+    old = config.Settings()
+    path = tmp_path / "config.toml"
+    path.write_text('socket = "/other.sock"\n[sync]\ninterval = "1h"\n[checkouts]\nbackend = "pool"\nmax = 3\n')
+    new = config.load(path)
+    assert config.compare(old, new) == (["sync.interval", "checkouts.max"], ["socket", "checkouts.backend"])
+    merged = config.merge_live(old, new)
+    assert merged.sync.interval == timedelta(hours=1)
+    assert merged.checkouts.max == 3
+    assert (merged.socket, merged.checkouts.backend) == (old.socket, old.checkouts.backend)
+
+
+def test_an_unreadable_file_is_a_fault_not_a_default(tmp_path: Path) -> None:
+    """A daemon with another configuration than the operator's would be a surprise."""
+    with pytest.raises(InvalidConfigError, match="not readable"):
+        config.load(tmp_path / "absent.toml")
