@@ -110,7 +110,7 @@ class MirrorName:
         name = name.removesuffix(".git")
         if not found or not _is_owner(owner) or not _is_name(name):
             raise InvalidNameError(
-                f"cannot name a mirror {shown(text)}: a repository is owner/name of letters, digits, '.', '_', '-'; 100 each at most",
+                f"cannot name a mirror {shown(text)}: a repository is owner/name of letters, digits, '.', '_' and '-', 100 each",
                 hint="write it as owner/name or owner__name, for example psf/requests",
             )
         return cls(owner, name)

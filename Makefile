@@ -1,0 +1,51 @@
+# The whole developer interface. `make setup` leaves .venv/bin/mirrord; every other target does its own set-up.
+
+PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11 /usr/bin/python3.12 /usr/bin/python3.13) python3)
+BIN := .venv/bin
+UPSTREAM ?=
+REPO ?=
+PYTEST_ARGS ?=
+
+# What the tests need from Debian; nothing of it is needed to run the daemon but git.
+DEBIAN_PACKAGES := git lighttpd python3.11-venv systemd-container util-linux attr e2fsprogs strace
+
+.PHONY: help setup run demo test lint bench debian clean
+
+help:
+	@grep -E '^(setup|run|demo|test|lint|bench|clean):.*##' Makefile | sed 's/:.*## /\t/' | expand -t 10
+
+setup: .venv/ready ## make the environment and leave .venv/bin/mirrord
+
+.venv/ready: requirements.lock pyproject.toml
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! $(PYTHON) -c 'import ensurepip' 2>/dev/null; then \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends python3-venv; fi
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+run: setup ## run the daemon in the foreground
+	$(BIN)/mirrord serve
+
+demo: setup ## do the main job once, on real repositories, in a scratch directory
+	@$(BIN)/python benchmarks/demo.py $(if $(UPSTREAM),--upstream '$(UPSTREAM)')
+
+test: debian setup lint ## run every test and check
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup ## style, types, layers
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup ## measure, side by side with git; REPO=path of a repository
+	$(BIN)/python benchmarks/bench.py $(if $(REPO),--repo '$(REPO)')
+
+debian:
+	@if command -v dpkg-query >/dev/null && [ "$$(id -u)" = 0 ]; then \
+		missing=$$(for p in $(DEBIAN_PACKAGES); do dpkg-query -W -f='$${Status}' $$p 2>/dev/null | grep -q ' installed' || echo $$p; done); \
+		[ -z "$$missing" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; }; fi
+
+clean: ## remove what the other targets made
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
