@@ -1,0 +1,174 @@
+"""The main job, once, as a newcomer would do it: every step is a command that the reader can type.
+
+Starts a daemon in a scratch state directory, imports a small dataset, audits it, checks out each instance, dirties and resets it,
+verifies its seal, and stops. Without a network it says so and goes on with a repository it generates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+MIRRORD = Path(sys.executable).with_name("mirrord")
+FORGE = "https://github.com/{owner}/{name}.git"
+# Releases of psf/requests: the commit is the task's starting point.
+RELEASES = {
+    "v0.14.1": "9dce7861134c60596b91dfa8eda2ff66f5c5d5e5",
+    "v1.2.3": "3bb13f8fbb9d4ed1a20bd33495cdc087eb062ca0",
+    "v2.0.0": "4401620111bee0a7319bf1cb4bd0852f7c854bf6",
+    "v2.3.0": "6366d3dd190a9e58ca582955cddf7e2ac5f32dcc",
+    "v2.9.1": "1108058626450b863d154bb74d669754b480caa4",
+    "v2.18.4": "a3d7cf3f27e74c28ef30f01e9f2e483570ab042e",
+    "v2.25.1": "c2b307dbefe21177af03f9feb37181a89a799fcc",
+    "v2.31.0": "147c8511ddbfa5e8f71bbf5c18ede0c4ceb3bba4",
+}
+
+
+class Session:
+    """A daemon on a scratch state directory, and commands sent to it. Everything printed is what a user would see."""
+
+    def __init__(self, scratch: Path, upstream: str) -> None:
+        self.scratch = scratch
+        self.config = scratch / "config.toml"
+        self.socket = scratch / "mirrord.sock"
+        self.log = scratch / "daemon.log"
+        quoted = json.dumps
+        self.config.write_text(
+            f"state_dir = {quoted(str(scratch / 'state'))}\nsocket = {quoted(str(self.socket))}\n"
+            f'[upstream]\nurl = {quoted(upstream)}\ntimeout = "5m"\n[checkouts]\nprewarm = false\n[log]\nformat = "json"\n'
+        )
+
+    def start(self) -> None:
+        print(f"\n$ mirrord serve --config {self.config} &")
+        began = time.monotonic()
+        with self.log.open("wb") as log:
+            self.daemon = subprocess.Popen([MIRRORD, "serve", "--config", str(self.config)], stderr=log, stdin=subprocess.DEVNULL)
+        while self.run("status", "--json", quiet=True).returncode:
+            if self.daemon.poll() is not None or time.monotonic() - began > 30:
+                raise SystemExit(f"the daemon did not start:\n{self.log.read_text()}")
+            time.sleep(0.05)
+        print(f"  serving after {time.monotonic() - began:.2f} s, process {self.daemon.pid}")
+
+    def stop(self) -> None:
+        began = time.monotonic()
+        self.daemon.send_signal(signal.SIGTERM)
+        status = self.daemon.wait(timeout=30)
+        print(f"\ndaemon stopped with status {status} after {time.monotonic() - began:.2f} s; nothing is left of {self.scratch}")
+
+    def run(self, *words: str | Path, quiet: bool = False) -> subprocess.CompletedProcess[str]:
+        """Run a verb; prints it, its answer and how long the whole command took."""
+        words = tuple(map(str, words))
+        began = time.monotonic()
+        done = subprocess.run(
+            [MIRRORD, *words], env={**os.environ, "MIRRORD_SOCKET": str(self.socket)}, capture_output=True, text=True
+        )
+        if not quiet:
+            print(f"\n$ mirrord {shlex.join(words)}    # {time.monotonic() - began:.2f} s, exit status {done.returncode}")
+            print("".join(f"  {line}\n" for line in (done.stdout + done.stderr).splitlines()[:24]), end="")
+        return done
+
+    def must(self, *words: str | Path, quiet: bool = False) -> str:
+        done = self.run(*words, quiet=quiet)
+        if done.returncode:
+            raise SystemExit(
+                f"mirrord {' '.join(map(str, words))} failed with {done.returncode}: {done.stderr}{self.log.read_text()[-3000:]}"
+            )
+        return done.stdout
+
+
+def generate(path: Path, owner: str, name: str) -> tuple[str, dict[str, str]]:
+    """A small repository with four releases; answers an upstream template and the releases."""
+    work = path / f"{owner}+{name}"
+    work.mkdir(parents=True)
+    identity = ["-c", "user.name=Demo", "-c", "user.email=demo@example.com"]
+    subprocess.run(["git", "init", "-q", "-b", "main", work], check=True)
+    releases = {}
+    for number in range(1, 5):
+        for part in range(40):
+            (work / f"part{part}.py").write_text(f"value = {number * part}\n" * 30)
+        subprocess.run(["git", "-C", work, "add", "-A"], check=True)
+        subprocess.run(["git", "-C", work, *identity, "commit", "-q", "-m", f"release {number}"], check=True)
+        subprocess.run(["git", "-C", work, "tag", f"v{number}.0"], check=True)
+        head = subprocess.run(["git", "-C", work, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+        releases[f"v{number}.0"] = head.stdout.strip()
+    return f"file://{path}/{{owner}}+{{name}}", releases
+
+
+def write_dataset(path: Path, repo: str, releases: dict[str, str]) -> list[str]:
+    """A dataset of the SWE-bench family: one instance a release."""
+    name = repo.replace("/", "__")
+    rows = [{"instance_id": f"{name}-{tag}", "repo": repo, "base_commit": commit} for tag, commit in releases.items()]
+    for row in rows:
+        row.update(patch="", test_patch="", problem_statement="", version="", FAIL_TO_PASS="[]", PASS_TO_PASS="[]")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [row["instance_id"] for row in rows]
+
+
+def dirty(tree: Path) -> None:
+    """What an agent leaves behind, and worse."""
+    first = next(p for p in sorted(tree.iterdir()) if p.is_file())
+    first.write_text("changed\n")
+    (tree / "new file.txt").write_text("created\n")
+    (tree / ".git/hooks").mkdir(exist_ok=True)
+    (tree / ".git/hooks/post-checkout").write_text("#!/bin/sh\ntouch /tmp/owned\n")
+    with (tree / ".git/config").open("a") as config:
+        config.write("[core]\n\tfsmonitor = touch /tmp/owned\n")
+
+
+def exercise(session: Session, instances: list[str]) -> None:
+    """Check out, dirty, diff, reset, verify and release each instance."""
+    print(f"\n{'instance':28} {'checkout':>10} {'reset':>10}  tree after reset                          seal")
+    for instance in instances:
+        made = json.loads(session.must("checkout", instance, "--json", quiet=True))
+        tree = Path(made["path"])
+        dirty(tree)
+        assert "new file.txt" in session.must("diff", tree, quiet=True)
+        again = json.loads(session.must("reset", tree, "--json", quiet=True))
+        seal = session.run("verify-seal", tree, "--base", made["commit"], quiet=True)
+        took = [sum(answer["timings"].values()) * 1000 for answer in (made, again)]
+        verdict = "sealed" if seal.returncode == 0 else f"LEAKS ({seal.returncode})"
+        print(f"{instance:28} {took[0]:7.1f} ms {took[1]:7.1f} ms  {again['proof']['tree']}  {verdict}")
+        session.must("release", tree, quiet=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--upstream", default=FORGE, help="URL template with {owner} and {name}")
+    upstream = parser.parse_args().upstream
+    with tempfile.TemporaryDirectory(prefix="mirrord-demo-") as name:
+        scratch = Path(name)
+        scratch.chmod(0o755)
+        reachable = subprocess.run(
+            ["git", "ls-remote", "--exit-code", "-q", upstream.replace("{owner}", "psf").replace("{name}", "requests"), "HEAD"],
+            env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
+            capture_output=True,
+            check=False,
+            timeout=60,
+        )
+        releases = RELEASES
+        if reachable.returncode:
+            print(f"no answer from {upstream}: {reachable.stderr.decode().strip().splitlines()[-1:]}")
+            print("going on with a repository generated here")
+            upstream, releases = generate(scratch / "generated", "psf", "requests")
+        session = Session(scratch, upstream)
+        instances = write_dataset(scratch / "demo.jsonl", "psf/requests", releases)
+        session.start()
+        try:
+            session.must("dataset", "import", scratch / "demo.jsonl")
+            session.must("audit")
+            exercise(session, instances)
+            session.must("status")
+        finally:
+            session.stop()
+
+
+if __name__ == "__main__":
+    main()
