@@ -67,9 +67,8 @@ class Session:
         """Run a verb; prints it, its answer and how long the whole command took."""
         words = tuple(map(str, words))
         began = time.monotonic()
-        done = subprocess.run(
-            [MIRRORD, *words], env={**os.environ, "MIRRORD_SOCKET": str(self.socket)}, capture_output=True, text=True
-        )
+        env = {**os.environ, "MIRRORD_SOCKET": str(self.socket)}
+        done = subprocess.run([MIRRORD, *words], env=env, capture_output=True, text=True, check=False)
         if not quiet:
             print(f"\n$ mirrord {shlex.join(words)}    # {time.monotonic() - began:.2f} s, exit status {done.returncode}")
             print("".join(f"  {line}\n" for line in (done.stdout + done.stderr).splitlines()[:24]), end="")
