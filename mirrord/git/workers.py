@@ -1,0 +1,187 @@
+"""Worker processes: object work with a deadline, away from the daemon.
+
+Owns a `pebble` pool that starts with the first call and is retired when idle, so that an idle daemon has no workers. A call that
+misses its deadline costs its worker, which is killed and replaced; libgit2 can hang with the GIL held, so nothing less helps.
+Never keeps a result. Workers die with the daemon, whatever kills it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from datetime import timedelta
+from multiprocessing import get_context
+from typing import Any, ParamSpec, TypeVar
+
+import structlog
+from pebble import ProcessExpired, ProcessPool
+
+from ..errors import DeadlineError, StoppingError, WorkerCrashedError
+from ..host.processes import die_with_parent, resident_bytes, trim_memory
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_TRIM_STEP_BYTES = 32 * 1024**2
+_CRASH_HINT = "try again; if it happens each time, audit the mirror, and look for the kernel's out-of-memory killer"
+
+log = structlog.get_logger()
+
+
+class Workers:
+    """A pool of processes for sync, importable functions with picklable arguments and results.
+
+    `on_start` runs in each new worker (to set up its logging). One pool belongs to one event loop.
+    """
+
+    def __init__(
+        self, *, size: int = 2, idle: timedelta = timedelta(seconds=60), on_start: Callable[[], None] | None = None
+    ) -> None:
+        self._size = size
+        self._idle = idle
+        self._on_start = on_start
+        self._pool: ProcessPool | None = None
+        self._running = 0
+        self._futures: set[Future[Any]] = set()
+        self._retire_timer: asyncio.TimerHandle | None = None
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def call(self, function: Callable[..., T], /, *args: Any, timeout: timedelta, **kwargs: Any) -> T:
+        """Run `function` in a worker.
+
+        Raises what it raised; DeadlineError when it took longer than `timeout`; WorkerCrashedError when the worker died.
+        Cancelling kills the worker.
+        """
+        pool = self._enter()
+        try:
+            context = structlog.contextvars.get_contextvars()
+            future = pool.schedule(_perform, args=(context, function, args, kwargs), timeout=timeout.total_seconds())
+            return await self._result(future)
+        except TimeoutError as error:
+            log.warning("worker.killed", function=function.__name__, timeout_s=timeout.total_seconds())
+            raise DeadlineError(
+                f"cannot finish {function.__name__}: it took longer than {timeout.total_seconds():g} s",
+                hint="the repository may hold a damaged object; audit the mirror",
+            ) from error
+        except ProcessExpired as error:
+            log.error("worker.crashed", function=function.__name__, status=error.exitcode)
+            raise _crashed(function) from error
+        except (BrokenProcessPool, RuntimeError) as error:
+            if pool.active:
+                raise
+            self._forget(pool)
+            raise _crashed(function) from error
+        finally:
+            self._leave()
+
+    async def close(self) -> None:
+        """Kill what runs and refuse new calls."""
+        self._closed = True
+        self._cancel_timer()
+        for future in list(self._futures):
+            future.cancel()
+        if self._pool is not None:
+            pool, self._pool = self._pool, None
+            pool.stop()
+            await asyncio.to_thread(pool.join)
+        await asyncio.gather(*self._retiring)
+
+    async def _result(self, future: Future[T]) -> T:
+        """Wait for one call. Stopping a pebble pool leaves its futures open for ever, so `close` cancels them."""
+        self._futures.add(future)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise _stopping() from error
+        finally:
+            self._futures.discard(future)
+
+    def _enter(self) -> ProcessPool:
+        if self._closed:
+            raise _stopping()
+        self._cancel_timer()
+        self._running += 1
+        if self._pool is not None and not self._pool.active:
+            self._forget(self._pool)
+        if self._pool is None:
+            # pebble starts processes in the thread that schedules first. It must be this one: PDEATHSIG is sent when the
+            # *thread* that forked ends, and helper threads come and go.
+            self._pool = ProcessPool(
+                max_workers=self._size,
+                initializer=_begin,
+                initargs=(os.getpid(), self._on_start),
+                context=get_context("spawn"),
+            )
+        return self._pool
+
+    def _leave(self) -> None:
+        self._running -= 1
+        if self._running == 0 and self._pool is not None and not self._closed:
+            loop = asyncio.get_running_loop()
+            self._retire_timer = loop.call_later(self._idle.total_seconds(), self._retire)
+
+    def _cancel_timer(self) -> None:
+        if self._retire_timer is not None:
+            self._retire_timer.cancel()
+            self._retire_timer = None
+
+    def _retire(self) -> None:
+        self._retire_timer = None
+        if self._pool is not None:
+            self._forget(self._pool)
+
+    def _forget(self, pool: ProcessPool) -> None:
+        """End a pool in the background. A pebble pool wakes up ten times a second even when it has nothing to do."""
+        if self._pool is pool:
+            self._pool = None
+        task = asyncio.get_running_loop().create_task(asyncio.to_thread(_end, pool))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+
+def _crashed(function: Callable[..., Any]) -> WorkerCrashedError:
+    return WorkerCrashedError(f"cannot finish {function.__name__}: the worker process died", hint=_CRASH_HINT)
+
+
+def _stopping() -> StoppingError:
+    return StoppingError("cannot do the work: the daemon is stopping", hint="try again when it is back")
+
+
+def _end(pool: ProcessPool) -> None:
+    pool.stop()
+    pool.join()
+
+
+# -- in the worker ----------------------------------------------------------------------------------------------------
+
+_trimmed_at_bytes = 0
+
+
+def _begin(parent_pid: int, on_start: Callable[[], None] | None) -> None:
+    die_with_parent(parent_pid)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's own handler is Python and never runs while libgit2 holds the GIL
+    if on_start is not None:
+        on_start()
+
+
+def _perform(context: Mapping[str, Any], function: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
+    with structlog.contextvars.bound_contextvars(**context):
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _trim()
+
+
+def _trim() -> None:
+    global _trimmed_at_bytes  # noqa: PLW0603  (one worker, one thread)
+    if resident_bytes() > _trimmed_at_bytes + _TRIM_STEP_BYTES:
+        trim_memory()
+        _trimmed_at_bytes = resident_bytes()

@@ -1,0 +1,203 @@
+"""Worker processes: results, errors, deadlines, crashes, cancelling, retiring."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from pathlib import Path
+
+import anyio
+import pytest
+import structlog
+
+from mirrord.errors import CommitNotFoundError, DeadlineError, StoppingError, WorkerCrashedError
+from mirrord.git.workers import Workers
+
+LONG = timedelta(seconds=30)
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def own_pid() -> int:
+    return os.getpid()
+
+
+def refuse() -> None:
+    raise CommitNotFoundError("cannot find commit x: it is not there", hint="sync", commit="x")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(pid_file: str) -> None:
+    Path(pid_file).write_text(str(os.getpid()), encoding="ascii")
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    while True:
+        time.sleep(1)
+
+
+def seen_context() -> dict[str, object]:
+    return dict(structlog.contextvars.get_contextvars())
+
+
+def run(body: Callable[[Workers], Awaitable[None]], *, idle: timedelta = LONG, size: int = 1) -> None:
+    async def main() -> None:
+        workers = Workers(size=size, idle=idle)
+        try:
+            await body(workers)
+        finally:
+            await workers.close()
+
+    anyio.run(main)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(20):
+        while not condition():
+            await anyio.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_call_runs_in_another_process() -> None:
+    """The result comes back, and the process is kept for the next call."""
+
+    async def body(workers: Workers) -> None:
+        assert await workers.call(add, 2, 3, timeout=LONG) == 5
+        pid = await workers.call(own_pid, timeout=LONG)
+        assert pid != os.getpid()
+        assert await workers.call(own_pid, timeout=LONG) == pid
+
+    run(body)
+
+
+def test_an_error_crosses_whole() -> None:
+    """Class, sentence, hint and facts are those of the worker."""
+
+    async def body(workers: Workers) -> None:
+        with pytest.raises(CommitNotFoundError, match="it is not there") as caught:
+            await workers.call(refuse, timeout=LONG)
+        assert caught.value.hint == "sync"
+        assert caught.value.facts == {"commit": "x"}
+
+    run(body)
+
+
+def test_a_missed_deadline_kills_the_worker_and_only_it(tmp_path: Path) -> None:
+    """The next call gets a new worker."""
+
+    async def body(workers: Workers) -> None:
+        with pytest.raises(DeadlineError, match="hang"):
+            await workers.call(hang, str(tmp_path / "pid"), timeout=timedelta(seconds=1))
+        pid = int((tmp_path / "pid").read_text(encoding="ascii"))
+        await until(lambda: is_gone(pid))
+        assert await workers.call(add, 1, 1, timeout=LONG) == 2
+
+    run(body)
+
+
+def test_a_crash_costs_one_call() -> None:
+    """A worker killed from outside is an error of its call; the pool lives on."""
+
+    async def body(workers: Workers) -> None:
+        with pytest.raises(WorkerCrashedError):
+            await workers.call(die, timeout=LONG)
+        assert await workers.call(add, 1, 1, timeout=LONG) == 2
+
+    run(body)
+
+
+def test_cancelling_kills_the_worker(tmp_path: Path) -> None:
+    """Nobody waits for the result any more, so nobody computes it."""
+
+    async def body(workers: Workers) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(lambda: workers.call(hang, str(tmp_path / "pid"), timeout=LONG))
+            await until(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()))
+            group.cancel_scope.cancel()
+        pid = int((tmp_path / "pid").read_text(encoding="ascii"))
+        await until(lambda: is_gone(pid))
+
+    run(body)
+
+
+def test_idle_workers_are_retired_and_come_back() -> None:
+    """An idle daemon has no worker processes."""
+
+    async def body(workers: Workers) -> None:
+        pid = await workers.call(own_pid, timeout=LONG)
+        await until(lambda: is_gone(pid))
+        assert await workers.call(own_pid, timeout=LONG) != pid
+
+    run(body, idle=timedelta(milliseconds=50))
+
+
+def test_closing_ends_running_calls(tmp_path: Path) -> None:
+    """A call in flight gets an error instead of waiting for ever; new calls are refused."""
+
+    async def body(workers: Workers) -> None:
+        refused: list[str] = []
+
+        async def wait() -> None:
+            with pytest.raises(StoppingError) as caught:
+                await workers.call(hang, str(tmp_path / "pid"), timeout=LONG)
+            refused.append(caught.value.code)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait)
+            await until(lambda: (tmp_path / "pid").exists())
+            await workers.close()
+        assert refused == ["stopping"]
+        with pytest.raises(StoppingError):
+            await workers.call(add, 1, 1, timeout=LONG)
+
+    run(body)
+
+
+def test_the_logging_context_travels() -> None:
+    """What is bound to log lines here is bound there, for this call only."""
+
+    async def body(workers: Workers) -> None:
+        with structlog.contextvars.bound_contextvars(request="r1"):
+            assert await workers.call(seen_context, timeout=LONG) == {"request": "r1"}
+        assert await workers.call(seen_context, timeout=LONG) == {}
+
+    run(body)
+
+
+def test_workers_die_with_the_daemon(tmp_path: Path) -> None:
+    """kill -9 of the parent leaves no worker, not even one that hangs."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import anyio
+        from datetime import timedelta
+        from mirrord.git.workers import Workers
+        from test_workers import hang
+        async def main():
+            await Workers(size=1).call(hang, {str(tmp_path / "pid")!r}, timeout=timedelta(seconds=30))
+        if __name__ == "__main__":
+            anyio.run(main)
+        """),
+        encoding="utf-8",
+    )
+    with subprocess.Popen([sys.executable, str(script)], cwd=Path(__file__).parent.parent) as parent:
+        anyio.run(until, lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()))
+        parent.kill()
+    pid = int((tmp_path / "pid").read_text(encoding="ascii"))
+    anyio.run(until, lambda: is_gone(pid))
