@@ -1,0 +1,116 @@
+"""Who is at the other end of a Unix socket, and what that user may do.
+
+The kernel says who: SO_PEERCRED holds what the peer was when it connected, and cannot be forged. Never asks the client. Owns the
+three roles; which request needs which is the endpoint table's.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import structlog
+
+from ..config import Settings
+
+log = structlog.get_logger()
+
+_SO_PEERGROUPS = 59  # Linux 4.13; not in Python's socket module
+_CREDENTIALS = struct.Struct("3i")
+_GROUP_LOOKUP_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A process at the other end, as it was when it connected."""
+
+    uid: int
+    gid: int
+    pid: int
+    groups: tuple[int, ...] = ()
+
+
+class Role(IntEnum):
+    """What a peer may do; each may also do what those below it may."""
+
+    STRANGER = 0
+    MEMBER = 1
+    ADMIN = 2
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Read the credentials of a connected Unix socket."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    return Peer(uid=uid, gid=gid, pid=pid, groups=_groups_of(connection))
+
+
+def _groups_of(connection: socket.socket) -> tuple[int, ...]:
+    """Supplementary groups. The kernel answers ERANGE for more than fit: such a peer is judged by its first group alone."""
+    try:
+        raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)
+    except OSError:
+        return ()
+    return struct.unpack(f"{len(raw) // 4}I", raw)
+
+
+class Access:
+    """The role of a peer: administrators are root, the daemon's own user and `access.admins`; members are in `access.group`.
+
+    Names are looked up at most once a minute and after a reload: a group may be created while the daemon runs.
+    """
+
+    def __init__(self, settings: Callable[[], Settings], *, own_uid: int | None = None) -> None:
+        self._settings = settings
+        self._own_uid = os.geteuid() if own_uid is None else own_uid
+        self._admins: frozenset[int] = frozenset()
+        self._group: int | None = None
+        self._looked_up_at = float("-inf")
+
+    def role(self, peer: Peer) -> Role:
+        if peer.uid in {0, self._own_uid}:
+            return Role.ADMIN
+        if time.monotonic() - self._looked_up_at > _GROUP_LOOKUP_S:
+            self.refresh()
+        if peer.uid in self._admins:
+            return Role.ADMIN
+        is_member = self._group is not None and (peer.gid == self._group or self._group in peer.groups)
+        return Role.MEMBER if is_member else Role.STRANGER
+
+    @property
+    def warnings(self) -> list[str]:
+        """Names in the settings that this host does not know."""
+        access = self._settings().access
+        unknown = [f"the group {access.group} does not exist: only administrators are admitted"] if self._group is None else []
+        return unknown + [f"the administrator {name} does not exist" for name in access.admins if _find_uid(name) is None]
+
+    def refresh(self) -> None:
+        """Look the names up again."""
+        access = self._settings().access
+        found = (_find_uid(name) for name in access.admins)
+        self._admins = frozenset(uid for uid in found if uid is not None)
+        self._group = _find_gid(access.group)
+        self._looked_up_at = time.monotonic()
+
+
+def _find_uid(name: str | int) -> int | None:
+    if isinstance(name, int):
+        return name
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        return int(name) if name.isdigit() else None
+
+
+def _find_gid(name: str) -> int | None:
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        return int(name) if name.isdigit() else None
