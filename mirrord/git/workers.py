@@ -69,7 +69,7 @@ class Workers:
                 hint="the repository may hold a damaged object; audit the mirror",
             ) from error
         except ProcessExpired as error:
-            log.error("worker.crashed", function=function.__name__, status=error.exitcode)
+            log.warning("worker.crashed", function=function.__name__, status=error.exitcode)
             raise _crashed(function) from error
         except (BrokenProcessPool, RuntimeError) as error:
             if pool.active:
@@ -87,7 +87,7 @@ class Workers:
             future.cancel()
         if self._pool is not None:
             pool, self._pool = self._pool, None
-            pool.stop()
+            pool.stop()  # type: ignore[no-untyped-call]
             await asyncio.to_thread(pool.join)
         await asyncio.gather(*self._retiring)
 
@@ -156,7 +156,7 @@ def _stopping() -> StoppingError:
 
 
 def _end(pool: ProcessPool) -> None:
-    pool.stop()
+    pool.stop()  # type: ignore[no-untyped-call]
     pool.join()
 
 

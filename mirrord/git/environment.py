@@ -1,0 +1,128 @@
+"""The environment and configuration that every git child gets: nothing of the caller's, everything said aloud.
+
+Owns the table of safe configuration. It travels as GIT_CONFIG_COUNT and friends, not as `-c`, so that a process list shows the
+command and nothing else; both outrank every configuration file. Never reads a file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+ALLOWED_PROTOCOLS = ("file", "git", "http", "https", "ssh")
+
+_PASSED_ON = (
+    "SSH_AUTH_SOCK", "SSL_CERT_FILE", "SSL_CERT_DIR",
+    "http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
+)  # fmt: skip
+"""What a machine must be able to say about its way to the network."""
+
+_SAFE: tuple[tuple[str, str], ...] = (
+    # nothing of a repository's own configuration may run
+    ("core.hooksPath", "/dev/null"),
+    ("core.fsmonitor", "false"),
+    ("core.attributesFile", "/dev/null"),
+    ("core.excludesFile", "/dev/null"),
+    ("core.pager", "cat"),
+    ("core.editor", "false"),
+    ("core.alternateRefsCommand", "true"),
+    ("diff.external", ""),
+    ("protocol.ext.allow", "never"),
+    ("safe.directory", "*"),
+    ("safe.bareRepository", "all"),
+    ("submodule.recurse", "false"),
+    ("fetch.recurseSubmodules", "false"),
+    ("init.templateDir", ""),
+    ("init.defaultBranch", "main"),
+    # a replace ref changes what a recorded commit checks out to
+    ("core.useReplaceRefs", "false"),
+    # we say when a repository is packed
+    ("gc.auto", "0"),
+    ("gc.autoDetach", "false"),
+    ("maintenance.auto", "false"),
+    ("fetch.writeCommitGraph", "false"),
+    # Gitaly's choice; git's default does not flush references
+    ("core.fsync", "objects,derived-metadata,reference"),
+    # land as packs: libgit2 1.9 hangs on a torn loose object
+    ("transfer.unpackLimit", "1"),
+    ("fetch.unpackLimit", "1"),
+    ("pack.writeReverseIndex", "true"),
+    ("http.followRedirects", "initial"),
+    ("http.lowSpeedLimit", "1"),
+    ("http.lowSpeedTime", "300"),
+    ("credential.helper", ""),
+    ("credential.interactive", "false"),
+    ("user.name", "mirrord"),
+    ("user.email", "mirrord@localhost"),
+    ("fetch.fsckObjects", "true"),
+)
+
+_HARMLESS = (
+    "badDate", "badDateOverflow", "badEmail", "badName", "badTimezone", "missingAuthor", "missingCommitter", "missingEmail",
+    "missingNameBeforeEmail", "missingSpaceBeforeDate", "missingSpaceBeforeEmail", "missingTagger", "missingTaggerEntry",
+    "multipleAuthors", "nulInCommit", "zeroPaddedDate", "zeroPaddedFilemode",
+)  # fmt: skip
+"""fsck's names for slips that real histories have and that change no tree: who and when. What a tree holds stays strict."""
+
+_HELPER = (
+    '!f() { test "$1" = get && printf "username=%s\\npassword=%s\\n"'
+    ' "$MIRRORD_UPSTREAM_USERNAME" "$MIRRORD_UPSTREAM_PASSWORD"; }; f'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """An upstream as git gets it: a URL without secrets for the command line, and the secrets apart."""
+
+    url: str
+    username: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
+
+    @property
+    def is_http(self) -> bool:
+        return self.url.lower().startswith(("http://", "https://"))
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        return tuple(secret for secret in (self.password, self.username) if secret)
+
+
+def child_environment(*, home: Path, remote: Remote | None = None, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The whole environment of one git child. `remote` adds its credentials, for that host only."""
+    config = [*_SAFE, *((f"fetch.fsck.{name}", "ignore") for name in _HARMLESS)]
+    environment = {
+        "PATH": os.environ.get("PATH", os.defpath),
+        "HOME": str(home),
+        "LC_ALL": "C.UTF-8",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_ATTR_NOSYSTEM": "1",
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_ASKPASS": "false",
+        "SSH_ASKPASS": "false",
+        "GIT_SSH_COMMAND": "ssh -oBatchMode=yes -oConnectTimeout=30",
+        "GIT_ALLOW_PROTOCOL": ":".join(ALLOWED_PROTOCOLS),
+        "GIT_NO_REPLACE_OBJECTS": "1",
+        "GIT_NO_LAZY_FETCH": "1",
+        "GIT_OPTIONAL_LOCKS": "0",
+        "GIT_ADVICE": "0",
+    }
+    if remote is not None:
+        environment |= {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        environment |= _credentials(remote, config)
+        environment |= {"GIT_TRACE_CURL": "1", "GIT_TRACE_CURL_NO_DATA": "1"} if remote.is_http else {}
+    for number, (key, value) in enumerate(config):
+        environment |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    environment["GIT_CONFIG_COUNT"] = str(len(config))
+    return environment | dict(extra or {})
+
+
+def _credentials(remote: Remote, config: list[tuple[str, str]]) -> dict[str, str]:
+    """A helper bound to scheme, host and port: a redirect to another host gets nothing."""
+    if remote.username is None:
+        return {}
+    parts = urlsplit(remote.url)
+    config.append((f"credential.{parts.scheme}://{parts.netloc}.helper", _HELPER))
+    return {"MIRRORD_UPSTREAM_USERNAME": remote.username, "MIRRORD_UPSTREAM_PASSWORD": remote.password or ""}

@@ -1,0 +1,366 @@
+"""git children: isolation, deadlines, bounds, errors, secrets."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import ClassVar
+
+import anyio
+import pytest
+from gitrepos import Upstream
+
+from mirrord.errors import (
+    CorruptObjectError,
+    DeadlineError,
+    DiskFullError,
+    GitFailedError,
+    MirrordError,
+    UpstreamAuthError,
+    UpstreamNotFoundError,
+    UpstreamThrottledError,
+    UpstreamTimeoutError,
+)
+from mirrord.git.command import Git, Remote, masked_url, run_git_sync
+from mirrord.git.failures import HttpAnswer, failure, retry_after_seconds
+from mirrord.git.output import StderrReader
+from mirrord.protocol import Progress
+
+SHORT = timedelta(milliseconds=300)
+
+
+@pytest.fixture
+def run_git(tmp_path: Path) -> Callable[[Callable[[Git], Awaitable[object]]], object]:
+    def run(body: Callable[[Git], Awaitable[object]]) -> object:
+        return anyio.run(body, Git(home=tmp_path / "home"))
+
+    return run
+
+
+class _Answering(http.server.BaseHTTPRequestHandler):
+    answer: tuple[int, dict[str, str], bytes] = (404, {}, b"")
+    seen: ClassVar[list[str | None]] = []
+
+    def do_GET(self) -> None:
+        self.seen.append(self.headers.get("Authorization"))
+        status, headers, body = self.answer
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def forge() -> Iterator[type[_Answering]]:
+    """A web server that answers what the test sets; its `url` is the address."""
+    handler = type("Handler", (_Answering,), {"seen": []})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    handler.url = f"http://127.0.0.1:{server.server_port}/owner/name.git"  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield handler
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_command_answers_with_its_output(run_git, make_upstream: Callable[..., Upstream]) -> None:  # type: ignore[no-untyped-def]
+    """stdout is bytes; stdin may be bytes; the repository is named, not searched for."""
+    upstream = make_upstream()
+    commit = upstream.commit({"a": "1"})
+
+    async def body(git: Git) -> None:
+        result = await git.run("cat-file", "--batch-check", git_dir=upstream.path / ".git", stdin=f"{commit}\n".encode())
+        assert result.lines[0].startswith(f"{commit} commit ")
+
+    run_git(body)
+
+
+def test_output_and_input_may_be_files(run_git, make_upstream: Callable[..., Upstream], tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Large streams do not pass through the daemon's memory."""
+    upstream = make_upstream()
+    commit = upstream.commit({"a": "1"})
+    (tmp_path / "in").write_text(f"{commit}\n", encoding="ascii")
+
+    async def body(git: Git) -> None:
+        await git.run("rev-list", "--stdin", git_dir=upstream.path / ".git", stdin=tmp_path / "in", stdout_path=tmp_path / "out")
+
+    run_git(body)
+    assert (tmp_path / "out").read_text(encoding="ascii") == f"{commit}\n"
+
+
+def test_nothing_of_the_callers_environment_or_the_repository_runs(run_git, make_upstream, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Hooks, fsmonitor, aliases and variables of the environment have no effect."""
+    upstream = make_upstream()
+    upstream.commit({"a": "1"})
+    trap = tmp_path / "trap"
+    trap.write_text(f"#!/bin/sh\necho {tmp_path}/sprung >> {tmp_path}/sprung\n", encoding="utf-8")
+    trap.chmod(0o755)
+    upstream.git("config", "core.fsmonitor", str(trap))
+    upstream.git("config", "core.hooksPath", str(tmp_path))
+    trap.rename(tmp_path / "reference-transaction")
+    (tmp_path / "trap").symlink_to("reference-transaction")
+    monkeypatch.setenv("GIT_EXTERNAL_DIFF", str(trap))
+    monkeypatch.setenv("GIT_DIR", "/nonexistent")
+
+    async def body(git: Git) -> None:
+        await git.run("status", git_dir=upstream.path / ".git", work_tree=upstream.path)
+        await git.run("update-ref", "refs/heads/other", "HEAD", git_dir=upstream.path / ".git")
+        await git.run("diff", "HEAD", git_dir=upstream.path / ".git", work_tree=upstream.path)
+
+    run_git(body)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_ext_urls_are_refused(run_git, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """A URL cannot name a program."""
+
+    async def body(git: Git) -> None:
+        with pytest.raises(MirrordError):
+            await git.run("ls-remote", f"ext::touch {tmp_path}/sprung", remote=Remote("ext::x"))
+
+    run_git(body)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_deadline_kills_the_whole_group(run_git, make_upstream, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """git's own children do not survive it."""
+    upstream = make_upstream()
+    upstream.commit({"a": "1"})
+    alias = f"!echo $$ > {tmp_path}/pid; exec sleep 60"
+
+    async def body(git: Git) -> None:
+        with pytest.raises(DeadlineError, match="cannot wait for nothing"):
+            await git.run("-c", f"alias.w={alias}", "w", git_dir=upstream.path / ".git", timeout=SHORT, doing="wait for nothing")
+        await _gone(tmp_path / "pid")
+
+    run_git(body)
+
+
+def test_cancelling_kills_the_whole_group(run_git, make_upstream, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """A caller that goes away leaves no git behind."""
+    upstream = make_upstream()
+    upstream.commit({"a": "1"})
+    alias = f"!echo $$ > {tmp_path}/pid; exec sleep 60"
+
+    async def body(git: Git) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(lambda: git.run("-c", f"alias.w={alias}", "w", git_dir=upstream.path / ".git"))
+            with anyio.fail_after(20):
+                while not (tmp_path / "pid").exists():
+                    await anyio.sleep(0.01)
+            group.cancel_scope.cancel()
+        await _gone(tmp_path / "pid")
+
+    run_git(body)
+
+
+async def _gone(pid_file: Path) -> None:
+    pid = int(pid_file.read_text(encoding="ascii"))
+    with anyio.fail_after(20):
+        while Path(f"/proc/{pid}").exists():
+            await anyio.sleep(0.01)
+
+
+def test_output_over_the_limit_is_an_error(run_git) -> None:  # type: ignore[no-untyped-def]
+    """A repository cannot fill the daemon's memory."""
+
+    async def body(git: Git) -> None:
+        with pytest.raises(GitFailedError, match="larger than 100 bytes"):
+            await git.run("help", "--all", stdout_limit_bytes=100)
+
+    run_git(body)
+
+
+def test_an_expected_status_is_an_answer(run_git, make_upstream) -> None:  # type: ignore[no-untyped-def]
+    """`ok` lists the statuses that mean something."""
+    upstream = make_upstream()
+    upstream.commit({"a": "1"})
+
+    async def body(git: Git) -> int:
+        result = await git.run("show-ref", "--verify", "--quiet", "refs/heads/none", git_dir=upstream.path / ".git", ok=(0, 1))
+        return result.status
+
+    assert run_git(body) == 1
+
+
+def test_a_damaged_object_is_an_integrity_error(make_upstream: Callable[..., Upstream]) -> None:
+    """What git says about a broken object becomes our class, in workers too."""
+    upstream = make_upstream()
+    commit = upstream.commit({"a": "1"})
+    loose = upstream.path / ".git/objects" / commit[:2] / commit[2:]
+    loose.chmod(0o644)
+    loose.write_bytes(b"not zlib")
+    with pytest.raises(CorruptObjectError):
+        run_git_sync("rev-list", commit, git_dir=upstream.path / ".git")
+
+
+def test_quarantined_objects_stay_out_of_the_repository(run_git, make_upstream, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """New objects land elsewhere; refs cannot move meanwhile."""
+    upstream = make_upstream()
+    commit = upstream.commit({"a": "1"})
+    git_dir = upstream.path / ".git"
+
+    async def body(git: Git) -> None:
+        made = await git.run(
+            "hash-object", "-w", "--stdin", git_dir=git_dir, stdin=b"new", quarantine_objects=tmp_path / "objects"
+        )
+        oid = made.lines[0]
+        assert (tmp_path / "objects" / oid[:2] / oid[2:]).exists()
+        assert (await git.run("cat-file", "-e", oid, git_dir=git_dir, ok=(0, 1))).status == 1
+        with pytest.raises(MirrordError):
+            await git.run("update-ref", "refs/heads/x", commit, git_dir=git_dir, quarantine_objects=tmp_path / "objects")
+
+    (tmp_path / "objects").mkdir()
+    run_git(body)
+
+
+# -- upstream ---------------------------------------------------------------------------------------------------------
+
+
+def ask(url: str, **options: object) -> Callable[[Git], Awaitable[object]]:
+    remote = Remote(url, options.pop("username", None), options.pop("password", None))  # type: ignore[arg-type]
+    return lambda git: git.run("ls-remote", url, remote=remote, doing="ask upstream", **options)  # type: ignore[arg-type]
+
+
+def test_an_absent_repository_is_not_found(run_git, forge) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UpstreamNotFoundError, match="cannot ask upstream"):
+        run_git(ask(forge.url))
+
+
+def test_an_absent_directory_is_not_found(run_git, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UpstreamNotFoundError):
+        run_git(ask(f"file://{tmp_path}/absent"))
+
+
+def test_a_wanted_password_is_an_error_and_nobody_is_asked(run_git, forge) -> None:  # type: ignore[no-untyped-def]
+    forge.answer = (401, {"WWW-Authenticate": 'Basic realm="x"'}, b"")
+    with pytest.raises(UpstreamAuthError):
+        run_git(ask(forge.url, timeout=timedelta(seconds=20)))
+
+
+def test_credentials_reach_their_host_and_no_message(run_git, forge) -> None:  # type: ignore[no-untyped-def]
+    """They go through a helper; a wrong password is an error without the password."""
+    forge.answer = (401, {"WWW-Authenticate": 'Basic realm="x"'}, b"")
+    with pytest.raises(UpstreamAuthError) as caught:
+        run_git(ask(forge.url, username="me", password="s3cretpassword"))
+    assert "s3cret" not in str(caught.value.problem())
+    assert forge.seen[-1] == "Basic bWU6czNjcmV0cGFzc3dvcmQ="
+
+
+def test_throttling_tells_how_long_to_wait(run_git, forge) -> None:  # type: ignore[no-untyped-def]
+    """Retry-After is read from the answer's headers."""
+    forge.answer = (429, {"Retry-After": "17"}, b"slow down")
+    with pytest.raises(UpstreamThrottledError) as caught:
+        run_git(ask(forge.url))
+    assert caught.value.facts["retry_after_s"] == 17
+
+
+def test_garbage_is_an_upstream_error(run_git, forge) -> None:  # type: ignore[no-untyped-def]
+    forge.answer = (200, {"Content-Type": "text/html"}, b"<html>hello</html>")
+    with pytest.raises(MirrordError) as caught:
+        run_git(ask(forge.url))
+    assert caught.value.exit_status == 6
+
+
+def test_a_silent_upstream_times_out(run_git) -> None:  # type: ignore[no-untyped-def]
+    """A host that accepts and says nothing costs the quiet time only."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/o/n.git"
+        with pytest.raises(UpstreamTimeoutError, match="silent"):
+            run_git(ask(url, quiet_timeout=SHORT))
+
+
+def test_a_url_in_the_process_list_has_no_secret(run_git, make_upstream, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """The command line of git and of its helpers is public on the machine; their environment is not."""
+    upstream = make_upstream()
+    upstream.commit({"a": "1"})
+
+    async def body(git: Git) -> None:
+        remote = Remote("https://example.invalid/o/n.git", "me", "s3cretpassword")
+        alias = f"!tr '\\0' ' ' < /proc/$PPID/cmdline > {tmp_path}/seen"
+        await git.run("-c", f"alias.w={alias}", "w", git_dir=upstream.path / ".git", remote=remote)
+
+    run_git(body)
+    assert "s3cret" not in (tmp_path / "seen").read_text(encoding="utf-8")
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("https://me:pw@host/x", "https://***@host/x"),
+        ("https://token@host/x", "https://***@host/x"),
+        ("https://me:p@ss@host/x", "https://***@host/x"),
+        ("ssh://git@host/x", "ssh://git@host/x"),
+        ("ssh://git:pw@host/x", "ssh://git:***@host/x"),
+        ("https://host/x?private_token=abc&b=c", "https://host/x?private_token=***&b=c"),
+        ("unable to access 'https://a:b@c/': no", "unable to access 'https://***@c/': no"),
+        ("nothing here", "nothing here"),
+    ],
+)
+def test_secrets_of_urls_are_masked(text: str, masked: str) -> None:
+    assert masked_url(text) == masked
+
+
+@pytest.mark.parametrize(
+    ("stderr", "upstream", "error"),
+    [
+        ("fatal: write error: No space left on device", True, DiskFullError),
+        ("error: unable to write file: Disk quota exceeded", False, DiskFullError),
+        ("fatal: could not read Username for 'https://x': terminal prompts disabled", True, UpstreamAuthError),
+        ("Host key verification failed.\nfatal: Could not read from remote repository.", True, UpstreamAuthError),
+        ("fatal: repository 'http://x/y/' not found", True, UpstreamNotFoundError),
+        ("error: object file .git/objects/aa/bb is corrupt", False, CorruptObjectError),
+        ("fatal: something new", False, GitFailedError),
+    ],
+)
+def test_what_git_says_becomes_an_error(stderr: str, upstream: bool, error: type[MirrordError]) -> None:
+    found = failure(doing="do it", status=128, stderr=stderr, upstream=upstream, http=HttpAnswer())
+    assert type(found) is error
+    assert found.hint
+
+
+def test_an_object_that_upstream_lacks_is_not_our_corruption() -> None:
+    stderr = "remote: fatal: unable to read 0123456789\nfatal: remote error: upload-pack: not our ref"
+    found = failure(doing="fetch", status=128, stderr=stderr, upstream=True, http=HttpAnswer())
+    assert found.exit_status == 6
+
+
+def test_retry_after_is_seconds_or_a_date() -> None:
+    now = datetime(2026, 1, 1, tzinfo=timezone.utc)
+    assert retry_after_seconds("30", now=now) == 30
+    assert retry_after_seconds("Thu, 01 Jan 2026 00:01:00 GMT", now=now) == 60
+    assert retry_after_seconds("soon", now=now) is None
+
+
+def test_progress_and_messages_are_told_apart() -> None:
+    """Chunks may end anywhere; traces are neither."""
+    seen: list[Progress] = []
+    reader = StderrReader(seen.append)
+    data = b"Receiving objects:  50% (1/2)\rReceiving objects: 100% (2/2), 1 KiB | 2 MiB/s, done.\nfatal: no\n"
+    data += b"12:00:00.1 http.c:5  => Send header: Authorization: Basic x\n"
+    for at in range(0, len(data), 7):
+        reader.feed(data[at : at + 7])
+    assert [(p.done, p.total, p.unit) for p in seen] == [(1, 2, "objects"), (2, 2, "objects")]
+    assert reader.text() == "fatal: no"
+
+
+def test_home_of_git_children_is_ours(tmp_path: Path) -> None:
+    """The private directory is made, and made again, without complaint."""
+    Git(home=tmp_path / "home")
+    Git(home=tmp_path / "home")
+    assert os.listdir(tmp_path / "home") == [".gitconfig"]
