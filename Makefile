@@ -4,6 +4,8 @@ PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11 /usr/bin/python3.12 /usr/bi
 BIN := .venv/bin
 UPSTREAM ?=
 REPO ?=
+DOCS ?=
+BENCH_ARGS ?=
 PYTEST_ARGS ?=
 
 # What the tests need from Debian; nothing of it is needed to run the daemon but git.
@@ -40,7 +42,7 @@ lint: setup ## style, types, layers
 	$(BIN)/lint-imports
 
 bench: setup ## measure, side by side with git; REPO=path of a repository
-	$(BIN)/python benchmarks/bench.py $(if $(REPO),--repo '$(REPO)')
+	$(BIN)/python benchmarks/bench.py $(foreach repo,$(REPO),--repo '$(repo)') $(if $(DOCS),--docs) $(BENCH_ARGS)
 
 debian:
 	@if command -v dpkg-query >/dev/null && [ "$$(id -u)" = 0 ]; then \

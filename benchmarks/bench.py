@@ -1,0 +1,359 @@
+"""The same work side by side in one run: mirrord through its socket, and what a user would do otherwise.
+
+`make bench REPO=/path/of/a/repository` prints a table and writes build/bench.json; DOCS=1 also docs/benchmarks.md and its plot.
+Each round does ours and theirs one after the other, so that a machine whose speed drifts moves both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+from daemons import MIRROR, Daemon
+from mirrord.host.mounts import mount_overlay, umount
+from report import print_table, write_docs
+from rivals import Git, dirty, git
+
+from mirrord import Checkout, Client
+from mirrord.model import Backend
+
+
+@dataclass
+class Row:
+    """One comparison. Times are seconds of each round; `goal` is the ratio theirs/ours to reach."""
+
+    work: str
+    against: str
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+    goal: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.theirs) / statistics.median(self.ours)
+
+
+@dataclass
+class Figure:
+    """A number that is not a comparison of times."""
+
+    name: str
+    value: float
+    unit: str
+    goal: str = ""
+
+
+class Bench:
+    def __init__(self, source: Path, area: Path, rounds: int) -> None:
+        self.rounds = rounds
+        self.area = area
+        self.git = Git(source, area)
+        self.line = self.git.line(6000)
+        self.daemon = Daemon(area / "daemon", source)
+        self.rows: list[Row] = []
+        self.figures: list[Figure] = []
+
+    def compare(self, row: Row, ours: Callable[[], float], theirs: Callable[[], float], rounds: int | None = None) -> None:
+        for _ in range(rounds or self.rounds):
+            row.ours.append(ours())
+            row.theirs.append(theirs())
+        self.rows.append(row)
+        print(f"  {row.work} / {row.against}: {row.ratio:.1f}", flush=True)
+
+    # -- cases --------------------------------------------------------------------------------------------------------
+
+    def warm_checkout(self) -> None:
+        tip = self.line[0]
+        with self.daemon.client() as client:
+            client.checkout(mirror=MIRROR, commit=tip).release()
+
+            def ours() -> float:
+                began = time.perf_counter()
+                checkout = client.checkout(mirror=MIRROR, commit=tip)
+                took = time.perf_counter() - began
+                checkout.release()
+                return took
+
+            add = self._rival(lambda path: self.git.worktree_add(path, tip))
+            shared = self._rival(lambda path: self.git.clone_shared(path, tip))
+            self.compare(Row("warm sealed checkout", "git worktree add --detach", goal=200), ours, add)
+            self.compare(Row("warm sealed checkout", "git clone --shared, checkout", goal=200), ours, shared)
+            self.compare(
+                Row("warm sealed checkout", "three mkdirs and a mount, and a health request", goal=0.4), ours, self._floor(client)
+            )
+
+    def _floor(self, client: Client) -> Callable[[], float]:
+        lower = self.area / "floor-lower"
+        self.git.worktree_add(lower, self.line[0])
+        count = iter(range(10**6))
+
+        def floor() -> float:
+            at = self.area / f"floor-{next(count)}"
+            upper, work, tree = at / "upper", at / "work", at / "tree"
+            began = time.perf_counter()
+            at.mkdir()
+            for path in (upper, work, tree):
+                path.mkdir()
+            mount_overlay(tree, [lower], upper, work)
+            client.health()
+            took = time.perf_counter() - began
+            umount(tree)
+            shutil.rmtree(at)
+            return took
+
+        return floor
+
+    def _rival(self, make: Callable[[Path], None]) -> Callable[[], float]:
+        def theirs() -> float:
+            path = self.git.fresh()
+            began = time.perf_counter()
+            make(path)
+            took = time.perf_counter() - began
+            self.git.remove(path)
+            return took
+
+        return theirs
+
+    def reset(self) -> None:
+        rival = self.git.fresh()
+        self.git.worktree_add(rival, self.line[0])
+
+        def theirs() -> float:
+            dirty(rival)
+            return _timed(lambda: self.git.reset_and_clean(rival))
+
+        for backend in self._backends():
+            with self.daemon.client() as client, client.checkout(mirror=MIRROR, commit=self.line[0], backend=backend) as checkout:
+                ours = self._dirty_reset(checkout)
+                goal = 30.0 if backend is Backend.OVERLAY else None
+                self.compare(
+                    Row(f"reset, 20 changed and 100 created ({backend})", "git reset --hard, git clean -ffdx", goal=goal),
+                    ours,
+                    theirs,
+                )
+
+    def _dirty_reset(self, checkout: Checkout) -> Callable[[], float]:
+        def ours() -> float:
+            dirty(checkout.path)
+            return _timed(checkout.reset)
+
+        return ours
+
+    def near_checkout(self) -> None:
+        commits = iter(self.line[10::10][: self.rounds + 1])
+        with self.daemon.client() as client:
+
+            def ours() -> float:
+                commit = next(commits)
+                began = time.perf_counter()
+                checkout = client.checkout(mirror=MIRROR, commit=commit)
+                took = time.perf_counter() - began
+                checkout.release()
+                return took
+
+            theirs = self._rival(lambda path: self.git.worktree_add(path, self.line[10]))
+            rounds = min(self.rounds, len(self.line[10::10]) - 1)
+            self.compare(
+                Row("first checkout, 10 commits from one served", "git worktree add --detach", goal=5), ours, theirs, rounds
+            )
+
+    def first_checkout(self) -> None:
+        tip = self.line[0]
+
+        def ours() -> float:
+            self.daemon.forget_templates()
+            with self.daemon.client() as client:
+                client.health()
+                began = time.perf_counter()
+                checkout = client.checkout(mirror=MIRROR, commit=tip)
+                took = time.perf_counter() - began
+                checkout.release()
+            return took
+
+        theirs = self._rival(lambda path: self.git.clone_isolated(path, tip))
+        self.compare(
+            Row("very first checkout, nothing prepared", "git clone --no-local --single-branch", goal=3), ours, theirs, 3
+        )
+
+    def pool_move(self) -> None:
+        places = self.line[0], self.line[min(10, len(self.line) - 1)]
+        rival = self.git.fresh()
+        self.git.worktree_add(rival, places[0])
+        turns: dict[str, int] = {"ours": 0, "theirs": 0}
+        with self.daemon.client() as client, client.checkout(mirror=MIRROR, commit=places[0], backend=Backend.POOL) as checkout:
+
+            def turn(side: str) -> str:
+                turns[side] += 1
+                return places[turns[side] % 2]
+
+            checkout.reset(commit=turn("ours"))
+            checkout.reset(commit=turn("ours"))
+            self.compare(
+                Row("pool: on to a neighbour 10 commits away, proven", "git checkout -f, git clean -ffdx", goal=2),
+                lambda: _timed(lambda: checkout.reset(commit=turn("ours"))),
+                lambda: _timed(lambda: self.git.move_and_clean(rival, turn("theirs"))),
+            )
+
+    def throughput(self, clients: int = 16, seconds: float = 5.0) -> None:
+        tip = self.line[0]
+        with ProcessPoolExecutor(clients) as pool:
+            tasks = [pool.submit(_hammer, str(self.daemon.socket), tip, seconds) for _ in range(clients)]
+            counts = [task.result() for task in tasks]
+        with self.daemon.client() as client:
+            leaked = len(client.list_checkouts())
+        self.figures.append(Figure(f"{clients} clients, checkout and release", sum(counts) / seconds, "a second", "1,000"))
+        self.figures.append(Figure("checkouts leaked by them", leaked, "", "0"))
+
+    def hold(self, count: int) -> None:
+        idle = self.daemon.memory()
+        with self.daemon.client() as client:
+            began = time.perf_counter()
+            held = [client.checkout(mirror=MIRROR, commit=self.line[0]) for _ in range(count)]
+            took = time.perf_counter() - began
+            memory = self.daemon.memory()
+            distinct = len({checkout.path for checkout in held if (checkout.path / ".git").is_dir()})
+            for checkout in held:
+                checkout.release()
+        self.figures += [
+            Figure("held at once, each with its own tree", distinct, "checkouts", "1,000"),
+            Figure("making one while they add up", took / count * 1000, "ms"),
+            Figure("daemon memory before, workers included", idle["rss_mib"], "MiB resident"),
+            Figure("daemon memory while they are held, workers included", memory["rss_mib"], "MiB resident", "under 150"),
+        ]
+
+    def disk(self, count: int = 300) -> None:
+        """Sealed base commits spread over the line, against one full tree and one full closure pack."""
+        step = max(1, min(5000, len(self.line)) // count)
+        commits = self.line[::step][:count]
+        alone = self.git.fresh()
+        self.git.clone_isolated(alone, self.line[0])
+        whole = int(subprocess.run(["du", "-s", "-B1", alone], capture_output=True, check=True).stdout.split()[0])
+        self.daemon.forget_templates()
+        with self.daemon.client() as client:
+            for commit in reversed(commits):
+                client.checkout(mirror=MIRROR, commit=commit).release()
+        ours = self.daemon.templates_bytes()
+        self.git.remove(alone)
+        self.figures.append(
+            Figure(f"disk of {len(commits)} sealed base commits against one clone", ours / whole, "times", "under 2")
+        )
+
+    def _backends(self) -> Iterator[Backend]:
+        with self.daemon.client() as client:
+            if client.status().backend is Backend.OVERLAY:
+                yield Backend.OVERLAY
+        yield Backend.POOL
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _hammer(socket: str, commit: str, seconds: float) -> int:
+    done = 0
+    with Client(socket) as client:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with client.checkout(mirror=MIRROR, commit=commit) as checkout:
+                assert (checkout.path / ".git").is_dir()
+            done += 1
+    return done
+
+
+@contextmanager
+def _area(parent: str | None) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="mirrord-bench-", dir=parent) as name:
+        yield Path(name)
+
+
+def _machine() -> dict[str, object]:
+    return {
+        "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "kernel": platform.release(),
+        "cpus": os.cpu_count(),
+        "git": git("--version"),
+        "python": platform.python_version(),
+    }
+
+
+def run(source: Path, parent: str | None, rounds: int, cases: list[str]) -> dict[str, object]:
+    with _area(parent) as area:
+        bench = Bench(source, area, rounds)
+        try:
+            everything: dict[str, Callable[[], None]] = {
+                "first": bench.first_checkout,
+                "warm": bench.warm_checkout,
+                "reset": bench.reset,
+                "near": bench.near_checkout,
+                "pool": bench.pool_move,
+                "throughput": bench.throughput,
+                "hold": lambda: bench.hold(1000),
+                "disk": bench.disk,
+            }
+            for name in cases or list(everything):
+                print(f"{name} …", flush=True)
+                everything[name]()
+        finally:
+            bench.daemon.stop()
+        files = len(git("ls-tree", "-r", "--name-only", bench.line[0], cwd=bench.git.mirror).splitlines())
+        rows = [{**asdict(row), "ratio": row.ratio} for row in bench.rows]
+        subject = {"name": source.name, "files": files, "commits": len(bench.line)}
+        return {"machine": _machine(), "repository": subject, "rows": rows, "figures": [asdict(f) for f in bench.figures]}
+
+
+def _generated(area: Path) -> Path:
+    """5,000 files, 40 commits, when no repository is given."""
+    work = area / "generated"
+    work.mkdir(parents=True)
+    git("init", "--quiet", "--initial-branch=main", work)
+    for number in range(5000):
+        file = work / f"package{number % 50}" / f"module{number}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"value = {number}\n" * (10 + number % 200))
+    for commit in range(200):
+        for number in range(commit, 5000, 250):
+            with (work / f"package{number % 50}" / f"module{number}.py").open("a") as file:
+                file.write(f"value += {commit}\n")
+        git("add", "--all", cwd=work)
+        git("-c", "user.name=bench", "-c", "user.email=bench@example.com", "commit", "--quiet", "-m", f"{commit}", cwd=work)
+    return work
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repo", type=Path, action="append", help="a repository to measure on; may be given again")
+    parser.add_argument("--area", help="where to work: a directory on the file system to be measured")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--cases", nargs="*", default=[])
+    parser.add_argument("--json", type=Path, default=Path("build/bench.json"))
+    parser.add_argument("--docs", action="store_true", help="write docs/benchmarks.md and docs/benchmarks.svg")
+    options = parser.parse_args()
+    with _area(options.area) as area:
+        sources = options.repo or [_generated(area)]
+        results = [run(source.resolve(), options.area, options.rounds, options.cases) for source in sources]
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(results, indent=1) + "\n")
+    for result in results:
+        print_table(result)
+    print(f"\nwritten: {options.json}")
+    if options.docs:
+        write_docs(results, Path("docs"))
+
+
+if __name__ == "__main__":
+    main()

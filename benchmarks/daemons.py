@@ -1,0 +1,90 @@
+"""The daemon under measurement: started on a scratch state directory, asked through its socket, weighed, stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from mirrord import Client
+from mirrord.errors import MirrordError
+
+REPO = "bench/repo"
+MIRROR = "bench__repo"
+
+
+class Daemon:
+    def __init__(self, area: Path, source: Path) -> None:
+        self.area, self.state, self.socket = area, area / "state", area / "mirrord.sock"
+        area.mkdir(parents=True)
+        area.chmod(0o755)
+        quoted = json.dumps
+        (area / "config.toml").write_text(
+            f"state_dir = {quoted(str(self.state))}\nsocket = {quoted(str(self.socket))}\n"
+            '[sync]\ninterval = "0"\n[audit]\ninterval = "0"\n[maintenance]\ninterval = "0"\n'
+            "[checkouts]\nprewarm = false\nmax = 4000\n[datasets]\nwatch = false\n"
+            f'[log]\nlevel = "warning"\nformat = "json"\n[[mirror]]\nrepo = "{REPO}"\nurl = {quoted(f"file://{source}")}\n'
+        )
+        self.start()
+        with self.client() as client:
+            client.wait(client.sync_mirror(REPO), timeout=timedelta(minutes=20))
+
+    def client(self) -> Client:
+        return Client(self.socket)
+
+    def start(self) -> None:
+        command = [Path(sys.executable).with_name("mirrord"), "serve", "--config", str(self.area / "config.toml")]
+        with (self.area / "daemon.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            try:
+                with Client(self.socket, patience=timedelta()) as client:
+                    client.health()
+                    return
+            except MirrordError:
+                time.sleep(0.02)
+        raise RuntimeError((self.area / "daemon.log").read_text())
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(timeout=60)
+
+    def forget_templates(self) -> None:
+        """As a mirror is just after its first sync: nothing prepared."""
+        self.stop()
+        shutil.rmtree(self.state / "templates")
+        self.start()
+
+    def memory(self) -> dict[str, float]:
+        """MiB of the daemon and everything below it: resident, and proportional (pages shared are counted once)."""
+        family = _family(self.process.pid)
+        sums = {"Rss": 0, "Pss": 0}
+        for pid in family:
+            try:
+                lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            except OSError:
+                continue
+            for line in lines:
+                name, _, rest = line.partition(":")
+                if name in sums:
+                    sums[name] += int(rest.split()[0])
+        return {"processes": len(family), "rss_mib": sums["Rss"] / 1024, "pss_mib": sums["Pss"] / 1024}
+
+    def templates_bytes(self) -> int:
+        return int(
+            subprocess.run(["du", "-s", "-B1", self.state / "templates"], capture_output=True, check=True).stdout.split()[0]
+        )
+
+
+def _family(pid: int) -> list[int]:
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found += _family(int(child))
+    return found

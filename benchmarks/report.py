@@ -1,0 +1,104 @@
+"""What a run of the bench looks like: a table for the terminal, and docs/benchmarks.md with its plot."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+METHOD = """# Benchmarks
+
+Written by `make bench DOCS=1 REPO=…`; do not edit. Each row does both sides one after the other, round by round, in one run
+on one machine; the figures are medians, with the fastest and slowest round, and the ratio of the medians. Ours is always the
+whole way: a Python client, the socket, the daemon, the answer. Theirs is the git command alone, without a client around it.
+Making room again (removing the rival's worktree, releasing the checkout) is outside the time of both.
+"""
+
+
+def _span(seconds: list[float]) -> str:
+    low, middle, high = (f"{value * 1000:,.2f}" for value in (min(seconds), statistics.median(seconds), max(seconds)))
+    return f"{middle} ({low} to {high})"
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    if row["goal"] is None:
+        return ""
+    goal = f"{row['goal']:g}"
+    return f"{goal}, reached" if row["ratio"] >= row["goal"] else f"{goal}, MISSED"
+
+
+def _rows(result: dict[str, Any]) -> list[list[str]]:
+    return [
+        [row["work"], row["against"], _span(row["ours"]), _span(row["theirs"]), f"{row['ratio']:.2f}", _verdict(row)]
+        for row in result["rows"]
+    ]
+
+
+def _title(result: dict[str, Any]) -> str:
+    repository = result["repository"]
+    return f"{repository['name']}: {repository['files']:,} files"
+
+
+def print_table(result: dict[str, Any]) -> None:
+    heads = ["work", "against", "mirrord, ms", "theirs, ms", "ratio", "goal"]
+    rows = [heads, *_rows(result)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    print(
+        f"\n{_title(result)} ({result['machine']['git']}, Linux {result['machine']['kernel']}, {result['machine']['cpus']} CPUs)"
+    )
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for figure in result["figures"]:
+        print(
+            f"{figure['name']}: {figure['value']:,.2f} {figure['unit']}"
+            + (f" (goal: {figure['goal']})" if figure["goal"] else "")
+        )
+
+
+def write_docs(results: list[dict[str, Any]], docs: Path) -> None:
+    """docs/benchmarks.md and docs/benchmarks.svg, whole."""
+    text = METHOD
+    for result in results:
+        machine = result["machine"]
+        text += (
+            f"\n## {_title(result)}\n\n{machine['at']}, Linux {machine['kernel']}, {machine['cpus']} CPUs, {machine['git']}\n\n"
+        )
+        text += "| work | against | mirrord, ms | theirs, ms | theirs / ours | goal |\n|---|---|---|---|---|---|\n"
+        text += "".join("| " + " | ".join(row) + " |\n" for row in _rows(result))
+        if result["figures"]:
+            text += "\n| figure | value | goal |\n|---|---|---|\n"
+            text += "".join(f"| {f['name']} | {f['value']:,.2f} {f['unit']} | {f['goal']} |\n" for f in result["figures"])
+    text += "\n![How many times faster than the alternative, on a logarithmic scale](benchmarks.svg)\n"
+    docs.mkdir(exist_ok=True)
+    (docs / "benchmarks.md").write_text(text)
+    (docs / "benchmarks.svg").write_text(_plot(results))
+
+
+def _plot(results: list[dict[str, Any]]) -> str:
+    """Bars of theirs/ours, logarithmic: 1 is the middle line, right of it mirrord is faster."""
+    bars = [(f"{_title(result)}: {row['work']} / {row['against']}", row["ratio"]) for result in results for row in result["rows"]]
+    height, left, unit = 22, 620, 110
+    bottom = height * len(bars)
+    scale = "".join(_label(left + n * unit, bottom + 18, "middle", f"{10**n}x") for n in range(4))
+    axis = f'<line x1="{left}" x2="{left}" y1="0" y2="{bottom}" stroke="black"/>'
+    drawn = "\n".join(_bar(left, number * height + 4, unit, *bar) for number, bar in enumerate(bars))
+    size = f'width="{left + 4 * unit}" height="{bottom + 30}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
+    return f'{head}\n<rect width="100%" height="100%" fill="white"/>\n{axis}\n{drawn}\n{scale}\n</svg>\n'
+
+
+def _bar(left: int, y: int, unit: int, label: str, ratio: float) -> str:
+    length = math.log10(ratio) * unit
+    start, colour = (left, "#2a7") if length >= 0 else (left + length, "#c55")
+    rect = f'<rect x="{start:.1f}" y="{y}" width="{abs(length):.1f}" height="14" fill="{colour}"/>'
+    value = _label(max(left, left + length) + 4, y + 11, "start", f"{ratio:.1f}")
+    return _label(min(left, start) - 6, y + 11, "end", label) + rect + value
+
+
+def _label(x: float, y: float, anchor: str, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{_escaped(text)}</text>'
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")

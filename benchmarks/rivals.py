@@ -1,0 +1,81 @@
+"""What a user would do without mirrord, each in its plain form, on a bare mirror made for it. Every call is one timed command."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+ENV = {
+    **{key: value for key, value in os.environ.items() if not key.startswith("GIT_")},
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_TERMINAL_PROMPT": "0",
+}
+
+
+def git(*words: str | Path, cwd: Path | None = None) -> str:
+    done = subprocess.run(["git", *map(str, words)], cwd=cwd, env=ENV, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"git {' '.join(map(str, words))}: {done.stderr}")
+    return done.stdout.strip()
+
+
+class Git:
+    """A bare mirror of `source` below `area`, and the things people do with one."""
+
+    def __init__(self, source: Path, area: Path) -> None:
+        self.area = area
+        self.mirror = area / "mirror.git"
+        self.tip = git("rev-parse", "HEAD", cwd=source)
+        refs = ["+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*"]
+        git("init", "--quiet", "--bare", self.mirror)
+        git("fetch", "--quiet", f"file://{source}", *refs, cwd=self.mirror)
+        git("update-ref", "refs/heads/bench", self.tip, cwd=self.mirror)
+        self._count = 0
+
+    def line(self, count: int) -> list[str]:
+        """Up to `count` commits of the first-parent line, newest first."""
+        return git("rev-list", "--first-parent", f"--max-count={count}", self.tip, cwd=self.mirror).split()
+
+    def fresh(self) -> Path:
+        self._count += 1
+        return self.area / f"rival-{self._count}"
+
+    def worktree_add(self, path: Path, commit: str) -> None:
+        git("worktree", "add", "--quiet", "--detach", path, commit, cwd=self.mirror)
+
+    def clone_shared(self, path: Path, commit: str) -> None:
+        git("clone", "--quiet", "--shared", "--no-checkout", self.mirror, path)
+        git("checkout", "--quiet", "--detach", commit, cwd=path)
+
+    def clone_isolated(self, path: Path, commit: str) -> None:
+        """A clone that shares nothing and holds the history of one commit."""
+        git("update-ref", "refs/heads/bench", commit, cwd=self.mirror)
+        git("clone", "--quiet", "--no-local", "--single-branch", "--branch=bench", self.mirror, path)
+
+    def reset_and_clean(self, path: Path) -> None:
+        git("reset", "--quiet", "--hard", cwd=path)
+        git("clean", "--quiet", "-ffdx", cwd=path)
+
+    def move_and_clean(self, path: Path, commit: str) -> None:
+        git("checkout", "--quiet", "-f", "--detach", commit, cwd=path)
+        git("clean", "--quiet", "-ffdx", cwd=path)
+
+    def remove(self, path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        git("worktree", "prune", cwd=self.mirror)
+
+
+def dirty(tree: Path) -> None:
+    """Change 20 tracked files and create 100."""
+    files = git("ls-files", "-z", cwd=tree).split("\0")
+    plain = [name for name in files if name and (tree / name).is_file() and not (tree / name).is_symlink()]
+    for name in plain[:: max(1, len(plain) // 20)][:20]:
+        with (tree / name).open("ab") as file:
+            file.write(b"# changed\n")
+    for number in range(100):
+        created = tree / f"created-{number % 10}" / f"file{number}.txt"
+        created.parent.mkdir(exist_ok=True)
+        created.write_text("created\n" * 20)
