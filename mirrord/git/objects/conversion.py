@@ -1,0 +1,121 @@
+"""What `git checkout` changes in a file on its way from a blob to the disk: line ends, `$Id$`, encoding.
+
+Follows convert.c of git 2.39 with `core.autocrlf=false` and no filter drivers, which is how checkouts are made: a driver such as
+git-lfs is a program of the machine's, so its pointer files stay as they are. The attributes come from the `.gitattributes` files of the
+commit alone. libgit2 matches the patterns; it does not know `working-tree-encoding`, so the conversions are done here.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from typing import NamedTuple
+
+import pygit2
+from pygit2.enums import AttrCheck
+
+from .repositories import Objects
+from .trees import TreeEntry
+
+_FLAGS = AttrCheck.INDEX_ONLY | AttrCheck.NO_SYSTEM | AttrCheck.INCLUDE_COMMIT
+_RELEVANT = re.compile(rb"crlf|eol|ident|encoding")
+_IDENT = re.compile(rb"\$Id(?:\$|:([^$\n]*)\$)")
+_BOMS = {"utf-16le-bom": (codecs.BOM_UTF16_LE, "utf-16-le"), "utf-16be-bom": (codecs.BOM_UTF16_BE, "utf-16-be")}
+# What counts as text: printable, tab, newline, carriage return, backspace, escape, form feed (gather_stats in convert.c).
+_UNPRINTABLE = bytes([*(c for c in range(32) if c not in b"\b\t\n\r\x0c\x1b"), 127])
+
+
+class Conversion(NamedTuple):
+    """`crlf` is None, `text` (every lone newline becomes CRLF) or `auto` (the same, but only in a file that looks like text)."""
+
+    crlf: str | None
+    ident: bool
+    encoding: str | None
+
+    def apply(self, data: bytes, oid: str) -> bytes:
+        """The bytes that git would write for the blob `oid`."""
+        if self.ident:
+            data = _expand_ident(data, oid)
+        if self.crlf is not None:
+            data = _to_crlf(data, self.crlf)
+        if self.encoding is not None and data:
+            data = _encode(data, self.encoding)
+        return data
+
+
+class Conversions:
+    """The conversions of the paths of one commit; `find` answers None for a file that is written as it is."""
+
+    def __init__(self, objects: Objects, commit: str, attribute_files: list[TreeEntry]) -> None:
+        self._repository = objects.repository
+        self._commit = pygit2.Oid(hex=commit)
+        self.is_empty = not any(_RELEVANT.search(objects.read_blob(entry.oid)) for entry in attribute_files)
+
+    def find(self, path: bytes) -> Conversion | None:
+        if self.is_empty:
+            return None
+        crlf = self._crlf(path)
+        ident = self._attribute(path, "ident") is True
+        encoding = self._encoding(path)
+        return Conversion(crlf, ident, encoding) if crlf or ident or encoding else None
+
+    def _attribute(self, path: bytes, name: str) -> bool | str | None:
+        return self._repository.get_attr(path, name, _FLAGS, self._commit)
+
+    def _crlf(self, path: bytes) -> str | None:
+        """convert_attrs: `eol=crlf` decides, unless the file is binary; `text=auto` makes it look at the content."""
+        if self._attribute(path, "eol") != "crlf":
+            return None
+        text = self._attribute(path, "text")
+        if text not in (True, False, "input", "auto"):
+            text = self._attribute(path, "crlf")
+        if text is False:
+            return None
+        return "auto" if text == "auto" else "text"
+
+    def _encoding(self, path: bytes) -> str | None:
+        value = self._attribute(path, "working-tree-encoding")
+        if not isinstance(value, str) or value.lower() in ("", "utf-8", "utf8"):
+            return None
+        return value
+
+
+def _to_crlf(data: bytes, how: str) -> bytes:
+    crlf = data.count(b"\r\n")
+    if data.count(b"\n") == crlf:
+        return data
+    if how == "auto" and (b"\r" in data or _is_binary(data)):
+        return data
+    return data.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
+
+
+def _is_binary(data: bytes) -> bool:
+    """convert_is_binary for data without carriage returns: a NUL, or more than one unprintable byte in 128 printable ones."""
+    unprintable = len(data) - len(data.translate(None, _UNPRINTABLE))
+    if data.endswith(b"\x1a"):
+        unprintable -= 1
+    printable = len(data) - data.count(b"\n") - (unprintable + data.endswith(b"\x1a"))
+    return b"\0" in data or printable >> 7 < unprintable
+
+
+def _expand_ident(data: bytes, oid: str) -> bytes:
+    """ident_to_worktree: `$Id$` and `$Id: anything$` become `$Id: <blob> $`; what another version system wrote is left alone."""
+    parts, position = [], 0
+    while found := _IDENT.search(data, position):
+        inner = found.group(1)
+        if inner is not None and b" " in inner[1:-1]:  # spaces inside: a foreign id
+            parts.append(data[position : found.start() + 1])
+            position = found.start() + 1
+            continue
+        parts += [data[position : found.start()], b"$Id: ", oid.encode(), b" $"]
+        position = found.end()
+    return b"".join([*parts, data[position:]])
+
+
+def _encode(data: bytes, encoding: str) -> bytes:
+    """What git does not manage to convert it writes as it is."""
+    bom, codec = _BOMS.get(encoding.lower(), (b"", encoding))
+    try:
+        return bom + data.decode().encode(codec)
+    except (UnicodeError, LookupError):
+        return data

@@ -1,0 +1,101 @@
+"""Open repositories, few at a time, and verified reads from them.
+
+An open repository keeps packs mapped and trees cached (50 of them reached 1.5 GB), so only the last two stay open. A repository that
+was replaced by another at the same path is opened anew.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pygit2
+from pygit2.enums import ObjectType, RepositoryOpenFlag
+
+from ...errors import CorruptObjectError, MirrorNotFoundError
+
+_KEPT_OPEN = 2
+_FLAGS = RepositoryOpenFlag.NO_SEARCH | RepositoryOpenFlag.NO_DOTGIT | RepositoryOpenFlag.BARE
+
+
+class Objects:
+    """Verified reads by object id (hexadecimal, or 20 bytes) from one repository."""
+
+    def __init__(self, git_dir: Path) -> None:
+        self.git_dir = git_dir
+        try:
+            self.repository = pygit2.Repository(str(git_dir), _FLAGS)
+        except (pygit2.GitError, KeyError) as error:
+            raise MirrorNotFoundError(f"cannot open repository {git_dir.name}: {error}", hint="sync the mirror again") from error
+
+    def read(self, oid: str | bytes, kind: ObjectType) -> bytes:
+        """The bytes of an object; raises CorruptObjectError where it is absent, damaged or of another kind."""
+        try:
+            found, data = self.repository.read(_oid(oid))
+        except (pygit2.GitError, KeyError, ValueError) as error:
+            raise _corrupt(oid, str(error).lower() or "it is absent") from error
+        if found != kind:
+            raise _corrupt(oid, f"it is a {ObjectType(found).name.lower()}, not a {kind.name.lower()}")
+        return data
+
+    def read_blob(self, oid: str | bytes) -> bytes:
+        return self.read(oid, ObjectType.BLOB)
+
+    def read_tree(self, oid: str | bytes) -> bytes:
+        """A tree object as git stores it."""
+        return self.read(oid, ObjectType.TREE)
+
+    def blob_size(self, oid: str | bytes) -> int:
+        """The size that the object's header states, without reading it whole."""
+        try:
+            _, size = self.repository.odb.read_header(_oid(oid))
+        except (pygit2.GitError, KeyError, ValueError) as error:
+            raise _corrupt(oid, str(error).lower() or "it is absent") from error
+        return size
+
+    def close(self) -> None:
+        self.repository.free()
+
+
+def _oid(oid: str | bytes) -> pygit2.Oid:
+    return pygit2.Oid(raw=oid) if isinstance(oid, bytes) else pygit2.Oid(hex=oid)
+
+
+def _corrupt(oid: str | bytes, fact: str) -> CorruptObjectError:
+    name = oid.hex() if isinstance(oid, bytes) else oid
+    return CorruptObjectError(f"cannot read object {name}: {fact}", hint="audit and heal the mirror", object=name)
+
+
+class _OpenRepositories(threading.local):
+    """A libgit2 repository belongs to one thread at a time, so each thread has its own."""
+
+    def __init__(self) -> None:
+        self.by_key: OrderedDict[tuple[Path, int, int], Objects] = OrderedDict()
+
+
+_open = _OpenRepositories()
+
+
+@contextmanager
+def open_objects(git_dir: Path) -> Iterator[Objects]:
+    """Borrow the repository at `git_dir`, opened now or lately."""
+    key = (git_dir, *_identity(git_dir))
+    objects = _open.by_key.pop(key, None) or Objects(git_dir)
+    try:
+        yield objects
+    finally:
+        _open.by_key[key] = objects
+        while len(_open.by_key) > _KEPT_OPEN:
+            _open.by_key.popitem(last=False)[1].close()
+
+
+def _identity(git_dir: Path) -> tuple[int, int]:
+    try:
+        found = os.stat(git_dir)
+    except OSError as error:
+        raise MirrorNotFoundError(f"cannot open repository {git_dir.name}: {error.strerror}", hint="sync the mirror") from error
+    return found.st_dev, found.st_ino
