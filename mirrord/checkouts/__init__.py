@@ -1,0 +1,1 @@
+"""Checkouts: templates, sealed stores, backends, leases, proof."""

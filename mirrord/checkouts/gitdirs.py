@@ -1,0 +1,292 @@
+"""The `.git` of a sealed or squashed checkout, built from nothing but what it may hold.
+
+Owns `templates/<mirror>/gits/<history>-<commit>/.git`: a detached HEAD, a configuration of four lines, the tags that point at
+ancestors, closure packs as hard links; no remote, no alternates, no reflog, no hook, no index (whoever writes the tree writes
+that). Built in a temporary directory and renamed; the JSON file beside it is written last, and what has none does not exist.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from ..errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError, GitFailedError, InvalidRequestError
+from ..git.command import Git
+from ..git.packs import PackIndex
+from ..git.workers import Workers
+from ..model import CommitId, History, MirrorName
+from .closures import Closures, Recorded, building, nothing_recorded, publish, remove_leftovers
+from .packing import PackFile, pack_list, pack_range
+from .tags import Tag, packed_refs, tags_within
+
+CONFIG = (
+    b"[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n\tlogallrefupdates = true\n[gc]\n\tauto = 0\n"
+)
+_SQUASHED = """tree {tree}
+author mirrord <mirrord@localhost> {time} +0000
+committer mirrord <mirrord@localhost> {time} +0000
+
+base of this task
+
+The history before this commit is not part of the checkout.
+"""
+_DIRECTORIES = ("info", "objects/info", "objects/pack", "refs/heads", "refs/tags")
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Gitdir:
+    """`path` is the directory that holds `.git`. `head` is the commit HEAD names: the base commit, or the squashed one.
+
+    `packs` are file names in `.git/objects/pack`; `size_bytes` counts shared packs too.
+    """
+
+    path: Path
+    mirror: MirrorName
+    commit: CommitId
+    history: History
+    head: CommitId
+    tree: str
+    packs: tuple[str, ...]
+    tag_count: int
+    size_bytes: int
+
+    @property
+    def git(self) -> Path:
+        return self.path / ".git"
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    head: CommitId
+    tree: str
+    packs: tuple[PackFile, ...]
+    tags: tuple[Tag, ...]
+
+
+class Gitdirs:
+    """The sealed stores of all mirrors, below `state_dir/templates`."""
+
+    def __init__(
+        self,
+        *,
+        state_dir: Path,
+        git: Git,
+        workers: Workers,
+        mirrors_path: Callable[[MirrorName], Path],
+        recorded: Recorded = nothing_recorded,
+    ) -> None:
+        self._store = state_dir / "templates"
+        self._git = git
+        self._workers = workers
+        self._mirrors_path = mirrors_path
+        self._closures = Closures(store=self._store, git=git, workers=workers, mirrors_path=mirrors_path, recorded=recorded)
+        self._found: dict[tuple[str, CommitId, History], Gitdir] = {}
+        self._locks: dict[tuple[str, CommitId, History], anyio.Lock] = {}
+
+    async def open(self) -> None:
+        """Remove what a killed build left."""
+        await anyio.to_thread.run_sync(self._remove_leftovers)
+
+    def find(self, name: MirrorName, commit: CommitId, history: History) -> Gitdir | None:
+        """The finished store, when there is one on disk."""
+        key = (name.key, commit, history)
+        found = self._found.get(key) or _load(self._directory(name), name, commit, history)
+        if found is None or not found.git.exists():
+            self._found.pop(key, None)
+            return None
+        self._found[key] = found
+        return found
+
+    async def ensure(self, name: MirrorName, commit: CommitId, history: History) -> Gitdir:
+        """The store, built when there is none; built once however many ask.
+
+        Raises CommitNotFoundError, CommitUnservableError, DiskFullError; InvalidRequestError for the linked history.
+        """
+        if history is History.LINKED:
+            raise InvalidRequestError(
+                "cannot seal a linked checkout: it shows all of its mirror", hint="ask for sealed or squashed"
+            )
+        async with self._locks.setdefault((name.key, commit, history), anyio.Lock()):
+            return self.find(name, commit, history) or await self._build(name, commit, history)
+
+    async def drop(self, name: MirrorName, commit: CommitId, history: History) -> None:
+        """Remove one store that nobody uses."""
+        self._found.pop((name.key, commit, history), None)
+        target = self._directory(name) / f"{history}-{commit}"
+        target.with_suffix(".json").unlink(missing_ok=True)
+        await anyio.to_thread.run_sync(_remove, target)
+
+    async def forget(self, name: MirrorName) -> None:
+        """Remove every store and pack of a mirror that was removed."""
+        self._found = {key: gitdir for key, gitdir in self._found.items() if key[0] != name.key}
+        self._closures.forget(name)
+        for directory in (self._directory(name), self._closures.directory(name)):
+            await anyio.to_thread.run_sync(_remove, directory)
+
+    def _directory(self, name: MirrorName) -> Path:
+        return self._store / str(name) / "gits"
+
+    def _remove_leftovers(self) -> None:
+        for directory in (*self._store.glob("*/gits"), *self._store.glob("*/packs")):
+            if removed := remove_leftovers(directory):
+                log.info("leftovers.removed", directory=str(directory), count=removed)
+
+    # -- building -----------------------------------------------------------------------------------------------------
+
+    async def _build(self, name: MirrorName, commit: CommitId, history: History) -> Gitdir:
+        directory = self._directory(name)
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with building(directory) as temporary:
+            scratch = temporary / "scratch"
+            scratch.mkdir()
+            contents = await self._contents(name, commit, history, scratch)
+            await anyio.to_thread.run_sync(_write, temporary / ".git", contents)
+            shutil.rmtree(scratch)
+            target = directory / f"{history}-{commit}"
+            publish(temporary, target)
+        gitdir = _describe(target, name, commit, history, contents)
+        _save(gitdir)
+        self._found[name.key, commit, history] = gitdir
+        log.info(
+            "gitdir.built", mirror=str(name), commit=commit, history=str(history), packs=len(gitdir.packs), tags=gitdir.tag_count
+        )
+        return gitdir
+
+    async def _contents(self, name: MirrorName, commit: CommitId, history: History, scratch: Path) -> _Contents:
+        tree, time = await self._read_commit(name, commit)
+        if history is History.SQUASHED:
+            return await self._squashed(name, tree, time, scratch)
+        packs = await self._closures.ensure(name, commit)
+        mirror = self._mirrors_path(name)
+        indexes = await anyio.to_thread.run_sync(lambda: [PackIndex(pack.index) for pack in packs])
+        tags = await tags_within(self._git, mirror, indexes)
+        tag_pack = await self._pack_tags(mirror, tags, scratch)
+        return _Contents(commit, tree, (*packs, *tag_pack), tuple(tags))
+
+    async def _read_commit(self, name: MirrorName, commit: CommitId) -> tuple[str, int]:
+        """Tree and committer time, of bytes that hash to the commit's name."""
+        mirror = self._mirrors_path(name)
+        try:
+            done = await self._git.run("cat-file", "commit", commit, git_dir=mirror, doing=f"read commit {commit}")
+        except (CorruptObjectError, GitFailedError) as error:
+            raise CommitNotFoundError(
+                f"cannot find commit {commit}: {name} does not have it",
+                hint="sync the mirror, or pin the commit so that it is fetched",
+                commit=commit,
+                mirror=str(name),
+            ) from error
+        if _object_id(b"commit", done.stdout) != commit:
+            raise CommitUnservableError(
+                f"cannot serve commit {commit}: its object is damaged", hint="audit and heal the mirror", commit=commit
+            )
+        header = done.stdout.partition(b"\n\n")[0].split(b"\n")
+        committer = next((line for line in header if line.startswith(b"committer ")), b"")
+        return header[0].removeprefix(b"tree ").decode(), _time(committer)
+
+    async def _squashed(self, name: MirrorName, tree: str, time: int, scratch: Path) -> _Contents:
+        body = _SQUASHED.format(tree=tree, time=time).encode()
+        head = CommitId(_object_id(b"commit", body))
+        objects = scratch / "objects"
+        _write_loose(objects, head, b"commit", body)
+        mirror = self._mirrors_path(name)
+        pack = await pack_range(self._git, self._workers, mirror, head, None, into=scratch, extra=objects)
+        return _Contents(head, tree, (pack,), ())
+
+    async def _pack_tags(self, mirror: Path, tags: Sequence[Tag], scratch: Path) -> tuple[PackFile, ...]:
+        objects = sorted({oid for tag in tags for oid in tag.objects})
+        if not objects:
+            return ()
+        listing = scratch / "tags"
+        listing.write_text("".join(f"{oid}\n" for oid in objects))
+        return (await pack_list(self._git, self._workers, mirror, listing, into=scratch),)
+
+
+# -- on disk ----------------------------------------------------------------------------------------------------------
+
+
+def _write(git: Path, contents: _Contents) -> None:
+    for directory in _DIRECTORIES:
+        (git / directory).mkdir(parents=True)
+    for pack in contents.packs:
+        for source in (pack.path, pack.index):
+            link_or_copy(source, git / "objects/pack" / source.name)
+    (git / "HEAD").write_text(f"{contents.head}\n")
+    (git / "config").write_bytes(CONFIG)
+    (git / "info/exclude").write_bytes(b"")
+    (git / "packed-refs").write_bytes(packed_refs(contents.tags))
+
+
+def _remove(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A hard link; a copy where the file has all the links the file system allows."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in {errno.EMLINK, errno.EXDEV, errno.EPERM}:
+            raise
+        shutil.copyfile(source, target)
+
+
+def _describe(target: Path, name: MirrorName, commit: CommitId, history: History, contents: _Contents) -> Gitdir:
+    return Gitdir(
+        path=target,
+        mirror=name,
+        commit=commit,
+        history=history,
+        head=contents.head,
+        tree=contents.tree,
+        packs=tuple(pack.path.name for pack in contents.packs),
+        tag_count=len(contents.tags),
+        size_bytes=sum(pack.size_bytes for pack in contents.packs),
+    )
+
+
+def _save(gitdir: Gitdir) -> None:
+    facts = asdict(gitdir)
+    del facts["path"], facts["mirror"]
+    file = gitdir.path.with_suffix(".json")
+    temporary = file.with_suffix(".json.new")
+    temporary.write_text(json.dumps(facts))
+    temporary.rename(file)
+
+
+def _load(directory: Path, name: MirrorName, commit: CommitId, history: History) -> Gitdir | None:
+    path = directory / f"{history}-{commit}"
+    try:
+        facts = json.loads(path.with_suffix(".json").read_text())
+        facts |= {"path": path, "mirror": name, "history": History(facts["history"]), "packs": tuple(facts["packs"])}
+        return Gitdir(**facts)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _object_id(kind: bytes, body: bytes) -> str:
+    return hashlib.sha1(b"%s %d\0%s" % (kind, len(body), body), usedforsecurity=False).hexdigest()
+
+
+def _write_loose(objects: Path, oid: str, kind: bytes, body: bytes) -> None:
+    file = objects / oid[:2] / oid[2:]
+    file.parent.mkdir(parents=True)
+    file.write_bytes(zlib.compress(b"%s %d\0%s" % (kind, len(body), body)))
+
+
+def _time(committer: bytes) -> int:
+    """Seconds of a committer line; 0 where it has none that can be read."""
+    words = committer.rsplit(b" ", 2)
+    return int(words[1]) if len(words) == 3 and words[1].isdigit() else 0
