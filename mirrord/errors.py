@@ -208,6 +208,10 @@ class PatchConflictError(ConflictError):
     code, title = "patch-conflict", "The patch does not apply"
 
 
+class CatalogTooNewError(ConflictError):
+    code, title = "catalog-too-new", "The catalog was written by a newer version"
+
+
 class OperationFinishedError(ConflictError):
     code, title = "operation-finished", "The operation has finished"
 
@@ -229,6 +233,10 @@ class UpstreamNotFoundError(UpstreamError):
 
 class UpstreamAuthError(UpstreamError):
     code, title = "upstream-auth", "Upstream wants credentials"
+
+
+class UpstreamEmptyError(UpstreamError):
+    code, title = "upstream-empty", "Upstream has no refs"
 
 
 class UpstreamTimeoutError(UpstreamError):
