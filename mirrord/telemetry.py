@@ -145,6 +145,7 @@ class _Bridge(logging.Handler):
 
 _QUIET = {
     "uvicorn.access": logging.CRITICAL,
+    "uvicorn.error": logging.ERROR,
     "apscheduler": logging.WARNING,
     "watchdog": logging.WARNING,
     "asyncio": logging.WARNING,

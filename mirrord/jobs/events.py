@@ -82,6 +82,14 @@ class Events:
                 return
             await arrived.wait()
 
+    def remembered(self, after: int) -> list[Event]:
+        """Every event after number `after` that is still in the ring."""
+        found: list[Event] = []
+        while events := self._after(after):
+            found += events
+            after = events[-1].id
+        return found
+
     def close(self) -> None:
         """Let every follower come to an end."""
         self._closed = True

@@ -1,0 +1,27 @@
+"""Audits and heals."""
+
+from __future__ import annotations
+
+from ...protocol import Audit, Operation, StartAudit, StartHeal
+from ..call import Call
+from ..queries import AuditsQuery
+
+
+async def start_audit(call: Call) -> Operation:
+    body: StartAudit = call.body
+    return await call.engine.work.audit(body, owner_uid=call.peer.uid)
+
+
+async def list_audits(call: Call) -> list[Audit]:
+    query: AuditsQuery = call.query
+    return await call.engine.audits.list(query.limit)
+
+
+async def get_audit(call: Call) -> Audit:
+    return await call.engine.audits.get(call.path["id"])
+
+
+async def start_heal(call: Call) -> Operation:
+    """A heal is an audit of the closures that repairs what it finds."""
+    body: StartHeal = call.body
+    return await call.engine.work.audit(StartAudit(mirrors=body.mirrors, heal=True), kind="heal", owner_uid=call.peer.uid)

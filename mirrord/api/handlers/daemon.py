@@ -1,0 +1,32 @@
+"""The daemon itself: health, status, reload, metrics."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from ...protocol import ReloadAnswer, Status
+from ..call import Call, text_response
+from ..metrics import MEDIA_TYPE
+
+
+async def health(call: Call) -> Response:
+    """Answered from prepared bytes: load balancers and waiting clients ask often."""
+    report = call.engine.health()
+    return Response(report.body, 503 if report.is_degraded else 200, media_type="application/json")
+
+
+async def status(call: Call) -> Status:
+    return await call.engine.status()
+
+
+async def reload(call: Call) -> ReloadAnswer:
+    return await call.engine.reload()
+
+
+async def metrics(call: Call) -> Response:
+    body = await call.request.state.metrics.text(call.engine)
+    return text_response(body, MEDIA_TYPE)
+
+
+async def openapi(call: Call) -> Response:
+    return text_response(call.request.state.document(), "application/json")

@@ -1,0 +1,51 @@
+"""Datasets and their instances. Who may only use checkouts sees no commit but the base commit, and no patch."""
+
+from __future__ import annotations
+
+from ...errors import AccessError
+from ...model import View, parse_dataset_name
+from ...protocol import Dataset, FormatInfo, Instance, Operation
+from ..bodies import DATASET_LIMIT_BYTES, spool_body
+from ..call import Call
+from ..queries import ImportQuery, InstanceQuery
+
+
+async def list_datasets(call: Call) -> list[Dataset]:
+    return [_shown(call, dataset) for dataset in await call.engine.datasets.list()]
+
+
+async def get_dataset(call: Call) -> Dataset:
+    return _shown(call, await call.engine.datasets.get(parse_dataset_name(call.path["name"])))
+
+
+async def import_dataset(call: Call) -> Operation:
+    """The file is taken whole before the answer; reading and fetching are the operation."""
+    query: ImportQuery = call.query
+    name = parse_dataset_name(query.name) if query.name else None
+    path = await spool_body(call.request, call.engine.layout.quarantine, DATASET_LIMIT_BYTES)
+    return call.engine.work.import_upload(
+        path, filename=query.filename, name=name, format_name=query.format, owner_uid=call.peer.uid
+    )
+
+
+async def remove_dataset(call: Call) -> None:
+    await call.engine.datasets.remove(parse_dataset_name(call.path["name"]))
+
+
+async def list_formats(call: Call) -> list[FormatInfo]:
+    return list(call.engine.datasets.formats())
+
+
+async def get_instance(call: Call) -> Instance:
+    query: InstanceQuery = call.query
+    is_grader = query.view is View.GRADER
+    if is_grader and not call.is_admin:
+        raise AccessError(
+            f"cannot show instance {call.path['id']} in the grader view: only an administrator may see its patches",
+            hint="leave out view=grader, or see [access] admins in the configuration",
+        )
+    return await call.engine.datasets.instance(call.path["id"], is_grader)
+
+
+def _shown(call: Call, dataset: Dataset) -> Dataset:
+    return dataset if call.is_admin else dataset.model_copy(update={"unpinned": [], "faults": []})

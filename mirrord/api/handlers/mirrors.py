@@ -1,0 +1,48 @@
+"""Mirrors, their syncs, their ref history."""
+
+from __future__ import annotations
+
+from ...protocol import AddMirror, Mirror, Operation, RefDiff, RefRecord, RestoreRefs
+from ..call import Call
+from ..queries import RefsDiffQuery
+
+
+async def list_mirrors(call: Call) -> list[Mirror]:
+    return await call.engine.mirrors.list()
+
+
+async def add_mirror(call: Call) -> Operation:
+    body: AddMirror = call.body
+    return await call.engine.work.add_mirror(body.repo, body.url, owner_uid=call.peer.uid)
+
+
+async def get_mirror(call: Call) -> Mirror:
+    row = await call.engine.mirrors.get(call.path["name"])
+    return await call.engine.mirrors.describe(row.name)
+
+
+async def remove_mirror(call: Call) -> None:
+    row = await call.engine.mirrors.get(call.path["name"])
+    await call.engine.work.remove_mirror(row.name)
+
+
+async def sync_mirror(call: Call) -> Operation:
+    row = await call.engine.mirrors.get(call.path["name"])
+    return call.engine.work.sync(row.name, owner_uid=call.peer.uid)
+
+
+async def log_refs(call: Call) -> list[RefRecord]:
+    row = await call.engine.mirrors.get(call.path["name"])
+    return await call.engine.mirrors.refs_log(row.name)
+
+
+async def diff_refs(call: Call) -> RefDiff:
+    query: RefsDiffQuery = call.query
+    row = await call.engine.mirrors.get(call.path["name"])
+    return await call.engine.mirrors.refs_diff(row.name, query.a, query.b)
+
+
+async def restore_refs(call: Call) -> Operation:
+    body: RestoreRefs = call.body
+    row = await call.engine.mirrors.get(call.path["name"])
+    return call.engine.work.restore_refs(row.name, body.at, owner_uid=call.peer.uid)

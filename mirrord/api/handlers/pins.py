@@ -1,0 +1,54 @@
+"""Pins. Everybody has their own; an administrator sees all, because a list of pins can tell which commit is the answer."""
+
+from __future__ import annotations
+
+from ...errors import AccessError, CommitUnservableError, PinNotFoundError
+from ...model import CommitId, MirrorName, parse_commit
+from ...protocol import AddPin, Pin
+from ..call import Call
+from ..queries import PinsQuery, UnpinQuery
+
+
+async def list_pins(call: Call) -> list[Pin]:
+    query: PinsQuery = call.query
+    name = (await call.engine.mirrors.get(query.mirror)).name if query.mirror else None
+    pins = await call.engine.mirrors.list_pins(name)
+    return pins if call.is_admin else [pin for pin in pins if pin.owner == _own(call)]
+
+
+async def add_pin(call: Call) -> Pin:
+    body: AddPin = call.body
+    commit = parse_commit(body.commit)
+    mirrors = call.engine.mirrors
+    name = (await mirrors.get(body.mirror)).name
+    missing = await mirrors.ensure_commits(name, [commit])
+    refused = missing or await mirrors.pin(name, [commit], owner=_own(call), reason=body.reason)
+    if refused:
+        raise CommitUnservableError(
+            f"cannot pin {commit} of {name}: {refused[commit]}", hint=f"sync or audit {name}", mirror=str(name), commit=commit
+        )
+    return await _get_pin(call, name, commit, _own(call))
+
+
+async def remove_pin(call: Call) -> None:
+    query: UnpinQuery = call.query
+    owner = query.owner or _own(call)
+    if owner != _own(call) and not call.is_admin:
+        raise AccessError(f"cannot remove a pin of {owner}: it is not yours", hint="ask an administrator")
+    commit = parse_commit(call.path["commit"])
+    name = (await call.engine.mirrors.get(call.path["name"])).name
+    await _get_pin(call, name, commit, owner)
+    await call.engine.mirrors.unpin(name, [commit], owner=owner)
+
+
+async def _get_pin(call: Call, name: MirrorName, commit: CommitId, owner: str) -> Pin:
+    for pin in await call.engine.mirrors.list_pins(name):
+        if pin.commit == commit and pin.owner == owner:
+            return pin
+    raise PinNotFoundError(
+        f"cannot find a pin of {owner} on {commit} in {name}: there is none", hint=f"see `mirrord pins {name}`"
+    )
+
+
+def _own(call: Call) -> str:
+    return f"person/{call.peer.uid}"

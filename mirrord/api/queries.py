@@ -1,0 +1,54 @@
+"""What may stand behind the `?` of each path, one class each; unknown names are refused."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ..model import View
+from ..protocol import Repo, Request
+
+_Name = Annotated[str, Field(min_length=1, max_length=100)]
+_RefRecord = Annotated[str, Field(min_length=1, max_length=100, description="a ref record: its id, or a time in ISO 8601")]
+
+
+class NoQuery(Request):
+    pass
+
+
+class RefsDiffQuery(Request):
+    a: _RefRecord
+    b: _RefRecord
+
+
+class PinsQuery(Request):
+    mirror: Repo | None = None
+
+
+class UnpinQuery(Request):
+    owner: Annotated[str, Field(max_length=200, description="dataset/NAME or person/UID; administrators only")] | None = None
+
+
+class ImportQuery(Request):
+    filename: Annotated[str, Field(min_length=1, max_length=255)]
+    name: _Name | None = None
+    format: _Name | None = None
+
+
+class InstanceQuery(Request):
+    view: View = View.AGENT
+
+
+class AuditsQuery(Request):
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100
+
+
+class ApplyQuery(Request):
+    reverse: bool = False
+    named: Annotated[str, Field(pattern="^@(patch|test_patch)$")] | None = None
+
+
+class EventsQuery(Request):
+    after: Annotated[str, Field(max_length=64, description="as Last-Event-ID: BOOT:ID, or ID")] | None = None
+    follow: bool = True

@@ -1,0 +1,145 @@
+"""The endpoints: one table, from which routes, the OpenAPI document, the access checks and the tests are made.
+
+The order is the order of the documents; a path without parameters goes before one that would match it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from ..host.peers import Role
+from ..protocol import (
+    API,
+    AddMirror,
+    AddPin,
+    Audit,
+    Checkout,
+    Dataset,
+    FormatInfo,
+    Health,
+    Instance,
+    Mirror,
+    Operation,
+    Pin,
+    RefDiff,
+    RefRecord,
+    ReloadAnswer,
+    RenewCheckout,
+    Request,
+    ResetAnswer,
+    ResetCheckout,
+    RestoreAnswer,
+    RestorePaths,
+    RestoreRefs,
+    StartAudit,
+    StartCheckout,
+    StartHeal,
+    Status,
+)
+from .call import Call
+from .handlers import audits, checkouts, daemon, datasets, mirrors, operations, pins
+from .queries import (
+    ApplyQuery,
+    AuditsQuery,
+    EventsQuery,
+    ImportQuery,
+    InstanceQuery,
+    NoQuery,
+    PinsQuery,
+    RefsDiffQuery,
+    UnpinQuery,
+)
+
+OPEN, MEMBER, ADMIN = Role.STRANGER, Role.MEMBER, Role.ADMIN
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """`answer` is a model, a list of one, a media type for anything that is not JSON, or None for no content.
+
+    `body` is a model that the JSON body is read into, or a media type for a body that the handler streams.
+    `early` endpoints answer before the engine is open, and go on when it is not.
+    """
+
+    method: str
+    path: str
+    access: Role
+    handler: Callable[[Call], Awaitable[Any]]
+    answer: Any
+    status: int = 200
+    body: type[Request] | str | None = None
+    query: type[Request] = NoQuery
+    early: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.handler.__name__
+
+    @property
+    def summary(self) -> str:
+        return self.name.replace("_", " ").capitalize()
+
+    @property
+    def parameters(self) -> list[str]:
+        return re.findall(r"\{(\w+)\}", self.path)
+
+    @property
+    def json_body(self) -> type[Request] | None:
+        return self.body if isinstance(self.body, type) else None
+
+    @property
+    def model(self) -> type[BaseModel] | None:
+        """The model of the answer, or of one item of it."""
+        item = getattr(self.answer, "__args__", [self.answer])[0]
+        return item if isinstance(item, type) and issubclass(item, BaseModel) else None
+
+
+_MIRROR, _DATASET, _CHECKOUT = f"{API}/mirrors/{{name}}", f"{API}/datasets/{{name}}", f"{API}/checkouts/{{id}}"
+_FILE, _PATCH = "application/octet-stream", "text/x-diff"
+
+ENDPOINTS = (
+    Endpoint("GET", f"{API}/health", OPEN, daemon.health, Health, early=True),
+    Endpoint("GET", f"{API}/status", MEMBER, daemon.status, Status),
+    Endpoint("POST", f"{API}/reload", ADMIN, daemon.reload, ReloadAnswer),
+    Endpoint("GET", f"{API}/mirrors", MEMBER, mirrors.list_mirrors, list[Mirror]),
+    Endpoint("POST", f"{API}/mirrors", ADMIN, mirrors.add_mirror, Operation, 202, body=AddMirror),
+    Endpoint("GET", _MIRROR, MEMBER, mirrors.get_mirror, Mirror),
+    Endpoint("DELETE", _MIRROR, ADMIN, mirrors.remove_mirror, None, 204),
+    Endpoint("POST", f"{_MIRROR}/sync", ADMIN, mirrors.sync_mirror, Operation, 202),
+    Endpoint("GET", f"{_MIRROR}/refs/log", ADMIN, mirrors.log_refs, list[RefRecord]),
+    Endpoint("GET", f"{_MIRROR}/refs/diff", ADMIN, mirrors.diff_refs, RefDiff, query=RefsDiffQuery),
+    Endpoint("POST", f"{_MIRROR}/refs/restore", ADMIN, mirrors.restore_refs, Operation, 202, body=RestoreRefs),
+    Endpoint("GET", f"{API}/pins", MEMBER, pins.list_pins, list[Pin], query=PinsQuery),
+    Endpoint("POST", f"{API}/pins", MEMBER, pins.add_pin, Pin, 201, body=AddPin),
+    Endpoint("DELETE", f"{API}/pins/{{name}}/{{commit}}", MEMBER, pins.remove_pin, None, 204, query=UnpinQuery),
+    Endpoint("GET", f"{API}/datasets", MEMBER, datasets.list_datasets, list[Dataset]),
+    Endpoint("POST", f"{API}/datasets", ADMIN, datasets.import_dataset, Operation, 202, body=_FILE, query=ImportQuery),
+    Endpoint("GET", f"{API}/datasets/formats", MEMBER, datasets.list_formats, list[FormatInfo]),
+    Endpoint("GET", _DATASET, MEMBER, datasets.get_dataset, Dataset),
+    Endpoint("DELETE", _DATASET, ADMIN, datasets.remove_dataset, None, 204),
+    Endpoint("GET", f"{API}/instances/{{id}}", MEMBER, datasets.get_instance, Instance, query=InstanceQuery),
+    Endpoint("GET", f"{API}/audits", ADMIN, audits.list_audits, list[Audit], query=AuditsQuery),
+    Endpoint("POST", f"{API}/audits", ADMIN, audits.start_audit, Operation, 202, body=StartAudit),
+    Endpoint("GET", f"{API}/audits/{{id}}", ADMIN, audits.get_audit, Audit),
+    Endpoint("POST", f"{API}/heals", ADMIN, audits.start_heal, Operation, 202, body=StartHeal),
+    Endpoint("GET", f"{API}/checkouts", MEMBER, checkouts.list_checkouts, list[Checkout]),
+    Endpoint("POST", f"{API}/checkouts", MEMBER, checkouts.start_checkout, Checkout, 201, body=StartCheckout),
+    Endpoint("GET", _CHECKOUT, MEMBER, checkouts.get_checkout, Checkout),
+    Endpoint("DELETE", _CHECKOUT, MEMBER, checkouts.release_checkout, None, 204),
+    Endpoint("POST", f"{_CHECKOUT}/reset", MEMBER, checkouts.reset_checkout, ResetAnswer, body=ResetCheckout),
+    Endpoint("POST", f"{_CHECKOUT}/renew", MEMBER, checkouts.renew_checkout, Checkout, body=RenewCheckout),
+    Endpoint("GET", f"{_CHECKOUT}/diff", MEMBER, checkouts.diff_checkout, _PATCH),
+    Endpoint("POST", f"{_CHECKOUT}/apply", MEMBER, checkouts.apply_patch, Checkout, body=_PATCH, query=ApplyQuery),
+    Endpoint("POST", f"{_CHECKOUT}/restore", MEMBER, checkouts.restore_paths, RestoreAnswer, body=RestorePaths),
+    Endpoint("GET", f"{API}/operations", MEMBER, operations.list_operations, list[Operation]),
+    Endpoint("GET", f"{API}/operations/{{id}}", MEMBER, operations.get_operation, Operation),
+    Endpoint("DELETE", f"{API}/operations/{{id}}", MEMBER, operations.cancel_operation, Operation),
+    Endpoint("GET", f"{API}/events", MEMBER, operations.stream_events, "text/event-stream", query=EventsQuery),
+    Endpoint("GET", f"{API}/openapi.json", MEMBER, daemon.openapi, "application/json", early=True),
+    Endpoint("GET", "/metrics", MEMBER, daemon.metrics, "text/plain"),
+)

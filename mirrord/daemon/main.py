@@ -1,0 +1,76 @@
+"""From a command line to an exit status: configuration, lock, sockets, and then the service until it is told to stop.
+
+Prints what it cannot start for on stderr and ends with the error's exit status; from then on everything goes to the log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+from pathlib import Path
+
+import uvloop
+
+from .. import config, telemetry
+from ..engine import Engine, Layout
+from ..errors import MirrordError
+from ..host.systemd import Notifier
+from .listener import open_listeners
+from .lock import StateLock
+from .service import Service
+
+_UMASK = 0o022  # what must be private says so itself; a checkout's files are as git would make them
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the daemon in the foreground; answers its exit status."""
+    chosen = _parse(arguments)
+    os.umask(_UMASK)
+    try:
+        path = chosen.config.absolute() if chosen.config else config.find_path()
+        settings = config.load(path)
+        if chosen.socket:
+            settings = settings.model_copy(update={"socket": chosen.socket.absolute()})
+        telemetry.configure(settings.log.level, settings.log.format)
+        _raise_file_limit()
+        return _serve(settings, path)
+    except MirrordError as error:
+        _explain(error)
+        return error.exit_status
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mirrord.daemon", description="The mirrord daemon, in the foreground.")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file")
+    parser.add_argument("--socket", type=Path, metavar="PATH", help="listen here, whatever the configuration says")
+    return parser.parse_args(arguments)
+
+
+def _serve(settings: config.Settings, path: Path | None) -> int:
+    notifier = Notifier.from_environment()
+    layout = Layout(settings.state_dir)
+    layout.make_root()
+    with StateLock(settings.state_dir):
+        listeners = open_listeners(settings.socket)
+        try:
+            layout.make()
+            service = Service(Engine(settings, config_path=path), listeners, notifier)
+            return uvloop.run(service.run())
+        finally:
+            for listener in listeners:
+                listener.remove()
+
+
+def _raise_file_limit() -> None:
+    """1,000 clients and their checkouts need more than the 1,024 descriptors that a login gives."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _explain(error: MirrordError) -> None:
+    print(f"mirrord: {error.message}", file=sys.stderr)  # noqa: T201
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)  # noqa: T201

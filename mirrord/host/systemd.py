@@ -1,0 +1,100 @@
+"""The two small protocols of the service manager: sockets handed over at the start, and notifications back to it.
+
+Reads the environment once and clears it, so that no child believes the sockets or the watchdog to be its own. Where no service
+manager is listening, every notification is a no-op. Never raises: a daemon serves even when nobody hears that it is ready.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import time
+from collections.abc import MutableMapping
+from datetime import timedelta
+from typing import Self
+
+_FIRST_FD = 3
+
+
+def take_sockets(environ: MutableMapping[str, str] = os.environ) -> dict[str, socket.socket]:
+    """The Unix stream sockets that systemd passed to this process, by name; the variables are removed.
+
+    They are ours only when LISTEN_PID is this process: a child inherits the variables of its parent.
+    """
+    pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
+    names = environ.pop("LISTEN_FDNAMES", "").split(":")
+    if pid != str(os.getpid()) or not count.isdigit():
+        return {}
+    descriptors = range(_FIRST_FD, _FIRST_FD + int(count))
+    names += [f"unknown{n}" for n in range(len(names), len(descriptors))]
+    taken = ((name, _find_listener(fd)) for name, fd in zip(names, descriptors, strict=False))
+    return {name: listener for name, listener in taken if listener is not None}
+
+
+def _find_listener(fd: int) -> socket.socket | None:
+    try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return None
+        listener = socket.socket(fileno=fd)
+        is_ours = listener.family == socket.AF_UNIX and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+    except OSError:
+        return None
+    if not is_ours:
+        listener.detach()
+        return None
+    os.set_inheritable(fd, False)
+    listener.setblocking(False)
+    return listener
+
+
+class Notifier:
+    """Tells the service manager how the daemon is: sd_notify(3) without libsystemd."""
+
+    def __init__(self, address: str | None = None, watchdog: timedelta | None = None) -> None:
+        self._address = "\0" + address[1:] if address and address.startswith("@") else address
+        self._watchdog = watchdog
+
+    @classmethod
+    def from_environment(cls, environ: MutableMapping[str, str] = os.environ) -> Self:
+        """Take NOTIFY_SOCKET and WATCHDOG_USEC out of the environment."""
+        address = environ.pop("NOTIFY_SOCKET", None)
+        usec, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", str(os.getpid()))
+        is_watched = usec.isdigit() and pid == str(os.getpid())
+        return cls(address, timedelta(microseconds=int(usec)) if is_watched else None)
+
+    @property
+    def watchdog_interval(self) -> timedelta | None:
+        """How often `alive` must be said: half of what the service manager waits; None when it does not watch."""
+        return self._watchdog / 2 if self._watchdog and self._address else None
+
+    def ready(self, status: str) -> None:
+        self._send("READY=1", f"STATUS={status}")
+
+    def reloading(self) -> None:
+        """To be followed by `ready`. MONOTONIC_USEC is for Type=notify-reload of systemd 253 and later."""
+        self._send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+
+    def stopping(self, status: str) -> None:
+        self._send("STOPPING=1", f"STATUS={status}")
+
+    def status(self, text: str) -> None:
+        self._send(f"STATUS={text}")
+
+    def alive(self) -> None:
+        self._send("WATCHDOG=1")
+
+    def extend_stop(self, bound: timedelta) -> None:
+        """Ask for more time to stop."""
+        self._send(f"EXTEND_TIMEOUT_USEC={bound // timedelta(microseconds=1)}")
+
+    def _send(self, *assignments: str) -> None:
+        if not self._address:
+            return
+        lines = "\n".join(line.replace("\n", " ") for line in assignments)
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+                sender.setblocking(False)
+                sender.sendto(lines.encode(), self._address)
+        except OSError:  # nobody listens, or its queue is full: the next one may get through
+            pass
