@@ -1,0 +1,84 @@
+"""What a way of making checkouts must keep to. Only words: `pool.py` and `overlay.py` do it, `service.py` relies on it.
+
+For every method:
+
+- **Cancel.** The caller may be cancelled at any await. What `create` had begun stays below `lease.directory` and nowhere else, so
+  that `destroy` finds it. A cancelled `reset` may leave any tree; the caller resets again or destroys.
+- **Crash.** After a kill -9 at any moment, `adopt` (lease.json is there) or `destroy` (it is not) is enough to go on; a backend
+  keeps nothing in memory that it cannot find again.
+- **Disk full.** ENOSPC and EDQUOT raise DiskFullError; the caller destroys a half-made checkout. Templates and other checkouts
+  are unharmed.
+- **Hostile owner.** The tree belongs to somebody who may change it, names, types and modes included, while a method runs. Nothing
+  is read, written, followed or run outside the tree because of that. A proof speaks of the moment it was made.
+- **Locks.** The caller never runs two methods on one lease at a time. Different leases may run at the same time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ..model import Backend, CommitId
+from ..protocol import Proof
+from .leases import Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a reset goes to: a commit of the lease's mirror and its tree."""
+
+    commit: CommitId
+    tree: str
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """`tree` is the hash that was verified; `timings` are seconds per step."""
+
+    tree: str
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+class CheckoutBackend(Protocol):
+    @property
+    def name(self) -> Backend: ...
+
+    async def open(self) -> None:
+        """Get ready; called once, before any other method."""
+
+    async def close(self) -> None:
+        """Let go. Checkouts stay as they are: leases outlive the daemon."""
+
+    async def create(self, lease: Lease) -> Made:
+        """Make `lease.tree_path` a clean, verified tree at `lease.commit`, with its `.git`, owned by `lease.owner_uid`.
+
+        `lease.directory` exists and is empty; `lease.json` is written by the caller afterwards. Raises CommitNotFoundError,
+        CommitUnservableError, DiskFullError, BackendUnavailableError.
+        """
+        ...
+
+    async def reset(self, lease: Lease, to: Target) -> Proof:
+        """Bring tree and `.git` to `to`, whatever was done to them; `lease.tree_path` stays the same path.
+
+        Nothing that the owner wrote is trusted. Raises ProofFailedError where clean cannot be proven; the caller then destroys.
+        """
+        ...
+
+    async def adopt(self, lease: Lease) -> bool:
+        """Take over a lease of an earlier daemon, as its owner left it. False where its tree cannot be had any more."""
+        ...
+
+    async def destroy(self, directory: Path, lease: Lease | None) -> None:
+        """Remove a checkout's directory with all that is in it. Idempotent; takes half-made ones.
+
+        It was renamed to `.gone-<id>`: paths in `lease` still have the old name. `lease` is None when nobody knows it. A process
+        that sits inside must not prevent it. Takes time in proportion to what the owner wrote; runs in the background.
+        """
+
+    async def changed_paths(self, lease: Lease) -> list[bytes]:
+        """Every path that may differ from `lease.commit`: changed, missing, or extra; an extra directory stands for all in it.
+
+        Paths are relative to the tree; the tree's own `.git` is left out. May name unchanged paths, never leaves out a changed one.
+        """
+        ...

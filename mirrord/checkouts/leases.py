@@ -1,0 +1,191 @@
+"""Leases: who holds which checkout until when, written into the checkout's own directory.
+
+The directory `checkouts/<id>` is the truth: no database knows a lease. A directory without a whole `lease.json` is half-made; one
+called `.gone-<id>` was released; both are only rubbish. `lease.json` is replaced by rename and not flushed: after a power cut a
+lease that was seconds old may be gone, but never half there. Never touches what is inside the tree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+
+import structlog
+
+from ..errors import CheckoutNotFoundError
+from ..model import Backend, CheckoutId, CommitId, History, MirrorName, View, new_checkout_id, parse_checkout_id, shown
+
+GONE = ".gone-"
+_FILE = "lease.json"
+
+log = structlog.get_logger()
+
+
+class LeaseState(StrEnum):
+    """LIVE: the tree is clean or its owner's work. RESETTING: a reset to the lease's commit began; after a crash it begins again.
+
+    A lease being made has no file yet; one being released has lost its name. Neither needs a state.
+    """
+
+    LIVE = "live"
+    RESETTING = "resetting"
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to one checkout. `commit` and `tree` are what it is, or while RESETTING becomes, clean at."""
+
+    id: CheckoutId
+    directory: Path
+    mirror: MirrorName
+    commit: CommitId
+    tree: str
+    instance: str | None
+    history: History
+    view: View
+    backend: Backend
+    owner_uid: int
+    owner_gid: int
+    created_at: datetime
+    expires_at: datetime
+    state: LeaseState = LeaseState.LIVE
+
+    @property
+    def tree_path(self) -> Path:
+        """What the client gets."""
+        return self.directory / "tree"
+
+    def is_expired(self, now: datetime) -> bool:
+        return self.expires_at <= now
+
+
+class Leases:
+    """The leases below `checkouts/`. Each call is a few system calls; all belong to the event loop's thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._live: dict[CheckoutId, Lease] = {}
+
+    def open(self) -> tuple[list[Lease], list[Path]]:
+        """Read what an earlier daemon left: the leases that stand, and the directories that are rubbish."""
+        self._directory.mkdir(mode=0o711, parents=True, exist_ok=True)
+        self._directory.chmod(0o711)
+        found = [(path, _find(path)) for path in sorted(self._directory.iterdir())]
+        self._live = {lease.id: lease for _, lease in found if lease is not None}
+        return list(self._live.values()), [path for path, lease in found if lease is None]
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(sorted(self._live.values(), key=lambda lease: lease.created_at))
+
+    def new_directory(self) -> tuple[CheckoutId, Path]:
+        """Make the empty directory of a new checkout: everybody may pass through, only the daemon may look."""
+        checkout = new_checkout_id()
+        directory = self._directory / checkout
+        directory.mkdir(mode=0o711)
+        directory.chmod(0o711)  # whatever the umask
+        return checkout, directory
+
+    def get(self, text: str) -> Lease:
+        """The lease that an id, or a checkout's path, names; raises CheckoutNotFoundError, InvalidNameError."""
+        lease = self.find(parse_checkout_id(self._id_in(text)))
+        if lease is None:
+            raise not_found(text)
+        return lease
+
+    def find(self, checkout: CheckoutId) -> Lease | None:
+        return self._live.get(checkout)
+
+    def save(self, lease: Lease) -> None:
+        """Make the lease stand as it now is."""
+        data = json.dumps(_to_json(lease)).encode()
+        temporary = lease.directory / f"{_FILE}.new"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.write(fd, data)
+        finally:
+            os.close(fd)
+        temporary.rename(lease.directory / _FILE)
+        self._live[lease.id] = lease
+
+    def drop(self, lease: Lease) -> Path:
+        """End the lease at once, by renaming its directory; answers what is left to delete."""
+        self._live.pop(lease.id, None)
+        return self.discard(lease.directory)
+
+    def discard(self, directory: Path) -> Path:
+        """Mark a directory as rubbish. A mount inside goes along: only the mount point itself could not be renamed."""
+        if directory.name.startswith(GONE):
+            return directory
+        gone = directory.with_name(f"{GONE}{directory.name}")
+        try:
+            directory.rename(gone)
+        except FileNotFoundError:
+            log.warning("checkout.vanished", directory=str(directory))
+        return gone
+
+    def _id_in(self, text: str) -> str:
+        """The id in a path into a checkout; any other text as it is."""
+        if not text.startswith("/"):
+            return text
+        parts = Path(os.path.normpath(text)).parts
+        above = self._directory.parts
+        if parts[: len(above)] != above or len(parts) == len(above):
+            raise not_found(text)
+        return parts[len(above)]
+
+
+def not_found(text: str) -> CheckoutNotFoundError:
+    """The same answer for a checkout that is not there and for one that is somebody else's."""
+    return CheckoutNotFoundError(
+        f"cannot find checkout {shown(text)}: there is no such checkout of yours",
+        hint="see `mirrord checkouts`; it may have expired",
+    )
+
+
+def _find(directory: Path) -> Lease | None:
+    """The lease in a directory; None where it is not one or not whole."""
+    try:
+        facts = json.loads((directory / _FILE).read_bytes())
+        lease = _from_json(facts, directory)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return lease if lease.id == directory.name else None
+
+
+def _to_json(lease: Lease) -> dict[str, object]:
+    facts = asdict(lease)
+    del facts["directory"]
+    times = {"created_at": lease.created_at.isoformat(), "expires_at": lease.expires_at.isoformat()}
+    return {**facts, **times, "mirror": str(lease.mirror)}
+
+
+def _from_json(facts: dict[str, str], directory: Path) -> Lease:
+    return Lease(
+        id=CheckoutId(facts["id"]),
+        directory=directory,
+        mirror=MirrorName.parse(facts["mirror"]),
+        commit=CommitId(facts["commit"]),
+        tree=facts["tree"],
+        instance=facts["instance"],
+        history=History(facts["history"]),
+        view=View(facts["view"]),
+        backend=Backend(facts["backend"]),
+        owner_uid=int(facts["owner_uid"]),
+        owner_gid=int(facts["owner_gid"]),
+        created_at=datetime.fromisoformat(facts["created_at"]),
+        expires_at=datetime.fromisoformat(facts["expires_at"]),
+        state=LeaseState(facts["state"]),
+    )
+
+
+def resetting(lease: Lease, commit: CommitId, tree: str, instance: str | None) -> Lease:
+    """The lease as it stands while it is reset to `commit`."""
+    return replace(lease, commit=commit, tree=tree, instance=instance, state=LeaseState.RESETTING)
