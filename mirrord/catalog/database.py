@@ -1,0 +1,157 @@
+"""Connections to the catalog's database, and its failures as our errors.
+
+Owns the engine: SQLite in WAL mode (a reader never waits, a crash loses nothing that was committed), or PostgreSQL by URL. Never
+holds a query. A read is one snapshot, a write is one transaction that takes SQLite's write lock when it begins, because a
+deferred one cannot wait for the lock once it has read (SQLITE_BUSY_SNAPSHOT).
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import structlog
+from sqlalchemy import Connection, Engine, Table, create_engine, event
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+
+from ..errors import CorruptCatalogError, DiskFullError, InvalidUrlError, ResourceError
+
+BUSY_TIMEOUT_S = 60
+"""How long a writer waits for another: the longest write is a dataset of some 100,000 rows."""
+
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_PG_DISK_FULL = "53100"
+_DAMAGED_HINT = (
+    "stop the daemon, move the file away and start again: mirrors and pins are read back from the mirrors, datasets need a new"
+    " import; `sqlite3 FILE .recover` may save more"
+)
+
+log = structlog.get_logger()
+
+
+class Database:
+    """A pool of connections. Sync and safe to use from several threads."""
+
+    def __init__(self, url: URL) -> None:
+        self.url = url
+        self.is_sqlite = url.get_backend_name() == "sqlite"
+        self._engine = _make_engine(url)
+
+    @classmethod
+    def at(cls, place: str | Path) -> Database:
+        """A URL, or the path of a SQLite file, which is made private to its owner. Raises InvalidUrlError."""
+        url = parse_place(place)
+        if url.get_backend_name() == "sqlite":
+            _create_private(url)
+        return cls(url)
+
+    @property
+    def label(self) -> str:
+        """What messages call it: never the password."""
+        return str(self.url.database) if self.is_sqlite else self.url.render_as_string(hide_password=True)
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        with self._translated(), self._engine.connect() as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        with self._translated(), self._engine.connect() as connection:
+            connection = connection.execution_options(mirrord_begin="BEGIN IMMEDIATE")
+            with connection.begin():
+                yield connection
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except DBAPIError as error:
+            self._raise(error)
+
+    def _raise(self, error: DBAPIError) -> NoReturn:
+        code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF
+        fact = str(error.orig).strip().partition("\n")[0]
+        if code == sqlite3.SQLITE_FULL or getattr(error.orig, "sqlstate", None) == _PG_DISK_FULL:
+            raise DiskFullError(
+                f"cannot write the catalog {self.label}: {fact}", hint="make room; nothing was changed"
+            ) from error
+        if code in _DAMAGED:
+            raise CorruptCatalogError(f"cannot read the catalog {self.label}: {fact}", hint=_DAMAGED_HINT) from error
+        if code in _LOCKED:
+            hint = "another program holds a lock on it; try again, or see who with `fuser`"
+            raise ResourceError(f"cannot write the catalog {self.label}: {fact}", hint=hint) from error
+        if code or isinstance(error.orig, OSError) or not _is_mistake(error):
+            hint = "check that the database is up, its disk has room, and this user may write it"
+            raise ResourceError(f"cannot use the catalog {self.label}: {fact}", hint=hint) from error
+        raise error
+
+
+def _is_mistake(error: DBAPIError) -> bool:
+    """Whether the statement is wrong, which is a bug of ours, rather than the database."""
+    return type(error).__name__ in {"ProgrammingError", "IntegrityError", "DataError", "NotSupportedError"}
+
+
+def parse_place(place: str | Path) -> URL:
+    """A database URL, or the path of a SQLite file."""
+    if isinstance(place, Path) or "://" not in place:
+        return URL.create("sqlite", database=str(place))
+    try:
+        url = make_url(place)
+        url.get_dialect()
+    except (ArgumentError, NoSuchModuleError) as error:
+        raise InvalidUrlError(
+            "cannot use the catalog's URL: it names no database that is known here",
+            hint="write postgresql+psycopg://user@host/name, or the path of a SQLite file",
+        ) from error
+    return url
+
+
+def _create_private(url: URL) -> None:
+    """SQLite gives its -wal and -shm files the mode of the database file."""
+    path = Path(str(url.database))
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        hint = "the state directory must exist and be writable by the daemon's user"
+        raise ResourceError(f"cannot open the catalog {path}: {error.strerror}", hint=hint) from error
+
+
+def _make_engine(url: URL) -> Engine:
+    if url.get_backend_name() != "sqlite":
+        return create_engine(url, pool_size=4, pool_pre_ping=True, isolation_level="REPEATABLE READ")
+    engine = create_engine(url, pool_size=4, connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False})
+    event.listen(engine, "connect", _prepare_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _prepare_sqlite(connection: sqlite3.Connection, _record: object) -> None:
+    connection.isolation_level = None  # the driver must not begin transactions by itself: it does so too late, and not for DDL
+    for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "journal_size_limit = 67108864"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    connection.exec_driver_sql(connection.get_execution_options().get("mirrord_begin", "BEGIN"))
+
+
+def upsert(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert rows, or replace what stands under the same primary key."""
+    if not rows:
+        return
+    dialect = sqlite if connection.dialect.name == "sqlite" else postgresql
+    statement = dialect.insert(table)
+    keys = [column.name for column in table.primary_key]
+    values = {name: statement.excluded[name] for name in rows[0] if name not in keys}
+    connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=values), list(rows))

@@ -1,0 +1,190 @@
+"""Queries about datasets, their instances and the commits those record. Sync functions on one connection.
+
+A mirror is answered in the spelling it is registered under, and in the row's own where it is not registered.
+
+Whether a commit is pinned is never stored with a dataset: it is what the pins table says, so that no dataset can claim a pin it
+has not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, RowMapping, and_, delete, func, outerjoin, select, update
+
+from ..model import CommitId, CommitRole, Direction, MirrorName
+from ..protocol import Dataset, DatasetSummary, RowFault, UnpinnedCommit
+from .rows import InstanceRow, RecordedRow
+from .schema import datasets, instances, mirrors, pins, recorded
+
+NOT_YET = "it has not been pinned yet; import the dataset again"
+
+
+# -- datasets ---------------------------------------------------------------------------------------------------------
+
+
+def find_dataset(connection: Connection, name: str) -> Dataset | None:
+    found = connection.execute(select(datasets).where(datasets.c.name == name)).mappings().first()
+    return _dataset(connection, found) if found else None
+
+
+def list_datasets(connection: Connection) -> list[Dataset]:
+    rows = connection.execute(select(datasets).order_by(datasets.c.name)).mappings().all()
+    return [_dataset(connection, row) for row in rows]
+
+
+def summarise_datasets(connection: Connection) -> list[DatasetSummary]:
+    """Every dataset by its counts alone: what a status needs."""
+    rows = connection.execute(select(datasets).order_by(datasets.c.name)).mappings().all()
+    return [
+        DatasetSummary(
+            name=row["name"],
+            format=row["format"],
+            instance_count=_count_instances(connection, row["id"]),
+            commit_count=_count_commits(connection, row["id"]),
+            fault_count=row["fault_count"],
+            unpinned_count=_count_unpinned(connection, row["id"]),
+            imported_at=row["imported_at"],
+        )
+        for row in rows
+    ]
+
+
+def delete_dataset(connection: Connection, name: str) -> bool:
+    """Delete a dataset with its instances; its pins are the caller's to remove."""
+    return connection.execute(delete(datasets).where(datasets.c.name == name)).rowcount > 0
+
+
+def put_refused(connection: Connection, name: str, key: str, refused: dict[CommitId, str]) -> None:
+    """Say anew why commits of one mirror have no pin of this dataset."""
+    old = connection.execute(select(datasets.c.refused).where(datasets.c.name == name)).scalar()
+    if old is not None:
+        values = {**old, key: dict(refused)}
+        connection.execute(update(datasets).where(datasets.c.name == name).values(refused=values))
+
+
+def _dataset(connection: Connection, row: RowMapping) -> Dataset:
+    names = select(recorded.c.mirror_name).where(recorded.c.dataset_id == row["id"]).distinct()
+    return Dataset(
+        name=row["name"],
+        format=row["format"],
+        source=row["source"],
+        sha256=row["sha256"],
+        instance_count=_count_instances(connection, row["id"]),
+        commit_count=_count_commits(connection, row["id"]),
+        mirrors=sorted({name.lower(): name for name in connection.execute(names).scalars()}.values()),
+        unpinned=_list_unpinned(connection, row),
+        faults=[RowFault.model_validate(fault) for fault in row["faults"]],
+        rules=row["rules"],
+        imported_at=row["imported_at"],
+    )
+
+
+def _count_instances(connection: Connection, dataset_id: int) -> int:
+    query = select(func.count()).select_from(instances).where(instances.c.dataset_id == dataset_id)
+    return int(connection.execute(query).scalar_one())
+
+
+def _count_commits(connection: Connection, dataset_id: int) -> int:
+    distinct = select(recorded.c.mirror_key, recorded.c.commit_id).where(recorded.c.dataset_id == dataset_id).distinct()
+    return int(connection.execute(select(func.count()).select_from(distinct.subquery())).scalar_one())
+
+
+def _unpinned_of(dataset_id: int, *columns: ColumnElement[Any]) -> Any:
+    """Recorded commits of a dataset for which that dataset has no pin."""
+    owned = and_(
+        pins.c.mirror_key == recorded.c.mirror_key,
+        pins.c.commit_id == recorded.c.commit_id,
+        pins.c.owner == "dataset/" + datasets.c.name,
+    )
+    joined = outerjoin(recorded.join(datasets, datasets.c.id == recorded.c.dataset_id), pins, owned)
+    return select(*columns).select_from(joined).where(recorded.c.dataset_id == dataset_id, pins.c.owner.is_(None))
+
+
+def _count_unpinned(connection: Connection, dataset_id: int) -> int:
+    distinct = _unpinned_of(dataset_id, recorded.c.mirror_key, recorded.c.commit_id).distinct()
+    return int(connection.execute(select(func.count()).select_from(distinct.subquery())).scalar_one())
+
+
+def _list_unpinned(connection: Connection, row: RowMapping) -> list[UnpinnedCommit]:
+    columns = (recorded.c.mirror_key, recorded.c.commit_id, recorded.c.mirror_name, recorded.c.instance_id)
+    found: dict[tuple[str, str], tuple[str, set[str]]] = {}
+    for key, commit, name, instance in connection.execute(_unpinned_of(row["id"], *columns)):
+        found.setdefault((key, commit), (name, set()))[1].add(instance)
+    return [
+        UnpinnedCommit(mirror=name, commit=commit, instances=sorted(ids), reason=row["refused"].get(key, {}).get(commit, NOT_YET))
+        for (key, commit), (name, ids) in sorted(found.items())
+    ]
+
+
+# -- instances and what they record -----------------------------------------------------------------------------------
+
+
+def find_instance(connection: Connection, identity: str) -> InstanceRow | None:
+    """An instance by its exact id. When several datasets have it, the one that was first imported answers."""
+    known_as = func.coalesce(mirrors.c.name, instances.c.mirror_name).label("known_as")
+    query = (
+        select(instances, datasets.c.name.label("dataset"), known_as)
+        .join(datasets, datasets.c.id == instances.c.dataset_id)
+        .outerjoin(mirrors, mirrors.c.key == func.lower(instances.c.mirror_name))
+    )
+    query = query.where(instances.c.id == identity).order_by(instances.c.dataset_id).limit(1)
+    row = connection.execute(query).mappings().first()
+    if row is None:
+        return None
+    mine = (recorded.c.dataset_id == row["dataset_id"], recorded.c.instance_id == row["id"])
+    commits = connection.execute(select(recorded.c.commit_id, recorded.c.role).where(*mine).order_by(recorded.c.role))
+    return InstanceRow(
+        id=row["id"],
+        dataset=row["dataset"],
+        mirror=MirrorName.parse(row["known_as"]),
+        base_commit=CommitId(row["base_commit"]),
+        direction=Direction(row["direction"]),
+        commits=tuple((CommitId(commit), CommitRole(role)) for commit, role in commits),
+        patch=_text(row["patch"]),
+        test_patch=_text(row["test_patch"]),
+        fail_to_pass=tuple(row["fail_to_pass"]),
+        pass_to_pass=tuple(row["pass_to_pass"]),
+    )
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else bytes(value).decode()
+
+
+def list_instance_ids(connection: Connection, dataset: str | None) -> list[str]:
+    """Ids in the order of the datasets' first import, then by id."""
+    query = select(instances.c.id).join(datasets, datasets.c.id == instances.c.dataset_id)
+    if dataset is not None:
+        query = query.where(datasets.c.name == dataset)
+    return list(dict.fromkeys(connection.execute(query.order_by(instances.c.dataset_id, instances.c.id)).scalars()))
+
+
+def list_recorded(connection: Connection, key: str | None, dataset: str | None) -> list[RecordedRow]:
+    known_as = func.coalesce(mirrors.c.name, recorded.c.mirror_name).label("known_as")
+    query = (
+        select(recorded, datasets.c.name.label("dataset"), known_as)
+        .join(datasets, datasets.c.id == recorded.c.dataset_id)
+        .outerjoin(mirrors, mirrors.c.key == recorded.c.mirror_key)
+    )
+    if key is not None:
+        query = query.where(recorded.c.mirror_key == key.lower())
+    if dataset is not None:
+        query = query.where(datasets.c.name == dataset)
+    order = (recorded.c.mirror_key, recorded.c.commit_id, recorded.c.instance_id, recorded.c.role)
+    return [
+        RecordedRow(
+            mirror=MirrorName.parse(row["known_as"]),
+            commit=CommitId(row["commit_id"]),
+            role=CommitRole(row["role"]),
+            instance=row["instance_id"],
+            dataset=row["dataset"],
+        )
+        for row in connection.execute(query.order_by(*order)).mappings()
+    ]
+
+
+def instances_of(connection: Connection, key: str, commit: CommitId) -> list[str]:
+    """Ids of all instances that record a commit, in whatever role."""
+    mine = (recorded.c.mirror_key == key.lower(), recorded.c.commit_id == commit)
+    return sorted(connection.execute(select(recorded.c.instance_id).where(*mine).distinct()).scalars())

@@ -1,0 +1,1 @@
+"""Alembic's migrations of the catalog, inside the package so that an installed mirrord has them."""

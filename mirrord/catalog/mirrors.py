@@ -1,0 +1,118 @@
+"""Queries about mirrors and pins. Sync functions on one connection; the caller owns the transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict
+from itertools import islice
+from typing import Any, TypeVar
+
+from sqlalchemy import ColumnElement, Connection, RowMapping, and_, delete, exists, func, select, update
+
+from ..model import CommitId, MirrorName
+from .database import upsert
+from .rows import MirrorRow, PinRow
+from .schema import datasets, mirrors, pins, recorded
+
+_BATCH = 500
+"""Rows a statement; SQLite takes 32766 variables."""
+
+T = TypeVar("T")
+
+
+def in_batches(values: Iterable[T], size: int = _BATCH) -> Iterator[list[T]]:
+    iterator = iter(values)
+    while batch := list(islice(iterator, size)):
+        yield batch
+
+
+# -- mirrors ----------------------------------------------------------------------------------------------------------
+
+
+def put_mirror(connection: Connection, row: MirrorRow) -> None:
+    values = asdict(row) | {"key": row.name.key, "name": str(row.name)}
+    upsert(connection, mirrors, [values])
+
+
+def find_mirror(connection: Connection, key: str) -> MirrorRow | None:
+    found = connection.execute(select(mirrors).where(mirrors.c.key == key.lower())).mappings().first()
+    return _mirror_row(found) if found else None
+
+
+def list_mirrors(connection: Connection) -> list[MirrorRow]:
+    return [_mirror_row(row) for row in connection.execute(select(mirrors).order_by(mirrors.c.key)).mappings()]
+
+
+def update_mirror(connection: Connection, key: str, columns: dict[str, Any]) -> bool:
+    return connection.execute(update(mirrors).where(mirrors.c.key == key.lower()).values(columns)).rowcount > 0
+
+
+def delete_mirror(connection: Connection, key: str) -> bool:
+    """Delete a mirror and its pins; what datasets record of it stays."""
+    return connection.execute(delete(mirrors).where(mirrors.c.key == key.lower())).rowcount > 0
+
+
+def _mirror_row(row: RowMapping) -> MirrorRow:
+    values = {name: row[name] for name in row if name != "key"}
+    return MirrorRow(**values | {"name": MirrorName.parse(row["name"])})
+
+
+# -- pins -------------------------------------------------------------------------------------------------------------
+
+
+def put_pins(connection: Connection, rows: Iterable[PinRow]) -> None:
+    for batch in in_batches(rows):
+        upsert(connection, pins, [_pin_values(row) for row in batch])
+
+
+def delete_pins(connection: Connection, key: str, commits: Collection[CommitId], owner: str) -> None:
+    for batch in in_batches(commits):
+        mine = and_(pins.c.mirror_key == key.lower(), pins.c.owner == owner, pins.c.commit_id.in_(batch))
+        connection.execute(delete(pins).where(mine))
+
+
+def list_pins(
+    connection: Connection, key: str | None = None, commit: CommitId | None = None, owner: str | None = None
+) -> list[PinRow]:
+    wanted: list[ColumnElement[bool]] = []
+    if key is not None:
+        wanted.append(pins.c.mirror_key == key.lower())
+    if commit is not None:
+        wanted.append(pins.c.commit_id == commit)
+    if owner is not None:
+        wanted.append(pins.c.owner == owner)
+    query = select(pins, mirrors.c.name).join(mirrors).where(*wanted).order_by(pins.c.mirror_key, pins.c.commit_id, pins.c.owner)
+    return [_pin_row(row) for row in connection.execute(query).mappings()]
+
+
+def count_pins(connection: Connection) -> dict[str, int]:
+    """How many commits are pinned, by mirror key."""
+    query = select(pins.c.mirror_key, func.count(pins.c.commit_id.distinct())).group_by(pins.c.mirror_key)
+    return {row.mirror_key: row[1] for row in connection.execute(query)}
+
+
+def list_stale_pins(connection: Connection) -> list[PinRow]:
+    """Pins owned by a dataset that does not record their commit, or that does not exist."""
+    still = exists().where(
+        recorded.c.mirror_key == pins.c.mirror_key,
+        recorded.c.commit_id == pins.c.commit_id,
+        recorded.c.dataset_id == datasets.c.id,
+        "dataset/" + datasets.c.name == pins.c.owner,
+    )
+    query = select(pins, mirrors.c.name).join(mirrors).where(pins.c.owner.like("dataset/%"), ~still)
+    return [_pin_row(row) for row in connection.execute(query).mappings()]
+
+
+def _pin_values(row: PinRow) -> dict[str, Any]:
+    return {
+        "mirror_key": row.mirror.key,
+        "commit_id": row.commit,
+        "owner": row.owner,
+        "reason": row.reason,
+        "created_at": row.created_at,
+    }
+
+
+def _pin_row(row: RowMapping) -> PinRow:
+    name = MirrorName.parse(row["name"])
+    return PinRow(name, CommitId(row["commit_id"]), row["owner"], row["reason"], row["created_at"])

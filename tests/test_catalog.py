@@ -1,0 +1,611 @@
+"""The catalog, on SQLite and on a real PostgreSQL."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import resource
+import shutil
+import signal
+import socket
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from mirrord.catalog import Catalog, DatasetHead, InstanceRow, MirrorRow, PinRow, spooled
+from mirrord.catalog.schema import HEAD, metadata
+from mirrord.catalog.upgrade import MIGRATIONS, migrate
+from mirrord.errors import CatalogTooNewError, CorruptCatalogError, DiskFullError, InvalidUrlError, ResourceError
+from mirrord.git.workers import Workers
+from mirrord.model import AuditLevel, CommitId, CommitRole, CommitState, DatasetName, Direction, MirrorName
+from mirrord.protocol import Audit, RowFault
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone.utc)
+REQUESTS = MirrorName("psf", "Requests")
+POSTGRESQL = sorted(Path("/usr/lib/postgresql").glob("*/bin")) if Path("/usr/lib/postgresql").exists() else []
+
+
+def commit(number: int) -> CommitId:
+    return CommitId(f"{number:040x}")
+
+
+def mirror(name: MirrorName = REQUESTS) -> MirrorRow:
+    return MirrorRow(name=name, url=f"https://example.com/{name.repo}", added_at=NOW)
+
+
+def instance(identity: str, base: int = 1, name: MirrorName = REQUESTS, patch: str | None = "diff") -> InstanceRow:
+    commits = ((commit(base), CommitRole.BASE), (commit(99), CommitRole.ENVIRONMENT))
+    return InstanceRow(identity, "", name, commit(base), Direction.FORWARD, commits, patch, None, ("a",), ("b", "c"))
+
+
+def head(name: str = "lite", **changes: Any) -> DatasetHead:
+    values = {"format": "swe-bench", "source": "lite.jsonl", "sha256": "0" * 64, "imported_at": NOW}
+    values |= {"fault_count": 0, "faults": [], "rules": {}, "refused": {}}
+    return DatasetHead(name=DatasetName(name), **values | changes)
+
+
+async def put(catalog: Catalog, directory: Path, rows: list[InstanceRow], **changes: Any) -> Any:
+    spool = directory / "spool.jsonl"
+    spool.write_bytes(b"".join(spooled(row) for row in rows))
+    return await catalog.replace_dataset(head(**changes), spool)
+
+
+@pytest.fixture(scope="module")
+def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A PostgreSQL server of its own, at a free loopback port, without fsync."""
+    if not POSTGRESQL or os.geteuid() != 0:
+        pytest.skip("needs PostgreSQL's initdb and root, to become the user postgres")
+    user = pwd.getpwnam("postgres")
+    home = Path("/tmp") / f"mirrord-pg-{os.getpid()}"
+    home.mkdir()
+    os.chown(home, user.pw_uid, user.pw_gid)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def run(program: str, *args: str) -> None:
+        environment = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "PGTZ": "Asia/Tokyo"}
+        command = [str(POSTGRESQL[-1] / program), *args]
+        subprocess.run(
+            command, user="postgres", group="postgres", cwd=home, env=environment, check=True, stdout=subprocess.DEVNULL
+        )
+
+    run("initdb", "-D", f"{home}/data", "-A", "trust", "--no-sync")
+    options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={home} -c fsync=off -c timezone=Asia/Tokyo"
+    run("pg_ctl", "-D", f"{home}/data", "-w", "-l", f"{home}/log", "-o", options, "start")
+    try:
+        yield f"postgresql+psycopg://postgres@127.0.0.1:{port}/"
+    finally:
+        run("pg_ctl", "-D", f"{home}/data", "-w", "-m", "immediate", "stop")
+        shutil.rmtree(home)
+
+
+_databases = iter(range(1000))
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str | Path:
+    if request.param == "sqlite":
+        return tmp_path / "catalog.sqlite3"
+    server = request.getfixturevalue("postgresql")
+    name = f"catalog{next(_databases)}"
+    import psycopg
+
+    with psycopg.connect(server.replace("+psycopg", "") + "postgres", autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}")
+    return server + name
+
+
+@pytest.fixture
+def using(place: str | Path) -> Callable[[Callable[[Catalog], Any]], Any]:
+    """Run an async function on an open catalog."""
+
+    def run(work: Callable[[Catalog], Any]) -> Any:
+        async def main() -> Any:
+            catalog = await Catalog.open(place)
+            try:
+                return await work(catalog)
+            finally:
+                await catalog.close()
+
+        return anyio.run(main)
+
+    return run
+
+
+# -- mirrors and pins -------------------------------------------------------------------------------------------------
+
+
+def test_a_mirror_comes_back_as_it_was_put_whatever_the_letter_case(using: Any) -> None:
+    async def work(catalog: Catalog) -> None:
+        await catalog.put_mirror(mirror())
+        assert await catalog.find_mirror("PSF__requests") == mirror()
+        assert await catalog.list_mirrors() == [mirror()]
+        assert await catalog.find_mirror("psf__other") is None
+
+    using(work)
+
+
+def test_columns_of_a_mirror_are_updated_with_aware_times_and_large_sizes(using: Any) -> None:
+    async def work(catalog: Catalog) -> None:
+        await catalog.put_mirror(mirror())
+        changes = {"synced_at": NOW, "size_bytes": 2**40, "error": {"code": "x"}, "ref_faults": [{"ref": "r"}]}
+        assert await catalog.update_mirror("psf__requests", **changes)
+        found = await catalog.find_mirror("psf__requests")
+        assert found is not None
+        assert found.synced_at == NOW
+        assert found.synced_at.utcoffset() == timedelta()
+        assert (found.size_bytes, found.error, found.ref_faults) == (2**40, {"code": "x"}, [{"ref": "r"}])
+        assert not await catalog.update_mirror("no__such", size_bytes=1)
+
+    using(work)
+
+
+def test_putting_a_mirror_again_keeps_its_pins(using: Any) -> None:
+    async def work(catalog: Catalog) -> None:
+        await catalog.put_mirror(mirror())
+        await catalog.put_pins([PinRow(REQUESTS, commit(1), "person/0", "", NOW)])
+        await catalog.put_mirror(mirror())
+        assert len(await catalog.list_pins("psf__requests")) == 1
+
+    using(work)
+
+
+def test_a_pin_belongs_to_its_owner_and_goes_with_its_mirror(using: Any) -> None:
+    async def work(catalog: Catalog) -> None:
+        await catalog.put_mirror(mirror())
+        rows = [PinRow(REQUESTS, commit(1), owner, "why", NOW) for owner in ("dataset/lite", "person/7")]
+        await catalog.put_pins(rows + rows)
+        assert await catalog.list_pins(commit=commit(1)) == rows
+        assert await catalog.count_pins() == {"psf__requests": 1}
+        await catalog.delete_pins("PSF__requests", [commit(1)], "dataset/lite")
+        assert await catalog.list_pins() == rows[1:]
+        await catalog.delete_mirror("psf__requests")
+        assert await catalog.list_pins() == []
+
+    using(work)
+
+
+def test_thousands_of_pins_are_put_and_deleted_at_once(using: Any) -> None:
+    async def work(catalog: Catalog) -> None:
+        await catalog.put_mirror(mirror())
+        commits = [commit(n) for n in range(1, 3001)]
+        await catalog.put_pins(PinRow(REQUESTS, c, "dataset/lite", "", NOW) for c in commits)
+        await catalog.delete_pins("psf__requests", commits[:2999], "dataset/lite")
+        assert [row.commit for row in await catalog.list_pins()] == [commits[-1]]
+
+    using(work)
+
+
+# -- datasets ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_dataset_says_what_changed_and_importing_it_again_changes_nothing(using: Any, tmp_path: Path) -> None:
+    async def work(catalog: Catalog) -> None:
+        first = await put(catalog, tmp_path, [instance("a"), instance("b"), instance("c")])
+        assert (first.added, first.changed, first.removed, first.unchanged_count) == (["a", "b", "c"], [], [], 0)
+        again = await put(catalog, tmp_path, [instance("a"), instance("b"), instance("c")])
+        assert (again.added, again.changed, again.removed, again.unchanged_count) == ([], [], [], 3)
+        third = await put(catalog, tmp_path, [instance("a"), instance("b", base=2), instance("d")])
+        assert (third.added, third.changed, third.removed, third.unchanged_count) == (["d"], ["b"], ["c"], 1)
+        assert await catalog.list_instance_ids("lite") == ["a", "b", "d"]
+
+    using(work)
+
+
+def test_an_instance_comes_back_whole_even_with_a_nul_in_its_patch(using: Any, tmp_path: Path) -> None:
+    async def work(catalog: Catalog) -> None:
+        await put(catalog, tmp_path, [instance("psf__requests-1", patch="a\0b\r\n\x7fü")])
+        found = await catalog.find_instance("psf__requests-1")
+        assert found is not None
+        assert (found.dataset, found.mirror, found.base_commit, found.repo) == ("lite", REQUESTS, commit(1), "psf/Requests")
+        assert (found.patch, found.test_patch) == ("a\0b\r\n\x7fü", None)
+        assert (found.fail_to_pass, found.pass_to_pass) == (("a",), ("b", "c"))
+        assert set(found.commits) == {(commit(1), CommitRole.BASE), (commit(99), CommitRole.ENVIRONMENT)}
+
+    using(work)
+
+
+def test_instance_ids_keep_their_letter_case(using: Any, tmp_path: Path) -> None:
+    async def work(catalog: Catalog) -> None:
+        await put(catalog, tmp_path, [instance("A", base=1), instance("a", base=2)])
+        upper, lower = await catalog.find_instance("A"), await catalog.find_instance("a")
+        assert upper is not None
+        assert lower is not None
+        assert (upper.base_commit, lower.base_commit) == (commit(1), commit(2))
+
+    using(work)
+
+
+def test_the_dataset_first_imported_answers_for_an_id_that_several_have(using: Any, tmp_path: Path) -> None:
+    async def work(catalog: Catalog) -> None:
+        await put(catalog, tmp_path, [instance("a", base=1)], name="zoo")
+        await put(catalog, tmp_path, [instance("a", base=2)], name="ant")
+        await put(catalog, tmp_path, [instance("a", base=3)], name="zoo")
+        found = await catalog.find_instance("a")
+        assert found is not None
+        assert (found.dataset, found.base_commit) == ("zoo", commit(3))
+        await catalog.delete_dataset("zoo")
+        found = await catalog.find_instance("a")
+        assert found is not None
+        assert found.dataset == "ant"
+
+    using(work)
+
+
+def test_a_dataset_is_pinned_only_where_its_own_pins_are(using: Any, tmp_path: Path) -> None:
+    async def work(catalog: Catalog) -> None:
+        await catalog.put_mirror(mirror())
+        refused = {"psf__requests": {commit(99): "upstream lost it"}}
+        await put(catalog, tmp_path, [instance("a"), instance("b", base=2)], refused=refused)
+        await catalog.put_pins([PinRow(REQUESTS, commit(1), "dataset/lite", "base", NOW)])
+        await catalog.put_pins([PinRow(REQUESTS, commit(2), "person/0", "mine", NOW)])
+        found = await catalog.find_dataset("lite")
+        assert found is not None
+        assert (found.instance_count, found.commit_count, found.mirrors) == (2, 3, ["psf__Requests"])
+        unpinned = {row.commit: row for row in found.unpinned}
+        assert set(unpinned) == {commit(2), commit(99)}
+        assert unpinned[commit(99)].instances == ["a", "b"]
+        assert unpinned[commit(99)].reason == "upstream lost it"
+        assert "not been pinned" in unpinned[commit(2)].reason
+        assert [row.unpinned_count for row in await catalog.summarise_datasets()] == [2]
+
+    using(work)
+
+
+def test_reasons_are_replaced_per_mirror(using: Any, tmp_path: Path) -> None:
+    async def work(catalog: Catalog) -> None:
+        await put(catalog, tmp_path, [instance("a")], refused={"other__one": {commit(5): "x"}})
+        await catalog.put_refused("lite", "psf__requests", {commit(1): "gone"})
+        found = await catalog.find_dataset("lite")
+        assert found is not None
+        assert {row.commit: row.reason for row in found.unpinned}[commit(1)] == "gone"
+
+    using(work)
+
+
+def test_pins_of_rows_that_went_away_are_stale(using: Any, tmp_path: Path) -> None:
+    async def work(catalog: Catalog) -> None:
+        await catalog.put_mirror(mirror())
+        owners = ["dataset/lite", "dataset/gone", "person/0"]
+        await catalog.put_pins([PinRow(REQUESTS, commit(n), owner, "", NOW) for n in (1, 2) for owner in owners])
+        await put(catalog, tmp_path, [instance("a", base=1)])
+        stale = {(row.owner, row.commit) for row in await catalog.list_stale_pins()}
+        assert stale == {("dataset/lite", commit(2)), ("dataset/gone", commit(1)), ("dataset/gone", commit(2))}
+
+    using(work)
+
+
+def test_recorded_commits_are_listed_by_mirror_and_by_dataset_in_the_registered_spelling(using: Any, tmp_path: Path) -> None:
+    async def work(catalog: Catalog) -> None:
+        await catalog.put_mirror(mirror(MirrorName("PSF", "requests")))
+        await put(catalog, tmp_path, [instance("a"), instance("f", name=MirrorName("pallets", "flask"))])
+        await put(catalog, tmp_path, [instance("a", base=2)], name="full")
+        rows = await catalog.list_recorded("psf__requests", "lite")
+        assert [(row.commit, row.role, row.instance) for row in rows] == [
+            (commit(1), CommitRole.BASE, "a"),
+            (commit(99), CommitRole.ENVIRONMENT, "a"),
+        ]
+        assert {str(row.mirror) for row in rows} == {"PSF__requests"}
+        assert len(await catalog.list_recorded()) == 6
+        assert await catalog.instances_of("PSF__Requests", commit(99)) == ["a"]
+        assert (await catalog.find_instance("a")).mirror == MirrorName("PSF", "requests")  # type: ignore[union-attr]
+
+    using(work)
+
+
+def test_deleting_a_dataset_takes_its_instances_along(using: Any, tmp_path: Path) -> None:
+    async def work(catalog: Catalog) -> None:
+        await put(catalog, tmp_path, [instance("a")])
+        assert await catalog.delete_dataset("lite")
+        assert not await catalog.delete_dataset("lite")
+        assert await catalog.find_instance("a") is None
+        assert await catalog.list_recorded() == []
+        assert await catalog.list_datasets() == []
+
+    using(work)
+
+
+def test_faults_and_rules_of_an_import_are_kept(using: Any, tmp_path: Path) -> None:
+    async def work(catalog: Catalog) -> None:
+        fault = RowFault(file="f.jsonl", line=3, instance="x", reason="no commit")
+        await put(catalog, tmp_path, [instance("a")], faults=[fault], fault_count=7, rules={"list: JSON string": 2})
+        found = await catalog.find_dataset("lite")
+        assert found is not None
+        assert (found.faults, found.rules, found.imported_at) == ([fault], {"list: JSON string": 2}, NOW)
+        assert (await catalog.summarise_datasets())[0].fault_count == 7
+
+    using(work)
+
+
+# -- audits -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_audits_are_kept(using: Any) -> None:
+    def audit(number: int) -> Audit:
+        finished = NOW + timedelta(days=number)
+        counts = {CommitState.OK: number}
+        return Audit(
+            id=f"audit{number}",
+            level=AuditLevel.QUICK,
+            mirrors=[],
+            started_at=NOW,
+            finished_at=finished,
+            counts=counts,
+            findings=[],
+        )
+
+    async def work(catalog: Catalog) -> None:
+        for number in range(205):
+            await catalog.put_audit(audit(number))
+        assert await catalog.find_audit("audit204") == audit(204)
+        assert await catalog.find_audit("audit0") is None
+        assert [a.id for a in await catalog.list_audits(limit=2)] == ["audit204", "audit203"]
+        assert len(await catalog.list_audits(limit=1000)) == 200
+
+    using(work)
+
+
+# -- many at once, much at once ---------------------------------------------------------------------------------------
+
+
+def test_many_readers_and_writers_at_once_lose_nothing(using: Any) -> None:
+    async def work(catalog: Catalog) -> None:
+        async def one(number: int) -> None:
+            name = MirrorName("owner", f"name{number}")
+            await catalog.put_mirror(mirror(name))
+            assert await catalog.find_mirror(name.key) is not None
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(50):
+                tasks.start_soon(one, number)
+        assert len(await catalog.list_mirrors()) == 50
+
+    using(work)
+
+
+_IMPORT_MANY = """
+import resource, sys
+from pathlib import Path
+from datetime import datetime, timezone
+from mirrord.catalog import DatasetHead
+from mirrord.catalog.spool import replace_dataset
+head = DatasetHead("big", "swe-bench", "big.jsonl", "0" * 64, datetime.now(timezone.utc), 0, [], {}, {})
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+change = replace_dataset(sys.argv[1], head, Path(sys.argv[2]))
+print(len(change.added), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_tens_of_thousands_of_instances_are_imported_in_bounded_memory(tmp_path: Path) -> None:
+    async def prepare() -> None:
+        await (await Catalog.open(tmp_path / "catalog.sqlite3")).close()
+
+    anyio.run(prepare)
+    spool = tmp_path / "spool.jsonl"
+    with spool.open("wb") as file:
+        for number in range(30_000):
+            file.write(spooled(instance(f"owner__name-{number}", base=number + 1, patch="x" * 4000)))
+    command = [sys.executable, "-c", _IMPORT_MANY, str(tmp_path / "catalog.sqlite3"), str(spool)]
+    added, grown_kib = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    assert added == 30_000
+    assert grown_kib < 60 * 1024
+
+
+def test_a_killed_import_leaves_the_old_dataset_whole(tmp_path: Path) -> None:
+    place = tmp_path / "catalog.sqlite3"
+
+    async def before() -> None:
+        catalog = await Catalog.open(place)
+        await put(catalog, tmp_path, [instance("a", base=5)], name="big")
+        await catalog.close()
+
+    async def after() -> None:
+        catalog = await Catalog.open(place)
+        assert await catalog.list_instance_ids("big") == ["a"]
+        await put(catalog, tmp_path, [instance("b")], name="big")
+        await catalog.close()
+
+    anyio.run(before)
+    spool = tmp_path / "fifo"
+    os.mkfifo(spool)
+    importer = subprocess.Popen([sys.executable, "-c", _IMPORT_MANY, str(place), str(spool)])
+    with spool.open("wb") as file:
+        for number in range(5000):
+            file.write(spooled(instance(f"n{number}")))
+        file.flush()
+        importer.send_signal(signal.SIGKILL)
+        importer.wait()
+    anyio.run(after)
+
+
+# -- opening ----------------------------------------------------------------------------------------------------------
+
+
+def test_opening_again_finds_what_was_there(using: Any) -> None:
+    async def first(catalog: Catalog) -> None:
+        await catalog.put_mirror(mirror())
+
+    async def second(catalog: Catalog) -> None:
+        assert await catalog.list_mirrors() == [mirror()]
+
+    using(first)
+    using(second)
+
+
+def test_the_files_are_private(tmp_path: Path) -> None:
+    async def work() -> None:
+        catalog = await Catalog.open(tmp_path / "catalog.sqlite3")
+        await catalog.put_mirror(mirror())
+        assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o600}
+        await catalog.close()
+
+    anyio.run(work)
+
+
+def test_a_fresh_catalog_loads_no_alembic(tmp_path: Path) -> None:
+    code = "import sys, anyio, mirrord.catalog as c; anyio.run(c.Catalog.open, sys.argv[1]); assert 'alembic' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], check=True)
+
+
+def test_migrations_build_exactly_the_tables_of_the_schema(place: str | Path) -> None:
+    from alembic.autogenerate import compare_metadata
+    from alembic.config import Config
+    from alembic.migration import MigrationContext
+    from alembic.script import ScriptDirectory
+
+    from mirrord.catalog.database import Database
+
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    assert ScriptDirectory.from_config(config).get_heads() == [HEAD]
+    migrate(str(place))
+    database = Database.at(place)
+    with database.read() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
+        assert compare_metadata(context, metadata) == []
+        assert context.get_current_revision() == HEAD
+    database.close()
+
+
+def test_an_older_schema_is_migrated_in_a_worker(tmp_path: Path) -> None:
+    place = tmp_path / "catalog.sqlite3"
+    with sqlite3.connect(place) as connection:
+        connection.execute("CREATE TABLE alembic_version (version_num VARCHAR(32) PRIMARY KEY)")
+        connection.execute("INSERT INTO alembic_version VALUES ('0000')")
+    connection.close()
+    older = MIGRATIONS / "versions"
+    assert not list(older.glob("0000_*")), "0000 is never a revision"
+
+    async def work() -> None:
+        workers = Workers(size=1)
+        try:
+            with pytest.raises(CatalogTooNewError, match="schema 0000"):
+                await Catalog.open(place, workers)
+            place.unlink()
+            await workers.call(migrate, str(place), timeout=timedelta(seconds=60))
+            catalog = await Catalog.open(place, workers)
+            await put(catalog, tmp_path, [instance("a")])
+            assert await catalog.list_instance_ids() == ["a"]
+            await catalog.close()
+        finally:
+            await workers.close()
+
+    anyio.run(work)
+
+
+@pytest.mark.parametrize("damage", ["not-a-database", "broken-page", "empty-schema"])
+def test_a_damaged_catalog_is_refused_with_a_hint(tmp_path: Path, damage: str) -> None:
+    place = tmp_path / "catalog.sqlite3"
+
+    async def make() -> None:
+        catalog = await Catalog.open(place)
+        for number in range(300):
+            await catalog.put_mirror(mirror(MirrorName("owner", f"name{number}")))
+        await catalog.close()
+
+    async def open_it() -> None:
+        await Catalog.open(place)
+
+    anyio.run(make)
+    if damage == "not-a-database":
+        place.write_bytes(b"hello\n" * 1000)
+    elif damage == "broken-page":
+        with place.open("r+b") as file:
+            file.seek(4096)
+            file.write(os.urandom(8192))
+    else:
+        with sqlite3.connect(place) as connection:
+            connection.execute("DROP TABLE alembic_version")
+        connection.close()
+    with pytest.raises(CorruptCatalogError) as caught:
+        anyio.run(open_it)
+    assert caught.value.hint
+    assert str(place) in caught.value.message
+
+
+def test_a_full_disk_stops_the_write_and_keeps_what_was(tmp_path: Path) -> None:
+    """A file size limit is what a test can set; SQLite reports it as a full disk or an input/output error."""
+    place = tmp_path / "catalog.sqlite3"
+
+    async def work() -> None:
+        catalog = await Catalog.open(place)
+        await catalog.put_mirror(mirror())
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+        try:
+            with pytest.raises((DiskFullError, ResourceError)):
+                await catalog.put_mirror(mirror(MirrorName("owner", "n" * 90)))  # small, so that only the next one is too large
+                await catalog.put_pins(PinRow(REQUESTS, commit(n), "person/0", "x" * 1000, NOW) for n in range(1000))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert await catalog.list_pins() == []
+        await catalog.put_pins([PinRow(REQUESTS, commit(1), "person/0", "", NOW)])
+        await catalog.close()
+
+    anyio.run(work)
+
+
+def test_a_full_database_is_a_disk_full_error(tmp_path: Path) -> None:
+    async def work() -> None:
+        catalog = await Catalog.open(tmp_path / "catalog.sqlite3")
+        with pytest.raises(DiskFullError, match="cannot write the catalog"):
+            await catalog._write(lambda connection: (connection.exec_driver_sql("PRAGMA max_page_count = 1"), _grow(connection)))
+        await catalog.close()
+
+    def _grow(connection: Any) -> None:
+        connection.exec_driver_sql("CREATE TABLE big AS SELECT randomblob(100000000) AS b")
+
+    anyio.run(work)
+
+
+def test_a_locked_catalog_waits_for_the_other_writer(tmp_path: Path) -> None:
+    place = tmp_path / "catalog.sqlite3"
+
+    async def work() -> None:
+        catalog = await Catalog.open(place)
+        other = sqlite3.connect(place, isolation_level=None, check_same_thread=False)
+        other.execute("BEGIN IMMEDIATE")
+        threading.Timer(0.1, lambda: other.execute("ROLLBACK")).start()
+        await catalog.put_mirror(mirror())
+        other.close()
+        await catalog.close()
+
+    anyio.run(work)
+
+
+@pytest.mark.parametrize("place", ["mysterious://x/y", "not a url://"])
+def test_an_unknown_url_is_refused_without_showing_it(place: str) -> None:
+    async def work() -> None:
+        await Catalog.open(place)
+
+    with pytest.raises(InvalidUrlError, match="names no database"):
+        anyio.run(work)
+
+
+def test_a_server_that_does_not_answer_is_a_missing_resource_and_its_password_is_not_shown() -> None:
+    async def work() -> None:
+        await Catalog.open("postgresql+psycopg://user:s3cret@127.0.0.1:1/none")
+
+    with pytest.raises(ResourceError) as caught:
+        anyio.run(work)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_directory_that_is_not_there_is_a_missing_resource(tmp_path: Path) -> None:
+    async def work() -> None:
+        await Catalog.open(tmp_path / "no" / "catalog.sqlite3")
+
+    with pytest.raises(ResourceError, match="No such file"):
+        anyio.run(work)
