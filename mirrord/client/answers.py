@@ -116,9 +116,9 @@ def retry_pauses(patience_seconds: float) -> Iterator[float]:
         pause = min(pause * 1.6, 0.5)
 
 
-def body_of(request: BaseModel | None) -> bytes | None:
+def body_of(request: BaseModel) -> bytes:
     """A request's JSON, without the members that were not given."""
-    return None if request is None else request.model_dump_json(exclude_none=True).encode()
+    return request.model_dump_json(exclude_none=True).encode()
 
 
 def query_of(**members: Any) -> dict[str, str]:

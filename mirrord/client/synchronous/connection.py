@@ -19,7 +19,7 @@ from ...protocol import API
 from ..answers import body_of, failure_of, is_unsent, problem_of, query_of, retry_pauses
 from ..twins import pause
 
-_KEEP_SECONDS = 4.0  # less than uvicorn's 5, so that we never write into a connection that it is closing
+_KEEP_SECONDS = 60.0  # less than the daemon's 75, so that we never write into a connection that it is closing
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEEP_SECONDS)
 _CONNECT_SECONDS = 10.0
 
@@ -48,7 +48,9 @@ class Connection:
         **query: object,
     ) -> httpx.Response:
         """Send and read the whole answer; an answer of 400 and above that is not `accepted` is raised."""
-        request = self._build(method, path, content if body is None else body_of(body), query)
+        kind = "application/octet-stream" if body is None else "application/json"
+        headers = {} if body is None and content is None else {"content-type": kind}
+        request = self._build(method, path, content if body is None else body_of(body), query, headers)
         pauses = retry_pauses(self._patience_seconds)
         while True:
             try:
@@ -93,7 +95,7 @@ class Connection:
             f"http://mirrord{path if path.startswith('/') else f'{API}/{path}'}",
             params=query_of(**query) or None,
             content=content,
-            headers={"content-type": "application/json", **(headers or {})} if isinstance(content, bytes) else headers,
+            headers=headers,
             extensions={"timeout": self._timeout},
         )
 

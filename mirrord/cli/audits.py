@@ -1,0 +1,68 @@
+"""`mirrord audit` and `mirrord heal`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..model import AuditLevel
+from .output import count, table
+from .progress import finish
+from .session import Session
+
+if TYPE_CHECKING:
+    from ..protocol import Audit, Finding
+
+Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Of which mirrors; default: all.")]
+NoWait = Annotated[bool, typer.Option("--no-wait", help="Answer with the operation at once.")]
+_UNSERVABLE = 8
+
+
+def audit(
+    ctx: typer.Context,
+    names: Names = None,
+    dataset: Annotated[str | None, typer.Option(help="Only what this dataset records.")] = None,
+    level: Annotated[AuditLevel | None, typer.Option(help="How deep; default: as configured.")] = None,
+    no_heal: Annotated[bool, typer.Option("--no-heal", help="Only look, fetch nothing again.")] = False,
+    no_wait: NoWait = False,
+) -> None:
+    """Prints one line per finding, then a total; status 8 when a recorded commit cannot be served."""
+    session = Session.of(ctx)
+    with session.client() as client:
+        operation = client.start_audit(*names or (), dataset=dataset, level=level, heal=False if no_heal else None)
+        if no_wait:
+            session.answer(operation, lambda: [f"operation {operation.id} {operation.state}"])
+            return
+        ended = finish(session, client, operation)
+        found = client.get_audit((ended.result or {})["id"])
+    session.answer(found, lambda: _findings(found))
+    if found.affected:
+        raise typer.Exit(_UNSERVABLE)
+
+
+def _findings(found: Audit) -> Iterator[str]:
+    for finding in found.findings:
+        yield _finding(finding)
+    states = ", ".join(f"{number:,} {state}" for state, number in found.counts.items() if number)
+    total = sum(found.counts.values())
+    affected = f"; {count(len(found.affected), 'instance')} cannot be served" if found.affected else ""
+    healed = f"; {found.healed} healed" if found.healed else ""
+    scope = f"{count(total, 'recorded commit')} in {count(len(found.mirrors), 'mirror')}"
+    yield f"{scope} at level {found.level}: {states or 'nothing'}{healed}{affected}"
+
+
+def _finding(finding: Finding) -> str:
+    commit = f" {finding.commit}" if finding.commit else ""
+    instances = f" ({', '.join(finding.instances)})" if finding.instances else ""
+    return f"{finding.mirror}{commit} {finding.state}{instances}: {finding.detail or 'no detail'}"
+
+
+def heal(ctx: typer.Context, names: Names = None, no_wait: NoWait = False) -> None:
+    session = Session.of(ctx)
+    with session.client() as client:
+        operation = client.start_heal(*names or ())
+        ended = operation if no_wait else finish(session, client, operation)
+    rows = [(ended.id, ended.kind, ended.subject, ended.state)]
+    session.answer(ended, lambda: table(("OPERATION", "KIND", "SUBJECT", "STATE"), rows))

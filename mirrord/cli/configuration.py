@@ -1,0 +1,50 @@
+"""`mirrord config …`"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .. import config
+from .session import Session
+
+if TYPE_CHECKING:
+    from ..config import Settings
+
+
+def check(ctx: typer.Context, file: Annotated[Path | None, typer.Argument(help="Default: the one in use.")] = None) -> None:
+    """Tells every fault at once, each with its key and line."""
+    session = Session.of(ctx)
+    path = file or session.config_path() or config.find_path()
+    settings = config.load(path)
+    text = f"{path}: no faults" if path else "no configuration file: the defaults are in use"
+    session.answer(settings, lambda: [text])
+
+
+def show(ctx: typer.Context) -> None:
+    """As TOML that a configuration file may hold, or with --json as an object."""
+    session = Session.of(ctx)
+    settings = config.load(session.config_path() or config.find_path())
+    session.answer(settings, lambda: _toml(settings))
+
+
+def _toml(settings: Settings) -> Iterator[str]:
+    values: dict[str, Any] = settings.model_dump(mode="json")
+    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    mirrors = values.pop("mirror")
+    yield from (f"{key} = {_value(value)}" for key, value in values.items() if key not in tables)
+    for name, section in tables.items():
+        yield f"\n[{name}]"
+        yield from (f"{key} = {_value(value)}" for key, value in section.items())
+    for mirror in mirrors:
+        yield "\n[[mirror]]"
+        yield from (f"{key} = {_value(value)}" for key, value in mirror.items() if value is not None)
+
+
+def _value(value: object) -> str:
+    """JSON's strings, numbers, booleans and arrays are TOML's."""
+    return json.dumps(value, ensure_ascii=False)

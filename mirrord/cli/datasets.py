@@ -1,0 +1,129 @@
+"""`mirrord dataset …`"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import UsageError
+from .output import count, facts, short, table
+from .progress import finish, watching
+from .session import Session
+
+if TYPE_CHECKING:
+    from ..protocol import Dataset, Operation
+
+Name = Annotated[str, typer.Argument(help="The dataset's name.")]
+_SHOWN_IDS = 10
+
+
+def import_file(
+    ctx: typer.Context,
+    file: Annotated[Path, typer.Argument(help="jsonl, json or parquet.")],
+    name: Annotated[str | None, typer.Option(help="What to call the dataset; default: the file's name.")] = None,
+    format_name: Annotated[
+        str | None, typer.Option("--format", help="See `mirrord dataset formats`; default: found by the columns.")
+    ] = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Answer with the operation at once.")] = False,
+) -> None:
+    """A bad row is told and the rest goes on. Importing a changed file again shows what changed."""
+    session = Session.of(ctx)
+    if not file.is_file():
+        raise UsageError(f"cannot import {file}: it is not a file", hint="name a jsonl, json or parquet file")
+    with session.client() as client:
+        with watching(session, f"sending {file.name}") as watch:
+            operation = client.import_dataset(file, name=name, format=format_name, progress=watch)
+        ended = operation if no_wait else finish(session, client, operation)
+        session.answer(ended, lambda: _imported(ended))
+        result = ended.result or {}
+        for text in _complaints(result):
+            session.note(text)
+
+
+def _imported(operation: Operation) -> Iterator[str]:
+    if operation.result is None:
+        yield f"operation {operation.id} {operation.state}"
+        return
+    dataset, change = operation.result["dataset"], operation.result.get("change") or {}
+    yield (
+        f"{dataset['name']}: {count(dataset['instance_count'], 'instance')} of format {dataset['format']}, "
+        f"{count(dataset['commit_count'], 'commit')} in {count(len(dataset['mirrors']), 'mirror')}"
+    )
+    kinds = [(kind, change.get(kind) or []) for kind in ("added", "changed", "removed")]
+    yield ", ".join(f"{len(ids)} {kind}" for kind, ids in kinds) + f", {change.get('unchanged_count', 0)} unchanged"
+
+
+def _complaints(result: dict[str, Any]) -> Iterator[str]:
+    dataset = result.get("dataset") or {}
+    for fault in dataset.get("faults") or []:
+        yield f"{fault['file']}:{fault['line']}: {fault.get('instance') or 'row'}: {fault['reason']}"
+    for commit in dataset.get("unpinned") or []:
+        yield f"{commit['mirror']}: cannot pin {commit['commit']} of {_ids(commit['instances'])}: {commit['reason']}"
+
+
+def list_all(ctx: typer.Context) -> None:
+    session = Session.of(ctx)
+    with session.client() as client:
+        datasets = client.list_datasets()
+    header = ("DATASET", "FORMAT", "INSTANCES", "COMMITS", "MIRRORS", "BAD ROWS", "UNPINNED", "IMPORTED")
+    session.answer(datasets, lambda: table(header, [_row(dataset) for dataset in datasets]))
+
+
+def _row(d: Dataset) -> tuple[object, ...]:
+    return d.name, d.format, d.instance_count, d.commit_count, len(d.mirrors), len(d.faults), len(d.unpinned), d.imported_at
+
+
+def show(ctx: typer.Context, name: Name) -> None:
+    session = Session.of(ctx)
+    with session.client() as client:
+        dataset = client.get_dataset(name)
+    session.answer(dataset, lambda: _described(dataset))
+
+
+def _described(dataset: Dataset) -> Iterator[str]:
+    yield from facts(
+        [
+            ("dataset", dataset.name),
+            ("format", dataset.format),
+            ("source", dataset.source),
+            ("sha256", dataset.sha256),
+            ("instances", dataset.instance_count),
+            ("commits", dataset.commit_count),
+            ("mirrors", ", ".join(dataset.mirrors)),
+            ("rules", ", ".join(f"{rule} {times}" for rule, times in dataset.rules.items()) or None),
+            ("imported", dataset.imported_at),
+        ]
+    )
+    if dataset.faults:
+        yield ""
+        rows = [(f"{fault.file}:{fault.line}", fault.instance, fault.reason) for fault in dataset.faults]
+        yield from table(("BAD ROW", "INSTANCE", "REASON"), rows)
+    if dataset.unpinned:
+        yield ""
+        unpinned = [(u.mirror, short(u.commit), _ids(u.instances), u.reason) for u in dataset.unpinned]
+        yield from table(("MIRROR", "UNPINNED", "INSTANCES", "REASON"), unpinned)
+
+
+def _ids(instances: list[str]) -> str:
+    more = f" and {len(instances) - _SHOWN_IDS} more" if len(instances) > _SHOWN_IDS else ""
+    return ", ".join(instances[:_SHOWN_IDS]) + more
+
+
+def remove(ctx: typer.Context, name: Name) -> None:
+    """Mirrors stay, and so do the pins that another dataset or a person owns."""
+    session = Session.of(ctx)
+    with session.client() as client:
+        client.remove_dataset(name)
+    if session.json:
+        session.print_json(None)
+    session.note(f"removed dataset {name}")
+
+
+def formats(ctx: typer.Context) -> None:
+    session = Session.of(ctx)
+    with session.client() as client:
+        known = client.list_formats()
+    session.answer(known, lambda: table(("FORMAT", "TITLE", "DETECTED BY"), [(f.name, f.title, f.detected_by) for f in known]))

@@ -1,0 +1,28 @@
+"""Durations as they are typed: 90s, 10m, 2h, the spelling of the configuration."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+
+from ..config import parse_duration
+from ..errors import UsageError
+
+Ttl = Annotated[
+    str | None, typer.Option("--ttl", help="How long it is held unless renewed, such as 90s, 30m or 2h; default: as configured.")
+]
+
+
+def read_ttl(text: str | None) -> timedelta | None:
+    """None stays None, for the daemon's default."""
+    if text is None:
+        return None
+    try:
+        duration = parse_duration(text)
+    except ValueError as error:
+        raise UsageError(f"cannot read --ttl: {error}", hint="write for example --ttl 2h") from error
+    if duration <= timedelta():
+        raise UsageError("cannot lease a checkout for no time", hint="write for example --ttl 2h")
+    return duration

@@ -1,0 +1,101 @@
+"""`mirrord serve`, `status` and `events`: the daemon itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .output import count, facts, size, table, when
+from .session import Session, plain, print_line
+
+if TYPE_CHECKING:
+    from ..protocol import Event, Status
+
+
+def serve(ctx: typer.Context) -> None:
+    """Stops on SIGTERM and SIGINT, reads its configuration again on SIGHUP."""
+    session = Session.of(ctx)
+    named = [("--config", session.config), ("--socket", session.socket)]
+    arguments = [word for option, value in named if value for word in (option, value)]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "mirrord.daemon", *arguments])  # noqa: S606
+
+
+def status(ctx: typer.Context) -> None:
+    session = Session.of(ctx)
+    with session.client() as client:
+        found = client.status()
+    session.answer(found, lambda: _described(found))
+
+
+def _described(found: Status) -> Iterator[str]:
+    reasons = f": {'; '.join(found.health.reasons)}" if found.health.reasons else ""
+    yield from facts(
+        [
+            ("daemon", f"mirrord {found.version}, pid {found.pid}, uid {found.uid}, since {when(found.started_at)}"),
+            ("health", f"{found.health.status}{reasons}"),
+            ("state", found.state_dir),
+            ("configuration", found.config_path or "defaults"),
+            ("checkouts", f"{found.checkout_count} of at most {found.checkout_max}, backend {found.backend}"),
+            ("operations", f"{found.operations_running} running"),
+            ("last audit", _last_audit(found)),
+        ]
+    )
+    yield from _mirrors(found)
+    yield from _datasets(found)
+    yield from _jobs(found)
+
+
+def _last_audit(found: Status) -> str:
+    audit = found.last_audit
+    if audit is None:
+        return "none yet"
+    states = ", ".join(f"{number:,} {state}" for state, number in audit.counts.items() if number) or "nothing recorded"
+    affected = f"; {count(audit.affected_count, 'instance')} cannot be served" if audit.affected_count else ""
+    return f"{when(audit.finished_at)} at level {audit.level}: {states}{affected}"
+
+
+def _mirrors(found: Status) -> Iterator[str]:
+    if found.mirrors:
+        yield ""
+        rows = [(m.name, m.state, m.ref_count, m.pin_count, size(m.size_bytes), m.synced_at) for m in found.mirrors]
+        yield from table(("MIRROR", "STATE", "REFS", "PINS", "SIZE", "SYNCED"), rows)
+
+
+def _datasets(found: Status) -> Iterator[str]:
+    if found.datasets:
+        yield ""
+        rows = [
+            (d.name, d.format, d.instance_count, d.commit_count, d.fault_count, d.unpinned_count, d.imported_at)
+            for d in found.datasets
+        ]
+        yield from table(("DATASET", "FORMAT", "INSTANCES", "COMMITS", "BAD ROWS", "UNPINNED", "IMPORTED"), rows)
+
+
+def _jobs(found: Status) -> Iterator[str]:
+    if found.jobs:
+        yield ""
+        yield from table(("JOB", "NEXT", "LAST", "PROBLEM"), [(j.name, j.next_at, j.last_at, j.last_error) for j in found.jobs])
+
+
+def events(
+    ctx: typer.Context,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what happens, through restarts of the daemon.")
+    ] = False,
+    after: Annotated[str | None, typer.Option(metavar="BOOT:ID", help="Begin behind this event.")] = None,
+) -> None:
+    """Without --follow: what the daemon remembers since it started. With --json, one object a line."""
+    session = Session.of(ctx)
+    with session.client() as client:
+        for event in client.events(after=after, follow=follow):
+            print_line(event.model_dump_json() if session.json else _event_line(event))
+
+
+def _event_line(event: Event) -> str:
+    members = plain(event)["fields"]
+    return " ".join([when(event.at), event.name, *(f"{name}={value}" for name, value in members.items())])

@@ -1,0 +1,107 @@
+"""What one call of the command line was told besides its verb, and the ways it has to answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+
+import mirrord
+
+from ..errors import MirrordError, UsageError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+T = TypeVar("T")
+
+
+@dataclass
+class Session:
+    """The shared options. One per process; verbs find it with `Session.of(ctx)`."""
+
+    json: bool = False
+    config: str | None = None
+    socket: str | None = None
+    debug: bool = False
+
+    @classmethod
+    def of(cls, ctx: typer.Context) -> Session:
+        found = ctx.find_object(cls)
+        return found if found is not None else cls()
+
+    def client(self) -> mirrord.Client:
+        """A client of the daemon that was named. Loads the client's libraries."""
+        return mirrord.Client(self.socket, config=self.config)
+
+    def config_path(self) -> Path | None:
+        """The configuration file named on the command line, else None for the usual places."""
+        return None if self.config is None else Path(self.config)
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def answer(self, answer: BaseModel | Sequence[BaseModel], shown: Callable[[], Iterable[str]]) -> None:
+        """Print an answer: as the API's JSON with --json, else the lines that `shown` makes of it."""
+        if self.json:
+            self.print_json(plain(answer))
+            return
+        for line in shown():
+            print_line(line)
+
+    def print_json(self, value: Any) -> None:
+        print_line(json.dumps(value, indent=2, ensure_ascii=False))
+
+    def note(self, text: str) -> None:
+        """Tell what is not the answer."""
+        if not self.json:
+            print(text, file=sys.stderr)
+
+    def fail(self, error: MirrordError) -> None:
+        """Tell an error: what happened, and what to do about it."""
+        if self.json:
+            print(json.dumps(error.problem(), ensure_ascii=False, default=str), file=sys.stderr)
+            return
+        print(f"mirrord: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+
+    def each(self, items: Iterable[T], work: Callable[[T], None]) -> None:
+        """Work on all items although some fail; then leave with the status of the first failure."""
+        status = 0
+        for item in items:
+            try:
+                work(item)
+            except MirrordError as error:
+                self.fail(error)
+                status = status or error.exit_status
+        if status:
+            raise typer.Exit(status)
+
+
+def plain(answer: Any) -> Any:
+    """Messages as the JSON values that the API sends."""
+    if isinstance(answer, Sequence):
+        return [plain(item) for item in answer]
+    return answer.model_dump(mode="json")
+
+
+def print_line(text: str) -> None:
+    """One line of the answer. Names in git need not be UTF-8: their bytes go out as they are."""
+    sys.stdout.buffer.write(os.fsencode(text) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def read_file(path: str) -> bytes:
+    """A file named on the command line; `-` is standard input."""
+    try:
+        return sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {path}: {error.strerror}", hint="name a file that you may read, or - for standard input"
+        ) from error
