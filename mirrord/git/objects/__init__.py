@@ -5,10 +5,10 @@ Reads are verified: an object whose bytes do not match its id is a CorruptObject
 
 from __future__ import annotations
 
-from .commits import CommitInfo, commit_info, is_ancestor, resolve, write_squashed
+from .commits import CommitInfo, commit_info, is_ancestor, read_commit, resolve, write_squashed
 from .conversion import Conversion, Conversions
 from .repositories import Objects, open_objects
-from .trees import TreeChange, TreeEntry, tree_changes, tree_entries
+from .trees import TreeChange, TreeEntry, changes, tree_changes, tree_entries, walk
 
 __all__ = [
     "CommitInfo",
@@ -17,11 +17,14 @@ __all__ = [
     "Objects",
     "TreeChange",
     "TreeEntry",
+    "changes",
     "commit_info",
     "is_ancestor",
     "open_objects",
+    "read_commit",
     "resolve",
     "tree_changes",
     "tree_entries",
+    "walk",
     "write_squashed",
 ]

@@ -1,0 +1,75 @@
+"""Proof by content: what is on disk, hashed as git hashes it.
+
+Owns the reading back of a tree that was written, or is to be trusted again. Never believes a stat, an index or a manifest's own hash
+alone: the tree's id is computed from the bytes on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import CheckoutBusyError, ProofFailedError
+from ..host.files import open_directory, opened, shown_path
+from .manifest import DIRECTORY, Entry, Manifest
+from .scan import content_id
+from .writer import TreeWriter
+
+_HINT = "another try makes it anew; if it happens again, the disk is failing"
+
+
+def hash_tree(dest: Path, manifest: Manifest) -> str:
+    """Read every file back and answer git's id of the tree that they make; raises ProofFailedError with the path that is wrong.
+
+    A converted file is compared with the bytes that its conversion gave, and stands for its blob.
+    """
+    prove_files(dest, manifest.files, manifest.files)
+    return tree_id(manifest)
+
+
+def prove_files(dest: Path, files: dict[bytes, Entry], paths: Iterable[bytes]) -> None:
+    """Compare files on disk with their entries: kind, mode, bytes."""
+    with opened(open_directory(dest)) as root, TreeWriter(root, mtime_ns=0) as reader:
+        for path in paths:
+            if not _is_proven(reader, path, files[path]):
+                raise ProofFailedError(f"cannot prove {shown_path(path)}: what is on disk is not what git has", hint=_HINT)
+
+
+def _is_proven(reader: TreeWriter, path: bytes, entry: Entry) -> bool:
+    found = reader.find_stat(path)
+    if found is None or stat.S_IMODE(found.st_mode) != entry.permissions:
+        return False
+    if entry.is_directory:
+        return stat.S_ISDIR(found.st_mode) and (entry.mode == DIRECTORY or _is_empty(reader, path))
+    if stat.S_ISLNK(found.st_mode) != entry.is_symlink:
+        return False
+    try:
+        return content_id(*reader.locate(path)) == entry.content
+    except (OSError, CheckoutBusyError):
+        return False
+
+
+def _is_empty(reader: TreeWriter, path: bytes) -> bool:
+    directory, name = reader.locate(path)
+    with opened(os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)) as fd:
+        return not os.listdir(fd)
+
+
+def tree_id(manifest: Manifest) -> str:
+    """git's id of the tree that the entries make, computed from the leaves up."""
+    below: dict[bytes, list[tuple[bytes, bytes]]] = {path: [] for path, entry in manifest.files.items() if entry.mode == DIRECTORY}
+    for path in sorted(filter(None, manifest.files), key=lambda path: path.count(b"/"), reverse=True):
+        entry = manifest.files[path]
+        above, _, name = path.rpartition(b"/")
+        oid, order = (_hash(below[path]), name + b"/") if entry.mode == DIRECTORY else (entry.oid, name)
+        below[above].append((order, b"%o %s\0%s" % (entry.mode, name, oid)))
+    return _hash(below[b""]).hex()
+
+
+def _hash(lines: list[tuple[bytes, bytes]]) -> bytes:
+    """The id of one tree object; git sorts a directory as if its name ended in a slash."""
+    data = b"".join(line for _, line in sorted(lines))
+    return hashlib.sha1(b"tree %d\0" % len(data) + data).digest()

@@ -1,0 +1,265 @@
+"""Files through directory descriptors, for trees whose owner may be hostile and may act while we work.
+
+Owns the ways to open, replace and remove that follow no symbolic link and leave no directory: a name is looked up only in a
+directory that is already open. Removing copes with any mode, with the immutable and append-only flags, and with any depth; it never
+opens a device or a pipe. Names are bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import CheckoutBusyError, DiskFullError, ResourceError
+from ..model import shown
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_FS_IOC_GETFLAGS = 0x80086601  # linux/fs.h
+_FS_IOC_SETFLAGS = 0x40086602
+_LOCKING_FLAGS = 0x10 | 0x20  # FS_IMMUTABLE_FL, FS_APPEND_FL
+_LOCKED = (errno.EPERM, errno.EACCES)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def opened(fd: int) -> Iterator[int]:
+    """Close `fd` at the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def full_disk_named(subject: str) -> Iterator[None]:
+    """Turn ENOSPC and EDQUOT into a DiskFullError about `subject`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise DiskFullError(f"cannot write {subject}: {error.strerror}", hint="free some space, or lower template_bytes") from error
+        raise
+
+
+def open_directory(path: Path) -> int:
+    """Open a directory by path; only its last component may not be a symbolic link, so the path must be the daemon's own."""
+    return os.open(path, _DIRECTORY)
+
+
+def open_child(directory: int, name: bytes) -> int:
+    """Open the directory `name` in `directory`; ELOOP or ENOTDIR where it is anything else."""
+    try:
+        return os.open(name, _DIRECTORY, dir_fd=directory)
+    except PermissionError:
+        _grant(directory, name)
+        return os.open(name, _DIRECTORY, dir_fd=directory)
+
+
+def open_regular(directory: int, name: bytes) -> int:
+    """Open a regular file for reading; FileNotFoundError where `name` is anything else. Never waits on a pipe."""
+    fd = os.open(name, _READ, dir_fd=directory)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
+    return fd
+
+
+def find_stat(directory: int, name: bytes) -> os.stat_result | None:
+    """lstat; None where there is nothing."""
+    try:
+        return os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def names_in(directory: int) -> list[bytes]:
+    return [os.fsencode(name) for name in os.listdir(directory)]
+
+
+def set_owner(directory: int, name: bytes, uid: int, gid: int, mtime_ns: int) -> os.stat_result:
+    """Give a symbolic link that we just made its owner and time.
+
+    Through a descriptor: had its directory's owner put a hard link to someone else's file in its place, that file would not be
+    ours, and is left alone.
+    """
+    with opened(os.open(name, _PATH, dir_fd=directory)) as fd:
+        found = os.fstat(fd)
+        if not stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid():
+            raise CheckoutBusyError(f"cannot make link {shown_path(name)}: someone replaced it meanwhile", hint="stop what runs in it")
+        itself = f"/proc/self/fd/{fd}"
+        if (uid, gid) != (found.st_uid, found.st_gid):
+            os.chown(itself, uid, gid)
+        os.utime(itself, ns=(mtime_ns, mtime_ns))
+        return os.fstat(fd)
+
+
+def make_whiteout(directory: int, name: bytes) -> None:
+    """Make the mark by which overlayfs hides a name of the layers below: character device 0/0 (free for all since Linux 5.8)."""
+    os.mknod(name, stat.S_IFCHR | 0o000, os.makedev(0, 0), dir_fd=directory)
+
+
+def remove(directory: int, name: bytes) -> None:
+    """Remove whatever `name` is, a whole directory included; nothing there is fine.
+
+    A directory that is not empty is moved up beside `name` before it is emptied, so that no depth exhausts descriptors; a crash
+    leaves such a `.gone-…` in `directory`.
+    """
+    graves = [name]
+    while graves:
+        if not _remove_one(directory, graves[-1]):
+            graves += _empty(directory, graves[-1])
+        else:
+            graves.pop()
+
+
+def _remove_one(directory: int, name: bytes) -> bool:
+    """Remove a file or an empty directory; False for a directory that is not empty."""
+    try:
+        return _unlink(directory, name)
+    except OSError as error:
+        if error.errno not in _LOCKED:
+            raise
+    unlock(directory, name)
+    return _unlink(directory, name)
+
+
+def _unlink(directory: int, name: bytes) -> bool:
+    try:
+        os.unlink(name, dir_fd=directory)
+    except FileNotFoundError:
+        return True
+    except IsADirectoryError:
+        return _rmdir(directory, name)
+    return True
+
+
+def _rmdir(directory: int, name: bytes) -> bool:
+    try:
+        os.rmdir(name, dir_fd=directory)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            return False
+        if error.errno == errno.EBUSY:
+            raise CheckoutBusyError(
+                f"cannot remove {shown_path(name)}: a file system is mounted on it", hint="unmount it, then try again"
+            ) from error
+        raise
+    return True
+
+
+def _empty(directory: int, name: bytes) -> list[bytes]:
+    """Remove what is in the directory `name`; answers the names, now in `directory`, of what must be emptied first."""
+    graves = []
+    try:
+        fd = open_child(directory, name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    with opened(fd):
+        _refuse_mount(directory, fd, name)
+        _unlock(fd)
+        for child in names_in(fd):
+            if _remove_one(fd, child):
+                continue
+            grave = b".gone-" + secrets.token_hex(8).encode()
+            unlock(fd, child)
+            os.rename(child, grave, src_dir_fd=fd, dst_dir_fd=directory)
+            graves.append(grave)
+    return graves
+
+
+def _refuse_mount(directory: int, fd: int, name: bytes) -> None:
+    if os.fstat(fd).st_dev != os.fstat(directory).st_dev:
+        raise CheckoutBusyError(
+            f"cannot remove {shown_path(name)}: a file system is mounted on it", hint="unmount it, then try again"
+        )
+
+
+def unlock(directory: int, name: bytes) -> None:
+    """Take the flags and modes away that keep `name` from being removed from `directory` or renamed."""
+    _unlock(directory)
+    found = find_stat(directory, name)
+    if found is None or not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        return
+    try:
+        fd = os.open(name, _READ, dir_fd=directory)
+    except PermissionError:
+        _grant(directory, name)
+        fd = os.open(name, _READ, dir_fd=directory)
+    except OSError:
+        return
+    with opened(fd):
+        _unlock(fd)
+
+
+def _unlock(fd: int) -> None:
+    """Clear the flags of an open file or directory; make an open directory ours to change."""
+    flags = read_flags(fd)
+    if flags & _LOCKING_FLAGS:
+        try:
+            fcntl.ioctl(fd, _FS_IOC_SETFLAGS, struct.pack("L", flags & ~_LOCKING_FLAGS))
+        except OSError as error:
+            raise ResourceError(
+                f"cannot clear the immutable flag of a file: {error.strerror}", hint="the daemon needs CAP_LINUX_IMMUTABLE"
+            ) from error
+    found = os.fstat(fd)
+    if stat.S_ISDIR(found.st_mode) and found.st_mode & 0o700 != 0o700 and found.st_uid == os.geteuid():
+        os.fchmod(fd, stat.S_IMODE(found.st_mode) | 0o700)
+
+
+def read_flags(fd: int) -> int:
+    """The inode flags; 0 where the file system has none."""
+    try:
+        answer = fcntl.ioctl(fd, _FS_IOC_GETFLAGS, bytes(struct.calcsize("L")))
+    except OSError:
+        return 0
+    return int(struct.unpack("L", answer)[0]) & 0xFFFFFFFF
+
+
+def is_locked(fd: int) -> bool:
+    """Whether the immutable or the append-only flag is set."""
+    return bool(read_flags(fd) & _LOCKING_FLAGS)
+
+
+def _grant(directory: int, name: bytes) -> None:
+    """Give ourselves access to a file or directory of mode 000 (root needs none)."""
+    with opened(os.open(name, _PATH, dir_fd=directory)) as fd:
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            os.chmod(f"/proc/self/fd/{fd}", stat.S_IMODE(mode) | 0o700)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of `data`: one call may write less, and never more than 2 GiB."""
+    written = os.write(fd, data)
+    if written != len(data):
+        view = memoryview(data)
+        while written < len(data):
+            written += os.write(fd, view[written:])
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory survive a power failure."""
+    with opened(open_directory(path)) as fd:
+        os.fsync(fd)
+
+
+def free_bytes(path: Path) -> int:
+    """What an unprivileged process could still write below `path`."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+def shown_path(path: bytes) -> str:
+    return shown(path.decode(errors="backslashreplace"))
