@@ -79,6 +79,6 @@ class CheckoutBackend(Protocol):
     async def changed_paths(self, lease: Lease) -> list[bytes]:
         """Every path that may differ from `lease.commit`: changed, missing, or extra; an extra directory stands for all in it.
 
-        Paths are relative to the tree; the tree's own `.git` is left out. May name unchanged paths, never leaves out a changed one.
+        Paths are relative to the tree; its own `.git` is left out. May name unchanged paths, never leaves out a changed one.
         """
         ...
