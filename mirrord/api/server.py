@@ -40,7 +40,7 @@ class Server:
 
     def __init__(self, application: Application) -> None:
         self._config = Config(
-            application,  # type: ignore[arg-type]  # an ASGI application, typed by us and not by asgiref
+            application,
             http=Protocol,
             ws="none",
             lifespan="off",
@@ -96,8 +96,8 @@ class Server:
         deadline = loop.time() + bound.total_seconds()
         while self._state.tasks and loop.time() < deadline:
             await asyncio.wait(list(self._state.tasks), timeout=max(0.0, deadline - loop.time()))
-        while self._state.connections and loop.time() < deadline:  # answers that were written are on their way out
-            await asyncio.sleep(0.01)  # noqa: ASYNC110  # uvicorn's set of connections tells nobody that it is empty
+        while self._state.connections and loop.time() < deadline:  # noqa: ASYNC110  # answers are on their way out; nobody tells
+            await asyncio.sleep(0.01)
         return not self._state.tasks
 
 

@@ -1,8 +1,8 @@
 """The life of the daemon between its start and its end: readiness, signals, the watchdog, an orderly stop.
 
 The sockets are served before the engine is open: health answers at once, everything else waits. The first SIGTERM or SIGINT
-stops in order, each step within a bound: accept nothing new, end or cancel operations, let requests finish, close the engine. The second
-ends the process on the spot, which must be safe because a power cut is no kinder.
+stops in order, each step within a bound: accept nothing new, end or cancel operations, let requests finish, close the engine.
+The second ends the process on the spot, which must be safe because a power cut is no kinder.
 """
 
 from __future__ import annotations
