@@ -27,7 +27,7 @@ from ..model import CommitId, MirrorName
 from .packing import TIMEOUT, PackFile, pack_range
 
 CHAIN_LIMIT = 34
-STRIDES = (65536, 4096, 256)
+STRIDES = (61440, 5120, 256)
 _NEAR = 600
 BUILDING = ".building-"
 

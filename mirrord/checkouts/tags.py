@@ -109,10 +109,10 @@ async def _targets(git: Git, mirror: Path, oids: Collection[str]) -> dict[str, t
             return {}
         one_by_one = [await _targets(git, mirror, (oid,)) for oid in sorted(oids)]
         return {oid: target for found in one_by_one for oid, target in found.items()}
-    return _parse_batch(done.stdout)
+    return parse_targets(done.stdout)
 
 
-def _parse_batch(output: bytes) -> dict[str, tuple[str, bytes]]:
+def parse_targets(output: bytes) -> dict[str, tuple[str, bytes]]:
     targets: dict[str, tuple[str, bytes]] = {}
     at = 0
     while at < len(output):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import itertools
 import os
+import struct
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from ..errors import CorruptObjectError
@@ -21,56 +22,61 @@ _FANOUT_BYTES = 256 * 4
 
 
 class PackIndex:
-    """One index in memory. `ids` is every object id, sorted and joined; `pack_checksum` the trailer its pack must have."""
+    """One index, in memory. `pack_checksum` is the trailer its pack must have; iterating yields every object id, sorted."""
 
-    __slots__ = ("_fanout", "count", "ids", "pack_checksum", "path")
+    __slots__ = ("_data", "_fanout", "_start", "_version2", "count", "path")
 
     def __init__(self, path: Path) -> None:
-        data = path.read_bytes()
         self.path = path
-        version2 = data[:4] == _MAGIC
-        start = 8 if version2 else 0
-        self._fanout = _fanout(path, data, start)
+        self._data = path.read_bytes()
+        self._version2 = self._data[:4] == _MAGIC
+        at = 8 if self._version2 else 0
+        self._fanout = _fanout(path, self._data[at : at + _FANOUT_BYTES])
+        self._start = at + _FANOUT_BYTES
         self.count = self._fanout[-1]
-        table = start + _FANOUT_BYTES
-        self._check_size(data, table, version2=version2)
-        self.ids = _ids(data, table, self.count, version2=version2)
-        self.pack_checksum = data[-2 * ID_BYTES : -ID_BYTES]
+        self._check_size()
 
-    def _check_size(self, data: bytes, table: int, *, version2: bool) -> None:
-        record = ID_BYTES + 4 + 4 if version2 else ID_BYTES + 4
-        least = table + self.count * record + 2 * ID_BYTES
-        most = least + 8 * self.count if version2 else least
-        if (version2 and data[4:8] != b"\0\0\0\2") or not least <= len(data) <= most:
-            raise _corrupt(self.path, "it is truncated or of an unknown version")
+    @property
+    def ids(self) -> bytes:
+        """Every object id, sorted and joined."""
+        if self._version2:
+            return self._data[self._start : self._start + self.count * ID_BYTES]
+        return b"".join(self._id(position) for position in range(self.count))
 
-    def __contains__(self, oid: bytes) -> bool:
-        low = self._fanout[oid[0] - 1] if oid[0] else 0
-        position = bisect.bisect_left(range(self.count), oid, low, self._fanout[oid[0]], key=self._id)
-        return position < self.count and self._id(position) == oid
+    @property
+    def pack_checksum(self) -> bytes:
+        return self._data[-2 * ID_BYTES : -ID_BYTES]
 
     def __iter__(self) -> Iterator[bytes]:
-        return (self.ids[at : at + ID_BYTES] for at in range(0, len(self.ids), ID_BYTES))
+        ids = self.ids
+        return (ids[at : at + ID_BYTES] for at in range(0, len(ids), ID_BYTES))
+
+    def __contains__(self, oid: bytes) -> bool:
+        low, high = self._fanout[oid[0] - 1] if oid[0] else 0, self._fanout[oid[0]]
+        position = bisect.bisect_left(range(self.count), oid, low, high, key=self._id)
+        return position < high and self._id(position) == oid
 
     def _id(self, position: int) -> bytes:
-        return self.ids[position * ID_BYTES : (position + 1) * ID_BYTES]
+        at = self._start + position * (ID_BYTES if self._version2 else ID_BYTES + 4)
+        at += 0 if self._version2 else 4
+        return self._data[at : at + ID_BYTES]
+
+    def _check_size(self) -> None:
+        record = ID_BYTES + 8 if self._version2 else ID_BYTES + 4
+        least = self._start + self.count * record + 2 * ID_BYTES
+        most = least + 8 * self.count if self._version2 else least
+        unknown = self._version2 and self._data[4:8] != b"\0\0\0\2"
+        if unknown or not least <= len(self._data) <= most:
+            raise _corrupt(self.path, "it is truncated or of an unknown version")
 
 
-def _fanout(path: Path, data: bytes, start: int) -> list[int]:
-    raw = data[start : start + _FANOUT_BYTES]
+def _fanout(path: Path, raw: bytes) -> tuple[int, ...]:
     if len(raw) < _FANOUT_BYTES:
         raise _corrupt(path, "it is truncated")
-    table = [int.from_bytes(raw[at : at + 4]) for at in range(0, _FANOUT_BYTES, 4)]
-    if any(left > right for left, right in itertools.pairwise(table)):
+    table = struct.unpack(">256I", raw)
+    if any(left > right for left, right in pairwise(table)):
         raise _corrupt(path, "its fan-out table does not grow")
     return table
-
-
-def _ids(data: bytes, table: int, count: int, *, version2: bool) -> bytes:
-    if version2:
-        return data[table : table + count * ID_BYTES]
-    records = range(table, table + count * (ID_BYTES + 4), ID_BYTES + 4)
-    return b"".join(data[at + 4 : at + 4 + ID_BYTES] for at in records)
 
 
 def pack_trailer(path: Path) -> bytes:

@@ -1,0 +1,124 @@
+"""Where a repository keeps its things: `.git` directory or file, bare, linked worktree, alternates. Somebody else made it.
+
+Reads files and never runs git on them. Every read is bounded and of regular files only, so that a FIFO, a device or a file of a
+terabyte in a hostile repository cannot hold us.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import PathNotFoundError
+from ...model import shown
+
+READ_LIMIT_BYTES = 256 * 1024**2
+_ALTERNATES_LIMIT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """`git_dir` holds HEAD, `common_dir` refs and configuration: another directory in a linked worktree only.
+
+    `stores` are its object directories: its own first, then every alternate, alternates of alternates included.
+    """
+
+    path: Path
+    git_dir: Path
+    common_dir: Path
+    stores: tuple[Path, ...]
+    alternates: tuple[str, ...]
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        return (self.git_dir,) if self.git_dir == self.common_dir else (self.git_dir, self.common_dir)
+
+
+def locate(path: Path) -> Repository:
+    """Find the repository at `path`: a working tree, its `.git`, or a bare repository. Raises PathNotFoundError."""
+    git_dir = _git_dir(path.absolute())
+    if git_dir is None:
+        raise PathNotFoundError(
+            f"cannot judge {shown(str(path))}: there is no git repository",
+            hint="give a working tree, its .git, or a bare repository",
+        )
+    pointer = (read_text(git_dir / "commondir") or "").strip()
+    common_dir = (git_dir / pointer) if pointer else git_dir
+    stores, alternates = _stores(common_dir / "objects")
+    return Repository(path, git_dir, common_dir, stores, alternates)
+
+
+def _git_dir(path: Path) -> Path | None:
+    for candidate in (path / ".git", path):
+        if candidate.is_dir() and os.path.lexists(candidate / "HEAD"):
+            return candidate
+        pointer = read_text(candidate) if candidate.is_file() else None
+        if pointer and pointer.startswith("gitdir: "):
+            target = candidate.parent / pointer.removeprefix("gitdir: ").rstrip("\n")
+            return target if target.is_dir() else None
+    return None
+
+
+def _stores(own: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    """All object directories, and the alternates as they are written."""
+    stores, written, pending = [own], list[str](), [own]
+    while pending and len(written) < _ALTERNATES_LIMIT:
+        store = pending.pop()
+        for line in _alternates(store):
+            written.append(line)
+            target = store / line
+            if target.is_dir() and not any(_same(target, known) for known in stores):
+                stores.append(target)
+                pending.append(target)
+    return tuple(stores), tuple(written)
+
+
+def _alternates(store: Path) -> list[str]:
+    names = ("info/alternates", "info/http-alternates")
+    lines = [line for name in names for line in (read_text(store / name) or "").splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _same(left: Path, right: Path) -> bool:
+    try:
+        return left.samefile(right)
+    except OSError:
+        return False
+
+
+def read_bytes(path: Path) -> bytes | None:
+    """The content of a regular file that is not too large; None for anything else."""
+    return _read(path, READ_LIMIT_BYTES, READ_LIMIT_BYTES)
+
+
+def read_start(path: Path, count: int = 16) -> bytes:
+    """The first bytes of a regular file of any size; nothing for anything else."""
+    return _read(path, count, None) or b""
+
+
+def _read(path: Path, count: int, limit_bytes: int | None) -> bytes | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode) or (limit_bytes is not None and facts.st_size > limit_bytes):
+            return None
+        return file.read(count)
+
+
+def read_text(path: Path) -> str | None:
+    content = read_bytes(path)
+    return None if content is None else content.decode("utf-8", "surrogateescape")
+
+
+def iter_files(directory: Path, *, skip: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """Every name below `directory` that is not a directory; follows no symbolic link."""
+    for parent, names, files in os.walk(directory):
+        names[:] = [name for name in names if Path(parent, name) not in skip]
+        links = [name for name in names if Path(parent, name).is_symlink()]
+        yield from (Path(parent, name) for name in (*files, *links))
