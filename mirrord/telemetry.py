@@ -8,10 +8,11 @@ not stop a checkout. Workers call `configure` too, so that their lines look the 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import secrets
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any, Literal, TextIO
 
 import structlog
@@ -118,16 +119,24 @@ class _LineWriter:
     """One line per event, unbuffered; a line that cannot be written is lost, not raised."""
 
     def __init__(self, out: TextIO) -> None:
-        self._out = out
+        self._write = _writer(out)
 
     def msg(self, line: str) -> None:
         try:
-            self._out.write(line + "\n")
-            self._out.flush()
+            self._write(line + "\n")
         except (OSError, ValueError):  # ENOSPC, EPIPE; ValueError when the stream was closed
             pass
 
     log = debug = info = warn = warning = error = exception = critical = fatal = msg
+
+
+def _writer(out: TextIO) -> Callable[[str], int]:
+    """Straight to the descriptor where there is one: a stream keeps what a full disk refused, and grows."""
+    try:
+        descriptor = out.fileno()
+    except OSError:
+        return out.write
+    return lambda text: os.write(descriptor, text.encode("utf-8", "backslashreplace"))
 
 
 # -- the standard library's logging -----------------------------------------------------------------------------------

@@ -1,0 +1,79 @@
+"""Who is at the other end of a socket, and what they may do."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mirrord.config import AccessSettings, Settings
+from mirrord.host.peers import Access, Peer, Role, peer_of
+
+NOBODY = 65534
+
+CONNECT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.recv(1)"
+
+
+def settings(**access: object) -> Settings:
+    return Settings(access=AccessSettings.model_validate(access))
+
+
+def test_a_peer_is_known_by_the_kernel(tmp_path: Path) -> None:
+    """Uid, gid, pid and supplementary groups of a process of another user, as it was when it connected."""
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        for directory in (path, *path.parents):
+            if directory.owner() == "root" and directory != Path("/"):
+                directory.chmod(directory.stat().st_mode | 0o777 if directory == path else directory.stat().st_mode | 0o711)
+        child = subprocess.Popen([sys.executable, "-c", CONNECT, str(path)], user=NOBODY, group=NOBODY, extra_groups=[1234, 5678])
+        connection, _ = listener.accept()
+        with connection:
+            assert peer_of(connection) == Peer(uid=NOBODY, gid=NOBODY, pid=child.pid, groups=(1234, 5678))
+            connection.send(b"x")
+        assert child.wait(10) == 0
+
+
+def test_root_and_the_daemons_user_are_administrators() -> None:
+    """They could read everything anyway."""
+    access = Access(settings, own_uid=42)
+    assert access.role(Peer(0, 0, 1)) is Role.ADMIN
+    assert access.role(Peer(42, 42, 1)) is Role.ADMIN
+
+
+def test_administrators_are_named_by_name_or_uid() -> None:
+    """`admins` takes both."""
+    access = Access(lambda: settings(admins=["nobody", 1234]), own_uid=42)
+    assert access.role(Peer(NOBODY, NOBODY, 1)) is Role.ADMIN
+    assert access.role(Peer(1234, 1234, 1)) is Role.ADMIN
+    assert access.role(Peer(1235, 1235, 1)) is Role.STRANGER
+
+
+@pytest.mark.parametrize(("gid", "groups", "role"), [(1, (), Role.MEMBER), (7, (1, 2), Role.MEMBER), (7, (2,), Role.STRANGER)])
+def test_members_have_the_group_as_first_or_further_one(gid: int, groups: tuple[int, ...], role: Role) -> None:
+    """Group 1 is daemon on every Debian."""
+    access = Access(lambda: settings(group="daemon"), own_uid=42)
+    assert access.role(Peer(1000, gid, 1, groups)) is role
+
+
+def test_a_group_that_does_not_exist_admits_nobody_and_is_warned_about() -> None:
+    """A missing group must never mean everybody."""
+    access = Access(lambda: settings(group="no-such-group", admins=["no-such-user"]), own_uid=42)
+    assert access.role(Peer(1000, 0, 1, (0,))) is Role.STRANGER
+    assert any("no-such-group" in text for text in access.warnings)
+    assert any("no-such-user" in text for text in access.warnings)
+
+
+def test_a_refresh_takes_new_settings() -> None:
+    """After a reload, roles are as the new configuration says."""
+    current = settings()
+    access = Access(lambda: current, own_uid=os.geteuid())
+    assert access.role(Peer(1234, 1234, 1)) is Role.STRANGER
+    current = settings(admins=[1234])
+    access.refresh()
+    assert access.role(Peer(1234, 1234, 1)) is Role.ADMIN

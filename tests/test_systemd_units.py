@@ -1,0 +1,59 @@
+"""The unit files we ship, as systemd's own tools see them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+UNITS = Path(__file__).parent.parent / "systemd"
+
+needs_analyze = pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze is not on this machine")
+
+
+@pytest.fixture
+def units(tmp_path: Path) -> list[Path]:
+    """The units, with programs that exist here: verify looks for them."""
+    for unit in [*UNITS.glob("*.service"), *UNITS.glob("*.socket")]:
+        (tmp_path / unit.name).write_text(unit.read_text().replace("/opt/mirrord/bin/python", "/bin/true"))
+    return sorted(tmp_path.iterdir())
+
+
+@needs_analyze
+def test_units_verify_with_nothing_to_say(units: list[Path]) -> None:
+    """systemd-analyze exits 0 on unknown keys: only an empty stderr is a pass."""
+    done = subprocess.run(["systemd-analyze", "verify", *map(str, units)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_analyze
+def test_the_daemon_is_confined(units: list[Path]) -> None:
+    """The process that faces clients and the network may do little beyond its own files."""
+    service = next(unit for unit in units if unit.name == "mirrord.service")
+    done = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", "--threshold=25", str(service)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.skipif(not shutil.which("systemd-sysusers"), reason="systemd-sysusers is not on this machine")
+def test_the_user_fragment_is_understood(tmp_path: Path) -> None:
+    """sysusers makes the user in an empty root."""
+    (tmp_path / "etc").mkdir()
+    command = ["systemd-sysusers", f"--root={tmp_path}", str(UNITS / "mirrord.sysusers")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "mirrord:x:" in (tmp_path / "etc/passwd").read_text()
+    assert "mirrord:x:" in (tmp_path / "etc/group").read_text()
+
+
+def test_the_socket_is_named_and_open_to_connect() -> None:
+    """Access is decided per request, so that a refusal can say what to do."""
+    text = (UNITS / "mirrord.socket").read_text()
+    assert "ListenStream=/run/mirrord/mirrord.sock" in text
+    assert "SocketMode=0666" in text

@@ -1,0 +1,117 @@
+"""Logs: one JSON object a line, with the request id, without secrets, and never an exception."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from contextvars import copy_context
+
+import pytest
+import structlog
+
+from mirrord import telemetry
+
+
+@pytest.fixture
+def out() -> Iterator[io.StringIO]:
+    """A stream that everything is logged to, for the time of one test."""
+    handlers, level = logging.getLogger().handlers, logging.getLogger().level
+    stream = io.StringIO()
+    telemetry.configure("info", "json", stream)
+    yield stream
+    structlog.reset_defaults()
+    logging.getLogger().handlers, logging.getLogger().level = handlers, level
+    logging.captureWarnings(False)
+
+
+def lines(out: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def test_a_line_is_json_with_event_level_and_utc_time(out: io.StringIO) -> None:
+    """What the journal's readers rely on."""
+    structlog.get_logger().info("mirror.synced", mirror="a__b", duration_s=1.5)
+    (line,) = lines(out)
+    assert line.pop("timestamp").endswith("Z")  # type: ignore[attr-defined]
+    assert line == {"event": "mirror.synced", "mirror": "a__b", "duration_s": 1.5, "level": "info"}
+
+
+def test_a_bound_request_id_is_on_every_line_of_its_context(out: io.StringIO) -> None:
+    """And on none outside of it."""
+    log = structlog.get_logger()
+
+    def request() -> None:
+        telemetry.bind_request("r-1")
+        log.info("a.b")
+        assert telemetry.current_request_id() == "r-1"
+
+    copy_context().run(request)
+    log.info("c.d")
+    assert [line.get("request_id") for line in lines(out)] == ["r-1", None]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://user:s3cret@host/x.git",
+        "https://s3cret@host/x.git",
+        "fatal: unable to access 'https://u:s3cret@p@host/x'",
+        "https://host/x?access_token=s3cret&y=1",
+        "Authorization: Basic s3cret",
+        "password = s3cret",
+    ],
+)
+def test_secrets_are_masked_wherever_they_stand(out: io.StringIO, text: str) -> None:
+    """In the message, in fields, in nested fields, in exceptions."""
+    try:
+        raise ValueError(text)
+    except ValueError:
+        structlog.get_logger().exception("a.b", url=text, facts={"urls": [text]})
+    assert "s3cret" not in out.getvalue()
+    assert "s3cret" not in telemetry.masked(text)
+
+
+def test_a_url_without_a_secret_stays_as_it_is() -> None:
+    """Masking must not eat what is needed to understand a line."""
+    assert telemetry.masked("https://github.com/psf/requests.git and a@b.c") == "https://github.com/psf/requests.git and a@b.c"
+
+
+def test_libraries_log_through_us(out: io.StringIO) -> None:
+    """The standard library's logging ends in the same stream, in the same form."""
+    logging.getLogger("some.library").warning("it is %s", "odd")
+    (line,) = lines(out)
+    assert (line["event"], line["logger"], line["text"], line["level"]) == (
+        "library.logged",
+        "some.library",
+        "it is odd",
+        "warning",
+    )
+
+
+def test_a_line_that_cannot_be_written_is_lost_quietly() -> None:
+    """A full disk under the log must not stop a checkout."""
+    with open("/dev/full", "w") as full:
+        telemetry.configure("info", "json", full)
+        structlog.get_logger().info("a.b")
+        structlog.reset_defaults()
+        logging.getLogger().handlers = []
+        logging.captureWarnings(False)
+
+
+def test_the_level_of_existing_loggers_changes_with_a_new_configuration(out: io.StringIO) -> None:
+    """A reload applies log.level."""
+    log = structlog.get_logger()
+    log.debug("a.b")
+    telemetry.configure("debug", "json", out)
+    log.debug("c.d")
+    assert [line["event"] for line in lines(out)] == ["c.d"]
+
+
+@pytest.mark.parametrize(
+    ("text", "usable"), [("abc-1.2_X", True), ("", False), ("a b", False), ("x" * 65, False), ("a\n", False)]
+)
+def test_only_harmless_request_ids_are_taken_from_clients(text: str, usable: bool) -> None:
+    """An id ends up in headers and log lines."""
+    assert telemetry.usable_request_id(text) is usable
