@@ -85,6 +85,16 @@ def test_a_call_runs_in_another_process() -> None:
     run(body)
 
 
+def test_a_function_may_be_named() -> None:
+    """Its module is loaded in the worker only."""
+
+    async def body(workers: Workers) -> None:
+        assert await workers.call("colorsys:rgb_to_hsv", 0, 0, 0, timeout=LONG) == (0.0, 0.0, 0)
+        assert "colorsys" not in sys.modules
+
+    run(body)
+
+
 def test_an_error_crosses_whole() -> None:
     """Class, sentence, hint and facts are those of the worker."""
 

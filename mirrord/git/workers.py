@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing import get_context
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, overload
 
 import structlog
 from pebble import ProcessExpired, ProcessPool
@@ -23,7 +24,6 @@ from pebble import ProcessExpired, ProcessPool
 from ..errors import DeadlineError, StoppingError, WorkerCrashedError
 from ..host.processes import die_with_parent, resident_bytes, trim_memory
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _TRIM_STEP_BYTES = 32 * 1024**2
@@ -51,8 +51,14 @@ class Workers:
         self._retiring: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    async def call(self, function: Callable[..., T], /, *args: Any, timeout: timedelta, **kwargs: Any) -> T:
-        """Run `function` in a worker.
+    @overload
+    async def call(self, function: Callable[..., T], /, *args: Any, timeout: timedelta, **kwargs: Any) -> T: ...
+
+    @overload
+    async def call(self, function: str, /, *args: Any, timeout: timedelta, **kwargs: Any) -> Any: ...
+
+    async def call(self, function: Callable[..., Any] | str, /, *args: Any, timeout: timedelta, **kwargs: Any) -> Any:
+        """Run `function` in a worker. `module:name` names one whose module the daemon must not load (pygit2, pyarrow).
 
         Raises what it raised; DeadlineError when it took longer than `timeout`; WorkerCrashedError when the worker died.
         Cancelling kills the worker.
@@ -63,13 +69,13 @@ class Workers:
             future = pool.schedule(_perform, args=(context, function, args, kwargs), timeout=timeout.total_seconds())
             return await self._result(future)
         except TimeoutError as error:
-            log.warning("worker.killed", function=function.__name__, timeout_s=timeout.total_seconds())
+            log.warning("worker.killed", function=_name(function), timeout_s=timeout.total_seconds())
             raise DeadlineError(
-                f"cannot finish {function.__name__}: it took longer than {timeout.total_seconds():g} s",
+                f"cannot finish {_name(function)}: it took longer than {timeout.total_seconds():g} s",
                 hint="the repository may hold a damaged object; audit the mirror",
             ) from error
         except ProcessExpired as error:
-            log.warning("worker.crashed", function=function.__name__, status=error.exitcode)
+            log.warning("worker.crashed", function=_name(function), status=error.exitcode)
             raise _crashed(function) from error
         except (BrokenProcessPool, RuntimeError) as error:
             if pool.active:
@@ -147,8 +153,12 @@ class Workers:
         task.add_done_callback(self._retiring.discard)
 
 
-def _crashed(function: Callable[..., Any]) -> WorkerCrashedError:
-    return WorkerCrashedError(f"cannot finish {function.__name__}: the worker process died", hint=_CRASH_HINT)
+def _name(function: Callable[..., Any] | str) -> str:
+    return function.rpartition(":")[2] if isinstance(function, str) else function.__name__
+
+
+def _crashed(function: Callable[..., Any] | str) -> WorkerCrashedError:
+    return WorkerCrashedError(f"cannot finish {_name(function)}: the worker process died", hint=_CRASH_HINT)
 
 
 def _stopping() -> StoppingError:
@@ -172,12 +182,22 @@ def _begin(parent_pid: int, on_start: Callable[[], None] | None) -> None:
         on_start()
 
 
-def _perform(context: Mapping[str, Any], function: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
+def _perform(
+    context: Mapping[str, Any], function: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     with structlog.contextvars.bound_contextvars(**context):
         try:
-            return function(*args, **kwargs)
+            return _load(function)(*args, **kwargs)
         finally:
             _trim()
+
+
+def _load(function: Callable[..., Any] | str) -> Callable[..., Any]:
+    if not isinstance(function, str):
+        return function
+    module, _, name = function.partition(":")
+    loaded: Callable[..., Any] = getattr(import_module(module), name)
+    return loaded
 
 
 def _trim() -> None:

@@ -1,0 +1,1 @@
+"""Mirrors: complete bare copies of upstreams, from which nothing that was once mirrored is ever lost."""

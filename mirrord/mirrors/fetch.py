@@ -1,0 +1,143 @@
+"""Bringing objects from an upstream: by id, into quarantine, checked, then accepted.
+
+Owns how an upstream is asked. Never moves a ref that anybody sees: objects come first. A ref whose objects upstream cannot give
+is found by trying halves; what was accepted so far is marked by refs below `refs/mirrord/incoming/`, so that nothing is fetched
+twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import anyio
+
+from ..errors import (
+    DiskFullError,
+    MirrordError,
+    UpstreamAuthError,
+    UpstreamEmptyError,
+    UpstreamNotFoundError,
+    UpstreamThrottledError,
+    UpstreamTimeoutError,
+)
+from ..protocol import Progress
+from .isolation import isolate
+from .quarantine import Quarantine, accept_objects
+from .refs import Offer, read_offer
+from .repository import Repository
+from .upstream import Upstream
+
+INCOMING = "refs/mirrord/incoming/"
+_FAILURES = 400
+_LONGEST = timedelta(hours=24)
+_WHOLE_UPSTREAM = (
+    UpstreamAuthError, UpstreamNotFoundError, UpstreamThrottledError, UpstreamTimeoutError, UpstreamEmptyError, DiskFullError,
+)  # fmt: skip
+_CONNECTION = re.compile(
+    r"could not resolve|failed to connect|couldn't connect|connection (refused|reset)|returned error: 5|SSL|unable to access"
+    r"|no route to host|network is unreachable|unable to connect",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetcher:
+    """Asks one upstream for one mirror. `quiet` is the longest silence that is waited for."""
+
+    repository: Repository
+    upstream: Upstream
+    quarantine: Quarantine
+    quiet: timedelta
+    progress: Callable[[Progress], None] | None = None
+
+    async def offer(self, patterns: Sequence[str]) -> Offer:
+        """The refs that upstream has now."""
+        doing = f"ask upstream {self.upstream.shown} for its refs"
+        answer = await self.repository.git.run(
+            "ls-remote", "--symref", "--", self.upstream.remote.url, remote=self.upstream.remote, timeout=self.quiet, doing=doing
+        )
+        if not answer.lines:
+            raise UpstreamEmptyError(
+                f"cannot mirror {self.upstream.shown}: it has no refs",
+                hint="nothing was changed; push to it first, or check the URL",
+            )
+        return read_offer(answer.lines, patterns)
+
+    async def fetch(self, oids: Sequence[str]) -> dict[str, MirrordError]:
+        """Bring `oids` with everything they reach; answers those that upstream could not give."""
+        marked: list[str] = []
+        failures_seen = False
+
+        async def attempt(some: Sequence[str]) -> None:
+            nonlocal failures_seen
+            try:
+                await self._fetch_once(some)
+            except MirrordError:
+                failures_seen = True
+                raise
+            if failures_seen:
+                await self._mark(some)
+                marked.extend(some)
+
+        try:
+            failed = await isolate(oids, attempt, blames_items=blames_objects, budget=_FAILURES)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await unmark(self.repository)
+        absent = await self.repository.absent(set(oids) - {oid for oid, _ in failed})
+        return dict(failed) | {oid: _not_sent(self.upstream, oid) for oid in absent}
+
+    async def _fetch_once(self, oids: Sequence[str]) -> None:
+        async with self.quarantine.directory("fetch") as objects:
+            await self.repository.git.run(
+                "fetch", "--progress", "--no-tags", "--no-write-fetch-head", "--no-auto-maintenance", "--stdin", "--",
+                self.upstream.remote.url,
+                git_dir=self.repository.path,
+                stdin="".join(f"{oid}\n" for oid in oids).encode("ascii"),
+                quarantine_objects=objects,
+                remote=self.upstream.remote,
+                timeout=_LONGEST,
+                quiet_timeout=self.quiet,
+                progress=self.progress,
+                doing=f"fetch from upstream {self.upstream.shown}",
+            )  # fmt: skip
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(accept_objects, objects, self.repository.objects)
+
+    async def _mark(self, oids: Sequence[str]) -> None:
+        """Tell the next fetch what is here already. Lost in a crash without harm, so not flushed."""
+        lines = "".join(f"update {INCOMING}{oid} {oid}\n" for oid in oids)
+        await self.repository.git.run(
+            "-c",
+            "core.fsync=none",
+            "update-ref",
+            "--stdin",
+            git_dir=self.repository.path,
+            stdin=lines.encode(),
+            doing="mark objects",
+        )
+
+
+async def unmark(repository: Repository) -> None:
+    """Remove the marks of a fetch, or of one that a crash ended."""
+    if not any((repository.path / INCOMING).glob("*")):
+        return
+    found = [ref for ref in await repository.all_refs() if ref.startswith(INCOMING)]
+    lines = "".join(f"delete {ref}\n" for ref in found)
+    await repository.git.run(
+        "-c", "core.fsync=none", "update-ref", "--stdin", git_dir=repository.path, stdin=lines.encode(), doing="remove marks"
+    )
+
+
+def blames_objects(error: MirrordError) -> bool:
+    """True when some of the wanted objects may be the cause, and others could come."""
+    return not isinstance(error, _WHOLE_UPSTREAM) and not _CONNECTION.search(error.message)
+
+
+def _not_sent(upstream: Upstream, oid: str) -> MirrordError:
+    return UpstreamNotFoundError(
+        f"cannot fetch {oid} from upstream {upstream.shown}: it was not sent", hint="upstream no longer has it; try a fallback"
+    )

@@ -1,0 +1,121 @@
+"""The ref history of a mirror: what its refs were after each sync that changed one.
+
+Owns `refs/mirrord/history`: a line of commits, each with a tree of one blob `refs` (sorted `<object id> <ref>` lines, and a line
+`@ HEAD <ref>`). It lives in git in the mirror itself, so it is copied, packed and verified with it. Records are only added.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import datetime, timezone
+
+from ..errors import InvalidRequestError, NotFoundError
+from ..model import shown
+from ..protocol import RefChange, RefRecord
+from .refs import compare, summarise
+from .repository import HISTORY, Refs, Repository
+
+_ID = re.compile(r"[0-9a-f]{7,40}")
+_FORMAT = "--format=%H%x00%ct%x00%s%x00%(trailers:key=Refs,valueonly,separator=%x2C)"
+_MAX_RECORDS = 1000
+
+
+async def write_record(
+    repository: Repository, refs: Refs, head: str | None, changes: Sequence[RefChange], *, parent: str | None, why: str
+) -> str:
+    """Store a set of refs; answers the record's commit. Nothing points at it yet."""
+    lines = [f"{oid} {ref}\n" for ref, oid in sorted(refs.items())]
+    content = "".join([*lines, f"@ HEAD {head}\n" if head else ""])
+    blob = await repository.write_blob(content.encode())
+    doing = f"record the refs of mirror {repository.name}"
+    tree = await repository.git.run("mktree", git_dir=repository.path, stdin=f"100644 blob {blob}\trefs\n".encode(), doing=doing)
+    message = f"{why}: {summarise(changes)}\n\nRefs: {len(refs)}\n"
+    parents = ("-p", parent) if parent else ()
+    made = await repository.git.run(
+        "commit-tree", *parents, tree.lines[0], git_dir=repository.path, stdin=message.encode(), doing=doing
+    )
+    return made.lines[0]
+
+
+async def list_records(repository: Repository, limit: int = _MAX_RECORDS) -> list[RefRecord]:
+    """The newest records first."""
+    if HISTORY not in await repository.all_refs():
+        return []
+    listing = await repository.git.run(
+        "log", "-z", f"--max-count={limit}", "--first-parent", _FORMAT, HISTORY, "--",
+        git_dir=repository.path,
+        doing=f"read the ref history of mirror {repository.name}",
+    )  # fmt: skip
+    fields = listing.stdout.decode("utf-8", "replace").split("\0")
+    return [_record(*fields[at : at + 4]) for at in range(0, len(fields) - 3, 4)]
+
+
+def _record(commit: str, seconds: str, subject: str, count: str) -> RefRecord:
+    at = datetime.fromtimestamp(int(seconds), tz=timezone.utc)
+    return RefRecord(id=commit.strip(), at=at, ref_count=int(count.strip() or 0), summary=subject)
+
+
+async def find_record(repository: Repository, at: str) -> RefRecord:
+    """The record named by its id (at least 7 digits), by `latest`, or the one that stood at a time in ISO 8601."""
+    records = await list_records(repository, limit=1_000_000)
+    if at == "latest" and records:
+        return records[0]
+    if _ID.fullmatch(at):
+        found = [record for record in records if record.id.startswith(at)]
+    else:
+        moment = _moment(at)
+        found = [record for record in records if record.at <= moment][:1]
+    if len(found) != 1:
+        raise NotFoundError(
+            f"cannot find ref record {shown(at)} of mirror {repository.name}: {'several match' if found else 'there is none'}",
+            hint="`mirrord refs log NAME` lists them",
+        )
+    return found[0]
+
+
+def _moment(text: str) -> datetime:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"cannot read ref record {shown(text)}: it is neither an id nor a time", hint="write a time as 2026-01-31T12:00:00Z"
+        ) from error
+    return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+
+
+async def read_refs(repository: Repository, record: str) -> tuple[Refs, str | None]:
+    """The refs of a record, and the branch that HEAD named."""
+    content = await repository.git.run(
+        "cat-file", "blob", f"{record}:refs", git_dir=repository.path, doing=f"read ref record {record} of {repository.name}"
+    )
+    refs: Refs = {}
+    head = None
+    for line in content.lines:
+        oid, _, ref = line.partition(" ")
+        if oid == "@":
+            head = ref.removeprefix("HEAD ")
+        else:
+            refs[ref] = oid
+    return refs, head
+
+
+async def diff_records(repository: Repository, a: str, b: str, kept: Refs) -> list[RefChange]:
+    """What changed between two records; moves are told apart by ancestry."""
+    old, _ = await read_refs(repository, a)
+    new, _ = await read_refs(repository, b)
+    return await classify(repository, compare(old, new), held=set(kept.values()))
+
+
+async def classify(repository: Repository, changes: Sequence[RefChange], held: set[str] | None = None) -> list[RefChange]:
+    """Say which moves were only forward. `kept` becomes true for what is not, or, with `held`, where the old tip is in it."""
+    return [await _classified(repository, change, held) for change in changes]
+
+
+async def _classified(repository: Repository, change: RefChange, held: set[str] | None) -> RefChange:
+    if change.kind == "created":
+        return change
+    is_branch = change.old and change.new and not change.ref.startswith("refs/tags/")
+    if is_branch and await repository.is_ancestor(str(change.old), str(change.new)):
+        return change.model_copy(update={"kind": "forwarded"})
+    return change.model_copy(update={"kept": held is None or change.old in held})

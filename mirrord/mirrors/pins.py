@@ -1,0 +1,90 @@
+"""Pins: refs that keep recorded commits alive, each with an owner.
+
+Owns `refs/mirrord/pins/OWNER/COMMIT`. A pin is a proof: the ref is written only after everything the commit reaches was found in
+the mirror. `update-ref` alone would pin a commit whose tree lacks a blob. The refs are the truth; the catalog follows them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+from ..errors import CommitNotFoundError, GitFailedError, InvalidRequestError, MirrordError, ResourceError
+from ..model import CommitId, shown
+from .isolation import isolate
+from .repository import PINS, Refs, Repository
+from .transaction import Transaction, commit
+
+_OWNER = re.compile(r"dataset/[A-Za-z0-9][A-Za-z0-9._-]{0,99}|person/\d{1,10}")
+_FAILURES = 400
+
+
+def check_owner(owner: str) -> None:
+    """A pin belongs to `dataset/NAME` or `person/UID`."""
+    if not _OWNER.fullmatch(owner) or ".." in owner or owner.endswith((".lock", ".")):
+        raise InvalidRequestError(f"cannot pin for {shown(owner)}: an owner is dataset/NAME or person/UID")
+
+
+def read_pins(refs: Refs) -> list[tuple[str, CommitId]]:
+    """The pins among refs, as (owner, commit)."""
+    found = []
+    for ref, oid in refs.items():
+        owner, _, commit_id = ref.removeprefix(PINS).rpartition("/")
+        if ref.startswith(PINS) and commit_id == oid and _OWNER.fullmatch(owner):
+            found.append((owner, CommitId(oid)))
+    return found
+
+
+async def verify(repository: Repository, commits: Collection[CommitId]) -> dict[CommitId, str]:
+    """Prove that each commit can be served; answers those that cannot, with the reason."""
+    absent = await repository.absent(commits)
+    refused = {CommitId(oid): f"commit {oid} is not in the mirror" for oid in absent}
+
+    async def attempt(some: Sequence[CommitId]) -> None:
+        await repository.verify_closure(some)
+
+    present = sorted(set(commits) - refused.keys())
+    failed = await isolate(present, attempt, blames_items=_blames_commits, budget=_FAILURES)
+    return refused | {oid: error.message for oid, error in failed}
+
+
+def _blames_commits(error: MirrordError) -> bool:
+    return isinstance(error, GitFailedError) or not isinstance(error, ResourceError)
+
+
+async def write_pins(repository: Repository, commits: Collection[CommitId], owner: str) -> None:
+    """Make the refs, those that exist already included. The commits were verified."""
+    present = await repository.all_refs()
+    transaction = Transaction()
+    for oid in commits:
+        if f"{PINS}{owner}/{oid}" not in present:
+            transaction.create(f"{PINS}{owner}/{oid}", oid)
+    await commit(repository, transaction)
+
+
+async def delete_pins(repository: Repository, commits: Collection[CommitId], owner: str) -> None:
+    """Remove the refs that are there."""
+    present = await repository.all_refs()
+    transaction = Transaction()
+    for oid in commits:
+        if f"{PINS}{owner}/{oid}" in present:
+            transaction.delete(f"{PINS}{owner}/{oid}", oid)
+    await commit(repository, transaction)
+
+
+async def must_be_commits(repository: Repository, oids: Collection[CommitId]) -> dict[CommitId, str]:
+    """Which of the ids name something else than a commit, and what."""
+    answer = await repository.git.run(
+        "cat-file",
+        "--batch-check=%(objectname) %(objecttype)",
+        git_dir=repository.path,
+        stdin="".join(f"{oid}\n" for oid in oids).encode("ascii"),
+        doing=f"look up commits of mirror {repository.name}",
+    )
+    found = (line.split() for line in answer.lines)
+    return {CommitId(oid): f"{oid} is a {kind}, not a commit" for oid, kind in found if kind not in {"commit", "missing"}}
+
+
+def refusal(oid: CommitId, reason: str) -> CommitNotFoundError:
+    """The error for one commit that was asked for by itself."""
+    return CommitNotFoundError(f"cannot pin commit {oid}: {reason}", hint="sync the mirror, or audit it", commit=oid)

@@ -1,0 +1,111 @@
+"""Where incoming objects wait: a directory for each fetch, moved into the mirror as a whole or removed as a whole.
+
+Owns `quarantine/` of the state directory. A killed git leaves its `tmp_pack_*` here and not in a mirror. Nothing here is needed
+after a restart, so a start removes everything that no process holds open.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import structlog
+
+from .transaction import flush_directory
+
+log = structlog.get_logger()
+
+_LAST = {".idx": 1}  # git finds a pack by its index, so that is moved when the rest is there
+
+
+class Quarantine:
+    """Directories that are gone when their block ends."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @asynccontextmanager
+    async def directory(self, kind: str) -> AsyncIterator[Path]:
+        """A new private directory, removed at the end unless it was renamed away."""
+        path = self.root / f"{kind}-{secrets.token_hex(8)}"
+        path.mkdir(mode=0o700)
+        try:
+            yield path
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(_remove_tree, path)
+
+    async def discard(self, path: Path) -> None:
+        """Remove a tree from its place at once and its files later: a crash in between leaves them here."""
+        away = self.root / f"removed-{secrets.token_hex(8)}"
+        path.rename(away)
+        await anyio.to_thread.run_sync(_remove_tree, away)
+
+    async def clean(self) -> None:
+        """Remove what killed processes left."""
+        await anyio.to_thread.run_sync(_clean, self.root)
+
+
+def accept_objects(source: Path, destination: Path) -> None:
+    """Move all objects of one object directory into another on the same file system, durably. What is there already stays."""
+    packs = source / "pack"
+    if packs.is_dir():
+        (destination / "pack").mkdir(exist_ok=True)
+        for file in sorted(packs.iterdir(), key=lambda f: (_LAST.get(f.suffix, 0), f.name)):
+            if file.name.startswith("pack-") and file.suffix != ".keep":
+                _move(file, destination / "pack" / file.name)
+        flush_directory(destination / "pack")
+    for fan in source.glob("[0-9a-f][0-9a-f]"):
+        (destination / fan.name).mkdir(exist_ok=True)
+        for file in fan.iterdir():
+            if len(file.name) == 38:
+                _move(file, destination / fan.name / file.name)
+        flush_directory(destination / fan.name)
+
+
+def _move(file: Path, target: Path) -> None:
+    if not target.exists():
+        file.rename(target)
+
+
+def _remove_tree(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _clean(root: Path) -> None:
+    held = held_files(root)
+    for path in root.iterdir():
+        if any(path == file or path in file.parents for file in held):
+            log.warning("quarantine.held", path=path.name)
+        else:
+            _remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            log.info("quarantine.cleaned", path=path.name)
+
+
+def held_files(root: Path) -> set[Path]:
+    """Files below `root` that some process of ours holds open, or has as its working directory."""
+    held = set()
+    prefix = f"{root}{os.sep}"
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            held |= {Path(target) for target in _targets(process) if target.startswith(prefix)}
+    return held
+
+
+def _targets(process: Path) -> list[str]:
+    found: list[str] = []
+    try:
+        links = [process / "cwd", *(process / "fd").iterdir()]
+    except OSError:  # it ended, or is another user's
+        return found
+    for link in links:
+        try:
+            found.append(os.readlink(link))
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,145 @@
+"""One sync of one mirror: ask, fetch, move.
+
+Owns the order that makes a crash harmless: objects first, then the record of the new refs, then one transaction that moves all
+refs, keeps every tip that upstream left, and moves the ref history. A sync that finds nothing new writes nothing. The caller
+holds the mirror's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import MirrordError
+from ..protocol import RefChange, RefFault
+from .fetch import Fetcher
+from .history import classify, write_record
+from .refs import Offer, compare, summarise, theirs
+from .repository import HISTORY, KEPT, Refs, Repository
+from .transaction import Transaction, commit, recover
+
+_SHOWN_CHANGES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class SyncResult:
+    """What one sync did. `changes` is cut at a thousand; `summary` counts all."""
+
+    mirror: str
+    changed: bool
+    summary: str
+    ref_count: int
+    kept_count: int
+    default_branch: str | None
+    changes: list[RefChange] = field(default_factory=list)
+    faults: list[RefFault] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON values, for the result of an operation."""
+        return {
+            "mirror": self.mirror,
+            "changed": self.changed,
+            "summary": self.summary,
+            "ref_count": self.ref_count,
+            "kept_count": self.kept_count,
+            "default_branch": self.default_branch,
+            "changes": [change.model_dump(mode="json") for change in self.changes],
+            "faults": [fault.model_dump(mode="json") for fault in self.faults],
+        }
+
+
+async def sync(fetcher: Fetcher, patterns: Sequence[str]) -> SyncResult:
+    """Bring the mirror up to date. Raises an UpstreamError when nothing could be had; single bad refs become faults."""
+    repository = fetcher.repository
+    offer = await fetcher.offer(patterns)
+    await recover(repository)
+    present = await repository.all_refs()
+    failed = await _fetch_missing(fetcher, offer, present)
+    faults = [*offer.faults, *_faults(offer, failed)]
+    target = _target(offer, theirs(present), failed)
+    changes = await classify(repository, compare(theirs(present), target))
+    if changes:
+        await _move(repository, offer, present, target, changes, why="sync")
+    head = await _follow_head(repository, offer, target)
+    return _result(repository, present, target, changes, faults, head)
+
+
+async def _fetch_missing(fetcher: Fetcher, offer: Offer, present: Refs) -> dict[str, MirrordError]:
+    """Fetch what no ref of the mirror holds yet, the default branch first."""
+    held = set(present.values())
+    wanted = {oid: None for ref, oid in sorted(offer.refs.items(), key=lambda item: _rank(offer, item[0])) if oid not in held}
+    return await fetcher.fetch(list(wanted)) if wanted else {}
+
+
+def _rank(offer: Offer, ref: str) -> tuple[int, str]:
+    if ref == offer.head:
+        return 0, ref
+    kinds = ("refs/heads/", "refs/tags/")
+    return next((rank for rank, prefix in enumerate(kinds, 1) if ref.startswith(prefix)), 3), ref
+
+
+def _faults(offer: Offer, failed: dict[str, MirrordError]) -> Iterable[RefFault]:
+    for ref, oid in offer.refs.items():
+        if oid in failed:
+            yield RefFault(ref=ref, commit=oid, reason=failed[oid].message)
+
+
+def _target(offer: Offer, old: Refs, failed: dict[str, MirrordError]) -> Refs:
+    """Where the refs shall be. A ref whose new objects could not be had stays where it is, unless another took its place."""
+    target = {ref: oid for ref, oid in offer.refs.items() if oid not in failed}
+    directories = {"/".join(parts[:n]) for parts in (ref.split("/") for ref in target) for n in range(3, len(parts))}
+    for ref, oid in offer.refs.items():
+        parts = ref.split("/")
+        is_shadowed = any("/".join(parts[:n]) in target for n in range(3, len(parts))) or ref in directories
+        if oid in failed and ref in old and not is_shadowed:
+            target[ref] = old[ref]
+    return target
+
+
+async def _move(
+    repository: Repository, offer: Offer, present: Refs, target: Refs, changes: Sequence[RefChange], *, why: str
+) -> None:
+    transaction = Transaction()
+    for change in changes:
+        transaction.move(change.ref, change.old, change.new)
+        if change.kept and change.old and f"{KEPT}{change.old}" not in present:
+            transaction.create(f"{KEPT}{change.old}", change.old)
+    parent = present.get(HISTORY)
+    record = await write_record(repository, target, offer.head, changes, parent=parent, why=why)
+    transaction.move(HISTORY, parent, record)
+    await commit(repository, transaction)
+
+
+async def move_refs(repository: Repository, target: Refs, head: str | None, *, why: str) -> list[RefChange]:
+    """Put the refs that follow upstream where `target` says; nothing that a ref leaves is lost."""
+    present = await repository.all_refs()
+    changes = await classify(repository, compare(theirs(present), target))
+    if changes:
+        await _move(repository, Offer(target, head), present, target, changes, why=why)
+    await _follow_head(repository, Offer(target, head), target)
+    return changes
+
+
+async def _follow_head(repository: Repository, offer: Offer, target: Refs) -> str | None:
+    """HEAD names upstream's default branch; readers never see one that is absent if there is another."""
+    now = await repository.head()
+    if offer.head in target and offer.head != now and offer.head is not None:
+        await repository.set_head(offer.head)
+        return offer.head
+    return now if now in target else None
+
+
+def _result(
+    repository: Repository, present: Refs, target: Refs, changes: list[RefChange], faults: list[RefFault], head: str | None
+) -> SyncResult:
+    kept = {ref for ref in present if ref.startswith(KEPT)} | {f"{KEPT}{c.old}" for c in changes if c.kept}
+    return SyncResult(
+        mirror=str(repository.name),
+        changed=bool(changes),
+        summary=summarise(changes),
+        ref_count=len(target),
+        kept_count=len(kept),
+        default_branch=head.removeprefix("refs/heads/") if head else None,
+        changes=changes[:_SHOWN_CHANGES],
+        faults=faults,
+    )

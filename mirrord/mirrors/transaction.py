@@ -1,0 +1,168 @@
+"""Moving refs: all of them or none, whatever dies when.
+
+Owns the journal of a mirror, `mirrord-transaction`. git's own transaction is all-or-nothing against other writers, but it renames
+one lock file after the other, so a crash in the middle leaves half of it. The journal is written and flushed first; a start that
+finds one finishes it. Never moves a ref to an object that is not there.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import structlog
+
+from .repository import Repository
+
+JOURNAL = "mirrord-transaction"
+_MANY = 50  # from here on one flushed packed-refs is cheaper than a flush for every loose ref
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Transaction:
+    """Moves to make together. `moves` maps a ref to (old, new); None stands for absent."""
+
+    moves: dict[str, tuple[str | None, str | None]] = field(default_factory=dict)
+
+    def create(self, ref: str, new: str) -> None:
+        self.moves[ref] = (None, new)
+
+    def move(self, ref: str, old: str | None, new: str | None) -> None:
+        self.moves[ref] = (old, new)
+
+    def delete(self, ref: str, old: str) -> None:
+        self.moves[ref] = (old, None)
+
+    def text(self) -> str:
+        """The moves as `git update-ref --stdin` reads them."""
+        return _text(self.moves)
+
+
+Moves = dict[str, tuple[str | None, str | None]]
+
+
+def _text(moves: Moves) -> str:
+    return "".join(_line(ref, old, new) for ref, (old, new) in sorted(moves.items()))
+
+
+def _line(ref: str, old: str | None, new: str | None) -> str:
+    if new is None:
+        return f"delete {ref} {old}\n"
+    return f"create {ref} {new}\n" if old is None else f"update {ref} {new} {old}\n"
+
+
+async def commit(repository: Repository, transaction: Transaction) -> None:
+    """Make all moves; on any error none."""
+    if not transaction.moves:
+        return
+    journal = repository.path / JOURNAL
+    await anyio.to_thread.run_sync(write_durably, journal, transaction.text().encode())
+    try:
+        await _make(repository, transaction.moves)
+    except Exception:
+        # where git refused as a whole there is nothing to finish; where it was killed in the middle, `recover` will
+        if await _none_made(repository, transaction.moves):
+            await anyio.to_thread.run_sync(_remove, journal)
+        raise
+    await anyio.to_thread.run_sync(_remove, journal)
+
+
+async def _none_made(repository: Repository, moves: Moves) -> bool:
+    now = await repository.all_refs()
+    return not any(now.get(ref) == new for ref, (_, new) in moves.items())
+
+
+async def _make(repository: Repository, moves: Moves) -> None:
+    """git (2.39) cannot make `a/b` in the transaction that deletes `a`, nor the other way, so such deletions go first."""
+    first = _in_the_way(moves)
+    if not first:
+        await _update(repository, moves)
+        return
+    await _update(repository, first)
+    try:
+        await _update(repository, {ref: move for ref, move in moves.items() if ref not in first})
+    except Exception:
+        await _update(repository, {ref: (None, old) for ref, (old, _) in first.items()})
+        raise
+
+
+def _in_the_way(moves: Moves) -> Moves:
+    """The deletions of refs that are a directory of a new ref, or lie in the directory that one replaces."""
+    new = {ref for ref, (old, target) in moves.items() if old is None and target is not None}
+    above = {directory for ref in new for directory in _directories(ref)}
+    return {
+        ref: (old, target)
+        for ref, (old, target) in moves.items()
+        if target is None and (ref in above or any(directory in new for directory in _directories(ref)))
+    }
+
+
+def _directories(ref: str) -> list[str]:
+    parts = ref.split("/")
+    return ["/".join(parts[:n]) for n in range(2, len(parts))]
+
+
+async def _update(repository: Repository, moves: Moves) -> None:
+    many = len(moves) >= _MANY
+    flush = ("-c", "core.fsync=none") if many else ()
+    await repository.git.run(
+        *flush,
+        "update-ref",
+        "--stdin",
+        git_dir=repository.path,
+        stdin=f"start\n{_text(moves)}prepare\ncommit\n".encode(),
+        doing=f"move refs of mirror {repository.name}",
+    )
+    if many:
+        await repository.pack_refs()
+
+
+async def recover(repository: Repository) -> bool:
+    """Finish a transaction that a crash interrupted. True when there was one."""
+    journal = repository.path / JOURNAL
+    if not journal.exists():
+        return False
+    targets = _read(await anyio.to_thread.run_sync(journal.read_text, "utf-8"))
+    now = await repository.all_refs()
+    await _make(repository, {ref: (now.get(ref), new) for ref, new in targets.items() if now.get(ref) != new})
+    await repository.pack_refs()
+    await anyio.to_thread.run_sync(_remove, journal)
+    log.info("transaction.recovered", mirror=str(repository.name), refs=len(targets))
+    return True
+
+
+def _read(text: str) -> dict[str, str | None]:
+    targets: dict[str, str | None] = {}
+    for line in text.splitlines():
+        verb, ref, *oids = line.split(" ")
+        targets[ref] = None if verb == "delete" else oids[0]
+    return targets
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a small file so that a crash leaves the old one or the new one."""
+    new = path.with_name(path.name + ".new")
+    with new.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    flush_directory(path.parent)
+
+
+def flush_directory(path: Path) -> None:
+    """Make renames in a directory survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    flush_directory(path.parent)

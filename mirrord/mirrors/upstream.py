@@ -1,0 +1,104 @@
+"""Where a mirror comes from: URLs read, checked, and split from their secrets.
+
+Owns which URLs are acceptable: https, http, ssh, git, file, an absolute path, and the scp-like `user@host:path`. Never contacts
+anybody. A transport that names a program (`ext::`), a relative path and a host that looks like an option are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
+
+from ..errors import InvalidUrlError
+from ..git.command import Remote, masked_url
+from ..model import MirrorName, shown
+
+_SCHEMES = {"https", "http", "ssh", "git", "file"}
+_SCP = re.compile(r"(?:[A-Za-z0-9._-]+@)?([A-Za-z0-9][A-Za-z0-9.-]*):(?!/?/)([^\s].*)")
+_HELPER = re.compile(r"[A-Za-z0-9+.-]*::")
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9A-Fa-f:.]+\]|[0-9A-Fa-f:.]+")
+_CONTROL = re.compile(r"[\x00-\x20\x7f]")
+_LOCAL = "local"
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """An upstream that may be contacted. `host` is what its limits are counted by."""
+
+    url: str = field(repr=False)
+    remote: Remote
+    host: str
+
+    @property
+    def shown(self) -> str:
+        """The URL as it may appear anywhere."""
+        return masked_url(self.url)
+
+
+def upstream_url(template: str, name: MirrorName) -> str:
+    """Fill `{owner}` and `{name}` in."""
+    return template.replace("{owner}", name.owner).replace("{name}", name.name)
+
+
+def parse_upstream(text: str) -> Upstream:
+    """Read an upstream URL or path; raises InvalidUrlError."""
+    if not text or len(text) > 4000 or _CONTROL.search(text):
+        raise _refused(text, "it is empty, too long, or holds blanks or control characters")
+    if text.startswith("-") or _HELPER.match(text):
+        raise _refused(text, "it names an option or a program")
+    if text.startswith("/"):
+        return Upstream(text, Remote(text), _LOCAL)
+    if "://" not in text:
+        return _scp_like(text)
+    return _url(text)
+
+
+def _scp_like(text: str) -> Upstream:
+    found = _SCP.fullmatch(text)
+    if not found or found[2].startswith("-"):
+        raise _refused(text, "it is neither a URL, nor an absolute path, nor user@host:path")
+    return Upstream(text, Remote(text), found[1].lower())
+
+
+def _url(text: str) -> Upstream:
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise _refused(text, str(error)) from error
+    scheme = parts.scheme.lower()
+    if scheme not in _SCHEMES:
+        raise _refused(text, f"the scheme {shown(scheme)} is not one of {', '.join(sorted(_SCHEMES))}")
+    if scheme == "file":
+        return _file(text, parts)
+    if not parts.hostname or not _HOST.fullmatch(parts.hostname):
+        raise _refused(text, "its host is not a host name")
+    host = parts.hostname if port is None else f"{parts.hostname}:{port}"
+    return Upstream(text, _remote(scheme, parts), host)
+
+
+def _file(text: str, parts: SplitResult) -> Upstream:
+    if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
+        raise _refused(text, "a file URL needs an absolute path: file:///srv/git/name.git")
+    return Upstream(text, Remote(f"file://{parts.path}" if not parts.query and not parts.fragment else text), _LOCAL)
+
+
+def _remote(scheme: str, parts: SplitResult) -> Remote:
+    """The URL for the command line. An ssh user is no secret and must stay; a password has no use there."""
+    server = parts.netloc.rpartition("@")[2]
+    if scheme == "ssh":
+        user = parts.username
+        if user is not None and (not user or user.startswith("-")):
+            raise _refused(urlunsplit(parts), "its user looks like an option")
+        return Remote(urlunsplit(parts._replace(netloc=f"{user}@{server}" if user else server)))
+    username = unquote(parts.username) if parts.username is not None else None
+    password = unquote(parts.password) if parts.password is not None else None
+    return Remote(urlunsplit(parts._replace(netloc=server)), username, password)
+
+
+def _refused(text: str, why: str) -> InvalidUrlError:
+    return InvalidUrlError(
+        f"cannot use upstream {shown(masked_url(text), 200)}: {why}",
+        hint="give https://host/owner/name.git, ssh://, git://, file:///path, /path or user@host:path",
+    )

@@ -1,0 +1,312 @@
+"""Syncing a mirror from real upstreams: refs, kept tips, history, faults, crashes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from pathlib import Path
+
+import anyio
+import pytest
+from gitrepos import Upstream, git
+
+from mirrord.errors import MirrordError, UpstreamEmptyError, UpstreamNotFoundError
+from mirrord.git.command import Git
+from mirrord.mirrors.fetch import INCOMING, Fetcher
+from mirrord.mirrors.history import diff_records, list_records, read_refs
+from mirrord.mirrors.quarantine import Quarantine
+from mirrord.mirrors.repository import HISTORY, KEPT, Repository
+from mirrord.mirrors.sync import SyncResult, sync
+from mirrord.mirrors.transaction import JOURNAL, Transaction, commit, recover
+from mirrord.mirrors.upstream import parse_upstream
+from mirrord.model import MirrorName
+
+HEADS_AND_TAGS = ("refs/heads/*", "refs/tags/*")
+Body = Callable[[], Awaitable[object]]
+
+
+class Site:
+    """A mirror, its upstream and a quarantine below one directory."""
+
+    def __init__(self, root: Path, upstream: Upstream) -> None:
+        self.root = root
+        self.upstream = upstream
+        self.quarantine = Quarantine(root / "quarantine")
+        self.quarantine.root.mkdir(parents=True)
+        name = MirrorName("owner", "name")
+        self.mirror = Repository(Git(home=root / "home"), name, root / "mirrors" / str(name))
+        self.mirror.path.parent.mkdir()
+        anyio.run(self.mirror.create)
+
+    def sync(self, *patterns: str, url: str | None = None) -> SyncResult:
+        async def body() -> SyncResult:
+            upstream = parse_upstream(url or self.upstream.url)
+            fetcher = Fetcher(self.mirror, upstream, self.quarantine, timedelta(seconds=30))
+            return await sync(fetcher, patterns or HEADS_AND_TAGS)
+
+        return anyio.run(body)
+
+    def refs(self) -> dict[str, str]:
+        return anyio.run(self.mirror.all_refs)
+
+    def fsck(self) -> None:
+        git(self.mirror.path, "fsck", "--full", "--strict", "--no-dangling")
+
+    def snapshot(self) -> dict[str, tuple[int, int, int]]:
+        """Every file of the mirror, as a write to it would change it."""
+        found = {}
+        for directory, _, files in os.walk(self.mirror.path):
+            for path in [Path(directory), *(Path(directory) / file for file in files)]:
+                stat = path.lstat()
+                found[str(path)] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        return found
+
+
+@pytest.fixture
+def site(tmp_path: Path, make_upstream: Callable[..., Upstream]) -> Site:
+    upstream = make_upstream()
+    upstream.history(3)
+    upstream.git("tag", "-a", "v1", "-m", "one", "HEAD~1")
+    return Site(tmp_path / "state", upstream)
+
+
+def test_a_mirror_has_the_hashes_of_its_upstream(site: Site) -> None:
+    """Branches, annotated tags and HEAD are those of upstream."""
+    site.upstream.git("branch", "topic", "HEAD~2")
+    result = site.sync()
+    theirs = {
+        ref: oid
+        for oid, ref in (line.split("\t") for line in git(site.upstream.path, "ls-remote", site.upstream.url).splitlines())
+        if ref != "HEAD" and not ref.endswith("^{}")
+    }
+    assert {ref: oid for ref, oid in site.refs().items() if not ref.startswith("refs/mirrord/")} == theirs
+    assert result.summary == "3 created"
+    assert result.default_branch == "main"
+    site.fsck()
+
+
+def test_a_sync_without_news_writes_nothing(site: Site) -> None:
+    """Not a file, not a time stamp."""
+    site.sync()
+    before = site.snapshot()
+    assert not site.sync().changed
+    assert site.snapshot() == before
+
+
+def test_a_force_push_keeps_the_old_tip(site: Site) -> None:
+    """The branch follows, the old tip stays with its whole history."""
+    site.sync()
+    old = site.upstream.git("rev-parse", "HEAD")
+    site.upstream.git("reset", "--quiet", "--hard", "HEAD~1")
+    new = site.upstream.commit({"other": "x"})
+    result = site.sync()
+    refs = site.refs()
+    assert refs["refs/heads/main"] == new
+    assert refs[f"{KEPT}{old}"] == old
+    assert [(c.kind, c.kept) for c in result.changes] == [("forced", True)]
+    site.fsck()
+
+
+def test_a_forward_push_keeps_nothing(site: Site) -> None:
+    """The new tip reaches the old one."""
+    site.sync()
+    site.upstream.commit({"other": "x"})
+    assert [(c.kind, c.kept) for c in site.sync().changes] == [("forwarded", False)]
+    assert not [ref for ref in site.refs() if ref.startswith(KEPT)]
+
+
+def test_a_deletion_keeps_the_tip(site: Site) -> None:
+    """A branch and an annotated tag that upstream deleted are still there, under our name."""
+    site.upstream.git("checkout", "--quiet", "-b", "topic")
+    tip = site.upstream.commit({"topic": "x"})
+    site.upstream.git("checkout", "--quiet", "main")
+    site.sync()
+    tag = site.refs()["refs/tags/v1"]
+    site.upstream.git("branch", "-D", "topic")
+    site.upstream.git("tag", "-d", "v1")
+    site.sync()
+    refs = site.refs()
+    assert "refs/heads/topic" not in refs
+    assert refs[f"{KEPT}{tip}"] == tip
+    assert refs[f"{KEPT}{tag}"] == tag
+
+
+def test_a_branch_may_become_a_directory_of_branches(site: Site) -> None:
+    """`a` renamed to `a/b`, and back."""
+    site.upstream.git("branch", "a")
+    site.sync()
+    site.upstream.git("branch", "-m", "a", "a/b")
+    site.sync()
+    assert "refs/heads/a/b" in site.refs()
+    site.upstream.git("branch", "-m", "a/b", "a2")
+    site.upstream.git("branch", "-m", "a2", "a")
+    site.sync()
+    assert "refs/heads/a" in site.refs()
+
+
+def test_upstream_cannot_plant_refs_of_ours(site: Site) -> None:
+    """Neither our namespace nor replace refs come from outside, whatever the patterns say."""
+    head = site.upstream.git("rev-parse", "HEAD")
+    for ref in (f"{KEPT}{'1' * 40}", "refs/mirrord/pins/person/0/x", HISTORY, f"refs/replace/{head}", "refs/other/x"):
+        site.upstream.git("update-ref", ref, f"{head}~1")
+    site.sync("refs/*")
+    refs = site.refs()
+    assert refs[HISTORY] != site.upstream.git("rev-parse", "HEAD~1")
+    assert [ref for ref in refs if ref.startswith("refs/mirrord/")] == [HISTORY]
+    assert not [ref for ref in refs if ref.startswith("refs/replace/")]
+    assert "refs/other/x" in refs
+
+
+def test_upstream_cannot_prune_refs_of_ours(site: Site) -> None:
+    """A pin stays when upstream has fewer refs than before."""
+    site.sync()
+    pin = "refs/mirrord/pins/person/0/" + site.upstream.git("rev-parse", "HEAD~2")
+    git(site.mirror.path, "update-ref", pin, site.upstream.git("rev-parse", "HEAD~2"))
+    site.upstream.git("tag", "-d", "v1")
+    site.sync("refs/*")
+    assert pin in site.refs()
+
+
+def test_pull_request_heads_come_when_configured(site: Site) -> None:
+    """A pattern with the star in the middle takes what it names and nothing else."""
+    site.upstream.git("update-ref", "refs/pull/1/head", "HEAD~1")
+    site.upstream.git("update-ref", "refs/pull/1/merge", "HEAD~2")
+    site.sync(*HEADS_AND_TAGS, "refs/pull/*/head")
+    assert "refs/pull/1/head" in site.refs()
+    assert "refs/pull/1/merge" not in site.refs()
+
+
+# -- ref history ------------------------------------------------------------------------------------------------------
+
+
+def test_each_change_is_recorded(site: Site) -> None:
+    """The newest record is the set of refs as it is; the one before is as it was."""
+    site.sync()
+    first = {ref: oid for ref, oid in site.refs().items() if not ref.startswith("refs/mirrord/")}
+    site.upstream.commit({"x": "y"})
+    site.upstream.git("tag", "-d", "v1")
+    site.sync()
+
+    async def body() -> None:
+        newest, oldest = await list_records(site.mirror)
+        assert await read_refs(site.mirror, oldest.id) == (first, "refs/heads/main")
+        assert (newest.ref_count, oldest.ref_count) == (1, 2)
+        assert newest.summary == "sync: 1 forwarded, 1 deleted"
+        changes = await diff_records(site.mirror, oldest.id, newest.id, await site.mirror.all_refs())
+        assert [(c.ref, c.kind) for c in changes] == [("refs/heads/main", "forwarded"), ("refs/tags/v1", "deleted")]
+
+    anyio.run(body)
+
+
+# -- bad upstreams ----------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_ref_does_not_block_the_rest(site: Site) -> None:
+    """A blob is gone upstream that one branch needs: that branch is a fault, all others arrive."""
+    site.upstream.git("checkout", "--quiet", "-b", "broken")
+    broken = site.upstream.commit({"lost": "only here"})
+    site.upstream.git("checkout", "--quiet", "main")
+    for n in range(6):
+        site.upstream.git("checkout", "--quiet", "-b", f"good{n}", "main")
+        site.upstream.commit({f"good{n}": str(n)})
+    blob = site.upstream.git("rev-parse", f"{broken}:lost")
+    (site.upstream.path / ".git/objects" / blob[:2] / blob[2:]).unlink()
+    result = site.sync()
+    assert [(fault.ref, fault.commit) for fault in result.faults] == [("refs/heads/broken", broken)]
+    assert {f"refs/heads/good{n}" for n in range(6)} <= site.refs().keys()
+    assert "refs/heads/broken" not in site.refs()
+    assert not [ref for ref in site.refs() if ref.startswith(INCOMING)]
+    assert not list(site.quarantine.root.iterdir())
+    site.fsck()
+
+
+def test_a_ref_that_breaks_later_stays_where_it_was(site: Site) -> None:
+    """What we have of it is served on; what upstream cannot give is reported."""
+    site.upstream.git("checkout", "--quiet", "-b", "broken")
+    good = site.upstream.commit({"fine": "1"})
+    site.sync()
+    bad = site.upstream.commit({"lost": "only here"})
+    blob = site.upstream.git("rev-parse", f"{bad}:lost")
+    (site.upstream.path / ".git/objects" / blob[:2] / blob[2:]).unlink()
+    assert [fault.commit for fault in site.sync().faults] == [bad]
+    assert site.refs()["refs/heads/broken"] == good
+
+
+def test_a_hostile_tree_is_refused(site: Site) -> None:
+    """A commit with a `.git` directory in its tree does not enter the mirror."""
+    blob = site.upstream.git("hash-object", "-w", "--stdin", stdin=b"[core]\n\tfsmonitor = evil\n")
+    inner = site.upstream.git(
+        "hash-object", "-t", "tree", "-w", "--stdin", "--literally", stdin=b"100644 config\0" + bytes.fromhex(blob)
+    )
+    outer = site.upstream.git(
+        "hash-object", "-t", "tree", "-w", "--stdin", "--literally", stdin=b"40000 .git\0" + bytes.fromhex(inner)
+    )
+    hostile = site.upstream.git("commit-tree", "-m", "evil", outer)
+    site.upstream.git("update-ref", "refs/heads/hostile", hostile)
+    result = site.sync()
+    assert [fault.ref for fault in result.faults] == ["refs/heads/hostile"]
+    assert "refs/heads/main" in site.refs()
+
+
+def test_an_empty_upstream_changes_nothing(site: Site, make_upstream: Callable[..., Upstream]) -> None:
+    """It has its own error, and the mirror keeps its refs."""
+    site.sync()
+    before = site.snapshot()
+    with pytest.raises(UpstreamEmptyError):
+        site.sync(url=make_upstream("empty").url)
+    assert site.snapshot() == before
+
+
+def test_an_absent_upstream_changes_nothing(site: Site, tmp_path: Path) -> None:
+    site.sync()
+    before = site.snapshot()
+    with pytest.raises(UpstreamNotFoundError):
+        site.sync(url=f"file://{tmp_path}/absent")
+    assert site.snapshot() == before
+
+
+def test_a_plain_path_is_an_upstream(site: Site) -> None:
+    assert site.sync(url=str(site.upstream.path)).changed
+
+
+# -- transactions -----------------------------------------------------------------------------------------------------
+
+
+def test_a_refused_transaction_moves_nothing(site: Site) -> None:
+    """One impossible move takes all others with it."""
+    site.sync()
+    before = site.refs()
+    head = before["refs/heads/main"]
+    transaction = Transaction()
+    transaction.create("refs/heads/new", head)
+    transaction.move("refs/heads/main", "1" * 40, head)
+    with pytest.raises(MirrordError):
+        anyio.run(commit, site.mirror, transaction)
+    assert site.refs() == before
+    assert not (site.mirror.path / JOURNAL).exists()
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2])
+def test_an_interrupted_transaction_is_finished(site: Site, moved: int) -> None:
+    """A crash after any number of moves: the next start makes the rest."""
+    site.sync()
+    head = site.refs()["refs/heads/main"]
+    transaction = Transaction()
+    transaction.create("refs/heads/a/b", head)
+    transaction.delete("refs/tags/v1", site.refs()["refs/tags/v1"])
+    (site.mirror.path / JOURNAL).write_text(transaction.text(), encoding="utf-8")
+    for command in (["update-ref", "refs/heads/a/b", head], ["update-ref", "-d", "refs/tags/v1"])[:moved]:
+        git(site.mirror.path, *command)
+    assert anyio.run(recover, site.mirror)
+    assert site.refs()["refs/heads/a/b"] == head
+    assert "refs/tags/v1" not in site.refs()
+    assert not anyio.run(recover, site.mirror)
+
+
+def test_many_refs_are_packed(site: Site) -> None:
+    """A thousand new refs are not a thousand files."""
+    head = site.upstream.git("rev-parse", "HEAD")
+    site.upstream.git("update-ref", "--stdin", stdin="".join(f"create refs/heads/b{n} {head}\n" for n in range(1000)).encode())
+    assert site.sync().ref_count == 1002
+    assert len([*(site.mirror.path / "refs/heads").rglob("*")]) < 10
