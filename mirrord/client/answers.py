@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import socket
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +37,13 @@ def read_list(response: httpx.Response, model: type[A]) -> list[A]:
         raise _not_mirrord(response, str(error)) from error
 
 
+def is_error(response: httpx.Response, accepted: tuple[int, ...]) -> bool:
+    """Whether it is to be raised: 503 is also how a degraded daemon answers with its health, which is no problem document."""
+    if response.status_code < httpx.codes.BAD_REQUEST:
+        return False
+    return response.status_code not in accepted or response.headers.get("content-type", "").startswith("application/problem+json")
+
+
 def problem_of(response: httpx.Response) -> MirrordError:
     """The error an answer of 400 and above carries, as the class that the daemon raised."""
     try:
@@ -54,33 +63,33 @@ def _not_mirrord(response: httpx.Response, why: str) -> NoDaemonError:
     )
 
 
-def failure_of(error: httpx.TransportError, request: httpx.Request, socket: Path) -> MirrordError:
+def failure_of(error: httpx.TransportError, request: httpx.Request, path: Path) -> MirrordError:
     """Why no answer came, as an error whose hint says what to do."""
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return _unreachable(_os_error(error), socket)
+        return _unreachable(_os_error(error), path)
     if isinstance(error, httpx.TimeoutException):
         return DeadlineError(
-            f"cannot wait for the answer to {_asked(request)}: the daemon at {socket} took longer than this client allows",
+            f"cannot wait for the answer to {_asked(request)}: the daemon at {path} took longer than this client allows",
             hint="give the client a longer timeout; what was asked for may still be done",
         )
     return NoDaemonError(
-        f"cannot read the answer to {_asked(request)}: the daemon at {socket} closed the connection",
+        f"cannot read the answer to {_asked(request)}: the daemon at {path} closed the connection",
         hint="it stopped or crashed, see its log; what was asked for may or may not have been done",
     )
 
 
-def _unreachable(cause: OSError | None, socket: Path) -> MirrordError:
+def _unreachable(cause: OSError | None, path: Path) -> MirrordError:
     if cause is not None and cause.errno in (errno.EACCES, errno.EPERM):
         return AccessError(
-            f"cannot connect to {socket}: permission denied",
+            f"cannot connect to {path}: permission denied",
             hint="only root, the daemon's user and members of the group in [access] may; see `id` and config.toml",
-            socket=str(socket),
+            socket=str(path),
         )
     if (
         isinstance(cause, OSError) and cause.errno is None and "too long" in str(cause)
     ):  # raised by CPython before the kernel is asked
-        return UsageError(f"cannot connect to {socket}: the path is longer than 107 bytes", hint="choose a shorter socket path")
-    return NoDaemonError(f"cannot reach the daemon at {socket}: {_reason(cause)}", hint=_START, socket=str(socket))
+        return UsageError(f"cannot connect to {path}: the path is longer than 107 bytes", hint="choose a shorter socket path")
+    return NoDaemonError(f"cannot reach the daemon at {path}: {_reason(cause)}", hint=_START, socket=str(path))
 
 
 def _reason(cause: OSError | None) -> str:
@@ -100,6 +109,18 @@ def _os_error(error: BaseException) -> OSError | None:
 
 def _asked(request: httpx.Request) -> str:
     return f"{request.method} {request.url.raw_path.decode('ascii', 'replace')}"
+
+
+def close_leaked(error: httpx.TransportError) -> None:
+    """Close the socket of a failed connect, which httpcore 1.0's synchronous backend leaves to the garbage collector.
+
+    May go when `connect_unix_socket` there closes it itself.
+    """
+    cause = _os_error(error)
+    for frame, _ in traceback.walk_tb(cause.__traceback__ if cause else None):
+        leaked = frame.f_locals.get("sock")
+        if isinstance(leaked, socket.socket):
+            leaked.close()
 
 
 def is_unsent(error: httpx.TransportError) -> bool:

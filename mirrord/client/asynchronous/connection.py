@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from ...errors import StoppingError
 from ...protocol import API
-from ..answers import body_of, failure_of, is_unsent, problem_of, query_of, retry_pauses
+from ..answers import body_of, close_leaked, failure_of, is_error, is_unsent, problem_of, query_of, retry_pauses
 from ..twins import async_pause
 
 _KEEP_SECONDS = 60.0  # less than the daemon's 75, so that we never write into a connection that it is closing
@@ -47,7 +47,7 @@ class AsyncConnection:
         accepted: tuple[int, ...] = (),
         **query: object,
     ) -> httpx.Response:
-        """Send and read the whole answer; an answer of 400 and above that is not `accepted` is raised."""
+        """Send and read the whole answer; an error is raised. A status of 400 and above that is `accepted` is none."""
         kind = "application/octet-stream" if body is None else "application/json"
         headers = {} if body is None and content is None else {"content-type": kind}
         request = self._build(method, path, content if body is None else body_of(body), query, headers)
@@ -69,9 +69,7 @@ class AsyncConnection:
         request = self._build("GET", path, None, query, headers)
         request.extensions["timeout"] = {**self._timeout, "read": None}
         try:
-            response = await self._transport.handle_async_request(request)
-            response.request = request
-            self._reached = True
+            response = await self._open(request)
             try:
                 if response.status_code >= httpx.codes.BAD_REQUEST:
                     await response.aread()
@@ -100,12 +98,20 @@ class AsyncConnection:
         )
 
     async def _send(self, request: httpx.Request, accepted: tuple[int, ...]) -> httpx.Response:
-        response = await self._transport.handle_async_request(request)
+        response = await self._open(request)
+        await response.aread()
+        if is_error(response, accepted):
+            raise problem_of(response)
+        return response
+
+    async def _open(self, request: httpx.Request) -> httpx.Response:
+        try:
+            response = await self._transport.handle_async_request(request)
+        except httpx.ConnectError as error:
+            close_leaked(error)
+            raise
         response.request = request
         self._reached = True
-        await response.aread()
-        if response.status_code >= httpx.codes.BAD_REQUEST and response.status_code not in accepted:
-            raise problem_of(response)
         return response
 
     def _may_retry(self, request: httpx.Request, error: httpx.TransportError) -> bool:
