@@ -1,0 +1,78 @@
+"""What the daemon asks its workers to do with checkouts: one function each, that loads the doing module when it runs there.
+
+Owns the border: this module imports nothing that loads libgit2, so the daemon can name these functions and stay small. Each runs in a
+worker process; arguments and results cross by pickle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..protocol import Proof
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a pooled checkout is and what it is made from. `store` is the sealed `.git`; None links to the mirror."""
+
+    directory: Path
+    mirror: Path
+    store: Path | None
+    head: str
+    owner: tuple[int, int]
+
+    @property
+    def tree(self) -> Path:
+        return self.directory / "tree"
+
+    @property
+    def manifest(self) -> Path:
+        return self.directory / "manifest"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A checkout as patches see it: `root` is the tree, `mirror` has the objects, `scratch` is a private directory of its own."""
+
+    root: Path
+    mirror: Path
+    commit: str
+    owner: tuple[int, int]
+    scratch: Path
+
+
+def make_checkout(place: Place, commit: str, tree: str, warm: Path | None) -> tuple[str, dict[str, float]]:
+    made: tuple[str, dict[str, float]] = _module("pooled").make(place, commit, tree, warm)
+    return made
+
+
+def reset_checkout(place: Place, commit: str, tree: str) -> Proof:
+    proof: Proof = _module("pooled").reset(place, commit, tree)
+    return proof
+
+
+def scan_checkout(place: Place) -> list[bytes]:
+    paths: list[bytes] = _module("pooled").changed_paths(place)
+    return paths
+
+
+def diff_checkout(work: Work, changed: list[bytes]) -> bytes:
+    patch: bytes = _module("patches").diff(work, changed)
+    return patch
+
+
+def apply_patch(work: Work, changed: list[bytes], patch: bytes, reverse: bool) -> list[bytes]:
+    written: list[bytes] = _module("patches").apply(work, changed, patch, reverse=reverse)
+    return written
+
+
+def restore_paths(work: Work, commit: str, paths: list[bytes]) -> list[bytes]:
+    written: list[bytes] = _module("patches").restore(work, commit, paths)
+    return written
+
+
+def _module(name: str) -> Any:
+    return import_module(f"{__package__}.{name}")

@@ -1,0 +1,55 @@
+"""Linked checkouts: a git worktree of the mirror itself, for trusted callers who may see all of it.
+
+Owns `worktrees/mirrord-<id>` in the mirror and the `.git` file that names it. Written by hand: libgit2's `add_worktree` always
+makes a branch in the mirror, and a killed `git worktree add` leaves a lock. A crash leaves an administrative directory whose
+checkout is gone; `prune` removes it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from .control import Control, build_file, install
+
+_PREFIX = "mirrord-"
+_REASON = "held by a checkout of mirrord"
+
+
+def link(directory: Path, mirror: Path, commit: str, index: bytes, owner: tuple[int, int]) -> Control:
+    """Make `directory/tree` a worktree of `mirror` with a detached HEAD, whatever its `.git` was."""
+    admin = _admin(mirror, directory.name)
+    shutil.rmtree(admin, ignore_errors=True)
+    admin.mkdir(parents=True)
+    (admin / "locked").write_text(f"{_REASON}\n")  # first: `git worktree prune` leaves it alone from now on
+    (admin / "commondir").write_text("../..\n")
+    (admin / "gitdir").write_text(f"{directory}/tree/.git\n")
+    (admin / "HEAD").write_text(f"{commit}\n")
+    (admin / "index").write_bytes(index)
+    build_file(directory, f"gitdir: {admin}\n".encode(), owner)
+    install(directory)
+    return Control(files=6, index=index[-20:].hex(), packs=(), refs=())
+
+
+def unlink(mirror: Path, checkout: str) -> None:
+    """Forget the worktree of a checkout; idempotent."""
+    shutil.rmtree(_admin(mirror, checkout), ignore_errors=True)
+
+
+def prune(mirrors: Path) -> int:
+    """Forget the worktrees in all mirrors whose checkout is gone; answers how many."""
+    dead = [admin for admin in mirrors.glob(f"*/worktrees/{_PREFIX}*") if not _is_alive(admin)]
+    for admin in dead:
+        shutil.rmtree(admin, ignore_errors=True)
+    return len(dead)
+
+
+def _admin(mirror: Path, checkout: str) -> Path:
+    return mirror / "worktrees" / f"{_PREFIX}{checkout}"
+
+
+def _is_alive(admin: Path) -> bool:
+    try:
+        return Path((admin / "gitdir").read_text().strip()).parent.parent.exists()
+    except OSError:
+        return False

@@ -1,0 +1,118 @@
+"""The portable backend: real working trees, kept warm, that move between commits by what differs. Needs no mount.
+
+Owns which released trees are kept and for whom: only for the same uid, because a descriptor that is still open somewhere would
+otherwise be a file that two clients share. What is done to one tree is `pooled.py`'s, in workers. A restart removes kept trees.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import anyio.to_thread
+import structlog
+
+from ..git.workers import Workers
+from ..model import Backend, CommitId, History, MirrorName
+from ..protocol import Proof
+from . import linked
+from .backend import Made, Target
+from .calls import Place, make_checkout, reset_checkout, scan_checkout
+from .control import discard
+from .gitdirs import Gitdirs
+from .leases import Lease
+
+_TIMEOUT = timedelta(minutes=10)
+_WARM = ".warm-"
+_KEPT_EACH = 4
+_KEPT = 32
+
+log = structlog.get_logger()
+
+
+class PoolBackend:
+    """Checkouts as plain directories below `state_dir/checkouts`."""
+
+    name = Backend.POOL
+
+    def __init__(
+        self, *, state_dir: Path, workers: Workers, gitdirs: Gitdirs, mirrors_path: Callable[[MirrorName], Path]
+    ) -> None:
+        self._mirrors = state_dir / "mirrors"
+        self._workers = workers
+        self._gitdirs = gitdirs
+        self._mirrors_path = mirrors_path
+        self._warm: list[tuple[tuple[int, str], Path]] = []
+        self._closed = False
+
+    async def open(self) -> None:
+        """Forget linked worktrees whose checkout is gone. Kept trees have no lease, so whoever reads the leases removes them."""
+        if pruned := await anyio.to_thread.run_sync(linked.prune, self._mirrors):
+            log.info("worktrees.pruned", count=pruned)
+
+    async def close(self) -> None:
+        self._closed = True
+
+    async def create(self, lease: Lease) -> Made:
+        began = time.perf_counter()
+        place = await self._place(lease, lease.commit)
+        sealed = time.perf_counter()
+        warm = self._take_warm(lease)
+        tree, timings = await self._workers.call(make_checkout, place, lease.commit, lease.tree, warm, timeout=_TIMEOUT)
+        return Made(tree, {"seal": round(sealed - began, 6), **timings})
+
+    async def reset(self, lease: Lease, to: Target) -> Proof:
+        place = await self._place(lease, to.commit)
+        return await self._workers.call(reset_checkout, place, to.commit, to.tree, timeout=_TIMEOUT)
+
+    async def adopt(self, lease: Lease) -> bool:
+        return (lease.directory / "manifest").exists()
+
+    async def destroy(self, directory: Path, lease: Lease | None) -> None:
+        if lease is not None and lease.history is History.LINKED:
+            await anyio.to_thread.run_sync(linked.unlink, self._mirrors_path(lease.mirror), lease.id)
+        if lease is not None and self._keep(directory, lease):
+            return
+        await anyio.to_thread.run_sync(discard, directory)
+
+    async def changed_paths(self, lease: Lease) -> list[bytes]:
+        place = await self._place(lease, lease.commit)
+        return await self._workers.call(scan_checkout, place, timeout=_TIMEOUT)
+
+    async def _place(self, lease: Lease, commit: CommitId) -> Place:
+        store, head = None, commit
+        if lease.history is not History.LINKED:
+            gitdir = await self._gitdirs.ensure(lease.mirror, commit, lease.history)
+            store, head = gitdir.git, gitdir.head
+        owner = (lease.owner_uid, lease.owner_gid)
+        return Place(lease.directory, self._mirrors_path(lease.mirror), store, head, owner)
+
+    # -- kept trees ---------------------------------------------------------------------------------------------------
+
+    def _take_warm(self, lease: Lease) -> Path | None:
+        """The kept tree of this owner and mirror that was released last."""
+        wanted = _key(lease)
+        for place in range(len(self._warm) - 1, -1, -1):
+            if self._warm[place][0] == wanted:
+                return self._warm.pop(place)[1]
+        return None
+
+    def _keep(self, directory: Path, lease: Lease) -> bool:
+        """Keep a released tree for its owner's next checkout, unless there are enough."""
+        key = _key(lease)
+        of_owner = sum(1 for kept, _ in self._warm if kept == key)
+        if self._closed or of_owner >= _KEPT_EACH or len(self._warm) >= _KEPT or not (directory / "manifest").exists():
+            return False
+        warm = directory.with_name(f"{_WARM}{lease.id}")
+        try:
+            directory.rename(warm)
+        except OSError:
+            return False
+        self._warm.append((key, warm))
+        return True
+
+
+def _key(lease: Lease) -> tuple[int, str]:
+    return lease.owner_uid, lease.mirror.key
