@@ -1,7 +1,7 @@
 """What the daemon asks its workers to do with checkouts: one function each, that loads the doing module when it runs there.
 
-Owns the border: this module imports nothing that loads libgit2, so the daemon can name these functions and stay small. Each runs in a
-worker process; arguments and results cross by pickle.
+Owns the border: this module imports nothing that loads libgit2, so the daemon can name these functions and stay small. Each runs
+in a worker process; arguments and results cross by pickle.
 """
 
 from __future__ import annotations

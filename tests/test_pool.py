@@ -1,0 +1,107 @@
+"""The pool backend on its own: making, resetting and moving trees with real git, as root, for another user."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+
+import anyio
+import pytest
+from checkoutlab import USER, Pool, as_user, passable_directory, running_pool
+from gitrepos import Upstream, git
+
+from mirrord.model import History
+
+
+@pytest.fixture
+def run_pool(make_upstream: Callable[[str], Upstream]) -> Callable[..., None]:
+    def run(story: Callable[[Pool, list[str]], Awaitable[None]], commits: int = 4) -> None:
+        async def main() -> None:
+            upstream = make_upstream("upstream")
+            ids = upstream.history(commits)
+            with passable_directory() as state:
+                async with running_pool(state, upstream) as pool:
+                    await story(pool, ids)
+
+        anyio.run(main)
+
+    return run
+
+
+def test_a_checkout_is_its_owners_and_git_works_in_it(run_pool: Callable[..., None]) -> None:
+    """Another user's git finds a clean tree at the base commit that it owns, without complaints about ownership."""
+
+    async def story(pool: Pool, ids: list[str]) -> None:
+        lease = await pool.checkout(ids[2])
+        assert as_user(lease.tree_path, "status", "--porcelain", "--ignored") == ""
+        assert as_user(lease.tree_path, "rev-parse", "HEAD") == ids[2]
+        assert as_user(lease.tree_path, "write-tree") == lease.tree
+        assert len(as_user(lease.tree_path, "log", "--format=%H").splitlines()) == 3
+        as_user(lease.tree_path, "commit", "--allow-empty", "--quiet", "--message", "mine")
+        assert {path.lstat().st_uid for path in lease.tree_path.rglob("*") if ".git/objects/pack" not in str(path)} == {USER}
+
+    run_pool(story)
+
+
+def test_reset_moves_to_another_commit_by_the_difference(run_pool: Callable[..., None]) -> None:
+    """A file that both commits have keeps its inode."""
+
+    async def story(pool: Pool, ids: list[str]) -> None:
+        lease = await pool.checkout(ids[0])
+        inode = (lease.tree_path / "docs/page0.txt").stat().st_ino
+        proof = await pool.backend.reset(lease, pool.target(ids[3]))
+        assert proof.head == ids[3]
+        assert (lease.tree_path / "docs/page0.txt").stat().st_ino == inode
+        assert as_user(lease.tree_path, "rev-parse", "HEAD", "HEAD^{tree}").split() == [ids[3], proof.tree]
+        assert as_user(lease.tree_path, "status", "--porcelain", "--ignored") == ""
+
+    run_pool(story)
+
+
+def test_a_released_tree_serves_the_same_user_again(run_pool: Callable[..., None]) -> None:
+    """The next checkout of that uid and mirror takes the kept tree, cleaned; another uid never does."""
+
+    async def story(pool: Pool, ids: list[str]) -> None:
+        lease = await pool.checkout(ids[0])
+        inode = lease.tree_path.stat().st_ino
+        (lease.tree_path / "left.txt").write_text("behind")
+        await pool.backend.destroy(pool.leases.drop(lease), lease)
+        other = await pool.checkout(ids[0], uid=USER + 1)
+        assert other.tree_path.stat().st_ino != inode
+        again = await pool.checkout(ids[1])
+        assert again.tree_path.stat().st_ino == inode
+        assert as_user(again.tree_path, "status", "--porcelain", "--ignored") == ""
+        assert as_user(again.tree_path, "rev-parse", "HEAD") == ids[1]
+
+    run_pool(story)
+
+
+def test_a_linked_checkout_is_a_worktree_without_a_branch(run_pool: Callable[..., None]) -> None:
+    """The mirror lists it, detached and locked; nothing is left of it after it was destroyed."""
+
+    async def story(pool: Pool, ids: list[str]) -> None:
+        lease = await pool.checkout(ids[1], uid=os.getuid(), history=History.LINKED)
+        assert git(lease.tree_path, "status", "--porcelain", "--ignored") == ""
+        assert git(lease.tree_path, "rev-parse", "HEAD", "main").split() == [ids[1], ids[3]]
+        assert git(pool.mirror, "branch", "--list").split() == ["*", "main"]
+        await pool.backend.reset(lease, pool.target(ids[2]))
+        assert git(lease.tree_path, "rev-parse", "HEAD") == ids[2]
+        assert str(lease.tree_path) in git(pool.mirror, "worktree", "list")
+        await pool.backend.destroy(pool.leases.drop(lease), lease)
+        assert str(lease.tree_path) not in git(pool.mirror, "worktree", "list")
+
+    run_pool(story)
+
+
+def test_a_lost_manifest_means_a_tree_written_anew(run_pool: Callable[..., None]) -> None:
+    """A reset without a whole manifest trusts nothing that is there."""
+
+    async def story(pool: Pool, ids: list[str]) -> None:
+        lease = await pool.checkout(ids[1])
+        (lease.directory / "manifest").write_bytes(b"torn")
+        (lease.tree_path / "README").write_text("forged")
+        proof = await pool.backend.reset(lease, pool.target(ids[1]))
+        assert "anew" in proof.method
+        assert as_user(lease.tree_path, "status", "--porcelain", "--ignored") == ""
+
+    run_pool(story)
