@@ -240,7 +240,8 @@ def test_a_silent_daemon_misses_the_deadline(path: Path) -> None:
     """The timeout is the client's."""
     with (
         serving(path, {("GET", "/v1/status"): lambda h: time.sleep(0.2)}),
-        Client(path, timeout=timedelta(seconds=0.05)) as client,pytest.raises(errors.DeadlineError)
+        Client(path, timeout=timedelta(seconds=0.05)) as client,
+        pytest.raises(errors.DeadlineError),
     ):
         client.status()
 
@@ -248,9 +249,9 @@ def test_a_silent_daemon_misses_the_deadline(path: Path) -> None:
 @pytest.mark.parametrize("content", [b"<html>", b"[]", b'{"version": 1}'])
 def test_another_server_at_the_socket_is_told_as_such(path: Path, content: bytes) -> None:
     """Neither a traceback nor a made-up answer."""
-    with serving(path, {("GET", "/v1/status"): lambda h: h.answer(content)}), Client(path) as client:
-        with pytest.raises(errors.NoDaemonError, match="not a message of mirrord"):
-            client.status()
+    routes: Any = {("GET", "/v1/status"): lambda h: h.answer(content)}
+    with serving(path, routes), Client(path) as client, pytest.raises(errors.NoDaemonError, match="not a message of mirrord"):
+        client.status()
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -388,9 +389,9 @@ def test_waiting_raises_what_the_operation_failed_with(path: Path) -> None:
         "hint": None,
         "retry_after": 9,
     }
-    with serving(path, _operations({"state": "failed", "error": problem})), Client(path) as client:
-        with pytest.raises(errors.UpstreamThrottledError, match="slow down") as caught:
-            client.wait("op1")
+    routes = _operations({"state": "failed", "error": problem})
+    with serving(path, routes), Client(path) as client, pytest.raises(errors.UpstreamThrottledError, match="slow down") as caught:
+        client.wait("op1")
     assert caught.value.facts == {"retry_after": 9}
 
 

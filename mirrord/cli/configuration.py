@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import config
+from ..telemetry import masked
 from .session import Session
 
 if TYPE_CHECKING:
@@ -22,14 +23,18 @@ def check(ctx: typer.Context, file: Annotated[Path | None, typer.Argument(help="
     path = file or session.config_path() or config.find_path()
     settings = config.load(path)
     text = f"{path}: no faults" if path else "no configuration file: the defaults are in use"
-    session.answer(settings, lambda: [text])
+    session.answer(_without_secrets(settings), lambda: [text])
 
 
 def show(ctx: typer.Context) -> None:
-    """As TOML that a configuration file may hold, or with --json as an object."""
+    """As TOML that a configuration file may hold, or with --json as an object. Secrets in URLs are masked."""
     session = Session.of(ctx)
-    settings = config.load(session.config_path() or config.find_path())
+    settings = _without_secrets(config.load(session.config_path() or config.find_path()))
     session.answer(settings, lambda: _toml(settings))
+
+
+def _without_secrets(settings: Settings) -> Settings:
+    return config.Settings.model_validate_json(masked(settings.model_dump_json()))
 
 
 def _toml(settings: Settings) -> Iterator[str]:

@@ -1,0 +1,77 @@
+"""The doctor on this host, and on a state directory that is not well."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mirrord.cli.main import run
+from mirrord.config import Settings
+from mirrord.daemon.lock import StateLock
+from mirrord.doctor import Check, examine
+
+
+def _checks(state_dir: Path, socket: Path | None = None) -> dict[str, Check]:
+    settings = Settings(state_dir=state_dir, socket=socket or state_dir / "s")
+    return {check.name: check for check in examine(settings)}
+
+
+def test_every_check_answers_and_what_is_not_well_has_a_remedy(tmp_path: Path) -> None:
+    """A verdict alone helps nobody."""
+    checks = _checks(tmp_path / "state")
+    assert len(checks) == 23
+    assert all(check.fact for check in checks.values())
+    assert all(check.remedy for check in checks.values() if check.verdict != "ok")
+    assert {checks[name].verdict for name in ("git", "libgit2", "python packages", "kernel")} <= {"ok", "warn"}
+
+
+def test_nothing_is_changed(tmp_path: Path) -> None:
+    """Not even the state directory is made."""
+    _checks(tmp_path / "state")
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_state_directory_that_others_may_write_to_fails(tmp_path: Path) -> None:
+    """Whoever may write there can replace a template."""
+    tmp_path.chmod(0o777)
+    checks = _checks(tmp_path)
+    assert checks["state directory"].verdict == "fail"
+    assert "chmod 0711" in checks["state directory"].remedy
+    (tmp_path / "inner").mkdir(mode=0o711)
+    assert _checks(tmp_path / "inner")["its parents"].verdict == "fail"
+
+
+def test_a_socket_path_that_is_too_long_fails(tmp_path: Path) -> None:
+    """The kernel would refuse it only at the start."""
+    assert _checks(tmp_path, Path("/" + "x" * 150))["socket"].verdict == "fail"
+
+
+def test_a_daemon_that_holds_the_state_directory_is_named(tmp_path: Path) -> None:
+    """By what it wrote into its lock."""
+    assert _checks(tmp_path)["daemon"].fact == "none runs"
+    with StateLock(tmp_path):
+        assert '"pid"' in _checks(tmp_path)["daemon"].fact
+
+
+def test_unfinished_packs_are_leftovers(tmp_path: Path) -> None:
+    """Old ones only: a young one may be at work."""
+    import os
+
+    pack = tmp_path / "mirrors/a__b/objects/pack/tmp_pack_1"
+    pack.parent.mkdir(parents=True)
+    pack.touch()
+    assert _checks(tmp_path)["leftovers"].verdict == "ok"
+    os.utime(pack, (0, 0))
+    assert _checks(tmp_path)["leftovers"].verdict == "warn"
+
+
+def test_the_verb_ends_with_seven_when_something_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And prints all checks, as lines or as JSON."""
+    config = tmp_path / "config.toml"
+    config.write_text(f'state_dir = "{tmp_path}/state"\nsocket = "{"/" + "x" * 150}"\n')
+    assert run(["doctor", "--config", str(config)]) == 7
+    assert "choose a shorter" in capsys.readouterr().out
+    assert run(["doctor", "--config", str(config), "--json"]) == 7
+    assert {"name", "verdict", "fact", "remedy"} == set(json.loads(capsys.readouterr().out)[0])
