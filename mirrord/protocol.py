@@ -242,7 +242,7 @@ class RecordedCommit(Answer):
 
 
 class Instance(Answer):
-    """`patch`, `test_patch` and `commits` other than the base are present only in the grader view."""
+    """The patches, the tests and `commits` other than the base are present only in the grader view."""
 
     id: str
     dataset: str
@@ -253,6 +253,8 @@ class Instance(Answer):
     commits: list[RecordedCommit] | None = None
     patch: str | None = None
     test_patch: str | None = None
+    fail_to_pass: list[str] | None = None
+    pass_to_pass: list[str] | None = None
 
 
 class Finding(Answer):

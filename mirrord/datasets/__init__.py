@@ -1,0 +1,1 @@
+"""Datasets: files read, rows normalised, commits mirrored and pinned."""

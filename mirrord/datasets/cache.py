@@ -1,0 +1,55 @@
+"""Instances that were asked for lately, in memory, within a bound: what a warm checkout looks up without the database.
+
+Never older than the catalog: everything is forgotten when any dataset changes, and an answer that was under way then is not kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+
+from ..catalog import InstanceRow
+
+_ROW_OVERHEAD_BYTES = 1000
+_LIMIT_BYTES = 16 * 1024**2
+
+
+class InstanceCache:
+    """Least recently used first out. Belongs to one event loop."""
+
+    def __init__(self, load: Callable[[str], Awaitable[InstanceRow | None]], *, limit_bytes: int = _LIMIT_BYTES) -> None:
+        self._load = load
+        self._limit_bytes = limit_bytes
+        self._rows: OrderedDict[str, InstanceRow] = OrderedDict()
+        self._held_bytes = 0
+        self._generation = 0
+
+    async def find(self, identity: str) -> InstanceRow | None:
+        row = self._rows.get(identity)
+        if row is not None:
+            self._rows.move_to_end(identity)
+            return row
+        generation = self._generation
+        row = await self._load(identity)
+        if row is not None and generation == self._generation:
+            self._keep(row)
+        return row
+
+    def forget(self) -> None:
+        self._generation += 1
+        self._rows.clear()
+        self._held_bytes = 0
+
+    def _keep(self, row: InstanceRow) -> None:
+        size = _size_bytes(row)
+        if row.id in self._rows or size > self._limit_bytes // 16:
+            return
+        self._rows[row.id] = row
+        self._held_bytes += size
+        while self._held_bytes > self._limit_bytes:
+            self._held_bytes -= _size_bytes(self._rows.popitem(last=False)[1])
+
+
+def _size_bytes(row: InstanceRow) -> int:
+    tests = sum(len(test) + 60 for test in (*row.fail_to_pass, *row.pass_to_pass))
+    return _ROW_OVERHEAD_BYTES + len(row.patch or "") + len(row.test_patch or "") + tests

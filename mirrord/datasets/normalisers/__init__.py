@@ -1,0 +1,1 @@
+"""One module per format: what its rows record, in the terms of the catalog."""

@@ -1,0 +1,277 @@
+"""Datasets of the daemon: import, look up, remove.
+
+An import reads the file in a worker into a private spool, makes every commit it records servable and pinned, and only then
+replaces the dataset in the catalog, in one transaction; pins of rows that went away are removed last. So a crash at any moment
+leaves the old dataset whole with all its pins, at worst with pins too many, which the next start removes; importing again repairs
+whatever is missing. A dataset never claims a pin it has not: which commits are unpinned is what the pins say.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import anyio
+import structlog
+
+from ..catalog import Catalog, DatasetHead, InstanceRow
+from ..config import Settings
+from ..errors import DatasetNotFoundError, InstanceNotFoundError, InvalidNameError, MirrordError
+from ..git.workers import Workers
+from ..jobs.events import Events
+from ..mirrors.service import Mirrors
+from ..model import CommitId, CommitRole, DatasetName, MirrorName, parse_dataset_name, shown, utc_now
+from ..protocol import Dataset, DatasetSummary, FormatInfo, Instance, RecordedCommit
+from .cache import InstanceCache
+from .formats import format_infos
+from .pinning import Pinner, ProgressSink, Refused, owner_of
+from .reading import ReadResult, read_dataset
+
+_READ_TIMEOUT = timedelta(hours=1)
+_SPOOL_PREFIX = "dataset-"
+_SUFFIXES = re.compile(r"(?:\.(?:jsonl|ndjson|json|parquet|gz|zst))+$", re.IGNORECASE)
+
+log = structlog.get_logger()
+
+
+class Datasets:
+    """All datasets of one daemon. Work on one dataset waits in line; different ones go side by side."""
+
+    def __init__(
+        self,
+        *,
+        settings: Callable[[], Settings],
+        catalog: Catalog,
+        mirrors: Mirrors,
+        workers: Workers,
+        events: Events,
+        state_dir: Path,
+    ) -> None:
+        self._catalog = catalog
+        self._workers = workers
+        self._events = events
+        self._quarantine = state_dir / "quarantine"
+        self._pinner = Pinner(catalog=catalog, mirrors=mirrors, concurrency=lambda: settings().sync.concurrency)
+        self._cache = InstanceCache(catalog.find_instance)
+        self._locks: dict[str, anyio.Lock] = {}
+        self._listeners: list[Callable[[DatasetName], None]] = []
+
+    async def open(self) -> None:
+        """Remove what a killed import left: its spool, and pins of commits that no dataset records."""
+        await anyio.to_thread.run_sync(self._remove_spools)
+        owners = {row.owner for row in await self._catalog.list_stale_pins()}
+        for owner in sorted(owners):
+            dataset = DatasetName(owner.removeprefix("dataset/"))
+            async with self._locked(dataset):
+                await self._drop_stale_pins(dataset)
+
+    def on_change(self, listener: Callable[[DatasetName], None]) -> None:
+        """Call `listener` with the name of each dataset that was imported or removed."""
+        self._listeners.append(listener)
+
+    # -- import and removal -------------------------------------------------------------------------------------------
+
+    async def import_file(
+        self,
+        path: Path,
+        *,
+        name: str | None,
+        format: str | None,  # noqa: A002
+        source: str,
+        progress: ProgressSink | None = None,
+    ) -> dict[str, Any]:
+        """Make the dataset what the file says. `source` is what its owner calls the file; without `name` it names the dataset.
+
+        Answers `dataset` and `change` as JSON values. Raises InvalidDatasetError, InvalidNameError, ResourceError; what a
+        mirror lacks is no error but is in the dataset's `unpinned`.
+        """
+        dataset = parse_dataset_name(name) if name else name_from(source)
+        async with self._locked(dataset):
+            with self._spool() as spool:
+                read = await self._workers.call(
+                    read_dataset, path, Path(source).name or source, format, spool, timeout=_READ_TIMEOUT
+                )
+                answer = await self._take(dataset, read, source, spool, progress)
+        return answer
+
+    async def _take(
+        self, dataset: DatasetName, read: ReadResult, source: str, spool: Path, progress: ProgressSink | None
+    ) -> dict[str, Any]:
+        try:
+            refused = await self._pinner.pin_all(dataset, read.names, read.commits, progress)
+            change = await self._catalog.replace_dataset(_head(dataset, read, source, refused), spool)
+        except MirrordError:
+            await self._drop_stale_pins(dataset)
+            raise
+        finally:
+            self._cache.forget()
+        await self._drop_stale_pins(dataset)
+        self._changed(
+            "dataset.imported",
+            dataset,
+            added=len(change.added),
+            changed=len(change.changed),
+            removed=len(change.removed),
+            faults=read.fault_count,
+            unpinned=sum(map(len, refused.values())),
+        )
+        taken = await self.get(dataset)
+        return {"dataset": taken.model_dump(mode="json"), "change": change.model_dump(mode="json")}
+
+    async def repin(self, name: MirrorName) -> int:
+        """Try again what a mirror refused to pin, for all datasets: worth it after a sync. Answers how many are pinned now."""
+        wanted: dict[str, dict[CommitId, set[str]]] = {}
+        pinned = {(pin.owner, pin.commit) for pin in await self._catalog.list_pins(name.key)}
+        for row in await self._catalog.list_recorded(name.key):
+            if (owner_of(row.dataset), row.commit) not in pinned:
+                wanted.setdefault(row.dataset, {}).setdefault(row.commit, set()).add(str(row.role))
+        count = 0
+        for text, roles in wanted.items():
+            commits = {commit: ", ".join(sorted(words)) for commit, words in roles.items()}
+            count += len(commits) - len(await self._repin(DatasetName(text), name, commits))
+        return count
+
+    async def _repin(self, dataset: DatasetName, name: MirrorName, commits: dict[CommitId, str]) -> Refused:
+        async with self._locked(dataset):
+            refused = await self._pinner.pin_all(dataset, {name.key: name}, {name.key: commits}, None)
+            await self._catalog.put_refused(dataset, name.key, refused.get(name.key, {}))
+            await self._drop_stale_pins(dataset)  # an import may have changed the dataset before the lock was ours
+        return refused.get(name.key, {})
+
+    async def remove(self, name: str) -> None:
+        """Forget a dataset and remove its pins. Raises DatasetNotFoundError."""
+        dataset = parse_dataset_name(name)
+        async with self._locked(dataset):
+            if not await self._catalog.delete_dataset(dataset):
+                raise _no_dataset(name)
+            self._cache.forget()
+            await self._drop_stale_pins(dataset)
+        self._changed("dataset.removed", dataset)
+
+    # -- looking up ---------------------------------------------------------------------------------------------------
+
+    def formats(self) -> list[FormatInfo]:
+        """The formats that are read."""
+        return format_infos()
+
+    async def summaries(self) -> list[DatasetSummary]:
+        """Every dataset by its counts alone."""
+        return await self._catalog.summarise_datasets()
+
+    async def list(self) -> list[Dataset]:
+        return await self._catalog.list_datasets()
+
+    async def get(self, name: str) -> Dataset:
+        """Raises DatasetNotFoundError."""
+        found = await self._catalog.find_dataset(name)
+        if found is None:
+            raise _no_dataset(name)
+        return found
+
+    async def find_instance(self, identity: str) -> InstanceRow | None:
+        """An instance by its exact id, from memory when it was asked for lately.
+
+        Ids are case-sensitive. When several datasets have one, the dataset that was imported first answers, so that a new
+        dataset never changes what an id stands for.
+        """
+        return await self._cache.find(identity)
+
+    async def instance(self, identity: str, grader: bool) -> Instance:
+        """What the socket tells of an instance; its answer only to a grader. Raises InstanceNotFoundError."""
+        row = await self.find_instance(identity)
+        if row is None:
+            raise InstanceNotFoundError(
+                f"cannot find instance {shown(identity)}: no dataset has that id",
+                hint="ids are case-sensitive; `mirrord dataset list` shows the datasets; without an instance, ask for NAME@COMMIT",
+            )
+        return _grader_view(row) if grader else _agent_view(row)
+
+    # -- how ----------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _locked(self, dataset: DatasetName) -> AsyncIterator[None]:
+        async with self._locks.setdefault(dataset, anyio.Lock()):
+            yield
+
+    @contextmanager
+    def _spool(self) -> Iterator[Path]:
+        """A private place for the normalised rows. Not in the watched directory, where it would be imported."""
+        self._quarantine.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=_SPOOL_PREFIX, dir=self._quarantine, ignore_cleanup_errors=True) as directory:
+            yield Path(directory) / "rows.jsonl"
+
+    def _remove_spools(self) -> None:
+        for directory in self._quarantine.glob(f"{_SPOOL_PREFIX}*"):
+            shutil.rmtree(directory, ignore_errors=True)
+
+    async def _drop_stale_pins(self, dataset: DatasetName) -> None:
+        """Remove the dataset's pins of commits that it does not record. The dataset's lock must be held."""
+        stale = await self._catalog.list_stale_pins()
+        await self._pinner.unpin([row for row in stale if row.owner == owner_of(dataset)])
+
+    def _changed(self, event: str, dataset: DatasetName, **fields: int) -> None:
+        self._events.publish(event, dataset=dataset, **fields)
+        for listener in self._listeners:
+            listener(dataset)
+
+
+def name_from(source: str) -> DatasetName:
+    """A dataset's name from its file's. Raises InvalidNameError."""
+    stem = _SUFFIXES.sub("", Path(source).name)
+    name = re.sub(r"\.{2,}|[^A-Za-z0-9._-]+", "-", stem).lstrip("._-").rstrip(".")[:100]
+    try:
+        return parse_dataset_name(name)
+    except InvalidNameError as error:
+        raise InvalidNameError(
+            f"cannot name a dataset after {shown(source)}: nothing of it is left as a name", hint="choose a name with --name"
+        ) from error
+
+
+def _head(dataset: DatasetName, read: ReadResult, source: str, refused: dict[str, Refused]) -> DatasetHead:
+    return DatasetHead(
+        name=dataset,
+        format=read.format,
+        source=source,
+        sha256=read.sha256,
+        imported_at=utc_now(),
+        fault_count=read.fault_count,
+        faults=read.faults,
+        rules=read.rules,
+        refused={key: {str(commit): why for commit, why in reasons.items()} for key, reasons in refused.items()},
+    )
+
+
+def _no_dataset(name: str) -> DatasetNotFoundError:
+    return DatasetNotFoundError(
+        f"cannot find dataset {shown(name)}: there is none of that name", hint="`mirrord dataset list` shows those there are"
+    )
+
+
+def _agent_view(row: InstanceRow) -> Instance:
+    return Instance(
+        id=row.id,
+        dataset=row.dataset,
+        mirror=str(row.mirror),
+        repo=row.repo,
+        base_commit=row.base_commit,
+        commits=[RecordedCommit(commit=row.base_commit, role=CommitRole.BASE)],
+    )
+
+
+def _grader_view(row: InstanceRow) -> Instance:
+    return _agent_view(row).model_copy(
+        update={
+            "direction": row.direction,
+            "commits": [RecordedCommit(commit=commit, role=role) for commit, role in row.commits],
+            "patch": row.patch,
+            "test_patch": row.test_patch,
+            "fail_to_pass": list(row.fail_to_pass),
+            "pass_to_pass": list(row.pass_to_pass),
+        }
+    )
