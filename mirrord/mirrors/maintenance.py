@@ -1,8 +1,8 @@
 """Keeping a mirror fast and small: packs, commit-graph, multi-pack index, refs, leftovers.
 
-Owns when what is packed. Never drops an object that a ref reaches: git refuses to repack when one is missing. What nothing reaches
-is kept in a cruft pack and expires thirty days after it was last written, so an object that was fetched by id and not yet pinned is
-safe. A killed git's temporary files are removed by name, when they are old and no process holds them.
+Owns when what is packed. Never drops an object that a ref reaches: git refuses to repack when one is missing. What nothing
+reaches is kept in a cruft pack and expires thirty days after it was last written, so an object that was fetched by id and not
+yet pinned is safe. A killed git's temporary files are removed by name, when they are old and no process holds them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _OLD = timedelta(hours=1)
 _DEADLINE = timedelta(hours=6)
 _STAMP = "mirrord-repacked"
 _EXPIRATION = "30.days.ago"
-_LEFTOVERS = re.compile(r"(tmp_(pack|idx|rev|obj|midx|graph|bitmap)_\w+|\.tmp-\d+-pack-.*|.*\.lock|gc\.pid|mirrord-transaction\.new)")
+_LEFTOVERS = re.compile(
+    r"(tmp_(pack|idx|rev|obj|midx|graph|bitmap)_\w+|\.tmp-\d+-pack-.*|.*\.lock|gc\.pid|mirrord-transaction\.new)"
+)
 
 log = structlog.get_logger()
 

@@ -55,6 +55,8 @@ async def sync(fetcher: Fetcher, patterns: Sequence[str]) -> SyncResult:
     await recover(repository)
     present = await repository.all_refs()
     failed = await _fetch_missing(fetcher, offer, present)
+    if offer.refs and len(failed) == len(set(offer.refs.values())) and not theirs(present):
+        raise next(iter(failed.values()))
     faults = [*offer.faults, *_faults(offer, failed)]
     target = _target(offer, theirs(present), failed)
     changes = await classify(repository, compare(theirs(present), target))

@@ -1,0 +1,86 @@
+"""After a start: what the disk holds is the truth, and the catalog follows.
+
+Owns the one pass over all mirrors at the start. It finishes interrupted transactions, removes locks and temporary files of gits
+that died with the last daemon, adopts mirrors and pins that the catalog does not know, and drops pins that no ref keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import anyio
+import structlog
+
+from ..catalog.catalog import Catalog
+from ..catalog.rows import MirrorRow, PinRow
+from ..errors import InvalidNameError, MirrordError
+from ..model import MirrorName, utc_now
+from .fetch import unmark
+from .maintenance import remove_leftovers
+from .pins import read_pins
+from .present import problem_of
+from .repository import Repository
+from .transaction import recover
+
+log = structlog.get_logger()
+
+
+async def reconcile(
+    catalog: Catalog, root: Path, repository: Callable[[MirrorName], Repository], default_url: Callable[[MirrorName], str]
+) -> None:
+    """Bring disk and catalog in line. One mirror that cannot be is marked as failed and does not stop the others."""
+    rows = {row.name.key: row for row in await catalog.list_mirrors()}
+    on_disk = _names(root)
+    for name in on_disk:
+        if name.key not in rows:
+            row = MirrorRow(name=name, url=default_url(name), added_at=utc_now())
+            await catalog.put_mirror(row)
+            log.warning("mirror.adopted", mirror=str(name))
+        await _reconcile_one(catalog, repository(name))
+    for key in rows.keys() - {name.key for name in on_disk}:
+        await _forget_state(catalog, rows[key])
+
+
+def _names(root: Path) -> list[MirrorName]:
+    names = []
+    for path in sorted(root.iterdir()):
+        try:
+            names.append(MirrorName.parse(path.name))
+        except InvalidNameError:
+            log.warning("mirror.ignored", path=path.name)
+    return names
+
+
+async def _reconcile_one(catalog: Catalog, repository: Repository) -> None:
+    try:
+        # no git of ours runs at a start, so age says nothing; who still holds a file does
+        await anyio.to_thread.run_sync(remove_leftovers, repository.path, timedelta())
+        await recover(repository)
+        await unmark(repository)
+        await _follow_pins(catalog, repository)
+    except MirrordError as error:
+        await catalog.update_mirror(repository.name.key, error=problem_of(error))
+        log.warning("mirror.damaged", mirror=str(repository.name), code=error.code, detail=error.message)
+
+
+async def _follow_pins(catalog: Catalog, repository: Repository) -> None:
+    there = set(read_pins(await repository.all_refs()))
+    said = {(row.owner, row.commit) for row in await catalog.list_pins(repository.name.key)}
+    now = utc_now()
+    await catalog.put_pins(
+        [PinRow(repository.name, commit, owner, "found in the mirror", now) for owner, commit in sorted(there - said)]
+    )
+    for owner, commit in sorted(said - there):
+        await catalog.delete_pins(repository.name.key, [commit], owner)
+        log.warning("pin.lost", mirror=str(repository.name), commit=commit, owner=owner)
+
+
+async def _forget_state(catalog: Catalog, row: MirrorRow) -> None:
+    """A mirror without a directory was never synced, or somebody deleted it: the next sync clones it again."""
+    for pin in await catalog.list_pins(row.name.key):
+        await catalog.delete_pins(row.name.key, [pin.commit], pin.owner)
+    if row.synced_at is not None:
+        log.warning("mirror.gone", mirror=str(row.name))
+        await catalog.update_mirror(row.name.key, synced_at=None, ref_count=None, kept_count=None, size_bytes=None)

@@ -1,0 +1,370 @@
+"""The mirrors of a daemon: the one class that the rest of it talks to.
+
+Owns `mirrors/` and `quarantine/` of the state directory and the mirrors' rows of the catalog. One lock for each mirror: a sync, a
+pin, maintenance, a heal and a removal exclude each other; readers take none, because objects are only added and refs move as a
+whole. A first clone is built in quarantine and renamed, so a mirror that exists is complete. The refs are the truth: a start
+finishes what a crash interrupted and brings the catalog in line.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import anyio
+import structlog
+
+from ..catalog.catalog import Catalog
+from ..catalog.rows import MirrorRow, PinRow
+from ..config import Settings
+from ..errors import InvalidNameError, MirrordError, MirrorExistsError, MirrorInUseError, MirrorNotFoundError, UpstreamError
+from ..git.command import Git
+from ..git.workers import Workers
+from ..jobs.events import Events
+from ..model import CommitId, MirrorName, shown, utc_now
+from ..protocol import Mirror, Pin, RefDiff, RefRecord
+from . import history, pins
+from .backoff import Hosts
+from .fetch import Fetcher
+from .flights import Flights, ProgressSink
+from .maintenance import maintain, size_bytes
+from .present import problem_of, shown_mirror
+from .quarantine import Quarantine, accept_objects
+from .reconcile import reconcile
+from .repository import Repository
+from .sync import SyncResult, move_refs, sync
+from .transaction import flush_directory
+from .upstream import Upstream, parse_upstream, upstream_url
+
+_RESOLVE_TIMEOUT = timedelta(seconds=30)
+
+log = structlog.get_logger()
+
+
+class Mirrors:
+    """All mirrors. Its methods take the locks they need; `lock` is for work of others on a mirror's objects."""
+
+    def __init__(self, *, settings: Callable[[], Settings], git: Git, workers: Workers, catalog: Catalog, events: Events) -> None:
+        self._settings = settings
+        self._git = git
+        self._workers = workers
+        self._catalog = catalog
+        self._events = events
+        self._root = settings().state_dir / "mirrors"
+        self._quarantine = Quarantine(settings().state_dir / "quarantine")
+        self._hosts = Hosts(concurrency=lambda: settings().sync.concurrency)
+        self._locks: dict[str, anyio.Lock] = {}
+        self._syncs: Flights[SyncResult] = Flights()
+
+    async def open(self) -> None:
+        """Finish or remove what a crash left, then bring disk and catalog in line."""
+        for path in (self._root, self._quarantine.root):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        await self._quarantine.clean()
+        await reconcile(self._catalog, self._root, self._repository, self._default_url)
+
+    async def close(self) -> None:
+        """Cancel running syncs; each leaves its mirror as it was."""
+        await self._syncs.close()
+
+    # -- which mirrors there are --------------------------------------------------------------------------------------
+
+    async def add(self, repo: str, url: str | None = None) -> MirrorRow:
+        """Register a mirror; the first sync fills it. The same again answers the row that exists.
+
+        Raises InvalidNameError, InvalidUrlError, MirrorExistsError when it exists with another URL.
+        """
+        name = MirrorName.parse(repo)
+        upstream = parse_upstream(url or self._default_url(name))
+        async with self.lock(name):
+            found = await self._catalog.find_mirror(name.key)
+            if found is None:
+                row = MirrorRow(name=name, url=upstream.url, added_at=utc_now())
+                await self._catalog.put_mirror(row)
+                self._events.publish("mirror.added", mirror=str(name), url=upstream.shown)
+                return row
+        if url is not None and found.url != upstream.url:
+            raise MirrorExistsError(
+                f"cannot add mirror {name}: it exists with another upstream",
+                hint=f"remove it first, or sync it as it is: `mirrord mirror show {found.name}`",
+                mirror=str(found.name),
+            )
+        return found
+
+    async def get(self, text: str) -> MirrorRow:
+        """A mirror by any spelling; raises MirrorNotFoundError."""
+        try:
+            key = MirrorName.parse(text).key
+        except InvalidNameError as error:
+            raise _not_found(text) from error
+        found = await self._catalog.find_mirror(key)
+        if found is None:
+            raise _not_found(text)
+        return found
+
+    def path(self, name: MirrorName) -> Path:
+        """The bare repository of a mirror, named as in its row."""
+        return self._root / str(name)
+
+    async def list(self) -> builtins.list[Mirror]:
+        counts = await self._catalog.count_pins()
+        return [shown_mirror(row, counts.get(row.name.key, 0)) for row in await self._catalog.list_mirrors()]
+
+    async def describe(self, name: MirrorName) -> Mirror:
+        row = await self.get(str(name))
+        return shown_mirror(row, (await self._catalog.count_pins()).get(row.name.key, 0))
+
+    async def remove(self, name: MirrorName) -> None:
+        """Delete a mirror with everything in it. Refused while a dataset records it, a pin keeps it or a worktree is linked."""
+        row = await self.get(str(name))
+        async with self.lock(row.name):
+            await self._must_be_unused(row)
+            await self._catalog.delete_mirror(row.name.key)
+            if self.path(row.name).exists():
+                await self._quarantine.discard(self.path(row.name))
+        self._events.publish("mirror.removed", mirror=str(row.name))
+
+    async def _must_be_unused(self, row: MirrorRow) -> None:
+        datasets = sorted({recorded.dataset for recorded in await self._catalog.list_recorded(row.name.key)})
+        owners = sorted({pin.owner for pin in await self._catalog.list_pins(row.name.key)})
+        worktrees = self.path(row.name) / "worktrees"
+        linked = worktrees.is_dir() and any(worktrees.iterdir())
+        used = [*(f"dataset {name} records it" for name in datasets), *(f"{owner} pins it" for owner in owners)]
+        used += ["a linked checkout uses it"] if linked else []
+        if used:
+            raise MirrorInUseError(
+                f"cannot remove mirror {row.name}: {used[0]}",
+                hint="remove the dataset, the pins and the linked checkouts first",
+                mirror=str(row.name),
+                used_by=used,
+            )
+
+    @asynccontextmanager
+    async def lock(self, name: MirrorName) -> AsyncIterator[None]:
+        """Exclude syncs, pins, maintenance, heals and removal of one mirror."""
+        async with self._locks.setdefault(name.key, anyio.Lock()):
+            yield
+
+    # -- following upstream -------------------------------------------------------------------------------------------
+
+    async def sync(self, name: MirrorName, progress: ProgressSink | None = None) -> SyncResult:
+        """Bring a mirror up to date; joins the sync that runs already. Raises the UpstreamError that also lands in its row."""
+        row = await self.get(str(name))
+        return await self._syncs.join(row.name.key, lambda sink: self._sync(row, sink), progress)
+
+    async def _sync(self, row: MirrorRow, progress: ProgressSink) -> SyncResult:
+        key = row.name.key
+        started_at = utc_now()
+        try:
+            upstream = parse_upstream(row.url)
+            async with self.lock(row.name), self._hosts.turn(upstream.host):
+                result = await self._sync_locked(row, upstream, progress)
+                await self._record(row, result)
+        except MirrordError as error:
+            await self._catalog.update_mirror(key, attempted_at=started_at, error=problem_of(error))
+            self._events.publish("mirror.failed", mirror=str(row.name), code=error.code, detail=error.message)
+            raise
+        self._events.publish(
+            "mirror.synced",
+            mirror=str(row.name),
+            changed=result.changed,
+            summary=result.summary,
+            faults=len(result.faults),
+            duration_s=round((utc_now() - started_at).total_seconds(), 3),
+        )
+        return result
+
+    async def _sync_locked(self, row: MirrorRow, upstream: Upstream, progress: ProgressSink) -> SyncResult:
+        patterns = self._settings().upstream.refs
+        if self.path(row.name).exists():
+            return await sync(self._fetcher(self._repository(row.name), upstream, progress), patterns)
+        async with self._quarantine.directory("clone") as directory:
+            building = Repository(self._git, row.name, directory / "repository")
+            await building.create()
+            result = await sync(self._fetcher(building, upstream, progress), patterns)
+            building.path.rename(self.path(row.name))
+            await anyio.to_thread.run_sync(flush_directory, self._root)
+        return result
+
+    async def _record(self, row: MirrorRow, result: SyncResult) -> None:
+        now = utc_now()
+        await self._catalog.update_mirror(
+            row.name.key,
+            default_branch=result.default_branch,
+            ref_count=result.ref_count,
+            kept_count=result.kept_count,
+            size_bytes=await anyio.to_thread.run_sync(size_bytes, self.path(row.name)),
+            synced_at=now,
+            attempted_at=now,
+            error=None,
+            ref_faults=[fault.model_dump(mode="json") for fault in result.faults],
+        )
+
+    async def maintain(self, name: MirrorName, progress: ProgressSink | None = None) -> None:
+        """Pack a mirror and remove leftovers."""
+        row = await self.get(str(name))
+        if not self.path(row.name).exists():
+            return
+        async with self.lock(row.name):
+            await maintain(self._repository(row.name), progress)
+        size = await anyio.to_thread.run_sync(size_bytes, self.path(row.name))
+        await self._catalog.update_mirror(row.name.key, size_bytes=size)
+        self._events.publish("mirror.maintained", mirror=str(row.name), size_bytes=size)
+
+    # -- commits ------------------------------------------------------------------------------------------------------
+
+    async def resolve(self, name: MirrorName, commitish: str) -> tuple[CommitId, str]:
+        """The commit and tree that a branch, tag or id names; raises CommitNotFoundError."""
+        row = await self._synced(name)
+        found: tuple[CommitId, str] = await self._workers.call(
+            "mirrord.git.objects:resolve", self.path(row.name), commitish, timeout=_RESOLVE_TIMEOUT
+        )
+        return found
+
+    async def ensure_commits(
+        self, name: MirrorName, commits: Collection[CommitId], progress: ProgressSink | None = None
+    ) -> dict[CommitId, str]:
+        """Fetch by id what is absent, from upstream and then from the fallbacks; answers those still missing with the reason."""
+        row = await self._synced(name, progress)
+        repository = self._repository(row.name)
+        async with self.lock(row.name):
+            missing = [CommitId(oid) for oid in sorted(await repository.absent(commits))]
+            reasons: dict[CommitId, str] = {}
+            for upstream in self._sources(row):
+                if missing:
+                    found_out = await self._fetch_from(upstream, repository, missing, progress)
+                    reasons = {oid: reasons.get(oid, reason) for oid, reason in found_out.items()}
+                    missing = sorted(reasons)
+        return {commit: reasons[commit] for commit in missing}
+
+    async def _fetch_from(
+        self, upstream: Upstream, repository: Repository, commits: builtins.list[CommitId], progress: ProgressSink | None
+    ) -> dict[CommitId, str]:
+        try:
+            async with self._hosts.turn(upstream.host):
+                failed = await self._fetcher(repository, upstream, progress).fetch(commits)
+        except UpstreamError as error:
+            return dict.fromkeys(commits, error.message)
+        return {CommitId(oid): error.message for oid, error in failed.items()}
+
+    async def refetch(
+        self, name: MirrorName, commits: Collection[CommitId], progress: ProgressSink | None = None
+    ) -> dict[CommitId, str]:
+        """Fetch commits with all they reach as if nothing were there, and add the objects; answers those that did not come.
+
+        A plain fetch never brings back a lost object: it says it has what its refs reach.
+        """
+        row = await self._synced(name, progress)
+        missing = sorted(commits)
+        reasons: dict[CommitId, str] = {}
+        async with self.lock(row.name):
+            for upstream in self._sources(row):
+                if missing:
+                    reasons = await self._refetch_from(upstream, row.name, missing, progress)
+                    missing = sorted(reasons)
+        return reasons
+
+    async def _refetch_from(
+        self, upstream: Upstream, name: MirrorName, commits: builtins.list[CommitId], progress: ProgressSink | None
+    ) -> dict[CommitId, str]:
+        async with self._quarantine.directory("refetch") as directory:
+            fresh = Repository(self._git, name, directory / "repository")
+            await fresh.create()
+            failed = await self._fetch_from(upstream, fresh, commits, progress)
+            await anyio.to_thread.run_sync(accept_objects, fresh.objects, self.path(name) / "objects")
+        return failed
+
+    # -- pins ---------------------------------------------------------------------------------------------------------
+
+    async def pin(self, name: MirrorName, commits: Collection[CommitId], *, owner: str, reason: str) -> dict[CommitId, str]:
+        """Keep commits alive for an owner, once all they reach was found here; answers those refused with the reason."""
+        pins.check_owner(owner)
+        row = await self._synced(name)
+        repository = self._repository(row.name)
+        async with self.lock(row.name):
+            refused = await pins.must_be_commits(repository, commits)
+            refused |= await pins.verify(repository, set(commits) - refused.keys())
+            proven = sorted(set(commits) - refused.keys())
+            await pins.write_pins(repository, proven, owner)
+            now = utc_now()
+            await self._catalog.put_pins([PinRow(row.name, commit, owner, reason, now) for commit in proven])
+        if proven:
+            self._events.publish("commits.pinned", mirror=str(row.name), owner=owner, count=len(proven), refused=len(refused))
+        return refused
+
+    async def unpin(self, name: MirrorName, commits: Collection[CommitId], *, owner: str) -> None:
+        """Give pins of an owner up. The catalog's row goes first: a crash leaves a pin too many, never one that is only said."""
+        pins.check_owner(owner)
+        row = await self.get(str(name))
+        async with self.lock(row.name):
+            await self._catalog.delete_pins(row.name.key, commits, owner)
+            if self.path(row.name).exists():
+                await pins.delete_pins(self._repository(row.name), commits, owner)
+        self._events.publish("commits.unpinned", mirror=str(row.name), owner=owner, count=len(commits))
+
+    async def list_pins(self, name: MirrorName | None = None) -> builtins.list[Pin]:
+        rows = await self._catalog.list_pins(name.key if name else None)
+        return [
+            Pin(mirror=str(row.mirror), commit=row.commit, owner=row.owner, reason=row.reason, created_at=row.created_at)
+            for row in rows
+        ]
+
+    # -- ref history --------------------------------------------------------------------------------------------------
+
+    async def refs_log(self, name: MirrorName) -> builtins.list[RefRecord]:
+        """The newest first."""
+        row = await self._synced(name)
+        return await history.list_records(self._repository(row.name))
+
+    async def refs_diff(self, name: MirrorName, a: str, b: str) -> RefDiff:
+        """What changed between two records, each named by id or time."""
+        row = await self._synced(name)
+        repository = self._repository(row.name)
+        old = await history.find_record(repository, a)
+        new = await history.find_record(repository, b)
+        changes = await history.diff_records(repository, old.id, new.id, await repository.all_refs())
+        return RefDiff(mirror=str(row.name), a=old.id, b=new.id, changes=changes)
+
+    async def refs_restore(self, name: MirrorName, at: str, progress: ProgressSink | None = None) -> RefDiff:
+        """Put the refs back to a record. Nothing is lost: the tips they leave are kept. The next sync follows upstream again."""
+        row = await self._synced(name)
+        repository = self._repository(row.name)
+        async with self.lock(row.name):
+            record = await history.find_record(repository, at)
+            before = await history.find_record(repository, "latest")
+            refs, head = await history.read_refs(repository, record.id)
+            changes = await move_refs(repository, refs, head, why=f"restore {record.id[:12]}")
+        self._events.publish("refs.restored", mirror=str(row.name), at=record.id, changes=len(changes))
+        return RefDiff(mirror=str(row.name), a=before.id, b=record.id, changes=changes)
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    async def _synced(self, name: MirrorName, progress: ProgressSink | None = None) -> MirrorRow:
+        """The row of a mirror that is on disk; one that is not yet is synced now."""
+        row = await self.get(str(name))
+        if not self.path(row.name).exists():
+            await self.sync(row.name, progress)
+        return row
+
+    def _repository(self, name: MirrorName) -> Repository:
+        return Repository(self._git, name, self.path(name))
+
+    def _fetcher(self, repository: Repository, upstream: Upstream, progress: ProgressSink | None) -> Fetcher:
+        return Fetcher(repository, upstream, self._quarantine, self._settings().upstream.timeout, progress)
+
+    def _default_url(self, name: MirrorName) -> str:
+        """The URL of the [[mirror]] table that names it, else the template."""
+        own = (m.url for m in self._settings().mirror if MirrorName.parse(m.repo).key == name.key and m.url)
+        return next(own, None) or upstream_url(self._settings().upstream.url, name)
+
+    def _sources(self, row: MirrorRow) -> builtins.list[Upstream]:
+        """Upstream, then the fallbacks."""
+        urls = [row.url, *(upstream_url(template, row.name) for template in self._settings().upstream.fallbacks)]
+        return [parse_upstream(url) for url in urls]
+
+
+def _not_found(text: str) -> MirrorNotFoundError:
+    return MirrorNotFoundError(f"cannot find mirror {shown(text)}: nobody added it", hint="`mirrord mirror list` shows all")
