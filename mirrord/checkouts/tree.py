@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import CommitUnservableError
-from ..git.objects import CommitInfo, Conversions, Objects, TreeChange, TreeEntry, changes, open_objects, read_commit, walk
+from ..git.objects import Conversions, Objects, TreeChange, TreeEntry, changes, open_objects, read_commit, walk
 from ..host.files import full_disk_named, open_directory, opened
 from .entries import conversions_for, is_attributes, mtime_for, recorded, unrecorded, write_entries
 from .manifest import DIRECTORY, Entry, Manifest

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import CheckoutBusyError
-from ..host.files import find_stat, is_locked, open_child, remove, set_owner, shown_path, unlock, write_all
+from ..host.files import find_stat, is_locked, make_whiteout, open_child, remove, set_owner, shown_path, unlock, write_all
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
@@ -69,6 +69,11 @@ class TreeWriter:
             os.symlink(target, name, dir_fd=directory)
         owner = self._owner or (os.geteuid(), os.getegid())
         return set_owner(directory, name, *owner, mtime_ns=self._mtime[0])
+
+    def write_whiteout(self, path: bytes) -> None:
+        """Hide a name of the overlay layers below; its directories are made. For layers only."""
+        self.make_directories(path.rpartition(b"/")[0])
+        make_whiteout(*self.locate(path))
 
     def make_directory(self, path: bytes) -> None:
         """Make a directory; one that is there and sound is kept with what is in it, anything else is replaced."""

@@ -18,7 +18,7 @@ from .repositories import Objects
 from .trees import TreeEntry
 
 _FLAGS = AttrCheck.INDEX_ONLY | AttrCheck.NO_SYSTEM | AttrCheck.INCLUDE_COMMIT
-_RELEVANT = re.compile(rb"crlf|eol|ident|encoding")
+_RELEVANT = re.compile(rb"crlf|ident|encoding")
 _IDENT = re.compile(rb"\$Id(?:\$|:([^$\n]*)\$)")
 _BOMS = {"utf-16le-bom": (codecs.BOM_UTF16_LE, "utf-16-le"), "utf-16be-bom": (codecs.BOM_UTF16_BE, "utf-16-be")}
 # What counts as text: printable, tab, newline, carriage return, backspace, escape, form feed (gather_stats in convert.c).

@@ -1,0 +1,74 @@
+"""Proof that a layer holds what its record says, by content, whiteouts included.
+
+Owns the comparison that is made before anybody gets a layer, after a reboot, and in a scrub. Sync; runs in workers; never mends.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import ProofFailedError
+from ..host.files import open_directory, opened, shown_path
+from .hashing import hash_tree, prove_files, tree_id
+from .layer import Layer, chain_of, files_path
+from .manifest import Manifest
+from .scan import iter_extra
+from .stacks import laid_on, parents, read_manifest
+from .writer import TreeWriter
+
+_HINT = "it will be built again"
+
+
+def verify_layer(trees: Path, layer: Layer, known: Sequence[Layer]) -> None:
+    """Read a layer again and compare it with its record; raises ProofFailedError."""
+    files = files_path(trees, layer)
+    try:
+        manifest = Manifest.load(trees / layer.name / "manifest")
+        if layer.base is None:
+            prove_tree_id(hash_tree(files, manifest), layer.tree)
+            prove_nothing_else(files, set(manifest.files))
+        else:
+            below = read_manifest(trees, chain_of(layer, known)[1:])
+            whole = laid_on(below, manifest, layer)
+            prove_delta(files, manifest, [p for p in layer.whiteouts if p not in manifest.files])
+            prove_tree_id(tree_id(whole), layer.tree)
+    except (OSError, KeyError) as error:
+        raise ProofFailedError(f"cannot prove template layer {layer.name}: {error}", hint=_HINT) from error
+
+
+def prove_delta(files: Path, manifest: Manifest, whiteouts: Sequence[bytes]) -> None:
+    prove_files(files, manifest.files, (path for path, entry in manifest.files.items() if not entry.is_directory))
+    _prove_directories(files, [path for path, entry in manifest.files.items() if entry.is_directory])
+    with opened(open_directory(files)) as root, TreeWriter(root, mtime_ns=0) as reader:
+        for path in whiteouts:
+            found = reader.find_stat(path)
+            if found is None or not stat.S_ISCHR(found.st_mode) or found.st_rdev != 0:
+                raise ProofFailedError(f"cannot prove {shown_path(path)}: its whiteout is missing", hint=_HINT)
+    above = {parent for path in (*manifest.files, *whiteouts) for parent in parents(path)}
+    prove_nothing_else(files, {*manifest.files, *whiteouts, *above})
+
+
+def _prove_directories(files: Path, paths: Sequence[bytes]) -> None:
+    """A directory of a delta is a directory; what is in it was, or will be, looked at by name."""
+    with opened(open_directory(files)) as root, TreeWriter(root, mtime_ns=0) as reader:
+        for path in paths:
+            found = reader.find_stat(path)
+            if found is None or stat.S_IFMT(found.st_mode) != stat.S_IFDIR or stat.S_IMODE(found.st_mode) != 0o755:
+                raise ProofFailedError(f"cannot prove {shown_path(path)}: it is no directory", hint=_HINT)
+
+
+def prove_nothing_else(files: Path, expected: set[bytes]) -> None:
+    with opened(open_directory(files)) as root:
+        top = [os.fsencode(name) for name in os.listdir(root)]
+    for name in top:
+        for path, _ in iter_extra(files, name):
+            if path not in expected:
+                raise ProofFailedError(f"cannot prove {shown_path(path)}: it does not belong there", hint=_HINT)
+
+
+def prove_tree_id(found: str, expected: str) -> None:
+    if found != expected:
+        raise ProofFailedError(f"cannot prove tree {expected}: what was written hashes to {found}", hint=_HINT)

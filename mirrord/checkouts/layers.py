@@ -1,0 +1,149 @@
+"""Layers of overlay templates, built: a whole tree (keyframe), or what differs from another layer's tree (delta).
+
+Owns the choice between the two, and what goes into `files/`, the directory that overlayfs gets: changed files, and a whiteout (character
+device 0/0) for each name to hide. A layer is proven by content before it is anybody's. Sync; runs in workers. It is built under a
+temporary name, which the caller renames or removes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..git.objects import CommitInfo, Objects, TreeChange, changes, open_objects, read_commit
+from ..host.files import full_disk_named, open_directory, opened
+from .entries import conversions_for, is_attributes, mtime_for, recorded, unrecorded, write_entries
+from .hashing import hash_tree, tree_id
+from .layer import Layer, chain_of, write_record
+from .layerproof import prove_delta, prove_nothing_else, prove_tree_id
+from .manifest import Manifest
+from .stacks import laid_on, read_manifest
+from .tree import materialise, reconverted, root_entry
+from .writer import TreeWriter
+
+DEPTH_MAX = 16
+_CANDIDATES = 8
+_DELTA_SHARE = 3  # a delta may be at most one third of a whole tree
+_DEPTH_COST_BYTES = 64 * 1024  # what one more layer to look names up in is worth
+_BLOCK_BYTES = 4096
+
+
+def build_layer(git_dir: Path, commit: str, trees: Path, temporary: Path, known: Sequence[Layer]) -> Layer:
+    """Build and verify the layer of a commit's tree in the directory `temporary`: on the nearest of the `known` layers when that is
+    small, else whole.
+
+    Raises CommitUnservableError, CorruptObjectError, ProofFailedError, DiskFullError.
+    """
+    with open_objects(git_dir) as objects, full_disk_named(f"a template of {commit[:12]}"):
+        info = read_commit(objects, commit)
+        temporary.mkdir(mode=0o700)
+        base = _choose_base(objects, info, known)
+        if base is None:
+            layer = _build_keyframe(git_dir, info, temporary)
+        else:
+            layer = _build_delta(objects, info, trees, temporary, base, known)
+        write_record(temporary, layer)
+    return layer
+
+
+# -- which base ---------------------------------------------------------------------------------------------------------
+
+
+def _choose_base(objects: Objects, info: CommitInfo, known: Sequence[Layer]) -> Layer | None:
+    """The layer that costs least to build on; None where a whole tree is better. Looks at those near in time only."""
+    usable = sorted((layer for layer in known if layer.depth < DEPTH_MAX), key=lambda layer: abs(layer.time - info.time))
+    keyframes = [layer for layer in usable if layer.base is None][:_CANDIDATES]
+    candidates = {layer.tree: layer for layer in (*usable[:_CANDIDATES], *keyframes)}.values()
+    costs = [(_cost(objects, layer.tree, info.tree), layer) for layer in candidates]
+    fitting = [(cost, layer) for cost, layer in costs if cost * _DELTA_SHARE <= layer.whole_bytes]
+    best = min(fitting, key=lambda pair: pair[0] + pair[1].depth * _DEPTH_COST_BYTES, default=None)
+    return best[1] if best else None
+
+
+def _cost(objects: Objects, old: str, new: str) -> int:
+    """The disk space of a delta, about: a block for each directory and whiteout, whole blocks for each file."""
+    total = 0
+    for step in changes(objects, old, new):
+        total += _BLOCK_BYTES
+        if step.new and not (step.new.is_tree or step.new.is_submodule):
+            total += objects.blob_size(step.new.oid)
+    return total
+
+
+# -- building -----------------------------------------------------------------------------------------------------------
+
+
+def _build_keyframe(git_dir: Path, info: CommitInfo, temporary: Path) -> Layer:
+    manifest = materialise(git_dir, info.commit, temporary / "files")
+    prove_tree_id(hash_tree(temporary / "files", manifest), info.tree)
+    prove_nothing_else(temporary / "files", set(manifest.files))
+    manifest.save(temporary / "manifest")
+    size = disk_bytes(temporary / "files")
+    return Layer(info.tree, None, info.commit, info.time, 1, size, size)
+
+
+def _build_delta(
+    objects: Objects, info: CommitInfo, trees: Path, temporary: Path, base: Layer, known: Sequence[Layer]
+) -> Layer:
+    below = read_manifest(trees, chain_of(base, known))
+    steps = list(changes(objects, base.tree, info.tree))
+    files = temporary / "files"
+    files.mkdir(mode=0o755)
+    with opened(open_directory(files)) as root, TreeWriter(root, mtime_ns=mtime_for(info.time)) as writer:
+        manifest = _write_delta(objects, info, below, steps, writer)
+        whiteouts = _whiteouts(steps)
+        for path in whiteouts:
+            writer.write_whiteout(path)
+    manifest.save(temporary / "manifest")
+    layer = Layer(
+        tree=info.tree,
+        base=base.tree,
+        commit=info.commit,
+        time=info.time,
+        depth=base.depth + 1,
+        size_bytes=disk_bytes(files),
+        whole_bytes=base.whole_bytes,
+        removed=tuple(path.decode("latin-1") for path in _removed(steps, whiteouts)),
+    )
+    prove_delta(files, manifest, whiteouts)
+    prove_tree_id(tree_id(laid_on(below, manifest, layer)), info.tree)
+    return layer
+
+
+def _write_delta(objects: Objects, info: CommitInfo, below: Manifest, steps: list[TreeChange], writer: TreeWriter) -> Manifest:
+    new = [step.new for step in steps if step.new]
+    gone = {step.path for step in steps if step.old}
+    kept = {path: entry for path, entry in below.files.items() if path not in gone}
+    after = conversions_for(objects, info.commit, kept | {entry.path: unrecorded(entry) for entry in new})
+    if any(is_attributes(step.path) for step in steps):
+        new += reconverted(objects, below, after, kept)
+    writer.make_directory(b"")
+    for entry in new:
+        writer.make_directories(entry.path.rpartition(b"/")[0])
+    files = {b"": root_entry(info.tree), **write_entries(objects, after, new, writer)}
+    return recorded(info, files, writer)
+
+
+def _whiteouts(steps: list[TreeChange]) -> list[bytes]:
+    """The paths to hide: what vanishes from a directory that is a directory in both trees.
+
+    What is in a directory that a file replaces needs none: overlayfs looks no further down than a file.
+    """
+    both = {b""} | {s.path for s in steps if s.old and s.new and s.old.is_tree and (s.new.is_tree or s.new.is_submodule)}
+    return [step.path for step in steps if step.new is None and step.path.rpartition(b"/")[0] in both]
+
+
+def _removed(steps: list[TreeChange], whiteouts: list[bytes]) -> list[bytes]:
+    """The top-most paths that the manifest below has and the new tree has not."""
+    replaced = [s.path for s in steps if s.old and s.new and s.old.is_tree and not s.new.is_tree and not s.new.is_submodule]
+    return sorted({*whiteouts, *replaced})
+
+
+def disk_bytes(directory: Path) -> int:
+    """The blocks that a directory takes, everything below it included."""
+    total = 0
+    for root, directories, names in os.walk(directory):
+        for name in (*directories, *names):
+            total += os.lstat(os.path.join(root, name)).st_blocks * 512
+    return total

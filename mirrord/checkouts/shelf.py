@@ -1,0 +1,180 @@
+"""What of a mirror's templates is on disk, and who uses it: the books of the template store.
+
+Owns the list of layers and index layers below `templates/<mirror>/`, their last use, and the counts of checkouts that hold a directory.
+Built from the directories when the daemon starts: what a killed build left is removed, what has no sound record is removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .layer import Layer, chain_of, read_record
+
+_BUILDING, _RETIRED = ".building-", ".retired-"
+_INDEX_NAME = re.compile(r"([0-9a-f]{40})-(\d+)-(\d+)")
+
+Owner = tuple[int, int]
+
+
+@dataclass
+class Shelf:
+    """One mirror's layers. `unproven` are trees whose layer was proven in an earlier boot only."""
+
+    directory: Path
+    layers: dict[str, Layer] = field(default_factory=dict)
+    unproven: set[str] = field(default_factory=set)
+    indexes: dict[tuple[str, Owner], int] = field(default_factory=dict)
+    used_at: dict[Path, float] = field(default_factory=dict)
+
+    @property
+    def trees(self) -> Path:
+        return self.directory / "trees"
+
+    def files(self, tree: str) -> Path:
+        return self.trees / self.layers[tree].name / "files"
+
+    def index(self, tree: str, owner: Owner) -> Path:
+        return self.directory / "indexes" / f"{tree}-{owner[0]}-{owner[1]}"
+
+    def chain(self, tree: str) -> list[Layer]:
+        """A layer and those it lies on, top first."""
+        return chain_of(self.layers[tree], list(self.layers.values()))
+
+    def known(self) -> list[Layer]:
+        """What a new layer may lie on: what is proven, whole chains only."""
+        return [layer for tree, layer in self.layers.items() if self.is_whole(tree)]
+
+    def is_whole(self, tree: str) -> bool:
+        """Whether a layer and all below it are proven and there."""
+        try:
+            return all(each.tree not in self.unproven for each in self.chain(tree))
+        except KeyError:
+            return False
+
+    def above(self, tree: str) -> set[str]:
+        """A tree and those whose layers lie on it, however high."""
+        found = {tree}
+        while more := {layer.tree for layer in self.layers.values() if layer.base in found} - found:
+            found |= more
+        return found
+
+    def used(self, path: Path) -> None:
+        self.used_at[path] = time.time()
+
+    def building(self, kind: str) -> Path:
+        """A fresh name to build at."""
+        (self.directory / kind).mkdir(parents=True, exist_ok=True, mode=0o700)
+        return self.directory / kind / f"{_BUILDING}{secrets.token_hex(8)}"
+
+    def add_layer(self, built: Path, layer: Layer) -> None:
+        """Publish a built layer: from here on it is there."""
+        target = self.trees / layer.name
+        shutil.rmtree(target, ignore_errors=True)
+        built.rename(target)
+        self.layers[layer.tree] = layer
+        self.unproven.discard(layer.tree)
+        self.used(self.files(layer.tree))
+
+    def add_index(self, built: Path, tree: str, owner: Owner, size_bytes: int) -> Path:
+        target = self.index(tree, owner)
+        shutil.rmtree(target, ignore_errors=True)
+        built.rename(target)
+        self.indexes[tree, owner] = size_bytes
+        self.used(target)
+        return target
+
+    def retire(self, tree: str) -> list[Path]:
+        """Take a layer, its indexes and all that lies on it out of use at once; answers the directories that are left to remove.
+
+        A mounted overlay keeps the directories it has open, whatever they are called now.
+        """
+        retired = []
+        for each in self.above(tree) & self.layers.keys():
+            retired += [self.retire_index(*key) for key in list(self.indexes) if key[0] == each]
+            layer = self.layers.pop(each)
+            self.unproven.discard(each)
+            self.used_at.pop(self.trees / layer.name / "files", None)
+            retired.append(_retired(self.trees / layer.name))
+        return [path for path in retired if path is not None]
+
+    def retire_index(self, tree: str, owner: Owner) -> Path | None:
+        self.indexes.pop((tree, owner), None)
+        self.used_at.pop(self.index(tree, owner), None)
+        return _retired(self.index(tree, owner))
+
+    def size_bytes(self) -> int:
+        return sum(layer.size_bytes for layer in self.layers.values()) + sum(self.indexes.values())
+
+
+class Holds:
+    """How many checkouts use each directory."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Path] = Counter()
+
+    def add(self, paths: tuple[Path, ...]) -> None:
+        self._counts.update(paths)
+
+    def drop(self, paths: tuple[Path, ...]) -> None:
+        self._counts.subtract(paths)
+        self._counts = +self._counts
+
+    def __contains__(self, path: Path) -> bool:
+        return path in self._counts
+
+
+def load_shelf(directory: Path) -> Shelf:
+    """Read what is on disk, and remove what is not whole."""
+    shelf = Shelf(directory)
+    for kind in ("trees", "indexes"):
+        for path in _children(directory / kind):
+            if path.name.startswith((_BUILDING, _RETIRED)):
+                shutil.rmtree(path, ignore_errors=True)
+    for path in _children(shelf.trees):
+        record = read_record(path)
+        if record is None or not (path / "files").is_dir() or not (path / "manifest").is_file():
+            shutil.rmtree(path, ignore_errors=True)
+            continue
+        layer, proven = record
+        shelf.layers[layer.tree] = layer
+        shelf.used_at[shelf.files(layer.tree)] = (path / "layer.json").stat().st_mtime
+        if not proven:
+            shelf.unproven.add(layer.tree)
+    _load_indexes(shelf)
+    return shelf
+
+
+def _load_indexes(shelf: Shelf) -> None:
+    """An index says which inodes it is for, so it is worth nothing without its layers, or unless these are proven."""
+    for path in _children(shelf.directory / "indexes"):
+        named = _INDEX_NAME.fullmatch(path.name)
+        if not named or not shelf.is_whole(named[1]) or not (path / ".git" / "index").is_file():
+            shutil.rmtree(path, ignore_errors=True)
+            continue
+        found = (path / ".git" / "index").stat()
+        shelf.indexes[named[1], (int(named[2]), int(named[3]))] = found.st_size
+        shelf.used_at[path] = found.st_mtime
+
+
+def _children(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def _retired(path: Path) -> Path | None:
+    """Rename a directory out of use; None where it is gone already."""
+    target = path.with_name(f"{_RETIRED}{secrets.token_hex(8)}")
+    try:
+        os.rename(path, target)
+    except FileNotFoundError:
+        return None
+    return target

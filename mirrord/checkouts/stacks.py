@@ -1,0 +1,47 @@
+"""Stacks of layers as one tree: the manifest that a mounted stack shows, and its index.
+
+Owns what must hold of a stack and not of one layer. Sync; runs in workers, reads only what was proven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..host.files import full_disk_named
+from .index import index_bytes
+from .layer import Layer
+from .manifest import Manifest
+
+
+def read_manifest(trees: Path, chain: Sequence[Layer]) -> Manifest:
+    """The manifest of the tree that a chain of layers, top first, shows when mounted."""
+    whole = Manifest.load(trees / chain[-1].name / "manifest")
+    for layer in reversed(chain[:-1]):
+        whole = laid_on(whole, Manifest.load(trees / layer.name / "manifest"), layer)
+    return whole
+
+
+def laid_on(below: Manifest, delta: Manifest, layer: Layer) -> Manifest:
+    """The manifest of a delta over that of its base."""
+    gone = set(layer.whiteouts)
+    files = {path: entry for path, entry in below.files.items() if path not in gone and gone.isdisjoint(parents(path))}
+    return Manifest(delta.commit, delta.tree, delta.recorded_ns, files | delta.files)
+
+
+def write_index(trees: Path, chain: Sequence[Layer], owner: tuple[int, int], temporary: Path) -> int:
+    """Make the directory `temporary` an index layer: `.git/index`, valid in the mounted chain for `owner`; its size in bytes."""
+    data = index_bytes(read_manifest(trees, chain), owner=owner)
+    with full_disk_named("an index"):
+        temporary.mkdir(mode=0o755)
+        (temporary / ".git").mkdir(mode=0o755)
+        (temporary / ".git" / "index").write_bytes(data)
+    for path, mode in ((temporary, 0o755), (temporary / ".git", 0o755), (temporary / ".git" / "index", 0o644)):
+        path.chmod(mode)
+    return len(data)
+
+
+def parents(path: bytes) -> list[bytes]:
+    """The directories above a path, top first, without the root."""
+    parts = path.split(b"/")[:-1]
+    return [b"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
