@@ -1,0 +1,126 @@
+"""A real HTTP upstream for tests: Python's web server in front of `git http-backend`, with switches for what goes wrong."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from gitrepos import ENV
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+class Forge:
+    """Serves every repository below `root`. Set the switches at any time."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.password: str | None = None
+        self.answers: list[tuple[int, dict[str, str]]] = []
+        self.redirect_to: str | None = None
+        self.delay_s = 0.0
+        self.requests: list[str] = []
+        self.active = 0
+        self.most_active = 0
+        self.lock = threading.Lock()
+        self.url = ""
+
+    def respond(self, request: BaseHTTPRequestHandler) -> None:
+        with self.lock:
+            self.requests.append(request.path)
+            self.active += 1
+            self.most_active = max(self.most_active, self.active)
+        try:
+            answer = self._answer(request)
+        finally:
+            with self.lock:
+                self.active -= 1
+        _send(request, *answer)
+
+    def _answer(self, request: BaseHTTPRequestHandler) -> Answer:
+        body = _body(request)
+        time.sleep(self.delay_s)
+        if self.answers:
+            return *self.answers.pop(0), b""
+        if self.redirect_to and not request.path.startswith(self.redirect_to):
+            return 301, {"Location": request.path.replace("/old.git", self.redirect_to)}, b""
+        if self.password and request.headers.get("Authorization") != _basic(self.password):
+            return 401, {"WWW-Authenticate": 'Basic realm="forge"'}, b""
+        return self._run_backend(request, body)
+
+    def _run_backend(self, request: BaseHTTPRequestHandler, body: bytes) -> Answer:
+        path, _, query = request.path.partition("?")
+        environment = {
+            **ENV,
+            "GIT_PROJECT_ROOT": str(self.root),
+            "GIT_HTTP_EXPORT_ALL": "1",
+            "GIT_CONFIG_COUNT": "1",
+            "GIT_CONFIG_KEY_0": "safe.directory",
+            "GIT_CONFIG_VALUE_0": "*",
+            "PATH_INFO": path,
+            "QUERY_STRING": query,
+            "REQUEST_METHOD": request.command,
+            "CONTENT_TYPE": request.headers.get("Content-Type", ""),
+            "CONTENT_LENGTH": str(len(body)),
+            "HTTP_CONTENT_ENCODING": request.headers.get("Content-Encoding", ""),
+            "GIT_PROTOCOL": request.headers.get("Git-Protocol", ""),
+            "REMOTE_ADDR": "127.0.0.1",
+        }
+        done = subprocess.run(["git", "http-backend"], env=environment, input=body, capture_output=True, check=False)
+        head, _, content = done.stdout.partition(b"\r\n\r\n")
+        headers = dict(line.split(": ", 1) for line in head.decode().split("\r\n") if ": " in line)
+        status = int(headers.pop("Status", "200").split()[0])
+        return status, headers, content
+
+
+def _basic(password: str) -> str:
+    return "Basic " + base64.b64encode(f"me:{password}".encode()).decode()
+
+
+def _body(request: BaseHTTPRequestHandler) -> bytes:
+    if request.headers.get("Transfer-Encoding") != "chunked":
+        return request.rfile.read(int(request.headers.get("Content-Length") or 0))
+    body = b""
+    while size := int(request.rfile.readline(), 16):
+        body += request.rfile.read(size)
+        request.rfile.readline()
+    request.rfile.readline()
+    return body
+
+
+def _send(request: BaseHTTPRequestHandler, status: int, headers: dict[str, str], content: bytes) -> None:
+    request.send_response(status)
+    for name, value in headers.items():
+        request.send_header(name, value)
+    request.send_header("Content-Length", str(len(content)))
+    request.end_headers()
+    request.wfile.write(content)
+
+
+@contextmanager
+def serving(root: Path) -> Iterator[Forge]:
+    """A forge on a free port of loopback."""
+    forge = Forge(root)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            forge.respond(self)
+
+        do_POST = do_GET
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        forge.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield forge
+        server.shutdown()
+        thread.join()
