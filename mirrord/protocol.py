@@ -257,6 +257,12 @@ class Instance(Answer):
     pass_to_pass: list[str] | None = None
 
 
+class InstanceName(Answer):
+    """One of a list: an instance is asked for by its id."""
+
+    id: str
+
+
 class Finding(Answer):
     """One recorded commit that cannot be served, or something wrong with its mirror (`commit` is then empty)."""
 

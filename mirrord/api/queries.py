@@ -36,6 +36,10 @@ class ImportQuery(Request):
     format: _Name | None = None
 
 
+class InstancesQuery(Request):
+    dataset: _Name | None = None
+
+
 class InstanceQuery(Request):
     view: View = View.AGENT
 

@@ -56,7 +56,7 @@ def rehearse(
     with session.client() as client:
         wanted = list(instances or ())
         if dataset or not wanted:
-            wanted += client.list_instances(dataset)
+            wanted += [found.id for found in client.list_instances(dataset)]
         if not wanted:
             raise UsageError("cannot rehearse: there are no instances", hint="import a dataset first, or name instances")
         rows = list(_rehearsed(session, client, wanted))

@@ -8,6 +8,7 @@ whatever is missing. A dataset never claims a pin it has not: which commits are 
 
 from __future__ import annotations
 
+import builtins
 import re
 import shutil
 import tempfile
@@ -174,6 +175,12 @@ class Datasets:
             raise _no_dataset(name)
         return found
 
+    async def list_instance_ids(self, name: str | None = None) -> builtins.list[str]:
+        """The ids of one dataset's instances, or of all. Raises DatasetNotFoundError."""
+        if name is not None:
+            await self.get(name)
+        return await self._catalog.list_instance_ids(name)
+
     async def find_instance(self, identity: str) -> InstanceRow | None:
         """An instance by its exact id, from memory when it was asked for lately.
 
@@ -188,7 +195,7 @@ class Datasets:
         if row is None:
             raise InstanceNotFoundError(
                 f"cannot find instance {shown(identity)}: no dataset has that id",
-                hint="ids are case-sensitive; `mirrord dataset list` shows the datasets; without an instance, ask for NAME@COMMIT",
+                hint="ids are case-sensitive; `mirrord dataset list` shows the datasets; a commit is asked for as NAME@SHA",
             )
         return _grader_view(row) if grader else _agent_view(row)
 

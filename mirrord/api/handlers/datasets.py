@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ...errors import AccessError
 from ...model import View, parse_dataset_name
-from ...protocol import Dataset, FormatInfo, Instance, Operation
+from ...protocol import Dataset, FormatInfo, Instance, InstanceName, Operation
 from ..bodies import DATASET_LIMIT_BYTES, spool_body
 from ..call import Call
-from ..queries import ImportQuery, InstanceQuery
+from ..queries import ImportQuery, InstanceQuery, InstancesQuery
 
 
 async def list_datasets(call: Call) -> list[Dataset]:
@@ -34,6 +34,13 @@ async def remove_dataset(call: Call) -> None:
 
 async def list_formats(call: Call) -> list[FormatInfo]:
     return list(call.engine.datasets.formats())
+
+
+async def list_instances(call: Call) -> list[InstanceName]:
+    """For administrators: an id can tell the answer, as SWE-bench Pro's do, which hold the gold commit."""
+    query: InstancesQuery = call.query
+    dataset = parse_dataset_name(query.dataset) if query.dataset else None
+    return [InstanceName(id=identity) for identity in await call.engine.datasets.list_instance_ids(dataset)]
 
 
 async def get_instance(call: Call) -> Instance:

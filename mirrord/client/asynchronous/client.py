@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -152,9 +151,9 @@ class AsyncClient:
     async def list_formats(self) -> list[protocol.FormatInfo]:
         return read_list(await self._connection.request("GET", "datasets/formats"), protocol.FormatInfo)
 
-    async def list_instances(self, dataset: str | None = None) -> list[str]:
-        """The ids of all instances, or of one dataset's."""
-        return [str(item) for item in json.loads((await self._connection.request("GET", "instances", dataset=dataset)).content)]
+    async def list_instances(self, dataset: str | None = None) -> list[protocol.InstanceName]:
+        """All instances, or one dataset's; for administrators."""
+        return read_list(await self._connection.request("GET", "instances", dataset=dataset), protocol.InstanceName)
 
     async def get_instance(self, instance: str, *, view: View = View.AGENT) -> protocol.Instance:
         """One instance; its patches only in the grader view, and only to who may see them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing
@@ -148,9 +147,9 @@ class Client:
     def list_formats(self) -> list[protocol.FormatInfo]:
         return read_list(self._connection.request("GET", "datasets/formats"), protocol.FormatInfo)
 
-    def list_instances(self, dataset: str | None = None) -> list[str]:
-        """The ids of all instances, or of one dataset's."""
-        return [str(item) for item in json.loads((self._connection.request("GET", "instances", dataset=dataset)).content)]
+    def list_instances(self, dataset: str | None = None) -> list[protocol.InstanceName]:
+        """All instances, or one dataset's; for administrators."""
+        return read_list(self._connection.request("GET", "instances", dataset=dataset), protocol.InstanceName)
 
     def get_instance(self, instance: str, *, view: View = View.AGENT) -> protocol.Instance:
         """One instance; its patches only in the grader view, and only to who may see them."""
