@@ -1,0 +1,5 @@
+"""The audit: can every recorded commit be served, what keeps it alive, and which instances are hit where not."""
+
+from .service import Audits
+
+__all__ = ["Audits"]

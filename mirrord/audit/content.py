@@ -1,0 +1,132 @@
+"""Which objects of a mirror are not what their names say: every pack hashed by git, every loose object hashed here.
+
+`rev-list --verify-objects` is not used: git 2.39 hashes neither trees nor most commits in it, and ends with status 0 where it did
+find a mismatch. Whatever looks damaged is read once more by itself; git may have a good copy of it elsewhere. Runs in a worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..checkouts.packing import loose_digest
+from ..errors import CorruptObjectError, GitFailedError
+from ..git.command import run_git_sync
+from ..git.packs import PackIndex, pack_trailer
+from .graph import TIMEOUT, lines_of
+
+_OID = re.compile(r"\b[0-9a-f]{40}\b")
+
+
+@dataclass(slots=True)
+class Damage:
+    """`objects` cannot be read as what they are named; `files` are damaged packs, with the reason."""
+
+    objects: set[str] = field(default_factory=set)
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def look_at_packs(git_dir: Path) -> dict[str, str]:
+    """Packs that are plainly damaged, by file name: a moment's look at both ends of each."""
+    suspects = list(_plain_faults(git_dir))
+    return {name: fault for name, fault in suspects if (name, fault) in set(_plain_faults(git_dir))} if suspects else {}
+
+
+def _plain_faults(git_dir: Path) -> Iterator[tuple[str, str]]:
+    for index in sorted((git_dir / "objects/pack").glob("pack-*.idx")):
+        pack = index.with_suffix(".pack")
+        try:
+            if pack_trailer(pack) != PackIndex(index).pack_checksum:
+                yield pack.name, "it does not end with the checksum that its index names"
+        except FileNotFoundError:
+            if index.exists():
+                yield pack.name, "its index is there and it is not"
+        except CorruptObjectError as error:
+            yield pack.name, error.message
+        except OSError as error:
+            yield pack.name, error.strerror or str(error)
+
+
+def find_damage(git_dir: Path) -> Damage:
+    """Hash everything."""
+    damage = Damage(files=_failing_packs(git_dir))
+    suspects = set(_bad_loose(git_dir))
+    if damage.files:
+        suspects |= _named_by_fsck(git_dir)
+    damage.objects = unreadable(git_dir, sorted(suspects))
+    return damage
+
+
+def _failing_packs(git_dir: Path) -> dict[str, str]:
+    faults: dict[str, str] = {}
+    for index in sorted((git_dir / "objects/pack").glob("pack-*.idx")):
+        try:
+            run_git_sync("verify-pack", str(index), git_dir=git_dir, timeout=TIMEOUT, doing=f"verify {index.name}")
+        except (CorruptObjectError, GitFailedError) as error:
+            if index.exists():
+                faults[index.with_suffix(".pack").name] = error.message
+    return faults
+
+
+def _bad_loose(git_dir: Path) -> Iterator[str]:
+    for directory in (git_dir / "objects").glob("[0-9a-f][0-9a-f]"):
+        for file in directory.iterdir():
+            oid = directory.name + file.name
+            if _OID.fullmatch(oid) and loose_digest(file) != oid:
+                yield oid
+
+
+def _named_by_fsck(git_dir: Path) -> set[str]:
+    """Every object that fsck complains of, its harmless complaints included."""
+    done = run_git_sync(
+        "fsck",
+        "--full",
+        "--no-dangling",
+        "--no-progress",
+        "--no-reflogs",
+        git_dir=git_dir,
+        ok=range(256),
+        timeout=TIMEOUT,
+        doing="fsck",
+    )
+    return set(_OID.findall(done.stderr)) | set(_OID.findall(done.stdout.decode("utf-8", "replace")))
+
+
+def unreadable(git_dir: Path, oids: Collection[str]) -> set[str]:
+    """Those of `oids` that are there and that git cannot read as what they are named."""
+    pending = [list(oids)] if oids else []
+    bad: set[str] = set()
+    while pending:
+        some = pending.pop()
+        try:
+            bad |= _mismatching(git_dir, some)
+        except (CorruptObjectError, GitFailedError):
+            middle = len(some) // 2
+            if middle:
+                pending += [some[:middle], some[middle:]]
+            else:
+                bad |= set(some)
+    return bad
+
+
+def _mismatching(git_dir: Path, oids: Collection[str]) -> set[str]:
+    output = run_git_sync(
+        "cat-file", "--batch", git_dir=git_dir, stdin=lines_of(oids), timeout=TIMEOUT, doing="read objects"
+    ).stdout
+    bad: set[str] = set()
+    at = 0
+    while at < len(output):
+        end = output.index(b"\n", at)
+        words = output[at:end].split()
+        at = end + 1
+        if len(words) != 3:
+            continue
+        body = output[at : at + int(words[2])]
+        at += len(body) + 1
+        digest = hashlib.sha1(b"%s %d\0%s" % (words[1], len(body), body), usedforsecurity=False)
+        if digest.hexdigest() != words[0].decode():
+            bad.add(words[0].decode())
+    return bad
