@@ -22,7 +22,7 @@ from .backend import Made, Target
 from .calls import Place, make_checkout, reset_checkout, scan_checkout
 from .control import discard
 from .gitdirs import Gitdirs
-from .leases import Lease
+from .leases import Lease, LeaseState
 
 _TIMEOUT = timedelta(minutes=10)
 _WARM = ".warm-"
@@ -103,7 +103,14 @@ class PoolBackend:
         """Keep a released tree for its owner's next checkout, unless there are enough."""
         key = _key(lease)
         of_owner = sum(1 for kept, _ in self._warm if kept == key)
-        if self._closed or of_owner >= _KEPT_EACH or len(self._warm) >= _KEPT or not (directory / "manifest").exists():
+        is_done = lease.state is LeaseState.LIVE
+        if (
+            self._closed
+            or not is_done
+            or of_owner >= _KEPT_EACH
+            or len(self._warm) >= _KEPT
+            or not (directory / "manifest").exists()
+        ):
             return False
         warm = directory.with_name(f"{_WARM}{lease.id}")
         try:

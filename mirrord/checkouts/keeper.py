@@ -1,0 +1,166 @@
+"""The life of a lease: made, adopted, reset, ended. The order in which lease file and tree change is here.
+
+A lease is written when its tree stands, says where it goes before a reset touches anything, and loses its name before its tree
+goes: so after a crash, leases stand or are cleanly gone. A checkout whose proof fails is destroyed and counted. Knows nothing
+of peers; the caller holds the lock of the lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import structlog
+
+from ..errors import BackendUnavailableError, MirrordError, ProofFailedError
+from ..host.files import full_disk_named
+from ..jobs.events import Events
+from ..model import Backend, CheckoutId
+from ..protocol import Proof
+from .backend import CheckoutBackend, Made, Target
+from .leases import Lease, Leases, LeaseState, resetting
+from .removal import Removal
+
+_STOP_BOUND = timedelta(seconds=5)
+
+log = structlog.get_logger()
+
+Locking = Callable[[CheckoutId], AbstractAsyncContextManager[None]]
+Draft = Callable[[CheckoutId, Path, Backend], Lease]
+
+
+class Keeper:
+    """Leases with their trees, made by `backends`, the preferred one first."""
+
+    def __init__(self, directory: Path, backends: Sequence[CheckoutBackend], events: Events, locked: Locking) -> None:
+        self.leases = Leases(directory)
+        self.removal = Removal()
+        self._backends = backends
+        self._events = events
+        self._locked = locked
+        self._mending: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Adopt the leases of an earlier daemon; remove what is half-made or half-released."""
+        leases, rubbish = self.leases.open()
+        for directory in rubbish:
+            self.removal.start(self.leases.discard(directory), None, self._backends)
+        for backend in self._backends:
+            await backend.open()
+        for lease in leases:
+            await self._adopt(lease)
+        log.info("checkouts.adopted", count=len(self.leases), lost=len(leases) - len(self.leases), rubbish=len(rubbish))
+
+    async def close(self) -> None:
+        """Checkouts stay: leases outlive the daemon."""
+        for task in list(self._mending):
+            task.cancel()
+        await asyncio.gather(*self._mending, return_exceptions=True)
+        for backend in self._backends:
+            await backend.close()
+        await self.removal.close(_STOP_BOUND)
+
+    def backend_of(self, lease: Lease) -> CheckoutBackend:
+        found = self._find_backend(lease)
+        if found is None:
+            raise BackendUnavailableError(
+                f"cannot use checkout {lease.id}: this host no longer has the backend {lease.backend}", hint="release it"
+            )
+        return found
+
+    async def make(self, draft: Draft, backends: Sequence[CheckoutBackend]) -> tuple[Lease, Made]:
+        """Make a checkout with the first backend that can."""
+        for backend in backends[:-1]:
+            try:
+                return await self._make(draft, backend)
+            except BackendUnavailableError as error:
+                log.info("backend.passed", backend=str(backend.name), reason=error.message)
+        return await self._make(draft, backends[-1])
+
+    async def reset(self, lease: Lease, target: Target, instance: str | None) -> tuple[Lease, Proof]:
+        """Bring a checkout to `target`.
+
+        One that fails for another reason than its proof leaves the lease as it was; the tree may be anything, as it may at any
+        time under its owner's hands.
+        """
+        going = resetting(lease, target.commit, target.tree, instance)
+        self.save(going)
+        try:
+            proof = await self.backend_of(lease).reset(lease, target)
+        except ProofFailedError as error:
+            self._count_failure(going, error)
+            self.end(going)
+            raise
+        except BaseException:
+            self.save(lease)
+            raise
+        arrived = replace(going, state=LeaseState.LIVE)
+        self.save(arrived)
+        return arrived, proof
+
+    def end(self, lease: Lease) -> None:
+        """Take the lease away at once; its files go in the background."""
+        backend = self._find_backend(lease)
+        self.removal.start(self.leases.drop(lease), lease, [backend] if backend else self._backends)
+
+    def save(self, lease: Lease) -> None:
+        with full_disk_named(f"the lease of checkout {lease.id}"):
+            self.leases.save(lease)
+
+    async def _make(self, draft: Draft, backend: CheckoutBackend) -> tuple[Lease, Made]:
+        with full_disk_named("a new checkout"):
+            lease = draft(*self.leases.new_directory(), backend.name)
+        try:
+            made = await backend.create(lease)
+            _must_match(lease, made)
+            self.save(lease)
+        except BaseException as error:
+            half_made = replace(lease, state=LeaseState.RESETTING)
+            self._count_failure(half_made, error)
+            self.end(half_made)
+            raise
+        return lease, made
+
+    async def _adopt(self, lease: Lease) -> None:
+        """Let a lease stand. One that was being reset is reset again, in the background, with its lock held."""
+        backend = self._find_backend(lease)
+        if backend is None or not await backend.adopt(lease):
+            log.warning("checkout.lost", checkout=lease.id, backend=str(lease.backend))
+            self.end(replace(lease, state=LeaseState.RESETTING))
+        elif lease.state is LeaseState.RESETTING:
+            task = asyncio.get_running_loop().create_task(self._mend(lease, backend))
+            self._mending.add(task)
+            task.add_done_callback(self._mending.discard)
+
+    async def _mend(self, lease: Lease, backend: CheckoutBackend) -> None:
+        async with self._locked(lease.id):
+            try:
+                await backend.reset(lease, Target(lease.commit, lease.tree))
+            except (MirrordError, OSError) as error:
+                self._count_failure(lease, error)
+                self.end(lease)
+            else:
+                self.save(replace(lease, state=LeaseState.LIVE))
+
+    def _find_backend(self, lease: Lease) -> CheckoutBackend | None:
+        return next((backend for backend in self._backends if backend.name is lease.backend), None)
+
+    def _count_failure(self, lease: Lease, error: BaseException) -> None:
+        """Tell of a failed proof; other errors are the caller's to hear."""
+        if isinstance(error, ProofFailedError):
+            self._events.publish(
+                "proof.failed", checkout=lease.id, mirror=str(lease.mirror), commit=lease.commit, owner_uid=lease.owner_uid,
+                detail=error.message,
+            )  # fmt: skip
+
+
+def _must_match(lease: Lease, made: Made) -> None:
+    if made.tree != lease.tree:
+        raise ProofFailedError(
+            f"cannot prove checkout {lease.id}: its tree is {made.tree}, not {lease.tree}", hint="audit the mirror",
+            wanted=lease.tree, seen=made.tree,
+        )  # fmt: skip

@@ -1,0 +1,348 @@
+"""The service of checkouts: hands them out, takes them back to clean, on, or away, and answers only to their owners.
+
+Owns who may do what, the limit, and the deadlines. Work on one checkout runs one after the other; whoever has waited for half a
+minute gets CheckoutBusyError. Somebody else's checkout is answered as one that does not exist. What happens to a lease and its
+tree, and what a crash leaves of them, is `keeper.py`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from ..config import Settings
+from ..errors import (
+    AccessError,
+    BackendUnavailableError,
+    CheckoutBusyError,
+    InvalidRequestError,
+    StoppingError,
+    TooManyCheckoutsError,
+)
+from ..git.workers import Workers
+from ..host.peers import Access, Peer, Role
+from ..jobs.events import Events
+from ..mirrors.service import Mirrors
+from ..model import Backend, CheckoutId, History, MirrorName, View, utc_now
+from ..protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, RestoreAnswer, RestorePaths, StartCheckout
+from .backend import CheckoutBackend
+from .gitdirs import Gitdirs
+from .keeper import Keeper
+from .leases import Lease, not_found
+from .pool import PoolBackend
+from .requests import Instances, Requests, Wanted
+from .revisions import Revisions
+
+_PATIENCE = timedelta(seconds=30)
+
+
+class Checkouts:
+    """All checkouts of one state directory. Belongs to one event loop.
+
+    The pool can serve every request; `overlay`, where the host allows mounts, serves those it can, and is preferred.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: Callable[[], Settings],
+        state_dir: Path,
+        workers: Workers,
+        mirrors: Mirrors,
+        datasets: Instances,
+        gitdirs: Gitdirs,
+        overlay: CheckoutBackend | None,
+        access: Access,
+        events: Events,
+        clock: Callable[[], datetime] = utc_now,
+    ) -> None:
+        self._settings = settings
+        self._access = access
+        self._events = events
+        self._clock = clock
+        self._overlay = overlay
+        self._pool = PoolBackend(state_dir=state_dir, workers=workers, gitdirs=gitdirs, mirrors_path=mirrors.path)
+        self._requests = Requests(instances=datasets, commits=mirrors)
+        self._revisions = Revisions(workers=workers, mirrors=mirrors, instances=datasets)
+        backends = [backend for backend in (overlay, self._pool) if backend is not None]
+        self._keeper = Keeper(state_dir / "checkouts", backends, events, self._locked)
+        self._leases = self._keeper.leases
+        self._locks: dict[CheckoutId, anyio.Lock] = {}
+        self._making = 0
+        self._closing = False
+
+    async def open(self) -> None:
+        """Adopt the leases of an earlier daemon, and nothing else."""
+        await self._keeper.open()
+
+    async def close(self) -> None:
+        """Refuse new work. Checkouts stay as they are."""
+        self._closing = True
+        await self._keeper.close()
+
+    @property
+    def count(self) -> int:
+        return len(self._leases)
+
+    @property
+    def backend(self) -> Backend:
+        """What a request that names no backend gets."""
+        return self._choose(None, History.SEALED)[0].name
+
+    def count_of(self, mirror: MirrorName) -> int:
+        """How many checkouts of a mirror are held."""
+        return sum(1 for lease in self._leases if lease.mirror.key == mirror.key)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def checkout(self, request: StartCheckout, peer: Peer) -> Checkout:
+        """Hand out a new checkout, owned by the peer's uid."""
+        began = time.perf_counter()
+        history = request.history or self._settings().checkouts.history
+        self._must_be_allowed(peer, request.view, history)
+        backends = self._choose(request.backend, history)
+        wanted = await self._requests.read_start(request)
+        resolved_s = time.perf_counter() - began
+
+        def draft(checkout: CheckoutId, directory: Path, backend: Backend) -> Lease:
+            return self._draft(checkout, directory, backend, wanted, history, request, peer)
+
+        with self._counted():
+            lease, made = await self._keeper.make(draft, backends)
+        timings = {"resolve": round(resolved_s, 6), **made.timings, "total": round(time.perf_counter() - began, 6)}
+        self._publish("checkout.made", lease, duration_s=timings["total"])
+        return _answer(lease, timings)
+
+    async def reset(self, checkout: str, request: ResetCheckout, peer: Peer) -> ResetAnswer:
+        """Bring a checkout back to clean, or on to another commit of its mirror, with proof."""
+        began = time.perf_counter()
+        async with self._held(checkout, peer) as lease:
+            wanted = await self._requests.read_reset(request, lease)
+            lease, proof = await self._keeper.reset(lease, wanted.target, wanted.instance.id if wanted.instance else None)
+        duration_s = round(time.perf_counter() - began, 6)
+        self._publish("checkout.reset", lease, duration_s=duration_s, restored=proof.files_restored, removed=proof.files_removed)
+        return ResetAnswer(**_members(lease, {"total": duration_s}), proof=proof)
+
+    async def renew(self, checkout: str, request: RenewCheckout, peer: Peer) -> Checkout:
+        """Move the deadline to the time to live from now; a shorter one is taken too."""
+        async with self._held(checkout, peer) as lease:
+            lease = replace(lease, expires_at=self._deadline(request.ttl))
+            self._keeper.save(lease)
+        return _answer(lease)
+
+    async def release(self, checkout: str, peer: Peer) -> None:
+        """Take a checkout away. It is gone when this returns; its files are deleted in the background."""
+        async with self._held(checkout, peer) as lease:
+            self._end(lease)
+        self._publish("checkout.released", lease)
+        await self._keeper.removal.keep_up()
+
+    async def get(self, checkout: str, peer: Peer) -> Checkout:
+        return _answer(self._get(checkout, peer))
+
+    async def list(self, peer: Peer) -> list[Checkout]:
+        """The peer's own checkouts, oldest first; everybody's for an administrator."""
+        return [_answer(lease) for lease in self._leases if self._may_see(lease, peer)]
+
+    async def diff(self, checkout: str, peer: Peer) -> bytes:
+        """What changed since the base commit, untracked files included, as a patch that `git apply` takes."""
+        async with self._held(checkout, peer) as lease:
+            changed = await self._keeper.backend_of(lease).changed_paths(lease)
+            return await self._revisions.diff(lease, changed)
+
+    async def apply(
+        self, checkout: str, peer: Peer, *, patch: bytes | None, named: str | None = None, reverse: bool = False
+    ) -> Checkout:
+        """Apply a patch to the files, or the instance's own `@patch` or `@test_patch` (grader view): all of it or nothing."""
+        async with self._held(checkout, peer) as lease:
+            if patch is None:
+                patch = await self._revisions.named_patch(lease, named or "")
+            changed = await self._keeper.backend_of(lease).changed_paths(lease)
+            paths = await self._revisions.apply(lease, changed, patch, reverse=reverse)
+        self._publish("checkout.patched", lease, files=len(paths), reverse=reverse)
+        return _answer(lease)
+
+    async def restore(self, checkout: str, peer: Peer, request: RestorePaths) -> RestoreAnswer:
+        """Write files of a pinned commit into the checkout (grader view)."""
+        async with self._held(checkout, peer) as lease:
+            paths = await self._revisions.restore(lease, request)
+        self._publish("checkout.restored", lease, files=len(paths))
+        return RestoreAnswer(paths=paths)
+
+    async def expire(self) -> int:
+        """Release what is past its deadline and not at work; answers how many."""
+        expired = [lease for lease in self._leases if lease.is_expired(self._clock())]
+        return sum([await self._expire(lease) for lease in expired])
+
+    # -- one lease at a time ------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _held(self, checkout: str, peer: Peer) -> AsyncIterator[Lease]:
+        """The peer's lease, with its lock; it may have ended while we waited."""
+        self._must_be_open()
+        wanted = self._get(checkout, peer)
+        async with self._locked(wanted.id):
+            lease = self._leases.find(wanted.id)
+            if lease is None:
+                raise not_found(checkout)
+            yield lease
+
+    @asynccontextmanager
+    async def _locked(self, checkout: CheckoutId) -> AsyncIterator[None]:
+        lock = self._locks.setdefault(checkout, anyio.Lock())
+        try:
+            lock.acquire_nowait()
+        except anyio.WouldBlock:
+            await _acquire(lock, checkout)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    async def _expire(self, lease: Lease) -> bool:
+        if self._locks.setdefault(lease.id, anyio.Lock()).locked():
+            return False
+        async with self._locked(lease.id):
+            current = self._leases.find(lease.id)
+            if current is None or not current.is_expired(self._clock()):
+                return False
+            self._end(current)
+        self._publish("checkout.expired", current)
+        await self._keeper.removal.keep_up()
+        return True
+
+    def _end(self, lease: Lease) -> None:
+        self._keeper.end(lease)
+        self._locks.pop(lease.id, None)
+
+    def _draft(
+        self, checkout: CheckoutId, directory: Path, backend: Backend, wanted: Wanted, history: History, request: StartCheckout,
+        peer: Peer,
+    ) -> Lease:  # fmt: skip
+        return Lease(
+            id=checkout,
+            directory=directory,
+            mirror=wanted.mirror,
+            commit=wanted.target.commit,
+            tree=wanted.target.tree,
+            instance=wanted.instance.id if wanted.instance else None,
+            history=history,
+            view=request.view,
+            backend=backend,
+            owner_uid=peer.uid,
+            owner_gid=peer.gid,
+            created_at=self._clock(),
+            expires_at=self._deadline(request.ttl),
+        )
+
+    def _deadline(self, ttl: float | None) -> datetime:
+        return self._clock() + (timedelta(seconds=ttl) if ttl else self._settings().checkouts.ttl)
+
+    # -- who may, and how many ----------------------------------------------------------------------------------------
+
+    def _get(self, checkout: str, peer: Peer) -> Lease:
+        lease = self._leases.get(checkout)
+        if not self._may_see(lease, peer):
+            raise not_found(checkout)
+        return lease
+
+    def _may_see(self, lease: Lease, peer: Peer) -> bool:
+        return lease.owner_uid == peer.uid or self._access.role(peer) is Role.ADMIN
+
+    def _must_be_open(self) -> None:
+        if self._closing:
+            raise StoppingError("cannot work on checkouts: the daemon is stopping", hint="try again in a moment")
+
+    def _must_be_allowed(self, peer: Peer, view: View, history: History) -> None:
+        self._must_be_open()
+        trusted = self._access.role(peer) is Role.ADMIN
+        if not trusted and (view is View.GRADER or history is History.LINKED):
+            what = "the grader view" if view is View.GRADER else "a linked history"
+            raise AccessError(
+                f"cannot check out with {what}: only administrators may", hint="see access.admins in the configuration"
+            )
+        if os.geteuid() not in {0, peer.uid}:
+            raise AccessError(
+                f"cannot make a checkout for uid {peer.uid}: this daemon runs as uid {os.geteuid()} and cannot give files away",
+                hint="run the daemon as root to serve other users",
+            )
+        if history is History.LINKED and peer.uid != os.geteuid():
+            raise AccessError(
+                "cannot link a checkout to the mirror: only the daemon's own user can read mirrors",
+                hint="ask for sealed or squashed",
+            )
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Take one place among `checkouts.max`, those being made included."""
+        most = self._settings().checkouts.max
+        if len(self._leases) + self._making >= most:
+            raise TooManyCheckoutsError(
+                f"cannot make another checkout: {most} are held", hint="release some, or raise checkouts.max", max=most
+            )
+        self._making += 1
+        try:
+            yield
+        finally:
+            self._making -= 1
+
+    def _choose(self, asked: Backend | None, history: History) -> Sequence[CheckoutBackend]:
+        """The backends to try, the best first."""
+        wanted = asked or self._settings().checkouts.backend
+        if wanted is Backend.POOL or (history is History.LINKED and wanted is Backend.AUTO):
+            return [self._pool]
+        if history is History.LINKED:
+            raise InvalidRequestError("cannot link an overlay checkout to a mirror", hint="use the backend pool with linked")
+        if wanted is Backend.AUTO:
+            return [self._overlay, self._pool] if self._overlay else [self._pool]
+        if self._overlay is None:
+            raise BackendUnavailableError(
+                "cannot use the overlay backend: this host does not allow it", hint="see `mirrord doctor`"
+            )
+        return [self._overlay]
+
+    def _publish(self, name: str, lease: Lease, **fields: Any) -> None:
+        self._events.publish(
+            name, checkout=lease.id, mirror=str(lease.mirror), commit=lease.commit, instance=lease.instance,
+            backend=str(lease.backend), history=str(lease.history), owner_uid=lease.owner_uid, **fields,
+        )  # fmt: skip
+
+
+async def _acquire(lock: anyio.Lock, checkout: CheckoutId) -> None:
+    try:
+        with anyio.fail_after(_PATIENCE.total_seconds()):
+            await lock.acquire()
+    except TimeoutError as error:
+        raise CheckoutBusyError(
+            f"cannot work on checkout {checkout}: other work on it goes on", hint="wait for it to end, then try again"
+        ) from error
+
+
+def _answer(lease: Lease, timings: dict[str, float] | None = None) -> Checkout:
+    return Checkout(**_members(lease, timings or {}))
+
+
+def _members(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
+    return {
+        "id": lease.id,
+        "path": str(lease.tree_path),
+        "mirror": str(lease.mirror),
+        "commit": lease.commit,
+        "tree": lease.tree,
+        "instance": lease.instance,
+        "history": lease.history,
+        "view": lease.view,
+        "backend": lease.backend,
+        "owner_uid": lease.owner_uid,
+        "created_at": lease.created_at,
+        "expires_at": lease.expires_at,
+        "timings": timings,
+    }
