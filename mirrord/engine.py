@@ -8,101 +8,54 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 
+import anyio.to_thread
 import structlog
 
 from . import __version__, config, telemetry
+from .catalog import Catalog
+from .checkouts.gitdirs import Gitdirs
+from .checkouts.templates import Templates
+from .condition import Condition, HealthReport
 from .config import Settings
-from .errors import InvalidConfigError, ResourceError
+from .datasets.service import Datasets
+from .errors import InvalidConfigError, MirrordError
 from .git.command import Git
 from .git.workers import Workers
 from .host.peers import Access
 from .jobs.events import Events
 from .jobs.operations import Operations
-from .model import utc_now
-from .protocol import Health, ReloadAnswer
+from .jobs.schedule import Schedule
+from .jobs.table import Jobs
+from .jobs.watch import Signature, Watch, is_complete_name, signature_of
+from .jobs.work import Work
+from .layout import Layout
+from .mirrors.service import Mirrors
+from .model import CommitId, MirrorName, utc_now
+from .protocol import ReloadAnswer, Status
 
 log = structlog.get_logger()
 
-_LOW_DISK_BYTES = 512 * 1024**2
-_LOW_INODES = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The directories of a state directory. Only `checkouts` may be entered by others: what they lease is below it."""
-
-    root: Path
-
-    @property
-    def mirrors(self) -> Path:
-        return self.root / "mirrors"
-
-    @property
-    def datasets(self) -> Path:
-        return self.root / "datasets"
-
-    @property
-    def templates(self) -> Path:
-        return self.root / "templates"
-
-    @property
-    def quarantine(self) -> Path:
-        return self.root / "quarantine"
-
-    @property
-    def checkouts(self) -> Path:
-        return self.root / "checkouts"
-
-    @property
-    def catalog(self) -> Path:
-        return self.root / "catalog.sqlite3"
-
-    @property
-    def home(self) -> Path:
-        return self.root / "home"
-
-    def make_root(self) -> None:
-        self._make(self.root, 0o711)
-
-    def make(self) -> None:
-        """Make what is missing, and put the modes right."""
-        for private in (self.mirrors, self.datasets, self.templates, self.quarantine, self.home):
-            self._make(private, 0o700)
-        self._make(self.checkouts, 0o711)
-        self.catalog.touch(mode=0o600)  # SQLite gives its journals the mode of the database
-
-    @staticmethod
-    def _make(directory: Path, mode: int) -> None:
-        try:
-            directory.mkdir(mode=mode, parents=True, exist_ok=True)
-            directory.chmod(mode)
-        except OSError as error:
-            raise ResourceError(
-                f"cannot use state directory {directory}: {error.strerror}",
-                hint="give the daemon's user that directory, or choose another state_dir",
-            ) from error
-
-
-@dataclass(frozen=True, slots=True)
-class HealthReport:
-    """`body` is the JSON of the answer."""
-
-    health: Health
-    body: bytes
-    is_degraded: bool
+_CONFIG_QUIET = timedelta(seconds=0.2)
+_DATASET_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".gz", ".zst")
 
 
 class Engine:
-    """The parts of one daemon. What needs the disk or another process exists once `open` has ended."""
+    """The parts of one daemon. What needs the disk or another process exists once `open` has ended.
 
-    def __init__(self, settings: Settings, *, config_path: Path | None = None) -> None:
+    `load` reads the settings again, as the command line that started the daemon would have it.
+    """
+
+    def __init__(self, settings: Settings, *, config_path: Path | None, load: Callable[[], Settings]) -> None:
         self._settings = settings
         self._config_path = config_path
+        self._load = load
         self._opened = asyncio.Event()
         self._closing = AsyncExitStack()
         self.started_at = utc_now()
@@ -110,49 +63,161 @@ class Engine:
         self.access = Access(self.settings)
         self.events = Events()
         self.operations = Operations(self.events)
+        self.condition = Condition(self.layout.root, self.access, is_open=self._opened.is_set)
 
     def settings(self) -> Settings:
         """The settings in force now; parts keep this function, not its answer."""
         return self._settings
 
-    async def open(self) -> None:
-        self.git = Git(home=self.layout.home)
-        self.workers = Workers()
-        self._closing.push_async_callback(self.workers.close)
-        self._opened.set()
-
     async def wait_until_open(self) -> None:
         if not self._opened.is_set():
             await self._opened.wait()
 
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Build and open every part."""
+        await self._open_stores()
+        await self._open_checkouts()
+        await self._open_jobs()
+        self._opened.set()
+        self.events.publish("daemon.opened", duration_s=(utc_now() - self.started_at).total_seconds())
+
     async def close(self) -> None:
+        """Close what was opened, in reverse."""
         await self._closing.aclose()
 
+    async def _open_stores(self) -> None:
+        """What is recorded, and the mirrors that hold it."""
+        log_settings = self._settings.log
+        self.git = Git(home=self.layout.home)
+        self.workers = Workers(on_start=partial(telemetry.configure, log_settings.level, log_settings.format))
+        self._closing.push_async_callback(self.workers.close)
+        # the catalog first: opening the mirrors brings it in line with their refs
+        self.catalog = await Catalog.open(self.layout.catalog, self.workers)
+        self._closing.push_async_callback(self.catalog.close)
+        self.mirrors = Mirrors(
+            settings=self.settings, git=self.git, workers=self.workers, catalog=self.catalog, events=self.events
+        )
+        self._closing.push_async_callback(self.mirrors.close)
+        await self.mirrors.open()
+        # datasets drop stale pins when they open, which needs mirrors in line with the catalog
+        self.datasets = Datasets(
+            settings=self.settings,
+            catalog=self.catalog,
+            mirrors=self.mirrors,
+            workers=self.workers,
+            events=self.events,
+            state_dir=self.layout.root,
+        )
+        await self.datasets.open()
+
+    async def _open_checkouts(self) -> None:
+        """What checkouts are made from, then the checkouts that an earlier daemon left."""
+        self.gitdirs = Gitdirs(
+            state_dir=self.layout.root,
+            git=self.git,
+            workers=self.workers,
+            mirrors_path=self.mirrors.path,
+            recorded=self._recorded_commits,
+        )
+        await self.gitdirs.open()
+        self.templates = Templates(
+            settings=self.settings,
+            state_dir=self.layout.root,
+            workers=self.workers,
+            mirrors_path=self.mirrors.path,
+            gitdirs=self.gitdirs,
+            events=self.events,
+        )
+        self._closing.push_async_callback(self.templates.close)
+        await self.templates.open()
+
+    async def _open_jobs(self) -> None:
+        """Last, because jobs use everything: configured mirrors, the clock, the watched places."""
+        self.work = Work(
+            operations=self.operations,
+            mirrors=self.mirrors,
+            datasets=self.datasets,
+            templates=self.templates,
+            gitdirs=self.gitdirs,
+            on_mirrors_changed=self._mirrors_changed,
+        )
+        watches = await self._watches()
+        jobs = Jobs(
+            settings=self.settings,
+            started_at=self.started_at,
+            catalog=self.catalog,
+            templates=self.templates,
+            operations=self.operations,
+            work=self.work,
+            watches=watches,
+        )
+        self.schedule = Schedule(jobs.table)
+        await self._add_configured_mirrors()
+        self._closing.push_async_callback(self.schedule.close)
+        await self.schedule.open()
+        for watch in watches:
+            self._closing.push_async_callback(watch.close)
+            await watch.open()
+
+    async def _mirrors_changed(self) -> None:
+        await self.schedule.reconcile()
+
+    async def _recorded_commits(self, name: MirrorName) -> set[CommitId]:
+        return {row.commit for row in await self.catalog.list_recorded(name.key)}
+
+    async def _add_configured_mirrors(self) -> None:
+        """One that cannot be added is told, and the others are."""
+        for mirror in self._settings.mirror:
+            try:
+                await self.mirrors.add(mirror.repo, mirror.url)
+            except MirrordError as error:
+                self.events.publish("mirror.refused", repo=mirror.repo, code=error.code, detail=error.message)
+
+    # -- the watched places -------------------------------------------------------------------------------------------
+
+    async def _watches(self) -> list[Watch]:
+        watches = []
+        if self._settings.datasets.watch:
+            places = {self.layout.datasets: _is_dataset_name}
+            watches.append(Watch(places, self._import_watched, known=await self._known_files()))
+        if self._config_path is not None:
+            path = self._config_path
+            known = await anyio.to_thread.run_sync(signature_of, path)
+            watches.append(
+                Watch(
+                    {path.parent: path.name.__eq__},
+                    self._reload_changed,
+                    known={path: known} if known else {},
+                    quiet=_CONFIG_QUIET,
+                )
+            )
+        return watches
+
+    async def _known_files(self) -> dict[Path, Signature]:
+        """Files that were imported since they last changed: a restart does not import them again."""
+        imported = {dataset.source: dataset.imported_at.timestamp() for dataset in await self.catalog.list_datasets()}
+        known = {}
+        for source, at in imported.items():
+            path = self.layout.datasets / Path(source).name
+            signature = await anyio.to_thread.run_sync(signature_of, path)
+            if signature and signature.changed_at < at:
+                known[path] = signature
+        return known
+
+    async def _import_watched(self, path: Path) -> None:
+        await self.operations.wait(self.work.import_watched(path).id)
+
+    async def _reload_changed(self, _path: Path) -> None:
+        await self.reload()
+
     # -- the whole ----------------------------------------------------------------------------------------------------
-
-    def health(self) -> HealthReport:
-        reasons = [] if self._opened.is_set() else ["the daemon is still opening its state directory"]
-        reasons += self._disk_reasons()
-        warnings = [f"warning: {text}" for text in self.access.warnings]
-        health = Health(status="degraded" if reasons else "ok", reasons=reasons + warnings, version=__version__)
-        return HealthReport(health, health.model_dump_json().encode(), bool(reasons))
-
-    def _disk_reasons(self) -> list[str]:
-        try:
-            disk = os.statvfs(self.layout.root)
-        except OSError as error:
-            return [f"the state directory {self.layout.root} cannot be read: {error.strerror}"]
-        reasons = []
-        if disk.f_bavail * disk.f_frsize < _LOW_DISK_BYTES:
-            reasons.append(f"the disk of {self.layout.root} is nearly full: {disk.f_bavail * disk.f_frsize >> 20} MiB are free")
-        if disk.f_files and disk.f_favail < _LOW_INODES:
-            reasons.append(f"the disk of {self.layout.root} is nearly out of inodes: {disk.f_favail} are free")
-        return reasons
 
     async def reload(self) -> ReloadAnswer:
         """Read the configuration again and apply what is live. A bad file raises, and changes nothing."""
         try:
-            new = await asyncio.to_thread(config.load, self._config_path)
+            new = await anyio.to_thread.run_sync(self._load)
         except InvalidConfigError as error:
             self.events.publish("config.refused", detail=error.message)
             raise
@@ -160,8 +225,55 @@ class Engine:
         self._settings = config.merge_live(self._settings, new)
         telemetry.configure(self._settings.log.level, self._settings.log.format)
         self.access.refresh()
+        if "mirror" in applied:
+            await self._add_configured_mirrors()
+        await self.schedule.reconcile()
         self.events.publish("config.reloaded", applied=applied, refused=refused)
         return ReloadAnswer(applied=applied, refused=refused)
+
+    def health(self) -> HealthReport:
+        return self.condition.report()
+
+    async def status(self) -> Status:
+        return Status(
+            version=__version__,
+            pid=os.getpid(),
+            uid=os.geteuid(),
+            started_at=self.started_at,
+            state_dir=str(self.layout.root),
+            config_path=str(self._config_path) if self._config_path else None,
+            backend=self._settings.checkouts.backend,
+            health=self.health().health,
+            mirrors=await self.mirrors.list(),
+            datasets=await self.catalog.summarise_datasets(),
+            checkout_count=0,
+            checkout_max=self._settings.checkouts.max,
+            operations_running=self.operations.running_count,
+            last_audit=None,
+            jobs=self.schedule.states(),
+        )
+
+    async def figures(self) -> Figures:
+        """What the metrics show."""
+        mirrors = await self.catalog.list_mirrors()
+        return Figures(
+            started_at=self.started_at,
+            degraded=self.health().is_degraded,
+            mirrors=len(mirrors),
+            mirrors_failed=sum(row.error is not None for row in mirrors),
+            mirror_bytes=sum(row.size_bytes or 0 for row in mirrors),
+            datasets=len(await self.catalog.summarise_datasets()),
+            unservable=0,
+            checkouts=0,
+            checkouts_max=self._settings.checkouts.max,
+            operations_running=self.operations.running_count,
+            disk_free_bytes=self.condition.disk_free_bytes,
+            events=dict(self.events.counts),
+        )
+
+
+def _is_dataset_name(name: str) -> bool:
+    return is_complete_name(name) and name.lower().endswith(_DATASET_SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)

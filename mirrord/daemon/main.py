@@ -9,12 +9,13 @@ import argparse
 import os
 import resource
 import sys
+from functools import partial
 from pathlib import Path
 
 import uvloop
 
 from .. import config, telemetry
-from ..engine import Engine, Layout
+from ..engine import Engine
 from ..errors import MirrordError
 from ..host.systemd import Notifier
 from .listener import open_listeners
@@ -30,12 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     os.umask(_UMASK)
     try:
         path = chosen.config.absolute() if chosen.config else config.find_path()
-        settings = config.load(path)
-        if chosen.socket:
-            settings = settings.model_copy(update={"socket": chosen.socket.absolute()})
+        load = partial(_load, path, chosen.socket)
+        settings = load()
         telemetry.configure(settings.log.level, settings.log.format)
         _raise_file_limit()
-        return _serve(settings, path)
+        return _serve(Engine(settings, config_path=path, load=load))
     except MirrordError as error:
         _explain(error)
         return error.exit_status
@@ -48,16 +48,19 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _serve(settings: config.Settings, path: Path | None) -> int:
+def _load(path: Path | None, socket: Path | None) -> config.Settings:
+    settings = config.load(path)
+    return settings.model_copy(update={"socket": socket.absolute()}) if socket else settings
+
+
+def _serve(engine: Engine) -> int:
     notifier = Notifier.from_environment()
-    layout = Layout(settings.state_dir)
-    layout.make_root()
-    with StateLock(settings.state_dir):
-        listeners = open_listeners(settings.socket)
+    engine.layout.make_root()
+    with StateLock(engine.layout.root):
+        listeners = open_listeners(engine.settings().socket)
         try:
-            layout.make()
-            service = Service(Engine(settings, config_path=path), listeners, notifier)
-            return uvloop.run(service.run())
+            engine.layout.make()
+            return uvloop.run(Service(engine, listeners, notifier).run())
         finally:
             for listener in listeners:
                 listener.remove()

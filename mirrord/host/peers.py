@@ -70,9 +70,7 @@ class Access:
     def __init__(self, settings: Callable[[], Settings], *, own_uid: int | None = None) -> None:
         self._settings = settings
         self._own_uid = os.geteuid() if own_uid is None else own_uid
-        self._admins: frozenset[int] = frozenset()
-        self._group: int | None = None
-        self._looked_up_at = float("-inf")
+        self.refresh()
 
     def role(self, peer: Peer) -> Role:
         if peer.uid in {0, self._own_uid}:
@@ -95,7 +93,7 @@ class Access:
         """Look the names up again."""
         access = self._settings().access
         found = (_find_uid(name) for name in access.admins)
-        self._admins = frozenset(uid for uid in found if uid is not None)
+        self._admins: frozenset[int] = frozenset(uid for uid in found if uid is not None)
         self._group = _find_gid(access.group)
         self._looked_up_at = time.monotonic()
 

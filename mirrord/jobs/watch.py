@@ -29,11 +29,17 @@ PARTIAL_SUFFIXES = (".tmp", ".temp", ".part", ".partial", ".crdownload", ".downl
 
 
 class Signature(NamedTuple):
-    """A file's state, as far as stat tells: a rewrite changes at least the time, a move the inode."""
+    """A file's state, as far as stat tells: a rewrite or a rename changes at least a time."""
 
     inode: int
     size: int
     mtime_ns: int
+    ctime_ns: int
+
+    @property
+    def changed_at(self) -> float:
+        """Seconds since 1970 of the last change, a rename included."""
+        return max(self.mtime_ns, self.ctime_ns) / 1e9
 
 
 class Watch:
@@ -137,7 +143,9 @@ def signature_of(path: Path) -> Signature | None:
         status = path.stat(follow_symlinks=False)
     except OSError:
         return None
-    return Signature(status.st_ino, status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return Signature(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def is_complete_name(name: str) -> bool:

@@ -1,0 +1,103 @@
+"""Which jobs there are, how often they run, and what each does: the table that the schedule keeps to.
+
+Intervals come from the settings in force each time the table is read; an interval of nothing switches its job off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from functools import partial
+
+import anyio.to_thread
+
+from ..catalog import Catalog, MirrorRow
+from ..checkouts.templates import Templates
+from ..config import Settings
+from ..errors import MirrordError, from_problem
+from ..host.processes import trim_memory
+from ..model import MirrorName
+from ..protocol import Operation
+from .operations import Operations
+from .schedule import Job
+from .watch import Watch
+from .work import Work
+
+EVICT_INTERVAL = timedelta(minutes=5)
+LOOK_INTERVAL = timedelta(minutes=1)
+TRIM_INTERVAL = timedelta(minutes=1)
+
+
+class Jobs:
+    """Builds the table from the mirrors there are and from when things last happened."""
+
+    def __init__(
+        self,
+        *,
+        settings: Callable[[], Settings],
+        started_at: datetime,
+        catalog: Catalog,
+        templates: Templates,
+        operations: Operations,
+        work: Work,
+        watches: list[Watch],
+    ) -> None:
+        self._settings = settings
+        self._started_at = started_at
+        self._catalog = catalog
+        self._templates = templates
+        self._operations = operations
+        self._work = work
+        self._watches = watches
+
+    async def table(self) -> list[Job]:
+        syncs = [self._sync(row) for row in await self._catalog.list_mirrors()]
+        return [*syncs, self._maintenance(), *self._housekeeping()]
+
+    def _sync(self, row: MirrorRow) -> Job:
+        sync = self._settings().sync
+        return Job(f"sync/{row.name}", sync.interval, partial(self._run_sync, row.name), sync.jitter, row.attempted_at)
+
+    def _maintenance(self) -> Job:
+        """First an eighth of the interval after the start, so that a daemon that is restarted every day maintains too."""
+        interval = self._settings().maintenance.interval
+        return Job("maintenance", interval, self._maintain_all, since=self._started_at - interval * 7 / 8)
+
+    def _housekeeping(self) -> list[Job]:
+        return [
+            Job("templates.evict", EVICT_INTERVAL, self._evict, since=self._started_at),
+            Job("watch.look", LOOK_INTERVAL, self._look, since=self._started_at),
+            Job("memory.trim", TRIM_INTERVAL, self._trim, since=self._started_at),
+        ]
+
+    # -- what they do -------------------------------------------------------------------------------------------------
+
+    async def _run_sync(self, name: MirrorName) -> None:
+        await self._finish(self._work.sync(name))
+
+    async def _maintain_all(self) -> None:
+        """One mirror after the other; a failure is told by its operation, and the last one here."""
+        failure: MirrordError | None = None
+        for row in await self._catalog.list_mirrors():
+            try:
+                await self._finish(self._work.maintain(row.name))
+            except MirrordError as error:
+                failure = error
+        if failure:
+            raise failure
+
+    async def _evict(self) -> None:
+        await self._templates.evict()
+
+    async def _look(self) -> None:
+        for watch in self._watches:
+            watch.touch()
+
+    async def _trim(self) -> None:
+        await anyio.to_thread.run_sync(trim_memory)
+
+    async def _finish(self, operation: Operation) -> None:
+        """Wait for an operation; raises what it failed with."""
+        ended = await self._operations.wait(operation.id)
+        if ended.error is not None:
+            raise from_problem(ended.error.model_dump())

@@ -1,0 +1,116 @@
+"""The kinds of background work there are, each as an operation: what requests, the schedule and the watched directory start.
+
+Owns what goes together around one piece of work: a mirror that was added gets scheduled, an uploaded file is removed when it was
+read. Never waits for the work itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import to_jsonable_python
+
+from ..checkouts.gitdirs import Gitdirs
+from ..checkouts.templates import Templates
+from ..datasets.service import Datasets
+from ..mirrors.service import Mirrors
+from ..model import DatasetName, MirrorName
+from ..protocol import Operation
+from .operations import Operations, ProgressSink
+
+
+class Work:
+    """Starts operations. `on_mirrors_changed` is called after a mirror was added or removed."""
+
+    def __init__(
+        self,
+        *,
+        operations: Operations,
+        mirrors: Mirrors,
+        datasets: Datasets,
+        templates: Templates,
+        gitdirs: Gitdirs,
+        on_mirrors_changed: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._operations = operations
+        self._mirrors = mirrors
+        self._datasets = datasets
+        self._templates = templates
+        self._gitdirs = gitdirs
+        self._on_mirrors_changed = on_mirrors_changed
+
+    # -- mirrors ------------------------------------------------------------------------------------------------------
+
+    async def add_mirror(self, repo: str, url: str | None, *, owner_uid: int = 0) -> Operation:
+        """Register a mirror and sync it for the first time."""
+        row = await self._mirrors.add(repo, url)
+        await self._on_mirrors_changed()
+        return self.sync(row.name, kind="mirror.add", owner_uid=owner_uid)
+
+    def sync(self, name: MirrorName, *, kind: str = "mirror.sync", owner_uid: int = 0) -> Operation:
+        async def run(progress: ProgressSink) -> dict[str, Any]:
+            result = await self._mirrors.sync(name, progress)
+            pinned = await self._datasets.repin(name)  # what upstream lacked the last time
+            return {**_plain(result), "pinned": pinned}
+
+        return self._operations.start(kind, str(name), run, owner_uid=owner_uid)
+
+    def maintain(self, name: MirrorName) -> Operation:
+        async def run(progress: ProgressSink) -> None:
+            await self._mirrors.maintain(name, progress)
+
+        return self._operations.start("mirror.maintain", str(name), run)
+
+    def restore_refs(self, name: MirrorName, at: str, *, owner_uid: int = 0) -> Operation:
+        async def run(progress: ProgressSink) -> dict[str, Any]:
+            return _plain(await self._mirrors.refs_restore(name, at, progress))
+
+        return self._operations.start("refs.restore", str(name), run, owner_uid=owner_uid)
+
+    async def remove_mirror(self, name: MirrorName) -> None:
+        """Remove a mirror, and what was built from it. Raises MirrorInUseError while something recorded needs it."""
+        await self._mirrors.remove(name)
+        await self._templates.forget(name)
+        await self._gitdirs.forget(name)
+        await self._on_mirrors_changed()
+
+    # -- datasets -----------------------------------------------------------------------------------------------------
+
+    def import_upload(
+        self, path: Path, *, filename: str, name: DatasetName | None, format_name: str | None, owner_uid: int = 0
+    ) -> Operation:
+        """Import a file that is ours; it is removed at the end, whatever the end is."""
+
+        async def run(progress: ProgressSink) -> dict[str, Any]:
+            try:
+                return await self._import(path, name, format_name, filename, progress)
+            finally:
+                path.unlink(missing_ok=True)
+
+        try:
+            return self._operations.start("dataset.import", name or filename, run, owner_uid=owner_uid)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    def import_watched(self, path: Path) -> Operation:
+        """Import a file of the watched directory, which stays where it is."""
+
+        async def run(progress: ProgressSink) -> dict[str, Any]:
+            return await self._import(path, None, None, path.name, progress)
+
+        return self._operations.start("dataset.import", path.name, run)
+
+    async def _import(
+        self, path: Path, name: DatasetName | None, format_name: str | None, source: str, progress: ProgressSink
+    ) -> dict[str, Any]:
+        result = await self._datasets.import_file(path, name=name, format=format_name, source=source, progress=progress)
+        await self._on_mirrors_changed()
+        return _plain(result)
+
+
+def _plain(result: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = to_jsonable_python(result)
+    return plain
