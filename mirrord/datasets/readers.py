@@ -98,11 +98,11 @@ def _iter_text(stream: io.BufferedReader[Any], source: str) -> Iterator[RawRow]:
         raise _refused(source, "it is empty")
     if start.startswith(b"PAR1"):
         raise _refused(source, "it is compressed Parquet", "decompress it; Parquet compresses by itself")
-    if start.startswith(b"["):
+    if start.startswith(b"[") and not _is_array_line(start):
         yield from _numbered(iter_elements(stream))
     elif start.startswith(b"{") and not _is_lines(start):
         yield from _iter_object(stream, start, source)
-    elif start.startswith(b"{") or b"\n{" in start:
+    elif start.startswith((b"{", b"[")) or b"\n{" in start:
         yield from _iter_lines(stream)
     elif start:
         raise _refused(source, "it is neither JSON lines, nor JSON, nor Parquet")
@@ -136,7 +136,14 @@ def _begins_nested(text: bytes) -> bool:
 
 
 def _is_mapping_of_rows(value: dict[str, Any]) -> bool:
-    return bool(value) and all(isinstance(inner, (dict, list)) for inner in value.values())
+    firsts = [inner[0] if isinstance(inner, list) and inner else inner for inner in value.values()]
+    return any(isinstance(first, dict) and _ROW_KEYS & first.keys() for first in firsts)
+
+
+def _is_array_line(start: bytes) -> bool:
+    """Whether what begins with `[` is a bad first line of JSON lines, and not an array of rows."""
+    first, _, rest = start.partition(b"\n")
+    return rest.lstrip(_SPACE).startswith(b"{") and first.rstrip(_SPACE).endswith(b"]")
 
 
 def _iter_lines(stream: io.BufferedReader[Any]) -> Iterator[RawRow]:
