@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..model import AuditLevel
-from .output import count, table
+from .output import count
 from .progress import finish
 from .session import Session
 
 if TYPE_CHECKING:
-    from ..protocol import Audit, Finding
+    from .. import Client
+    from ..protocol import Audit, Finding, Operation
 
 Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Of which mirrors; default: all.")]
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Answer with the operation at once.")]
@@ -35,8 +36,16 @@ def audit(
         if no_wait:
             session.answer(operation, lambda: [f"operation {operation.id} {operation.state}"])
             return
-        ended = finish(session, client, operation)
-        found = client.get_audit((ended.result or {})["id"])
+        found = _found(session, client, operation)
+    _answer(session, found)
+
+
+def _found(session: Session, client: Client, operation: Operation) -> Audit:
+    ended = finish(session, client, operation)
+    return client.get_audit(str((ended.result or {})["id"]))
+
+
+def _answer(session: Session, found: Audit) -> None:
     session.answer(found, lambda: _findings(found))
     if found.affected:
         raise typer.Exit(_UNSERVABLE)
@@ -60,9 +69,12 @@ def _finding(finding: Finding) -> str:
 
 
 def heal(ctx: typer.Context, names: Names = None, no_wait: NoWait = False) -> None:
+    """Prints what is still wrong afterwards, as `mirrord audit` does; status 8 when a recorded commit cannot be served."""
     session = Session.of(ctx)
     with session.client() as client:
         operation = client.start_heal(*names or ())
-        ended = operation if no_wait else finish(session, client, operation)
-    rows = [(ended.id, ended.kind, ended.subject, ended.state)]
-    session.answer(ended, lambda: table(("OPERATION", "KIND", "SUBJECT", "STATE"), rows))
+        if no_wait:
+            session.answer(operation, lambda: [f"operation {operation.id} {operation.state}"])
+            return
+        found = _found(session, client, operation)
+    _answer(session, found)

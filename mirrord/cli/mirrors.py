@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..protocol import Mirror, Operation
 
 Name = Annotated[str, typer.Argument(help="owner/name or owner__name, in any letter case.")]
-NoWait = Annotated[bool, typer.Option("--no-wait", help="Answer with the operations at once.")]
+NoWait = Annotated[bool, typer.Option("--no-wait", help="Answer with the operation at once.")]
 
 
 def add(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
-from .mirrors import Name
+from ..protocol import Operation, RefDiff
+from .mirrors import Name, NoWait
 from .output import short, table
 from .progress import finish
 from .session import Session
@@ -15,10 +17,11 @@ At = Annotated[str, typer.Argument(help="A record: its id, or a time in ISO 8601
 
 
 def log(ctx: typer.Context, name: Name) -> None:
+    """Newest first; a record is made by each sync that changed something."""
     session = Session.of(ctx)
     with session.client() as client:
         records = client.log_refs(name)
-    rows = [(short(record.id), record.at, record.ref_count, record.summary) for record in records]
+    rows = [(record.id, record.at, record.ref_count, record.summary) for record in records]
     session.answer(records, lambda: table(("RECORD", "AT", "REFS", "SUMMARY"), rows))
 
 
@@ -26,23 +29,28 @@ def diff(ctx: typer.Context, name: Name, a: At, b: At) -> None:
     session = Session.of(ctx)
     with session.client() as client:
         found = client.diff_refs(name, a, b)
-    rows = [
-        (change.kind, short(change.old), short(change.new), "kept" if change.kept else "", change.ref) for change in found.changes
-    ]
-    session.answer(found, lambda: table(("CHANGE", "OLD", "NEW", "OLD TIP", "REF"), rows))
+    session.answer(found, lambda: _changes(found))
 
 
-def restore(
-    ctx: typer.Context,
-    name: Name,
-    at: At,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Answer with the operation at once.")] = False,
-) -> None:
-    """Tips that this moves away from are kept, and the next sync brings upstream's refs back."""
+def restore(ctx: typer.Context, name: Name, at: At, no_wait: NoWait = False) -> None:
+    """Prints what moved. Tips that this moves away from are kept; the next sync brings upstream's refs back."""
     session = Session.of(ctx)
     with session.client() as client:
         operation = client.restore_refs(name, at)
         ended = operation if no_wait else finish(session, client, operation)
-    session.answer(
-        ended, lambda: table(("OPERATION", "KIND", "SUBJECT", "STATE"), [(ended.id, ended.kind, ended.subject, ended.state)])
-    )
+    session.answer(ended, lambda: _restored(ended))
+
+
+def _restored(operation: Operation) -> Iterator[str]:
+    if operation.result is None:
+        yield f"operation {operation.id} {operation.state}"
+        return
+    yield from _changes(RefDiff.model_validate(operation.result))
+
+
+def _changes(found: RefDiff) -> Iterator[str]:
+    rows = [
+        (change.kind, short(change.old), short(change.new), "kept" if change.kept else None, change.ref)
+        for change in found.changes
+    ]
+    return table(("CHANGE", "OLD", "NEW", "OLD TIP", "REF"), rows)
