@@ -23,6 +23,7 @@ from ..errors import (
     UpstreamThrottledError,
     UpstreamTimeoutError,
 )
+from ..host.files import full_disk_named
 from ..protocol import Progress
 from .isolation import isolate
 from .quarantine import Quarantine, accept_objects
@@ -32,6 +33,7 @@ from .upstream import Upstream
 
 INCOMING = "refs/mirrord/incoming/"
 _FAILURES = 400
+_HOPELESS = 8
 _LONGEST = timedelta(hours=24)
 _WHOLE_UPSTREAM = (
     UpstreamAuthError, UpstreamNotFoundError, UpstreamThrottledError, UpstreamTimeoutError, UpstreamEmptyError, DiskFullError,
@@ -67,7 +69,7 @@ class Fetcher:
         return read_offer(answer.lines, patterns)
 
     async def fetch(self, oids: Sequence[str]) -> dict[str, MirrordError]:
-        """Bring `oids` with everything they reach; answers those that upstream could not give."""
+        """Bring `oids`, the likeliest first, with everything they reach; answers those that upstream could not give."""
         marked: list[str] = []
         failures_seen = False
 
@@ -83,7 +85,7 @@ class Fetcher:
                 marked.extend(some)
 
         try:
-            failed = await isolate(oids, attempt, blames_items=blames_objects, budget=_FAILURES)
+            failed = await isolate(oids, attempt, blames_items=blames_objects, budget=_FAILURES, hopeless=_HOPELESS)
         finally:
             with anyio.CancelScope(shield=True):
                 await unmark(self.repository)
@@ -105,7 +107,8 @@ class Fetcher:
                 doing=f"fetch from upstream {self.upstream.shown}",
             )  # fmt: skip
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(accept_objects, objects, self.repository.objects)
+                with full_disk_named(f"mirror {self.repository.name}"):
+                    await anyio.to_thread.run_sync(accept_objects, objects, self.repository.objects)
 
     async def _mark(self, oids: Sequence[str]) -> None:
         """Tell the next fetch what is here already. Lost in a crash without harm, so not flushed."""

@@ -19,23 +19,26 @@ async def isolate(
     *,
     blames_items: Callable[[MirrordError], bool],
     budget: int,
+    hopeless: int,
 ) -> list[tuple[T, MirrordError]]:
     """Call `attempt` on `items`, on failure on its halves, down to single items; answers those that failed, each with its error.
 
-    An error that does not blame the items is raised. After `budget` failures what is left is given the last error untried.
+    An error that does not blame the items is raised. What is left is given the last error untried after `budget` failures, or
+    when `hopeless` single items failed before anything succeeded.
     """
     failed: list[tuple[T, MirrordError]] = []
     waiting: list[Sequence[T]] = [items] if items else []
-    failures = 0
+    failures = successes = 0
     while waiting:
         some = waiting.pop()
         try:
             await attempt(some)
+            successes += 1
         except MirrordError as error:
             if not blames_items(error):
                 raise
             failures += 1
-            if len(some) == 1 or failures > budget:
+            if len(some) == 1 or failures > budget or (not successes and len(failed) >= hopeless):
                 failed.extend((item, error) for item in some)
                 continue
             middle = len(some) // 2

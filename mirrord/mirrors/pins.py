@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from ..errors import CommitNotFoundError, GitFailedError, InvalidRequestError, MirrordError, ResourceError
+from ..errors import GitFailedError, InvalidRequestError, MirrordError, ResourceError
 from ..model import CommitId, shown
 from .isolation import isolate
 from .repository import PINS, Refs, Repository
@@ -44,7 +44,7 @@ async def verify(repository: Repository, commits: Collection[CommitId]) -> dict[
         await repository.verify_closure(some)
 
     present = sorted(set(commits) - refused.keys())
-    failed = await isolate(present, attempt, blames_items=_blames_commits, budget=_FAILURES)
+    failed = await isolate(present, attempt, blames_items=_blames_commits, budget=_FAILURES, hopeless=_FAILURES)
     return refused | {oid: error.message for oid, error in failed}
 
 
@@ -83,8 +83,3 @@ async def must_be_commits(repository: Repository, oids: Collection[CommitId]) ->
     )
     found = (line.split() for line in answer.lines)
     return {CommitId(oid): f"{oid} is a {kind}, not a commit" for oid, kind in found if kind not in {"commit", "missing"}}
-
-
-def refusal(oid: CommitId, reason: str) -> CommitNotFoundError:
-    """The error for one commit that was asked for by itself."""
-    return CommitNotFoundError(f"cannot pin commit {oid}: {reason}", hint="sync the mirror, or audit it", commit=oid)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from ..catalog.rows import MirrorRow
-from ..errors import MirrordError
 from ..git.command import masked_url
 from ..protocol import Mirror, Problem, RefFault
 
@@ -32,8 +31,3 @@ def _state(row: MirrorRow) -> Literal["empty", "ready", "failed"]:
     if row.error:
         return "failed"
     return "ready" if row.synced_at else "empty"
-
-
-def problem_of(error: MirrordError) -> dict[str, Any]:
-    """The problem to store. Its facts are JSON values already."""
-    return error.problem()

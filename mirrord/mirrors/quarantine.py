@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
 import structlog
 
-from .transaction import flush_directory
+from ..host.files import full_disk_named, sync_directory
 
 log = structlog.get_logger()
 
@@ -28,15 +28,19 @@ class Quarantine:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._active: set[Path] = set()
 
     @asynccontextmanager
     async def directory(self, kind: str) -> AsyncIterator[Path]:
         """A new private directory, removed at the end unless it was renamed away."""
         path = self.root / f"{kind}-{secrets.token_hex(8)}"
-        path.mkdir(mode=0o700)
+        with full_disk_named("quarantine"):
+            path.mkdir(mode=0o700)
+        self._active.add(path)
         try:
             yield path
         finally:
+            self._active.discard(path)
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(_remove_tree, path)
 
@@ -47,8 +51,8 @@ class Quarantine:
         await anyio.to_thread.run_sync(_remove_tree, away)
 
     async def clean(self) -> None:
-        """Remove what killed processes left."""
-        await anyio.to_thread.run_sync(_clean, self.root)
+        """Remove what killed processes left, unless one of them is still at it."""
+        await anyio.to_thread.run_sync(_clean, self.root, frozenset(self._active))
 
 
 def accept_objects(source: Path, destination: Path) -> None:
@@ -59,13 +63,13 @@ def accept_objects(source: Path, destination: Path) -> None:
         for file in sorted(packs.iterdir(), key=lambda f: (_LAST.get(f.suffix, 0), f.name)):
             if file.name.startswith("pack-") and file.suffix != ".keep":
                 _move(file, destination / "pack" / file.name)
-        flush_directory(destination / "pack")
+        sync_directory(destination / "pack")
     for fan in source.glob("[0-9a-f][0-9a-f]"):
         (destination / fan.name).mkdir(exist_ok=True)
         for file in fan.iterdir():
             if len(file.name) == 38:
                 _move(file, destination / fan.name / file.name)
-        flush_directory(destination / fan.name)
+        sync_directory(destination / fan.name)
 
 
 def _move(file: Path, target: Path) -> None:
@@ -77,9 +81,10 @@ def _remove_tree(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _clean(root: Path) -> None:
-    held = held_files(root)
-    for path in root.iterdir():
+def _clean(root: Path, active: Collection[Path]) -> None:
+    left = [path for path in root.iterdir() if path not in active]
+    held = held_files(root) if left else set()
+    for path in left:
         if any(path == file or path in file.parents for file in held):
             log.warning("quarantine.held", path=path.name)
         else:

@@ -20,7 +20,6 @@ from ..model import MirrorName, utc_now
 from .fetch import unmark
 from .maintenance import remove_leftovers
 from .pins import read_pins
-from .present import problem_of
 from .repository import Repository
 from .transaction import recover
 
@@ -61,7 +60,7 @@ async def _reconcile_one(catalog: Catalog, repository: Repository) -> None:
         await unmark(repository)
         await _follow_pins(catalog, repository)
     except MirrordError as error:
-        await catalog.update_mirror(repository.name.key, error=problem_of(error))
+        await catalog.update_mirror(repository.name.key, error=error.problem())
         log.warning("mirror.damaged", mirror=str(repository.name), code=error.code, detail=error.message)
 
 

@@ -20,24 +20,22 @@ import structlog
 from ..catalog.catalog import Catalog
 from ..catalog.rows import MirrorRow, PinRow
 from ..config import Settings
-from ..errors import InvalidNameError, MirrordError, MirrorExistsError, MirrorInUseError, MirrorNotFoundError, UpstreamError
+from ..errors import InvalidNameError, MirrordError, MirrorExistsError, MirrorInUseError, MirrorNotFoundError
 from ..git.command import Git
 from ..git.workers import Workers
 from ..jobs.events import Events
 from ..model import CommitId, MirrorName, shown, utc_now
 from ..protocol import Mirror, Pin, RefDiff, RefRecord
 from . import history, pins
-from .backoff import Hosts
-from .fetch import Fetcher
 from .flights import Flights, ProgressSink
 from .maintenance import maintain, size_bytes
-from .present import problem_of, shown_mirror
-from .quarantine import Quarantine, accept_objects
+from .present import shown_mirror
+from .quarantine import Quarantine
 from .reconcile import reconcile
 from .repository import Repository
-from .sync import SyncResult, move_refs, sync
-from .transaction import flush_directory
-from .upstream import Upstream, parse_upstream, upstream_url
+from .sources import Sources
+from .sync import SyncResult, move_refs
+from .upstream import parse_upstream
 
 _RESOLVE_TIMEOUT = timedelta(seconds=30)
 
@@ -48,14 +46,14 @@ class Mirrors:
     """All mirrors. Its methods take the locks they need; `lock` is for work of others on a mirror's objects."""
 
     def __init__(self, *, settings: Callable[[], Settings], git: Git, workers: Workers, catalog: Catalog, events: Events) -> None:
-        self._settings = settings
         self._git = git
         self._workers = workers
         self._catalog = catalog
         self._events = events
         self._root = settings().state_dir / "mirrors"
         self._quarantine = Quarantine(settings().state_dir / "quarantine")
-        self._hosts = Hosts(concurrency=lambda: settings().sync.concurrency)
+        self._sources = Sources(settings=settings, git=git, quarantine=self._quarantine)
+        self._names: dict[str, MirrorName] = {}
         self._locks: dict[str, anyio.Lock] = {}
         self._syncs: Flights[SyncResult] = Flights()
 
@@ -64,7 +62,8 @@ class Mirrors:
         for path in (self._root, self._quarantine.root):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._quarantine.clean()
-        await reconcile(self._catalog, self._root, self._repository, self._default_url)
+        await reconcile(self._catalog, self._root, self._repository, self._sources.default_url)
+        self._names = {row.name.key: row.name for row in await self._catalog.list_mirrors()}
 
     async def close(self) -> None:
         """Cancel running syncs; each leaves its mirror as it was."""
@@ -78,12 +77,13 @@ class Mirrors:
         Raises InvalidNameError, InvalidUrlError, MirrorExistsError when it exists with another URL.
         """
         name = MirrorName.parse(repo)
-        upstream = parse_upstream(url or self._default_url(name))
+        upstream = parse_upstream(url or self._sources.default_url(name))
         async with self.lock(name):
             found = await self._catalog.find_mirror(name.key)
             if found is None:
                 row = MirrorRow(name=name, url=upstream.url, added_at=utc_now())
                 await self._catalog.put_mirror(row)
+                self._names[name.key] = name
                 self._events.publish("mirror.added", mirror=str(name), url=upstream.shown)
                 return row
         if url is not None and found.url != upstream.url:
@@ -106,8 +106,8 @@ class Mirrors:
         return found
 
     def path(self, name: MirrorName) -> Path:
-        """The bare repository of a mirror, named as in its row."""
-        return self._root / str(name)
+        """The bare repository of a mirror, by any spelling."""
+        return self._root / str(self._names.get(name.key, name))
 
     async def list(self) -> builtins.list[Mirror]:
         counts = await self._catalog.count_pins()
@@ -122,9 +122,11 @@ class Mirrors:
         row = await self.get(str(name))
         async with self.lock(row.name):
             await self._must_be_unused(row)
+            path = self.path(row.name)
             await self._catalog.delete_mirror(row.name.key)
-            if self.path(row.name).exists():
-                await self._quarantine.discard(self.path(row.name))
+            self._names.pop(row.name.key, None)
+            if path.exists():
+                await self._quarantine.discard(path)
         self._events.publish("mirror.removed", mirror=str(row.name))
 
     async def _must_be_unused(self, row: MirrorRow) -> None:
@@ -156,15 +158,14 @@ class Mirrors:
         return await self._syncs.join(row.name.key, lambda sink: self._sync(row, sink), progress)
 
     async def _sync(self, row: MirrorRow, progress: ProgressSink) -> SyncResult:
-        key = row.name.key
         started_at = utc_now()
         try:
-            upstream = parse_upstream(row.url)
-            async with self.lock(row.name), self._hosts.turn(upstream.host):
-                result = await self._sync_locked(row, upstream, progress)
+            async with self.lock(row.name):
+                row = await self.get(str(row.name))
+                result = await self._sources.sync(row, self.path(row.name), progress)
                 await self._record(row, result)
         except MirrordError as error:
-            await self._catalog.update_mirror(key, attempted_at=started_at, error=problem_of(error))
+            await self._catalog.update_mirror(row.name.key, attempted_at=started_at, error=error.problem())
             self._events.publish("mirror.failed", mirror=str(row.name), code=error.code, detail=error.message)
             raise
         self._events.publish(
@@ -175,18 +176,6 @@ class Mirrors:
             faults=len(result.faults),
             duration_s=round((utc_now() - started_at).total_seconds(), 3),
         )
-        return result
-
-    async def _sync_locked(self, row: MirrorRow, upstream: Upstream, progress: ProgressSink) -> SyncResult:
-        patterns = self._settings().upstream.refs
-        if self.path(row.name).exists():
-            return await sync(self._fetcher(self._repository(row.name), upstream, progress), patterns)
-        async with self._quarantine.directory("clone") as directory:
-            building = Repository(self._git, row.name, directory / "repository")
-            await building.create()
-            result = await sync(self._fetcher(building, upstream, progress), patterns)
-            building.path.rename(self.path(row.name))
-            await anyio.to_thread.run_sync(flush_directory, self._root)
         return result
 
     async def _record(self, row: MirrorRow, result: SyncResult) -> None:
@@ -208,6 +197,7 @@ class Mirrors:
         row = await self.get(str(name))
         if not self.path(row.name).exists():
             return
+        await self._quarantine.clean()
         async with self.lock(row.name):
             await maintain(self._repository(row.name), progress)
         size = await anyio.to_thread.run_sync(size_bytes, self.path(row.name))
@@ -229,26 +219,8 @@ class Mirrors:
     ) -> dict[CommitId, str]:
         """Fetch by id what is absent, from upstream and then from the fallbacks; answers those still missing with the reason."""
         row = await self._synced(name, progress)
-        repository = self._repository(row.name)
         async with self.lock(row.name):
-            missing = [CommitId(oid) for oid in sorted(await repository.absent(commits))]
-            reasons: dict[CommitId, str] = {}
-            for upstream in self._sources(row):
-                if missing:
-                    found_out = await self._fetch_from(upstream, repository, missing, progress)
-                    reasons = {oid: reasons.get(oid, reason) for oid, reason in found_out.items()}
-                    missing = sorted(reasons)
-        return {commit: reasons[commit] for commit in missing}
-
-    async def _fetch_from(
-        self, upstream: Upstream, repository: Repository, commits: builtins.list[CommitId], progress: ProgressSink | None
-    ) -> dict[CommitId, str]:
-        try:
-            async with self._hosts.turn(upstream.host):
-                failed = await self._fetcher(repository, upstream, progress).fetch(commits)
-        except UpstreamError as error:
-            return dict.fromkeys(commits, error.message)
-        return {CommitId(oid): error.message for oid, error in failed.items()}
+            return await self._sources.fetch_commits(row, self._repository(row.name), commits, progress)
 
     async def refetch(
         self, name: MirrorName, commits: Collection[CommitId], progress: ProgressSink | None = None
@@ -258,24 +230,8 @@ class Mirrors:
         A plain fetch never brings back a lost object: it says it has what its refs reach.
         """
         row = await self._synced(name, progress)
-        missing = sorted(commits)
-        reasons: dict[CommitId, str] = {}
         async with self.lock(row.name):
-            for upstream in self._sources(row):
-                if missing:
-                    reasons = await self._refetch_from(upstream, row.name, missing, progress)
-                    missing = sorted(reasons)
-        return reasons
-
-    async def _refetch_from(
-        self, upstream: Upstream, name: MirrorName, commits: builtins.list[CommitId], progress: ProgressSink | None
-    ) -> dict[CommitId, str]:
-        async with self._quarantine.directory("refetch") as directory:
-            fresh = Repository(self._git, name, directory / "repository")
-            await fresh.create()
-            failed = await self._fetch_from(upstream, fresh, commits, progress)
-            await anyio.to_thread.run_sync(accept_objects, fresh.objects, self.path(name) / "objects")
-        return failed
+            return await self._sources.refetch_commits(row, self.path(row.name), commits, progress)
 
     # -- pins ---------------------------------------------------------------------------------------------------------
 
@@ -351,19 +307,6 @@ class Mirrors:
 
     def _repository(self, name: MirrorName) -> Repository:
         return Repository(self._git, name, self.path(name))
-
-    def _fetcher(self, repository: Repository, upstream: Upstream, progress: ProgressSink | None) -> Fetcher:
-        return Fetcher(repository, upstream, self._quarantine, self._settings().upstream.timeout, progress)
-
-    def _default_url(self, name: MirrorName) -> str:
-        """The URL of the [[mirror]] table that names it, else the template."""
-        own = (m.url for m in self._settings().mirror if MirrorName.parse(m.repo).key == name.key and m.url)
-        return next(own, None) or upstream_url(self._settings().upstream.url, name)
-
-    def _sources(self, row: MirrorRow) -> builtins.list[Upstream]:
-        """Upstream, then the fallbacks."""
-        urls = [row.url, *(upstream_url(template, row.name) for template in self._settings().upstream.fallbacks)]
-        return [parse_upstream(url) for url in urls]
 
 
 def _not_found(text: str) -> MirrorNotFoundError:

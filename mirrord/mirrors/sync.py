@@ -7,7 +7,7 @@ holds the mirror's lock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import MirrordError
@@ -19,6 +19,7 @@ from .repository import HISTORY, KEPT, Refs, Repository
 from .transaction import Transaction, commit, recover
 
 _SHOWN_CHANGES = 1000
+_USUAL_HEADS = ("refs/heads/main", "refs/heads/master")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,16 @@ class SyncResult:
         }
 
 
-async def sync(fetcher: Fetcher, patterns: Sequence[str]) -> SyncResult:
-    """Bring the mirror up to date. Raises an UpstreamError when nothing could be had; single bad refs become faults."""
+async def sync(fetcher: Fetcher, patterns: Sequence[str], *, known_faults: Collection[str] = ()) -> SyncResult:
+    """Bring the mirror up to date. Raises an UpstreamError when nothing could be had; single bad refs become faults.
+
+    `known_faults` are objects that upstream could not give last time: they are asked for again, but together and last.
+    """
     repository = fetcher.repository
     offer = await fetcher.offer(patterns)
     await recover(repository)
     present = await repository.all_refs()
-    failed = await _fetch_missing(fetcher, offer, present)
+    failed = await _fetch_missing(fetcher, offer, present, known_faults)
     if offer.refs and len(failed) == len(set(offer.refs.values())) and not theirs(present):
         raise next(iter(failed.values()))
     faults = [*offer.faults, *_faults(offer, failed)]
@@ -66,11 +70,14 @@ async def sync(fetcher: Fetcher, patterns: Sequence[str]) -> SyncResult:
     return _result(repository, present, target, changes, faults, head)
 
 
-async def _fetch_missing(fetcher: Fetcher, offer: Offer, present: Refs) -> dict[str, MirrordError]:
+async def _fetch_missing(fetcher: Fetcher, offer: Offer, present: Refs, known_faults: Collection[str]) -> dict[str, MirrordError]:
     """Fetch what no ref of the mirror holds yet, the default branch first."""
     held = set(present.values())
     wanted = {oid: None for ref, oid in sorted(offer.refs.items(), key=lambda item: _rank(offer, item[0])) if oid not in held}
-    return await fetcher.fetch(list(wanted)) if wanted else {}
+    fresh = [oid for oid in wanted if oid not in known_faults]
+    again = [oid for oid in wanted if oid in known_faults]
+    failed = await fetcher.fetch(fresh) if fresh else {}
+    return failed | (await fetcher.fetch(again) if again else {})
 
 
 def _rank(offer: Offer, ref: str) -> tuple[int, str]:
@@ -123,12 +130,16 @@ async def move_refs(repository: Repository, target: Refs, head: str | None, *, w
 
 
 async def _follow_head(repository: Repository, offer: Offer, target: Refs) -> str | None:
-    """HEAD names upstream's default branch; readers never see one that is absent if there is another."""
+    """HEAD names upstream's default branch, or else one that is there."""
     now = await repository.head()
-    if offer.head in target and offer.head != now and offer.head is not None:
-        await repository.set_head(offer.head)
-        return offer.head
-    return now if now in target else None
+    wanted = next((ref for ref in (offer.head, now, *_USUAL_HEADS, *_branches(target)) if ref in target), None)
+    if wanted is not None and wanted != now:
+        await repository.set_head(wanted)
+    return wanted
+
+
+def _branches(refs: Refs) -> Iterable[str]:
+    return (ref for ref in sorted(refs) if ref.startswith("refs/heads/"))
 
 
 def _result(

@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio
 import structlog
 
+from ..host.files import full_disk_named, sync_directory
 from .repository import Repository
 
 JOURNAL = "mirrord-transaction"
@@ -60,20 +61,16 @@ async def commit(repository: Repository, transaction: Transaction) -> None:
     if not transaction.moves:
         return
     journal = repository.path / JOURNAL
+    before = await repository.all_refs()
     await anyio.to_thread.run_sync(write_durably, journal, transaction.text().encode())
     try:
         await _make(repository, transaction.moves)
     except Exception:
         # where git refused as a whole there is nothing to finish; where it was killed in the middle, `recover` will
-        if await _none_made(repository, transaction.moves):
+        if await repository.all_refs() == before:
             await anyio.to_thread.run_sync(_remove, journal)
         raise
     await anyio.to_thread.run_sync(_remove, journal)
-
-
-async def _none_made(repository: Repository, moves: Moves) -> bool:
-    now = await repository.all_refs()
-    return not any(now.get(ref) == new for ref, (_, new) in moves.items())
 
 
 async def _make(repository: Repository, moves: Moves) -> None:
@@ -146,23 +143,14 @@ def _read(text: str) -> dict[str, str | None]:
 def write_durably(path: Path, content: bytes) -> None:
     """Write a small file so that a crash leaves the old one or the new one."""
     new = path.with_name(path.name + ".new")
-    with new.open("wb") as file:
+    with full_disk_named(path.name), new.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)
-    flush_directory(path.parent)
-
-
-def flush_directory(path: Path) -> None:
-    """Make renames in a directory survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_directory(path.parent)
 
 
 def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
-    flush_directory(path.parent)
+    sync_directory(path.parent)

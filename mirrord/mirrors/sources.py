@@ -1,0 +1,127 @@
+"""Where the objects of a mirror come from: its upstream, then the fallbacks, each host in its turn.
+
+Owns which URL a mirror has and how its sources are asked within the limits of their hosts. The caller holds the mirror's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from pathlib import Path
+
+import anyio
+
+from ..catalog.rows import MirrorRow
+from ..config import Settings
+from ..errors import UpstreamError
+from ..git.command import Git
+from ..host.files import full_disk_named, sync_directory
+from ..model import CommitId, MirrorName
+from .backoff import Hosts
+from .fetch import Fetcher
+from .flights import ProgressSink
+from .quarantine import Quarantine, accept_objects
+from .repository import Repository
+from .sync import SyncResult, sync
+from .upstream import Upstream, parse_upstream, upstream_url
+
+Unfetched = dict[CommitId, str]
+"""Commits that did not come, each with the reason."""
+
+
+class Sources:
+    """All upstreams of all mirrors."""
+
+    def __init__(self, *, settings: Callable[[], Settings], git: Git, quarantine: Quarantine) -> None:
+        self._settings = settings
+        self._git = git
+        self._quarantine = quarantine
+        self._hosts = Hosts(concurrency=lambda: settings().sync.concurrency)
+
+    def default_url(self, name: MirrorName) -> str:
+        """The URL of the [[mirror]] table that names it, else the template."""
+        own = (m.url for m in self._settings().mirror if m.url and MirrorName.parse(m.repo).key == name.key)
+        return next(own, None) or upstream_url(self._settings().upstream.url, name)
+
+    def _all(self, row: MirrorRow) -> list[Upstream]:
+        urls = [row.url, *(upstream_url(template, row.name) for template in self._settings().upstream.fallbacks)]
+        return [parse_upstream(url) for url in urls]
+
+    def _fetcher(self, repository: Repository, upstream: Upstream, progress: ProgressSink | None) -> Fetcher:
+        return Fetcher(repository, upstream, self._quarantine, self._settings().upstream.timeout, progress)
+
+    # -- refs ---------------------------------------------------------------------------------------------------------
+
+    async def sync(self, row: MirrorRow, path: Path, progress: ProgressSink | None) -> SyncResult:
+        """Sync the mirror at `path`; the first time it is built in quarantine and renamed when it is complete."""
+        upstream = parse_upstream(row.url)
+        async with self._hosts.turn(upstream.host):
+            if path.exists():
+                return await self._sync(row, path, upstream, progress)
+            async with self._quarantine.directory("clone") as directory:
+                building = directory / "repository"
+                await Repository(self._git, row.name, building).create()
+                result = await self._sync(row, building, upstream, progress)
+                building.rename(path)
+                await anyio.to_thread.run_sync(sync_directory, path.parent)
+                return result
+
+    async def _sync(self, row: MirrorRow, path: Path, upstream: Upstream, progress: ProgressSink | None) -> SyncResult:
+        fetcher = self._fetcher(Repository(self._git, row.name, path), upstream, progress)
+        known = {str(fault["commit"]) for fault in row.ref_faults}
+        return await sync(fetcher, self._settings().upstream.refs, known_faults=known)
+
+    # -- commits ------------------------------------------------------------------------------------------------------
+
+    async def fetch_commits(
+        self, row: MirrorRow, repository: Repository, commits: Collection[CommitId], progress: ProgressSink | None
+    ) -> Unfetched:
+        """Fetch by id what is absent from the object store, asking each source for what the ones before it lacked."""
+        missing = [CommitId(oid) for oid in await repository.absent(commits)]
+
+        async def ask(upstream: Upstream, some: Sequence[CommitId]) -> Unfetched:
+            return await self._fetch_from(upstream, repository, some, progress)
+
+        return await self._ask_each(row, missing, ask)
+
+    async def refetch_commits(
+        self, row: MirrorRow, path: Path, commits: Collection[CommitId], progress: ProgressSink | None
+    ) -> Unfetched:
+        """Fetch commits with all they reach as if nothing were there, and add the objects to the mirror at `path`."""
+
+        async def ask(upstream: Upstream, some: Sequence[CommitId]) -> Unfetched:
+            async with self._quarantine.directory("refetch") as directory:
+                fresh = Repository(self._git, row.name, directory / "repository")
+                await fresh.create()
+                unfetched = await self._fetch_from(upstream, fresh, some, progress)
+                with full_disk_named(f"mirror {row.name}"):
+                    await anyio.to_thread.run_sync(accept_objects, fresh.objects, path / "objects")
+            return unfetched
+
+        return await self._ask_each(row, commits, ask)
+
+    async def _ask_each(
+        self,
+        row: MirrorRow,
+        commits: Collection[CommitId],
+        ask: Callable[[Upstream, Sequence[CommitId]], Awaitable[Unfetched]],
+    ) -> Unfetched:
+        """Ask one source after the other. The reason given is the upstream's, which is the one that should have had it."""
+        missing = sorted(commits)
+        reasons: Unfetched = {}
+        for upstream in self._all(row):
+            if not missing:
+                break
+            unfetched = await ask(upstream, missing)
+            reasons = {commit: reasons.get(commit, reason) for commit, reason in unfetched.items()}
+            missing = sorted(reasons)
+        return {commit: reasons[commit] for commit in missing}
+
+    async def _fetch_from(
+        self, upstream: Upstream, repository: Repository, commits: Sequence[CommitId], progress: ProgressSink | None
+    ) -> Unfetched:
+        try:
+            async with self._hosts.turn(upstream.host):
+                failed = await self._fetcher(repository, upstream, progress).fetch(commits)
+        except UpstreamError as error:
+            return dict.fromkeys(commits, error.message)
+        return {CommitId(oid): error.message for oid, error in failed.items()}
