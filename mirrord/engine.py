@@ -19,8 +19,10 @@ import anyio.to_thread
 import structlog
 
 from . import __version__, config, telemetry
+from .audit import Audits
 from .catalog import Catalog
 from .checkouts.gitdirs import Gitdirs
+from .checkouts.service import Checkouts
 from .checkouts.templates import Templates
 from .condition import Condition, HealthReport
 from .config import Settings
@@ -37,8 +39,8 @@ from .jobs.watch import Signature, Watch, is_complete_name, signature_of
 from .jobs.work import Work
 from .layout import Layout
 from .mirrors.service import Mirrors
-from .model import CommitId, MirrorName, utc_now
-from .protocol import ReloadAnswer, Status
+from .model import CommitId, CommitState, MirrorName, utc_now
+from .protocol import Audit, AuditSummary, ReloadAnswer, Status
 
 log = structlog.get_logger()
 
@@ -132,13 +134,31 @@ class Engine:
         )
         self._closing.push_async_callback(self.templates.close)
         await self.templates.open()
+        # leases are adopted when all that their trees are made from is there
+        self.checkouts = Checkouts(
+            settings=self.settings,
+            state_dir=self.layout.root,
+            workers=self.workers,
+            mirrors=self.mirrors,
+            datasets=self.datasets,
+            gitdirs=self.gitdirs,
+            overlay=None,
+            access=self.access,
+            events=self.events,
+        )
+        self._closing.push_async_callback(self.checkouts.close)
+        await self.checkouts.open()
 
     async def _open_jobs(self) -> None:
         """Last, because jobs use everything: configured mirrors, the clock, the watched places."""
+        self.audits = Audits(
+            settings=self.settings, mirrors=self.mirrors, catalog=self.catalog, workers=self.workers, events=self.events
+        )
         self.work = Work(
             operations=self.operations,
             mirrors=self.mirrors,
             datasets=self.datasets,
+            audits=self.audits,
             templates=self.templates,
             gitdirs=self.gitdirs,
             on_mirrors_changed=self._mirrors_changed,
@@ -149,6 +169,7 @@ class Engine:
             started_at=self.started_at,
             catalog=self.catalog,
             templates=self.templates,
+            checkouts=self.checkouts,
             operations=self.operations,
             work=self.work,
             watches=watches,
@@ -235,6 +256,7 @@ class Engine:
         return self.condition.report()
 
     async def status(self) -> Status:
+        audits = await self.audits.list(1)
         return Status(
             version=__version__,
             pid=os.getpid(),
@@ -242,20 +264,21 @@ class Engine:
             started_at=self.started_at,
             state_dir=str(self.layout.root),
             config_path=str(self._config_path) if self._config_path else None,
-            backend=self._settings.checkouts.backend,
+            backend=self.checkouts.backend,
             health=self.health().health,
             mirrors=await self.mirrors.list(),
             datasets=await self.catalog.summarise_datasets(),
-            checkout_count=0,
+            checkout_count=self.checkouts.count,
             checkout_max=self._settings.checkouts.max,
             operations_running=self.operations.running_count,
-            last_audit=None,
+            last_audit=_summary(audits[0]) if audits else None,
             jobs=self.schedule.states(),
         )
 
     async def figures(self) -> Figures:
         """What the metrics show."""
         mirrors = await self.catalog.list_mirrors()
+        audits = await self.audits.list(1)
         return Figures(
             started_at=self.started_at,
             degraded=self.health().is_degraded,
@@ -263,13 +286,29 @@ class Engine:
             mirrors_failed=sum(row.error is not None for row in mirrors),
             mirror_bytes=sum(row.size_bytes or 0 for row in mirrors),
             datasets=len(await self.catalog.summarise_datasets()),
-            unservable=0,
-            checkouts=0,
+            unservable=_unservable(audits[0]) if audits else 0,
+            checkouts=self.checkouts.count,
             checkouts_max=self._settings.checkouts.max,
             operations_running=self.operations.running_count,
             disk_free_bytes=self.condition.disk_free_bytes,
             events=dict(self.events.counts),
         )
+
+
+def _summary(audit: Audit) -> AuditSummary:
+    return AuditSummary(
+        id=audit.id,
+        level=audit.level,
+        finished_at=audit.finished_at,
+        counts=audit.counts,
+        affected_count=len(audit.affected),
+        finding_count=len(audit.findings),
+    )
+
+
+def _unservable(audit: Audit) -> int:
+    servable = {CommitState.OK, CommitState.UNPINNED}
+    return sum(count for state, count in audit.counts.items() if state not in servable)
 
 
 def _is_dataset_name(name: str) -> bool:

@@ -12,17 +12,19 @@ from functools import partial
 import anyio.to_thread
 
 from ..catalog import Catalog, MirrorRow
+from ..checkouts.service import Checkouts
 from ..checkouts.templates import Templates
 from ..config import Settings
 from ..errors import MirrordError, from_problem
 from ..host.processes import trim_memory
-from ..model import MirrorName
-from ..protocol import Operation
+from ..model import AuditLevel, MirrorName
+from ..protocol import Operation, StartAudit
 from .operations import Operations
 from .schedule import Job
 from .watch import Watch
 from .work import Work
 
+EXPIRE_INTERVAL = timedelta(seconds=2)
 EVICT_INTERVAL = timedelta(minutes=5)
 LOOK_INTERVAL = timedelta(minutes=1)
 TRIM_INTERVAL = timedelta(minutes=1)
@@ -38,6 +40,7 @@ class Jobs:
         started_at: datetime,
         catalog: Catalog,
         templates: Templates,
+        checkouts: Checkouts,
         operations: Operations,
         work: Work,
         watches: list[Watch],
@@ -46,17 +49,34 @@ class Jobs:
         self._started_at = started_at
         self._catalog = catalog
         self._templates = templates
+        self._checkouts = checkouts
         self._operations = operations
         self._work = work
         self._watches = watches
 
     async def table(self) -> list[Job]:
         syncs = [self._sync(row) for row in await self._catalog.list_mirrors()]
-        return [*syncs, self._maintenance(), *self._housekeeping()]
+        return [*syncs, *await self._audits(), self._maintenance(), *self._housekeeping()]
 
     def _sync(self, row: MirrorRow) -> Job:
         sync = self._settings().sync
         return Job(f"sync/{row.name}", sync.interval, partial(self._run_sync, row.name), sync.jitter, row.attempted_at)
+
+    async def _audits(self) -> list[Job]:
+        """Counted from the last audit of that level, whoever asked for it; the first one an interval after the start."""
+        settings = self._settings().audit
+        past = await self._catalog.list_audits()
+        content = (audit for audit in past if audit.level is AuditLevel.CONTENT)
+        last, last_content = next(iter(past), None), next(content, None)
+        return [
+            Job("audit", settings.interval, self._audit, since=last.finished_at if last else self._started_at),
+            Job(
+                "audit.content",
+                settings.content_interval,
+                partial(self._audit, AuditLevel.CONTENT),
+                since=last_content.finished_at if last_content else self._started_at,
+            ),
+        ]
 
     def _maintenance(self) -> Job:
         """First an eighth of the interval after the start, so that a daemon that is restarted every day maintains too."""
@@ -65,6 +85,7 @@ class Jobs:
 
     def _housekeeping(self) -> list[Job]:
         return [
+            Job("checkouts.expire", EXPIRE_INTERVAL, self._expire, since=self._started_at),
             Job("templates.evict", EVICT_INTERVAL, self._evict, since=self._started_at),
             Job("watch.look", LOOK_INTERVAL, self._look, since=self._started_at),
             Job("memory.trim", TRIM_INTERVAL, self._trim, since=self._started_at),
@@ -85,6 +106,12 @@ class Jobs:
                 failure = error
         if failure:
             raise failure
+
+    async def _audit(self, level: AuditLevel | None = None) -> None:
+        await self._finish(await self._work.audit(StartAudit(level=level)))
+
+    async def _expire(self) -> None:
+        await self._checkouts.expire()
 
     async def _evict(self) -> None:
         await self._templates.evict()

@@ -12,12 +12,13 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
+from ..audit import Audits
 from ..checkouts.gitdirs import Gitdirs
 from ..checkouts.templates import Templates
 from ..datasets.service import Datasets
 from ..mirrors.service import Mirrors
 from ..model import DatasetName, MirrorName
-from ..protocol import Operation
+from ..protocol import Operation, StartAudit
 from .operations import Operations, ProgressSink
 
 
@@ -30,6 +31,7 @@ class Work:
         operations: Operations,
         mirrors: Mirrors,
         datasets: Datasets,
+        audits: Audits,
         templates: Templates,
         gitdirs: Gitdirs,
         on_mirrors_changed: Callable[[], Awaitable[None]],
@@ -37,6 +39,7 @@ class Work:
         self._operations = operations
         self._mirrors = mirrors
         self._datasets = datasets
+        self._audits = audits
         self._templates = templates
         self._gitdirs = gitdirs
         self._on_mirrors_changed = on_mirrors_changed
@@ -109,6 +112,20 @@ class Work:
         result = await self._datasets.import_file(path, name=name, format=format_name, source=source, progress=progress)
         await self._on_mirrors_changed()
         return _plain(result)
+
+    # -- audits -------------------------------------------------------------------------------------------------------
+
+    async def audit(self, request: StartAudit, *, kind: str = "audit", owner_uid: int = 0) -> Operation:
+        """Raises MirrorNotFoundError and DatasetNotFoundError before anything starts."""
+        names = [(await self._mirrors.get(text)).name for text in request.mirrors]
+        if request.dataset:
+            await self._datasets.get(request.dataset)
+
+        async def run(progress: ProgressSink) -> dict[str, Any]:
+            return _plain(await self._audits.run(request, progress))
+
+        subject = ", ".join(map(str, names)) or request.dataset or "everything recorded"
+        return self._operations.start(kind, subject, run, owner_uid=owner_uid)
 
 
 def _plain(result: Any) -> dict[str, Any]:
