@@ -20,6 +20,8 @@ from .trees import TreeEntry
 _FLAGS = AttrCheck.INDEX_ONLY | AttrCheck.NO_SYSTEM | AttrCheck.INCLUDE_COMMIT
 _RELEVANT = re.compile(rb"crlf|ident|encoding")
 _IDENT = re.compile(rb"\$Id(?:\$|:([^$\n]*)\$)")
+_FOREIGN = re.compile(rb"\$Id: .*[ \t\n\r](?!\$)", re.DOTALL)  # is_foreign_ident: a space that does not end it
+_DOLLAR, _COLON = b"$:"
 _BOMS = {"utf-16le-bom": (codecs.BOM_UTF16_LE, "utf-16-le"), "utf-16be-bom": (codecs.BOM_UTF16_BE, "utf-16-be")}
 # What counts as text: printable, tab, newline, carriage return, backspace, escape, form feed (gather_stats in convert.c).
 _UNPRINTABLE = bytes([*(c for c in range(32) if c not in b"\b\t\n\r\x0c\x1b"), 127])
@@ -34,13 +36,19 @@ class Conversion(NamedTuple):
 
     def apply(self, data: bytes, oid: str) -> bytes:
         """The bytes that git would write for the blob `oid`."""
-        if self.ident:
-            data = _expand_ident(data, oid)
+        if self.ident and b"$Id" in data:
+            expand = _expand_ident if self._is_read_whole else _stream_ident
+            data = expand(data, b": %s $" % oid.encode())
         if self.crlf is not None:
             data = _to_crlf(data, self.crlf)
         if self.encoding is not None and data:
             data = _encode(data, self.encoding)
         return data
+
+    @property
+    def _is_read_whole(self) -> bool:
+        """Whether git converts the file in one piece: it streams all others, and then expands `$Id$` by other rules."""
+        return self.encoding is not None or self.crlf == "auto"
 
 
 class Conversions:
@@ -98,7 +106,7 @@ def _is_binary(data: bytes) -> bool:
     return b"\0" in data or printable >> 7 < unprintable
 
 
-def _expand_ident(data: bytes, oid: str) -> bytes:
+def _expand_ident(data: bytes, expansion: bytes) -> bytes:
     """ident_to_worktree: `$Id$` and `$Id: anything$` become `$Id: <blob> $`; what another version system wrote is left alone."""
     parts, position = [], 0
     while found := _IDENT.search(data, position):
@@ -107,9 +115,41 @@ def _expand_ident(data: bytes, oid: str) -> bytes:
             parts.append(data[position : found.start() + 1])
             position = found.start() + 1
             continue
-        parts += [data[position : found.start()], b"$Id: ", oid.encode(), b" $"]
+        parts += [data[position : found.start()], b"$Id", expansion]
         position = found.end()
     return b"".join([*parts, data[position:]])
+
+
+def _stream_ident(data: bytes, expansion: bytes) -> bytes:
+    """ident_filter_fn, oddities included: after `$$` it sees no `$Id$`, and `$Id` with one byte before the next `$Id:` swallows that
+    byte. `held` is what it has not yet let go of.
+    """
+    done, held = bytearray(), bytearray()
+    matched, skipping = 0, False
+    for byte in data:
+        if skipping:
+            held.append(byte)
+            if byte not in b"\n$":
+                continue
+            if byte == _DOLLAR and not _FOREIGN.match(held):
+                held[3:] = expansion
+            skipping = False
+        elif matched < 3 and byte == b"$Id"[matched]:
+            matched += 1
+            continue
+        else:
+            held += b"$Id"[:matched]
+            whole, matched = matched == 3, 0
+            if whole and byte == _DOLLAR:
+                held += expansion
+            else:
+                held.append(byte)
+                skipping = whole and byte == _COLON
+                if whole:
+                    continue
+        done += held
+        held.clear()
+    return bytes(done + held + b"$Id"[:matched])
 
 
 def _encode(data: bytes, encoding: str) -> bytes:
