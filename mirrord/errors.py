@@ -262,6 +262,10 @@ class TooManyCheckoutsError(ResourceError):
     code, title = "too-many-checkouts", "Too many checkouts"
 
 
+class DiffTooLargeError(ResourceError):
+    code, title = "diff-too-large", "The changes are too large"
+
+
 class BackendUnavailableError(ResourceError):
     code, title = "backend-unavailable", "This host lacks the backend"
 

@@ -1,0 +1,204 @@
+"""Patches out of and into a checkout, and files of other commits into it. The sync half of `revisions.py`, run in workers.
+
+Owns what is a change and how it is written. git works in a private staging on objects and copies only; the checkout itself is
+read and written through descriptors, and only once everything is known to fit. A crash while writing leaves files of the patch,
+which `diff` shows and `reset` removes. The checkout's index is not touched: git sees by stat data which files are new.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import (
+    DiffTooLargeError,
+    InvalidPatchError,
+    MirrordError,
+    PatchConflictError,
+    PathNotFoundError,
+    PathOutsideCheckoutError,
+)
+from ..host.files import shown_path
+from .calls import Work
+from .staging import Staging, staged
+from .writer import TreeWriter
+
+PATCH_LIMIT_BYTES = 256 * 1024**2
+_OUTSIDE = re.compile(r"invalid path|beyond a symbolic link|outside repository")
+_INVALID = re.compile(
+    r"corrupt (?:binary )?patch|No valid patches|unrecognized (?:input|binary patch)|fragment without header|header lacks"
+    r" filename|without full index line|inconsistent (?:new |old )?(?:filename|mode)|bad git-diff|invalid mode on line"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One path that the result has differently. `mode` is git's, None where the path goes."""
+
+    path: bytes
+    is_new: bool
+    mode: str | None
+
+
+def diff(work: Work, changed: list[bytes]) -> bytes:
+    """The patch from the base commit to the checkout as `git add --all` would see it."""
+    with staged(work) as staging:
+        staging.add_changes(changed, keep_ignored=lambda path: False)
+        out = work.scratch / "patch"
+        staging.run(
+            "diff-index", "--cached", "--binary", "--full-index", "-M", "--no-ext-diff", "--no-textconv", "--src-prefix=a/",
+            "--dst-prefix=b/", work.commit, into=out,
+        )  # fmt: skip
+        if out.stat().st_size > PATCH_LIMIT_BYTES:
+            raise DiffTooLargeError(
+                f"cannot give the diff: it is larger than {PATCH_LIMIT_BYTES >> 20} MiB",
+                hint="remove large files, or let a .gitignore name them",
+            )
+        return out.read_bytes()
+
+
+def apply(work: Work, changed: list[bytes], patch: bytes, *, reverse: bool) -> list[bytes]:
+    """Apply a patch to the files as they are; the paths that were written or removed. Where it does not apply, nothing changes."""
+    with staged(work) as staging:
+        staging.add_changes(changed, keep_ignored=lambda path: path in patch)
+        before = staging.write_tree()
+        _apply_to_index(staging, patch, reverse)
+        steps = _steps(staging, before, staging.write_tree())
+        _must_be_free(staging, steps)
+        return _write(staging, steps)
+
+
+def restore(work: Work, commit: str, paths: list[bytes]) -> list[bytes]:
+    """Write the files of `commit` at `paths`, files or directories, into the checkout; the paths that were written."""
+    wanted = [_checked(path) for path in paths]
+    with staged(work) as staging:
+        listing = staging.run("ls-tree", "-r", "-z", "--full-tree", commit, "--", *map(os.fsdecode, wanted)).stdout
+        lines = listing.split(b"\0")[:-1]
+        entries = {line.partition(b"\t")[2]: line[:6].decode() for line in lines}
+        for path in wanted:
+            _must_match(path, entries, commit)
+        staging.run("update-index", "-z", "--replace", "--index-info", stdin=listing)
+        return _write(staging, [_Step(path, False, mode) for path, mode in entries.items()])
+
+
+# -- applying ---------------------------------------------------------------------------------------------------------
+
+
+def _apply_to_index(staging: Staging, patch: bytes, reverse: bool) -> None:
+    """Patches of datasets may lack the newline at their end, which git calls corrupt."""
+    if not patch.endswith(b"\n"):
+        patch += b"\n"
+    direction = ("--reverse",) if reverse else ()
+    done = staging.run("apply", "--cached", "--whitespace=nowarn", *direction, "-", stdin=patch, ok=(0, 1, 128))
+    if done.status:
+        raise _refusal(done.stderr)
+
+
+def _refusal(stderr: str) -> MirrordError:
+    reasons = [line.removeprefix("error: ").removeprefix("fatal: ") for line in stderr.splitlines() if line.strip()]
+    reason = "; ".join(reasons[:5]) or "git does not say why"
+    if _OUTSIDE.search(stderr):
+        return PathOutsideCheckoutError(f"cannot apply the patch: {reason}", hint="a patch may only name files of the checkout")
+    if _INVALID.search(stderr):
+        return InvalidPatchError(
+            f"cannot read the patch: {reason}", hint="make it with `git diff --binary`", reasons=reasons[:50]
+        )
+    return PatchConflictError(
+        f"cannot apply the patch: {reason}",
+        hint="nothing was changed; see `mirrord diff` for what the checkout has",
+        reasons=reasons[:50],
+    )
+
+
+def _steps(staging: Staging, before: str, after: str) -> list[_Step]:
+    fields = staging.run("diff-tree", "-r", "-z", "--raw", "--no-renames", before, after).stdout.split(b"\0")[:-1]
+    return [_step(meta.decode(), path) for meta, path in zip(fields[::2], fields[1::2], strict=True)]
+
+
+def _step(meta: str, path: bytes) -> _Step:
+    _, mode, _, _, status = meta.split(" ")
+    return _Step(path, status == "A", None if status == "D" else mode)
+
+
+def _must_be_free(staging: Staging, steps: Iterable[_Step]) -> None:
+    """A file that the patch creates must not be there: git knows only of tracked and not ignored ones."""
+    replaced = {step.path for step in steps if step.mode is None}
+    with TreeWriter(staging.root, mtime_ns=0) as reader:
+        for step in steps:
+            seen = reader.find_stat(step.path) if step.is_new else None
+            if seen is None or (stat.S_ISDIR(seen.st_mode) and any(path.startswith(step.path + b"/") for path in replaced)):
+                continue
+            raise PatchConflictError(
+                f"cannot apply the patch: {shown_path(step.path)} already exists in the checkout",
+                hint="nothing was changed; remove it first",
+            )
+
+
+# -- restoring --------------------------------------------------------------------------------------------------------
+
+
+def _checked(path: bytes) -> bytes:
+    """A path of the tree; raises PathOutsideCheckoutError for any other."""
+    trimmed = path.rstrip(b"/")
+    parts = trimmed.split(b"/")
+    if b"\0" in path or any(part in (b"", b".", b"..") or part.lower() == b".git" for part in parts):
+        raise PathOutsideCheckoutError(
+            f"cannot restore {shown_path(path)}: it is not a path in the checkout",
+            hint="name paths from the top of the repository",
+        )
+    return trimmed
+
+
+def _must_match(path: bytes, entries: dict[bytes, str], commit: str) -> None:
+    if path not in entries and not any(found.startswith(path + b"/") for found in entries):
+        raise PathNotFoundError(
+            f"cannot restore {shown_path(path)}: commit {commit} does not have it", hint="nothing was changed"
+        )
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def _write(staging: Staging, steps: list[_Step]) -> list[bytes]:
+    """Remove what goes, then write what comes, as the owner's new files."""
+    out = staging.check_out([step.path for step in steps if step.mode is not None])
+    with TreeWriter(staging.root, owner=staging.work.owner, mtime_ns=time.time_ns()) as writer:
+        for step in steps:
+            if step.mode is None:
+                writer.remove(step.path)
+                _remove_empty(staging.root, step.path)
+        for step in steps:
+            if step.mode is not None:
+                _write_one(writer, out, step.path, step.mode)
+    return [step.path for step in steps]
+
+
+def _write_one(writer: TreeWriter, out: Path, path: bytes, mode: str) -> None:
+    source = os.path.join(os.fsencode(out), path)
+    above = path.rpartition(b"/")[0]
+    writer.make_directories(above)
+    if mode == "160000":
+        writer.make_directory(path)
+    elif mode == "120000":
+        writer.write_symlink(path, os.readlink(source))
+    else:
+        with open(source, "rb") as file:
+            writer.write_file(path, file.read(), executable=mode == "100755")
+
+
+def _remove_empty(root: int, path: bytes) -> None:
+    """Remove the directories above a removed file that have become empty, as git does."""
+    above = path.rpartition(b"/")[0]
+    with TreeWriter(root, mtime_ns=0) as reader:
+        while above:
+            try:
+                directory, name = reader.locate(above)
+                os.rmdir(name, dir_fd=directory)
+            except (OSError, MirrordError):
+                return
+            above = above.rpartition(b"/")[0]
