@@ -16,7 +16,7 @@ from pathlib import Path
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
 from ..model import AuditLevel, CommitId, CommitState, Reach
-from .content import Damage, find_damage, look_at_packs
+from .content import Damage, find_damage, look_at_packs, unreadable
 from .graph import (
     PINS,
     TIMEOUT,
@@ -32,7 +32,7 @@ from .graph import (
 
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
 _EXAMPLES = 10
-_CORRUPT_SIGNS = re.compile(r"corrupt|inflate|mismatch|bad tree|damaged|unpack")
+_CORRUPT_SIGNS = re.compile(r"is corrupt|inflate|mismatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def examine(git_dir: Path, commits: Collection[CommitId], level: AuditLevel) -> 
     present = [oid for oid in commits if oid not in result.verdicts]
     if level is not AuditLevel.QUICK:
         damage = find_damage(git_dir) if level is AuditLevel.CONTENT else Damage()
-        result.faults |= damage.files
+        result.faults = damage.files | result.faults
         result.verdicts |= _Closures(git_dir, present, damage).judge()
     refs = read_refs(git_dir)
     pinned = {ref.rpartition("/")[2] for ref, oid in refs.items() if ref.startswith(PINS) and ref.endswith(oid)}
@@ -77,8 +77,14 @@ def _absent(git_dir: Path, commits: Collection[CommitId]) -> dict[CommitId, Verd
         oid: Verdict(CommitState.MISSING, (oid,), "the commit is not in the mirror") for oid in commits if kinds[oid] != "commit"
     }
     trees = _kinds(git_dir, [oid for oid in commits if oid not in verdicts], "^{tree}")
-    lost = (oid for oid, kind in trees.items() if kind != "tree")
-    return verdicts | {CommitId(oid): Verdict(CommitState.INCOMPLETE, (), "its tree is not in the mirror") for oid in lost}
+    lost = [CommitId(oid) for oid, kind in trees.items() if kind != "tree"]
+    damaged = unreadable(git_dir, lost)
+    for oid in lost:
+        state, detail = (
+            (CommitState.CORRUPT, "it is damaged") if oid in damaged else (CommitState.INCOMPLETE, "its tree is missing")
+        )
+        verdicts[oid] = Verdict(state, (oid,) if oid in damaged else (), detail)
+    return verdicts
 
 
 def _kinds(git_dir: Path, oids: Collection[str], suffix: str) -> dict[str, str]:
@@ -93,7 +99,8 @@ def _kinds(git_dir: Path, oids: Collection[str], suffix: str) -> dict[str, str]:
         timeout=TIMEOUT,
         doing="look up commits",
     ).lines
-    return dict.fromkeys(asked, "") | dict(zip(asked, shown, strict=False))
+    found = zip(asked, shown, strict=False)
+    return dict.fromkeys(asked, "") | {oid: kind for oid, kind in found if " " not in kind}
 
 
 def _head(git_dir: Path) -> str | None:
@@ -154,7 +161,7 @@ class _Closures:
             try:
                 self._walk(revisions, Path(listing.name) if self._damage.objects else Path("/dev/null"))
             except (CorruptObjectError, GitFailedError) as error:
-                return _verdict(error)
+                return _verdict(self._git_dir, error)
             hit = sorted(line.decode() for line in listing.read().split(b"\n") if line.decode() in self._damage.objects)
         return Verdict(CommitState.CORRUPT, tuple(hit[:_EXAMPLES]), f"{len(hit)} damaged objects") if hit else None
 
@@ -181,6 +188,8 @@ def _descendants(graph: Graph, culprit: str) -> set[str]:
     return found
 
 
-def _verdict(error: CorruptObjectError | GitFailedError) -> Verdict:
-    state = CommitState.CORRUPT if _CORRUPT_SIGNS.search(error.message) else CommitState.INCOMPLETE
-    return Verdict(state, tuple(dict.fromkeys(_OID.findall(error.message)))[:_EXAMPLES], error.message)
+def _verdict(git_dir: Path, error: CorruptObjectError | GitFailedError) -> Verdict:
+    """Corrupt where git names an object that is there, incomplete where it names one that is not."""
+    named = tuple(dict.fromkeys(_OID.findall(error.message)))[:_EXAMPLES]
+    there = any(_kinds(git_dir, named, "").values()) or _CORRUPT_SIGNS.search(error.message)
+    return Verdict(CommitState.CORRUPT if there else CommitState.INCOMPLETE, named, error.message)

@@ -1,0 +1,419 @@
+"""The audit against real damage: it says what cannot be served, whom it hits, and nothing where nothing is wrong."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+import pytest
+from gitrepos import Upstream, git
+
+from mirrord.audit import Audits
+from mirrord.audit import content as audit_content
+from mirrord.audit.examine import Examined, examine
+from mirrord.catalog import Catalog, DatasetHead, InstanceRow, spooled
+from mirrord.config import Settings, UpstreamSettings
+from mirrord.errors import AuditNotFoundError, DatasetNotFoundError, MirrorNotFoundError
+from mirrord.git.command import Git
+from mirrord.git.workers import Workers
+from mirrord.jobs.events import Events
+from mirrord.mirrors.service import Mirrors
+from mirrord.model import AuditLevel, CommitId, CommitRole, CommitState, DatasetName, Direction, MirrorName, Reach, utc_now
+from mirrord.protocol import StartAudit
+
+ALL_LEVELS = list(AuditLevel)
+DEEP_LEVELS = [AuditLevel.CLOSURE, AuditLevel.CONTENT]
+
+
+class Site:
+    """A bare repository with ten commits in a line, a side branch off the fifth, and a pin for each."""
+
+    def __init__(self, root: Path) -> None:
+        upstream = Upstream(root / "upstream")
+        self.line = [CommitId(oid) for oid in upstream.history(10)]
+        upstream.git("checkout", "-q", "-b", "side", self.line[4])
+        self.side = [CommitId(upstream.commit({f"side{n}.txt": f"side {n}\n"})) for n in range(2)]
+        upstream.git("checkout", "-q", "main")
+        self.path = root / "mirror.git"
+        git(root, "clone", "-q", "--mirror", upstream.url, str(self.path))
+        self.commits = [*self.line, *self.side]
+        pins = "".join(f"create refs/mirrord/pins/dataset/d/{oid} {oid}\n" for oid in self.commits)
+        self.git("update-ref", "--stdin", stdin=pins.encode())
+
+    def copy(self, root: Path) -> Site:
+        copied = copy.copy(self)
+        copied.path = root / "mirror.git"
+        shutil.copytree(self.path, copied.path)
+        return copied
+
+    def git(self, *args: str, stdin: bytes | None = None) -> str:
+        return git(self.path, *args, stdin=stdin)
+
+    def examine(self, level: AuditLevel) -> Examined:
+        return examine(self.path, self.commits, level)
+
+    def states(self, level: AuditLevel) -> dict[CommitState, set[CommitId]]:
+        found: dict[CommitState, set[CommitId]] = {}
+        for oid, verdict in self.examine(level).verdicts.items():
+            found.setdefault(verdict.state, set()).add(oid)
+        return found
+
+    def explode(self) -> None:
+        """Every object a loose file, so that one can be damaged alone."""
+        for pack in list((self.path / "objects/pack").glob("*.pack")):
+            moved = self.path / pack.name
+            pack.rename(moved)
+            pack.with_suffix(".idx").unlink()
+            for extra in (".rev", ".bitmap"):
+                pack.with_suffix(extra).unlink(missing_ok=True)
+            self.git("unpack-objects", "-q", stdin=moved.read_bytes())
+            moved.unlink()
+
+    def loose(self, oid: str) -> Path:
+        return self.path / "objects" / oid[:2] / oid[2:]
+
+    def overwrite(self, oid: str, other: str) -> None:
+        """Give the loose object `oid` the bytes of `other`."""
+        content = self.loose(other).read_bytes()
+        self.loose(oid).unlink()
+        self.loose(oid).write_bytes(content)
+
+    @property
+    def pack(self) -> Path:
+        return next((self.path / "objects/pack").glob("*.pack"))
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return Site(tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture
+def site(pristine: Site, tmp_path: Path) -> Site:
+    return pristine.copy(tmp_path)
+
+
+@pytest.mark.parametrize("level", ALL_LEVELS)
+@pytest.mark.parametrize("exploded", [False, True])
+def test_an_undamaged_mirror_raises_no_alarm(site: Site, level: AuditLevel, exploded: bool) -> None:
+    if exploded:
+        site.explode()
+    result = site.examine(level)
+    assert {verdict.state for verdict in result.verdicts.values()} == {CommitState.OK}
+    assert (len(result.verdicts), result.faults) == (12, {})
+
+
+def test_reach_says_the_best_thing_that_keeps_a_commit(site: Site) -> None:
+    """Default branch before branch, tag, pull request, kept and pin."""
+    site.git("update-ref", "refs/tags/t", site.side[0])
+    site.git("update-ref", "-d", "refs/heads/side")
+    assert site.examine(AuditLevel.QUICK).reach == {
+        **dict.fromkeys(site.line, Reach.DEFAULT_BRANCH), site.side[0]: Reach.TAG, site.side[1]: Reach.PIN
+    }  # fmt: skip
+    site.git("update-ref", f"refs/mirrord/kept/{site.side[1]}", site.side[1])
+    assert site.examine(AuditLevel.QUICK).reach[site.side[1]] is Reach.KEPT
+    site.git("update-ref", "refs/pull/1/head", site.side[1])
+    assert site.examine(AuditLevel.QUICK).reach[site.side[1]] is Reach.PULL_REQUEST
+    site.git("update-ref", "refs/heads/again", site.side[1])
+    assert site.examine(AuditLevel.QUICK).reach[site.side[1]] is Reach.BRANCH
+
+
+def test_a_deleted_pin_is_unpinned_and_reached_by_nothing(site: Site) -> None:
+    site.git("update-ref", "-d", "refs/heads/side")
+    for oid in site.side:
+        site.git("update-ref", "-d", f"refs/mirrord/pins/dataset/d/{oid}")
+    result = site.examine(AuditLevel.CLOSURE)
+    assert site.states(AuditLevel.CLOSURE)[CommitState.UNPINNED] == set(site.side)
+    assert {result.reach[oid] for oid in site.side} == {Reach.NOTHING}
+
+
+@pytest.mark.parametrize("level", ALL_LEVELS)
+def test_a_missing_tip_is_missing(site: Site, level: AuditLevel) -> None:
+    site.explode()
+    site.loose(site.side[1]).unlink()
+    assert site.states(level)[CommitState.MISSING] == {site.side[1]}
+    assert site.states(level)[CommitState.OK] == set(site.commits) - {site.side[1]}
+
+
+@pytest.mark.parametrize("level", DEEP_LEVELS)
+def test_a_missing_commit_hidden_by_a_commit_graph_is_found(site: Site, level: AuditLevel) -> None:
+    """git walks over the hole with its commit-graph; the audit does not use that."""
+    site.git("commit-graph", "write", "--reachable")
+    site.explode()
+    site.loose(site.line[7]).unlink()
+    states = site.states(level)
+    assert states[CommitState.MISSING] == {site.line[7]}
+    assert states[CommitState.INCOMPLETE] == set(site.line[8:])
+    assert states[CommitState.OK] == {*site.line[:7], *site.side}
+
+
+@pytest.mark.parametrize("level", DEEP_LEVELS)
+def test_a_missing_blob_hits_the_commits_that_have_it_in_their_past(site: Site, level: AuditLevel) -> None:
+    """It came with the third commit: the first two are whole, everything after is not, the side branch included."""
+    site.explode()
+    blob = site.git("rev-parse", f"{site.line[2]}:docs/page2.txt")
+    site.loose(blob).unlink()
+    result = site.examine(level)
+    assert site.states(level) == {CommitState.OK: set(site.line[:2]), CommitState.INCOMPLETE: {*site.line[2:], *site.side}}
+    assert {verdict.objects for verdict in result.verdicts.values() if verdict.state is CommitState.INCOMPLETE} == {(blob,)}
+
+
+@pytest.mark.parametrize("level", DEEP_LEVELS)
+def test_holes_in_two_branches_are_told_apart(site: Site, level: AuditLevel) -> None:
+    site.explode()
+    site.loose(site.git("rev-parse", f"{site.side[1]}:side1.txt")).unlink()
+    site.loose(site.git("rev-parse", f"{site.line[8]}:docs")).unlink()
+    assert site.states(level) == {
+        CommitState.OK: {*site.line[:8], site.side[0]}, CommitState.INCOMPLETE: {*site.line[8:], site.side[1]}
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["blob", "tree", "commit"])
+def test_swapped_loose_objects_are_corrupt(site: Site, kind: str) -> None:
+    """A valid object under another's name passes every existence check and rev-list --verify-objects; not this one."""
+    site.explode()
+    name = {"blob": ":docs/page7.txt", "tree": ":docs", "commit": ""}[kind]
+    victim = site.git("rev-parse", f"{site.line[7]}{name}")
+    site.overwrite(victim, site.git("rev-parse", f"{site.line[6]}{name.replace('7', '6')}"))
+    states = site.states(AuditLevel.CONTENT)
+    assert states[CommitState.CORRUPT] == set(site.line[7:])
+    assert states[CommitState.OK] == {*site.line[:7], *site.side}
+    assert site.examine(AuditLevel.CONTENT).verdicts[site.line[9]].objects == (victim,)
+
+
+def test_altered_bytes_in_a_pack_are_corrupt(site: Site) -> None:
+    """One byte in the middle of the newest objects."""
+    blob = site.git("rev-parse", f"{site.line[9]}:docs/page9.txt")
+    offset = next(
+        int(line.split()[0])
+        for line in git(site.path, "show-index", stdin=site.pack.with_suffix(".idx").read_bytes()).splitlines()
+        if blob in line
+    )
+    data = bytearray(site.pack.read_bytes())
+    data[offset + 4] ^= 0xFF
+    site.pack.chmod(0o644)
+    site.pack.write_bytes(data)
+    result = site.examine(AuditLevel.CONTENT)
+    states = site.states(AuditLevel.CONTENT)
+    assert states == {CommitState.OK: {*site.line[:9], *site.side}, CommitState.CORRUPT: {site.line[9]}}
+    assert result.verdicts[site.line[9]].objects == (blob,)
+    assert list(result.faults) == [site.pack.name]
+
+
+@pytest.mark.parametrize("level", ALL_LEVELS)
+def test_a_pack_that_is_not_its_indexs_is_of_no_use(site: Site, level: AuditLevel) -> None:
+    """git does not open a pack that ends with another checksum than its index names: every object of it is missing."""
+    data = bytearray(site.pack.read_bytes())
+    data[-1] ^= 0xFF
+    site.pack.chmod(0o644)
+    site.pack.write_bytes(data)
+    result = site.examine(level)
+    assert list(result.faults) == [site.pack.name]
+    assert {verdict.state for verdict in result.verdicts.values()} == {CommitState.MISSING}
+
+
+@pytest.mark.parametrize("level", DEEP_LEVELS)
+def test_a_truncated_pack_is_found(site: Site, level: AuditLevel) -> None:
+    site.pack.chmod(0o644)
+    os.truncate(site.pack, site.pack.stat().st_size // 2)
+    result = site.examine(level)
+    assert list(result.faults) == [site.pack.name]
+    assert CommitState.OK not in {verdict.state for verdict in result.verdicts.values()}
+
+
+@pytest.mark.parametrize("level", ALL_LEVELS)
+def test_a_deleted_pack_is_found(site: Site, level: AuditLevel) -> None:
+    name = site.pack.name
+    site.pack.unlink()
+    result = site.examine(level)
+    assert result.faults == {name: "its index is there and it is not"}
+    assert {verdict.state for verdict in result.verdicts.values()} == {CommitState.MISSING}
+
+
+def test_a_truncated_loose_object_hangs_nobody(site: Site) -> None:
+    """libgit2 1.9.7 spins on it for ever; git does not."""
+    site.explode()
+    blob = site.git("rev-parse", f"{site.line[9]}:docs/page9.txt")
+    content = site.loose(blob).read_bytes()
+    site.loose(blob).unlink()
+    site.loose(blob).write_bytes(content[: len(content) // 2])
+    assert site.states(AuditLevel.CONTENT)[CommitState.CORRUPT] == {site.line[9]}
+
+
+def test_damage_outside_every_recorded_closure_hits_nobody(site: Site) -> None:
+    site.explode()
+    stray = site.git("hash-object", "-w", "--stdin", stdin=b"stray\n")
+    site.loose(stray).unlink()
+    site.loose(stray).write_bytes(b"garbage")
+    assert set(site.states(AuditLevel.CONTENT)) == {CommitState.OK}
+
+
+def test_many_commits_take_few_processes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of git processes does not grow with the number of recorded commits."""
+    count = 0
+    real = audit_content.run_git_sync
+
+    def counting(*args: object, **kwargs: object) -> object:
+        nonlocal count
+        count += 1
+        return real(*args, **kwargs)  # type: ignore[arg-type]
+
+    for module in ("graph", "content", "examine"):
+        monkeypatch.setattr(f"mirrord.audit.{module}.run_git_sync", counting)
+    site.examine(AuditLevel.CONTENT)
+    assert count < 12
+
+
+# -- the service ------------------------------------------------------------------------------------------------------
+
+
+class Daemon:
+    """The parts of a daemon that an audit needs, on a fresh state directory, with one dataset recorded and pinned."""
+
+    def __init__(self, root: Path, upstream: Upstream) -> None:
+        self.state_dir = root / "state"
+        self.state_dir.mkdir()
+        self.settings = Settings(
+            state_dir=self.state_dir, upstream=UpstreamSettings(url=f"file://{upstream.path.parent}/{{name}}")
+        )
+        self.name = MirrorName("owner", "name")
+
+    async def open(self) -> None:
+        self.workers = Workers(size=1)
+        self.catalog = await Catalog.open(self.state_dir / "catalog.sqlite3")
+        self.events = Events()
+        self.mirrors = Mirrors(
+            settings=lambda: self.settings,
+            git=Git(home=self.state_dir / "home"),
+            workers=self.workers,
+            catalog=self.catalog,
+            events=self.events,
+        )
+        await self.mirrors.open()
+        self.audits = Audits(
+            settings=lambda: self.settings, mirrors=self.mirrors, catalog=self.catalog, workers=self.workers, events=self.events
+        )
+
+    async def close(self) -> None:
+        await self.mirrors.close()
+        await self.workers.close()
+        await self.catalog.close()
+
+    async def record(self, name: MirrorName, commits: dict[str, CommitId]) -> None:
+        """A dataset with one instance for each commit."""
+        rows = [
+            InstanceRow(identity, "", name, oid, Direction.FORWARD, ((oid, CommitRole.BASE),), None, None, (), ())
+            for identity, oid in commits.items()
+        ]
+        spool = self.state_dir / "spool.jsonl"
+        spool.write_bytes(b"".join(spooled(row) for row in rows))
+        head = DatasetHead(DatasetName("lite"), "swe-bench", "lite.jsonl", "0" * 64, utc_now(), 0, [], {}, {})
+        await self.catalog.replace_dataset(head, spool)
+
+    async def mirror_and_pin(self, commits: dict[str, CommitId]) -> None:
+        await self.mirrors.add(self.name.repo)
+        await self.mirrors.sync(self.name)
+        await self.record(self.name, commits)
+        assert await self.mirrors.pin(self.name, list(commits.values()), owner="dataset/lite", reason="recorded") == {}
+
+
+def with_daemon(tmp_path: Path, upstream: Upstream, body: Callable[[Daemon], Awaitable[None]]) -> None:
+    async def run() -> None:
+        daemon = Daemon(tmp_path, upstream)
+        await daemon.open()
+        try:
+            await body(daemon)
+        finally:
+            await daemon.close()
+
+    anyio.run(run)
+
+
+@pytest.fixture
+def upstream(tmp_path: Path) -> Upstream:
+    upstream = Upstream(tmp_path / "name")
+    upstream.history(4)
+    return upstream
+
+
+def recorded(upstream: Upstream) -> dict[str, CommitId]:
+    return {f"owner__name-{n}": CommitId(upstream.git("rev-parse", f"HEAD~{n}")) for n in range(3)}
+
+
+def test_an_audit_is_saved_and_says_that_all_is_well(tmp_path: Path, upstream: Upstream) -> None:
+    """Everything recorded, counted by state and by reach."""
+
+    async def body(daemon: Daemon) -> None:
+        await daemon.mirror_and_pin(recorded(upstream))
+        audit = await daemon.audits.run(StartAudit(level=AuditLevel.CONTENT))
+        assert audit.counts == {CommitState.OK: 3}
+        assert audit.reach == {Reach.DEFAULT_BRANCH: 3}
+        assert (audit.findings, audit.affected, audit.mirrors) == ([], [], ["owner__name"])
+        assert await daemon.audits.get(audit.id) == audit
+        assert await daemon.audits.list() == [audit]
+        with pytest.raises(AuditNotFoundError):
+            await daemon.audits.get("nonsense")
+
+    with_daemon(tmp_path, upstream, body)
+
+
+def test_findings_name_the_instances_that_are_hit(tmp_path: Path, upstream: Upstream) -> None:
+    """The newest blob is gone: the newest instance is hit, and healed from upstream when asked."""
+
+    async def body(daemon: Daemon) -> None:
+        await daemon.mirror_and_pin(recorded(upstream))
+        blob = upstream.git("rev-parse", "HEAD:docs/page3.txt")
+        drop_object(daemon.mirrors.path(daemon.name), blob)
+        audit = await daemon.audits.run(StartAudit(heal=False))
+        assert audit.counts == {CommitState.OK: 2, CommitState.INCOMPLETE: 1}
+        assert (audit.affected, audit.findings[0].objects) == (["owner__name-0"], [blob])
+        assert audit.findings[0].instances == ["owner__name-0"]
+        healed = await daemon.audits.run(StartAudit(heal=True, level=AuditLevel.CONTENT))
+        assert (healed.healed, healed.counts, healed.affected) == (1, {CommitState.OK: 3}, [])
+
+    with_daemon(tmp_path, upstream, body)
+
+
+def test_a_lost_pin_is_found_and_pinned_again(tmp_path: Path, upstream: Upstream) -> None:
+    """It can be served, so no instance is affected."""
+
+    async def body(daemon: Daemon) -> None:
+        commits = recorded(upstream)
+        await daemon.mirror_and_pin(commits)
+        oid = commits["owner__name-1"]
+        git(daemon.mirrors.path(daemon.name), "update-ref", "-d", f"refs/mirrord/pins/dataset/lite/{oid}")
+        audit = await daemon.audits.run(StartAudit(heal=False))
+        assert (audit.counts, audit.affected) == ({CommitState.OK: 2, CommitState.UNPINNED: 1}, [])
+        audit = await daemon.audits.run(StartAudit(heal=True))
+        assert (audit.counts, audit.healed) == ({CommitState.OK: 3}, 1)
+
+    with_daemon(tmp_path, upstream, body)
+
+
+def test_a_mirror_that_was_never_made_is_not_mirrored(tmp_path: Path, upstream: Upstream) -> None:
+    async def body(daemon: Daemon) -> None:
+        await daemon.record(MirrorName("some", "where"), {"some__where-1": CommitId("1" * 40)})
+        audit = await daemon.audits.run(StartAudit(heal=False))
+        assert (audit.counts, audit.affected) == ({CommitState.NOT_MIRRORED: 1}, ["some__where-1"])
+        with pytest.raises(MirrorNotFoundError):
+            await daemon.audits.run(StartAudit(mirrors=["no/such"]))
+        with pytest.raises(DatasetNotFoundError):
+            await daemon.audits.run(StartAudit(dataset="none"))
+
+    with_daemon(tmp_path, upstream, body)
+
+
+def drop_object(mirror: Path, oid: str) -> None:
+    """Pack everything again without one object."""
+    listing = git(mirror, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)").splitlines()
+    keep = "\n".join(name for name in listing if name != oid).encode()
+    old = list((mirror / "objects/pack").iterdir())
+    git(mirror, "pack-objects", "-q", str(mirror / "objects/pack/pack"), stdin=keep)
+    for file in old:
+        file.unlink(missing_ok=True)
+    for directory in (mirror / "objects").glob("[0-9a-f][0-9a-f]"):
+        shutil.rmtree(directory)
