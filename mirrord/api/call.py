@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from ..engine import Engine
 from ..host.peers import Peer, Role
+from .metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class Call:
     """`query` and `body` are of the models that the endpoint's row in the table names; `path` holds the path's parameters."""
 
     engine: Engine
+    metrics: Metrics
     peer: Peer
     role: Role
     request: Request

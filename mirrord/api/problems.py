@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import structlog
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from ..errors import AccessError, InternalError, InvalidRequestError, MirrordError, NotFoundError, UpstreamThrottledError
+from ..errors import AccessError, InternalError, InvalidRequestError, MirrordError, UpstreamThrottledError
 from ..telemetry import masked
 
 log = structlog.get_logger()
@@ -26,6 +25,8 @@ def problem_response(error: MirrordError) -> Response:
     """Secrets of URLs are masked whoever wrote the message."""
     body = masked(json.dumps(error.problem(), default=str))
     response = Response(body, error.http_status, media_type=MEDIA_TYPE)
+    if isinstance(error, MethodNotAllowedError):
+        response.headers["allow"] = error.facts["allow"]
     retry_after = error.facts.get("retry_after")
     if isinstance(error, UpstreamThrottledError) and retry_after:
         response.headers["retry-after"] = str(round(float(retry_after)))
@@ -38,20 +39,8 @@ def as_mirrord_error(error: Exception) -> MirrordError:
         if error.exit_status == InternalError.exit_status:
             log.error("request.crashed", detail=error.message, exc_info=error)
         return error
-    if isinstance(error, HTTPException):
-        return _routing_error(error)
     log.error("request.crashed", exc_info=error)
     return InternalError("cannot answer the request: an unexpected error", hint="this is a bug; the daemon's log has the details")
-
-
-def _routing_error(error: HTTPException) -> MirrordError:
-    if error.status_code == MethodNotAllowedError.http_status:
-        return MethodNotAllowedError(
-            "cannot answer the request: the path does not know this method", hint="see GET /v1/openapi.json"
-        )
-    if error.status_code == NotFoundError.http_status:
-        return NotFoundError("cannot answer the request: no such path", hint="see GET /v1/openapi.json")
-    return InvalidRequestError(f"cannot answer the request: {error.detail}")
 
 
 def invalid_request(place: str, errors: Sequence[Any]) -> InvalidRequestError:

@@ -1,6 +1,6 @@
 """The endpoints: one table, from which routes, the OpenAPI document, the access checks and the tests are made.
 
-The order is the order of the documents; a path without parameters goes before one that would match it.
+The order is the order of the documents. A path without parameters wins over one that would match it.
 """
 
 from __future__ import annotations
@@ -87,6 +87,11 @@ class Endpoint:
         return self.name.replace("_", " ").capitalize()
 
     @property
+    def noun(self) -> str:
+        """What the path is about: its first component behind the version."""
+        return self.path.removeprefix(f"{API}/").strip("/").split("/")[0]
+
+    @property
     def parameters(self) -> list[str]:
         return re.findall(r"\{(\w+)\}", self.path)
 
@@ -143,6 +148,6 @@ ENDPOINTS = (
     Endpoint("GET", f"{API}/operations/{{id}}", MEMBER, operations.get_operation, Operation),
     Endpoint("DELETE", f"{API}/operations/{{id}}", MEMBER, operations.cancel_operation, Operation),
     Endpoint("GET", f"{API}/events", MEMBER, operations.stream_events, "text/event-stream", query=EventsQuery),
-    Endpoint("GET", f"{API}/openapi.json", MEMBER, daemon.openapi, "application/json", early=True),
+    Endpoint("GET", f"{API}/openapi.json", MEMBER, daemon.openapi, "application/json"),
     Endpoint("GET", "/metrics", MEMBER, daemon.metrics, "text/plain"),
 )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 from starlette.responses import Response
 
 from ...protocol import ReloadAnswer, Status
 from ..call import Call, text_response
 from ..metrics import MEDIA_TYPE
+
+_DOCUMENT = "mirrord.api.document:openapi"
+_DOCUMENT_TIMEOUT = timedelta(seconds=60)
 
 
 async def health(call: Call) -> Response:
@@ -24,9 +29,11 @@ async def reload(call: Call) -> ReloadAnswer:
 
 
 async def metrics(call: Call) -> Response:
-    body = await call.request.state.metrics.text(call.engine)
+    body = await call.metrics.text(call.engine)
     return text_response(body, MEDIA_TYPE)
 
 
 async def openapi(call: Call) -> Response:
-    return text_response(call.request.state.document(), "application/json")
+    """Written in a worker, which the daemon's size is spared."""
+    document = await call.engine.workers.call(_DOCUMENT, timeout=_DOCUMENT_TIMEOUT)
+    return text_response(document, "application/json")
