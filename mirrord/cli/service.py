@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -98,4 +99,11 @@ def events(
 
 def _event_line(event: Event) -> str:
     members = plain(event)["fields"]
-    return " ".join([when(event.at), event.name, *(f"{name}={value}" for name, value in members.items())])
+    return " ".join([when(event.at), event.name, *(f"{name}={_field(value)}" for name, value in members.items())])
+
+
+def _field(value: object) -> str:
+    """A word as it is, everything else as JSON, so that a line falls apart at its spaces."""
+    if isinstance(value, str) and value and value.isprintable() and " " not in value:
+        return value
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
