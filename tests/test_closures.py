@@ -1,0 +1,227 @@
+"""Closure packs: their union is the closure and nothing else, they are shared, and chains stay short."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+import pytest
+from gitrepos import Upstream, git
+
+from mirrord.checkouts import closures as module
+from mirrord.checkouts.closures import BUILDING, CHAIN_LIMIT, Closures, grid, previous, remove_leftovers
+from mirrord.errors import CommitNotFoundError, CommitUnservableError
+from mirrord.git.command import Git
+from mirrord.git.packs import PackIndex
+from mirrord.git.workers import Workers
+from mirrord.model import CommitId, MirrorName
+
+NAME = MirrorName("owner", "name")
+
+
+class Site:
+    """A bare mirror of an upstream, and the closure packs built from it."""
+
+    def __init__(self, root: Path) -> None:
+        self.upstream = Upstream(root / "upstream")
+        self.root = root
+        self.mirror = root / "mirror.git"
+        self.recorded: list[CommitId] = []
+
+    def clone(self) -> None:
+        shutil.rmtree(self.mirror, ignore_errors=True)
+        git(self.root, "clone", "-q", "--mirror", self.upstream.url, str(self.mirror))
+
+    def run(self, body: Callable[[Closures], Awaitable[None]]) -> None:
+        async def main() -> None:
+            workers = Workers(size=1)
+            try:
+                await body(
+                    Closures(
+                        store=self.root / "templates",
+                        git=Git(home=self.root / "home"),
+                        workers=workers,
+                        mirrors_path=lambda name: self.mirror,
+                        recorded=self._recorded,
+                    )
+                )
+            finally:
+                await workers.close()
+
+        anyio.run(main)
+
+    async def _recorded(self, name: MirrorName) -> list[CommitId]:
+        return self.recorded
+
+    def closure(self, commit: str) -> set[str]:
+        return {line[:40] for line in git(self.mirror, "rev-list", "--objects", commit).splitlines()}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def objects_of(packs: tuple[module.PackFile, ...]) -> set[str]:
+    return {oid.hex() for pack in packs for oid in PackIndex(pack.index)}
+
+
+def test_the_union_of_a_chain_is_exactly_the_closure(site: Site) -> None:
+    """For every commit of a history with merges, in an order that jumps about."""
+    line = site.upstream.history(4)
+    site.upstream.git("checkout", "-q", "-b", "topic", line[1])
+    topic = site.upstream.commit({"topic.txt": "topic\n"})
+    site.upstream.git("checkout", "-q", "main")
+    site.upstream.git("merge", "-q", "--no-ff", "-m", "merge", "topic")
+    merge = site.upstream.git("rev-parse", "HEAD")
+    revert = site.upstream.commit({"topic.txt": None})
+    site.clone()
+
+    async def body(closures: Closures) -> None:
+        for commit in (line[2], merge, topic, revert, line[0], line[3]):
+            packs = await closures.ensure(NAME, CommitId(commit))
+            assert objects_of(packs) == site.closure(commit)
+
+    site.run(body)
+
+
+def test_the_root_is_the_oldest_recorded_commit_of_the_line(site: Site) -> None:
+    """Asked for the newest first, an older recorded commit still needs no pack of its own closure."""
+    line = [CommitId(oid) for oid in site.upstream.history(8)]
+    site.clone()
+    site.recorded = [line[2], line[5]]
+
+    async def body(closures: Closures) -> None:
+        newest = await closures.ensure(NAME, line[7])
+        assert [pack.path.parent.name for pack in newest] == [line[2], line[7]]
+        middle = await closures.ensure(NAME, line[5])
+        assert [pack.path.parent.name for pack in middle] == [line[2], line[5]]
+        assert [pack.path for pack in await closures.ensure(NAME, line[2])] == [newest[0].path]
+
+    site.run(body)
+
+
+def test_chains_stay_short_and_share_waypoints(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many commits along one line: no chain is longer than the limit, and little is packed twice."""
+    monkeypatch.setattr(module, "STRIDES", (16, 4))
+    monkeypatch.setattr(module, "CHAIN_LIMIT", 8)
+    line = [CommitId(oid) for oid in site.upstream.history(40)]
+    site.clone()
+    site.recorded = line[:1]
+
+    async def body(closures: Closures) -> None:
+        packs = [await closures.ensure(NAME, commit) for commit in (*line[1::3], *line[::5])]
+        assert max(map(len, packs)) <= 8
+        last = await closures.ensure(NAME, line[-1])
+        assert objects_of(last) == site.closure(line[-1])
+        kept = {pack.path: pack.object_count for chain in packs for pack in chain}
+        assert sum(kept.values()) < 4 * len(site.closure(line[-1]))
+
+    site.run(body)
+
+
+def test_the_grid_reaches_every_depth_with_few_waypoints() -> None:
+    """Whatever the distance, the way-points between root and commit leave room in the chain."""
+    for depth in (0, 1, 255, 256, 5119, 5120, 61_439, 100_000):
+        waypoints = list(grid(0, depth))
+        assert waypoints == sorted(waypoints)
+        assert not waypoints or depth - waypoints[-1] < 256
+        chain, at = 1, waypoints[-1] if waypoints else 0
+        while at:
+            chain, at = chain + 1, previous(at)
+        assert chain < CHAIN_LIMIT
+
+
+def test_packs_are_found_again_by_another_daemon(site: Site) -> None:
+    line = [CommitId(oid) for oid in site.upstream.history(3)]
+    site.clone()
+    built: list[tuple[module.PackFile, ...]] = []
+
+    async def body(closures: Closures) -> None:
+        built.append(await closures.ensure(NAME, line[2]))
+
+    site.run(body)
+    inode = built[0][0].path.stat().st_ino
+    site.run(body)
+    assert built[0] == built[1]
+    assert built[1][0].path.stat().st_ino == inode
+
+
+def test_a_pack_that_was_deleted_is_built_again(site: Site) -> None:
+    line = [CommitId(oid) for oid in site.upstream.history(4)]
+    site.clone()
+    site.recorded = line[:1]
+
+    async def body(closures: Closures) -> None:
+        first = await closures.ensure(NAME, line[3])
+        shutil.rmtree(first[0].path.parent)
+        again = await closures.ensure(NAME, line[3])
+        assert objects_of(again) == site.closure(line[3])
+
+    site.run(body)
+
+
+def test_an_absent_commit_is_not_found_and_leaves_nothing(site: Site) -> None:
+    site.upstream.history(2)
+    site.clone()
+
+    async def body(closures: Closures) -> None:
+        with pytest.raises(CommitNotFoundError):
+            await closures.ensure(NAME, CommitId("1" * 40))
+        assert not list((site.root / "templates").rglob("*"))
+
+    site.run(body)
+
+
+@pytest.mark.parametrize("damage", ["missing", "swapped"])
+def test_a_damaged_mirror_serves_nothing(site: Site, damage: str) -> None:
+    """A blob that is gone, and one with the bytes of another, which git itself packs without a word."""
+    line = [CommitId(oid) for oid in site.upstream.history(3)]
+    site.clone()
+    pack = next((site.mirror / "objects/pack").glob("*.pack")).rename(site.mirror / "moved")
+    shutil.rmtree(site.mirror / "objects/pack")
+    git(site.mirror, "unpack-objects", "-q", stdin=pack.read_bytes())
+    victim, other = (git(site.mirror, "rev-parse", f"{line[n]}:docs/page{n}.txt") for n in (2, 1))
+    file = site.mirror / "objects" / victim[:2] / victim[2:]
+    file.unlink()
+    if damage == "swapped":
+        shutil.copyfile(site.mirror / "objects" / other[:2] / other[2:], file)
+
+    async def body(closures: Closures) -> None:
+        with pytest.raises(CommitUnservableError) as caught:
+            await closures.ensure(NAME, line[2])
+        assert caught.value.facts["commit"] == line[2]
+        assert not [path for path in closures.directory(NAME).iterdir() if path.name.startswith((BUILDING, line[2]))]
+        assert objects_of(await closures.ensure(NAME, line[1])) == site.closure(line[1])
+
+    site.run(body)
+
+
+def test_a_lying_commit_graph_does_not_change_what_is_packed(site: Site) -> None:
+    """With a commit-graph and a bitmap in the mirror the packs are the same, and a hidden hole is found."""
+    line = [CommitId(oid) for oid in site.upstream.history(6)]
+    site.clone()
+    git(site.mirror, "repack", "-adbq")
+    git(site.mirror, "commit-graph", "write", "--reachable", "--changed-paths")
+
+    async def body(closures: Closures) -> None:
+        assert objects_of(await closures.ensure(NAME, line[3])) == site.closure(line[3])
+        objects = git(site.mirror, "rev-list", "--objects", "--all").splitlines()
+        keep = "\n".join(line_[:40] for line_ in objects if not line_.startswith(line[4])).encode()
+        old = list((site.mirror / "objects/pack").iterdir())
+        git(site.mirror, "pack-objects", "-q", str(site.mirror / "objects/pack/pack"), stdin=keep)
+        for file in old:
+            file.unlink()
+        with pytest.raises(CommitUnservableError):
+            await closures.ensure(NAME, line[5])
+
+    site.run(body)
+
+
+def test_leftovers_of_a_killed_build_are_removed(tmp_path: Path) -> None:
+    (tmp_path / f"{BUILDING}abc/x").mkdir(parents=True)
+    (tmp_path / ("1" * 40)).mkdir()
+    assert remove_leftovers(tmp_path) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["1" * 40]
