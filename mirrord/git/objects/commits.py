@@ -46,7 +46,8 @@ def _resolve(repository: pygit2.Repository, commitish: str) -> pygit2.Commit:
     if len(base) == 40 and _HEX.fullmatch(base):
         found = {_find(repository, base)} - {None}
     else:
-        found = {_find(repository, name) for name in (base, f"refs/tags/{base}", f"refs/heads/{base}")} - {None}
+        named = {_find(repository, name) for name in (base, f"refs/tags/{base}", f"refs/heads/{base}")}
+        found = (named | {_find_abbreviated(repository, base)}) - {None}
     if len(found) > 1:
         raise _not_found(commitish, "it could mean two different commits", hint="give the whole id, or refs/heads/… or refs/tags/…")
     if not found:
@@ -67,6 +68,17 @@ def _find(repository: pygit2.Repository, name: str) -> str | None:
         return None
     except pygit2.GitError as error:
         raise CorruptObjectError(f"cannot read commit {shown(name)}: {error}", hint="audit and heal the mirror") from error
+
+
+def _find_abbreviated(repository: pygit2.Repository, digits: str) -> str | None:
+    """The commit whose id begins with `digits`: libgit2 does not look for it where a branch is called the same."""
+    if not _HEX.fullmatch(digits):
+        return None
+    try:
+        found = repository.get(digits)
+        return str(found.peel(pygit2.Commit).id) if found is not None else None
+    except (ValueError, pygit2.InvalidSpecError):
+        return None
 
 
 def _step(repository: pygit2.Repository, commitish: str, expression: str) -> pygit2.Commit:

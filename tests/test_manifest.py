@@ -1,0 +1,57 @@
+"""The private record survives its file, and a torn file is noticed."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gitrepos import Upstream, git
+from hypothesis import given
+from hypothesis import strategies as st
+from trees import awkward
+
+from mirrord.checkouts.manifest import Entry, Manifest
+from mirrord.checkouts.scan import record_control
+from mirrord.checkouts.tree import materialise
+from mirrord.errors import ProofFailedError
+
+WORD, LONG, OID = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.binary(min_size=20, max_size=20)
+ENTRIES = st.dictionaries(
+    st.binary(max_size=40).filter(lambda path: b"\0" not in path),
+    st.builds(Entry, WORD, WORD, OID, OID, LONG, LONG, LONG, LONG, WORD, WORD),
+)
+
+
+@given(ENTRIES, ENTRIES)
+def test_what_is_written_is_read(files: dict[bytes, Entry], control: dict[bytes, Entry]) -> None:
+    """Any names and numbers, in their order."""
+    manifest = Manifest("1" * 40, "2" * 40, 3, files, control)
+    read = Manifest.from_bytes(manifest.to_bytes())
+    assert read == manifest
+    assert list(read.files) == list(files)
+
+
+def test_a_real_tree_survives_its_file(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+    """With control files; private to the daemon; replaced as a whole."""
+    upstream = make_upstream("up")
+    manifest = materialise(upstream.path / ".git", awkward(upstream)[0], tmp_path / "tree")
+    git(tmp_path / "tree", "init", "-q")
+    manifest = record_control(tmp_path / "tree", manifest)
+    for _ in range(2):
+        manifest.save(tmp_path / "manifest")
+    assert Manifest.load(tmp_path / "manifest") == manifest
+    assert stat.S_IMODE((tmp_path / "manifest").stat().st_mode) == 0o600
+    assert b".git/HEAD" in manifest.control
+    assert not list(tmp_path.glob("*.new"))
+
+
+@pytest.mark.parametrize("damage", [b"", b"mirrord manifest 1\n", b"garbage", None])
+def test_a_torn_manifest_is_refused(tmp_path: Path, damage: bytes | None) -> None:
+    """Cut short, empty or altered: an error, never half a record."""
+    path = tmp_path / "manifest"
+    whole = Manifest("1" * 40, "2" * 40, 3, {b"a": Entry(0, 0, bytes(20), bytes(20), 0, 0, 0, 0, 0, 0)}).to_bytes()
+    path.write_bytes(whole[:-30] + b"x" * 30 if damage is None else damage)
+    with pytest.raises(ProofFailedError):
+        Manifest.load(path)

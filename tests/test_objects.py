@@ -1,0 +1,173 @@
+"""Reading git's objects: names resolve to one commit or none, damage is an error, trees differ as git says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gitrepos import Upstream, git
+from trees import awkward, tree_of
+
+from mirrord.errors import CommitNotFoundError, CorruptObjectError, MirrorNotFoundError
+from mirrord.git.objects import commit_info, is_ancestor, open_objects, resolve, tree_changes, tree_entries
+
+Make = Callable[[str], Upstream]
+
+
+def git_dir(upstream: Upstream) -> Path:
+    return upstream.path / ".git"
+
+
+def test_every_way_to_name_a_commit_resolves(make_upstream: Make) -> None:
+    """Ids whole and short, branches, tags light and annotated, refs, HEAD, steps back."""
+    upstream = make_upstream("up")
+    first, second, third = upstream.history(3)
+    upstream.git("tag", "light", second)
+    upstream.git("tag", "-a", "-m", "annotated", "v1.0", second)
+    upstream.git("tag", "-a", "-m", "nested", "v1.0-nested", "v1.0")
+    upstream.git("branch", "feature/a@b", first)
+    cases = {
+        third: third,
+        third[:10]: third,
+        third.upper(): third,
+        "main": third,
+        "HEAD": third,
+        "refs/heads/main": third,
+        "light": second,
+        "v1.0": second,
+        "v1.0-nested": second,
+        "refs/tags/v1.0": second,
+        "tags/v1.0": second,
+        "feature/a@b": first,
+        "main~1": second,
+        "HEAD^": second,
+        "v1.0~1": first,
+        "main^1~1": first,
+    }
+    for text, commit in cases.items():
+        assert resolve(git_dir(upstream), text) == (commit, tree_of(upstream, commit)), text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "nothing", "1" * 40, "HEAD~9", "HEAD:README", "main..light", "@{-1}", ":/message", "a b", "-x", "main^{/x}", "\0", "é"]
+)
+def test_what_names_no_commit_is_not_found(make_upstream: Make, text: str) -> None:
+    """Also what git would search for, or read a file of: only names resolve."""
+    upstream = make_upstream("up")
+    upstream.history(2)
+    with pytest.raises(CommitNotFoundError):
+        resolve(git_dir(upstream), text)
+
+
+def test_a_name_that_could_mean_two_commits_is_refused(make_upstream: Make) -> None:
+    """A branch and a tag of one name; a branch that is called like an abbreviated id."""
+    upstream = make_upstream("up")
+    first, second = upstream.history(2)
+    upstream.git("tag", "both", first)
+    upstream.git("branch", "both", second)
+    upstream.git("branch", first[:8], second)
+    for text in ("both", first[:8]):
+        with pytest.raises(CommitNotFoundError, match="two different commits"):
+            resolve(git_dir(upstream), text)
+    upstream.git("branch", first, second)
+    assert resolve(git_dir(upstream), first)[0] == first
+
+
+def test_a_tag_of_a_tree_is_no_commit(make_upstream: Make) -> None:
+    """Peeling ends at something else."""
+    upstream = make_upstream("up")
+    upstream.history(1)
+    upstream.git("tag", "tree", "HEAD^{tree}")
+    with pytest.raises(CommitNotFoundError):
+        resolve(git_dir(upstream), "tree")
+
+
+def test_ancestry_and_facts_of_commits(make_upstream: Make) -> None:
+    """A commit is its own ancestor, never a descendant's."""
+    upstream = make_upstream("up")
+    first, second, third = upstream.history(3)
+    assert is_ancestor(git_dir(upstream), first, third)
+    assert is_ancestor(git_dir(upstream), third, third)
+    assert not is_ancestor(git_dir(upstream), third, first)
+    info = commit_info(git_dir(upstream), second)
+    assert (info.tree, info.parents) == (tree_of(upstream, second), (first,))
+    assert info.time == int(upstream.git("log", "-1", "--format=%ct", second))
+
+
+def test_tree_entries_are_gits(make_upstream: Make) -> None:
+    """All kinds of entries, names as bytes, directories before what is in them."""
+    upstream = make_upstream("up")
+    commit = awkward(upstream)[0]
+    lines = upstream.git("ls-tree", "-rt", "-z", commit).split("\0")[:-1]
+    expected = [(os.fsencode(line.split("\t", 1)[1]), line.split()[0], line.split()[2]) for line in lines]
+    found = tree_entries(git_dir(upstream), tree_of(upstream, commit))
+    assert [(entry.path, f"{entry.mode:06o}", entry.oid) for entry in found] == expected
+
+
+def test_tree_changes_are_gits(make_upstream: Make) -> None:
+    """The files that differ, both ways; a directory that vanished covers what was in it."""
+    upstream = make_upstream("up")
+    a, b = awkward(upstream)
+    for old, new in ((a, b), (b, a)):
+        expected = set(upstream.git("diff-tree", "-r", "-z", "--name-only", old, new).split("\0")[:-1])
+        found = tree_changes(git_dir(upstream), tree_of(upstream, old), tree_of(upstream, new))
+        leaves = {c.path for c in found if (c.old and not c.old.is_tree) or (c.new and not c.new.is_tree)}
+        assert leaves == {os.fsencode(path) for path in expected}
+    gone = {change.path: change for change in tree_changes(git_dir(upstream), tree_of(upstream, a), tree_of(upstream, b))}
+    assert not gone[b"gone"].inherited
+    assert gone[b"gone/a"].inherited
+
+
+@pytest.mark.parametrize("how", ["missing", "altered", "wrong kind"])
+def test_damage_is_an_error_that_names_the_object(make_upstream: Make, how: str) -> None:
+    """A blob whose bytes were replaced is refused, though it unpacks."""
+    upstream = make_upstream("up")
+    upstream.commit({"a": "content a\n", "b": "content b\n"})
+    a, b = (upstream.git("rev-parse", f"HEAD:{name}") for name in "ab")
+    loose = {oid: git_dir(upstream) / "objects" / oid[:2] / oid[2:] for oid in (a, b)}
+    loose[a].chmod(0o644)
+    if how == "missing":
+        loose[a].unlink()
+    elif how == "altered":
+        shutil.copy(loose[b], loose[a])
+    else:
+        a = upstream.git("rev-parse", "HEAD^{tree}")
+    with open_objects(git_dir(upstream)) as objects, pytest.raises(CorruptObjectError, match=a):
+        objects.read_blob(a)
+
+
+def test_a_repository_that_was_replaced_is_opened_anew(make_upstream: Make, tmp_path: Path) -> None:
+    """A mirror that was removed and added again, at the same path."""
+    upstream = make_upstream("up")
+    mirror = tmp_path / "mirror"
+    commits = []
+    for _ in range(2):
+        commits.append(upstream.commit({"a": str(len(commits))}))
+        git(tmp_path, "clone", "-q", "--bare", str(upstream.path), "new")
+        shutil.rmtree(mirror, ignore_errors=True)
+        (tmp_path / "new").rename(mirror)
+        assert resolve(mirror, "HEAD")[0] == commits[-1]
+
+
+def test_objects_that_arrive_later_are_seen(make_upstream: Make, tmp_path: Path) -> None:
+    """A repository that is open finds what a fetch brings, and what a repack moves."""
+    upstream = make_upstream("up")
+    upstream.history(2)
+    git(tmp_path, "clone", "-q", "--mirror", str(upstream.path), "mirror")
+    mirror = tmp_path / "mirror"
+    resolve(mirror, "HEAD")
+    new = upstream.commit({"new": "new"})
+    git(mirror, "fetch", "-q")
+    assert resolve(mirror, "HEAD")[0] == new
+    git(mirror, "repack", "-adq")
+    assert commit_info(mirror, new).commit == new
+
+
+def test_no_repository_is_said(tmp_path: Path) -> None:
+    """Neither a directory nor what is in it."""
+    for path in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(MirrorNotFoundError):
+            resolve(path, "HEAD")
