@@ -1,0 +1,259 @@
+"""The wire, spoken by hand: whatever a client sends, it gets an answer that says what was wrong, and the daemon stays up."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemons import Daemon, daemon, parse_response
+
+from mirrord.api.table import ENDPOINTS
+
+NOBODY = 65534
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Daemon]:
+    """One daemon for all tests here: none of them may harm it."""
+    with daemon() as made:
+        yield made
+        assert made.stop() == 0
+
+
+def problem(raw: tuple[int, dict[str, str], bytes]) -> dict[str, Any]:
+    status, headers, body = raw
+    assert headers["content-type"] == "application/problem+json"
+    found: dict[str, Any] = json.loads(body)
+    assert found["status"] == status
+    assert found.keys() >= {"type", "title", "code", "detail", "hint"}
+    return found
+
+
+def test_an_unknown_path_is_a_problem(running: Daemon) -> None:
+    """Not the framework's own page."""
+    assert problem(running.get("/v1/nowhere"))["code"] == "not-found"
+    assert problem(running.get("/v1/mirrors/"))["code"] == "not-found"
+
+
+def test_an_unknown_method_is_a_problem(running: Daemon) -> None:
+    """405, wherever the path has parameters or not."""
+    assert problem(running.request("PUT", "/v1/health"))["status"] == 405
+    assert problem(running.request("PATCH", "/v1/mirrors/a__b"))["status"] == 405
+
+
+def test_every_answer_has_a_request_id(running: Daemon) -> None:
+    """The client's own when it is harmless, else a new one; errors included."""
+    assert running.get("/v1/health", **{"X-Request-Id": "mine-1"})[1]["x-request-id"] == "mine-1"
+    assert running.get("/v1/nowhere", **{"X-Request-Id": "mine-2"})[1]["x-request-id"] == "mine-2"
+    assert running.get("/v1/health", **{"X-Request-Id": "no good"})[1]["x-request-id"] != "no good"
+
+
+def test_all_faults_of_a_body_are_reported_at_once(running: Daemon) -> None:
+    """With the key of each."""
+    found = problem(running.request("POST", "/v1/checkouts", {"ttl": -1, "history": "none", "surprise": 1}))
+    assert found["code"] == "invalid-request"
+    assert {fault["key"] for fault in found["faults"]} == {"ttl", "history", "surprise"}
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"null", b"\xff\xfe", b'{"ttl": NaN}', b'"x"', b"[" * 100_000])
+def test_a_body_that_is_not_the_json_asked_for_is_a_problem(running: Daemon, body: bytes) -> None:
+    """Malformed, of the wrong type, not UTF-8, nested without end."""
+    assert problem(running.request("POST", "/v1/checkouts", body))["code"] == "invalid-request"
+
+
+@pytest.mark.parametrize("path", ["/v1/events?after=1&after=2", "/v1/events?surprise=1", "/v1/events?follow=perhaps"])
+def test_a_bad_query_is_a_problem(running: Daemon, path: str) -> None:
+    """Unknown names, wrong types and doubles are refused as in a body."""
+    assert problem(running.get(path))["code"] == "invalid-request"
+
+
+def test_a_body_over_the_limit_is_refused_by_its_announced_length(running: Daemon) -> None:
+    """Before anything of it is read."""
+    with running.connect() as connection:
+        connection.sendall(b"POST /v1/checkouts HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
+        assert problem(parse_response(_until_closed(connection)))["code"] == "body-too-large"
+
+
+def test_a_chunked_body_over_the_limit_is_refused_on_the_way(running: Daemon) -> None:
+    """A body that announces nothing is counted."""
+    with running.connect() as connection:
+        connection.sendall(b"POST /v1/checkouts HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+        try:
+            for _ in range(40):
+                connection.sendall(chunk)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        assert problem(parse_response(_until_closed(connection)))["code"] == "body-too-large"
+
+
+def test_half_a_body_leaves_nothing_behind(running: Daemon) -> None:
+    """The client hung up: no file in quarantine, and the daemon goes on."""
+    with running.connect() as connection:
+        head = b"POST /v1/datasets?filename=x.jsonl HTTP/1.1\r\nhost: x\r\ncontent-length: 5000000\r\n\r\n"
+        connection.sendall(head + b"x" * 2_000_000)
+    assert running.get("/v1/health")[0] == 200
+    for _ in range(100):
+        if not list((running.state_dir / "quarantine").iterdir()):
+            return
+        running.get("/v1/health")
+    pytest.fail("the half body is still in quarantine")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"hello\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /v1/health HTTP/1.1\r\ncontent-length: x\r\n\r\n",
+        b"GET /v1/health HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n",
+        b"GET /v1/health HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
+    ],
+)
+def test_garbage_is_answered_with_a_problem_and_hung_up_on(running: Daemon, raw: bytes) -> None:
+    """TLS, nonsense, and heads that two readers could read in two ways."""
+    assert problem(parse_response(running.exchange(raw)))["code"] == "invalid-request"
+
+
+@pytest.mark.parametrize("filler", [b"x-%d: y\r\n", b"x" * 1000], ids=["many headers", "one endless header"])
+def test_a_head_without_end_is_cut_off(running: Daemon, filler: bytes) -> None:
+    """64 KiB are enough for any request."""
+    with running.connect() as connection:
+        connection.sendall(b"GET /v1/health HTTP/1.1\r\nx: ")
+        received = b""
+        try:
+            for n in range(100_000):
+                connection.sendall(filler % n if b"%" in filler else filler)
+        except (BrokenPipeError, ConnectionResetError):
+            received = _until_closed(connection)
+        assert problem(parse_response(received))["code"] == "invalid-request"
+
+
+def test_requests_on_one_connection_are_answered_in_order(running: Daemon) -> None:
+    """Keep-alive and pipelining."""
+    request = b"GET /v1/health HTTP/1.1\r\nhost: x\r\nx-request-id: r-%d\r\n\r\n"
+    last = b"GET /v1/health HTTP/1.1\r\nhost: x\r\nx-request-id: r-last\r\nconnection: close\r\n\r\n"
+    raw = running.exchange(b"".join(request % n for n in range(20)) + last)
+    identities = [line.split(b": ")[1] for line in raw.split(b"\r\n") if line.startswith(b"x-request-id")]
+    assert identities == [b"r-%d" % n for n in range(20)] + [b"r-last"]
+
+
+def test_64_clients_at_once_all_get_their_answers(running: Daemon) -> None:
+    """None lost, none refused."""
+    failures: list[object] = []
+
+    def ask() -> None:
+        for _ in range(10):
+            status, _, body = running.get("/v1/health")
+            if status != 200 or json.loads(body)["status"] != "ok":
+                failures.append((status, body))
+
+    threads = [threading.Thread(target=ask) for _ in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+
+
+def test_a_stranger_may_ask_for_health_and_nothing_else(running: Daemon) -> None:
+    """Every other endpoint answers not-allowed before it looks at anything."""
+    answers = as_nobody(running.socket, [(e.method, e.path) for e in ENDPOINTS])
+    codes = {f"{e.method} {e.path}": code for e, code in zip(ENDPOINTS, answers, strict=True)}
+    assert codes.pop("GET /v1/health") is None
+    assert set(codes.values()) == {"not-allowed"}
+
+
+def as_nobody(path: Path, requests: list[tuple[str, str]]) -> list[str | None]:
+    """The error codes that a process of another user gets; None is none."""
+    script = """
+import json, socket, sys
+for method, path in json.loads(sys.argv[2]):
+    s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1])
+    s.sendall(f"{method} {path} HTTP/1.1\\r\\nhost: x\\r\\nconnection: close\\r\\n\\r\\n".encode())
+    body = b"".join(iter(lambda: s.recv(65536), b"")).partition(b"\\r\\n\\r\\n")[2]
+    print(json.dumps(json.loads(body).get("code")))
+"""
+    command = [sys.executable, "-c", script, str(path), json.dumps(requests)]
+    done = subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_the_document_has_every_endpoint_of_the_table(running: Daemon) -> None:
+    """Paths, parameters, bodies and problems."""
+    document = running.json("GET", "/v1/openapi.json")
+    documented = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert documented == {(e.method, e.path) for e in ENDPOINTS}
+    checkout = document["paths"]["/v1/checkouts"]["post"]
+    assert checkout["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/StartCheckout")
+    assert checkout["responses"]["201"]["content"]["application/json"]["schema"]["$ref"].endswith("/Checkout")
+    assert "application/problem+json" in checkout["responses"]["default"]["content"]
+
+
+def test_metrics_are_prometheus_text(running: Daemon) -> None:
+    """Requests by endpoint and status, gauges of the whole."""
+    running.get("/v1/health")
+    text = running.get("/metrics")[2].decode()
+    assert 'mirrord_requests_total{endpoint="health",status="200"}' in text
+    assert "mirrord_checkouts 0.0" in text
+    assert "mirrord_up 1.0" in text
+
+
+def test_an_operation_that_does_not_exist_is_a_problem(running: Daemon) -> None:
+    """Its own code."""
+    assert problem(running.get("/v1/operations/nope"))["code"] == "operation-not-found"
+    assert problem(running.request("DELETE", "/v1/operations/nope"))["code"] == "operation-not-found"
+
+
+def test_events_are_followed_and_resumed(running: Daemon) -> None:
+    """From the last id seen, without a gap and without a double."""
+    first = _next_events(running, "0", 1)
+    running.request("POST", "/v1/reload")
+    running.request("POST", "/v1/reload")
+    seen = _next_events(running, first[-1]["sse_id"], 1)
+    more = _next_events(running, seen[-1]["sse_id"], 1)
+    assert [event["id"] for event in seen + more] == [first[-1]["id"] + 1, first[-1]["id"] + 2]
+
+
+def test_events_of_another_boot_start_over(running: Daemon) -> None:
+    """A number from before a restart means nothing now."""
+    running.request("POST", "/v1/reload")
+    assert _next_events(running, "deadbeef:999999", 1)[0]["id"] == 1
+
+
+def test_events_without_follow_end(running: Daemon) -> None:
+    """What is remembered, and then the end of the answer."""
+    status, headers, body = running.get("/v1/events?follow=false&after=0")
+    assert (status, headers["content-type"].split(";")[0]) == (200, "text/event-stream")
+    assert body.count(b"data: ") >= 1
+
+
+def _next_events(running: Daemon, after: str, count: int) -> list[dict[str, Any]]:
+    with running.connect() as connection:
+        head = f"GET /v1/events HTTP/1.1\r\nhost: x\r\nlast-event-id: {after}\r\n\r\n"
+        connection.sendall(head.encode())
+        raw = b""
+        while raw.count(b"\ndata: ") < count or not raw.endswith(b"\n\n\r\n"):
+            raw += connection.recv(65536)
+    lines = raw.decode().split("\n")
+    identities = [line.removeprefix("id: ") for line in lines if line.startswith("id: ")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    return [{**event, "sse_id": identity} for event, identity in zip(events, identities, strict=True)][:count]
+
+
+def _until_closed(connection: socket.socket) -> bytes:
+    raw = b""
+    try:
+        while chunk := connection.recv(65536):
+            raw += chunk
+    except ConnectionResetError:
+        pass
+    return raw

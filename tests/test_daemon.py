@@ -1,0 +1,218 @@
+"""The process: its start, its lock, its sockets, its signals, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from daemons import Daemon, daemon
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """Short, because a socket's path must be."""
+    with tempfile.TemporaryDirectory(prefix="md-") as directory:
+        yield Path(directory)
+
+
+def ended(made: Daemon) -> tuple[int, str]:
+    """Exit status and output of a daemon that does not stay."""
+    made.start(wait=False)
+    assert made.process is not None
+    status = made.process.wait(20)
+    made.process = None
+    return status, made.log
+
+
+def test_it_serves_and_stops_on_sigterm_with_status_0() -> None:
+    """The socket appears, answers, and is gone at the end."""
+    with daemon() as running:
+        status, headers, body = running.get("/v1/health")
+        assert (status, json.loads(body)["status"]) == (200, "ok")
+        assert headers["content-type"] == "application/json"
+        assert running.stop() == 0
+        assert not running.socket.exists()
+
+
+def test_sigint_stops_it_too() -> None:
+    """Ctrl-C in the foreground is an orderly stop."""
+    with daemon() as running:
+        assert running.stop(signal.SIGINT) == 0
+
+
+def test_the_modes_of_the_state_directory_let_nobody_in_but_to_checkouts() -> None:
+    """Only `checkouts` may be entered by others, and not even that may be listed."""
+    with daemon() as running:
+        modes = {path.name: oct(path.stat().st_mode & 0o777) for path in running.state_dir.iterdir()}
+        assert oct(running.state_dir.stat().st_mode & 0o777) == "0o711"
+        assert modes["checkouts"] == "0o711"
+        assert {modes[name] for name in ("mirrors", "datasets", "templates", "quarantine")} == {"0o700"}
+        assert {mode for name, mode in modes.items() if name.startswith("catalog")} == {"0o600"}
+        assert oct(running.socket.stat().st_mode & 0o777) == "0o666"
+
+
+def test_a_second_daemon_on_the_same_state_is_refused_and_told_who_holds_it() -> None:
+    """By pid, uid and start time; the first one is not disturbed."""
+    with daemon() as running, daemon(start=False) as second:
+        second.state_dir = running.state_dir
+        second.write_config("")
+        status, log = ended(second)
+        assert status == 5
+        assert f"process {running.pid} of uid {os.geteuid()}, started 20" in log
+        assert running.get("/v1/health")[0] == 200
+
+
+def test_a_second_daemon_on_the_same_socket_is_refused() -> None:
+    """Another state directory does not make it another socket."""
+    with daemon() as running, daemon(start=False) as second:
+        second.socket = running.socket
+        second.write_config("")
+        status, log = ended(second)
+        assert (status, "another process serves there" in log) == (5, True)
+        assert running.get("/v1/health")[0] == 200
+
+
+def test_a_bad_configuration_lists_every_fault_and_ends_with_2() -> None:
+    """Nothing is made on the disk."""
+    with daemon("[sync]\ninterval = 'soon'\nconcurency = 3\n[checkouts]\nmax = 0\n", start=False) as made:
+        status, log = ended(made)
+        assert status == 2
+        for fault in ("sync.interval", "sync.concurency", "did you mean sync.concurrency", "checkouts.max", "3 faults"):
+            assert fault in log
+        assert not made.state_dir.exists()
+
+
+@pytest.mark.parametrize("length", [120, 300])
+def test_a_socket_path_that_is_too_long_is_a_configuration_error(length: int) -> None:
+    """The kernel allows 107 bytes."""
+    with daemon(start=False) as made:
+        made.socket = made.root / ("x" * length)
+        made.write_config("")
+        status, log = ended(made)
+        assert (status, "longer than 107 bytes" in log) == (2, True)
+
+
+def test_a_file_at_the_sockets_place_is_not_replaced() -> None:
+    """What is not a socket is somebody's file."""
+    with daemon(start=False) as made:
+        made.socket.write_text("precious")
+        status, log = ended(made)
+        assert (status, "not a socket" in log, made.socket.read_text()) == (5, True, "precious")
+
+
+def test_after_kill_9_it_starts_again_over_the_stale_socket() -> None:
+    """The kernel dropped the lock; the file says nothing by itself."""
+    with daemon() as running:
+        running.kill()
+        assert running.socket.exists()
+        running.start()
+        assert running.get("/v1/health")[0] == 200
+
+
+def test_an_ordinary_user_can_run_it() -> None:
+    """With a state directory and a socket of their own."""
+    with daemon(user=NOBODY, environment={"HOME": "/nonexistent"}) as running:
+        assert running.json("GET", "/v1/health")["status"] == "ok"
+        assert running.json("GET", "/v1/status")["uid"] == NOBODY
+
+
+def test_an_ordinary_users_defaults_are_the_xdg_directories(scratch: Path) -> None:
+    """No configuration at all: state and socket below the user's own directories."""
+    shutil.chown(scratch, NOBODY, NOBODY)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(scratch), "XDG_RUNTIME_DIR": str(scratch / "run")}
+    (scratch / "run").mkdir(mode=0o700)
+    shutil.chown(scratch / "run", NOBODY, NOBODY)
+    made = Daemon(scratch)
+    made.config.unlink()
+    made.socket = scratch / "run/mirrord/mirrord.sock"
+    made._environment = environment
+    made.user = NOBODY
+    with (scratch / "log").open("wb") as log:
+        command = [sys.executable, "-m", "mirrord.daemon"]
+        made.process = subprocess.Popen(command, env=environment, user=NOBODY, stdout=log, stderr=log)
+    try:
+        made.wait_until_healthy()
+        assert (scratch / ".local/state/mirrord/mirrors").is_dir()
+    finally:
+        assert made.stop() == 0
+
+
+def test_systemds_socket_is_served_and_left_in_place(scratch: Path) -> None:
+    """systemd-socket-activate binds it and starts us at the first connection; the file is not ours to remove."""
+    activate = shutil.which("systemd-socket-activate")
+    if not activate:
+        pytest.skip("systemd-socket-activate is not on this machine")
+    made = Daemon(scratch)
+    made.start(wait=False, prefix=(activate, f"--listen={made.socket}", "--fdname=mirrord.socket"))
+    try:
+        made.wait_until_healthy()
+        assert made.json("GET", "/v1/status")["pid"] == made.pid
+        assert made.stop() == 0
+        assert made.socket.exists()
+    finally:
+        if made.process is not None:
+            made.stop()
+
+
+def test_the_service_manager_hears_of_each_step(scratch: Path) -> None:
+    """READY when requests are served, RELOADING around a reload, WATCHDOG from the loop, STOPPING at the end."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(scratch / "notify"))
+        manager.settimeout(15)
+        made = Daemon(scratch, environment={"NOTIFY_SOCKET": str(scratch / "notify"), "WATCHDOG_USEC": "200000"})
+        made.start()
+        try:
+            _expect(manager, "READY=1", "STATUS=serving")
+            _expect(manager, "WATCHDOG=1")
+            os.kill(made.pid, signal.SIGHUP)
+            _expect(manager, "RELOADING=1", "MONOTONIC_USEC=")
+            _expect(manager, "READY=1")
+        finally:
+            assert made.stop() == 0
+        _expect(manager, "STOPPING=1")
+
+
+def _expect(manager: socket.socket, *parts: str) -> None:
+    """The next notification that has all parts; raises TimeoutError when none comes."""
+    while True:
+        text = manager.recv(4096).decode()
+        if all(part in text for part in parts):
+            return
+
+
+def test_sighup_applies_what_is_live_and_refuses_the_rest_by_name() -> None:
+    """The answer of a reload names the keys."""
+    with daemon("[checkouts]\nmax = 5\n") as running:
+        running.write_config("[checkouts]\nmax = 7\nbackend = 'pool'\n")
+        assert running.json("POST", "/v1/reload") == {"applied": ["checkouts.max"], "refused": ["checkouts.backend"]}
+        assert running.json("GET", "/v1/status")["checkout_max"] == 7
+
+
+def test_a_reload_of_a_bad_file_changes_nothing() -> None:
+    """All faults come back; the old settings stay in force."""
+    with daemon("[checkouts]\nmax = 5\n") as running:
+        running.write_config("[checkouts]\nmax = 0\n")
+        status, _, body = running.request("POST", "/v1/reload")
+        assert (status, json.loads(body)["code"]) == (400, "invalid-config")
+        assert json.loads(body)["faults"][0]["key"] == "checkouts.max"
+        assert running.json("GET", "/v1/status")["checkout_max"] == 5
+
+
+def test_the_process_is_lean_and_idle() -> None:
+    """None of the heavy libraries are loaded, and idling costs neither memory nor CPU."""
+    with daemon() as running:
+        maps = Path(f"/proc/{running.pid}/maps").read_text()
+        assert not [name for name in ("pygit2", "libgit2", "pyarrow") if name in maps]
+        resident = next(line for line in Path(f"/proc/{running.pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
+        assert int(resident.split()[1]) < 90 * 1024
