@@ -203,7 +203,10 @@ class RowFault(Answer):
 
 
 class Dataset(Answer):
-    """`rules` counts how often each rule of a normaliser fired."""
+    """`rules` counts how often each rule of a normaliser fired.
+
+    `unpinned` and `faults` are the first of as many as their counts say.
+    """
 
     name: str
     format: str
@@ -212,7 +215,9 @@ class Dataset(Answer):
     instance_count: int
     commit_count: int
     mirrors: list[str]
+    unpinned_count: int = 0
     unpinned: list[UnpinnedCommit] = []
+    fault_count: int = 0
     faults: list[RowFault] = []
     rules: dict[str, int] = {}
     imported_at: datetime

@@ -257,7 +257,10 @@ def test_a_dataset_is_pinned_only_where_its_own_pins_are(using: Any, tmp_path: P
         assert unpinned[commit(99)].instances == ["a", "b"]
         assert unpinned[commit(99)].reason == "upstream lost it"
         assert "not been pinned" in unpinned[commit(2)].reason
+        assert found.unpinned_count == 2
         assert [row.unpinned_count for row in await catalog.summarise_datasets()] == [2]
+        left = await catalog.list_recorded("psf__requests", unpinned=True)
+        assert {(row.commit, row.instance) for row in left} == {(commit(2), "b"), (commit(99), "a"), (commit(99), "b")}
 
     using(work)
 
@@ -269,6 +272,10 @@ def test_reasons_are_replaced_per_mirror(using: Any, tmp_path: Path) -> None:
         found = await catalog.find_dataset("lite")
         assert found is not None
         assert {row.commit: row.reason for row in found.unpinned}[commit(1)] == "gone"
+        await catalog.put_refused("lite", "psf__requests", {"*": "no upstream"})
+        found = await catalog.find_dataset("lite")
+        assert found is not None
+        assert {row.reason for row in found.unpinned} == {"no upstream"}
 
     using(work)
 
@@ -322,7 +329,20 @@ def test_faults_and_rules_of_an_import_are_kept(using: Any, tmp_path: Path) -> N
         found = await catalog.find_dataset("lite")
         assert found is not None
         assert (found.faults, found.rules, found.imported_at) == ([fault], {"list: JSON string": 2}, NOW)
+        assert found.fault_count == 7
         assert (await catalog.summarise_datasets())[0].fault_count == 7
+
+    using(work)
+
+
+def test_a_list_of_datasets_shows_only_the_first_of_many_unpinned_commits(using: Any, tmp_path: Path) -> None:
+    async def work(catalog: Catalog) -> None:
+        await put(catalog, tmp_path, [instance(f"i{n}", base=n + 100) for n in range(150)])
+        (listed,) = await catalog.list_datasets()
+        assert (len(listed.unpinned), listed.unpinned_count) == (100, 151)
+        found = await catalog.find_dataset("lite")
+        assert found is not None
+        assert len(found.unpinned) == 151
 
     using(work)
 

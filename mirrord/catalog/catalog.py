@@ -118,8 +118,8 @@ class Catalog:
         """Delete a dataset with its instances; its pins are the caller's to remove."""
         return await self._write(datasets.delete_dataset, name)
 
-    async def put_refused(self, name: str, key: str, refused: dict[CommitId, str]) -> None:
-        """Say anew why commits of one mirror have no pin of this dataset."""
+    async def put_refused(self, name: str, key: str, refused: dict[str, str]) -> None:
+        """Say anew why commits of one mirror (`*`: all of them) have no pin of this dataset."""
         await self._write(datasets.put_refused, name, key, refused)
 
     async def find_instance(self, identity: str) -> InstanceRow | None:
@@ -129,9 +129,11 @@ class Catalog:
     async def list_instance_ids(self, dataset: str | None = None) -> list[str]:
         return await self._read(datasets.list_instance_ids, dataset)
 
-    async def list_recorded(self, key: str | None = None, dataset: str | None = None) -> list[RecordedRow]:
-        """Recorded commits of all, of one mirror, of one dataset."""
-        return await self._read(datasets.list_recorded, key, dataset)
+    async def list_recorded(
+        self, key: str | None = None, dataset: str | None = None, *, unpinned: bool = False
+    ) -> list[RecordedRow]:
+        """Recorded commits of all, of one mirror, of one dataset; with `unpinned`, those that their dataset has no pin of."""
+        return await self._read(datasets.list_recorded, key, dataset, unpinned)
 
     async def instances_of(self, key: str, commit: CommitId) -> list[str]:
         """Ids of all instances that record a commit, in whatever role."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, and_, delete, func, outerjoin, select, update
+from sqlalchemy import ColumnElement, Connection, RowMapping, and_, delete, exists, func, outerjoin, select, update
 
 from ..model import CommitId, CommitRole, Direction, MirrorName
 from ..protocol import Dataset, DatasetSummary, RowFault, UnpinnedCommit
@@ -18,6 +18,11 @@ from .rows import InstanceRow, RecordedRow
 from .schema import datasets, instances, mirrors, pins, recorded
 
 NOT_YET = "it has not been pinned yet; import the dataset again"
+EVERY = "*"
+"""Stands for every commit of a mirror in the reasons why commits have no pin."""
+
+_SHOWN = 10_000
+_LISTED = 100
 
 
 # -- datasets ---------------------------------------------------------------------------------------------------------
@@ -25,12 +30,13 @@ NOT_YET = "it has not been pinned yet; import the dataset again"
 
 def find_dataset(connection: Connection, name: str) -> Dataset | None:
     found = connection.execute(select(datasets).where(datasets.c.name == name)).mappings().first()
-    return _dataset(connection, found) if found else None
+    return _dataset(connection, found, _SHOWN) if found else None
 
 
 def list_datasets(connection: Connection) -> list[Dataset]:
+    """All, each with only the first of its unpinned commits and faults."""
     rows = connection.execute(select(datasets).order_by(datasets.c.name)).mappings().all()
-    return [_dataset(connection, row) for row in rows]
+    return [_dataset(connection, row, _LISTED) for row in rows]
 
 
 def summarise_datasets(connection: Connection) -> list[DatasetSummary]:
@@ -55,15 +61,15 @@ def delete_dataset(connection: Connection, name: str) -> bool:
     return connection.execute(delete(datasets).where(datasets.c.name == name)).rowcount > 0
 
 
-def put_refused(connection: Connection, name: str, key: str, refused: dict[CommitId, str]) -> None:
+def put_refused(connection: Connection, name: str, key: str, refused: dict[str, str]) -> None:
     """Say anew why commits of one mirror have no pin of this dataset."""
     old = connection.execute(select(datasets.c.refused).where(datasets.c.name == name)).scalar()
     if old is not None:
-        values = {**old, key: dict(refused)}
+        values = {**old, key: refused}
         connection.execute(update(datasets).where(datasets.c.name == name).values(refused=values))
 
 
-def _dataset(connection: Connection, row: RowMapping) -> Dataset:
+def _dataset(connection: Connection, row: RowMapping, limit: int) -> Dataset:
     names = select(recorded.c.mirror_name).where(recorded.c.dataset_id == row["id"]).distinct()
     return Dataset(
         name=row["name"],
@@ -73,8 +79,10 @@ def _dataset(connection: Connection, row: RowMapping) -> Dataset:
         instance_count=_count_instances(connection, row["id"]),
         commit_count=_count_commits(connection, row["id"]),
         mirrors=sorted({name.lower(): name for name in connection.execute(names).scalars()}.values()),
-        unpinned=_list_unpinned(connection, row),
-        faults=[RowFault.model_validate(fault) for fault in row["faults"]],
+        unpinned_count=_count_unpinned(connection, row["id"]),
+        unpinned=_list_unpinned(connection, row, limit),
+        fault_count=row["fault_count"],
+        faults=[RowFault.model_validate(fault) for fault in row["faults"][:limit]],
         rules=row["rules"],
         imported_at=row["imported_at"],
     )
@@ -90,14 +98,17 @@ def _count_commits(connection: Connection, dataset_id: int) -> int:
     return int(connection.execute(select(func.count()).select_from(distinct.subquery())).scalar_one())
 
 
-def _unpinned_of(dataset_id: int, *columns: ColumnElement[Any]) -> Any:
-    """Recorded commits of a dataset for which that dataset has no pin."""
-    owned = and_(
+def _is_pinned_by_its_dataset() -> ColumnElement[bool]:
+    return and_(
         pins.c.mirror_key == recorded.c.mirror_key,
         pins.c.commit_id == recorded.c.commit_id,
         pins.c.owner == "dataset/" + datasets.c.name,
     )
-    joined = outerjoin(recorded.join(datasets, datasets.c.id == recorded.c.dataset_id), pins, owned)
+
+
+def _unpinned_of(dataset_id: int, *columns: ColumnElement[Any]) -> Any:
+    """Recorded commits of a dataset for which that dataset has no pin."""
+    joined = outerjoin(recorded.join(datasets, datasets.c.id == recorded.c.dataset_id), pins, _is_pinned_by_its_dataset())
     return select(*columns).select_from(joined).where(recorded.c.dataset_id == dataset_id, pins.c.owner.is_(None))
 
 
@@ -106,15 +117,21 @@ def _count_unpinned(connection: Connection, dataset_id: int) -> int:
     return int(connection.execute(select(func.count()).select_from(distinct.subquery())).scalar_one())
 
 
-def _list_unpinned(connection: Connection, row: RowMapping) -> list[UnpinnedCommit]:
+def _list_unpinned(connection: Connection, row: RowMapping, limit: int) -> list[UnpinnedCommit]:
     columns = (recorded.c.mirror_key, recorded.c.commit_id, recorded.c.mirror_name, recorded.c.instance_id)
     found: dict[tuple[str, str], tuple[str, set[str]]] = {}
-    for key, commit, name, instance in connection.execute(_unpinned_of(row["id"], *columns)):
+    for key, commit, name, instance in connection.execute(_unpinned_of(row["id"], *columns).order_by(*columns[:2])):
+        if len(found) == limit and (key, commit) not in found:
+            break
         found.setdefault((key, commit), (name, set()))[1].add(instance)
     return [
-        UnpinnedCommit(mirror=name, commit=commit, instances=sorted(ids), reason=row["refused"].get(key, {}).get(commit, NOT_YET))
-        for (key, commit), (name, ids) in sorted(found.items())
+        UnpinnedCommit(mirror=name, commit=commit, instances=sorted(ids), reason=_reason(row["refused"].get(key, {}), commit))
+        for (key, commit), (name, ids) in found.items()
     ]
+
+
+def _reason(reasons: dict[str, str], commit: str) -> str:
+    return reasons.get(commit) or reasons.get(EVERY) or NOT_YET
 
 
 # -- instances and what they record -----------------------------------------------------------------------------------
@@ -160,7 +177,8 @@ def list_instance_ids(connection: Connection, dataset: str | None) -> list[str]:
     return list(dict.fromkeys(connection.execute(query.order_by(instances.c.dataset_id, instances.c.id)).scalars()))
 
 
-def list_recorded(connection: Connection, key: str | None, dataset: str | None) -> list[RecordedRow]:
+def list_recorded(connection: Connection, key: str | None, dataset: str | None, unpinned: bool = False) -> list[RecordedRow]:
+    """Recorded commits; with `unpinned`, only those that their own dataset has no pin of."""
     known_as = func.coalesce(mirrors.c.name, recorded.c.mirror_name).label("known_as")
     query = (
         select(recorded, datasets.c.name.label("dataset"), known_as)
@@ -171,6 +189,8 @@ def list_recorded(connection: Connection, key: str | None, dataset: str | None) 
         query = query.where(recorded.c.mirror_key == key.lower())
     if dataset is not None:
         query = query.where(datasets.c.name == dataset)
+    if unpinned:
+        query = query.where(~exists().where(_is_pinned_by_its_dataset()))
     order = (recorded.c.mirror_key, recorded.c.commit_id, recorded.c.instance_id, recorded.c.role)
     return [
         RecordedRow(

@@ -73,8 +73,8 @@ class InstanceRow:
 class DatasetHead:
     """What is recorded of a dataset beside its rows.
 
-    `fault_count` counts all faults, of which `faults` keeps the first; `refused` says by mirror key and commit why it has no
-    pin.
+    `fault_count` counts all faults, of which `faults` keeps the first; `refused` says by mirror key and commit (`*`: all of
+    them) why it has no pin.
     """
 
     name: DatasetName

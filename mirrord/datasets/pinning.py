@@ -13,7 +13,7 @@ from contextlib import suppress
 import anyio
 import structlog
 
-from ..catalog import Catalog, PinRow
+from ..catalog import EVERY, Catalog, PinRow
 from ..errors import MirrordError, StoppingError
 from ..mirrors.service import Mirrors
 from ..model import CommitId, DatasetName, MirrorName
@@ -29,6 +29,14 @@ log = structlog.get_logger()
 def owner_of(dataset: str) -> str:
     """Who a dataset's pins belong to."""
     return f"dataset/{dataset}"
+
+
+def in_short(refused: Refused, commits: Collection[CommitId]) -> dict[str, str]:
+    """Reasons by commit; one under `*` when all commits share it, as when their mirror failed."""
+    reasons = set(refused.values())
+    if len(reasons) == 1 and len(refused) == len(commits) > 1:
+        return {EVERY: reasons.pop()}
+    return {str(commit): reason for commit, reason in refused.items()}
 
 
 class PinProgress:

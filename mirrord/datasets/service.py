@@ -31,7 +31,7 @@ from ..model import CommitId, CommitRole, DatasetName, MirrorName, parse_dataset
 from ..protocol import Dataset, DatasetSummary, FormatInfo, Instance, RecordedCommit
 from .cache import InstanceCache
 from .formats import format_infos
-from .pinning import Pinner, ProgressSink, Refused, owner_of
+from .pinning import Pinner, ProgressSink, Refused, in_short, owner_of
 from .reading import ReadResult, read_dataset
 
 _READ_TIMEOUT = timedelta(hours=1)
@@ -128,10 +128,8 @@ class Datasets:
     async def repin(self, name: MirrorName) -> int:
         """Try again what a mirror refused to pin, for all datasets: worth it after a sync. Answers how many are pinned now."""
         wanted: dict[str, dict[CommitId, set[str]]] = {}
-        pinned = {(pin.owner, pin.commit) for pin in await self._catalog.list_pins(name.key)}
-        for row in await self._catalog.list_recorded(name.key):
-            if (owner_of(row.dataset), row.commit) not in pinned:
-                wanted.setdefault(row.dataset, {}).setdefault(row.commit, set()).add(str(row.role))
+        for row in await self._catalog.list_recorded(name.key, unpinned=True):
+            wanted.setdefault(row.dataset, {}).setdefault(row.commit, set()).add(str(row.role))
         count = 0
         for text, roles in wanted.items():
             commits = {commit: ", ".join(sorted(words)) for commit, words in roles.items()}
@@ -141,7 +139,7 @@ class Datasets:
     async def _repin(self, dataset: DatasetName, name: MirrorName, commits: dict[CommitId, str]) -> Refused:
         async with self._locked(dataset):
             refused = await self._pinner.pin_all(dataset, {name.key: name}, {name.key: commits}, None)
-            await self._catalog.put_refused(dataset, name.key, refused.get(name.key, {}))
+            await self._catalog.put_refused(dataset, name.key, {str(c): why for c, why in refused.get(name.key, {}).items()})
             await self._drop_stale_pins(dataset)  # an import may have changed the dataset before the lock was ours
         return refused.get(name.key, {})
 
@@ -250,7 +248,7 @@ def _head(dataset: DatasetName, read: ReadResult, source: str, refused: dict[str
         fault_count=read.fault_count,
         faults=read.faults,
         rules=read.rules,
-        refused={key: {str(commit): why for commit, why in reasons.items()} for key, reasons in refused.items()},
+        refused={key: in_short(reasons, read.commits[key]) for key, reasons in refused.items()},
     )
 
 
