@@ -121,6 +121,19 @@ def test_an_import_tells_what_it_took_and_what_it_could_not(world: World) -> Non
     assert "rows.jsonl:3" in again.err
 
 
+def test_an_import_of_a_commit_that_nobody_has_ends_with_eight(world: World, tmp_path: Path) -> None:
+    """Recorded, but it cannot be served: told by mirror, commit and instance. Removing the dataset leaves nothing of it."""
+    row = json.loads(world.file.read_text().splitlines()[0])
+    (tmp_path / "gone.jsonl").write_text(json.dumps({**row, "instance_id": "demo__project-9", "base_commit": "c" * 40}) + "\n")
+    ran = world.run("dataset", "import", tmp_path / "gone.jsonl")
+    assert ran.status == 8
+    assert f"cannot pin {'c' * 40} of demo__project-9" in ran.err
+    assert world.run("audit", "--dataset", "gone").status == 8
+    assert world.run("checkout", "demo__project-9").status == 8
+    assert world.run("dataset", "remove", "gone").status == 0
+    assert world.run("audit").status == 0
+
+
 @pytest.mark.parametrize(
     ("words", "shown"),
     [

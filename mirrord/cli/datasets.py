@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Name = Annotated[str, typer.Argument(help="The dataset's name.")]
 _SHOWN_IDS = 10
+_UNSERVABLE = 8
 
 
 def import_file(
@@ -29,7 +30,8 @@ def import_file(
     ] = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Answer with the operation at once.")] = False,
 ) -> None:
-    """A bad row is told and the rest goes on. Importing a changed file again shows what changed."""
+    """A bad row is told and the rest goes on. Importing a changed file again shows what changed. Status 8 when a recorded commit
+    could not be pinned, and so cannot be served."""
     session = Session.of(ctx)
     if not file.is_file():
         raise UsageError(f"cannot import {file}: it is not a file", hint="name a jsonl, json or parquet file")
@@ -41,6 +43,8 @@ def import_file(
         result = ended.result or {}
         for text in _complaints(result):
             session.note(text)
+    if (result.get("dataset") or {}).get("unpinned"):
+        raise typer.Exit(_UNSERVABLE)
 
 
 def _imported(operation: Operation) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import MirrordError, UsageError
-from .output import facts, short, size, table
+from .output import count, facts, short, size, table
 from .progress import finish_all
 from .session import Session
 
@@ -90,7 +90,7 @@ def _lines(mirrors: Iterable[Mirror]) -> Iterator[str]:
 def _problem(mirror: Mirror) -> str | None:
     if mirror.error:
         return mirror.error.code
-    return f"{len(mirror.ref_faults)} refs not taken" if mirror.ref_faults else None
+    return f"{count(len(mirror.ref_faults), 'ref')} not taken" if mirror.ref_faults else None
 
 
 def show(ctx: typer.Context, name: Name) -> None:

@@ -62,4 +62,5 @@ def _lines(report: SealReport) -> Iterator[str]:
         yield f"{leak.kind}: {leak.detail}"
     verdict = "sealed" if report.sealed else f"leaks ({count(len(report.leaks), 'leak')})"
     objects = f"{count(report.objects_present, 'object')} present, {report.objects_in_closure:,} in the closure of {report.base}"
-    yield f"{verdict}: {objects}; checked {', '.join(report.checked)}"
+    yield f"{verdict}: {objects}"
+    yield from (f"  checked {what}" for what in report.checked)
