@@ -108,6 +108,7 @@ class Operations:
         task = self._tasks.get(identity)
         if task is None or record.state != "running":
             raise OperationFinishedError(f"cannot cancel operation {identity}: it is {record.state}")
+        await asyncio.sleep(0)  # work that has not begun could not tidy up
         task.cancel()
         await asyncio.wait([task], timeout=_CANCEL_BOUND_S)
         return record.answer()
@@ -115,6 +116,7 @@ class Operations:
     async def close(self, drain: timedelta = timedelta()) -> None:
         """Take no more, give what runs the time `drain` to end, cancel the rest and wait for it a bounded time."""
         self._stopping = True
+        await asyncio.sleep(0)
         if self._tasks and drain:
             await asyncio.wait(self._tasks.values(), timeout=drain.total_seconds())
         remaining = list(self._tasks.values())

@@ -52,8 +52,9 @@ class _Planned:
 class Schedule:
     """Keeps apscheduler's jobs equal to the table that `jobs` answers."""
 
-    def __init__(self, jobs: Callable[[], Awaitable[list[Job]]]) -> None:
+    def __init__(self, jobs: Callable[[], Awaitable[list[Job]]], *, soon: timedelta = _SOON) -> None:
         self._jobs = jobs
+        self._soon = soon
         self._planned: dict[str, _Planned] = {}
         self._reconciling = asyncio.Lock()
         self._scheduler = AsyncIOScheduler(
@@ -97,7 +98,7 @@ class Schedule:
             IntervalTrigger(seconds=job.interval.total_seconds(), jitter=jitter or None),
             args=[job.name],
             id=job.name,
-            next_run_time=_first_time(job),
+            next_run_time=_first_time(job, self._soon),
             replace_existing=True,
         )
 
@@ -120,11 +121,11 @@ class Schedule:
         return found.next_run_time if found else None
 
 
-def _first_time(job: Job) -> datetime:
+def _first_time(job: Job, soon: timedelta) -> datetime:
     """An interval after it last happened; what is overdue is soon, spread over the jitter."""
     now = utc_now()
     if job.since is None:
-        return now + min(job.interval, _SOON)
+        return now + min(job.interval, soon)
     due = job.since + job.interval
     spread = job.jitter / 10 * (crc32(job.name.encode()) % 100 / 100)
-    return max(due, now + _SOON + spread)
+    return max(due, now + soon + spread)

@@ -1,0 +1,131 @@
+"""Operations: background work with an id, progress, a result or an error, and a way to cancel it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from mirrord.errors import MirrorNotFoundError, OperationFinishedError, OperationNotFoundError, StoppingError
+from mirrord.jobs.events import Events
+from mirrord.jobs.operations import Operations, ProgressSink
+from mirrord.protocol import Progress
+
+pytestmark = pytest.mark.anyio
+
+
+async def succeed(_: ProgressSink) -> dict[str, Any]:
+    return {"n": 1}
+
+
+async def hang(_: ProgressSink) -> None:
+    await anyio.sleep_forever()
+
+
+def names(events: Events) -> list[str]:
+    return [event.name for event in events.remembered(0)]
+
+
+async def test_an_operation_ends_with_its_result() -> None:
+    """And says so in two events."""
+    events = Events()
+    operations = Operations(events)
+    started = operations.start("audit", "all", succeed, owner_uid=7)
+    assert (started.state, started.kind, started.subject) == ("running", "audit", "all")
+    ended = await operations.wait(started.id)
+    assert (ended.state, ended.result, ended.error) == ("done", {"n": 1}, None)
+    assert ended.finished_at is not None
+    assert names(events) == ["operation.started", "operation.finished"]
+    assert operations.running_count == 0
+
+
+async def test_a_failed_operation_has_the_problem_of_its_error() -> None:
+    """Code, sentence, hint and facts, as a failed request would have."""
+    operations = Operations(Events())
+
+    async def fail(_: ProgressSink) -> None:
+        raise MirrorNotFoundError("cannot find mirror a__b: there is none", hint="add it", mirror="a__b")
+
+    ended = await operations.wait(operations.start("sync", "a__b", fail).id)
+    assert ended.error is not None
+    assert (ended.state, ended.error.code, ended.error.hint) == ("failed", "mirror-not-found", "add it")
+    assert ended.error.model_dump()["mirror"] == "a__b"
+
+
+async def test_a_bug_in_the_work_is_an_internal_error_that_leaks_nothing() -> None:
+    """The details are in the log."""
+    operations = Operations(Events())
+
+    async def crash(_: ProgressSink) -> None:
+        raise KeyError("secret")
+
+    ended = await operations.wait(operations.start("sync", "a__b", crash).id)
+    assert ended.error is not None
+    assert ended.error.code == "internal"
+    assert "secret" not in ended.model_dump_json()
+
+
+async def test_progress_is_seen_while_it_runs_whichever_thread_tells_it() -> None:
+    """Git's output is read on the loop, files are counted in threads."""
+    operations = Operations(Events())
+    told, go_on = anyio.Event(), anyio.Event()
+
+    async def work(progress: ProgressSink) -> None:
+        await anyio.to_thread.run_sync(progress, Progress(done=3, total=9, unit="files"))
+        told.set()
+        await go_on.wait()
+
+    started = operations.start("import", "x", work)
+    await told.wait()
+    assert operations.get(started.id).progress == Progress(done=3, total=9, unit="files")
+    go_on.set()
+    assert (await operations.wait(started.id)).progress.done == 3
+
+
+async def test_cancelling_ends_the_work_and_is_told_apart_from_failing() -> None:
+    """A second time is a conflict."""
+    operations = Operations(Events())
+    started = operations.start("sync", "a__b", hang)
+    cancelled = await operations.cancel(started.id)
+    assert cancelled.state == "cancelled"
+    assert cancelled.error is not None
+    assert cancelled.error.code == "cancelled"
+    with pytest.raises(OperationFinishedError):
+        await operations.cancel(started.id)
+
+
+async def test_others_operations_do_not_exist_for_a_user() -> None:
+    """Neither in the list nor by their id."""
+    operations = Operations(Events())
+    mine = operations.start("sync", "a", succeed, owner_uid=7)
+    other = operations.start("sync", "b", succeed, owner_uid=8)
+    assert [operation.id for operation in operations.list(owner_uid=7)] == [mine.id]
+    assert [operation.id for operation in operations.list()] == [other.id, mine.id]
+    with pytest.raises(OperationNotFoundError):
+        operations.get(other.id, owner_uid=7)
+    with pytest.raises(OperationNotFoundError):
+        await operations.cancel(other.id, owner_uid=7)
+
+
+async def test_closing_waits_its_bound_then_cancels_and_takes_no_more() -> None:
+    """What can end in time ends."""
+    operations = Operations(Events())
+    quick, stuck = operations.start("sync", "a", succeed), operations.start("sync", "b", hang)
+    await operations.close(timedelta(seconds=0.05))
+    assert (operations.get(quick.id).state, operations.get(stuck.id).state) == ("done", "cancelled")
+    with pytest.raises(StoppingError):
+        operations.start("sync", "c", succeed)
+
+
+async def test_only_the_last_thousand_are_remembered() -> None:
+    """Those that run are never forgotten."""
+    operations = Operations(Events())
+    running = operations.start("sync", "stuck", hang)
+    for n in range(1005):
+        await operations.wait(operations.start("sync", str(n), succeed).id)
+    assert len(operations.list()) <= 1001
+    assert operations.get(running.id).state == "running"
+    await operations.close()

@@ -1,0 +1,135 @@
+"""The schedule: jobs as the table says, neither dropped nor doubled, counted from what was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+
+import anyio
+import pytest
+
+from mirrord.errors import UpstreamNotFoundError
+from mirrord.jobs.schedule import Job, Schedule
+from mirrord.model import utc_now
+
+pytestmark = pytest.mark.anyio
+
+HOUR = timedelta(hours=1)
+
+
+async def nothing() -> None:
+    """A job with nothing to do."""
+
+
+async def opened(*jobs: Job) -> tuple[Schedule, list[Job]]:
+    table = list(jobs)
+
+    async def read() -> list[Job]:
+        return table
+
+    schedule = Schedule(read, soon=timedelta(seconds=0.02))
+    await schedule.open()
+    return schedule, table
+
+
+def every(interval: timedelta, run: Callable[[], Awaitable[None]] = nothing, name: str = "job") -> Job:
+    return Job(name, interval, run, since=utc_now())
+
+
+async def test_a_job_runs_each_interval() -> None:
+    """The state says when it last ran and when it runs next."""
+    ran = anyio.Event()
+    count = 0
+
+    async def run() -> None:
+        nonlocal count
+        count += 1
+        if count == 3:
+            ran.set()
+
+    schedule, _ = await opened(every(timedelta(seconds=0.02), run))
+    schedule.states()
+    with anyio.fail_after(20):
+        await ran.wait()
+    (state,) = schedule.states()
+    assert state.last_at is not None
+    assert state.next_at is not None
+    await schedule.close()
+
+
+async def test_what_happened_before_the_start_counts() -> None:
+    """A daemon that restarts every hour syncs every six all the same, and what is overdue is soon."""
+    now = utc_now()
+    recent, overdue = Job("recent", 6 * HOUR, nothing, since=now - HOUR), Job("overdue", 6 * HOUR, nothing, since=now - 9 * HOUR)
+    schedule, _ = await opened(recent, overdue)
+    found = {state.name: state.next_at for state in schedule.states()}
+    assert found["recent"] is not None
+    assert found["overdue"] is not None
+    assert abs(found["recent"] - (now + 5 * HOUR)) < timedelta(seconds=1)
+    assert found["overdue"] - now < timedelta(minutes=1)
+    await schedule.close()
+
+
+async def test_reconciling_adds_drops_and_replans() -> None:
+    """A mirror that was removed is not synced again; a new interval counts at once."""
+    schedule, table = await opened(every(HOUR, name="stays"), every(HOUR, name="goes"), every(HOUR, name="changes"))
+    before = {state.name: state.next_at for state in schedule.states()}
+    table[1:] = [every(2 * HOUR, name="changes"), every(HOUR, name="comes")]
+    await schedule.reconcile()
+    after = {state.name: state.next_at for state in schedule.states()}
+    assert after.keys() == {"stays", "changes", "comes"}
+    assert after["stays"] == before["stays"]
+    assert after["changes"] != before["changes"]
+    await schedule.close()
+
+
+async def test_an_interval_of_nothing_switches_a_job_off() -> None:
+    """`interval = "0"` in the configuration."""
+    schedule, _ = await opened(every(timedelta()))
+    assert schedule.states() == []
+    await schedule.close()
+
+
+@pytest.mark.parametrize("error", [UpstreamNotFoundError("cannot sync a__b: it is gone"), KeyError("bug")])
+async def test_a_failure_is_kept_for_the_status_and_the_next_turn_comes(error: Exception) -> None:
+    """Expected or not."""
+    turns = anyio.Event()
+    count = 0
+
+    async def run() -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            turns.set()
+        raise error
+
+    schedule, _ = await opened(every(timedelta(seconds=0.02), run))
+    with anyio.fail_after(20):
+        await turns.wait()
+        while not schedule.states()[0].last_error:
+            await anyio.sleep(0.01)
+    text = schedule.states()[0].last_error or ""
+    assert text == getattr(error, "message", text)
+    assert "bug" not in text
+    await schedule.close()
+
+
+async def test_a_job_never_runs_beside_itself() -> None:
+    """A turn that comes while the last one still runs is left out."""
+    running, most, turns = 0, 0, 0
+    done = anyio.Event()
+
+    async def run() -> None:
+        nonlocal running, most, turns
+        running, turns = running + 1, turns + 1
+        most = max(most, running)
+        await anyio.sleep(0.05)
+        running -= 1
+        if turns == 3:
+            done.set()
+
+    schedule, _ = await opened(every(timedelta(seconds=0.01), run))
+    with anyio.fail_after(20):
+        await done.wait()
+    assert most == 1
+    await schedule.close()
