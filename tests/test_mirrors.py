@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import anyio
 import pytest
 from forge import Forge, serving
-from gitrepos import Upstream, git
+from gitrepos import ENV, Upstream, git
 
 from mirrord.catalog.catalog import Catalog
 from mirrord.config import Settings
@@ -357,6 +359,34 @@ def test_a_wanted_password_is_an_error_at_once(house: Builder, forge: Forge) -> 
         assert not it.mirrors.path(NAME).exists()
 
     house.run(body)
+
+
+def test_the_git_protocol_works(house: Builder, upstream: Upstream) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    listen = [f"--base-path={upstream.path.parent}", "--export-all", "--listen=127.0.0.1", f"--port={port}", "--reuseaddr"]
+    daemon = subprocess.Popen(["/usr/lib/git-core/git-daemon", *listen], env=ENV, stderr=subprocess.DEVNULL)
+
+    async def body(it: House) -> None:
+        await it.mirrors.add("owner/name", f"git://127.0.0.1:{port}/owner+name/.git")
+        with anyio.fail_after(20):
+            while not await _listens(port):
+                await anyio.sleep(0.02)
+        assert (await it.mirrors.sync(NAME)).ref_count == 1
+
+    try:
+        house.run(body)
+    finally:
+        daemon.kill()
+        daemon.wait()
+
+
+async def _listens(port: int) -> bool:
+    try:
+        async with await anyio.connect_tcp("127.0.0.1", port):
+            return True
+    except OSError:
+        return False
 
 
 def test_a_redirect_is_followed(house: Builder, forge: Forge) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import anyio
+import structlog
 
 from ..errors import DeadlineError, GitFailedError, MirrordError, ResourceError, UpstreamError, UpstreamTimeoutError
 from ..protocol import Progress
@@ -34,6 +35,9 @@ _LIMIT_BYTES = 256 * 1024**2
 _GRACE = timedelta(seconds=2)
 _CHUNK = 1 << 16
 _DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")  # util-linux; a preexec_fn may deadlock in a process that has threads
+
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,9 @@ class Git:
         with _files(stdin, stdout_path) as (source, sink):
             child = await _start(_argv(args, git_dir, work_tree), environment, work_tree or git_dir, source, sink)
             reading = _Reading(child, stdin if isinstance(stdin, bytes) else None, StderrReader(progress), stdout_limit_bytes)
+            started = anyio.current_time()
             finished = await reading.finish(timeout, quiet_timeout)
+        log.debug("git.ended", command=doing, status=child.returncode, duration_s=round(anyio.current_time() - started, 3))
         if not finished:
             raise _late(doing, timeout, quiet_timeout, upstream=remote is not None)
         if reading.overflowed:

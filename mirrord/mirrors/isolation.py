@@ -41,6 +41,6 @@ async def isolate(
             if len(some) == 1 or failures > budget or (not successes and len(failed) >= hopeless):
                 failed.extend((item, error) for item in some)
                 continue
-            middle = len(some) // 2
+            middle = 1 if failures == 1 else len(some) // 2  # the first item is the likeliest, and makes the rest cheaper
             waiting += [some[middle:], some[:middle]]
     return failed

@@ -56,7 +56,7 @@ def parse_upstream(text: str) -> Upstream:
 
 def _scp_like(text: str) -> Upstream:
     found = _SCP.fullmatch(text)
-    if not found or found[2].startswith("-"):
+    if not found or found[2].startswith("-") or found[1].lower() in _SCHEMES:
         raise _refused(text, "it is neither a URL, nor an absolute path, nor user@host:path")
     return Upstream(text, Remote(text), found[1].lower())
 

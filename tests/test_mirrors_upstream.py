@@ -1,0 +1,205 @@
+"""Upstream URLs, and asking upstreams politely."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+import pytest
+
+from mirrord.errors import GitFailedError, InvalidUrlError, MirrordError, UpstreamAuthError, UpstreamThrottledError
+from mirrord.mirrors.backoff import Hosts
+from mirrord.mirrors.flights import Flights
+from mirrord.mirrors.isolation import isolate
+from mirrord.mirrors.refs import is_safe_ref, read_offer
+from mirrord.mirrors.upstream import parse_upstream, upstream_url
+from mirrord.model import MirrorName
+from mirrord.protocol import Progress
+
+
+@pytest.mark.parametrize(
+    ("text", "url", "host", "username", "password"),
+    [
+        ("https://github.com/o/n.git", "https://github.com/o/n.git", "github.com", None, None),
+        ("https://me:p%40ss@host:8443/o/n", "https://host:8443/o/n", "host:8443", "me", "p@ss"),
+        ("https://token@host/o/n", "https://host/o/n", "host", "token", None),
+        ("ssh://git@host:22/o/n", "ssh://git@host:22/o/n", "host:22", None, None),
+        ("ssh://git:pw@host/o/n", "ssh://git@host/o/n", "host", None, None),
+        ("git@host:o/n.git", "git@host:o/n.git", "host", None, None),
+        ("git://host/o/n", "git://host/o/n", "host", None, None),
+        ("file:///srv/o+n", "file:///srv/o+n", "local", None, None),
+        ("/srv/o+n", "/srv/o+n", "local", None, None),
+    ],
+)
+def test_an_upstream_is_split_from_its_secrets(
+    text: str, url: str, host: str, username: str | None, password: str | None
+) -> None:
+    """What goes on a command line has no secret; what goes into a message has none either."""
+    upstream = parse_upstream(text)
+    assert (upstream.remote.url, upstream.host) == (url, host)
+    assert (upstream.remote.username, upstream.remote.password) == (username, password)
+    for secret in ("p%40ss", "p@ss", "token", ":pw"):
+        assert secret not in f"{upstream.shown} {upstream!r} {url}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "relative/path", "../up", "ext::sh -c evil", "ext::evil", "fd::3", "--upload-pack=evil", "ftp://host/x", "https://",
+        "https:///x", "https://host:port/x", "ssh://-oProxyCommand=evil/x", "ssh://-evil@host/x", "-host:path", "git@host:-path",
+        "https://host/a b", "https://host/a\nb", "file://other/x", "file:x", "https:x", "x" * 5000, "https://ho st/x",
+    ],
+)  # fmt: skip
+def test_what_is_no_upstream_is_refused(text: str) -> None:
+    with pytest.raises(InvalidUrlError) as caught:
+        parse_upstream(text)
+    assert caught.value.hint
+
+
+def test_a_template_is_filled_in() -> None:
+    assert upstream_url("file:///some/{owner}+{name}", MirrorName("psf", "requests")) == "file:///some/psf+requests"
+
+
+# -- refs -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_offer_holds_what_was_asked_for() -> None:
+    """Peeled tags, other namespaces, ours and hostile names stay out; a hostile name is reported."""
+    oid = "a" * 40
+    taken = ["refs/heads/main", "refs/pull/1/head", "refs/tags/v1"]
+    left = ["refs/tags/v1^{}", "refs/pull/1/merge", "refs/mirrord/history", "refs/replace/x"]
+    names = [*taken, *left, "refs/heads/a..b", "refs/heads/main/below"]
+    lines = ["ref: refs/heads/main\tHEAD", f"{oid}\tHEAD", *(f"{oid}\t{name}" for name in names)]
+    offer = read_offer(lines, ["refs/heads/*", "refs/tags/*", "refs/pull/*/head", "refs/*/x"])
+    assert sorted(offer.refs) == taken
+    assert offer.head == "refs/heads/main"
+    assert sorted(fault.ref for fault in offer.faults) == ["refs/heads/a..b", "refs/heads/main/below"]
+
+
+@pytest.mark.parametrize(
+    "ref",
+    [
+        "refs/heads/x.lock", "refs/heads/.x", "refs/heads/x y", "refs/heads/x:", "refs/heads//x", "refs/heads/@{",
+        "refs/heads/x/", "refs/heads/" + "x" * 300, "heads/x", "refs/heads/x\x7f",
+    ],
+)  # fmt: skip
+def test_a_name_that_git_refuses_is_not_safe(ref: str) -> None:
+    assert not is_safe_ref(ref)
+
+
+# -- halves -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [set(), {0}, {99}, {3, 50, 51}])
+def test_the_bad_ones_are_found_and_the_rest_is_taken(bad: set[int]) -> None:
+    """In far fewer attempts than there are items."""
+    taken: list[int] = []
+    attempts = 0
+
+    async def attempt(some: Sequence[int]) -> None:
+        nonlocal attempts
+        attempts += 1
+        if bad & set(some):
+            raise GitFailedError("cannot take them")
+        taken.extend(some)
+
+    async def main() -> list[tuple[int, MirrordError]]:
+        return await isolate(range(100), attempt, blames_items=lambda _: True, budget=100, hopeless=8)
+
+    assert {item for item, _ in anyio.run(main)} == bad
+    assert sorted(taken) == sorted(set(range(100)) - bad)
+    assert attempts <= 2 + 16 * len(bad)
+
+
+def test_when_nothing_works_the_search_ends_early() -> None:
+    attempts = 0
+
+    async def attempt(some: Sequence[int]) -> None:
+        nonlocal attempts
+        attempts += 1
+        raise GitFailedError("cannot take them")
+
+    async def main() -> list[tuple[int, MirrordError]]:
+        return await isolate(range(1000), attempt, blames_items=lambda _: True, budget=400, hopeless=8)
+
+    assert len(anyio.run(main)) == 1000
+    assert attempts < 60
+
+
+def test_an_error_that_blames_nobody_is_raised() -> None:
+    async def attempt(_: Sequence[int]) -> None:
+        raise UpstreamAuthError("cannot enter")
+
+    async def main() -> None:
+        await isolate([1, 2], attempt, blames_items=lambda error: not isinstance(error, UpstreamAuthError), budget=9, hopeless=9)
+
+    with pytest.raises(UpstreamAuthError):
+        anyio.run(main)
+
+
+# -- hosts ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_throttles_is_left_alone_as_long_as_it_asks() -> None:
+    """Without a Retry-After the wait doubles; a success forgets."""
+    now = 0.0
+    hosts = Hosts(concurrency=lambda: 2, clock=lambda: now, chance=lambda: 0.5)
+
+    async def refuse(retry_after_s: float | None) -> None:
+        with pytest.raises(UpstreamThrottledError):
+            async with hosts.turn("host"):
+                raise UpstreamThrottledError("cannot", retry_after_s=retry_after_s)
+
+    async def waits() -> float:
+        try:
+            async with hosts.turn("host"):
+                return 0.0
+        except UpstreamThrottledError as error:
+            return float(error.facts["retry_after_s"])
+
+    async def main() -> None:
+        nonlocal now
+        await refuse(100)
+        assert await waits() == 110
+        now = 111
+        await refuse(None)
+        assert await waits() == 60
+        async with hosts.turn("other"):
+            now = 172
+        assert await waits() == 0
+        await refuse(None)
+        assert await waits() == 30
+
+    anyio.run(main)
+
+
+# -- flights ----------------------------------------------------------------------------------------------------------
+
+
+def test_passengers_share_progress_and_the_last_one_cancels() -> None:
+    async def main() -> None:
+        flights: Flights[int] = Flights()
+        runs: list[str] = []
+        seen: list[int] = []
+
+        async def run(progress):  # type: ignore[no-untyped-def]
+            runs.append("started")
+            progress(Progress(done=1))
+            try:
+                await anyio.sleep(60)
+            except BaseException:
+                runs.append("cancelled")
+                raise
+
+        async with anyio.create_task_group() as outer:
+            async with anyio.create_task_group() as inner:
+                inner.start_soon(flights.join, "k", run, lambda p: seen.append(p.done))
+                outer.start_soon(flights.join, "k", run)
+                await anyio.sleep(0.01)
+                inner.cancel_scope.cancel()
+            assert runs == ["started"]
+            outer.cancel_scope.cancel()
+        assert runs == ["started", "cancelled"]
+        assert seen == [1]
+
+    anyio.run(main)
