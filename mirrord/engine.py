@@ -33,13 +33,14 @@ from .git.workers import Workers
 from .host.peers import Access
 from .jobs.events import Events
 from .jobs.operations import Operations
+from .jobs.prewarm import Prewarm
 from .jobs.schedule import Schedule
 from .jobs.table import Jobs
 from .jobs.watch import Signature, Watch, is_complete_name, signature_of
 from .jobs.work import Work
 from .layout import Layout
 from .mirrors.service import Mirrors
-from .model import CommitId, CommitState, MirrorName, utc_now
+from .model import CommitId, CommitState, History, MirrorName, utc_now
 from .protocol import Audit, AuditSummary, ReloadAnswer, Status
 
 log = structlog.get_logger()
@@ -163,6 +164,8 @@ class Engine:
             gitdirs=self.gitdirs,
             on_mirrors_changed=self._mirrors_changed,
         )
+        prewarm = Prewarm(settings=self.settings, catalog=self.catalog, operations=self.operations, prepare=self._prepare)
+        self.datasets.on_change(prewarm.start)
         watches = await self._watches()
         jobs = Jobs(
             settings=self.settings,
@@ -181,6 +184,10 @@ class Engine:
         for watch in watches:
             self._closing.push_async_callback(watch.close)
             await watch.open()
+
+    async def _prepare(self, name: MirrorName, commit: CommitId, history: History) -> None:
+        """Make a checkout of this commit warm."""
+        await self.gitdirs.ensure(name, commit, history)
 
     async def _mirrors_changed(self) -> None:
         await self.schedule.reconcile()

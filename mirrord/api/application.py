@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ..engine import Engine
-from ..errors import InvalidRequestError
+from ..errors import CorruptCatalogError, InvalidRequestError
 from ..host.peers import Peer
 from ..telemetry import bind_request, new_request_id, usable_request_id
 from .bodies import JSON_LIMIT_BYTES, read_body
@@ -61,6 +61,8 @@ class Application:
             name = endpoint.name
             return name, await self._respond(endpoint, request, parameters)
         except Exception as error:  # noqa: BLE001  # the last line of defence; logged where it is turned into a problem
+            if isinstance(error, CorruptCatalogError):
+                self._engine.condition.note("catalog", error.message)
             response = problem_response(as_mirrord_error(error))
             if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
                 response.headers["connection"] = "close"  # what is left of the body is not worth reading

@@ -70,6 +70,11 @@ class Operations:
         self._stopping = False
 
     @property
+    def is_stopping(self) -> bool:
+        """Whether `close` was called."""
+        return self._stopping
+
+    @property
     def running_count(self) -> int:
         return len(self._tasks)
 
