@@ -294,6 +294,21 @@ def test_events_are_followed_while_work_happens(world: World) -> None:
     assert all("." in name for name in names)
 
 
+def test_a_terminal_sees_progress_and_the_answer_stays_clean(world: World) -> None:
+    """The bar is drawn on stderr."""
+    ours, theirs = os.openpty()
+    words = ["--socket", str(world.daemon.socket), "dataset", "import", str(world.file), "--name", "demo"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "TERM": "xterm"}
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        done = subprocess.run(
+            [sys.executable, "-m", "mirrord", *words], stdout=subprocess.PIPE, stderr=theirs, check=True, env=environment
+        )
+        os.close(theirs)
+        drawn = terminal.read(4096)
+    assert b"sending rows.jsonl" in drawn
+    assert done.stdout.startswith(b"demo: 2 instances")
+
+
 def test_serve_becomes_the_daemon() -> None:
     """The same process: a service manager signals it directly."""
     with daemon(start=False) as made:

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
 from .session import Session
-from .table import GROUPS, VERBS, Verb, exit_lines
+from .table import EXIT_STATUSES, GROUPS, VERBS, Verb, exit_lines
 
 _SHARED = ("json", "config", "socket", "debug")
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -64,7 +64,7 @@ def _load(verb: Verb, shared: list[Any]) -> Any:
     function: Callable[..., Any] = getattr(importlib.import_module(f".{module}", __package__), name)
     app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=_SETTINGS)
     details = f"\n\n{function.__doc__}" if function.__doc__ else ""
-    ends = f"\b\nExit status:\n{exit_lines(verb)}"
+    ends = f"\b\nExit status:\n{exit_lines((0, 1, 2, *verb.ends))}"
     settings = getattr(function, "context_settings", None)
     app.command(verb.name, help=verb.summary + details, epilog=ends, context_settings={**_SETTINGS, **(settings or {})})(function)
     command = typer.main.get_command(app)
@@ -75,7 +75,7 @@ def _load(verb: Verb, shared: list[Any]) -> Any:
 def build() -> TyperGroup:
     """The whole command line."""
     app = typer.Typer(rich_markup_mode=None, context_settings=_SETTINGS, no_args_is_help=True)
-    app.callback()(_top)
+    app.callback(epilog=f"\b\nExit status:\n{exit_lines(EXIT_STATUSES)}")(_top)
     root = typer.main.get_command(app)
     if not isinstance(root, TyperGroup):
         raise TypeError("typer built no group")

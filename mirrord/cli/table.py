@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 EXIT_STATUSES = {
@@ -75,6 +76,6 @@ VERBS = (
 )
 
 
-def exit_lines(verb: Verb) -> str:
-    """The statuses a verb can end with, one a line."""
-    return "\n".join(f"  {status}  {EXIT_STATUSES[status]}" for status in (0, 1, 2, *verb.ends))
+def exit_lines(statuses: Iterable[int]) -> str:
+    """What each status means, one a line."""
+    return "\n".join(f"  {status}  {EXIT_STATUSES[status]}" for status in statuses)
