@@ -173,7 +173,7 @@ class Gitdirs:
         mirror = self._mirrors_path(name)
         indexes = await anyio.to_thread.run_sync(lambda: [PackIndex(pack.index) for pack in packs])
         tags = await tags_within(self._git, mirror, indexes)
-        tag_pack = await self._pack_tags(mirror, tags, scratch)
+        tag_pack = await self._pack_tags(name, tags)
         return _Contents(commit, tree, (*packs, *tag_pack), tuple(tags))
 
     async def _read_commit(self, name: MirrorName, commit: CommitId) -> tuple[str, int]:
@@ -205,13 +205,21 @@ class Gitdirs:
         pack = await pack_range(self._git, self._workers, mirror, head, None, into=scratch, extra=objects)
         return _Contents(head, tree, (pack,), ())
 
-    async def _pack_tags(self, mirror: Path, tags: Sequence[Tag], scratch: Path) -> tuple[PackFile, ...]:
-        objects = sorted({oid for tag in tags for oid in tag.objects})
-        if not objects:
+    async def _pack_tags(self, name: MirrorName, tags: Sequence[Tag]) -> tuple[PackFile, ...]:
+        """One pack for one set of tag objects, shared by all commits between two releases."""
+        oids = sorted({oid for tag in tags for oid in tag.objects})
+        if not oids:
             return ()
-        listing = scratch / "tags"
-        listing.write_text("".join(f"{oid}\n" for oid in objects))
-        return (await pack_list(self._git, self._workers, mirror, listing, into=scratch),)
+        listing = "".join(f"{oid}\n" for oid in oids).encode()
+        directory = self._closures.directory(name)
+        target = directory / f"tags-{hashlib.sha1(listing, usedforsecurity=False).hexdigest()}"
+        if not list(target.glob("*.idx")):
+            with building(directory) as temporary:
+                (temporary / "listing").write_bytes(listing)
+                await pack_list(self._git, self._workers, self._mirrors_path(name), temporary / "listing", into=temporary)
+                publish(temporary, target)
+        (pack,) = target.glob("*.pack")
+        return (PackFile(pack, len(oids), pack.stat().st_size + pack.with_suffix(".idx").stat().st_size),)
 
 
 # -- on disk ----------------------------------------------------------------------------------------------------------

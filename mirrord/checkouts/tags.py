@@ -29,16 +29,15 @@ class Tag:
 
 async def tags_within(git: Git, mirror: Path, indexes: Sequence[PackIndex]) -> list[Tag]:
     """The tags of `mirror` whose commit is in one of `indexes`, sorted by name."""
-    shown = await git.run("show-ref", "--tags", "--dereference", git_dir=mirror, ok=(0, 1), doing="list tags")
-    direct, peeled = _read(shown.stdout)
-    inside = {ref: oid for ref, oid in peeled.items() if any(bytes.fromhex(oid) in index for index in indexes)}
-    commits = await _commits(git, mirror, set(inside.values()))
-    annotated = {direct[ref] for ref in inside if direct[ref] != inside[ref]}
-    chains = await _chains(git, mirror, annotated)
+    listed = await git.run("for-each-ref", "--format=%(objectname) %(refname)", "refs/tags", git_dir=mirror, doing="list tags")
+    direct = {ref: oid.decode() for oid, _, ref in (line.partition(b" ") for line in listed.stdout.splitlines())}
+    peeled = await _peeled_commits(git, mirror, sorted(set(direct.values())))
+    inside = {oid: commit for oid, commit in peeled.items() if any(bytes.fromhex(commit) in index for index in indexes)}
+    chains = await _chains(git, mirror, {oid for oid, commit in inside.items() if oid != commit})
     tags = [
-        Tag(ref, oid, chains.get(direct[ref], ()))
-        for ref, oid in inside.items()
-        if oid in commits and (direct[ref] == oid or direct[ref] in chains)
+        Tag(ref, inside[oid], chains.get(oid, ()))
+        for ref, oid in direct.items()
+        if oid in inside and (oid == inside[oid] or oid in chains)
     ]
     return sorted(tags)
 
@@ -54,26 +53,19 @@ def packed_refs(tags: Sequence[Tag]) -> bytes:
     return b"".join(lines)
 
 
-def _read(shown: bytes) -> tuple[dict[bytes, str], dict[bytes, str]]:
-    """Where each tag ref points, and where that leads once every tag object is peeled."""
-    direct: dict[bytes, str] = {}
-    peeled: dict[bytes, str] = {}
-    for line in shown.splitlines():
-        oid, _, ref = line.partition(b" ")
-        name = ref.removesuffix(b"^{}")
-        peeled[name] = oid.decode()
-        if name == ref:
-            direct[ref] = oid.decode()
-    return direct, peeled
-
-
-async def _commits(git: Git, mirror: Path, oids: Collection[str]) -> set[str]:
-    """Those of `oids` that are commits."""
-    asked = "".join(f"{oid}\n" for oid in sorted(oids)).encode()
-    done = await git.run(
-        "cat-file", "--batch-check=%(objectname) %(objecttype)", git_dir=mirror, stdin=asked, doing="look at tags"
-    )
-    return {line.split()[0] for line in done.lines if line.endswith(" commit")}
+async def _peeled_commits(git: Git, mirror: Path, oids: Sequence[str]) -> dict[str, str]:
+    """The commit that each object leads to; nothing for a tag of something else, or one whose objects are missing."""
+    asked = "".join(f"{oid}^{{}}\n" for oid in oids).encode()
+    try:
+        done = await git.run(
+            "cat-file", "--batch-check=%(objectname) %(objecttype)", git_dir=mirror, stdin=asked, doing="look at tags"
+        )
+    except (CorruptObjectError, GitFailedError):
+        halves = (oids[: len(oids) // 2], oids[len(oids) // 2 :]) if len(oids) > 1 else ()
+        found = [await _peeled_commits(git, mirror, half) for half in halves]
+        return {oid: commit for half in found for oid, commit in half.items()}
+    shown = (line.split() for line in done.lines)
+    return {oid: words[0] for oid, words in zip(oids, shown, strict=True) if words[1] == "commit"}
 
 
 async def _chains(git: Git, mirror: Path, oids: Collection[str]) -> dict[str, tuple[str, ...]]:
@@ -101,6 +93,8 @@ def _follow(oid: str, targets: dict[str, tuple[str, bytes]]) -> tuple[str, ...]:
 
 async def _targets(git: Git, mirror: Path, oids: Collection[str]) -> dict[str, tuple[str, bytes]]:
     """Where each readable tag object points: id and type."""
+    if not oids:
+        return {}
     asked = "".join(f"{oid}\n" for oid in sorted(oids)).encode()
     try:
         done = await git.run("cat-file", "--batch", git_dir=mirror, stdin=asked, doing="read tags")
