@@ -16,6 +16,9 @@ from forge import serving
 from gitrepos import Upstream, git
 from test_mirrors import NAME, Builder, House
 
+from mirrord.errors import DiskFullError
+from mirrord.mirrors.quarantine import held_files
+
 _SYNC = """
 import sys; sys.path.insert(0, {tests!r})
 from pathlib import Path
@@ -28,7 +31,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("requests", [1, 2, 3])
+@pytest.mark.parametrize("requests", [2, 4])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_kill_in_a_sync_leaves_the_old_state_or_the_new_one(
     tmp_path: Path, make_upstream: Callable[..., Upstream], requests: int, first: bool
@@ -75,6 +78,34 @@ def test_a_kill_in_a_sync_leaves_the_old_state_or_the_new_one(
         assert not list((tmp_path / "state/quarantine").iterdir())
 
 
+def test_a_full_disk_stops_the_sync_and_harms_nothing(tmp_path: Path, make_upstream: Callable[..., Upstream]) -> None:
+    """What was there is served on, nothing is left of the attempt, and with space the sync goes through."""
+    upstream = make_upstream("owner+name")
+    old = upstream.history(2)[-1]
+    state = tmp_path / "state"
+    state.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(state)], check=True)
+
+    async def body(it: House) -> None:
+        await it.mirrors.add("owner/name")
+        await it.mirrors.sync(NAME)
+        new = upstream.commit({"large": os.urandom(8_000_000)})
+        with pytest.raises(DiskFullError) as caught:
+            await it.mirrors.sync(NAME)
+        assert caught.value.exit_status == 7
+        assert (await it.mirrors.resolve(NAME, "main"))[0] == old
+        assert (await it.mirrors.describe(NAME)).state == "failed"
+        assert not list((state / "quarantine").iterdir())
+        subprocess.run(["mount", "-o", "remount,size=64m", str(state)], check=True)
+        await it.mirrors.sync(NAME)
+        assert (await it.mirrors.resolve(NAME, "main"))[0] == new
+
+    try:
+        Builder(tmp_path, f"file://{upstream.path.parent}/{{owner}}+{{name}}").run(body)
+    finally:
+        subprocess.run(["umount", "--lazy", str(state)], check=True)
+
+
 def _kill_at(root: Path, url: str, moment: Callable[[], bool]) -> None:
     script = root / "sync.py"
     script.write_text(textwrap.dedent(_SYNC).format(tests=str(Path(__file__).parent), root=str(root), url=url), encoding="utf-8")
@@ -87,8 +118,6 @@ def _kill_at(root: Path, url: str, moment: Callable[[], bool]) -> None:
 
 def _wait_for_orphans(state: Path) -> None:
     """git's own children may outlive it by a moment; a start does not remove what they hold."""
-    from mirrord.mirrors.quarantine import held_files
-
     deadline = time.monotonic() + 30
     while held_files(state) and time.monotonic() < deadline:
         time.sleep(0.01)

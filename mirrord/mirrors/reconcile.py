@@ -23,6 +23,8 @@ from .pins import read_pins
 from .repository import Repository
 from .transaction import recover
 
+_AT_ONCE = 4
+
 log = structlog.get_logger()
 
 
@@ -34,10 +36,12 @@ async def reconcile(
     on_disk = _names(root)
     for name in on_disk:
         if name.key not in rows:
-            row = MirrorRow(name=name, url=default_url(name), added_at=utc_now())
-            await catalog.put_mirror(row)
+            await catalog.put_mirror(MirrorRow(name=name, url=default_url(name), added_at=utc_now()))
             log.warning("mirror.adopted", mirror=str(name))
-        await _reconcile_one(catalog, repository(name))
+    limiter = anyio.CapacityLimiter(_AT_ONCE)
+    async with anyio.create_task_group() as group:
+        for name in on_disk:
+            group.start_soon(_reconcile_one, catalog, repository(name), limiter)
     for key in rows.keys() - {name.key for name in on_disk}:
         await _forget_state(catalog, rows[key])
 
@@ -52,13 +56,14 @@ def _names(root: Path) -> list[MirrorName]:
     return names
 
 
-async def _reconcile_one(catalog: Catalog, repository: Repository) -> None:
+async def _reconcile_one(catalog: Catalog, repository: Repository, limiter: anyio.CapacityLimiter) -> None:
     try:
-        # no git of ours runs at a start, so age says nothing; who still holds a file does
-        await anyio.to_thread.run_sync(remove_leftovers, repository.path, timedelta())
-        await recover(repository)
-        await unmark(repository)
-        await _follow_pins(catalog, repository)
+        async with limiter:
+            # no git of ours runs at a start, so age says nothing; who still holds a file does
+            await anyio.to_thread.run_sync(remove_leftovers, repository.path, timedelta())
+            await recover(repository)
+            await unmark(repository)
+            await _follow_pins(catalog, repository)
     except MirrordError as error:
         await catalog.update_mirror(repository.name.key, error=error.problem())
         log.warning("mirror.damaged", mirror=str(repository.name), code=error.code, detail=error.message)
