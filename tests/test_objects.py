@@ -52,7 +52,8 @@ def test_every_way_to_name_a_commit_resolves(make_upstream: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "nothing", "1" * 40, "HEAD~9", "HEAD:README", "main..light", "@{-1}", ":/message", "a b", "-x", "main^{/x}", "\0", "é"]
+    "text",
+    ["", "nothing", "1" * 40, "HEAD~9", "HEAD:README", "main..light", "@{-1}", ":/message", "a b", "-x", "main^{/x}", "\0", "é"],
 )
 def test_what_names_no_commit_is_not_found(make_upstream: Make, text: str) -> None:
     """Also what git would search for, or read a file of: only names resolve."""

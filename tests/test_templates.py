@@ -154,7 +154,7 @@ def test_every_change_of_kind_works_in_a_chain_of_deltas(make_upstream: Callable
 
     async def test(store: Store) -> None:
         made = [await store.ensure(commit) for commit in commits]
-        assert sorted(len(template.layers) for template in made)[-1] > 3
+        assert max(len(template.layers) for template in made) > 3
         for number, (commit, template) in enumerate(zip(commits, made, strict=True)):
             assert_equals_commit(template, tmp_path / str(number), upstream.git("rev-parse", f"{commit}^{{tree}}"))
         assert await store.templates.scrub() == 0

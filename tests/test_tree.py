@@ -113,7 +113,24 @@ SAMPLES = {
     "odd": b"$$Id$ $Id$$Id$ $Id\n$Id: a$ $Id:a b$ $Id: a\tb $ $Id",
     "ids": b"$Id$ $Id: old $ $Id: has two spaces $ $Id: a b $Id$\n$Id\n$Id:$ $Idx$ $Id: open\n",
 }
-KINDS = ["crlf", "auto", "lf", "only", "bin", "notext", "old", "ident", "u8ident", "autoident", "u16", "u16le", "l1", "lfs", "macro", "none"]
+KINDS = [
+    "crlf",
+    "auto",
+    "lf",
+    "only",
+    "bin",
+    "notext",
+    "old",
+    "ident",
+    "u8ident",
+    "autoident",
+    "u16",
+    "u16le",
+    "l1",
+    "lfs",
+    "macro",
+    "none",
+]
 
 
 def write_blobs(upstream: Upstream, blobs: dict[str, bytes]) -> None:
@@ -278,7 +295,7 @@ def test_writing_goes_through_no_link(tmp_path: Path) -> None:
 
 @as_root
 def test_a_directory_swapped_for_a_link_while_we_work_leads_nowhere(make_upstream: Make, tmp_path: Path) -> None:
-    """The owner of a tree swaps its directories for links to a directory of ours, again and again, while trees are written and removed."""
+    """The owner of a tree swaps its directories for links to ours, again and again, while trees are written and removed."""
     upstream = make_upstream("up")
     commits = [upstream.commit({f"d/e/f{n}": f"{n} {way}" for n in range(40)}) for way in ("a", "b")]
     root, outside = tmp_path / "tree", tmp_path / "outside"

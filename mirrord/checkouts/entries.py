@@ -1,7 +1,7 @@
 """Entries of a commit's tree, written to disk as `git checkout` with umask 022 would.
 
-Owns the way from a tree entry to a file, a symbolic link or a directory, conversions included. The caller decides which entries, and
-in which order: a directory before what is in it.
+Owns the way from a tree entry to a file, a symbolic link or a directory, conversions included. The caller decides which
+entries, and in which order: a directory before what is in it.
 """
 
 from __future__ import annotations

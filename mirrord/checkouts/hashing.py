@@ -1,7 +1,7 @@
 """Proof by content: what is on disk, hashed as git hashes it.
 
-Owns the reading back of a tree that was written, or is to be trusted again. Never believes a stat, an index or a manifest's own hash
-alone: the tree's id is computed from the bytes on disk.
+Owns the reading back of a tree that was written, or is to be trusted again. Never believes a stat, an index or a manifest's own
+hash alone: the tree's id is computed from the bytes on disk.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def _is_empty(reader: TreeWriter, path: bytes) -> bool:
 
 def tree_id(manifest: Manifest) -> str:
     """git's id of the tree that the entries make, computed from the leaves up."""
-    below: dict[bytes, list[tuple[bytes, bytes]]] = {path: [] for path, entry in manifest.files.items() if entry.mode == DIRECTORY}
+    below: dict[bytes, list[tuple[bytes, bytes]]] = {
+        path: [] for path, entry in manifest.files.items() if entry.mode == DIRECTORY
+    }
     for path in sorted(filter(None, manifest.files), key=lambda path: path.count(b"/"), reverse=True):
         entry = manifest.files[path]
         above, _, name = path.rpartition(b"/")

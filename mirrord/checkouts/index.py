@@ -1,7 +1,7 @@
 """The index of a checkout, written from its manifest, so that git need not look at any file.
 
-Owns the bytes of git's index format, version 2, with the cached-tree extension: `git status` compares stat data and hashes nothing,
-`git write-tree` and `git commit` find the trees of what did not change. Pure: the caller writes the bytes.
+Owns the bytes of git's index format, version 2, with the cached-tree extension: `git status` compares stat data and hashes
+nothing, `git write-tree` and `git commit` find the trees of what did not change. Pure: the caller writes the bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ def index_bytes(manifest: Manifest, *, owner: tuple[int, int] | None = None) -> 
     """
     paths = sorted(path for path, entry in manifest.files.items() if entry.mode != DIRECTORY)
     parts = [b"DIRC", struct.pack(">II", 2, len(paths))]
-    for path in paths:
-        parts.append(_pack_entry(path, manifest.files[path], owner))
+    parts += [_pack_entry(path, manifest.files[path], owner) for path in paths]
     trees = _cached_trees(manifest, paths)
     parts += [b"TREE", struct.pack(">I", len(trees)), trees]
     body = b"".join(parts)

@@ -1,7 +1,7 @@
 """One layer of overlay templates, as it is recorded beside its files.
 
-Owns `layer.json` in `trees/<tree>` (a keyframe: a whole tree) and `trees/<tree>@<base tree>` (a delta). Loads no libgit2: the daemon
-keeps these records in memory, workers build what they describe.
+Owns `layer.json` in `trees/<tree>` (a keyframe: a whole tree) and `trees/<tree>@<base tree>` (a delta). Loads no libgit2: the
+daemon keeps these records in memory, workers build what they describe.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """`base` is the tree that a delta lies on. `depth` counts layers down to the keyframe, itself included. `time` is the commit's."""
+    """`base` is the tree that a delta lies on. `depth` counts layers down to the keyframe, itself included. `time` is the
+    commit's."""
 
     tree: str
     base: str | None

@@ -1,8 +1,8 @@
 """Layers of overlay templates, built: a whole tree (keyframe), or what differs from another layer's tree (delta).
 
-Owns the choice between the two, and what goes into `files/`, the directory that overlayfs gets: changed files, and a whiteout (character
-device 0/0) for each name to hide. A layer is proven by content before it is anybody's. Sync; runs in workers. It is built under a
-temporary name, which the caller renames or removes.
+Owns the choice between the two, and what goes into `files/`, the directory that overlayfs gets: changed files, and a whiteout
+(character device 0/0) for each name to hide. A layer is proven by content before it is anybody's. Sync; runs in workers. It is
+built under a temporary name, which the caller renames or removes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _BLOCK_BYTES = 4096
 
 
 def build_layer(git_dir: Path, commit: str, trees: Path, temporary: Path, known: Sequence[Layer]) -> Layer:
-    """Build and verify the layer of a commit's tree in the directory `temporary`: on the nearest of the `known` layers when that is
-    small, else whole.
+    """Build and verify the layer of a commit's tree in the directory `temporary`: on the nearest of the `known` layers when
+    that is small, else whole.
 
     Raises CommitUnservableError, CorruptObjectError, ProofFailedError, DiskFullError.
     """
@@ -83,9 +83,7 @@ def _build_keyframe(git_dir: Path, info: CommitInfo, temporary: Path) -> Layer:
     return Layer(info.tree, None, info.commit, info.time, 1, size, size)
 
 
-def _build_delta(
-    objects: Objects, info: CommitInfo, trees: Path, temporary: Path, base: Layer, known: Sequence[Layer]
-) -> Layer:
+def _build_delta(objects: Objects, info: CommitInfo, trees: Path, temporary: Path, base: Layer, known: Sequence[Layer]) -> Layer:
     below = read_manifest(trees, chain_of(base, known))
     steps = list(changes(objects, base.tree, info.tree))
     files = temporary / "files"

@@ -1,8 +1,8 @@
 """The private record of a tree as the daemon left it, and of the control files below its `.git`.
 
-Owns the form of that record and its file. It lies outside the checkout, so that its user can neither read nor forge it; what is on
-disk is compared with it by `scan.py`. Never touches the tree itself. A torn file is noticed by its checksum and refused: the
-checkout it belongs to is then made again.
+Owns the form of that record and its file. It lies outside the checkout, so that its user can neither read nor forge it; what
+is on disk is compared with it by `scan.py`. Never touches the tree itself. A torn file is noticed by its checksum and refused:
+the checkout it belongs to is then made again.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Manifest:
             raise ProofFailedError(f"cannot read manifest {name}: it is damaged", hint="release the checkout and ask for another")
         header_end = body.index(b"\n", len(_MAGIC))
         header = json.loads(body[len(_MAGIC) : header_end])
-        files_length, control_length = header.pop("sections")
+        files_length, _ = header.pop("sections")
         files = body[header_end + 1 : header_end + 1 + files_length]
         control = body[header_end + 1 + files_length :]
         return cls(**header, files=_unpack(files), control=_unpack(control))

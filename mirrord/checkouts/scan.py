@@ -1,7 +1,7 @@
 """What a checkout's user did: the tree and the control files on disk, compared with the private manifest.
 
-Owns the judgement "unchanged". It opens no link, no pipe and no device, goes into no directory that the manifest does not know, and
-reads a file only where its stat cannot prove it: an ordinary user can forge mtime, size and the index, but not ctime.
+Owns the judgement "unchanged". It opens no link, no pipe and no device, goes into no directory that the manifest does not know,
+and reads a file only where its stat cannot prove it: an ordinary user can forge mtime, size and the index, but not ctime.
 """
 
 from __future__ import annotations

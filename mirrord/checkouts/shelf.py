@@ -1,7 +1,8 @@
 """What of a mirror's templates is on disk, and who uses it: the books of the template store.
 
-Owns the list of layers and index layers below `templates/<mirror>/`, their last use, and the counts of checkouts that hold a directory.
-Built from the directories when the daemon starts: what a killed build left is removed, what has no sound record is removed.
+Owns the list of layers and index layers below `templates/<mirror>/`, their last use, and the counts of checkouts that hold a
+directory. Built from the directories when the daemon starts: what a killed build left is removed, what has no sound record is
+removed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from .layer import Layer, chain_of, read_record
 
@@ -21,6 +23,13 @@ _BUILDING, _RETIRED = ".building-", ".retired-"
 _INDEX_NAME = re.compile(r"([0-9a-f]{40})-(\d+)-(\d+)")
 
 Owner = tuple[int, int]
+
+
+class Retired(NamedTuple):
+    """A directory out of use: what checkouts may still hold it as, and what it is called now."""
+
+    origin: Path
+    path: Path
 
 
 @dataclass
@@ -90,24 +99,28 @@ class Shelf:
         self.used(target)
         return target
 
-    def retire(self, tree: str) -> list[Path]:
-        """Take a layer, its indexes and all that lies on it out of use at once; answers the directories that are left to remove.
+    def retire(self, tree: str) -> list[Retired]:
+        """Take a layer, its indexes and all that lies on it out of use at once.
 
         A mounted overlay keeps the directories it has open, whatever they are called now.
         """
-        retired = []
+        retired: list[Retired] = []
         for each in self.above(tree) & self.layers.keys():
-            retired += [self.retire_index(*key) for key in list(self.indexes) if key[0] == each]
-            layer = self.layers.pop(each)
+            for key in [key for key in self.indexes if key[0] == each]:
+                retired += self.retire_index(*key)
+            origin = self.files(each)
+            self.layers.pop(each)
             self.unproven.discard(each)
-            self.used_at.pop(self.trees / layer.name / "files", None)
-            retired.append(_retired(self.trees / layer.name))
-        return [path for path in retired if path is not None]
+            self.used_at.pop(origin, None)
+            retired += _rename_away(origin, origin.parent)
+        return retired
 
-    def retire_index(self, tree: str, owner: Owner) -> Path | None:
+    def retire_index(self, tree: str, owner: Owner) -> list[Retired]:
+        """Take one index out of use."""
+        path = self.index(tree, owner)
         self.indexes.pop((tree, owner), None)
-        self.used_at.pop(self.index(tree, owner), None)
-        return _retired(self.index(tree, owner))
+        self.used_at.pop(path, None)
+        return _rename_away(path, path)
 
     def size_bytes(self) -> int:
         return sum(layer.size_bytes for layer in self.layers.values()) + sum(self.indexes.values())
@@ -170,11 +183,11 @@ def _children(directory: Path) -> list[Path]:
         return []
 
 
-def _retired(path: Path) -> Path | None:
-    """Rename a directory out of use; None where it is gone already."""
+def _rename_away(origin: Path, path: Path) -> list[Retired]:
+    """Rename a directory out of use; nothing where it is gone already."""
     target = path.with_name(f"{_RETIRED}{secrets.token_hex(8)}")
     try:
         os.rename(path, target)
     except FileNotFoundError:
-        return None
-    return target
+        return []
+    return [Retired(origin, target)]

@@ -1,8 +1,8 @@
 """Trees of commits on disk: made, moved on to another commit by what differs, and mended.
 
 Owns what a working tree must look like: what `git checkout` with umask 022 writes, submodules as empty directories. Sync; runs in
-workers, since it reads objects. `.git` is not its business. A crash leaves a tree without a manifest, or one that its manifest does not
-match: the first is removed, the second found by a scan.
+workers, since it reads objects. `.git` is not its business. A crash leaves a tree without a manifest, or one that its manifest
+does not match: the first is removed, the second found by a scan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Owner = tuple[int, int]
 def materialise(git_dir: Path, commit: str, dest: Path, *, owner: Owner | None = None) -> Manifest:
     """Write the tree of `commit` into `dest`, which is made, or is an empty directory.
 
-    `owner` is (uid, gid) of all files; the daemon's own when None. Raises CommitUnservableError, CorruptObjectError, DiskFullError.
+    `owner` is (uid, gid) of all files; the daemon's own when None. Raises CommitUnservableError, CorruptObjectError,
+    DiskFullError.
     """
     dest.mkdir(mode=0o755, exist_ok=True)
     with open_objects(git_dir) as objects, _opened_tree(dest, commit) as root:

@@ -1,8 +1,8 @@
 """Writing into a tree that belongs to somebody else, and may change under our hands.
 
 Owns every change of a tree on disk. All names are looked up through open directories that were opened without following links, a
-file is always created anew (so no descriptor or hard link of its user's reaches it), and only what was just created here is given away by
-chown. A crash leaves a tree that differs from its manifest, which a scan finds.
+file is always created anew (so no descriptor or hard link of its user's reaches it), and only what was just created here is
+given away by chown. A crash leaves a tree that differs from its manifest, which a scan finds.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 class TreeWriter:
     """Writes below the directory `root`, a descriptor that stays the caller's.
 
-    New files belong to `owner` (uid, gid; the daemon's own when None) and have `mtime_ns`. Paths are bytes without a leading slash;
-    they must come from a checked tree.
+    New files belong to `owner` (uid, gid; the daemon's own when None) and have `mtime_ns`. Paths are bytes without a leading
+    slash; they must come from a checked tree.
     """
 
     def __init__(self, root: int, *, owner: tuple[int, int] | None = None, mtime_ns: int) -> None:
@@ -207,5 +207,6 @@ class TreeWriter:
 
 def _busy(path: bytes) -> CheckoutBusyError:
     return CheckoutBusyError(
-        f"cannot write below {shown_path(path)}: it is not the directory it was", hint="stop what runs in the checkout, then reset it"
+        f"cannot write below {shown_path(path)}: it is not the directory it was",
+        hint="stop what runs in the checkout, then reset it",
     )

@@ -1,8 +1,8 @@
 """Files through directory descriptors, for trees whose owner may be hostile and may act while we work.
 
 Owns the ways to open, replace and remove that follow no symbolic link and leave no directory: a name is looked up only in a
-directory that is already open. Removing copes with any mode, with the immutable and append-only flags, and with any depth; it never
-opens a device or a pipe. Names are bytes.
+directory that is already open. Removing copes with any mode, with the immutable and append-only flags, and with any depth; it
+never opens a device or a pipe. Names are bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def full_disk_named(subject: str) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise DiskFullError(f"cannot write {subject}: {error.strerror}", hint="free some space, or lower template_bytes") from error
+            raise DiskFullError(
+                f"cannot write {subject}: {error.strerror}", hint="free some space, or lower template_bytes"
+            ) from error
         raise
 
 
@@ -95,7 +97,9 @@ def set_owner(directory: int, name: bytes, uid: int, gid: int, mtime_ns: int) ->
     with opened(os.open(name, _PATH, dir_fd=directory)) as fd:
         found = os.fstat(fd)
         if not stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid():
-            raise CheckoutBusyError(f"cannot make link {shown_path(name)}: someone replaced it meanwhile", hint="stop what runs in it")
+            raise CheckoutBusyError(
+                f"cannot make link {shown_path(name)}: someone replaced it meanwhile", hint="stop what runs in it"
+            )
         itself = f"/proc/self/fd/{fd}"
         if (uid, gid) != (found.st_uid, found.st_gid):
             os.chown(itself, uid, gid)

@@ -49,7 +49,9 @@ def _resolve(repository: pygit2.Repository, commitish: str) -> pygit2.Commit:
         named = {_find(repository, name) for name in (base, f"refs/tags/{base}", f"refs/heads/{base}")}
         found = (named | {_find_abbreviated(repository, base)}) - {None}
     if len(found) > 1:
-        raise _not_found(commitish, "it could mean two different commits", hint="give the whole id, or refs/heads/… or refs/tags/…")
+        raise _not_found(
+            commitish, "it could mean two different commits", hint="give the whole id, or refs/heads/… or refs/tags/…"
+        )
     if not found:
         raise _not_found(commitish, "nothing in the mirror has that name")
     (start,) = found

@@ -1,8 +1,9 @@
 """What `git checkout` changes in a file on its way from a blob to the disk: line ends, `$Id$`, encoding.
 
 Follows convert.c of git 2.39 with `core.autocrlf=false` and no filter drivers, which is how checkouts are made: a driver such as
-git-lfs is a program of the machine's, so its pointer files stay as they are. The attributes come from the `.gitattributes` files of the
-commit alone. libgit2 matches the patterns; it does not know `working-tree-encoding`, so the conversions are done here.
+git-lfs is a program of the machine's, so its pointer files stay as they are. The attributes come from the `.gitattributes`
+files of the commit alone. libgit2 matches the patterns; it does not know `working-tree-encoding`, so the conversions are done
+here.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ def _expand_ident(data: bytes, expansion: bytes) -> bytes:
 
 
 def _stream_ident(data: bytes, expansion: bytes) -> bytes:
-    """ident_filter_fn, oddities included: after `$$` it sees no `$Id$`, and `$Id` with one byte before the next `$Id:` swallows that
-    byte. `held` is what it has not yet let go of.
+    """ident_filter_fn, oddities included: after `$$` it sees no `$Id$`, and `$Id` with one byte before the next `$Id:`
+    swallows that byte. `held` is what it has not yet let go of.
     """
     done, held = bytearray(), bytearray()
     matched, skipping = 0, False

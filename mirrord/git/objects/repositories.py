@@ -1,7 +1,7 @@
 """Open repositories, few at a time, and verified reads from them.
 
-An open repository keeps packs mapped and trees cached (50 of them reached 1.5 GB), so only the last two stay open. A repository that
-was replaced by another at the same path is opened anew.
+An open repository keeps packs mapped and trees cached (50 of them reached 1.5 GB), so only the last two stay open. A
+repository that was replaced by another at the same path is opened anew.
 """
 
 from __future__ import annotations

@@ -73,7 +73,9 @@ def tree_changes(git_dir: Path, old: str, new: str) -> list[TreeChange]:
         return list(changes(objects, old, new))
 
 
-def changes(objects: Objects, old: str | None, new: str | None, above: bytes = b"", inherited: bool = False) -> Iterator[TreeChange]:
+def changes(
+    objects: Objects, old: str | None, new: str | None, above: bytes = b"", inherited: bool = False
+) -> Iterator[TreeChange]:
     """The differences of two trees below `above`; None stands for no tree."""
     before = {entry.path: entry for entry in read_entries(objects, old, above)} if old else {}
     after = {entry.path: entry for entry in read_entries(objects, new, above)} if new else {}
@@ -126,4 +128,6 @@ def _shown(name: bytes) -> str:
 
 
 def _unservable(tree: str, fact: str) -> CommitUnservableError:
-    return CommitUnservableError(f"cannot use tree {tree}: {fact}", hint="no git checks out such a tree; leave the commit out", tree=tree)
+    return CommitUnservableError(
+        f"cannot use tree {tree}: {fact}", hint="no git checks out such a tree; leave the commit out", tree=tree
+    )

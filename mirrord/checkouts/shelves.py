@@ -1,0 +1,125 @@
+"""The shelves of all mirrors: which templates are there, who holds them, and how they go.
+
+Owns removal: a layer goes by being renamed out of use at once, and is deleted when no checkout holds it any more. Keeps the
+store within its bounds and takes what is damaged out of use; never builds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from datetime import timedelta
+from pathlib import Path
+
+import anyio.to_thread
+import structlog
+
+from ..errors import IntegrityError, NotFoundError
+from ..git.workers import Workers
+from ..model import MirrorName
+from .shelf import Holds, Owner, Retired, Shelf, load_shelf
+
+_VERIFY = "mirrord.checkouts.layerproof:verify_layer"
+_TIMEOUT = timedelta(minutes=10)
+_IDLE_INDEXES = 64
+
+log = structlog.get_logger()
+
+
+class Shelves:
+    """All shelves below `store`. All methods belong to the event loop's thread; whoever changes a shelf holds its lock."""
+
+    def __init__(self, store: Path, workers: Workers) -> None:
+        self.holds = Holds()
+        self._store = store
+        self._workers = workers
+        self._shelves: dict[str, Shelf] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._retired: list[Retired] = []
+
+    async def open(self) -> None:
+        """Read what is on disk."""
+        self._store.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._shelves = await anyio.to_thread.run_sync(_load_all, self._store)
+
+    def get(self, name: MirrorName) -> Shelf:
+        return self._shelves.setdefault(name.key, Shelf(self._store / str(name)))
+
+    def all(self) -> list[Shelf]:
+        return list(self._shelves.values())
+
+    def lock(self, shelf: Shelf) -> asyncio.Lock:
+        """Held while layers are added to a shelf or taken from it."""
+        return self._locks.setdefault(shelf.directory.name.lower(), asyncio.Lock())
+
+    def size_bytes(self) -> int:
+        """What trees and indexes take."""
+        return sum(shelf.size_bytes() for shelf in self._shelves.values())
+
+    async def packs_bytes(self) -> int:
+        """What closure packs take; the sealed stores hold links to them."""
+        return await anyio.to_thread.run_sync(_packs_bytes, self._store)
+
+    # -- going ------------------------------------------------------------------------------------------------------------
+
+    def least_used(self) -> tuple[Shelf, str] | None:
+        """The layer used longest ago of those that no checkout holds and nothing lies on."""
+        idle = []
+        for shelf in self._shelves.values():
+            bases = {layer.base for layer in shelf.layers.values()}
+            free = [tree for tree in shelf.layers if tree not in bases and not self.is_held(shelf, tree)]
+            idle += [(shelf.used_at.get(shelf.files(tree), 0.0), shelf, tree) for tree in free]
+        oldest = min(idle, key=lambda item: item[0], default=None)
+        return oldest[1:] if oldest else None
+
+    def is_held(self, shelf: Shelf, tree: str) -> bool:
+        """Whether a checkout uses a layer or one that lies on it."""
+        return any(shelf.files(each) in self.holds for each in shelf.above(tree) if each in shelf.layers)
+
+    async def retire(self, shelf: Shelf, tree: str) -> None:
+        """Take a layer and all that lies on it out of use; what a checkout holds stays on disk until it lets go."""
+        self._retired += shelf.retire(tree)
+        await self.sweep()
+
+    async def sweep(self) -> None:
+        """Delete what was retired and is no longer held."""
+        free = [each for each in self._retired if each.origin not in self.holds]
+        self._retired = [each for each in self._retired if each.origin in self.holds]
+        for each in free:
+            await anyio.to_thread.run_sync(remove, each.path)
+
+    async def trim_indexes(self) -> None:
+        """Keep few indexes that no checkout uses: one is as big as a hundred one-file deltas."""
+        idle: list[tuple[float, Shelf, tuple[str, Owner]]] = [
+            (shelf.used_at.get(shelf.index(*key), 0.0), shelf, key)
+            for shelf in self._shelves.values()
+            for key in shelf.indexes
+            if shelf.index(*key) not in self.holds
+        ]
+        idle.sort(key=lambda item: item[0], reverse=True)
+        for _, shelf, key in idle[_IDLE_INDEXES:]:
+            self._retired += shelf.retire_index(*key)
+        await self.sweep()
+
+    async def is_sound(self, shelf: Shelf, tree: str) -> bool:
+        """Read a layer again and compare it with its record."""
+        known = list(shelf.layers.values())
+        try:
+            await self._workers.call(_VERIFY, shelf.trees, shelf.layers[tree], known, timeout=_TIMEOUT)
+        except (IntegrityError, NotFoundError) as error:
+            log.warning("template.refused", mirror=shelf.directory.name, tree=tree, error=str(error))
+            return False
+        return True
+
+
+def remove(path: Path) -> None:
+    """Delete a directory of the store; one that is gone is fine."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _load_all(store: Path) -> dict[str, Shelf]:
+    return {path.name.lower(): load_shelf(path) for path in sorted(store.iterdir()) if path.is_dir()}
+
+
+def _packs_bytes(store: Path) -> int:
+    return sum(file.stat().st_size for file in store.glob("*/packs/**/*") if file.is_file())
