@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from gitrepos import ENV, Upstream, git
 
+from mirrord.catalog.catalog import Catalog
 from mirrord.checkouts.backend import Target
 from mirrord.checkouts.gitdirs import Gitdirs
 from mirrord.checkouts.leases import Lease, Leases
 from mirrord.checkouts.pool import PoolBackend
+from mirrord.checkouts.service import Checkouts
+from mirrord.config import Settings
+from mirrord.datasets.service import Datasets
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
+from mirrord.host.peers import Access, Peer
+from mirrord.jobs.events import Events
+from mirrord.mirrors.service import Mirrors
 from mirrord.model import Backend, CommitId, History, MirrorName, View, utc_now
 
 NAME = MirrorName("psf", "requests")
@@ -91,3 +101,110 @@ def passable_directory() -> Iterator[Path]:
     finally:
         subprocess.run(["chattr", "-R", "-i", "-a", str(path)], capture_output=True, check=False)
         shutil.rmtree(path)
+
+
+# -- the whole service ------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+ROOT_PEER = Peer(uid=0, gid=0, pid=1)
+USER_PEER = Peer(uid=USER, gid=USER, pid=1)
+
+
+class Service:
+    """Checkouts with real mirrors, datasets and workers, on an event loop in a thread of its own."""
+
+    def __init__(self, portal: BlockingPortal, state: Path, settings: Settings) -> None:
+        self._portal = portal
+        self._settings = settings
+        self.state = state
+        self.now_shift = timedelta()
+
+    async def open(self) -> None:
+        self.events = Events()
+        self.workers = Workers()
+        self.catalog = await Catalog.open(self.state / "catalog.sqlite3", self.workers)
+        git_starter = Git(home=self.state / "home")
+        parts: dict[str, Any] = {"settings": lambda: self._settings, "workers": self.workers, "events": self.events}
+        self.mirrors = Mirrors(git=git_starter, catalog=self.catalog, **parts)
+        await self.mirrors.open()
+        self.datasets = Datasets(catalog=self.catalog, mirrors=self.mirrors, state_dir=self.state, **parts)
+        await self.datasets.open()
+        self.gitdirs = Gitdirs(state_dir=self.state, git=git_starter, workers=self.workers, mirrors_path=self.mirrors.path)
+        await self.gitdirs.open()
+        self.checkouts = Checkouts(
+            state_dir=self.state, mirrors=self.mirrors, datasets=self.datasets, gitdirs=self.gitdirs, overlay=None,
+            access=Access(lambda: self._settings), clock=lambda: utc_now() + self.now_shift, **parts,
+        )  # fmt: skip
+        await self.checkouts.open()
+
+    async def close(self) -> None:
+        await self.checkouts.close()
+        await self.mirrors.close()
+        await self.workers.close()
+        await self.catalog.close()
+
+    def restart(self) -> None:
+        """End as a kill would, as far as the disk is concerned, and start again."""
+        self.call(self.close)
+        self.call(self.open)
+
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        async def run() -> T:
+            return await function(*args, **kwargs)
+
+        return self._portal.call(run)
+
+    def change(self, **checkouts: Any) -> None:
+        """Change settings of `[checkouts]`."""
+        part = self._settings.checkouts.model_copy(update=checkouts)
+        self._settings = self._settings.model_copy(update={"checkouts": part})
+
+    def import_instances(self, rows: list[dict[str, str]]) -> None:
+        file = self.state / "instances.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.call(self.datasets.import_file, file, name="lab", format=None, source="instances.jsonl")
+
+    @property
+    def mirror(self) -> Path:
+        return self.mirrors.path(NAME)
+
+
+@contextmanager
+def running_service(upstream: Upstream) -> Iterator[Service]:
+    """A service with one synced mirror."""
+    with passable_directory() as state, start_blocking_portal() as portal:
+        for name, mode in (("mirrors", 0o700), ("templates", 0o700), ("datasets", 0o700), ("checkouts", 0o711)):
+            (state / name).mkdir(mode=mode)
+        settings = Settings.model_validate({"state_dir": state})
+        service = Service(portal, state, settings)
+        service.call(service.open)
+        try:
+            service.call(service.mirrors.add, NAME.repo, upstream.url)
+            service.call(service.mirrors.sync, NAME)
+            yield service
+        finally:
+            service.call(service.close)
+
+
+def rich_upstream(upstream: Upstream) -> list[str]:
+    """Three commits with everything a tree can hold: links, modes, line ends, a submodule, odd names; a tag on each."""
+    upstream.write(
+        {
+            "README": "one\n" * 5, "src/main.py": "print(1)\n", "src/deep/er/x.txt": "x\n", "docs/page.txt": "page\n",
+            "run.sh": "#!/bin/sh\n", "data.bin": bytes(range(256)) * 8, "empty": "", ".gitignore": "build/\n*.o\n!keep.o\n",
+            "win.txt": "a\nb\n", ".gitattributes": "win.txt text eol=crlf\nauto.txt text=auto\n", "auto.txt": "t\n",
+        }
+    )  # fmt: skip
+    (upstream.path / "run.sh").chmod(0o755)
+    (upstream.path / "link").symlink_to("docs/page.txt")
+    (upstream.path / b"caf\xe9.txt".decode(errors="surrogateescape")).write_text("latin\n")
+    upstream.git("add", "--all")
+    upstream.git("update-index", "--add", "--cacheinfo", f"160000,{'1' * 40},vendor/sub")
+    (upstream.path / "vendor/sub").mkdir(parents=True)
+    upstream.git("commit", "--quiet", "--message", "one")
+    upstream.git("tag", "v1")
+    ids = [upstream.git("rev-parse", "HEAD")]
+    for n in (2, 3):
+        ids.append(upstream.commit({"README": f"{n}\n" * 5, f"docs/new{n}.txt": f"{n}\n", "src/main.py": f"print({n})\n"}))
+        upstream.git("tag", f"v{n}")
+    return ids

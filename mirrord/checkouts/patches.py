@@ -63,7 +63,7 @@ def diff(work: Work, changed: list[bytes]) -> bytes:
 
 
 def apply(work: Work, changed: list[bytes], patch: bytes, *, reverse: bool) -> list[bytes]:
-    """Apply a patch to the files as they are; the paths that were written or removed. Where it does not apply, nothing changes."""
+    """Apply a patch to the files as they are; the paths that it wrote or removed. Where it does not fit, nothing changes."""
     with staged(work) as staging:
         staging.add_changes(changed, keep_ignored=lambda path: path in patch)
         before = staging.write_tree()

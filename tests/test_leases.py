@@ -1,0 +1,88 @@
+"""Leases: what stands, what is rubbish, and that a path names its checkout."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from mirrord.checkouts.leases import GONE, Lease, Leases, LeaseState
+from mirrord.errors import CheckoutNotFoundError, InvalidNameError
+from mirrord.model import Backend, CommitId, History, MirrorName, View, utc_now
+
+
+@pytest.fixture
+def leases(tmp_path: Path) -> Leases:
+    opened = Leases(tmp_path / "checkouts")
+    opened.open()
+    return opened
+
+
+def new_lease(leases: Leases) -> Lease:
+    checkout, directory = leases.new_directory()
+    now = utc_now()
+    lease = Lease(
+        id=checkout, directory=directory, mirror=MirrorName("psf", "requests"), commit=CommitId("a" * 40), tree="b" * 40,
+        instance="psf__requests-1", history=History.SEALED, view=View.AGENT, backend=Backend.POOL, owner_uid=12345, owner_gid=12345,
+        created_at=now, expires_at=now + timedelta(hours=1),
+    )  # fmt: skip
+    leases.save(lease)
+    return lease
+
+
+def again(leases: Leases, tmp_path: Path) -> tuple[list[Lease], list[Path]]:
+    return Leases(tmp_path / "checkouts").open()
+
+
+def test_a_saved_lease_is_read_back_whole(leases: Leases, tmp_path: Path) -> None:
+    """After a restart it is equal in every field."""
+    lease = new_lease(leases)
+    assert again(leases, tmp_path) == ([lease], [])
+
+
+def test_what_has_no_whole_lease_file_is_rubbish(leases: Leases, tmp_path: Path) -> None:
+    """Half-made, torn, released and foreign directories are all told apart from leases."""
+    standing, torn, released = new_lease(leases), new_lease(leases), new_lease(leases)
+    _, half_made = leases.new_directory()
+    (torn.directory / "lease.json").write_text('{"id": ')
+    gone = leases.drop(released)
+    found, rubbish = again(leases, tmp_path)
+    assert found == [standing]
+    assert set(rubbish) == {torn.directory, half_made, gone}
+    assert gone.name == f"{GONE}{released.id}"
+
+
+def test_a_copied_lease_file_makes_no_lease(leases: Leases, tmp_path: Path) -> None:
+    """The directory's name and the id inside must agree."""
+    lease = new_lease(leases)
+    _, other = leases.new_directory()
+    (other / "lease.json").write_bytes((lease.directory / "lease.json").read_bytes())
+    assert again(leases, tmp_path) == ([lease], [other])
+
+
+def test_a_path_into_a_checkout_names_it(leases: Leases) -> None:
+    """The tree, a file in it, and the id all find the lease; other paths do not."""
+    lease = new_lease(leases)
+    for text in (lease.id, str(lease.tree_path), f"{lease.tree_path}/src/x.py"):
+        assert leases.get(text) is lease
+    with pytest.raises(CheckoutNotFoundError):
+        leases.get("/etc/passwd")
+    with pytest.raises(InvalidNameError):
+        leases.get("../../etc")
+
+
+def test_an_ended_lease_is_not_found(leases: Leases) -> None:
+    """At once, before its files are gone."""
+    lease = new_lease(leases)
+    assert leases.drop(lease).exists()
+    with pytest.raises(CheckoutNotFoundError):
+        leases.get(lease.id)
+
+
+def test_a_lease_file_is_private(leases: Leases) -> None:
+    """Others may pass through the directory, not look into it or at the lease."""
+    lease = new_lease(leases)
+    assert lease.directory.stat().st_mode & 0o777 == 0o711
+    assert (lease.directory / "lease.json").stat().st_mode & 0o777 == 0o600
+    assert lease.state is LeaseState.LIVE
