@@ -81,7 +81,9 @@ _UPSTREAM_RULES = (
         "check the repository's name and the upstream URL",
     ),
     _rule(
-        r"timed out|timeout|operation too slow|less than \d+ bytes/sec", UpstreamTimeoutError, "upstream is slow; try again later"
+        r"timed out|connection timeout|operation too slow|less than \d+ bytes/sec",
+        UpstreamTimeoutError,
+        "upstream is slow; try again later",
     ),
 )
 _LOCAL_RULES = (

@@ -39,7 +39,7 @@ _WHOLE_UPSTREAM = (
     UpstreamAuthError, UpstreamNotFoundError, UpstreamThrottledError, UpstreamTimeoutError, UpstreamEmptyError, DiskFullError,
 )  # fmt: skip
 _CONNECTION = re.compile(
-    r"could not resolve|failed to connect|couldn't connect|connection (refused|reset)|returned error: 5|SSL|unable to access"
+    r"could not resolve|failed to connect|couldn't connect|connection (refused|reset)|returned error: 5|SSL (certificate|connect|routines)|unable to access"
     r"|no route to host|network is unreachable|unable to connect",
     re.IGNORECASE,
 )
@@ -66,7 +66,7 @@ class Fetcher:
                 f"cannot mirror {self.upstream.shown}: it has no refs",
                 hint="nothing was changed; push to it first, or check the URL",
             )
-        return read_offer(answer.lines, patterns)
+        return await anyio.to_thread.run_sync(read_offer, answer.lines, patterns)
 
     async def fetch(self, oids: Sequence[str]) -> dict[str, MirrordError]:
         """Bring `oids`, the likeliest first, with everything they reach; answers those that upstream could not give."""

@@ -73,9 +73,9 @@ async def _follow_pins(catalog: Catalog, repository: Repository) -> None:
     there = set(read_pins(await repository.all_refs()))
     said = {(row.owner, row.commit) for row in await catalog.list_pins(repository.name.key)}
     now = utc_now()
-    await catalog.put_pins(
-        [PinRow(repository.name, commit, owner, "found in the mirror", now) for owner, commit in sorted(there - said)]
-    )
+    adopted = [PinRow(repository.name, commit, owner, "found in the mirror", now) for owner, commit in sorted(there - said)]
+    if adopted:
+        await catalog.put_pins(adopted)
     for owner, commit in sorted(said - there):
         await catalog.delete_pins(repository.name.key, [commit], owner)
         log.warning("pin.lost", mirror=str(repository.name), commit=commit, owner=owner)
