@@ -11,6 +11,8 @@ import pytest
 from gitrepos import Upstream, git
 
 from mirrord.checkouts import closures as module
+from mirrord.checkouts import packing as packing_module
+from mirrord.checkouts import survey as survey_module
 from mirrord.checkouts.closures import BUILDING, CHAIN_LIMIT, Closures, grid, previous, remove_leftovers
 from mirrord.errors import CommitNotFoundError, CommitUnservableError
 from mirrord.git.command import Git
@@ -225,3 +227,24 @@ def test_leftovers_of_a_killed_build_are_removed(tmp_path: Path) -> None:
     (tmp_path / ("1" * 40)).mkdir()
     assert remove_leftovers(tmp_path) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["1" * 40]
+
+
+def test_a_large_pack_is_copied_only_from_packs_that_are_whole(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where hashing the result would take too long, one altered byte anywhere in the source stops the build."""
+    monkeypatch.setattr(survey_module, "VERIFIED_WHOLE", 5)
+    monkeypatch.setattr(packing_module, "VERIFIED_WHOLE", 5)
+    line = [CommitId(oid) for oid in site.upstream.history(3)]
+    site.clone()
+    pack = next((site.mirror / "objects/pack").glob("*.pack"))
+    pack.chmod(0o644)
+
+    async def body(closures: Closures) -> None:
+        assert objects_of(await closures.ensure(NAME, line[1])) == site.closure(line[1])
+        data = bytearray(pack.read_bytes())
+        data[len(data) // 2] ^= 1
+        pack.write_bytes(data)
+        shutil.rmtree(site.root / "templates")
+        with pytest.raises(CommitUnservableError):
+            await closures.ensure(NAME, line[1])
+
+    site.run(body)

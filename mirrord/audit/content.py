@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..checkouts.packing import loose_digest
+from ..checkouts.survey import loose_digest
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
 from ..git.packs import PackIndex, pack_trailer

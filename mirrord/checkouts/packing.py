@@ -1,15 +1,13 @@
 """One closure pack: the objects of a commit that an already packed ancestor does not have, and no other object.
 
-The list comes from a walk that ignores commit-graphs and bitmaps; the finished pack is held against that list, id by id, so no
-object outside a closure can get in, whatever the mirror's caches say. git copies packed objects after checking their CRC, but
-trusts loose ones and says so only on stderr when a CRC is wrong: both are checked here. Writes only below the directory it is
-given; the caller removes that when it fails.
+The list comes from a walk that ignores commit-graphs and bitmaps; the finished pack is held against that list, so no object
+outside a closure can get in, whatever the mirror's caches say, and its content is proven before anybody gets it (`survey.py`).
+Writes only below the directory it is given; the caller removes that when it fails.
 """
 
 from __future__ import annotations
 
-import hashlib
-import zlib
+import asyncio
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,13 +19,12 @@ from ..git.command import Git
 from ..git.packs import PackIndex
 from ..git.workers import Workers
 from ..model import CommitId
+from .survey import HINT, VERIFIED_WHOLE, Survey, digest_of, survey
 
 TIMEOUT = timedelta(minutes=30)
 _WALK = ("-c", "core.commitGraph=false", "rev-list", "--objects")
 _PACK = ("-c", "pack.threads=2", "-c", "core.fsync=none", "-c", "pack.writeReverseIndex=false")
 _SMALL_LIST_BYTES = 4 * 1024**2
-_VERIFIED_WHOLE = 20_000
-_HINT = "audit the mirror with --level content and heal it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +70,24 @@ async def pack_list(
     git: Git, workers: Workers, objects: Path, listing: Path, *, into: Path, extra: Path | None = None
 ) -> PackFile:
     """Pack exactly the objects named by the lines of `listing` (ids, with paths as hints for deltas)."""
+    stores = (objects / "objects", *([extra] if extra else []))
+    surveying = asyncio.create_task(_survey(workers, listing, stores))
+    try:
+        pack = await _write_pack(git, objects, listing, into=into, extra=extra)
+    except BaseException:
+        surveying.cancel()
+        await asyncio.wait([surveying])
+        raise
+    expected = await surveying
+    if await anyio.to_thread.run_sync(_ids_digest, pack) != expected.digest:
+        raise CorruptObjectError(f"cannot seal {pack.name}: it does not hold exactly the objects of the closure", hint=HINT)
+    index = pack.with_suffix(".idx")
+    if expected.object_count <= VERIFIED_WHOLE:
+        await git.run("verify-pack", str(index), git_dir=objects, timeout=TIMEOUT, doing=f"verify {pack.name}")
+    return PackFile(pack, expected.object_count, pack.stat().st_size + index.stat().st_size)
+
+
+async def _write_pack(git: Git, objects: Path, listing: Path, *, into: Path, extra: Path | None) -> Path:
     done = await git.run(
         *_PACK,
         "pack-objects",
@@ -85,62 +100,25 @@ async def pack_list(
         doing="pack objects",
     )
     if "bad packed object" in done.stderr or "corrupt" in done.stderr:
-        raise CorruptObjectError(f"cannot pack {listing.name}: {done.stderr.strip().splitlines()[0]}", hint=_HINT)
-    pack = into / f"pack-{done.stdout.decode().strip()}.pack"
-    count = await _in_background(workers, listing, pack.with_suffix(".idx"), (objects / "objects", *([extra] if extra else [])))
-    if count <= _VERIFIED_WHOLE:
-        await git.run("verify-pack", str(pack.with_suffix(".idx")), git_dir=objects, timeout=TIMEOUT)
-    return PackFile(pack, count, pack.stat().st_size + pack.with_suffix(".idx").stat().st_size)
+        raise CorruptObjectError(f"cannot pack {listing.name}: {done.stderr.strip().splitlines()[0]}", hint=HINT)
+    return into / f"pack-{done.stdout.decode().strip()}.pack"
 
 
-async def _in_background(workers: Workers, listing: Path, index: Path, stores: tuple[Path, ...]) -> int:
-    """A short list is compared on a thread; a long one would hold the interpreter for half a second."""
+async def _survey(workers: Workers, listing: Path, stores: tuple[Path, ...]) -> Survey:
+    """A short list is read on a thread; a long one would hold the interpreter for half a second."""
     if listing.stat().st_size < _SMALL_LIST_BYTES:
-        return await anyio.to_thread.run_sync(check_packed, listing, index, stores)
-    return await workers.call(check_packed, listing, index, stores, timeout=TIMEOUT)
+        return await anyio.to_thread.run_sync(survey, listing, stores)
+    return await workers.call(survey, listing, stores, timeout=TIMEOUT)
 
 
-def check_packed(listing: Path, index: Path, stores: tuple[Path, ...]) -> int:
-    """Hold the index against the list and hash the loose objects among them; answers their number."""
-    with listing.open("rb") as file:
-        wanted = {bytes.fromhex(line[:40].decode()) for line in file}
-    packed = PackIndex(index).ids
-    if b"".join(sorted(wanted)) != packed:
-        raise CorruptObjectError(
-            f"cannot seal pack {index.stem}: it does not hold exactly the objects of the closure", hint=_HINT
-        )
-    for store in stores:
-        check_loose(store, wanted)
-    return len(wanted)
-
-
-def check_loose(store: Path, wanted: set[bytes]) -> None:
-    """Hash every loose object of `store` that is wanted; raises CorruptObjectError for one whose bytes are not its name's."""
-    for directory in store.iterdir():
-        if len(directory.name) != 2 or not directory.is_dir():
-            continue
-        for file in directory.iterdir():
-            oid = directory.name + file.name
-            if len(oid) == 40 and bytes.fromhex(oid) in wanted and loose_digest(file) != oid:
-                raise CorruptObjectError(f"cannot pack object {oid}: its loose file is damaged", hint=_HINT, objects=[oid])
-
-
-def loose_digest(file: Path) -> str | None:
-    """The id that the bytes of a loose object hash to; None when they do not inflate."""
-    digest, inflate = hashlib.sha1(usedforsecurity=False), zlib.decompressobj()
-    try:
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(inflate.decompress(block))
-    except zlib.error:
-        return None
-    return digest.hexdigest() if inflate.eof else None
+def _ids_digest(pack: Path) -> bytes:
+    return digest_of(PackIndex(pack.with_suffix(".idx")).ids)
 
 
 def unservable(commit: CommitId, error: CorruptObjectError | GitFailedError) -> CommitUnservableError:
     return CommitUnservableError(
         f"cannot pack commit {commit}: an object of its closure is missing or damaged",
-        hint=_HINT,
+        hint=HINT,
         commit=commit,
         fact=error.message,
         objects=error.facts.get("objects", []),

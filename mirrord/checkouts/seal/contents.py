@@ -14,7 +14,7 @@ from ...errors import CorruptObjectError, GitFailedError
 from ...git.command import run_git_sync
 from ...git.packs import PackIndex
 from ...protocol import SealLeak
-from ..packing import loose_digest
+from ..survey import loose_digest
 from .repository import Repository
 
 TIMEOUT = timedelta(hours=1)
