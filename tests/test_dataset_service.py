@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Awaitable, Callable, Iterator
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,32 +77,44 @@ class Builder:
         self.root = root
         self._portal = portal
         self._workers = workers
-        template = f"file://{root}/upstreams/{{owner}}+{{name}}"
-        state = root / "state"
-        state.mkdir()
-        self.settings = Settings.model_validate({"state_dir": state, "upstream": {"url": template, "timeout": "30s"}})
+        (root / "state").mkdir()
 
     def run(self, body: Callable[[House], Awaitable[None]]) -> None:
         self._portal.call(self._run, body)
 
     async def _run(self, body: Callable[[House], Awaitable[None]]) -> None:
-        state, events = self.settings.state_dir, Events()
-        catalog = await Catalog.open(state / "catalog.sqlite3", self._workers)
-        parts: dict[str, Any] = {
-            "settings": lambda: self.settings,
-            "workers": self._workers,
-            "catalog": catalog,
-            "events": events,
-        }
-        mirrors = Mirrors(git=Git(home=self.root / "home"), **parts)
-        datasets = Datasets(mirrors=mirrors, state_dir=state, **parts)
-        try:
-            await mirrors.open()
-            await datasets.open()
-            await body(House(datasets, mirrors, catalog, events, self.root))
-        finally:
-            await mirrors.close()
-            await catalog.close()
+        async with parts_on(self.root, self._workers) as house:
+            await body(house)
+
+
+@asynccontextmanager
+async def parts_on(root: Path, workers: Workers) -> AsyncIterator[House]:
+    """Everything that an import needs, on the state directory below `root`."""
+    state, events = root / "state", Events()
+    template = f"file://{root}/upstreams/{{owner}}+{{name}}"
+    settings = Settings.model_validate({"state_dir": state, "upstream": {"url": template, "timeout": "30s"}})
+    catalog = await Catalog.open(state / "catalog.sqlite3", workers)
+    parts: dict[str, Any] = {"settings": lambda: settings, "workers": workers, "catalog": catalog, "events": events}
+    mirrors = Mirrors(git=Git(home=root / "home"), **parts)
+    datasets = Datasets(mirrors=mirrors, state_dir=state, **parts)
+    try:
+        await mirrors.open()
+        await datasets.open()
+        yield House(datasets, mirrors, catalog, events, root)
+    finally:
+        await mirrors.close()
+        await catalog.close()
+
+
+@asynccontextmanager
+async def standing_house(root: Path) -> AsyncIterator[House]:
+    """The same in a process of its own, which a test kills."""
+    workers = Workers(size=1)
+    try:
+        async with parts_on(root, workers) as house:
+            yield house
+    finally:
+        await workers.close()
 
 
 @pytest.fixture
@@ -296,6 +312,19 @@ def test_a_file_of_no_use_changes_nothing(house: Builder, upstream: Upstream, co
     house.run(body)
 
 
+def test_a_file_whose_name_is_not_utf_8_is_imported(house: Builder, upstream: Upstream) -> None:
+    base = upstream.commit({"a": "1"})
+
+    async def body(house: House) -> None:
+        path = house.root / os.fsdecode(b"caf\xe9.jsonl")
+        path.write_text(json.dumps(row("a", base)) + "\nnonsense\n")
+        answer = await house.datasets.import_file(path, name=None, format=None, source=str(path))
+        assert answer["dataset"]["name"] == "caf-"
+        assert answer["dataset"]["faults"][0]["file"] == r"caf\udce9.jsonl"
+
+    house.run(body)
+
+
 def test_a_file_that_is_not_there_is_an_error_of_its_own(house: Builder) -> None:
     async def body(house: House) -> None:
         with pytest.raises(ResourceError, match="No such file"):
@@ -344,6 +373,52 @@ def test_a_start_removes_what_a_killed_import_left(house: Builder, upstream: Ups
 
     house.run(crash)
     house.run(after)
+
+
+_IMPORTER = """
+import sys, anyio
+from pathlib import Path
+from test_dataset_service import standing_house
+
+async def main():
+    async with standing_house(Path(sys.argv[1])) as house:
+        while True:
+            for name in sys.argv[2:]:
+                await house.datasets.import_file(Path(name), name="lite", format=None, source=name)
+                print("done", flush=True)
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.07])
+def test_a_kill_at_any_moment_leaves_one_whole_dataset_with_exactly_its_pins(
+    house: Builder, upstream: Upstream, delay_s: float
+) -> None:
+    commits = upstream.history(6)
+    sets = [commits[:4], commits[2:]]
+    for number, some in enumerate(sets):
+        rows = [json.dumps(row(f"i{n}", base)) + "\n" for n, base in enumerate(some)]
+        (house.root / f"set{number}.jsonl").write_text("".join(rows))
+    command = [sys.executable, "-c", _IMPORTER, str(house.root), *(str(house.root / f"set{n}.jsonl") for n in (0, 1))]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as importer:
+        assert importer.stdout is not None
+        seen = 0
+        while seen < 3:
+            seen += importer.stdout.readline().strip() == b"done"
+        time.sleep(delay_s)
+        importer.kill()
+
+    async def body(house: House) -> None:
+        bases = [row.commit for row in await house.catalog.list_recorded(dataset="lite")]
+        assert sorted(bases) in [sorted(some) for some in sets]
+        dataset = await house.datasets.get("lite")
+        assert dataset.unpinned == []
+        assert house.refs() == {f"dataset/lite/{base}" for base in bases}
+        assert list((house.root / "state" / "quarantine").glob("dataset-*")) == []
+
+    house.run(body)
 
 
 def test_a_cancelled_import_leaves_the_old_dataset_and_the_next_one_repairs(house: Builder, upstream: Upstream) -> None:

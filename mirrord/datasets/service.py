@@ -93,6 +93,7 @@ class Datasets:
         mirror lacks is no error but is in the dataset's `unpinned`.
         """
         dataset = parse_dataset_name(name) if name else name_from(source)
+        source = _storable(source)
         async with self._locked(dataset):
             with self._spool() as spool:
                 read = await self._workers.call(
@@ -236,6 +237,11 @@ def name_from(source: str) -> DatasetName:
         raise InvalidNameError(
             f"cannot name a dataset after {shown(source)}: nothing of it is left as a name", hint="choose a name with --name"
         ) from error
+
+
+def _storable(source: str) -> str:
+    """A file name as text: one that is not UTF-8 has surrogates in Python, which no database takes."""
+    return source.encode("utf-8", "backslashreplace").decode().replace("\0", "")
 
 
 def _head(dataset: DatasetName, read: ReadResult, source: str, refused: dict[str, Refused]) -> DatasetHead:
