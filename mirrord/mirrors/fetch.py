@@ -39,8 +39,8 @@ _WHOLE_UPSTREAM = (
     UpstreamAuthError, UpstreamNotFoundError, UpstreamThrottledError, UpstreamTimeoutError, UpstreamEmptyError, DiskFullError,
 )  # fmt: skip
 _CONNECTION = re.compile(
-    r"could not resolve|failed to connect|couldn't connect|connection (refused|reset)|returned error: 5|SSL (certificate|connect|routines)|unable to access"
-    r"|no route to host|network is unreachable|unable to connect",
+    r"could not resolve|failed to connect|couldn't connect|unable to connect|unable to access|connection (refused|reset)"
+    r"|no route to host|network is unreachable|returned error: 5|SSL (certificate|connect|routines)",
     re.IGNORECASE,
 )
 
