@@ -75,7 +75,6 @@ class Staging:
             stdin=stdin,
             stdout_path=into,
             ok=ok,
-            env={"GIT_LITERAL_PATHSPECS": "1"},
             timeout=_TIMEOUT,
         )
 
@@ -155,8 +154,9 @@ class Staging:
             return set()
         rules = {path for path in (*self.base, *found.untracked) if path.rpartition(b"/")[2] == b".gitignore"}
         self._copy(sorted(rules - set(found.gone)), Found())
-        done = self.run("check-ignore", "-z", "--no-index", "--stdin", stdin=_joined(found.untracked), ok=(0, 1))
-        return set(done.stdout.split(b"\0")[:-1])
+        named = _joined(b"./" + path for path in found.untracked)  # else `:(…)` is magic; GIT_LITERAL_PATHSPECS is refused here
+        done = self.run("check-ignore", "-z", "--no-index", "--stdin", stdin=named, ok=(0, 1))
+        return {path.removeprefix(b"./") for path in done.stdout.split(b"\0")[:-1]}
 
     # -- copying ------------------------------------------------------------------------------------------------------
 
