@@ -497,7 +497,7 @@ def test_migrations_build_exactly_the_tables_of_the_schema(place: str | Path) ->
     database.close()
 
 
-def test_an_older_schema_is_migrated_in_a_worker(tmp_path: Path) -> None:
+def test_an_unknown_revision_is_refused_and_migrations_run_in_a_worker(tmp_path: Path) -> None:
     place = tmp_path / "catalog.sqlite3"
     with sqlite3.connect(place) as connection:
         connection.execute("CREATE TABLE alembic_version (version_num VARCHAR(32) PRIMARY KEY)")
