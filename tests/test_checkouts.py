@@ -1,0 +1,238 @@
+"""The service: what a request means, who may do what, limits, deadlines, concurrency, and what a restart finds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from checkoutlab import NAME, ROOT_PEER, USER, USER_PEER, Service, as_user, rich_upstream, running_service
+from gitrepos import Upstream
+
+from mirrord.errors import (
+    AccessError,
+    BackendUnavailableError,
+    CheckoutNotFoundError,
+    CommitNotFoundError,
+    InstanceNotFoundError,
+    InvalidRequestError,
+    MirrordError,
+    MirrorNotFoundError,
+    TooManyCheckoutsError,
+)
+from mirrord.host.peers import Peer
+from mirrord.model import Backend, History, View
+from mirrord.protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, StartCheckout
+
+OTHER_PEER = Peer(uid=USER + 1, gid=USER + 1, pid=1)
+
+
+@pytest.fixture(scope="module")
+def upstream(tmp_path_factory: pytest.TempPathFactory) -> Upstream:
+    repository = Upstream(tmp_path_factory.mktemp("upstream") / "rich")
+    rich_upstream(repository)
+    return repository
+
+
+@pytest.fixture(scope="module")
+def running(upstream: Upstream) -> Iterator[Service]:
+    with running_service(upstream) as service:
+        yield service
+
+
+@pytest.fixture
+def service(running: Service) -> Iterator[Service]:
+    yield running
+    running.now_shift = timedelta()
+    running.change(max=1024)
+    for checkout in running.call(running.checkouts.list, ROOT_PEER):
+        running.call(running.checkouts.release, checkout.id, ROOT_PEER)
+
+
+def start(service: Service, peer: Peer = USER_PEER, **request: Any) -> Checkout:
+    wanted = StartCheckout(**(request or {"instance": "psf__requests@v2"}))
+    return service.call(service.checkouts.checkout, wanted, peer)
+
+
+def reset(service: Service, checkout: Checkout, peer: Peer = USER_PEER, **onto: str) -> ResetAnswer:
+    return service.call(service.checkouts.reset, checkout.id, ResetCheckout(**onto), peer)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"instance": "psf__requests@v2"},
+        {"instance": "PSF/Requests@v3~1"},
+        {"mirror": "psf/requests", "commit": "v2"},
+        {"mirror": "psf__requests", "commit": "main~1"},
+    ],
+)
+def test_every_name_of_a_commit_answers_with_the_full_one(service: Service, upstream: Upstream, request_: dict[str, str]) -> None:
+    """Branches, tags and ancestors; the answer has the mirror's own spelling."""
+    checkout = start(service, **request_)
+    assert checkout.commit == upstream.git("rev-parse", "v2")
+    assert checkout.tree == upstream.git("rev-parse", "v2^{tree}")
+    assert checkout.mirror == str(NAME)
+    assert (checkout.backend, checkout.history, checkout.owner_uid) == (Backend.POOL, History.SEALED, USER)
+    assert as_user(Path(checkout.path), "rev-parse", "HEAD") == checkout.commit
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        ({"instance": "no-such"}, InstanceNotFoundError),
+        ({"instance": "psf__requests@"}, InstanceNotFoundError),
+        ({"instance": "no__mirror@main"}, MirrorNotFoundError),
+        ({"instance": "../..@main"}, MirrorNotFoundError),
+        ({"instance": "psf__requests@nowhere"}, CommitNotFoundError),
+        ({"instance": "psf__requests@" + "0" * 39 + "1"}, CommitNotFoundError),
+        ({"mirror": "psf__requests"}, InvalidRequestError),
+        ({"instance": "x", "mirror": "psf__requests", "commit": "v2"}, InvalidRequestError),
+        ({"instance": "psf__requests@v2", "backend": "overlay"}, BackendUnavailableError),
+        ({"instance": "psf__requests@v2", "history": "linked"}, AccessError),
+        ({"instance": "psf__requests@v2", "view": "grader"}, AccessError),
+    ],
+)
+def test_a_bad_request_makes_nothing(service: Service, request_: dict[str, str], error: type[MirrordError]) -> None:
+    """Each has its class, and no directory is left."""
+    with pytest.raises(error):
+        start(service, **request_)
+    assert service.call(service.checkouts.list, ROOT_PEER) == []
+
+
+def test_only_its_owner_and_administrators_see_a_checkout(service: Service) -> None:
+    """Others get the same answer as for one that does not exist, whatever they ask."""
+    checkout = start(service)
+    calls: list[tuple[Any, ...]] = [
+        (service.checkouts.get,), (service.checkouts.release,), (service.checkouts.diff,),
+    ]  # fmt: skip
+    for (method,) in calls:
+        with pytest.raises(CheckoutNotFoundError):
+            service.call(method, checkout.id, OTHER_PEER)
+    with pytest.raises(CheckoutNotFoundError):
+        reset(service, checkout, OTHER_PEER)
+    assert service.call(service.checkouts.list, OTHER_PEER) == []
+    assert service.call(service.checkouts.get, checkout.path, ROOT_PEER).id == checkout.id
+
+
+def test_the_limit_of_checkouts_holds(service: Service) -> None:
+    """One more than `max` is refused, and possible again after a release."""
+    service.change(max=1)
+    checkout = start(service)
+    with pytest.raises(TooManyCheckoutsError):
+        start(service)
+    service.call(service.checkouts.release, checkout.id, USER_PEER)
+    assert start(service).id != checkout.id
+
+
+def test_an_expired_lease_is_released_and_a_renewed_one_is_not(service: Service) -> None:
+    """Renewing counts from now."""
+    short, renewed = start(service, instance="psf__requests@v1", ttl=60), start(service, instance="psf__requests@v1", ttl=60)
+    service.now_shift = timedelta(seconds=50)
+    service.call(service.checkouts.renew, renewed.id, RenewCheckout(ttl=60), USER_PEER)
+    service.now_shift = timedelta(seconds=70)
+    assert service.call(service.checkouts.expire) == 1
+    assert [checkout.id for checkout in service.call(service.checkouts.list, USER_PEER)] == [renewed.id]
+    assert not Path(short.path).exists()
+
+
+def test_many_clients_at_once_lose_nothing(service: Service) -> None:
+    """64 checkouts and resets at the same time: all different, all clean."""
+
+    async def one(made: list[Checkout]) -> None:
+        checkout = await service.checkouts.checkout(StartCheckout(instance="psf__requests@v2"), USER_PEER)
+        made.append(await service.checkouts.reset(checkout.id, ResetCheckout(commit="v1"), USER_PEER))
+
+    async def all_of_them() -> list[Checkout]:
+        made: list[Checkout] = []
+        async with anyio.create_task_group() as group:
+            for _ in range(64):
+                group.start_soon(one, made)
+        return made
+
+    made = service.call(all_of_them)
+    assert len({checkout.id for checkout in made}) == 64
+    assert as_user(Path(made[0].path), "status", "--porcelain", "--ignored") == ""
+
+
+def test_work_on_one_checkout_runs_one_after_the_other(service: Service) -> None:
+    """Resets, diffs and a release at once: each ends well, or finds the checkout gone."""
+    checkout = start(service)
+
+    async def attempt(ended: list[str], method: Any, *args: Any) -> None:
+        try:
+            await method(checkout.id, *args)
+            ended.append("done")
+        except CheckoutNotFoundError:
+            ended.append("gone")
+
+    async def all_of_them() -> list[str]:
+        ended: list[str] = []
+        async with anyio.create_task_group() as group:
+            for commit in ("v1", "v3", "v2"):
+                group.start_soon(attempt, ended, service.checkouts.reset, ResetCheckout(commit=commit), USER_PEER)
+                group.start_soon(attempt, ended, service.checkouts.diff, USER_PEER)
+            group.start_soon(attempt, ended, service.checkouts.release, USER_PEER)
+        return ended
+
+    ended = service.call(all_of_them)
+    assert len(ended) == 7
+    assert not Path(checkout.path).exists()
+
+
+def test_a_failed_reset_leaves_the_checkout_where_it_was(service: Service) -> None:
+    """A commit that does not exist changes nothing."""
+    checkout = start(service)
+    (Path(checkout.path) / "mine").write_text("work")
+    with pytest.raises(CommitNotFoundError):
+        reset(service, checkout, commit="nowhere")
+    assert service.call(service.checkouts.get, checkout.id, USER_PEER).commit == checkout.commit
+    assert (Path(checkout.path) / "mine").exists()
+
+
+def test_a_restart_adopts_leases_and_removes_rubbish(service: Service) -> None:
+    """The owner's work is untouched; half-made and released directories go; a reset that was interrupted is made again."""
+    kept, interrupted = start(service), start(service)
+    (Path(kept.path) / "mine").write_text("work")
+    (Path(interrupted.path) / "mine").write_text("work")
+    half_made = service.state / "checkouts" / ("a" * 16)
+    (half_made / "tree").mkdir(parents=True)
+    lease_file = Path(interrupted.path).parent / "lease.json"
+    lease_file.write_text(lease_file.read_text().replace('"live"', '"resetting"'))
+    service.restart()
+    found = service.call(service.checkouts.list, USER_PEER)
+    assert {checkout.id for checkout in found} == {kept.id, interrupted.id}
+    assert as_user(Path(kept.path), "status", "--porcelain") == "?? mine"
+    service.call(service.checkouts.renew, interrupted.id, RenewCheckout(), USER_PEER)  # waits for the lock
+    assert as_user(Path(interrupted.path), "status", "--porcelain", "--ignored") == ""
+    assert service.call(service.checkouts.diff, kept.id, USER_PEER).startswith(b"diff --git a/mine")
+    service.call(service.checkouts.close)
+    assert {path.name for path in (service.state / "checkouts").iterdir() if not path.name.startswith(".warm-")} == {
+        kept.id, interrupted.id,
+    }  # fmt: skip
+    service.restart()
+
+
+def test_a_checkout_whose_proof_fails_is_destroyed_and_counted(service: Service) -> None:
+    """Something that writes faster than it is cleaned: no client gets that tree."""
+    checkout = start(service)
+    lease_file = Path(checkout.path).parent / "lease.json"
+    forged = lease_file.read_text().replace(checkout.tree, "e" * 40)
+    lease_file.write_text(forged)
+    service.restart()
+    with pytest.raises(MirrordError) as caught:
+        reset(service, checkout)
+    assert caught.value.code == "proof-failed"
+    assert service.events.counts["proof.failed"] == 1
+    with pytest.raises(CheckoutNotFoundError):
+        service.call(service.checkouts.get, checkout.id, USER_PEER)
+
+
+def test_the_grader_view_and_linked_history_are_for_administrators(service: Service) -> None:
+    """Root, here; and its linked checkout shows all of the mirror."""
+    checkout = start(service, ROOT_PEER, instance="psf__requests@v1", history=History.LINKED, view=View.GRADER)
+    assert as_user(Path(checkout.path), "rev-parse", "--verify", "v3", uid=os.getuid())
