@@ -6,6 +6,7 @@ Owns what must hold of a stack and not of one layer. Sync; runs in workers, read
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from ..host.files import full_disk_named
@@ -15,11 +16,21 @@ from .manifest import Manifest
 
 
 def read_manifest(trees: Path, chain: Sequence[Layer]) -> Manifest:
-    """The manifest of the tree that a chain of layers, top first, shows when mounted."""
-    whole = Manifest.load(trees / chain[-1].name / "manifest")
-    for layer in reversed(chain[:-1]):
-        whole = laid_on(whole, Manifest.load(trees / layer.name / "manifest"), layer)
-    return whole
+    """The manifest of the tree that a chain of layers, top first, shows when mounted.
+
+    Not to be changed: it is kept for the next call.
+    """
+    written = tuple((trees / layer.name / "manifest").stat() for layer in chain)
+    return _read_manifest(trees, tuple(chain), tuple((found.st_ino, found.st_mtime_ns) for found in written))
+
+
+@lru_cache(maxsize=4)
+def _read_manifest(trees: Path, chain: tuple[Layer, ...], written: tuple[tuple[int, int], ...]) -> Manifest:
+    """`written` tells a layer from one that was built again in its place."""
+    manifest = Manifest.load(trees / chain[0].name / "manifest")
+    if len(chain) == 1:
+        return manifest
+    return laid_on(_read_manifest(trees, chain[1:], written[1:]), manifest, chain[0])
 
 
 def laid_on(below: Manifest, delta: Manifest, layer: Layer) -> Manifest:
