@@ -165,6 +165,23 @@ def test_a_pack_that_was_deleted_is_built_again(site: Site) -> None:
     site.run(body)
 
 
+def test_a_pack_that_a_power_cut_shortened_is_built_again(site: Site) -> None:
+    line = [CommitId(oid) for oid in site.upstream.history(2)]
+    site.clone()
+
+    async def body(closures: Closures) -> None:
+        (pack,) = await closures.ensure(NAME, line[1])
+        pack.path.chmod(0o644)
+        pack.path.write_bytes(pack.path.read_bytes()[:-8] + bytes(8))
+
+    async def after(closures: Closures) -> None:
+        (pack,) = await closures.ensure(NAME, line[1])
+        git(site.mirror, "verify-pack", str(pack.index))
+
+    site.run(body)
+    site.run(after)
+
+
 def test_an_absent_commit_is_not_found_and_leaves_nothing(site: Site) -> None:
     site.upstream.history(2)
     site.clone()

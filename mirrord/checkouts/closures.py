@@ -22,6 +22,7 @@ import structlog
 
 from ..errors import CommitNotFoundError, CorruptObjectError, DiskFullError, GitFailedError
 from ..git.command import Git
+from ..git.packs import PackIndex, pack_trailer
 from ..git.workers import Workers
 from ..model import CommitId, MirrorName
 from .packing import TIMEOUT, PackFile, pack_range
@@ -274,5 +275,13 @@ def _load(directory: Path) -> Iterator[Layer]:
         except (OSError, ValueError, TypeError):
             log.warning("closure.dropped", file=str(file))
             continue
-        if layer.commit == file.parent.name:
+        if layer.commit == file.parent.name and _is_sound(file.parent / layer.pack):
             yield layer
+
+
+def _is_sound(pack: Path) -> bool:
+    """A look at both ends: packs are not flushed, so a power cut can leave less than was written."""
+    try:
+        return pack_trailer(pack) == PackIndex(pack.with_suffix(".idx")).pack_checksum
+    except (OSError, CorruptObjectError):
+        return False

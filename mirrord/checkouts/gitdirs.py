@@ -279,7 +279,9 @@ def _load(directory: Path, name: MirrorName, commit: CommitId, history: History)
     try:
         facts = json.loads(path.with_suffix(".json").read_text())
         facts |= {"path": path, "mirror": name, "history": History(facts["history"]), "packs": tuple(facts["packs"])}
-        return Gitdir(**facts)
+        found = Gitdir(**facts)
+        whole = (found.git / "HEAD").read_text() == f"{found.head}\n" and (found.git / "config").read_bytes() == CONFIG
+        return found if whole else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
