@@ -34,6 +34,7 @@ from .upstream import Upstream
 INCOMING = "refs/mirrord/incoming/"
 _FAILURES = 400
 _HOPELESS = 8
+_MANY = 50
 _LONGEST = timedelta(hours=24)
 _WHOLE_UPSTREAM = (
     UpstreamAuthError, UpstreamNotFoundError, UpstreamThrottledError, UpstreamTimeoutError, UpstreamEmptyError, DiskFullError,
@@ -70,7 +71,6 @@ class Fetcher:
 
     async def fetch(self, oids: Sequence[str]) -> dict[str, MirrordError]:
         """Bring `oids`, the likeliest first, with everything they reach; answers those that upstream could not give."""
-        marked: list[str] = []
         failures_seen = False
 
         async def attempt(some: Sequence[str]) -> None:
@@ -82,13 +82,13 @@ class Fetcher:
                 raise
             if failures_seen:
                 await self._mark(some)
-                marked.extend(some)
 
         try:
             failed = await isolate(oids, attempt, blames_items=blames_objects, budget=_FAILURES, hopeless=_HOPELESS)
         finally:
-            with anyio.CancelScope(shield=True):
-                await unmark(self.repository)
+            if failures_seen:
+                with anyio.CancelScope(shield=True):
+                    await unmark(self.repository)
         absent = await self.repository.absent(set(oids) - {oid for oid, _ in failed})
         return dict(failed) | {oid: _not_sent(self.upstream, oid) for oid in absent}
 
@@ -122,13 +122,15 @@ class Fetcher:
             stdin=lines.encode(),
             doing="mark objects",
         )
+        if len(oids) >= _MANY:
+            await self.repository.pack_refs()
 
 
 async def unmark(repository: Repository) -> None:
     """Remove the marks of a fetch, or of one that a crash ended."""
-    if not any((repository.path / INCOMING).glob("*")):
-        return
     found = [ref for ref in await repository.all_refs() if ref.startswith(INCOMING)]
+    if not found:
+        return
     lines = "".join(f"delete {ref}\n" for ref in found)
     await repository.git.run(
         "-c", "core.fsync=none", "update-ref", "--stdin", git_dir=repository.path, stdin=lines.encode(), doing="remove marks"
