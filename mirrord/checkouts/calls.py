@@ -59,6 +59,11 @@ def scan_checkout(place: Place) -> list[bytes]:
     return paths
 
 
+def list_overlay_changes(upper: Path, root: Path, mirror: Path, tree: str) -> list[bytes]:
+    paths: list[bytes] = _module("overlaid").changed_paths(upper, root, mirror, tree)
+    return paths
+
+
 def diff_checkout(work: Work, changed: list[bytes]) -> bytes:
     patch: bytes = _module("patches").diff(work, changed)
     return patch
