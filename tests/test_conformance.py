@@ -207,11 +207,15 @@ def test_reset_undoes_what_root_did(service: Service, backend: Backend, what: st
 
 
 TOGETHER = {
-    History.SQUASHED: ("staged edits", "ignored files", "nested repositories", "hooks", "core.fsmonitor", "filters", "info/exclude",
-                       "tags and branches", "refs/replace", "skip-worktree", "gc and repack", "commits made", "odd names",
-                       "submodule directory filled", "files and directories swapped", "packs deleted"),
-    History.LINKED: ("staged edits", "ignored files", "nested repositories", "skip-worktree", "assume-unchanged", "forged stat",
-                     "read-only directories", "submodule directory filled", "odd names", "modes", "everything deleted"),
+    History.SQUASHED: (
+        "staged edits", "ignored files", "nested repositories", "hooks", "core.fsmonitor", "filters", "info/exclude",
+        "tags and branches", "refs/replace", "skip-worktree", "gc and repack", "commits made", "odd names",
+        "submodule directory filled", "files and directories swapped", "packs deleted",
+    ),
+    History.LINKED: (
+        "staged edits", "ignored files", "nested repositories", "skip-worktree", "assume-unchanged", "forged stat",
+        "read-only directories", "submodule directory filled", "odd names", "modes", "everything deleted",
+    ),
 }  # fmt: skip
 """What is done one after the other for the other histories. A linked checkout's user is trusted with the mirror itself."""
 
