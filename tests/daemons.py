@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +104,15 @@ class Daemon:
         return connection
 
     def exchange(self, raw: bytes) -> bytes:
-        """Send bytes, and read until the daemon hangs up."""
+        """Send bytes, and read until the daemon hangs up, which it may do before it has read them all."""
+        received = b""
         with self.connect() as connection:
-            connection.sendall(raw)
-            return b"".join(iter(lambda: connection.recv(65536), b""))
+            with suppress(BrokenPipeError, ConnectionResetError):
+                connection.sendall(raw)
+            with suppress(ConnectionResetError):
+                while chunk := connection.recv(65536):
+                    received += chunk
+        return received
 
     def request(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None

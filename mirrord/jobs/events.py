@@ -22,6 +22,9 @@ from ..protocol import Event
 log = structlog.get_logger()
 
 
+_RESERVED = {"event", "level", "timestamp", "request_id"}  # what a line of the log says of itself
+
+
 class _Entry(NamedTuple):
     id: int
     at: datetime
@@ -54,7 +57,8 @@ class Events:
         self.counts[name] += 1
         self._ring.append(_Entry(self._last, self._clock(), name, fields))
         self._wake()
-        log.debug(name, **fields) if name == "operation.progressed" else log.info(name, **fields)
+        write = log.debug if name == "operation.progressed" else log.info
+        write(name, **{f"{key}_" if key in _RESERVED else key: value for key, value in fields.items()})
 
     def position(self, last_event_id: str | None) -> int:
         """Where a follower stands who last saw `last_event_id` (`BOOT:ID`, or the id alone); None is the end.

@@ -1,0 +1,58 @@
+"""What a client cannot exhaust: the disk, the daemon's memory, its patience."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from daemons import Daemon, daemon
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Daemon]:
+    """A daemon whose state directory is on a file system of 24 MiB."""
+    with tempfile.TemporaryDirectory(prefix="md-") as scratch:
+        root = Path(scratch)
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", scratch], check=False, capture_output=True)
+        if mounted.returncode:
+            pytest.skip("this machine allows no mounts")
+        made = Daemon(root)
+        try:
+            yield made.start()
+        finally:
+            made.stop()
+            subprocess.run(["umount", scratch], check=True)
+
+
+def test_an_upload_that_fills_the_disk_is_refused_and_removed(small_disk: Daemon) -> None:
+    """The daemon is degraded, says why, and serves on."""
+    status, _, body = small_disk.request("POST", "/v1/datasets?filename=x.jsonl", b"x" * 40_000_000)
+    assert (status, json.loads(body)["code"]) == (507, "disk-full")
+    assert list((small_disk.state_dir / "quarantine").iterdir()) == []
+    status, _, body = small_disk.get("/v1/health")
+    assert status == 503
+    assert "nearly full" in json.loads(body)["reasons"][0]
+    assert small_disk.json("GET", "/v1/mirrors") == []
+
+
+def test_a_follower_that_does_not_read_costs_nothing_and_learns_what_it_missed() -> None:
+    """The daemon neither waits for it nor keeps its events."""
+    with daemon() as running, running.connect() as connection:
+        connection.sendall(b"GET /v1/events?after=0 HTTP/1.1\r\nhost: x\r\n\r\n")
+        with running.connect() as other:
+            request = b"POST /v1/reload HTTP/1.1\r\nhost: x\r\n\r\n"
+            for _ in range(60):
+                other.sendall(request * 100)
+                received = b""
+                while received.count(b"HTTP/1.1 200") < 100:
+                    received += other.recv(1 << 20)
+        raw = b""
+        while b"events.dropped" not in raw:
+            chunk = connection.recv(1 << 20)
+            assert chunk, "the stream ended without saying what was dropped"
+            raw += chunk
+        assert running.get("/v1/health")[0] == 200
