@@ -22,17 +22,15 @@ from . import __version__, config, telemetry
 from .audit import Audits
 from .catalog import Catalog
 from .checkouts.gitdirs import Gitdirs
-from .checkouts.mounting import OwnMounter
-from .checkouts.overlay import OverlayBackend
 from .checkouts.service import Checkouts
 from .checkouts.templates import Templates
+from .checkouts.trial import find_overlay
 from .condition import Condition, HealthReport
 from .config import Settings
 from .datasets.service import Datasets
 from .errors import InvalidConfigError, MirrordError
 from .git.command import Git
 from .git.workers import Workers
-from .host.mounts import probe_overlay
 from .host.peers import Access
 from .jobs.events import Events
 from .jobs.operations import Operations
@@ -43,7 +41,7 @@ from .jobs.watch import Signature, Watch, is_complete_name, signature_of
 from .jobs.work import Work
 from .layout import Layout
 from .mirrors.service import Mirrors
-from .model import Backend, CommitId, CommitState, History, MirrorName, utc_now
+from .model import CommitId, CommitState, History, MirrorName, utc_now
 from .protocol import Audit, AuditSummary, ReloadAnswer, Status
 
 log = structlog.get_logger()
@@ -138,6 +136,13 @@ class Engine:
         )
         self._closing.push_async_callback(self.templates.close)
         await self.templates.open()
+        overlay = await find_overlay(
+            state_dir=self.layout.root,
+            service=self._settings.socket.parent / "mount.sock",
+            templates=self.templates,
+            workers=self.workers,
+            mirrors_path=self.mirrors.path,
+        )
         # leases are adopted when all that their trees are made from is there
         self.checkouts = Checkouts(
             settings=self.settings,
@@ -146,28 +151,12 @@ class Engine:
             mirrors=self.mirrors,
             datasets=self.datasets,
             gitdirs=self.gitdirs,
-            overlay=await self._find_overlay(),
+            overlay=overlay,
             access=self.access,
             events=self.events,
         )
         self._closing.push_async_callback(self.checkouts.close)
         await self.checkouts.open()
-
-    async def _find_overlay(self) -> OverlayBackend | None:
-        """The overlay backend, where the configuration wants it and the host allows it."""
-        if self._settings.checkouts.backend is Backend.POOL or os.geteuid() != 0:
-            return None
-        probe = await anyio.to_thread.run_sync(probe_overlay, self.layout.root)
-        if not probe.is_usable:
-            log.warning("overlay.refused", reason=probe.reason)
-            return None
-        return OverlayBackend(
-            state_dir=self.layout.root,
-            templates=self.templates,
-            workers=self.workers,
-            mounter=OwnMounter(),
-            mirrors_path=self.mirrors.path,
-        )
 
     async def _open_jobs(self) -> None:
         """Last, because jobs use everything: configured mirrors, the clock, the watched places."""

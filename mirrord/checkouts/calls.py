@@ -59,8 +59,8 @@ def scan_checkout(place: Place) -> list[bytes]:
     return paths
 
 
-def list_overlay_changes(upper: Path, root: Path, mirror: Path, tree: str) -> list[bytes]:
-    paths: list[bytes] = _module("overlaid").changed_paths(upper, root, mirror, tree)
+def list_overlay_changes(root: Path, upper: Path, layers: tuple[Path, ...], mirror: Path, tree: str) -> list[bytes]:
+    paths: list[bytes] = _module("overlaid").changed_paths(root, upper, layers, mirror, tree)
     return paths
 
 

@@ -1,71 +1,91 @@
-"""What the owner of an overlay checkout changed, read from its upper layer. Sync; runs in workers.
+"""What a client changed in an overlay checkout: read from its upper layer. Sync; runs in workers.
 
-Owns the meaning of an upper layer: a file there was written, character device 0/0 hides a name, a directory may be marked opaque
-or renamed. Costs as much as was changed. Follows no link; the layer belongs to the checkout's owner, who may be changing it.
+Owns how an upper layer is understood. It holds whatever was written, and whiteouts; what is not in it is unchanged. A directory
+there is either the one of the layers below, with something changed in it, or another one: new, made anew, or renamed to here. The
+marks that say which are for CAP_SYS_ADMIN only, so it is told by its inode: overlayfs shows that of the directory below. Costs as
+much as was changed. Follows no link.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+from ..errors import CheckoutBusyError
 from ..git.objects import tree_entries
-from ..host.files import names_in, open_child, open_directory, opened
-from .scan import iter_extra
-
-_MARKS = ("trusted.overlay.opaque", "trusted.overlay.redirect")
-_CONTROL = b".git"
+from ..host.files import find_stat, names_in, open_child, open_directory, opened
+from .scan import is_control, iter_extra
 
 
-def changed_paths(upper: Path, root: Path, mirror: Path, tree: str) -> list[bytes]:
-    """Every path that may differ from `tree`; a new directory stands for all in it. `root` is where the overlay is mounted."""
-    walk = _Walk(root, {entry.path: entry.is_tree for entry in tree_entries(mirror, tree)})
-    with opened(open_directory(upper)) as fd:
-        return sorted(set(walk.below(fd, b"")))
+def changed_paths(tree: Path, upper: Path, layers: Sequence[Path], mirror: Path, tree_id: str) -> list[bytes]:
+    """Every path that may differ from the tree `tree_id`: those in the upper layer, and what they hide."""
+    with ExitStack() as stack:
+        merged = stack.enter_context(opened(_open_tree(tree)))
+        written = stack.enter_context(opened(open_directory(upper)))
+        below = [stack.enter_context(opened(open_directory(layer))) for layer in layers]
+        differing, replaced = set[bytes](), set[bytes]()
+        for path, is_replaced in _walk(b"", written, merged, below):
+            (replaced if is_replaced else differing).add(path)
+    for path in replaced:
+        differing |= {each for each, _ in iter_extra(tree, path)}
+    if replaced:
+        differing |= {entry.path for entry in tree_entries(mirror, tree_id) if _is_within(entry.path, replaced)}
+    return sorted(path for path in differing | replaced if not is_control(path))
 
 
-class _Walk:
-    def __init__(self, root: Path, base: dict[bytes, bool]) -> None:
-        self._root = root
-        self._base = base
-        self._sorted = sorted(base)
-
-    def below(self, directory: int, above: bytes) -> Iterator[bytes]:
-        for name in names_in(directory):
-            path = above + name
-            if path != _CONTROL:
-                yield from self._at(directory, name, path)
-
-    def _at(self, directory: int, name: bytes, path: bytes) -> Iterator[bytes]:
-        try:
-            found = os.stat(name, dir_fd=directory, follow_symlinks=False)
-        except FileNotFoundError:
-            return
-        if not stat.S_ISDIR(found.st_mode):
-            yield path
-            yield from self._base_below(path)
-        elif self._base.get(path) is not True:
-            yield path
+def _walk(above: bytes, written: int, merged: int, below: Sequence[int]) -> Iterator[tuple[bytes, bool]]:
+    """The paths that the upper layer has an opinion on; True with those that hide whatever is below them."""
+    for name in names_in(written):
+        path = above + name
+        if is_control(path):
+            continue
+        found = find_stat(written, name)
+        seen = find_stat(merged, name)
+        hidden = _first(below, name)
+        if found is None or hidden is None or not stat.S_ISDIR(hidden.st_mode):
+            yield path, False
+        elif seen is None or not stat.S_ISDIR(found.st_mode) or seen.st_ino != hidden.st_ino:
+            yield path, True
         else:
-            with opened(open_child(directory, name)) as fd:
-                yield from self._replaced(path) if _is_marked(fd) else self.below(fd, path + b"/")
-
-    def _replaced(self, path: bytes) -> Iterator[bytes]:
-        """A directory that hides what was below it, or shows another one's files: all of both."""
-        yield from self._base_below(path)
-        for seen, _ in iter_extra(self._root, path):
-            if seen not in self._base:
-                yield seen
-
-    def _base_below(self, path: bytes) -> Iterator[bytes]:
-        if self._base.get(path) is True:
-            yield from (each for each in self._sorted if each.startswith(path + b"/"))
+            yield from _enter(path, name, written, merged, below)
 
 
-def _is_marked(fd: int) -> bool:
-    """Whether overlayfs hides or redirects what is below. Only CAP_SYS_ADMIN may see the marks; without it, assume them."""
-    if os.geteuid() != 0:
-        return True
-    return any(mark in _MARKS for mark in os.listxattr(fd))
+def _enter(path: bytes, name: bytes, written: int, merged: int, below: Sequence[int]) -> Iterator[tuple[bytes, bool]]:
+    with ExitStack() as stack:
+
+        def child(directory: int) -> int:
+            return stack.enter_context(opened(open_child(directory, name)))
+
+        try:
+            into, through = child(written), child(merged)
+        except (FileNotFoundError, NotADirectoryError):  # its owner was quicker
+            return
+        yield from _walk(path + b"/", into, through, [child(each) for each in below if _is_directory(each, name)])
+
+
+def _first(layers: Sequence[int], name: bytes) -> os.stat_result | None:
+    """What the layers, top first, have under a name; None for a whiteout too."""
+    for layer in layers:
+        if found := find_stat(layer, name):
+            return None if stat.S_ISCHR(found.st_mode) else found
+    return None
+
+
+def _is_directory(layer: int, name: bytes) -> bool:
+    found = find_stat(layer, name)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def _is_within(path: bytes, tops: set[bytes]) -> bool:
+    parts = path.split(b"/")
+    return any(b"/".join(parts[:depth]) in tops for depth in range(1, len(parts) + 1))
+
+
+def _open_tree(tree: Path) -> int:
+    try:
+        return open_directory(tree)
+    except OSError as error:
+        raise CheckoutBusyError(f"cannot open the checkout's directory: {error.strerror}", hint="reset the checkout") from error

@@ -1,15 +1,17 @@
-"""The overlay backend: an immutable template below, a private layer above, nothing copied.
+"""The overlay backend: a checkout is one mount, a private layer over the immutable layers of its template.
 
-Owns what lies in a checkout's directory: `tree` (the mount), and `layer-N` with what was written since the N-th reset. Making one
-is four directories and a mount; a reset is a new layer and another mount at the same path, and the old layer is deleted in the
-background. Nothing on that path asks git, libgit2 or the catalog. Mounts outlive the daemon: the next one reads once what is
-mounted and takes it over; after a reboot the layer is mounted again.
+Owns `checkouts/<id>/tree`, where the mount is, and `checkouts/<id>/layer/` (0700, so that nobody reaches past the mount) with
+`upper`, what the client wrote, and overlayfs's `work`. With a warm template a checkout is four mkdirs and a mount; a reset is the
+same after the old layer was renamed away. That is done on the event loop: it takes less time than a thread would to begin.
+
+Mounts outlive the daemon. After a crash a lease is found mounted as it was; after a reboot its layer is mounted again. A LIVE
+lease has one `layer`; whatever is called `.old-…` beside it is rubbish.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,29 +21,35 @@ from pathlib import Path
 import anyio.to_thread
 import structlog
 
-from ..errors import BackendUnavailableError, MirrordError, ProofFailedError
+from ..errors import BackendUnavailableError, MirrordError, ProofFailedError, ResourceError
 from ..git.workers import Workers
-from ..host.files import full_disk_named
-from ..host.mounts import Mount, allow_remount, read_mounts
-from ..model import Backend, CommitId, MirrorName
+from ..host.files import full_disk_named, open_child, open_directory, open_regular, opened
+from ..host.mounting import Mounter, OverlayOrder
+from ..host.mounts import read_overlays
+from ..host.userns import Owner
+from ..model import Backend, CheckoutId, CommitId, MirrorName
 from ..protocol import Proof
 from .backend import Made, Target
 from .calls import list_overlay_changes
 from .control import discard
-from .leases import Lease
-from .mounting import Mounter
+from .leases import Lease, LeaseState
+from .proof import require
+from .rubbish import Rubbish
 from .sights import Sight, look_at
 from .templates import Template, Templates
 
-_TIMEOUT = timedelta(minutes=5)
-_LAYER = "layer-"
-_REMOVALS = 64
+_METHOD = "a fresh layer over a template that was verified by content"
+_TIMEOUT = timedelta(minutes=10)
+_IDMAPS_MAX = 256
+_SIGHTS_MAX = 4096
+_LAYER = "layer"
+_OLD = ".old-"
 
 log = structlog.get_logger()
 
 
 class OverlayBackend:
-    """Checkouts as overlay mounts at `state_dir/checkouts/<id>/tree`. Belongs to one event loop."""
+    """Checkouts as overlay mounts below `state_dir/checkouts`. All methods belong to the event loop's thread."""
 
     name = Backend.OVERLAY
 
@@ -49,232 +57,236 @@ class OverlayBackend:
         self,
         *,
         state_dir: Path,
+        mounter: Mounter,
         templates: Templates,
         workers: Workers,
-        mounter: Mounter,
         mirrors_path: Callable[[MirrorName], Path],
+        may_map_owners: bool,
     ) -> None:
         self._checkouts = state_dir / "checkouts"
-        self._store = state_dir / "templates"
-        self._idmaps = state_dir / "idmaps"
+        self._idmaps_path = state_dir / "idmaps"
+        self._store = f"{state_dir}/templates/"
+        self._mounter = mounter
         self._templates = templates
         self._workers = workers
-        self._mounter = mounter
         self._mirrors_path = mirrors_path
-        self._mapped: set[tuple[int, int]] = set()
-        self._held: dict[Path, tuple[Path, ...]] = {}
+        self._may_map_owners = may_map_owners
+        self._me = (os.geteuid(), os.getegid())
+        self._held: dict[CheckoutId, Template] = {}
         self._sights: dict[tuple[Path, ...], Sight] = {}
-        self._found: dict[Path, Mount] = {}
-        self._removals: set[asyncio.Task[None]] = set()
+        self._idmaps: dict[Owner, None] = {}  # the one used last at the end
+        self._mounted: set[str] = set()
+        self._rubbish = Rubbish()
 
     async def open(self) -> None:
-        """Read once what an earlier daemon left mounted."""
-        self._idmaps.mkdir(mode=0o700, exist_ok=True)
-        for mount in await anyio.to_thread.run_sync(read_mounts, self._idmaps):
-            uid, _, gid = mount.target.name.partition("-")
-            self._mapped.add((int(uid), int(gid)))
-        self._found = {mount.target: mount for mount in await anyio.to_thread.run_sync(read_mounts, self._checkouts)}
+        """See what is mounted; drop the idmapped templates of an earlier daemon, which nothing needs."""
+        self._idmaps_path.mkdir(mode=0o700, exist_ok=True)
+        self._mounted = await anyio.to_thread.run_sync(read_overlays)
+        for path in self._idmaps_path.iterdir():
+            uid, _, gid = path.name.partition("-")
+            self._drop_idmap((int(uid), int(gid)))
 
     async def close(self) -> None:
-        """Let the removal of old layers end; what is left goes with its checkout. Mounts stay."""
-        if self._removals:
-            await asyncio.wait(self._removals, timeout=5)
+        await self._rubbish.close()
+        for owner in list(self._idmaps):
+            self._drop_idmap(owner)
+        self._mounter.close()
 
     async def create(self, lease: Lease) -> Made:
         began = time.perf_counter()
-        template = await self._ready(lease, lease.commit)
-        found = time.perf_counter()
-        self._hold(lease, template.layers)
-        with full_disk_named(f"checkout {lease.id}"):
-            lease.tree_path.mkdir()
-            self._mount(lease, template, _make_layer(lease, 0))
-        return Made(template.tree, {"template": round(found - began, 6), "mount": round(time.perf_counter() - found, 6)})
+        mounting_s = 0.0
+
+        def mount(template: Template) -> None:
+            nonlocal mounting_s
+            ready = time.perf_counter()
+            with full_disk_named(f"checkout {lease.id}"), suppress(FileExistsError):
+                os.mkdir(lease.tree_path, 0o755)
+            self._swap(lease, template)
+            mounting_s = time.perf_counter() - ready
+
+        template = await self._with_template(lease, lease.commit, mount)
+        template_s = time.perf_counter() - began - mounting_s
+        return Made(template.tree, {"template": round(template_s, 6), "mount": round(mounting_s, 6)})
 
     async def reset(self, lease: Lease, to: Target) -> Proof:
-        template = await self._ready(lease, to.commit)
-        sight = await self._sight(template)
-        await self._keep_up()
-        before, old = self._held.get(lease.directory), _newest(lease.directory)
-        self._templates.hold(template)  # both stacks stay until one of them is mounted
-        with full_disk_named(f"checkout {lease.id}"):
-            fresh = _make_layer(lease, _number(old) + 1)
-        self._mounter.unmount(lease.tree_path)
-        try:
-            self._mount(lease, template, fresh)
-        except MirrordError:
-            self._templates.drop(template)
-            self._go_back(lease, before, old, fresh)
-            raise
-        self._held[lease.directory] = template.layers
-        if before is not None:
-            self._templates.drop_layers(before)
-        if old is not None:
-            self._remove_soon(old)
-        return _prove(lease, template, sight)
+        await self._rubbish.keep_up()
+        template = await self._with_template(lease, to.commit, lambda template: self._swap(lease, template))
+        sight = self._sights.get(template.layers) or await self._look_at(template)
+        proof = Proof(
+            head=_read_head(lease.tree_path),
+            tree=template.tree,
+            index=sight.index,
+            control_files=sight.control_files,
+            files_checked=0,
+            files_restored=0,
+            files_removed=0,
+            refs=list(sight.refs),
+            packs=list(sight.packs),
+            method=_METHOD,
+        )
+        return require(proof, head=template.head, tree=to.tree)
 
     async def adopt(self, lease: Lease) -> bool:
-        mount = self._found.pop(lease.tree_path, None)
-        if mount is not None:
-            layers = tuple(self._unmapped(path) for path in mount.lower)
-            self._templates.hold_layers(layers)
-            self._held[lease.directory] = layers
+        is_mounted = str(lease.tree_path) in self._mounted
+        self._mounted.discard(str(lease.tree_path))
+        for old in lease.directory.glob(f"{_OLD}*"):
+            self._rubbish.add(old)
+        if lease.state is LeaseState.RESETTING:  # whatever is there, it is reset next
             return True
-        return await self._mount_again(lease)
+        try:
+            await self._with_template(lease, lease.commit, lambda found: None if is_mounted else self._mount_again(lease, found))
+        except (MirrordError, OSError) as error:
+            log.warning("checkout.orphaned", checkout=lease.id, mounted=is_mounted, error=str(error))
+            return is_mounted
+        return True
 
     async def destroy(self, directory: Path, lease: Lease | None) -> None:
-        self._mounter.unmount(directory / "tree")
-        held = self._held.pop(lease.directory, None) if lease is not None else None
-        if held is not None:
-            self._templates.drop_layers(held)
+        self._mounter.umount(directory.name)
+        if lease is not None and (template := self._held.pop(lease.id, None)):
+            self._templates.drop(template)
         await anyio.to_thread.run_sync(discard, directory)
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:
-        layer = _newest(lease.directory)
-        if layer is None:
-            raise BackendUnavailableError(f"cannot read checkout {lease.id}: its layer is gone", hint="release it")
+        template = self._held.get(lease.id)
+        layers = template.layers if template else ()
         mirror = self._mirrors_path(lease.mirror)
-        return await self._workers.call(
-            list_overlay_changes, layer / "upper", lease.tree_path, mirror, lease.tree, timeout=_TIMEOUT
-        )
+        upper = lease.directory / "layer" / "upper"
+        facts = (lease.tree_path, upper, layers, mirror, lease.tree)
+        return await self._workers.call(list_overlay_changes, *facts, timeout=_TIMEOUT)
 
     # -- templates ----------------------------------------------------------------------------------------------------
 
-    async def _ready(self, lease: Lease, commit: CommitId) -> Template:
-        """The template for the lease's owner, with the layers shown as that owner's where it is not us."""
+    async def _with_template(self, lease: Lease, commit: CommitId, mount: Callable[[Template], object]) -> Template:
+        """Find or make a template and `mount` it; hold it for the lease, in the place of the one before.
+
+        A template can vanish between the two, or be deleted behind our back: it is made again, once.
+        """
         owner = (lease.owner_uid, lease.owner_gid)
-        if self._is_foreign(owner) and owner not in self._mapped:
-            self._map(owner)
-        found = self._templates.find(lease.mirror, commit, lease.history, owner)
-        return found or await self._templates.ensure(lease.mirror, commit, lease.history, owner)
+        self._must_serve(owner)
+        for attempt in (1, 2):
+            found = self._templates.find(lease.mirror, commit, lease.history, owner)
+            template = found or await self._templates.ensure(lease.mirror, commit, lease.history, owner)
+            self._templates.hold(template)
+            try:
+                mount(template)
+            except FileNotFoundError as error:
+                self._templates.drop(template)
+                if attempt == 2:
+                    raise ResourceError(f"cannot mount checkout {lease.id}: {error.strerror}", hint="try again") from error
+            except BaseException:
+                self._templates.drop(template)
+                raise
+            else:
+                break
+        if before := self._held.get(lease.id):
+            self._templates.drop(before)
+        self._held[lease.id] = template
+        return template
 
-    def _hold(self, lease: Lease, layers: tuple[Path, ...]) -> None:
-        self._templates.hold_layers(layers)
-        self._held[lease.directory] = layers
+    async def _look_at(self, template: Template) -> Sight:
+        sight = await anyio.to_thread.run_sync(look_at, template.layers)
+        if len(self._sights) >= _SIGHTS_MAX:
+            self._sights.clear()
+        self._sights[template.layers] = sight
+        return sight
 
-    async def _sight(self, template: Template) -> Sight:
-        """What the template's `.git` holds; read once for each template."""
-        if template.layers not in self._sights:
-            if len(self._sights) > 4096:
-                self._sights.clear()
-            self._sights[template.layers] = await anyio.to_thread.run_sync(look_at, template.layers)
-        return self._sights[template.layers]
+    # -- layers and mounts --------------------------------------------------------------------------------------------
+
+    def _swap(self, lease: Lease, template: Template) -> None:
+        """Put a fresh layer and mount into the place of what is there. Where that fails, what was there comes back."""
+        old = _set_aside(lease.directory)
+        try:
+            self._make_layer(lease)
+            self._mounter.umount(lease.id)
+            self._mount(lease, template)
+        except BaseException:
+            self._put_back(lease, old)
+            raise
+        self._rubbish.add(old)
+
+    def _put_back(self, lease: Lease, old: Path) -> None:
+        self._rubbish.add(_set_aside(lease.directory))
+        template = self._held.get(lease.id)
+        try:
+            old.rename(lease.directory / _LAYER)
+            if template:
+                self._mount_again(lease, template)
+        except (MirrordError, OSError) as error:
+            log.warning("checkout.unmounted", checkout=lease.id, error=str(error))
+
+    def _mount_again(self, lease: Lease, template: Template) -> None:
+        """Mount the layer that is there. A volatile overlay's work directory cannot be used twice."""
+        layer = lease.directory / _LAYER
+        self._mounter.umount(lease.id)
+        old = _set_aside(lease.directory, f"{_LAYER}/work")
+        (layer / "work").mkdir(mode=0o700)
+        self._rubbish.add(old)
+        self._mount(lease, template)
+        log.info("checkout.remounted", checkout=lease.id)
+
+    def _make_layer(self, lease: Lease) -> None:
+        layer = f"{lease.directory}/{_LAYER}"
+        with full_disk_named(f"checkout {lease.id}"):
+            os.mkdir(layer, 0o700)
+            os.mkdir(f"{layer}/upper", 0o755)
+            os.mkdir(f"{layer}/work", 0o700)
+        if (owner := (lease.owner_uid, lease.owner_gid)) != self._me:
+            os.chown(f"{layer}/upper", *owner)
+
+    def _mount(self, lease: Lease, template: Template) -> None:
+        owner = (lease.owner_uid, lease.owner_gid)
+        layers = tuple(str(path).removeprefix(self._store) for path in template.layers)
+        if owner == self._me:
+            self._mounter.mount(OverlayOrder(lease.id, layers, None))
+            return
+        self._have_idmap(owner)
+        order = OverlayOrder(lease.id, layers, owner)
+        try:
+            self._mounter.mount(order)
+        except FileNotFoundError:  # the store was deleted and made again, and the idmapped one is still the old
+            self._mounter.make_idmap(owner)
+            self._mounter.mount(order)
 
     # -- owners -------------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _is_foreign(owner: tuple[int, int]) -> bool:
-        return owner != (os.geteuid(), os.getegid())
+    def _must_serve(self, owner: Owner) -> None:
+        if owner != self._me and not self._may_map_owners:
+            raise BackendUnavailableError(
+                f"cannot give an overlay checkout to uid {owner[0]}: this host has no idmapped mounts for it",
+                hint="use the pool backend; Linux 5.19 and newer have them on ext4, xfs and btrfs",
+            )
 
-    def _map(self, owner: tuple[int, int]) -> None:
-        """Show all templates once more, as this owner's."""
-        target = self._idmaps / f"{owner[0]}-{owner[1]}"
-        target.mkdir(mode=0o700, exist_ok=True)
-        self._mounter.bind_idmapped(self._store, target, owner)
-        self._mapped.add(owner)
-        log.info("templates.mapped", uid=owner[0], gid=owner[1])
+    def _have_idmap(self, owner: Owner) -> None:
+        if self._idmaps.pop(owner, owner) is not None:
+            self._mounter.make_idmap(owner)
+        self._idmaps[owner] = None
+        if len(self._idmaps) > _IDMAPS_MAX:
+            self._drop_idmap(next(iter(self._idmaps)))
 
-    def _lower(self, layers: tuple[Path, ...], owner: tuple[int, int]) -> list[Path]:
-        if not self._is_foreign(owner):
-            return list(layers)
-        shown = self._idmaps / f"{owner[0]}-{owner[1]}"
-        return [shown / path.relative_to(self._store) for path in layers]
-
-    def _unmapped(self, path: Path) -> Path:
-        """The layer itself, for a path as it was mounted."""
-        if not path.is_relative_to(self._idmaps):
-            return path
-        return self._store.joinpath(*path.relative_to(self._idmaps).parts[1:])
-
-    # -- mounts -------------------------------------------------------------------------------------------------------
-
-    def _mount(self, lease: Lease, template: Template, layer: Path) -> None:
-        lower = self._lower(template.layers, (lease.owner_uid, lease.owner_gid))
-        self._mounter.mount_overlay(lease.tree_path, lower, layer / "upper", layer / "work")
-
-    def _go_back(self, lease: Lease, before: tuple[Path, ...] | None, old: Path | None, fresh: Path) -> None:
-        """A reset could not mount: bring the former state back as far as it goes."""
-        self._remove_soon(fresh)
-        if before is None or old is None:
-            return
-        lower = self._lower(before, (lease.owner_uid, lease.owner_gid))
-        allow_remount(old / "work")
-        with suppress(MirrordError):
-            self._mounter.mount_overlay(lease.tree_path, lower, old / "upper", old / "work")
-
-    async def _mount_again(self, lease: Lease) -> bool:
-        """After a reboot, or when somebody unmounted it: what the owner wrote is still in the newest layer."""
-        layer = _newest(lease.directory)
-        if layer is None:
-            return False
-        try:
-            template = await self._ready(lease, lease.commit)
-            allow_remount(layer / "work")
-            self._mount(lease, template, layer)
-        except (MirrordError, OSError) as error:
-            log.warning("checkout.unmountable", checkout=lease.id, error=str(error))
-            return False
-        self._hold(lease, template.layers)
-        return True
-
-    # -- old layers ---------------------------------------------------------------------------------------------------
-
-    async def _keep_up(self) -> None:
-        """Wait while many old layers are still to be deleted."""
-        while len(self._removals) > _REMOVALS:
-            await asyncio.wait(self._removals, return_when=asyncio.FIRST_COMPLETED)
-
-    def _remove_soon(self, layer: Path) -> None:
-        task = asyncio.get_running_loop().create_task(self._remove(layer))
-        self._removals.add(task)
-        task.add_done_callback(self._removals.discard)
-
-    async def _remove(self, layer: Path) -> None:
-        try:
-            await anyio.to_thread.run_sync(discard, layer)
-        except (MirrordError, OSError) as error:
-            log.warning("layer.kept", layer=str(layer), error=str(error))  # it goes with its checkout
+    def _drop_idmap(self, owner: Owner) -> None:
+        self._idmaps.pop(owner, None)
+        self._mounter.drop_idmap(owner)
+        with suppress(OSError):
+            (self._idmaps_path / f"{owner[0]}-{owner[1]}").rmdir()
 
 
-def _make_layer(lease: Lease, number: int) -> Path:
-    layer = lease.directory / f"{_LAYER}{number}"
-    for path in (layer, layer / "upper", layer / "work"):
-        path.mkdir()
-    upper = layer / "upper"
-    upper.chmod(0o755)  # whatever the umask: this is the mode of the tree's top
-    if lease.owner_uid != os.geteuid() or lease.owner_gid != os.getegid():
-        os.chown(upper, lease.owner_uid, lease.owner_gid)
-    return layer
+def _set_aside(directory: Path, name: str = _LAYER) -> Path:
+    """Rename something in a checkout's directory out of the way; it need not be there."""
+    old = directory / f"{_OLD}{secrets.token_hex(8)}"
+    with suppress(FileNotFoundError):
+        os.rename(f"{directory}/{name}", old)
+    return old
 
 
-def _newest(directory: Path) -> Path | None:
-    """The layer with the highest number; older ones are waiting to be deleted."""
-    layers = [path for path in directory.glob(f"{_LAYER}*") if (path / "upper").is_dir()]
-    return max(layers, key=_number, default=None)
-
-
-def _number(layer: Path | None) -> int:
-    return int(layer.name.removeprefix(_LAYER)) if layer is not None else -1
-
-
-def _prove(lease: Lease, template: Template, sight: Sight) -> Proof:
-    """Read HEAD through the mount: the stack that serves is the one that was asked for."""
-    head = (lease.tree_path / ".git/HEAD").read_text(encoding="ascii").strip()
-    if head != template.head:
-        raise ProofFailedError(
-            f"cannot prove checkout {lease.id}: HEAD is {head}, not {template.head}",
-            hint="the checkout was destroyed; ask for another",
-            wanted=template.head,
-            seen=head,
-        )
-    return Proof(
-        head=head,
-        tree=template.tree,
-        index=sight.index,
-        control_files=sight.control_files,
-        files_checked=1,
-        files_restored=0,
-        files_removed=0,
-        refs=list(sight.refs),
-        packs=list(sight.packs),
-        method="an empty layer over a template that was verified by content, HEAD read back",
-    )
+def _read_head(tree: Path) -> str:
+    """What HEAD says through the mount, that of the client's tree."""
+    try:
+        with (
+            opened(open_directory(tree)) as top,
+            opened(open_child(top, b".git")) as git,
+            opened(open_regular(git, b"HEAD")) as head,
+        ):
+            return os.read(head, 64).decode("ascii").strip()
+    except (OSError, ValueError) as error:
+        hint = "end the processes that run in it before a reset"
+        raise ProofFailedError(f"cannot prove the checkout clean: its HEAD cannot be read: {error}", hint=hint) from error

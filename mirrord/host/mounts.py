@@ -1,7 +1,7 @@
 """Mounts: the raw system calls, with types and our errors.
 
-Owns how an overlay, an idmapped bind and an unmount are asked of the kernel, and what its refusals mean. Decides nothing about what
-is mounted where. Mounts outlive the process that made them: nothing here is undone by a crash.
+Owns how an overlay, an idmapped bind and an unmount are asked of the kernel, and what its refusals mean. Decides nothing about
+what is mounted where. Mounts outlive the process that made them: nothing here is undone by a crash.
 
 A path that is gone stays FileNotFoundError, so that the caller can make it anew; every other refusal is a ResourceError.
 """
@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 from ..errors import BackendUnavailableError, DiskFullError, MirrordError, ResourceError
 from .files import opened
@@ -74,7 +73,7 @@ def umount(target: str) -> bool:
             if number in (errno.EINVAL, errno.ENOENT):
                 return count > 0
             raise _refused("unmount", target, number)
-    raise ResourceError(f"cannot unmount {target}: {_STACKED_MAX} mounts were taken away and there are more", hint="unmount it by hand")
+    raise ResourceError(f"cannot unmount {target}: {_STACKED_MAX} mounts went and there are more", hint="unmount it by hand")
 
 
 def clone_idmapped(source: int, target: int, userns: int) -> None:
@@ -82,7 +81,8 @@ def clone_idmapped(source: int, target: int, userns: int) -> None:
 
     All three are descriptors. Needs Linux 5.12, and 5.19 for overlays on it.
     """
-    clone = _syscall("clone", "the templates", _SYS_OPEN_TREE, source, b"", _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | _AT_EMPTY_PATH)
+    how = _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | _AT_EMPTY_PATH
+    clone = _syscall("clone", "the templates", _SYS_OPEN_TREE, source, b"", how)
     flags = _MOUNT_ATTR_IDMAP | _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
     attributes = _MountAttr(attr_set=flags, userns_fd=userns)
     with opened(clone):
