@@ -28,7 +28,7 @@ from .checkouts.trial import find_overlay
 from .condition import Condition, HealthReport
 from .config import Settings
 from .datasets.service import Datasets
-from .errors import InvalidConfigError, MirrordError
+from .errors import BackendUnavailableError, InvalidConfigError, MirrordError
 from .git.command import Git
 from .git.workers import Workers
 from .host.peers import Access
@@ -41,7 +41,7 @@ from .jobs.watch import Signature, Watch, is_complete_name, signature_of
 from .jobs.work import Work
 from .layout import Layout
 from .mirrors.service import Mirrors
-from .model import CommitId, CommitState, History, MirrorName, utc_now
+from .model import Backend, CommitId, CommitState, History, MirrorName, utc_now
 from .protocol import Audit, AuditSummary, ReloadAnswer, Status
 
 log = structlog.get_logger()
@@ -157,6 +157,15 @@ class Engine:
         )
         self._closing.push_async_callback(self.checkouts.close)
         await self.checkouts.open()
+        self._note_backend()
+
+    def _note_backend(self) -> None:
+        """A backend that was asked for and that this host lacks is degraded, not refused: the other one's leases go on."""
+        try:
+            self.backend = self.checkouts.backend
+        except BackendUnavailableError as error:
+            self.backend = self._settings.checkouts.backend
+            self.condition.note("backend", error.message)
 
     async def _open_jobs(self) -> None:
         """Last, because jobs use everything: configured mirrors, the clock, the watched places."""
@@ -195,7 +204,10 @@ class Engine:
 
     async def _prepare(self, name: MirrorName, commit: CommitId, history: History) -> None:
         """Make a checkout of this commit warm."""
-        await self.gitdirs.ensure(name, commit, history)
+        if self.backend is Backend.OVERLAY:
+            await self.templates.ensure(name, commit, history, None)
+        else:
+            await self.gitdirs.ensure(name, commit, history)
 
     async def _mirrors_changed(self) -> None:
         await self.schedule.reconcile()
@@ -279,7 +291,7 @@ class Engine:
             started_at=self.started_at,
             state_dir=str(self.layout.root),
             config_path=str(self._config_path) if self._config_path else None,
-            backend=self.checkouts.backend,
+            backend=self.backend,
             health=self.health().health,
             mirrors=await self.mirrors.list(),
             datasets=await self.catalog.summarise_datasets(),

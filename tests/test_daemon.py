@@ -216,3 +216,12 @@ def test_the_process_is_lean_and_idle() -> None:
         assert not [name for name in ("pygit2", "libgit2", "pyarrow") if name in maps]
         resident = next(line for line in Path(f"/proc/{running.pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
         assert int(resident.split()[1]) < 90 * 1024
+
+
+def test_a_backend_that_the_host_lacks_degrades_the_daemon_with_its_reason() -> None:
+    """An ordinary user cannot mount; what else there is goes on, and status still answers."""
+    with daemon("[checkouts]\nbackend = 'overlay'\n", user=NOBODY, environment={"HOME": "/nonexistent"}) as running:
+        status, _, body = running.get("/v1/health")
+        assert status == 503
+        assert "overlay" in json.loads(body)["reasons"][0]
+        assert running.json("GET", "/v1/status")["backend"] == "overlay"
