@@ -21,6 +21,8 @@ from mirrord.checkouts.gitdirs import Gitdirs
 from mirrord.checkouts.leases import Lease, Leases
 from mirrord.checkouts.pool import PoolBackend
 from mirrord.checkouts.service import Checkouts
+from mirrord.checkouts.templates import Templates
+from mirrord.checkouts.trial import find_overlay
 from mirrord.config import Settings
 from mirrord.datasets.service import Datasets
 from mirrord.git.command import Git
@@ -131,14 +133,19 @@ class Service:
         await self.datasets.open()
         self.gitdirs = Gitdirs(state_dir=self.state, git=git_starter, workers=self.workers, mirrors_path=self.mirrors.path)
         await self.gitdirs.open()
+        store: dict[str, Any] = {"state_dir": self.state, "workers": self.workers, "mirrors_path": self.mirrors.path}
+        self.templates = Templates(settings=lambda: self._settings, gitdirs=self.gitdirs, events=self.events, **store)
+        await self.templates.open()
+        overlay = await find_overlay(service=self.state / "mount.sock", templates=self.templates, **store)
         self.checkouts = Checkouts(
-            state_dir=self.state, mirrors=self.mirrors, datasets=self.datasets, gitdirs=self.gitdirs, overlay=None,
+            state_dir=self.state, mirrors=self.mirrors, datasets=self.datasets, gitdirs=self.gitdirs, overlay=overlay,
             access=Access(lambda: self._settings), clock=lambda: utc_now() + self.now_shift, **parts,
         )  # fmt: skip
         await self.checkouts.open()
 
     async def close(self) -> None:
         await self.checkouts.close()
+        await self.templates.close()
         await self.mirrors.close()
         await self.workers.close()
         await self.catalog.close()
