@@ -29,6 +29,7 @@ from ..errors import (
 )
 from ..git.workers import Workers
 from ..host.peers import Access, Peer, Role
+from ..host.processes import may_give_files_away
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
 from ..model import Backend, CheckoutId, History, MirrorName, View, utc_now
@@ -76,6 +77,7 @@ class Checkouts:
         self._keeper = Keeper(state_dir / "checkouts", backends, events, self._locked)
         self._leases = self._keeper.leases
         self._locks: dict[CheckoutId, anyio.Lock] = {}
+        self._may_give_files_away = may_give_files_away()
         self._making = 0
         self._closing = False
 
@@ -269,10 +271,10 @@ class Checkouts:
             raise AccessError(
                 f"cannot check out with {what}: only administrators may", hint="see access.admins in the configuration"
             )
-        if os.geteuid() not in {0, peer.uid}:
+        if peer.uid != os.geteuid() and not self._may_give_files_away:
             raise AccessError(
                 f"cannot make a checkout for uid {peer.uid}: this daemon runs as uid {os.geteuid()} and cannot give files away",
-                hint="run the daemon as root to serve other users",
+                hint="run the daemon as root, or by systemd/mirrord.service, to serve other users",
             )
         if history is History.LINKED and peer.uid != os.geteuid():
             raise AccessError(

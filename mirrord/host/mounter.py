@@ -1,9 +1,10 @@
 """The mount service: `python -m mirrord.host.mounter --state-dir DIR --user USER (--socket PATH | socket of systemd)`.
 
 A process with CAP_SYS_ADMIN and no mount namespace of its own, that mounts checkouts for a daemon that has neither. It is a
-privilege boundary: it answers one uid (SO_PEERCRED), takes four typed requests, makes every path itself out of checked names, and
-opens each below the state directory following no link; the kernel gets those descriptors, so what a name comes to mean later does
-not matter. It reads no file of a checkout, runs nothing, and keeps nothing: killed at any moment, it goes on where it was.
+privilege boundary: it answers one uid and root (SO_PEERCRED), takes four typed requests, makes every path itself out of checked
+names, and opens each below the state directory following no link; the kernel gets those descriptors, so what a name comes to mean
+later does not matter. Nobody's file is ever shown as root's or the daemon's. It reads no file of a checkout, runs nothing, and
+keeps nothing: killed at any moment, it goes on where it was.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import AccessError, InvalidRequestError, MirrordError, ResourceError
+from ..errors import AccessError, BackendUnavailableError, InvalidRequestError, MirrordError, ResourceError
 from . import mounts
 from .files import open_directory, opened
 from .mounting import MESSAGE_MAX_BYTES, PROBE_LAYER, OverlayOrder, make_idmap, templates_for
@@ -35,7 +36,8 @@ _LAYER = re.compile(
     rf"{_MIRROR}/(trees/[0-9a-f]{{40}}(@[0-9a-f]{{40}})?/files|indexes/[0-9a-f]{{40}}-\d+-\d+|gits/(sealed|squashed)-[0-9a-f]{{40}})"
 )
 _LAYERS_MAX = 64
-_UID_MAX = 2**32 - 2
+_ID_MAX = 2**32 - 2
+_CONNECTIONS_MAX = 64
 _PEERCRED = struct.Struct("3i")
 
 
@@ -67,6 +69,7 @@ class GuardedMounter:
             return
 
     def make_idmap(self, owner: Owner) -> None:
+        self._must_be_ordinary(owner)
         self.drop_idmap(owner)
         with ExitStack() as stack:
             idmaps = self._open(stack, "idmaps")
@@ -82,6 +85,14 @@ class GuardedMounter:
                 mounts.umount(mounts.descriptor_path(self._open(stack, templates_for(owner))))
         except FileNotFoundError:
             return
+
+    def _must_be_ordinary(self, owner: Owner) -> None:
+        """A file of the daemon's that is shown as root's could be copied up, set-uid bit and all."""
+        if 0 in owner or owner[0] == self._uid:
+            raise BackendUnavailableError(
+                f"cannot map the templates to uid {owner[0]}, gid {owner[1]}: only to ordinary users",
+                hint="the pool backend serves root where the daemon is not root",
+            )
 
     def _open(self, stack: ExitStack, path: str) -> int:
         return stack.enter_context(opened(mounts.open_beneath(self._state, path)))
@@ -137,7 +148,7 @@ def _layers(value: Sequence[object]) -> tuple[str, ...]:
 
 def _owner(value: Sequence[object]) -> Owner:
     uid, gid = value
-    if not all(type(each) is int and 0 <= each <= _UID_MAX for each in (uid, gid)):
+    if not all(type(each) is int and 0 <= each <= _ID_MAX for each in (uid, gid)):
         raise ValueError(value)
     return cast("Owner", (uid, gid))
 
@@ -177,10 +188,10 @@ class Service:
             return
         connection.setblocking(False)
         _, uid, _ = _PEERCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))
-        if uid == self._uid:
+        if uid in (0, self._uid) and len(self._selector.get_map()) <= _CONNECTIONS_MAX:
             self._selector.register(connection, selectors.EVENT_READ)
             return
-        refusal = AccessError(f"cannot mount for uid {uid}: only for the daemon's user")
+        refusal = AccessError(f"cannot mount for uid {uid}: only for the daemon's user, {_CONNECTIONS_MAX} at a time")
         print(f"<4>connection.refused uid={uid}", file=sys.stderr, flush=True)  # noqa: T201  (the journal reads stderr)
         _send(connection, {"problem": refusal.problem()})
         connection.close()

@@ -23,7 +23,7 @@ from .userns import Owner, opened_userns
 
 PROBE_LAYER = ".probe"
 MESSAGE_MAX_BYTES = 64 * 1024
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +168,8 @@ class RemoteMounter:
 
 def _no_answer(path: Path, error: OSError) -> ResourceError:
     fact = f"cannot ask the mount service at {path}: {error.strerror or error}"
-    if isinstance(error, (FileNotFoundError, ConnectionRefusedError, PermissionError)):
-        return BackendUnavailableError(fact, hint="start mirrord-mount.socket; it answers only to the daemon's user")
+    if isinstance(error, (FileNotFoundError, ConnectionRefusedError, PermissionError, TimeoutError)):
+        return BackendUnavailableError(fact, hint="see mirrord-mount.socket; it answers only to the daemon's user")
     return ResourceError(fact, hint="try again; see the log of mirrord-mount.service")
 
 

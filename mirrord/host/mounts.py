@@ -17,6 +17,7 @@ from contextlib import ExitStack
 
 from ..errors import BackendUnavailableError, DiskFullError, MirrordError, ResourceError
 from .files import opened
+from .processes import Capability, has_capabilities
 
 _MS_NOSUID, _MS_NODEV = 2, 4  # linux/mount.h
 _MNT_DETACH = 2
@@ -25,7 +26,6 @@ _OPEN_TREE_CLOEXEC = os.O_CLOEXEC
 _MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_T_EMPTY_PATH = 0x4, 0x40
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV, _MOUNT_ATTR_IDMAP = 0x1, 0x2, 0x4, 0x100000
 _AT_EMPTY_PATH = 0x1000
-_CAP_SYS_ADMIN = 21
 _SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_OPENAT2, _SYS_MOUNT_SETATTR = 428, 429, 437, 442  # the same on every architecture
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x2, 0x4, 0x8
 
@@ -130,9 +130,7 @@ def is_private_namespace() -> bool:
 
 def may_mount() -> bool:
     """Whether this process has CAP_SYS_ADMIN."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        effective = next(line for line in file if line.startswith("CapEff:"))
-    return bool(int(effective.split()[1], 16) >> _CAP_SYS_ADMIN & 1)
+    return has_capabilities(Capability.SYS_ADMIN)
 
 
 def _overlay_options(lower: Sequence[str], upper: str, work: str) -> bytes:

@@ -1,6 +1,7 @@
 """What a process asks the kernel and the allocator about itself.
 
-Owns the two calls that a worker process makes: dying with its parent, and giving memory back. Never touches another process.
+Owns what a process may do, and the two calls that a worker makes: dying with its parent, and giving memory back. Never touches
+another process.
 """
 
 from __future__ import annotations
@@ -8,12 +9,34 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from enum import IntEnum
 from pathlib import Path
 
 from ..errors import ResourceError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Capability(IntEnum):
+    """Of linux/capability.h, those that somebody here asks for."""
+
+    CHOWN = 0
+    DAC_OVERRIDE = 1
+    FOWNER = 3
+    SYS_ADMIN = 21
+
+
+def has_capabilities(*wanted: Capability) -> bool:
+    """Whether this process, root or not, has all of them in effect."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    effective = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
+    return all(effective >> capability & 1 for capability in wanted)
+
+
+def may_give_files_away() -> bool:
+    """Whether this process can make files for other users, and take them back whatever those did to the modes."""
+    return has_capabilities(Capability.CHOWN, Capability.DAC_OVERRIDE, Capability.FOWNER)
 
 
 def die_with_parent(parent_pid: int) -> None:
