@@ -83,11 +83,11 @@ def test_a_sealed_store_is_sealed(site: Site) -> None:
 
 
 def test_tags_on_ancestors_are_there_and_no_others(site: Site) -> None:
-    """Light, annotated and nested ones, peeled; none on a later commit, none on a tree."""
+    """Light, annotated and nested ones, all as refs to their commit; none on a later commit, none on a tree."""
     gitdir = site.build(site.line[4])
     assert git(gitdir.path, "tag").split() == ["light", "nested", "v1.0"]
-    assert (gitdir.git / "packed-refs").read_text().count("^" + site.line[2]) == 2
-    assert git(gitdir.path, "describe", "--match=v*") == f"v1.0-2-g{site.line[4][:7]}"
+    assert (gitdir.git / "packed-refs").read_text().count(site.line[2]) == 3
+    assert git(gitdir.path, "describe", "--tags", "--match=v*") == f"v1.0-2-g{site.line[4][:7]}"
     assert site.build(site.line[1]).tag_count == 0
     assert site.build(site.line[7]).tag_count == 4
 

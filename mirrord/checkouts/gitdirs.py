@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from ..git.packs import PackIndex
 from ..git.workers import Workers
 from ..model import CommitId, History, MirrorName
 from .closures import Closures, Recorded, building, nothing_recorded, publish, remove_leftovers
-from .packing import PackFile, pack_list, pack_range
+from .packing import PackFile, pack_range
 from .tags import Tag, packed_refs, tags_within
 
 CONFIG = (
@@ -173,8 +173,7 @@ class Gitdirs:
         mirror = self._mirrors_path(name)
         indexes = await anyio.to_thread.run_sync(lambda: [PackIndex(pack.index) for pack in packs])
         tags = await tags_within(self._git, mirror, indexes)
-        tag_pack = await self._pack_tags(name, tags)
-        return _Contents(commit, tree, (*packs, *tag_pack), tuple(tags))
+        return _Contents(commit, tree, packs, tuple(tags))
 
     async def _read_commit(self, name: MirrorName, commit: CommitId) -> tuple[str, int]:
         """Tree and committer time, of bytes that hash to the commit's name."""
@@ -204,22 +203,6 @@ class Gitdirs:
         mirror = self._mirrors_path(name)
         pack = await pack_range(self._git, self._workers, mirror, head, None, into=scratch, extra=objects)
         return _Contents(head, tree, (pack,), ())
-
-    async def _pack_tags(self, name: MirrorName, tags: Sequence[Tag]) -> tuple[PackFile, ...]:
-        """One pack for one set of tag objects, shared by all commits between two releases."""
-        oids = sorted({oid for tag in tags for oid in tag.objects})
-        if not oids:
-            return ()
-        listing = "".join(f"{oid}\n" for oid in oids).encode()
-        directory = self._closures.directory(name)
-        target = directory / f"tags-{hashlib.sha1(listing, usedforsecurity=False).hexdigest()}"
-        if not list(target.glob("*.idx")):
-            with building(directory) as temporary:
-                (temporary / "listing").write_bytes(listing)
-                await pack_list(self._git, self._workers, self._mirrors_path(name), temporary / "listing", into=temporary)
-                publish(temporary, target)
-        (pack,) = target.glob("*.pack")
-        return (PackFile(pack, len(oids), pack.stat().st_size + pack.with_suffix(".idx").stat().st_size),)
 
 
 # -- on disk ----------------------------------------------------------------------------------------------------------

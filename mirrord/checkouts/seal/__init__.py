@@ -17,10 +17,10 @@ from ...errors import CorruptObjectError, GitFailedError
 from ...git.command import run_git_sync
 from ...model import CommitId, parse_commit
 from ...protocol import SealLeak, SealReport
-from ..tags import parse_targets
 from .contents import TIMEOUT, Contents, read_contents
 from .names import Named, iter_names, iter_sources, resolve_head
 from .repository import Repository, iter_files, locate, read_bytes
+from .tags import parse_targets
 
 __all__ = ["verify_seal"]
 
