@@ -28,17 +28,17 @@ from .checkouts.trial import find_overlay
 from .condition import Condition, HealthReport
 from .config import Settings
 from .datasets.service import Datasets
+from .duties.prewarm import Prewarm
+from .duties.table import Jobs
+from .duties.work import Work
 from .errors import BackendUnavailableError, InvalidConfigError, MirrordError
 from .git.command import Git
 from .git.workers import Workers
 from .host.peers import Access
 from .jobs.events import Events
 from .jobs.operations import Operations
-from .jobs.prewarm import Prewarm
 from .jobs.schedule import Schedule
-from .jobs.table import Jobs
 from .jobs.watch import Signature, Watch, is_complete_name, signature_of
-from .jobs.work import Work
 from .layout import Layout
 from .mirrors.service import Mirrors
 from .model import Backend, CommitId, CommitState, History, MirrorName, utc_now

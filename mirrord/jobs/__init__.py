@@ -1,1 +1,1 @@
-"""What happens without a request, or longer than one: operations, events, the schedule, the watched directories."""
+"""What carries background work, whatever it is: operations, events, the schedule, watched directories."""

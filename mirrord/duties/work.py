@@ -16,10 +16,10 @@ from ..audit import Audits
 from ..checkouts.gitdirs import Gitdirs
 from ..checkouts.templates import Templates
 from ..datasets.service import Datasets
+from ..jobs.operations import Operations, ProgressSink
 from ..mirrors.service import Mirrors
 from ..model import DatasetName, MirrorName
 from ..protocol import Operation, StartAudit
-from .operations import Operations, ProgressSink
 
 
 class Work:

@@ -17,11 +17,11 @@ from ..checkouts.templates import Templates
 from ..config import Settings
 from ..errors import MirrordError, from_problem
 from ..host.processes import trim_memory
+from ..jobs.operations import Operations
+from ..jobs.schedule import Job
+from ..jobs.watch import Watch
 from ..model import AuditLevel, MirrorName
 from ..protocol import Operation, StartAudit
-from .operations import Operations
-from .schedule import Job
-from .watch import Watch
 from .work import Work
 
 EXPIRE_INTERVAL = timedelta(seconds=2)

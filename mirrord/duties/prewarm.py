@@ -14,9 +14,9 @@ import structlog
 from ..catalog import Catalog
 from ..config import Settings
 from ..errors import DiskFullError, MirrordError
+from ..jobs.operations import Operations, ProgressSink
 from ..model import CommitId, CommitRole, DatasetName, History, MirrorName
 from ..protocol import Progress
-from .operations import Operations, ProgressSink
 
 log = structlog.get_logger()
 
