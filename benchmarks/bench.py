@@ -107,10 +107,10 @@ class Bench:
             at.mkdir()
             for path in (upper, work, tree):
                 path.mkdir()
-            mount_overlay(tree, [lower], upper, work)
+            mount_overlay(str(tree), [str(lower)], str(upper), str(work))
             client.health()
             took = time.perf_counter() - began
-            umount(tree)
+            umount(str(tree))
             shutil.rmtree(at)
             return took
 

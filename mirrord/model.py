@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from base64 import b32encode
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import StrEnum
@@ -168,7 +169,7 @@ def parse_checkout_id(text: str) -> CheckoutId:
 
 def new_checkout_id() -> CheckoutId:
     """80 random bits."""
-    return CheckoutId("".join(secrets.choice("abcdefghijklmnopqrstuvwxyz234567") for _ in range(16)))
+    return CheckoutId(b32encode(secrets.token_bytes(10)).decode().lower())
 
 
 def utc_now() -> datetime:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -161,10 +161,22 @@ def _find(directory: Path) -> Lease | None:
 
 
 def _to_json(lease: Lease) -> dict[str, object]:
-    facts = asdict(lease)
-    del facts["directory"]
-    times = {"created_at": lease.created_at.isoformat(), "expires_at": lease.expires_at.isoformat()}
-    return {**facts, **times, "mirror": str(lease.mirror)}
+    """Written out, because `asdict` copies deeply: a third of the processor time of a checkout."""
+    return {
+        "id": lease.id,
+        "mirror": str(lease.mirror),
+        "commit": lease.commit,
+        "tree": lease.tree,
+        "instance": lease.instance,
+        "history": lease.history,
+        "view": lease.view,
+        "backend": lease.backend,
+        "owner_uid": lease.owner_uid,
+        "owner_gid": lease.owner_gid,
+        "created_at": lease.created_at.isoformat(),
+        "expires_at": lease.expires_at.isoformat(),
+        "state": lease.state,
+    }
 
 
 def _from_json(facts: dict[str, str], directory: Path) -> Lease:

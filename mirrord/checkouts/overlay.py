@@ -101,7 +101,8 @@ class OverlayBackend:
             ready = time.perf_counter()
             with full_disk_named(f"checkout {lease.id}"), suppress(FileExistsError):
                 os.mkdir(lease.tree_path, 0o755)
-            self._swap(lease, template)
+                self._make_layer(lease)
+            self._mount(lease, template)
             mounting_s = time.perf_counter() - ready
 
         template = await self._with_template(lease, lease.commit, mount)

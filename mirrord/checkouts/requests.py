@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..catalog.rows import InstanceRow, MirrorRow
+from ..catalog.rows import InstanceRow
 from ..errors import CommitNotFoundError, CommitUnservableError, InstanceNotFoundError, InvalidRequestError, MirrorNotFoundError
 from ..model import CommitId, MirrorName, shown
 from ..protocol import ResetCheckout, StartCheckout
@@ -30,7 +30,7 @@ class Instances(Protocol):
 class Commits(Protocol):
     """Where commits are looked up: the mirrors."""
 
-    async def get(self, text: str) -> MirrorRow: ...
+    def get_name(self, text: str) -> MirrorName: ...
 
     async def resolve(self, name: MirrorName, commitish: str) -> tuple[CommitId, str]: ...
 
@@ -96,7 +96,7 @@ class Requests:
             ) from error
 
     async def _commit(self, mirror: str, commitish: str) -> Wanted:
-        name = (await self._commits.get(mirror)).name
+        name = self._commits.get_name(mirror)
         return Wanted(name, await self._target(name, commitish))
 
     async def _target(self, name: MirrorName, commitish: str) -> Target:

@@ -96,14 +96,17 @@ class Mirrors:
 
     async def get(self, text: str) -> MirrorRow:
         """A mirror by any spelling; raises MirrorNotFoundError."""
-        try:
-            key = MirrorName.parse(text).key
-        except InvalidNameError as error:
-            raise _not_found(text) from error
-        found = await self._catalog.find_mirror(key)
+        found = await self._catalog.find_mirror(self.get_name(text).key)
         if found is None:
             raise _not_found(text)
         return found
+
+    def get_name(self, text: str) -> MirrorName:
+        """The name a mirror is kept under, by any spelling and from memory; raises MirrorNotFoundError."""
+        try:
+            return self._names[MirrorName.parse(text).key]
+        except (InvalidNameError, KeyError) as error:
+            raise _not_found(text) from error
 
     def path(self, name: MirrorName) -> Path:
         """The bare repository of a mirror, by any spelling."""
