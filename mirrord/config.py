@@ -179,7 +179,9 @@ class MirrorSettings(_Section):
 
 
 def default_state_dir() -> Path:
-    """Root's is /var/lib/mirrord; a user's is below XDG_STATE_HOME."""
+    """Systemd's StateDirectory=, where it starts us; root's is /var/lib/mirrord; a user's is below XDG_STATE_HOME."""
+    if given := os.environ.get("STATE_DIRECTORY"):
+        return Path(given.partition(":")[0])
     if os.geteuid() == 0:
         return Path("/var/lib/mirrord")
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "mirrord"
