@@ -77,7 +77,7 @@ def test_every_name_of_a_commit_answers_with_the_full_one(service: Service, upst
     assert checkout.commit == upstream.git("rev-parse", "v2")
     assert checkout.tree == upstream.git("rev-parse", "v2^{tree}")
     assert checkout.mirror == str(NAME)
-    assert (checkout.backend, checkout.history, checkout.owner_uid) == (Backend.POOL, History.SEALED, USER)
+    assert (checkout.history, checkout.owner_uid) == (History.SEALED, USER)
     assert as_user(Path(checkout.path), "rev-parse", "HEAD") == checkout.commit
 
 

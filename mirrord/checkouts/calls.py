@@ -79,5 +79,11 @@ def restore_paths(work: Work, commit: str, paths: list[bytes]) -> list[bytes]:
     return written
 
 
+def discard_all(directories: list[Path]) -> dict[Path, str]:
+    """Remove directories with all that is in them; answers what stood in the way of those that are left."""
+    problems: dict[Path, str] = _module("control").discard_all(directories)
+    return problems
+
+
 def _module(name: str) -> Any:
     return import_module(f"{__package__}.{name}")

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ProofFailedError
+from ..errors import MirrordError, ProofFailedError
 from ..host.files import find_stat, open_directory, opened, remove, unlock
 
 _BUILDING = b".building"
@@ -80,6 +80,17 @@ def discard(directory: Path) -> None:
     """Remove a directory with all that is in it, whatever its modes and flags; nothing there is fine."""
     with opened(open_directory(directory.parent)) as above:
         remove(above, os.fsencode(directory.name))
+
+
+def discard_all(directories: list[Path]) -> dict[Path, str]:
+    """`discard` each; one that resists does not keep the others."""
+    problems: dict[Path, str] = {}
+    for directory in directories:
+        try:
+            discard(directory)
+        except (MirrordError, OSError) as error:
+            problems[directory] = str(error)
+    return problems
 
 
 def _put(above: int, tree: int) -> None:

@@ -31,10 +31,9 @@ from ..model import Backend, CheckoutId, CommitId, MirrorName
 from ..protocol import Proof
 from .backend import Made, Target
 from .calls import list_overlay_changes
-from .control import discard
 from .leases import Lease, LeaseState
 from .proof import require
-from .rubbish import Rubbish
+from .rubbish import Rubbish, remove_untouched
 from .sights import Sight, look_at
 from .templates import Template, Templates
 
@@ -76,7 +75,7 @@ class OverlayBackend:
         self._sights: dict[tuple[Path, ...], Sight] = {}
         self._idmaps: dict[Owner, None] = {}  # the one used last at the end
         self._mounted: set[str] = set()
-        self._rubbish = Rubbish()
+        self._rubbish = Rubbish(workers)
 
     async def open(self) -> None:
         """See what is mounted; drop the idmapped templates of an earlier daemon, which nothing needs."""
@@ -145,7 +144,8 @@ class OverlayBackend:
         self._mounter.umount(directory.name)
         if lease is not None and (template := self._held.pop(lease.id, None)):
             self._templates.drop(template)
-        await anyio.to_thread.run_sync(discard, directory)
+        if not remove_untouched(str(directory)):
+            await self._rubbish.remove(directory)
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:
         template = self._held.get(lease.id)

@@ -1,25 +1,30 @@
-"""What checkouts were reset away from, removed in the background.
+"""Layers and checkouts that nobody needs any more, removed in the background.
 
-Owns how much of that runs at a time, and how long the backlog may get. Whatever is not removed when the daemon ends, or is
-killed, has a name that says what it is, and is found again.
+Owns what that may cost the daemon. A layer to which nothing was written goes at once, in a dozen system calls; whatever else
+there is goes in batches to a worker: deleting trees on a thread would make every request wait for the interpreter. What is not
+removed when the daemon ends, or is killed, has a name that says what it is, and is found again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-import anyio
-import anyio.to_thread
 import structlog
 
-from ..errors import MirrordError
-from .control import discard
+from ..errors import MirrordError, ResourceError
+from ..git.workers import Workers
+from .calls import discard_all
 
-_AT_A_TIME = 2
-_BACKLOG = 64
+_BATCH = 64
+_BACKLOG = 256
+_TIMEOUT = timedelta(minutes=10)
 _CLOSE_BOUND = timedelta(seconds=3)
+# What overlayfs leaves in a volatile work directory (Linux 6.18).
+_WORK = ("work/work/incompat/volatile", "work/work/incompat", "work/work", "work")
 
 log = structlog.get_logger()
 
@@ -27,33 +32,84 @@ log = structlog.get_logger()
 class Rubbish:
     """Belongs to one event loop."""
 
-    def __init__(self) -> None:
-        self._turns = asyncio.Semaphore(_AT_A_TIME)
-        self._tasks: set[asyncio.Task[None]] = set()
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._waiting: dict[Path, asyncio.Future[str | None]] = {}
+        self._sweeper: asyncio.Task[None] | None = None
 
-    def add(self, directory: Path) -> None:
-        """Remove a directory soon; one that is not there is fine."""
-        task = asyncio.get_running_loop().create_task(self._remove(directory))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def add(self, layer: Path) -> None:
+        """Remove a layer soon; one that is not there is fine."""
+        if not remove_unwritten(str(layer)):
+            self._enqueue(layer)
+
+    async def remove(self, directory: Path) -> None:
+        """Remove a directory, whatever its modes and flags. Raises ResourceError where that cannot be done."""
+        if problem := await self._enqueue(directory):
+            raise ResourceError(f"cannot remove {directory.name}: {problem}", hint="it is tried again when the daemon starts")
 
     async def keep_up(self) -> None:
         """Wait while there is too much of it."""
-        while len(self._tasks) > _BACKLOG:
-            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        while len(self._waiting) > _BACKLOG:
+            await asyncio.wait(self._waiting.values(), return_when=asyncio.FIRST_COMPLETED)
 
     async def close(self) -> None:
         """Finish what can be finished soon."""
-        if not self._tasks:
+        if self._sweeper is None:
             return
-        _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_BOUND.total_seconds())
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await asyncio.wait((self._sweeper,), timeout=_CLOSE_BOUND.total_seconds())
+        self._sweeper.cancel()
+        await asyncio.gather(self._sweeper, return_exceptions=True)
 
-    async def _remove(self, directory: Path) -> None:
-        async with self._turns:
+    def _enqueue(self, directory: Path) -> asyncio.Future[str | None]:
+        loop = asyncio.get_running_loop()
+        found = self._waiting.setdefault(directory, loop.create_future())
+        if self._sweeper is None or self._sweeper.done():
+            self._sweeper = loop.create_task(self._sweep())
+        return found
+
+    async def _sweep(self) -> None:
+        while batch := list(self._waiting)[:_BATCH]:
             try:
-                await anyio.to_thread.run_sync(discard, directory)
-            except (MirrordError, OSError) as error:
-                log.warning("layer.stuck", directory=str(directory), error=str(error))
+                problems = await self._workers.call(discard_all, batch, timeout=_TIMEOUT)
+            except MirrordError as error:
+                problems = dict.fromkeys(batch, error.message)
+            for directory in batch:
+                problem = problems.get(directory)
+                if problem:
+                    log.warning("directory.stuck", directory=str(directory), problem=problem)
+                waiting = self._waiting.pop(directory)
+                if not waiting.done():
+                    waiting.set_result(problem)
+
+
+def remove_unwritten(layer: str) -> bool:
+    """Remove an overlay's layer; False where something was written to it, or it is none. `git status` alone makes `.git`."""
+    try:
+        with suppress(FileNotFoundError):
+            os.rmdir(f"{layer}/upper/.git")
+        with suppress(FileNotFoundError):
+            os.rmdir(f"{layer}/upper")
+            with suppress(FileNotFoundError):
+                os.unlink(f"{layer}/work/work/incompat/volatile/dirty")
+            for name in _WORK:
+                os.rmdir(f"{layer}/{name}")
+        with suppress(FileNotFoundError):
+            os.rmdir(layer)
+    except OSError:
+        return False
+    return True
+
+
+def remove_untouched(checkout: str) -> bool:
+    """Remove the directory of a checkout whose layer nothing was written to; False where there is more in it."""
+    if not remove_unwritten(f"{checkout}/layer"):
+        return False
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(f"{checkout}/lease.json")
+        with suppress(FileNotFoundError):
+            os.rmdir(f"{checkout}/tree")
+        os.rmdir(checkout)
+    except OSError:
+        return False
+    return True
