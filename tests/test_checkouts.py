@@ -15,7 +15,6 @@ from gitrepos import Upstream
 
 from mirrord.errors import (
     AccessError,
-    BackendUnavailableError,
     CheckoutNotFoundError,
     CommitNotFoundError,
     InstanceNotFoundError,
@@ -92,7 +91,6 @@ def test_every_name_of_a_commit_answers_with_the_full_one(service: Service, upst
         ({"instance": "psf__requests@" + "0" * 39 + "1"}, CommitNotFoundError),
         ({"mirror": "psf__requests"}, InvalidRequestError),
         ({"instance": "x", "mirror": "psf__requests", "commit": "v2"}, InvalidRequestError),
-        ({"instance": "psf__requests@v2", "backend": "overlay"}, BackendUnavailableError),
         ({"instance": "psf__requests@v2", "history": "linked"}, AccessError),
         ({"instance": "psf__requests@v2", "view": "grader"}, AccessError),
     ],
