@@ -24,7 +24,7 @@ from mirrord.errors import (
     TooManyCheckoutsError,
 )
 from mirrord.host.peers import Peer
-from mirrord.model import Backend, History, View
+from mirrord.model import History, View
 from mirrord.protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, StartCheckout
 
 OTHER_PEER = Peer(uid=USER + 1, gid=USER + 1, pid=1)
