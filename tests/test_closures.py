@@ -10,10 +10,12 @@ import anyio
 import pytest
 from gitrepos import Upstream, git
 
+from mirrord.checkouts import chains as chains_module
 from mirrord.checkouts import closures as module
 from mirrord.checkouts import packing as packing_module
-from mirrord.checkouts import survey as survey_module
-from mirrord.checkouts.closures import BUILDING, CHAIN_LIMIT, Closures, grid, previous, remove_leftovers
+from mirrord.checkouts.chains import CHAIN_LIMIT, MARGINS, STRIDES, Layer, choose_root, grid, previous
+from mirrord.checkouts.closures import BUILDING, Closures, remove_leftovers
+from mirrord.checkouts.packing import Packer
 from mirrord.errors import CommitNotFoundError, CommitUnservableError
 from mirrord.git.command import Git
 from mirrord.git.packs import PackIndex
@@ -40,11 +42,12 @@ class Site:
         async def main() -> None:
             workers = Workers(size=1)
             try:
+                git = Git(home=self.root / "home")
                 await body(
                     Closures(
                         store=self.root / "templates",
-                        git=Git(home=self.root / "home"),
-                        workers=workers,
+                        git=git,
+                        packer=Packer(git, workers),
                         mirrors_path=lambda name: self.mirror,
                         recorded=self._recorded,
                     )
@@ -107,8 +110,8 @@ def test_the_root_is_the_oldest_recorded_commit_of_the_line(site: Site) -> None:
 
 def test_chains_stay_short_and_share_waypoints(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many commits along one line: no chain is longer than the limit, and little is packed twice."""
-    monkeypatch.setattr(module, "STRIDES", (16, 4))
-    monkeypatch.setattr(module, "CHAIN_LIMIT", 8)
+    monkeypatch.setattr(chains_module, "STRIDES", (16, 4))
+    monkeypatch.setattr(chains_module, "CHAIN_LIMIT", 8)
     line = [CommitId(oid) for oid in site.upstream.history(40)]
     site.clone()
     site.recorded = line[:1]
@@ -126,14 +129,37 @@ def test_chains_stay_short_and_share_waypoints(site: Site, monkeypatch: pytest.M
 
 def test_the_grid_reaches_every_depth_with_few_waypoints() -> None:
     """Whatever the distance, the way-points between root and commit leave room in the chain."""
-    for depth in (0, 1, 255, 256, 5119, 5120, 61_439, 100_000):
+    for depth in (0, 1, 31, 32, 255, 256, 4095, 4096, 65_535, 65_536, 400_000):
         waypoints = list(grid(0, depth))
         assert waypoints == sorted(waypoints)
-        assert not waypoints or depth - waypoints[-1] < 256
+        assert not waypoints or depth - waypoints[-1] < STRIDES[-1]
         chain, at = 1, waypoints[-1] if waypoints else 0
         while at:
             chain, at = chain + 1, previous(at)
         assert chain < CHAIN_LIMIT
+
+
+def test_an_older_neighbour_shares_the_root(site: Site) -> None:
+    """With nothing recorded the root lies below what is asked for first."""
+    line = [CommitId(oid) for oid in site.upstream.history(6)]
+    site.clone()
+
+    async def body(closures: Closures) -> None:
+        newer = await closures.ensure(NAME, line[5])
+        older = await closures.ensure(NAME, line[2])
+        assert older[0] == newer[0]
+        assert objects_of(older) == site.closure(line[2])
+
+    site.run(body)
+
+
+def test_roots_lie_lower_with_each_that_was_too_high() -> None:
+    line = [CommitId(f"{number:040}") for number in range(20_000)]
+    roots = {CommitId("f" * 40): Layer(CommitId("f" * 40), None, 0, 1)}
+    assert choose_root({}, line, ()) == MARGINS[0]
+    assert choose_root(roots, line, ()) == MARGINS[1]
+    assert choose_root({}, line[:5], ()) == 4
+    assert choose_root(roots, line, {line[7], line[3]}) == 7
 
 
 def test_packs_are_found_again_by_another_daemon(site: Site) -> None:
@@ -170,12 +196,12 @@ def test_a_pack_that_a_power_cut_shortened_is_built_again(site: Site) -> None:
     site.clone()
 
     async def body(closures: Closures) -> None:
-        (pack,) = await closures.ensure(NAME, line[1])
+        *_, pack = await closures.ensure(NAME, line[1])
         pack.path.chmod(0o644)
         pack.path.write_bytes(pack.path.read_bytes()[:-8] + bytes(8))
 
     async def after(closures: Closures) -> None:
-        (pack,) = await closures.ensure(NAME, line[1])
+        *_, pack = await closures.ensure(NAME, line[1])
         git(site.mirror, "verify-pack", str(pack.index))
 
     site.run(body)
@@ -248,7 +274,6 @@ def test_leftovers_of_a_killed_build_are_removed(tmp_path: Path) -> None:
 
 def test_a_large_pack_is_copied_only_from_packs_that_are_whole(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where hashing the result would take too long, one altered byte anywhere in the source stops the build."""
-    monkeypatch.setattr(survey_module, "VERIFIED_WHOLE", 5)
     monkeypatch.setattr(packing_module, "VERIFIED_WHOLE", 5)
     line = [CommitId(oid) for oid in site.upstream.history(3)]
     site.clone()

@@ -27,7 +27,7 @@ from ..git.packs import PackIndex
 from ..git.workers import Workers
 from ..model import CommitId, History, MirrorName
 from .closures import Closures, Recorded, building, nothing_recorded, publish, remove_leftovers
-from .packing import PackFile, pack_range
+from .packing import Packer, PackFile
 from .tags import Tag, packed_refs, tags_within
 
 CONFIG = (
@@ -90,9 +90,9 @@ class Gitdirs:
     ) -> None:
         self._store = state_dir / "templates"
         self._git = git
-        self._workers = workers
+        self._packer = Packer(git, workers)
         self._mirrors_path = mirrors_path
-        self._closures = Closures(store=self._store, git=git, workers=workers, mirrors_path=mirrors_path, recorded=recorded)
+        self._closures = Closures(store=self._store, git=git, packer=self._packer, mirrors_path=mirrors_path, recorded=recorded)
         self._found: dict[tuple[str, CommitId, History], Gitdir] = {}
         self._locks: dict[tuple[str, CommitId, History], anyio.Lock] = {}
 
@@ -201,7 +201,7 @@ class Gitdirs:
         objects = scratch / "objects"
         _write_loose(objects, head, b"commit", body)
         mirror = self._mirrors_path(name)
-        pack = await pack_range(self._git, self._workers, mirror, head, None, into=scratch, extra=objects)
+        pack = await self._packer.pack_range(mirror, head, None, into=scratch, extra=objects)
         return _Contents(head, tree, (pack,), ())
 
 

@@ -1,16 +1,18 @@
 """One closure pack: the objects of a commit that an already packed ancestor does not have, and no other object.
 
-The list comes from a walk that ignores commit-graphs and bitmaps; the finished pack is held against that list, so no object
-outside a closure can get in, whatever the mirror's caches say, and its content is proven before anybody gets it (`survey.py`).
-Writes only below the directory it is given; the caller removes that when it fails.
+git walks twice at the same time, ignoring commit-graphs and bitmaps: once to pack, once to list. The finished pack is held
+against that list, so no object outside a closure can get in, whatever the mirror's caches say; and its content is proven before
+anybody gets it (`survey.py`). Writes only below the directory it is given; the caller removes that when it fails.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import anyio.to_thread
 
@@ -19,12 +21,16 @@ from ..git.command import Git
 from ..git.packs import PackIndex
 from ..git.workers import Workers
 from ..model import CommitId
-from .survey import HINT, VERIFIED_WHOLE, Survey, digest_of, survey
+from .survey import HINT, VERIFIED_WHOLE, Sources, Survey, check_loose, digest_of, survey
 
 TIMEOUT = timedelta(minutes=30)
-_WALK = ("-c", "core.commitGraph=false", "rev-list", "--objects")
-_PACK = ("-c", "pack.threads=2", "-c", "core.fsync=none", "-c", "pack.writeReverseIndex=false")
-_SMALL_LIST_BYTES = 4 * 1024**2
+_WALK = ("-c", "core.commitGraph=false", "rev-list", "--objects", "--no-object-names")
+_PACK = (
+    "-c", "core.commitGraph=false", "-c", "pack.useBitmaps=false", "-c", "pack.useSparse=false",
+    "-c", "pack.threads=2", "-c", "core.fsync=none", "-c", "pack.writeReverseIndex=false",
+)  # fmt: skip
+_QUICK = ("-c", "pack.compression=1", "-c", "pack.window=0")
+_SMALL_LIST_BYTES = 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,79 +46,93 @@ class PackFile:
         return self.path.with_suffix(".idx")
 
 
-async def pack_range(
-    git: Git, workers: Workers, objects: Path, tip: CommitId, base: CommitId | None, *, into: Path, extra: Path | None = None
-) -> PackFile:
-    """Pack the closure of `tip` without the closure of `base` out of the repository `objects`.
+class Packer:
+    """Packs closures out of repositories. `quick` packs are made sooner and take more room."""
 
-    `extra` is an objects directory that is read too. Raises CommitUnservableError when an object is missing or damaged.
-    """
-    listing = into / "listing"
-    revisions = (tip, f"^{base}") if base else (tip,)
-    try:
-        await git.run(
+    def __init__(self, git: Git, workers: Workers) -> None:
+        self._git = git
+        self._workers = workers
+        self._sources = Sources()
+
+    async def pack_range(
+        self, objects: Path, tip: CommitId, base: CommitId | None, *, into: Path, extra: Path | None = None, quick: bool = False
+    ) -> PackFile:
+        """Pack the closure of `tip` without the closure of `base` out of the repository `objects`.
+
+        `extra` is an objects directory that is read too. Raises CommitUnservableError when an object is missing or damaged.
+        """
+        stores = (objects / "objects", *([extra] if extra else []))
+        try:
+            packed, expected, _ = await together(
+                self._write(objects, tip, base, into=into, extra=extra, quick=quick),
+                self._list(objects, tip, base, into=into, extra=extra),
+                self._check_packs(stores if base is None else ()),
+            )
+            return await self._prove(objects, packed, expected, stores)
+        except (CorruptObjectError, GitFailedError) as error:
+            raise unservable(tip, error) from error
+
+    async def _write(
+        self, objects: Path, tip: CommitId, base: CommitId | None, *, into: Path, extra: Path | None, quick: bool
+    ) -> Path:
+        done = await self._git.run(
+            *_PACK,
+            *(_QUICK if quick else ()),
+            *("pack-objects", "-q", "--revs", str(into / "pack")),
+            git_dir=objects,
+            stdin=f"{tip}\n^{base}\n".encode() if base else f"{tip}\n".encode(),
+            timeout=TIMEOUT,
+            quarantine_objects=extra,
+            doing=f"pack {tip}",
+        )
+        if "bad packed object" in done.stderr or "corrupt" in done.stderr:
+            raise CorruptObjectError(f"cannot pack {tip}: {done.stderr.strip().splitlines()[0]}", hint=HINT)
+        return into / f"pack-{done.stdout.decode().strip()}.pack"
+
+    async def _list(self, objects: Path, tip: CommitId, base: CommitId | None, *, into: Path, extra: Path | None) -> Survey:
+        """A short list is read on a thread; a long one would hold the interpreter for half a second."""
+        listing = into / "listing"
+        await self._git.run(
             *_WALK,
-            *revisions,
+            *((tip, f"^{base}") if base else (tip,)),
             git_dir=objects,
             stdout_path=listing,
             timeout=TIMEOUT,
             quarantine_objects=extra,
             doing=f"walk {tip}",
         )
-        return await pack_list(git, workers, objects, listing, into=into, extra=extra)
-    except (CorruptObjectError, GitFailedError) as error:
-        raise unservable(tip, error) from error
-    finally:
-        listing.unlink(missing_ok=True)
+        if listing.stat().st_size < _SMALL_LIST_BYTES:
+            return await anyio.to_thread.run_sync(survey, listing)
+        return await self._workers.call(survey, listing, timeout=TIMEOUT)
+
+    async def _check_packs(self, stores: tuple[Path, ...]) -> None:
+        for store in stores:
+            await anyio.to_thread.run_sync(self._sources.check_packs, store)
+
+    async def _prove(self, objects: Path, pack: Path, expected: Survey, stores: tuple[Path, ...]) -> PackFile:
+        """Exactly the listed objects, each with the bytes of its name."""
+        index = await anyio.to_thread.run_sync(PackIndex, pack.with_suffix(".idx"))
+        if digest_of(index.ids) != expected.digest:
+            raise CorruptObjectError(f"cannot seal {pack.name}: it does not hold exactly the objects of the closure", hint=HINT)
+        for store in stores:
+            await anyio.to_thread.run_sync(check_loose, store, index)
+        if index.count <= VERIFIED_WHOLE:
+            await self._git.run("verify-pack", str(index.path), git_dir=objects, timeout=TIMEOUT, doing=f"verify {pack.name}")
+        else:
+            await self._check_packs(stores)
+        return PackFile(pack, index.count, pack.stat().st_size + index.path.stat().st_size)
 
 
-async def pack_list(
-    git: Git, workers: Workers, objects: Path, listing: Path, *, into: Path, extra: Path | None = None
-) -> PackFile:
-    """Pack exactly the objects named by the lines of `listing` (ids, with paths as hints for deltas)."""
-    stores = (objects / "objects", *([extra] if extra else []))
-    surveying = asyncio.create_task(_survey(workers, listing, stores))
+async def together(*works: Coroutine[Any, Any, Any]) -> list[Any]:
+    """The results of all; when one fails or the caller is cancelled, the others are ended before the error goes on."""
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        pack = await _write_pack(git, objects, listing, into=into, extra=extra)
+        return list(await asyncio.gather(*tasks))
     except BaseException:
-        surveying.cancel()
-        await asyncio.wait([surveying])
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         raise
-    expected = await surveying
-    if await anyio.to_thread.run_sync(_ids_digest, pack) != expected.digest:
-        raise CorruptObjectError(f"cannot seal {pack.name}: it does not hold exactly the objects of the closure", hint=HINT)
-    index = pack.with_suffix(".idx")
-    if expected.object_count <= VERIFIED_WHOLE:
-        await git.run("verify-pack", str(index), git_dir=objects, timeout=TIMEOUT, doing=f"verify {pack.name}")
-    return PackFile(pack, expected.object_count, pack.stat().st_size + index.stat().st_size)
-
-
-async def _write_pack(git: Git, objects: Path, listing: Path, *, into: Path, extra: Path | None) -> Path:
-    done = await git.run(
-        *_PACK,
-        "pack-objects",
-        "-q",
-        str(into / "pack"),
-        git_dir=objects,
-        stdin=listing,
-        timeout=TIMEOUT,
-        quarantine_objects=extra,
-        doing="pack objects",
-    )
-    if "bad packed object" in done.stderr or "corrupt" in done.stderr:
-        raise CorruptObjectError(f"cannot pack {listing.name}: {done.stderr.strip().splitlines()[0]}", hint=HINT)
-    return into / f"pack-{done.stdout.decode().strip()}.pack"
-
-
-async def _survey(workers: Workers, listing: Path, stores: tuple[Path, ...]) -> Survey:
-    """A short list is read on a thread; a long one would hold the interpreter for half a second."""
-    if listing.stat().st_size < _SMALL_LIST_BYTES:
-        return await anyio.to_thread.run_sync(survey, listing, stores)
-    return await workers.call(survey, listing, stores, timeout=TIMEOUT)
-
-
-def _ids_digest(pack: Path) -> bytes:
-    return digest_of(PackIndex(pack.with_suffix(".idx")).ids)
 
 
 def unservable(commit: CommitId, error: CorruptObjectError | GitFailedError) -> CommitUnservableError:
