@@ -64,6 +64,7 @@ def try_overlay(state_dir: Path, mounter: Mounter) -> Trial:
     layer = state_dir / "templates" / PROBE_LAYER
     (layer / "directory").mkdir(mode=0o755, parents=True, exist_ok=True)
     (layer / "directory" / "file").touch()
+    (state_dir / "idmaps").mkdir(mode=0o700, exist_ok=True)
     try:
         _try_one(state_dir, mounter, me, None)
         return _try_other(state_dir, mounter)
@@ -92,11 +93,9 @@ def _try_one(state_dir: Path, mounter: Mounter, seen: Owner, owner: Owner | None
         path.mkdir(mode=0o711, parents=True)
     try:
         mounter.mount(OverlayOrder(name, (PROBE_LAYER,), owner))
-        try:
-            _use(directory / "tree", seen)
-        finally:
-            mounter.umount(name)
+        _use(directory / "tree", seen)
     finally:
+        mounter.umount(name)
         discard(directory)
 
 

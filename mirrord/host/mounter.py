@@ -19,7 +19,7 @@ import socket
 import struct
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,29 +62,21 @@ class GuardedMounter:
             self._give_back(work)
 
     def umount(self, checkout: str) -> None:
-        try:
-            with ExitStack() as stack:
-                mounts.umount(mounts.descriptor_path(self._open(stack, f"checkouts/{checkout}/tree")))
-        except FileNotFoundError:
-            return
+        with suppress(FileNotFoundError), ExitStack() as stack:
+            mounts.umount(mounts.descriptor_path(self._open(stack, f"checkouts/{checkout}/tree")))
 
     def make_idmap(self, owner: Owner) -> None:
         self._must_be_ordinary(owner)
         self.drop_idmap(owner)
         with ExitStack() as stack:
             idmaps = self._open(stack, "idmaps")
-            try:
+            with suppress(FileExistsError):
                 os.mkdir(f"{owner[0]}-{owner[1]}", 0o700, dir_fd=idmaps)
-            except FileExistsError:
-                pass
             make_idmap(self._open(stack, "templates"), self._open(stack, templates_for(owner)), owner)
 
     def drop_idmap(self, owner: Owner) -> None:
-        try:
-            with ExitStack() as stack:
-                mounts.umount(mounts.descriptor_path(self._open(stack, templates_for(owner))))
-        except FileNotFoundError:
-            return
+        with suppress(FileNotFoundError), ExitStack() as stack:
+            mounts.umount(mounts.descriptor_path(self._open(stack, templates_for(owner))))
 
     def _must_be_ordinary(self, owner: Owner) -> None:
         """A file of the daemon's that is shown as root's could be copied up, set-uid bit and all."""
@@ -99,8 +91,9 @@ class GuardedMounter:
 
     def _give_back(self, work: int) -> None:
         """Give the daemon what overlayfs made in its work directory, so that it can remove that without being root."""
-        for name in ("work", "incompat"):
-            os.chown(name, self._uid, -1, dir_fd=work, follow_symlinks=False)
+        for path in ("work/incompat/volatile", "work/incompat", "work"):
+            with suppress(FileNotFoundError), opened(mounts.open_beneath(work, path)) as directory:
+                os.chown(mounts.descriptor_path(directory), self._uid, -1)
 
 
 # -- what was asked -----------------------------------------------------------------------------------------------------
@@ -218,10 +211,7 @@ def _send(connection: socket.socket, reply: Mapping[str, Any]) -> bool:
 def listen(path: Path, uid: int) -> socket.socket:
     """A socket at `path` that only `uid` and root can connect to."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        path.unlink()
-    except FileNotFoundError:
-        pass
+    path.unlink(missing_ok=True)
     before = os.umask(0o177)
     try:
         listener.bind(str(path))
