@@ -115,8 +115,9 @@ USER_PEER = Peer(uid=USER, gid=USER, pid=1)
 class Service:
     """Checkouts with real mirrors, datasets and workers, on an event loop in a thread of its own."""
 
-    def __init__(self, portal: BlockingPortal, state: Path, settings: Settings) -> None:
+    def __init__(self, portal: BlockingPortal, state: Path, settings: Settings, *, with_overlay: bool) -> None:
         self._portal = portal
+        self._with_overlay = with_overlay
         self._settings = settings
         self.state = state
         self.now_shift = timedelta()
@@ -136,7 +137,8 @@ class Service:
         store: dict[str, Any] = {"state_dir": self.state, "workers": self.workers, "mirrors_path": self.mirrors.path}
         self.templates = Templates(settings=lambda: self._settings, gitdirs=self.gitdirs, events=self.events, **store)
         await self.templates.open()
-        overlay = await find_overlay(service=self.state / "mount.sock", templates=self.templates, **store)
+        service = self.state / "mount.sock"
+        overlay = await find_overlay(service=service, templates=self.templates, **store) if self._with_overlay else None
         self.checkouts = Checkouts(
             state_dir=self.state, mirrors=self.mirrors, datasets=self.datasets, gitdirs=self.gitdirs, overlay=overlay,
             access=Access(lambda: self._settings), clock=lambda: utc_now() + self.now_shift, **parts,
@@ -177,13 +179,13 @@ class Service:
 
 
 @contextmanager
-def running_service(upstream: Upstream) -> Iterator[Service]:
-    """A service with one synced mirror."""
+def running_service(upstream: Upstream, *, with_overlay: bool = False) -> Iterator[Service]:
+    """A service with one synced mirror, with the pool alone or with the overlay too."""
     with passable_directory() as state, start_blocking_portal() as portal:
         for name, mode in (("mirrors", 0o700), ("templates", 0o700), ("datasets", 0o700), ("checkouts", 0o711)):
             (state / name).mkdir(mode=mode)
         settings = Settings.model_validate({"state_dir": state})
-        service = Service(portal, state, settings)
+        service = Service(portal, state, settings, with_overlay=with_overlay)
         service.call(service.open)
         try:
             service.call(service.mirrors.add, NAME.repo, upstream.url)

@@ -96,7 +96,7 @@ def upstream(tmp_path_factory: pytest.TempPathFactory) -> Upstream:
 
 @pytest.fixture(scope="module")
 def service(upstream: Upstream) -> Iterator[Service]:
-    with running_service(upstream) as running:
+    with running_service(upstream, with_overlay=True) as running:
         (running.state / "space").mkdir(mode=0o777)
         (running.state / "space").chmod(0o777)
         yield running
