@@ -23,11 +23,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from daemons import MIRROR, Daemon
-from mirrord.host.mounts import mount_overlay, umount
 from report import print_table, write_docs
 from rivals import Git, dirty, git
 
 from mirrord import Checkout, Client
+from mirrord.host.mounts import mount_overlay, umount
 from mirrord.model import Backend
 
 
