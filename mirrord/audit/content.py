@@ -1,4 +1,4 @@
-"""Which objects of a mirror are not what their names say: every pack hashed by git, every loose object hashed here.
+"""Which objects of a mirror are not what their names say: every pack hashed by git, every loose object by `files`.
 
 `rev-list --verify-objects` is not used: git 2.39 hashes neither trees nor most commits in it, and ends with status 0 where it did
 find a mismatch. Whatever looks damaged is read once more by itself; git may have a good copy of it elsewhere. Runs in a worker.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..checkouts.survey import loose_digest
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
-from ..git.packs import PackIndex, pack_trailer
+from .files import BadFile, FileKind
 from .graph import TIMEOUT, lines_of
 
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
@@ -29,31 +28,10 @@ class Damage:
     files: dict[str, str] = field(default_factory=dict)
 
 
-def look_at_packs(git_dir: Path) -> dict[str, str]:
-    """Packs that are plainly damaged, by file name: a moment's look at both ends of each."""
-    suspects = list(_plain_faults(git_dir))
-    return {name: fault for name, fault in suspects if (name, fault) in set(_plain_faults(git_dir))} if suspects else {}
-
-
-def _plain_faults(git_dir: Path) -> Iterator[tuple[str, str]]:
-    for index in sorted((git_dir / "objects/pack").glob("pack-*.idx")):
-        pack = index.with_suffix(".pack")
-        try:
-            if pack_trailer(pack) != PackIndex(index).pack_checksum:
-                yield pack.name, "it does not end with the checksum that its index names"
-        except FileNotFoundError:
-            if index.exists():
-                yield pack.name, "its index is there and it is not"
-        except CorruptObjectError as error:
-            yield pack.name, error.message
-        except OSError as error:
-            yield pack.name, error.strerror or str(error)
-
-
-def find_damage(git_dir: Path) -> Damage:
-    """Hash everything."""
+def find_damage(git_dir: Path, bad_files: Collection[BadFile]) -> Damage:
+    """Hash everything; `bad_files` were found by their own checksums."""
     damage = Damage(files=_failing_packs(git_dir))
-    suspects = set(_bad_loose(git_dir))
+    suspects = {bad.path.removeprefix("objects/").replace("/", "") for bad in bad_files if bad.kind is FileKind.LOOSE}
     if damage.files:
         suspects |= _named_by_fsck(git_dir)
     damage.objects = unreadable(git_dir, sorted(suspects))
@@ -69,14 +47,6 @@ def _failing_packs(git_dir: Path) -> dict[str, str]:
             if index.exists():
                 faults[index.with_suffix(".pack").name] = error.message
     return faults
-
-
-def _bad_loose(git_dir: Path) -> Iterator[str]:
-    for directory in (git_dir / "objects").glob("[0-9a-f][0-9a-f]"):
-        for file in directory.iterdir():
-            oid = directory.name + file.name
-            if _OID.fullmatch(oid) and loose_digest(file) != oid:
-                yield oid
 
 
 def _named_by_fsck(git_dir: Path) -> set[str]:

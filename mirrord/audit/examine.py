@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
 from ..model import AuditLevel, CommitId, CommitState, Reach
-from .content import Damage, find_damage, look_at_packs, unreadable
+from .content import Damage, find_damage, unreadable
+from .files import find_bad_files
 from .graph import (
     PINS,
     TIMEOUT,
@@ -26,9 +27,11 @@ from .graph import (
     first_absent_ancestor,
     lines_of,
     oldest_first,
+    peel,
     read_graph,
-    read_refs,
 )
+from .lost import lost_refs
+from .names import read_names, readable
 
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
 _EXAMPLES = 10
@@ -52,22 +55,38 @@ class Examined:
 
 
 def examine(git_dir: Path, commits: Collection[CommitId], level: AuditLevel) -> Examined:
-    """Judge `commits` at `level`."""
-    result = Examined(faults=look_at_packs(git_dir))
+    """Judge `commits` at `level`, and the mirror itself."""
+    names = read_names(git_dir)
+    bad_files = find_bad_files(git_dir, level)
+    result = Examined(faults={bad.name: bad.reason for bad in [*bad_files, *names.faults]})
+    with readable(git_dir, names) as repository:
+        damage = find_damage(repository, bad_files) if level is AuditLevel.CONTENT else Damage()
+        result.faults = damage.files | result.faults
+        _judge(repository, commits, level, damage, names.refs, names.head, result)
+        result.faults |= lost_refs(repository, git_dir)
+    return result
+
+
+def _judge(
+    git_dir: Path,
+    commits: Collection[CommitId],
+    level: AuditLevel,
+    damage: Damage,
+    names: Mapping[str, str],
+    head: str | None,
+    result: Examined,
+) -> None:
     result.verdicts = _absent(git_dir, commits)
     present = [oid for oid in commits if oid not in result.verdicts]
     if level is not AuditLevel.QUICK:
-        damage = find_damage(git_dir) if level is AuditLevel.CONTENT else Damage()
-        result.faults = damage.files | result.faults
         result.verdicts |= _Closures(git_dir, present, damage).judge()
-    refs = read_refs(git_dir)
+    refs = peel(git_dir, names)
     pinned = {ref.rpartition("/")[2] for ref, oid in refs.items() if ref.startswith(PINS) and ref.endswith(oid)}
     for oid in present:
         unpinned = Verdict(CommitState.UNPINNED, detail="no pin keeps it")
         result.verdicts.setdefault(oid, Verdict(CommitState.OK) if oid in pinned else unpinned)
     graph = read_graph(git_dir, set(refs.values()), trusting=level is AuditLevel.QUICK)
-    result.reach = classify(graph, refs, _head(git_dir), commits)
-    return result
+    result.reach = classify(graph, refs, head, commits)
 
 
 def _absent(git_dir: Path, commits: Collection[CommitId]) -> dict[CommitId, Verdict]:
@@ -101,11 +120,6 @@ def _kinds(git_dir: Path, oids: Collection[str], suffix: str) -> dict[str, str]:
     ).lines
     found = zip(asked, shown, strict=False)
     return dict.fromkeys(asked, "") | {oid: kind for oid, kind in found if " " not in kind}
-
-
-def _head(git_dir: Path) -> str | None:
-    found = run_git_sync("symbolic-ref", "--quiet", "HEAD", git_dir=git_dir, ok=(0, 1, 128), doing="read HEAD")
-    return found.lines[0] if found.lines else None
 
 
 class _Closures:

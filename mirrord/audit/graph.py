@@ -138,14 +138,8 @@ def first_absent_ancestor(graph: Graph, commits: Collection[str]) -> dict[str, s
 # -- reach ------------------------------------------------------------------------------------------------------------
 
 
-def read_refs(git_dir: Path) -> dict[str, str]:
+def peel(git_dir: Path, refs: Mapping[str, str]) -> dict[str, str]:
     """Every ref to the commit it names, through its tag objects; those that name none are left out."""
-    shown = run_git_sync("for-each-ref", "--format=%(objectname) %(refname)", git_dir=git_dir, timeout=TIMEOUT, doing="list refs")
-    refs = {ref: oid for oid, _, ref in (line.partition(" ") for line in shown.lines)}
-    return _peel(git_dir, refs)
-
-
-def _peel(git_dir: Path, refs: Mapping[str, str]) -> dict[str, str]:
     asked = sorted(set(refs.values()))
     shown = run_git_sync(
         "cat-file",

@@ -20,7 +20,7 @@ PINS = "refs/mirrord/pins/"
 Refs = dict[str, str]
 """Full ref name to object id."""
 
-_CONFIG = {
+PROTECTION = {
     "core.logAllRefUpdates": "false",
     "core.useReplaceRefs": "false",
     "gc.auto": "0",
@@ -47,7 +47,7 @@ class Repository:
         """Make an empty repository at `path`."""
         doing = f"create mirror {self.name}"
         await self.git.run("init", "--quiet", "--bare", "--object-format=sha1", str(self.path), doing=doing)
-        for key, value in _CONFIG.items():
+        for key, value in PROTECTION.items():
             await self.git.run("config", key, value, git_dir=self.path, doing=doing)
 
     async def all_refs(self) -> Refs:
@@ -80,6 +80,27 @@ class Repository:
             doing=f"look up objects of mirror {self.name}",
         )
         return {line.split()[0] for line in answer.lines if line.endswith(" missing")}
+
+    async def commits_of(self, oids: Iterable[str]) -> set[str]:
+        """The commits that the objects are, or as tags lead to."""
+        answer = await self.git.run(
+            "cat-file",
+            "--batch-check=%(objectname) %(objecttype)",
+            git_dir=self.path,
+            stdin="".join(f"{oid}^{{commit}}\n" for oid in sorted(set(oids))).encode("ascii"),
+            doing=f"look up commits of mirror {self.name}",
+        )
+        return {line.split()[0] for line in answer.lines if line.endswith(" commit")}
+
+    async def roots(self, commits: Iterable[str]) -> set[str]:
+        """The commits without parents that `commits` go back to."""
+        answer = await self.git.run(
+            "rev-list", "--max-parents=0", "--stdin",
+            git_dir=self.path,
+            stdin="".join(f"{oid}\n" for oid in sorted(set(commits))).encode("ascii"),
+            doing=f"compare the histories of mirror {self.name}",
+        )  # fmt: skip
+        return set(answer.lines)
 
     async def is_ancestor(self, old: str, new: str) -> bool:
         """True when a ref that moved from `old` to `new` lost nothing. False for anything but commits."""
