@@ -11,7 +11,7 @@ import errno
 import json
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from .chains import Layer, chain, choose_root, is_waypoint, plan
 from .packing import TIMEOUT, Packer, PackFile, together, unservable
 
 BUILDING = ".building-"
-_REACHES = (64, 2048, None)  # first parents to look at, at first few
+_REACHES = (64, 2048, None)  # first parents to look at, few at first
 _AT_ONCE = 2
 _WALK = ("-c", "core.commitGraph=false", "rev-list", "--first-parent")
 
@@ -106,10 +106,10 @@ class Closures:
     # -- building -----------------------------------------------------------------------------------------------------
 
     async def _build(self, name: MirrorName, commit: CommitId) -> None:
-        line = await self._line_to_known(name, commit)
+        recorded = frozenset(await self._recorded(name))
+        line = await self._line_to_known(name, commit, _REACHES if recorded or self._known(name) else _REACHES[:-1])
         if line[-1] not in self._known(name):
-            recorded = await self._recorded(name)
-            line = line[: choose_root(self._known(name), line, frozenset(recorded)) + 1]
+            line = line[: choose_root(self._known(name), line, recorded) + 1]
         directory = self.directory(name)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         steps = plan(self._known(name), line)
@@ -134,9 +134,9 @@ class Closures:
         self._known(name)[layer.commit] = layer
         log.info("closure.packed", mirror=str(name), commit=layer.commit, base=layer.base, objects=layer.object_count)
 
-    async def _line_to_known(self, name: MirrorName, commit: CommitId) -> list[CommitId]:
-        """First parents from `commit` back to the first one that has a layer, or to the very first."""
-        for limit in _REACHES:
+    async def _line_to_known(self, name: MirrorName, commit: CommitId, reaches: Sequence[int | None]) -> list[CommitId]:
+        """First parents from `commit` back to the first one that has a layer, or as far as `reaches` go."""
+        for limit in reaches:
             line = await self._first_parents(name, commit, limit)
             for position, at in enumerate(line):
                 if position and at in self._known(name) and self._is_whole(name, at):

@@ -27,8 +27,8 @@ from ..git.packs import PackIndex
 from ..git.workers import Workers
 from ..model import CommitId, History, MirrorName
 from .closures import Closures, Recorded, building, nothing_recorded, publish, remove_leftovers
-from .packing import Packer, PackFile
-from .tags import Tag, packed_refs, tags_within
+from .packing import Packer, PackFile, together
+from .tags import Tag, Tags, packed_refs, tags_within
 
 CONFIG = (
     b"[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n\tlogallrefupdates = true\n[gc]\n\tauto = 0\n"
@@ -91,6 +91,7 @@ class Gitdirs:
         self._store = state_dir / "templates"
         self._git = git
         self._packer = Packer(git, workers)
+        self._tags = Tags(git)
         self._mirrors_path = mirrors_path
         self._closures = Closures(store=self._store, git=git, packer=self._packer, mirrors_path=mirrors_path, recorded=recorded)
         self._found: dict[tuple[str, CommitId, History], Gitdir] = {}
@@ -166,14 +167,12 @@ class Gitdirs:
         return gitdir
 
     async def _contents(self, name: MirrorName, commit: CommitId, history: History, scratch: Path) -> _Contents:
-        tree, time = await self._read_commit(name, commit)
         if history is History.SQUASHED:
-            return await self._squashed(name, tree, time, scratch)
-        packs = await self._closures.ensure(name, commit)
-        mirror = self._mirrors_path(name)
-        indexes = await anyio.to_thread.run_sync(lambda: [PackIndex(pack.index) for pack in packs])
-        tags = await tags_within(self._git, mirror, indexes)
-        return _Contents(commit, tree, packs, tuple(tags))
+            return await self._squashed(name, *await self._read_commit(name, commit), scratch)
+        (tree, _), packs, tags = await together(
+            self._read_commit(name, commit), self._closures.ensure(name, commit), self._tags.list(self._mirrors_path(name))
+        )
+        return _Contents(commit, tree, packs, await anyio.to_thread.run_sync(_tags_in, tags, packs))
 
     async def _read_commit(self, name: MirrorName, commit: CommitId) -> tuple[str, int]:
         """Tree and committer time, of bytes that hash to the commit's name."""
@@ -218,6 +217,10 @@ def _write(git: Path, contents: _Contents) -> None:
     (git / "config").write_bytes(CONFIG)
     (git / "info/exclude").write_bytes(b"")
     (git / "packed-refs").write_bytes(packed_refs(contents.tags))
+
+
+def _tags_in(tags: list[Tag], packs: tuple[PackFile, ...]) -> tuple[Tag, ...]:
+    return tuple(tags_within(tags, [PackIndex(pack.index) for pack in packs]))
 
 
 def _remove(directory: Path) -> None:

@@ -124,15 +124,20 @@ class Packer:
 
 
 async def together(*works: Coroutine[Any, Any, Any]) -> list[Any]:
-    """The results of all; when one fails or the caller is cancelled, the others are ended before the error goes on."""
+    """The results of all. When one fails the others end first, so that nothing is built behind the error."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
+        await asyncio.wait(tasks)
+    except asyncio.CancelledError:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
+        await asyncio.gather(*tasks, return_exceptions=True)
         raise
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    for failure in results:
+        if isinstance(failure, BaseException):
+            raise failure
+    return results
 
 
 def unservable(commit: CommitId, error: CorruptObjectError | GitFailedError) -> CommitUnservableError:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CorruptObjectError
-from ..git.packs import ID_BYTES, PackIndex, pack_is_whole
+from ..git.packs import PackIndex, pack_is_whole
 
 VERIFIED_WHOLE = 20_000
 HINT = "audit the mirror with --level content and heal it"
@@ -31,10 +31,9 @@ class Survey:
 
 def survey(listing: Path) -> Survey:
     """What the ids that are the lines of `listing` make. The file is gone afterwards."""
-    joined = bytes.fromhex(listing.read_text("ascii"))
+    ids = listing.read_text("ascii").split()
     listing.unlink()
-    ids = sorted({joined[at : at + ID_BYTES] for at in range(0, len(joined), ID_BYTES)})
-    return Survey(len(ids), digest_of(b"".join(ids)))
+    return Survey(len(ids), digest_of(bytes.fromhex("".join(sorted(ids)))))
 
 
 def digest_of(ids: bytes) -> bytes:

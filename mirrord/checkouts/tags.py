@@ -15,6 +15,8 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import Git
 from ..git.packs import PackIndex
 
+_PEELED_MAX = 100_000
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Tag:
@@ -24,13 +26,30 @@ class Tag:
     commit: str
 
 
-async def tags_within(git: Git, mirror: Path, indexes: Sequence[PackIndex]) -> list[Tag]:
-    """The tags of `mirror` whose commit is in one of `indexes`, sorted by name."""
-    listed = await git.run("for-each-ref", "--format=%(objectname) %(refname)", "refs/tags", git_dir=mirror, doing="list tags")
-    direct = {ref: oid.decode() for oid, _, ref in (line.partition(b" ") for line in listed.stdout.splitlines())}
-    peeled = await _peeled_commits(git, mirror, sorted(set(direct.values())))
-    inside = {oid: commit for oid, commit in peeled.items() if any(bytes.fromhex(commit) in index for index in indexes)}
-    return sorted(Tag(ref, inside[oid]) for ref, oid in direct.items() if oid in inside)
+class Tags:
+    """Reads the tags of mirrors, and remembers where each tag object leads: that never changes."""
+
+    def __init__(self, git: Git) -> None:
+        self._git = git
+        self._peeled: dict[str, str | None] = {}
+
+    async def list(self, mirror: Path) -> list[Tag]:
+        """All tags of `mirror` that lead to a commit, sorted by name."""
+        listed = await self._git.run(
+            "for-each-ref", "--format=%(objectname) %(refname)", "refs/tags", git_dir=mirror, doing="list tags"
+        )
+        direct = {ref: oid.decode() for oid, _, ref in (line.partition(b" ") for line in listed.stdout.splitlines())}
+        if unknown := set(direct.values()) - self._peeled.keys():
+            if len(self._peeled) > _PEELED_MAX:
+                self._peeled.clear()
+            self._peeled |= await _peeled_commits(self._git, mirror, sorted(unknown))
+        found = ((ref, self._peeled.get(oid)) for ref, oid in direct.items())
+        return sorted(Tag(ref, commit) for ref, commit in found if commit)
+
+
+def tags_within(tags: Sequence[Tag], indexes: Sequence[PackIndex]) -> list[Tag]:
+    """The tags whose commit is in one of `indexes`."""
+    return [tag for tag in tags if any(bytes.fromhex(tag.commit) in index for index in indexes)]
 
 
 def packed_refs(tags: Sequence[Tag]) -> bytes:
@@ -39,8 +58,8 @@ def packed_refs(tags: Sequence[Tag]) -> bytes:
     return b"# pack-refs with: peeled fully-peeled sorted \n" + b"".join(lines)
 
 
-async def _peeled_commits(git: Git, mirror: Path, oids: Sequence[str]) -> dict[str, str]:
-    """The commit that each object leads to; nothing for a tag of something else, or one whose objects are missing."""
+async def _peeled_commits(git: Git, mirror: Path, oids: Sequence[str]) -> dict[str, str | None]:
+    """The commit that each object leads to, None for a tag of something else; nothing for one whose objects are missing."""
     asked = "".join(f"{oid}^{{}}\n" for oid in oids).encode()
     try:
         done = await git.run(
@@ -51,4 +70,4 @@ async def _peeled_commits(git: Git, mirror: Path, oids: Sequence[str]) -> dict[s
         found = [await _peeled_commits(git, mirror, half) for half in halves]
         return {oid: commit for half in found for oid, commit in half.items()}
     shown = (line.split() for line in done.lines)
-    return {oid: words[0] for oid, words in zip(oids, shown, strict=True) if words[1] == "commit"}
+    return {oid: words[0] if words[1] == "commit" else None for oid, words in zip(oids, shown, strict=True)}
