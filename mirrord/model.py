@@ -29,7 +29,6 @@ _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
 _DATASET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_CHECKOUT = re.compile(r"[a-z2-7]{16}")
 
 
 class History(StrEnum):
@@ -156,15 +155,6 @@ def parse_dataset_name(text: str) -> DatasetName:
             hint="choose another with --name",
         )
     return DatasetName(text)
-
-
-def parse_checkout_id(text: str) -> CheckoutId:
-    """Read a checkout's id; raises InvalidNameError."""
-    if not _CHECKOUT.fullmatch(text):
-        raise InvalidNameError(
-            f"cannot read checkout id {shown(text)}: an id is 16 characters of a-z and 2-7", hint="see `mirrord checkouts`"
-        )
-    return CheckoutId(text)
 
 
 def new_checkout_id() -> CheckoutId:

@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from ..errors import CheckoutNotFoundError
-from ..model import Backend, CheckoutId, CommitId, History, MirrorName, View, new_checkout_id, parse_checkout_id, shown
+from ..model import Backend, CheckoutId, CommitId, History, MirrorName, View, new_checkout_id, shown
 
 GONE = ".gone-"
 _FILE = "lease.json"
@@ -94,8 +94,8 @@ class Leases:
         return checkout, directory
 
     def get(self, text: str) -> Lease:
-        """The lease that an id, or a checkout's path, names; raises CheckoutNotFoundError, InvalidNameError."""
-        lease = self.find(parse_checkout_id(self._id_in(text)))
+        """The lease that an id, or a checkout's path, names; raises CheckoutNotFoundError."""
+        lease = self.find(CheckoutId(self._id_in(text)))
         if lease is None:
             raise not_found(text)
         return lease

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
+from ..errors import CheckoutNotFoundError, InstanceNotFoundError
 from ..model import Backend, History, View, shown
 from .durations import Ttl, read_ttl
 from .output import short, table
@@ -150,7 +150,9 @@ def find_id(client: Client, text: str) -> str:
         if _CHECKOUT_ID.fullmatch(part) and _holds(client, part, path):
             return part
     if not path.exists() and "/" not in text:
-        raise UsageError(f"cannot read checkout {shown(text)}: neither an id nor a path", hint="see `mirrord checkouts`")
+        raise CheckoutNotFoundError(
+            f"cannot find checkout {shown(text)}: it is neither an id nor a path", hint="see `mirrord checkouts`"
+        )
     raise CheckoutNotFoundError(
         f"cannot find the checkout of {shown(str(path))}: none that is held has this path", hint="see `mirrord checkouts`"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...errors import AccessError, CommitUnservableError, PinNotFoundError
+from ...errors import AccessError, CommitNotFoundError, CommitUnservableError, PinNotFoundError
 from ...model import CommitId, MirrorName, parse_commit
 from ...protocol import AddPin, Pin
 from ..call import Call
@@ -22,8 +22,14 @@ async def add_pin(call: Call) -> Pin:
     mirrors = call.engine.mirrors
     name = (await mirrors.get(body.mirror)).name
     missing = await mirrors.ensure_commits(name, [commit])
-    refused = missing or await mirrors.pin(name, [commit], owner=_own(call), reason=body.reason)
-    if refused:
+    if missing:
+        raise CommitNotFoundError(
+            f"cannot pin {commit} of {name}: {missing[commit]}",
+            hint="check the id, or sync the mirror",
+            mirror=str(name),
+            commit=commit,
+        )
+    if refused := await mirrors.pin(name, [commit], owner=_own(call), reason=body.reason):
         raise CommitUnservableError(
             f"cannot pin {commit} of {name}: {refused[commit]}", hint=f"sync or audit {name}", mirror=str(name), commit=commit
         )
