@@ -1,4 +1,4 @@
-"""The project as it is installed: a wheel, built and unpacked into an environment on the system's Python, for a booted machine."""
+"""The project as it is installed, for a booted machine: a wheel, unpacked into an environment on the system's Python."""
 
 from __future__ import annotations
 

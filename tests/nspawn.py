@@ -1,7 +1,7 @@
 """A real systemd to test units with: booted by systemd-nspawn over this machine's /usr, with a root that is gone afterwards.
 
-Owns what that needs where PID 1 is not systemd: a cgroup of its own, a private mount namespace, and a private /dev, because a systemd that
-shares the machine's /dev may replace /dev/null by a file. Everything it made is taken away again, by id and by path.
+Owns what that needs where PID 1 is not systemd: a cgroup of its own, a private mount namespace, and a private /dev, because a
+systemd that shares the machine's /dev may replace /dev/null by a file. Everything it made is taken away again, by id and by path.
 """
 
 from __future__ import annotations

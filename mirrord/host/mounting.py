@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from .userns import Owner, opened_userns
 
 PROBE_LAYER = ".probe"
 MESSAGE_MAX_BYTES = 64 * 1024
-_TIMEOUT_S = 5.0
+_TIMEOUT = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +99,11 @@ def make_idmap(source: int, target: int, owner: Owner) -> None:
 
 
 class RemoteMounter:
-    """Asks the mount service. Connects when it must; any thread may call."""
+    """Asks the mount service at a socket. Connects when it must; any thread may call; an answer that is late is an error."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, timeout: timedelta = _TIMEOUT) -> None:
         self._path = path
+        self._timeout = timeout
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
 
@@ -151,7 +153,7 @@ class RemoteMounter:
     def _connected(self) -> socket.socket:
         if self._socket is None:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.settimeout(_TIMEOUT_S)
+            connection.settimeout(self._timeout.total_seconds())
             try:
                 connection.connect(str(self._path))
             except OSError:

@@ -1,0 +1,77 @@
+"""A state directory with templates to mount, made by hand, and taken away with all that is mounted in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mirrord.host.mounting import OverlayOrder
+from mirrord.host.userns import Owner
+from mirrord.model import new_checkout_id
+
+TREE = "psf__requests/trees/" + "1" * 40 + "/files"
+GIT = "psf__requests/gits/sealed-" + "2" * 40
+
+
+class Lab:
+    """Everything in it belongs to `uid`, as a daemon's state does."""
+
+    def __init__(self, state: Path, uid: int) -> None:
+        self.state = state
+        self.uid = uid
+        for name, mode in (("templates", 0o700), ("idmaps", 0o700), ("checkouts", 0o711)):
+            self._make(state / name, mode)
+        self.template = self.layer(TREE, {"README": "below\n", "src/main.py": "print(1)\n"})
+        self.layer(GIT, {".git/HEAD": "2" * 40 + "\n"})
+
+    def layer(self, name: str, files: dict[str, str]) -> Path:
+        top = self.state / "templates" / name
+        for path, text in files.items():
+            (top / path).parent.mkdir(parents=True, exist_ok=True)
+            (top / path).write_text(text)
+        subprocess.run(["chown", "-R", f"{self.uid}:{self.uid}", str(self.state / "templates")], check=True)
+        return top
+
+    def checkout(self, owner: Owner | None = None, *, layers: tuple[str, ...] = (GIT, TREE)) -> OverlayOrder:
+        """A checkout's directory, ready to be mounted."""
+        name = new_checkout_id()
+        directory = self.state / "checkouts" / name
+        for path, mode in (("", 0o711), ("tree", 0o755), ("layer", 0o700), ("layer/upper", 0o755), ("layer/work", 0o700)):
+            self._make(directory / path, mode)
+        os.chown(directory / "layer/upper", *(owner or (self.uid, self.uid)))
+        return OverlayOrder(name, layers, owner)
+
+    def tree(self, order: OverlayOrder) -> Path:
+        return self.state / "checkouts" / order.checkout / "tree"
+
+    def upper(self, order: OverlayOrder) -> Path:
+        return self.state / "checkouts" / order.checkout / "layer/upper"
+
+    def _make(self, directory: Path, mode: int) -> None:
+        directory.mkdir(mode=mode, exist_ok=True)
+        directory.chmod(mode)
+        os.chown(directory, self.uid, self.uid)
+
+
+def mounted_below(directory: Path) -> list[str]:
+    """Where something is mounted, the deepest first."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return sorted((line.split()[4] for line in lines if line.split()[4].startswith(f"{directory}/")), reverse=True)
+
+
+@contextmanager
+def mountlab(uid: int = 0) -> Iterator[Lab]:
+    state = Path(tempfile.mkdtemp(prefix="mm-"))
+    state.chmod(0o711)
+    os.chown(state, uid, uid)
+    try:
+        yield Lab(state, uid)
+    finally:
+        for path in mounted_below(state):
+            subprocess.run(["umount", "--lazy", path], check=False)
+        shutil.rmtree(state)
