@@ -11,7 +11,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import queue
 import re
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -32,6 +34,7 @@ _RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x2, 0x4, 0x8
 _OPTIONS_MAX = 4095  # mount(2) takes one page
 _SPECIAL = re.compile(r"[,:\\]")
 _STACKED_MAX = 8
+_TEARDOWNS_MAX = 64
 
 # redirect_dir: rename(2) of a directory below must not give EXDEV, which git mv does not survive. volatile: an unmount would else
 # flush the whole file system. The rest would make files mean something only together with one mount.
@@ -65,14 +68,23 @@ def mount_overlay(target: str, lower: Sequence[str], upper: str, work: str) -> N
         _mount(target, options)
 
 
-def umount(target: str) -> bool:
-    """Take away everything that is mounted at `target`, whoever is inside; False where there was nothing."""
-    for count in range(_STACKED_MAX):
-        if _libc.umount2(os.fsencode(target), _MNT_DETACH) != 0:
-            number = ctypes.get_errno()
-            if number in (errno.EINVAL, errno.ENOENT):
-                return count > 0
-            raise _refused("unmount", target, number)
+def umount(target: str) -> None:
+    """Take away everything that is mounted at `target`, whoever is inside; fine where nothing is.
+
+    It is gone at once for whoever comes by the path. What the kernel then has to tear down (15 ms where 5,000 files were looked
+    at) is done by another thread, which lets go of it last.
+    """
+    for _ in range(_STACKED_MAX):
+        last = _find_open(target)
+        detached = _libc.umount2(os.fsencode(target), _MNT_DETACH) == 0
+        number = ctypes.get_errno()
+        if last is not None:
+            _teardown.close(last) if detached else os.close(last)
+        if detached:
+            continue
+        if number in (errno.EINVAL, errno.ENOENT):
+            return
+        raise _refused("unmount", target, number)
     raise ResourceError(f"cannot unmount {target}: {_STACKED_MAX} mounts went and there are more", hint="unmount it by hand")
 
 
@@ -126,6 +138,37 @@ def is_private_namespace() -> bool:
         return os.stat("/proc/self/ns/mnt").st_ino != os.stat("/proc/1/ns/mnt").st_ino
     except (PermissionError, FileNotFoundError):
         return False
+
+
+class _Teardown:
+    """Closes descriptors in a thread of its own, started when first needed; in the caller's when that falls behind."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.Queue[int] = queue.Queue(_TEARDOWNS_MAX)
+        self._thread: threading.Thread | None = None
+
+    def close(self, fd: int) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="teardown", daemon=True)
+            self._thread.start()
+        try:
+            self._waiting.put_nowait(fd)
+        except queue.Full:
+            os.close(fd)
+
+    def _run(self) -> None:
+        while True:
+            os.close(self._waiting.get())
+
+
+_teardown = _Teardown()
+
+
+def _find_open(path: str) -> int | None:
+    try:
+        return os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return None
 
 
 def may_mount() -> bool:
