@@ -8,6 +8,7 @@ built under a temporary name, which the caller renames or removes.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,8 +24,9 @@ from .tree import materialise, reconverted, root_entry
 from .writer import TreeWriter
 
 DEPTH_MAX = 16
-_CANDIDATES = 8
-_DELTA_SHARE = 3  # a delta may be at most one third of a whole tree
+_CANDIDATES = 2
+_DELTA_SHARE = 3  # a delta on a whole tree may be at most one third of it
+_DEPTH_RATIO = 1.2  # and that much less with each layer that it lies on
 _DEPTH_COST_BYTES = 64 * 1024  # what one more layer to look names up in is worth
 _BLOCK_BYTES = 4096
 
@@ -51,23 +53,42 @@ def build_layer(git_dir: Path, commit: str, trees: Path, temporary: Path, known:
 
 
 def _choose_base(objects: Objects, info: CommitInfo, known: Sequence[Layer]) -> Layer | None:
-    """The layer that costs least to build on; None where a whole tree is better. Looks at those near in time only."""
-    usable = sorted((layer for layer in known if layer.depth < DEPTH_MAX), key=lambda layer: abs(layer.time - info.time))
-    keyframes = [layer for layer in usable if layer.base is None][:_CANDIDATES]
-    candidates = {layer.tree: layer for layer in (*usable[:_CANDIDATES], *keyframes)}.values()
-    costs = [(_cost(objects, layer.tree, info.tree), layer) for layer in candidates]
-    fitting = [(cost, layer) for cost, layer in costs if cost * _DELTA_SHARE <= layer.whole_bytes]
-    best = min(fitting, key=lambda pair: pair[0] + pair[1].depth * _DEPTH_COST_BYTES, default=None)
+    """The layer that costs least to build on; None where a whole tree is better. Looks at those near in time only.
+
+    The deeper a layer lies the less may be built on it, so that there is room below for what is near, and wide steps start high.
+    """
+    best: tuple[int, Layer] | None = None
+    for layer in _candidates(known, info.time):
+        penalty = layer.depth * _DEPTH_COST_BYTES
+        limit = int(layer.whole_bytes / (_DELTA_SHARE * _DEPTH_RATIO ** (layer.depth - 1)))
+        if best is not None:
+            limit = min(limit, best[0] - penalty - 1)
+        cost = _find_cost(objects, layer.tree, info.tree, limit)
+        if cost is not None:
+            best = cost + penalty, layer
     return best[1] if best else None
 
 
-def _cost(objects: Objects, old: str, new: str) -> int:
-    """The disk space of a delta, about: a block for each directory and whiteout, whole blocks for each file."""
+def _candidates(known: Sequence[Layer], time: int) -> list[Layer]:
+    """The layers nearest in time, a few of each depth, nearest first."""
+    seen: Counter[int] = Counter()
+    found: list[Layer] = []
+    for layer in sorted(known, key=lambda layer: abs(layer.time - time)):
+        if layer.depth < DEPTH_MAX and seen[layer.depth] < _CANDIDATES:
+            seen[layer.depth] += 1
+            found.append(layer)
+    return found
+
+
+def _find_cost(objects: Objects, old: str, new: str, limit: int) -> int | None:
+    """The disk space of a delta, about a block for each directory and whiteout, whole blocks for each file; None over `limit`."""
     total = 0
     for step in changes(objects, old, new):
         total += _BLOCK_BYTES
         if step.new and not (step.new.is_tree or step.new.is_submodule):
             total += objects.blob_size(step.new.oid)
+        if total > limit:
+            return None
     return total
 
 

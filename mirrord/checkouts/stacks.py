@@ -36,7 +36,10 @@ def _read_manifest(trees: Path, chain: tuple[Layer, ...], written: tuple[tuple[i
 def laid_on(below: Manifest, delta: Manifest, layer: Layer) -> Manifest:
     """The manifest of a delta over that of its base."""
     gone = set(layer.whiteouts)
-    files = {path: entry for path, entry in below.files.items() if path not in gone and gone.isdisjoint(parents(path))}
+    if not gone:
+        return Manifest(delta.commit, delta.tree, delta.recorded_ns, below.files | delta.files)
+    inside = tuple(path + b"/" for path in gone)
+    files = {path: entry for path, entry in below.files.items() if path not in gone and not path.startswith(inside)}
     return Manifest(delta.commit, delta.tree, delta.recorded_ns, files | delta.files)
 
 
