@@ -133,17 +133,16 @@ def _checkout(value: object) -> str:
     return _matching(_CHECKOUT, value)
 
 
-def _layers(value: Sequence[object]) -> tuple[str, ...]:
-    if not 0 < len(value) <= _LAYERS_MAX:
+def _layers(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not 0 < len(value) <= _LAYERS_MAX:
         raise ValueError(value)
     return tuple(PROBE_LAYER if layer == PROBE_LAYER else _matching(_LAYER, layer) for layer in value)
 
 
-def _owner(value: Sequence[object]) -> Owner:
-    uid, gid = value
-    if not all(type(each) is int and 0 <= each <= _ID_MAX for each in (uid, gid)):
+def _owner(value: object) -> Owner:
+    if not isinstance(value, list) or len(value) != 2 or not all(type(each) is int and 0 <= each <= _ID_MAX for each in value):
         raise ValueError(value)
-    return cast("Owner", (uid, gid))
+    return cast("Owner", tuple(value))
 
 
 def _matching(pattern: re.Pattern[str], value: object) -> str:

@@ -1,0 +1,403 @@
+"""The mount service as the privilege boundary it is: a real process, real mounts, and a daemon's user that may be hostile."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mountlab import TREE, Lab, mounted_below, mountlab
+
+from mirrord.errors import AccessError, BackendUnavailableError, InvalidRequestError, ResourceError, from_problem
+from mirrord.host import mounts
+from mirrord.host.mounting import LocalMounter, OverlayOrder, RemoteMounter, choose_mounter
+
+DAEMON, USER, STRANGER = 23456, (12345, 12346), 34567
+NAME = "a" * 16
+CONNECT = "import json, socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect(sys.argv[1]); "
+
+pytestmark = pytest.mark.skipif(not mounts.may_mount(), reason="mounting needs CAP_SYS_ADMIN")
+
+
+class Service:
+    """The service on a lab's state, started and ended by the test."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.socket = lab.state / "mount.sock"
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-I", "-m", "mirrord.host.mounter", "--state-dir", str(self.lab.state)]
+        self.socket.unlink(missing_ok=True)
+        self.process = subprocess.Popen([*command, "--user", str(DAEMON), "--socket", str(self.socket)], stderr=subprocess.PIPE)
+        deadline = time.monotonic() + 30
+        while not self._answers():
+            assert self.process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        try:
+            self.connect().close()
+        except OSError:
+            return False
+        return True
+
+    def stop(self, number: int = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+        self.process.communicate(timeout=30)
+
+    def connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(str(self.socket))
+        except OSError:
+            connection.close()
+            raise
+        connection.settimeout(30)
+        return connection
+
+    def ask(self, message: bytes) -> dict[str, Any]:
+        """One raw message, and what is said to it."""
+        with self.connect() as connection:
+            connection.send(message)
+            return json.loads(connection.recv(65536))
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with mountlab(DAEMON) as made:
+        yield made
+
+
+@pytest.fixture
+def service(lab: Lab) -> Iterator[Service]:
+    made = Service(lab)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def mounter(service: Service) -> Iterator[RemoteMounter]:
+    made = RemoteMounter(service.socket)
+    yield made
+    made.close()
+
+
+def as_uid(uid: int, script: str, *args: str) -> str:
+    """Run Python as somebody with no capabilities."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *args], user=uid, group=uid, extra_groups=[], capture_output=True, text=True, check=False,
+        env={},
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+# -- what it is for -----------------------------------------------------------------------------------------------------
+
+
+def test_the_daemons_user_mounts_and_unmounts(lab: Lab, service: Service) -> None:
+    """A process without any capability sees its mount, and can delete all that the mount left."""
+    order = lab.checkout()
+    script = """
+import os, shutil, sys
+from pathlib import Path
+from mirrord.host.mounting import OverlayOrder, RemoteMounter
+mounter = RemoteMounter(Path(sys.argv[1]))
+tree = Path(sys.argv[3])
+mounter.mount(OverlayOrder(sys.argv[2], tuple(sys.argv[4:]), None))
+print((tree / "README").read_text(), os.listdir(tree / ".git"))
+(tree / "README").write_text("above")
+mounter.umount(sys.argv[2])
+print(os.listdir(tree))
+os.chmod(tree.parent / "layer/work/work", 0o700)
+os.chmod(tree.parent / "layer/work/work/incompat", 0o700)
+os.chmod(tree.parent / "layer/work/work/incompat/volatile", 0o700)
+shutil.rmtree(tree.parent)
+"""
+    answer = as_uid(DAEMON, script, str(service.socket), order.checkout, str(lab.tree(order)), *order.layers)
+    assert answer == "below\n ['HEAD']\n[]\n"
+    assert not lab.tree(order).exists()
+
+
+def test_a_clients_files_are_the_clients(lab: Lab, mounter: RemoteMounter) -> None:
+    """The service shows the daemon's layers as another user's, and what that user writes is its own."""
+    mounter.make_idmap(USER)
+    order = lab.checkout(USER)
+    mounter.mount(order)
+    tree = lab.tree(order)
+    script = "import os, sys; os.chdir(sys.argv[1]); print(os.stat('README').st_uid); open('README', 'w').write('mine')"
+    assert as_uid(USER[0], script, str(tree)) == f"{USER[0]}\n"
+    assert (lab.upper(order) / "README").stat().st_uid == USER[0]
+    assert (lab.template / "README").read_text() == "below\n"
+    mounter.umount(order.checkout)
+    mounter.drop_idmap(USER)
+    assert mounted_below(lab.state) == []
+
+
+def test_one_that_was_restarted_goes_on(lab: Lab, service: Service, mounter: RemoteMounter) -> None:
+    """It keeps nothing; a client connects again, and what was mounted is still there to be unmounted."""
+    order = lab.checkout()
+    mounter.mount(order)
+    service.stop()
+    service.start()
+    mounter.umount(order.checkout)
+    assert mounted_below(lab.state) == []
+
+
+def test_asking_for_what_is_not_there(lab: Lab, mounter: RemoteMounter) -> None:
+    """Unmounting nothing is fine; mounting what is gone is FileNotFoundError, as it is without the service."""
+    mounter.umount(NAME)
+    mounter.drop_idmap(USER)
+    with pytest.raises(FileNotFoundError):
+        mounter.mount(OverlayOrder(NAME, (TREE,), None))
+    gone = lab.checkout(layers=(TREE.replace("1", "3"),))
+    with pytest.raises(FileNotFoundError):
+        mounter.mount(gone)
+
+
+def test_no_answer_is_a_backend_that_is_unavailable(lab: Lab, service: Service) -> None:
+    """A service that hangs, or is not there, costs a bounded time."""
+    mounter = RemoteMounter(service.socket, timeout=timedelta(milliseconds=200))
+    service.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(BackendUnavailableError):
+        mounter.umount(NAME)
+    service.process.send_signal(signal.SIGCONT)
+    mounter.umount(NAME)
+    mounter.close()
+    with pytest.raises(BackendUnavailableError):
+        RemoteMounter(lab.state / "nothing").umount(NAME)
+
+
+def test_a_process_that_may_mount_does_it_itself(lab: Lab) -> None:
+    """The service is for those that may not, or whose mounts nobody would see."""
+    assert isinstance(choose_mounter(lab.state, lab.state / "mount.sock"), LocalMounter)
+    script = "import sys; from pathlib import Path; from mirrord.host.mounting import choose_mounter as c; "
+    there = as_uid(DAEMON, script + "print(c(Path('/'), Path('/proc/self')))")
+    assert "RemoteMounter" in there
+    assert "BackendUnavailableError" in as_uid(DAEMON, script + "c(Path('/'), Path('/nothing'))")
+
+
+# -- who may ask ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_daemons_user_may_connect(service: Service) -> None:
+    """The socket's mode keeps others out, and where it does not, the kernel says who is there."""
+    script = CONNECT + "print(json.loads(s.recv(4096))['problem']['status'])"
+    assert "PermissionError" in as_uid(STRANGER, script, str(service.socket))
+    service.socket.chmod(0o666)
+    assert as_uid(STRANGER, script, str(service.socket)) == "403\n"
+
+
+def test_a_refusal_is_the_same_error_at_the_client(service: Service, lab: Lab) -> None:
+    """Errors cross the socket as code and message."""
+    service.socket.chmod(0o666)
+    script = (
+        CONNECT
+        + "from mirrord.errors import from_problem; print(type(from_problem(json.loads(s.recv(4096))['problem'])).__name__)"
+    )
+    assert as_uid(STRANGER, script, str(service.socket)) == f"{AccessError.__name__}\n"
+
+
+def test_connections_are_bounded(service: Service) -> None:
+    """Who holds many gets refusals, and the others still get answers."""
+    held = [service.connect() for _ in range(80)]
+    try:
+        held[0].send(b'{"request": "umount", "checkout": "%s"}' % NAME.encode())
+        assert held[0].recv(4096) == b"{}"
+        assert b"problem" in held[-1].recv(4096)
+    finally:
+        for connection in held:
+            connection.close()
+    _wait_for_answer(service)
+
+
+def _wait_for_answer(service: Service) -> None:
+    """Until the service has noticed that connections were closed."""
+    deadline = time.monotonic() + 30
+    while not _is_answered(service):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _is_answered(service: Service) -> bool:
+    try:
+        return service.ask(b'{"request": "umount", "checkout": "%s"}' % NAME.encode()) == {}
+    except OSError:
+        return False
+
+
+# -- what may be asked ------------------------------------------------------------------------------------------------------
+
+
+BAD_OWNERS: list[object] = [
+    [],
+    [1],
+    [1, 2, 3],
+    "12",
+    ["1", "2"],
+    [-1, 5],
+    [5, -1],
+    [2**32 - 1, 5],
+    [True, 5],
+    [1.0, 5],
+    {"a": 1},
+    3,
+]
+HOSTILE: list[object] = [
+    *(
+        {"request": "mount", "checkout": name, "layers": [TREE], "owner": None}
+        for name in (
+            "", ".", "..", "../checkouts", f"{NAME}/../{NAME}", f"/{NAME}", f"{NAME}/tree", NAME.upper(), NAME[:-1], NAME + "a",
+            f"{NAME}\n", f"{NAME}\0", "1" * 16, ".warm-x", None, 1, [NAME], {"a": NAME},
+        )
+    ),
+    *(
+        {"request": "mount", "checkout": NAME, "layers": layers, "owner": None}
+        for layers in (
+            [], None, 7, "x", [None], [["x"]], ["/etc"], ["../../../etc"], ["."], [""], ["psf__requests"], [TREE + "/.."],
+            [TREE + "/../../../../../etc"], ["../templates/" + TREE], [TREE + ":/etc"], [TREE + ",upperdir=/etc"],
+            ["..__../trees/" + "1" * 40 + "/files"], ["a/../trees/" + "1" * 40 + "/files"], [TREE] * 65, [TREE + "\n"], {TREE: 1},
+        )
+    ),
+    *(
+        {"request": kind, "owner": owner, "checkout": NAME, "layers": [TREE]}
+        for kind in ("mount", "make_idmap", "drop_idmap")
+        for owner in BAD_OWNERS
+    ),
+    *({"request": kind} for kind in ("mount", "umount", "make_idmap", "drop_idmap", "", None, "exec", 1, ["mount"], {})),
+    {}, [], None, 1, "mount", [{"request": "umount"}],
+]  # fmt: skip
+
+
+def test_nothing_else_may_be_asked(lab: Lab, service: Service) -> None:
+    """Every malformed request is refused as such, and the service goes on."""
+    with service.connect() as connection:
+        for request in HOSTILE:
+            connection.send(json.dumps(request).encode())
+            problem = json.loads(connection.recv(65536)).get("problem")
+            assert problem is not None, request
+            assert isinstance(from_problem(problem), InvalidRequestError), (request, problem)
+    assert mounted_below(lab.state) == []
+
+
+@pytest.mark.parametrize(
+    "message", [b"\0", b"\xff\xfe", b"{", b"[" * 60000, b"9" * 60000, b'{"request":' + b" " * 100_000 + b"1}"]
+)
+def test_messages_that_are_no_requests(service: Service, message: bytes) -> None:
+    """Neither deep, nor long, nor broken JSON ends the service."""
+    assert isinstance(from_problem(service.ask(message)["problem"]), InvalidRequestError)
+    assert service.ask(b'{"request": "umount", "checkout": "%s"}' % NAME.encode()) == {}
+
+
+@pytest.mark.parametrize("owner", [(0, 0), (0, 5), (5, 0), (DAEMON, DAEMON), (DAEMON, 5)])
+def test_files_are_never_shown_as_roots_or_the_daemons(lab: Lab, mounter: RemoteMounter, owner: tuple[int, int]) -> None:
+    """A set-uid file of the daemon's could be copied up as root's."""
+    with pytest.raises(BackendUnavailableError):
+        mounter.make_idmap(owner)
+    assert mounted_below(lab.state) == []
+
+
+PLACES = ["", "/tree", "/layer", "/layer/upper", "/layer/work"]
+PLACES = ["checkouts", "templates", "templates/psf__requests", f"templates/{TREE}", *(f"checkouts/{{0}}{end}" for end in PLACES)]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_link_is_followed(lab: Lab, mounter: RemoteMounter, place: str) -> None:
+    """The daemon's user can put a link anywhere in its state; the service does not go there, not even within it."""
+    order = lab.checkout(layers=(TREE,))
+    path = lab.state / place.format(order.checkout)
+    path.rename(lab.state / "moved")
+    path.symlink_to(lab.state / "moved")
+    with pytest.raises(FileNotFoundError):
+        mounter.mount(order)
+    assert mounted_below(lab.state) == []
+
+
+def test_no_link_is_followed_to_an_unmount(lab: Lab, mounter: RemoteMounter) -> None:
+    """What is mounted elsewhere stays."""
+    order = lab.checkout()
+    mounter.mount(order)
+    other = lab.state / "checkouts" / NAME
+    other.mkdir()
+    (other / "tree").symlink_to(lab.tree(order))
+    mounter.umount(NAME)
+    assert mounted_below(lab.state) == [str(lab.tree(order))]
+
+
+def test_a_race_with_links_leads_nowhere(lab: Lab, mounter: RemoteMounter) -> None:
+    """A tree that turns into a link and back, all the time, is mounted on or is not; what the link names never is."""
+    victim = lab.state / "victim"
+    victim.mkdir()
+    order = lab.checkout(layers=(TREE,))
+    tree, aside = lab.tree(order), lab.tree(order).with_name("aside")
+    with _turning(tree, aside, victim):
+        for _ in range(150):
+            with suppress(FileNotFoundError, ResourceError):
+                mounter.mount(order)
+            mounter.umount(order.checkout)
+            assert not os.path.ismount(victim)
+            _fresh_work(lab, order)
+
+
+@contextmanager
+def _turning(tree: Path, aside: Path, victim: Path) -> Iterator[None]:
+    stop = threading.Event()
+
+    def turn() -> None:
+        while not stop.is_set():
+            with suppress(OSError):  # something is mounted there just now
+                tree.rename(aside)
+                tree.symlink_to(victim)
+                tree.unlink()
+            while aside.exists():
+                mounts.umount(str(aside))
+                with suppress(OSError):
+                    aside.rename(tree)
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _fresh_work(lab: Lab, order: OverlayOrder) -> None:
+    work = lab.upper(order).parent / "work"
+    subprocess.run(["rm", "-rf", str(work)], check=True)
+    work.mkdir()
+
+
+def test_what_is_given_back_is_only_what_overlayfs_made(lab: Lab, mounter: RemoteMounter) -> None:
+    """A link in the place of a work directory does not make the service give away what it points at."""
+    order = lab.checkout(layers=(TREE,))
+    target = lab.state / "roots"
+    (target / "incompat/volatile").mkdir(parents=True)
+    (lab.upper(order).parent / "work/work").symlink_to(target)
+    with suppress(FileNotFoundError, ResourceError):
+        mounter.mount(order)
+    assert {path.stat().st_uid for path in (target, target / "incompat", target / "incompat/volatile")} == {0}
+
+
+def test_it_loads_little() -> None:
+    """The process with the privilege has the standard library and a few of our modules."""
+    script = "import sys, mirrord.host.mounter; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True)
+    loaded = {name for name in done.stdout.split() if "." not in name and not name.startswith("_")}
+    assert loaded - set(sys.stdlib_module_names) <= {"mirrord", "sitecustomize"}
+    ours = {name for name in done.stdout.split() if name.startswith("mirrord.")}
+    rooms = ("files", "mounter", "mounting", "mounts", "processes", "systemd", "userns")
+    assert ours == {"mirrord.errors", "mirrord.model", "mirrord.host", *(f"mirrord.host.{room}" for room in rooms)}
