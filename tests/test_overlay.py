@@ -1,0 +1,325 @@
+"""The overlay backend on its own ground: what a mount, a restart, a reboot and a vanished template do to a checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from checkoutlab import NAME, USER, USER_PEER, Service, as_user, rich_upstream, running_service
+from gitrepos import ENV, Upstream, git
+
+from mirrord.checkouts.backend import Target
+from mirrord.checkouts.leases import Lease, Leases
+from mirrord.checkouts.overlay import OverlayBackend
+from mirrord.errors import BackendUnavailableError, DiskFullError
+from mirrord.host.mounting import LocalMounter, OverlayOrder
+from mirrord.model import Backend, CommitId, History, View, utc_now
+from mirrord.protocol import Checkout, ResetCheckout, StartCheckout
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+
+
+@pytest.fixture(scope="module")
+def upstream(tmp_path_factory: pytest.TempPathFactory) -> Upstream:
+    repository = Upstream(tmp_path_factory.mktemp("upstream") / "rich")
+    rich_upstream(repository)
+    return repository
+
+
+@pytest.fixture(scope="module")
+def service(upstream: Upstream) -> Iterator[Service]:
+    with running_service(upstream, with_overlay=True) as running:
+        yield running
+
+
+@pytest.fixture
+def checkout(service: Service) -> Iterator[Checkout]:
+    made = start(service)
+    yield made
+    service.call(service.checkouts.release, made.id, USER_PEER)
+
+
+def start(service: Service, commit: str = "v2") -> Checkout:
+    request = StartCheckout(instance=f"psf__requests@{commit}", backend=Backend.OVERLAY)
+    return service.call(service.checkouts.checkout, request, USER_PEER)
+
+
+def reset(service: Service, checkout: Checkout) -> None:
+    service.call(service.checkouts.reset, checkout.id, ResetCheckout(), USER_PEER)
+
+
+def status(checkout: Checkout) -> str:
+    return as_user(Path(checkout.path), "status", "--porcelain", "--ignored")
+
+
+def shell(checkout: Checkout, script: str) -> None:
+    """Run a script in the checkout as its owner."""
+    subprocess.run(
+        ["sh", "-ec", script], cwd=checkout.path, env=ENV, user=USER, group=USER, extra_groups=[], check=True, capture_output=True
+    )
+
+
+def sitting_in(checkout: Checkout) -> subprocess.Popen[bytes]:
+    """A process of the owner's that stays inside, and has a file open."""
+    script = "exec 3>>held; echo ready; cat; echo more >&3; cat README"
+    owner = {"user": USER, "group": USER, "extra_groups": []}
+    process = subprocess.Popen(
+        ["sh", "-c", script], cwd=checkout.path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **owner
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def test_a_process_that_stays_inside_keeps_only_the_old_tree(service: Service, checkout: Checkout) -> None:
+    """It goes on in what it knew; nothing it writes reaches the reset checkout."""
+    process = sitting_in(checkout)
+    reset(service, checkout)
+    process.communicate(b"")
+    assert status(checkout) == ""
+    assert not (Path(checkout.path) / "held").exists()
+
+
+def test_a_checkout_with_a_process_inside_can_be_released(service: Service) -> None:
+    """The directory goes; the process is not waited for."""
+    checkout = start(service)
+    process = sitting_in(checkout)
+    service.call(service.checkouts.release, checkout.id, USER_PEER)
+    assert not Path(checkout.path).exists()
+    process.communicate(b"")
+
+
+def test_nobody_reaches_past_the_mount(service: Service, checkout: Checkout) -> None:
+    """The layer below the mount is closed to its own owner."""
+    layer = Path(checkout.path).parent / "layer"
+    looked = subprocess.run(["ls", layer], user=USER, group=USER, extra_groups=[], capture_output=True, check=False)
+    assert looked.returncode != 0
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not on this machine")
+def test_status_of_a_fresh_checkout_opens_no_tracked_file(service: Service, checkout: Checkout, tmp_path: Path) -> None:
+    """The index is valid for the owner's view of the template, uid and gid included."""
+    trace = tmp_path / "trace"
+    env = [f"{name}={value}" for name, value in ENV.items()]
+    become = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "env", "-i", *env]
+    tracing = ["strace", "-f", "-o", str(trace), "-e", "trace=openat,open"]
+    subprocess.run([*tracing, *become, "git", "status"], cwd=checkout.path, check=True, capture_output=True)
+    tracked = as_user(Path(checkout.path), "ls-files").splitlines()
+    opened = trace.read_text()
+    assert [name for name in tracked if f'"{name}"' in opened and not name.endswith((".gitignore", ".gitattributes"))] == []
+
+
+def test_a_restarted_daemon_finds_what_was_written(service: Service, checkout: Checkout) -> None:
+    """The mount is taken over as it is, and can be reset."""
+    shell(checkout, "echo mine >mine; rm README")
+    service.restart()
+    assert (Path(checkout.path) / "mine").read_text() == "mine\n"
+    reset(service, checkout)
+    assert status(checkout) == ""
+
+
+def test_after_a_reboot_the_layer_is_mounted_again(service: Service, checkout: Checkout) -> None:
+    """No mount outlives a reboot; what the owner wrote does."""
+    shell(checkout, "echo mine >mine; rm README; git mv docs papers")
+    service.call(service.checkouts.close)
+    subprocess.run(["umount", checkout.path], check=True)
+    assert not (Path(checkout.path) / "mine").exists()
+    service.restart()
+    moved = [f"R  docs/{name} -> papers/{name}" for name in ("new2.txt", "page.txt")]
+    assert status(checkout).splitlines() == [" D README", *moved, "?? mine"]
+    reset(service, checkout)
+    assert status(checkout) == ""
+
+
+def test_rubbish_of_a_killed_daemon_is_removed(service: Service, checkout: Checkout) -> None:
+    """An old layer whose removal was cut short goes at the next start."""
+    old = Path(checkout.path).parent / ".old-0123456789abcdef"
+    (old / "upper/some").mkdir(parents=True)
+    service.restart()
+    service.call(service.checkouts.close)
+    service.restart()
+    assert not old.exists()
+    assert status(checkout) == ""
+
+
+def test_a_store_that_was_deleted_is_made_again(service: Service) -> None:
+    """Also under the view of it that another owner has."""
+    before = start(service)
+    service.call(service.checkouts.release, before.id, USER_PEER)
+    for mirror in (service.state / "templates").iterdir():
+        shutil.rmtree(mirror)
+    checkout = start(service)
+    assert status(checkout) == ""
+    service.call(service.checkouts.release, checkout.id, USER_PEER)
+
+
+def test_the_whole_store_may_be_replaced(service: Service) -> None:
+    """The bind of the old directory would show nothing: it is made anew."""
+    shutil.rmtree(service.state / "templates")
+    (service.state / "templates").mkdir(mode=0o700)
+    checkout = start(service)
+    assert status(checkout) == ""
+    service.call(service.checkouts.release, checkout.id, USER_PEER)
+
+
+CHANGES = {
+    "files": "echo x >>README; echo new >new; chmod +x data.bin; rm src/main.py; ln -s README soft",
+    "a directory renamed": "mv docs papers; echo x >>papers/page.txt",
+    "a directory renamed onto a name that was there": "rm -r docs; mv src docs",
+    "a directory renamed twice, then its parent": "mv src/deep src/low; mv src source; echo 1 >source/low/er/y",
+    "a directory deleted": "rm -r src docs",
+    "a directory made anew": "rm -r src; mkdir -p src/deep; echo 1 >src/deep/other",
+    "a directory that became a file": "rm -r src; echo 1 >src",
+    "a file that became a directory": "rm README; mkdir README; echo 1 >README/in",
+    "new directories": "mkdir -p a/b/c; echo 1 >a/b/c/d; mkdir -p src/deep/er/still; echo 1 >src/deep/er/still/z",
+    "two names exchanged": "mv docs t; mv src docs; mv t src",
+}
+"""What overlayfs writes down in different ways: copies, whiteouts, opaque and redirected directories."""
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_diff_says_all_of_it(service: Service, checkout: Checkout, upstream: Upstream, tmp_path: Path, what: str) -> None:
+    """Applied to the base commit, the patch gives the tree that `git add --all` gives in the checkout."""
+    shell(checkout, CHANGES[what])
+    patch = service.call(service.checkouts.diff, checkout.id, USER_PEER)
+    as_user(Path(checkout.path), "add", "--all", ":!vendor")
+    wanted = as_user(Path(checkout.path), "write-tree")
+    git(tmp_path, "clone", "--quiet", upstream.url, "clone")
+    git(tmp_path / "clone", "checkout", "--quiet", "v2")
+    git(tmp_path / "clone", "apply", "--index", "-", stdin=patch)
+    assert git(tmp_path / "clone", "write-tree") == wanted
+
+
+# -- a mounter that refuses ---------------------------------------------------------------------------------------------
+
+
+class RefusingMounter(LocalMounter):
+    """Refuses mounts from now on while `refuses` is set."""
+
+    refuses = False
+
+    def mount(self, order: OverlayOrder) -> None:
+        if self.refuses:
+            self.refuses = False
+            raise DiskFullError("cannot mount an overlay: no space left on device")
+        super().mount(order)
+
+
+@dataclass
+class Bench:
+    """A backend of its own beside the service, on the same state directory."""
+
+    backend: OverlayBackend
+    mounter: RefusingMounter
+    leases: Leases
+    commit: CommitId
+    tree: str
+
+    def lease(self, uid: int = USER) -> Lease:
+        checkout, directory = self.leases.new_directory()
+        now = utc_now()
+        return Lease(
+            checkout, directory, NAME, self.commit, self.tree, None, History.SEALED, View.AGENT, Backend.OVERLAY, uid, uid, now,
+            now + timedelta(hours=1),
+        )  # fmt: skip
+
+    @property
+    def target(self) -> Target:
+        return Target(self.commit, self.tree)
+
+
+@pytest.fixture
+def bench(service: Service) -> Bench:
+    mounter = RefusingMounter(service.state)
+    backend = OverlayBackend(
+        state_dir=service.state, mounter=mounter, templates=service.templates, workers=service.workers,
+        mirrors_path=service.mirrors.path, may_map_owners=True,
+    )  # fmt: skip
+    commit, tree = git(service.mirror, "rev-parse", "v2^{commit}", "v2^{tree}").split()
+    return Bench(backend, mounter, Leases(service.state / "checkouts"), CommitId(commit), tree)
+
+
+def test_a_refused_mount_leaves_nothing(service: Service, bench: Bench) -> None:
+    """The error is the caller's; after destroy there is neither a mount nor a directory."""
+    lease = bench.lease()
+
+    async def story() -> None:
+        bench.mounter.refuses = True
+        with pytest.raises(DiskFullError):
+            await bench.backend.create(lease)
+        await bench.backend.destroy(lease.directory, lease)
+
+    service.call(story)
+    assert not lease.directory.exists()
+
+
+def test_a_refused_reset_gives_back_what_was_there(service: Service, bench: Bench) -> None:
+    """The owner's work is mounted again, and the next reset goes through."""
+    lease = bench.lease()
+
+    async def story() -> None:
+        await bench.backend.create(lease)
+        (lease.tree_path / "mine").write_text("mine")
+        bench.mounter.refuses = True
+        with pytest.raises(DiskFullError):
+            await bench.backend.reset(lease, bench.target)
+        assert (lease.tree_path / "mine").read_text() == "mine"
+        proof = await bench.backend.reset(lease, bench.target)
+        assert not (lease.tree_path / "mine").exists()
+        assert (proof.tree, proof.head) == (bench.tree, bench.commit)
+        await bench.backend.destroy(lease.directory, lease)
+
+    service.call(story)
+    assert not lease.directory.exists()
+
+
+def test_destroy_may_be_asked_again(service: Service, bench: Bench) -> None:
+    """Also for a directory that nobody knows a lease of."""
+    lease = bench.lease()
+
+    async def story() -> None:
+        await bench.backend.create(lease)
+        await bench.backend.destroy(lease.directory, None)
+        await bench.backend.destroy(lease.directory, lease)
+
+    service.call(story)
+    assert not lease.directory.exists()
+
+
+def test_where_owners_cannot_be_mapped_only_the_daemons_user_is_served(service: Service, bench: Bench) -> None:
+    """The error says what to use instead; nothing was made."""
+    bench.backend._may_map_owners = False
+    mine, other = bench.lease(uid=0), bench.lease()
+
+    async def story() -> None:
+        with pytest.raises(BackendUnavailableError) as caught:
+            await bench.backend.create(other)
+        assert "pool" in (caught.value.hint or "")
+        assert list(other.directory.iterdir()) == []
+        await bench.backend.create(mine)
+        assert (mine.tree_path / "README").stat().st_uid == 0
+        for lease in (mine, other):
+            await bench.backend.destroy(lease.directory, lease)
+
+    service.call(story)
+
+
+def test_many_are_held_at_once(service: Service, bench: Bench) -> None:
+    """Each is a mount and a few empty directories."""
+    leases = [bench.lease() for _ in range(100)]
+
+    async def story() -> None:
+        for lease in leases:
+            await bench.backend.create(lease)
+        assert all((lease.tree_path / "README").exists() for lease in leases)
+        for lease in leases:
+            await bench.backend.destroy(lease.directory, lease)
+
+    service.call(story)
+    assert not any(lease.directory.exists() for lease in leases)
