@@ -225,3 +225,11 @@ def test_a_backend_that_the_host_lacks_degrades_the_daemon_with_its_reason() -> 
         assert status == 503
         assert "overlay" in json.loads(body)["reasons"][0]
         assert running.json("GET", "/v1/status")["backend"] == "overlay"
+
+
+def test_what_happens_by_the_clock_follows_the_intervals() -> None:
+    """Templates are proven again as often as content is audited; an interval of nothing switches jobs off."""
+    with daemon("[audit]\ncontent_interval = '1d'\n[maintenance]\ninterval = '0'\n") as running:
+        jobs = {job["name"] for job in running.json("GET", "/v1/status")["jobs"]}
+        assert {"audit", "audit.content", "templates.scrub", "templates.evict", "checkouts.expire"} <= jobs
+        assert "maintenance" not in jobs

@@ -8,7 +8,7 @@ from datetime import timedelta
 import anyio
 import pytest
 
-from mirrord.errors import UpstreamNotFoundError
+from mirrord.errors import ResourceError, UpstreamNotFoundError, UpstreamThrottledError
 from mirrord.jobs.schedule import Job, Schedule
 from mirrord.model import utc_now
 
@@ -132,4 +132,48 @@ async def test_a_job_never_runs_beside_itself() -> None:
     with anyio.fail_after(20):
         await done.wait()
     assert most == 1
+    await schedule.close()
+
+
+async def test_a_failure_is_tried_again_before_the_next_turn() -> None:
+    """After `retry`, twice that, and so on; a success ends it."""
+    outcomes: list[Exception | None] = [
+        UpstreamNotFoundError("cannot sync a__b: it is gone"),
+        ResourceError("cannot sync a__b"),
+        None,
+    ]
+    done = anyio.Event()
+
+    async def run() -> None:
+        outcome = outcomes.pop(0)
+        if outcome is not None:
+            raise outcome
+        done.set()
+
+    schedule, _ = await opened(Job("job", HOUR, run, since=utc_now() - 2 * HOUR, retry=timedelta(seconds=0.02)))
+    with anyio.fail_after(20):
+        await done.wait()
+    (state,) = schedule.states()
+    assert state.last_error is None
+    assert state.next_at is not None
+    assert state.next_at - utc_now() > HOUR / 2
+    await schedule.close()
+
+
+async def test_a_retry_waits_as_long_as_upstream_asks() -> None:
+    """And is not later than the next turn."""
+    failed = anyio.Event()
+
+    async def run() -> None:
+        failed.set()
+        raise UpstreamThrottledError("cannot sync a__b: throttled", retry_after_s=600)
+
+    schedule, _ = await opened(Job("job", HOUR, run, since=utc_now() - 2 * HOUR, retry=timedelta(seconds=0.02)))
+    with anyio.fail_after(20):
+        await failed.wait()
+        while not schedule.states()[0].last_error:
+            await anyio.sleep(0.01)
+    next_at = schedule.states()[0].next_at
+    assert next_at is not None
+    assert timedelta(minutes=9) < next_at - utc_now() <= timedelta(minutes=10)
     await schedule.close()

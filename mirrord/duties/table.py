@@ -28,6 +28,7 @@ EXPIRE_INTERVAL = timedelta(seconds=2)
 EVICT_INTERVAL = timedelta(minutes=5)
 LOOK_INTERVAL = timedelta(minutes=1)
 TRIM_INTERVAL = timedelta(minutes=1)
+SYNC_RETRY = timedelta(minutes=1)
 
 
 class Jobs:
@@ -56,11 +57,13 @@ class Jobs:
 
     async def table(self) -> list[Job]:
         syncs = [self._sync(row) for row in await self._catalog.list_mirrors()]
-        return [*syncs, *await self._audits(), self._maintenance(), *self._housekeeping()]
+        return [*syncs, *await self._audits(), self._maintenance(), self._scrubbing(), *self._housekeeping()]
 
     def _sync(self, row: MirrorRow) -> Job:
         sync = self._settings().sync
-        return Job(f"sync/{row.name}", sync.interval, partial(self._run_sync, row.name), sync.jitter, row.attempted_at)
+        return Job(
+            f"sync/{row.name}", sync.interval, partial(self._run_sync, row.name), sync.jitter, row.attempted_at, SYNC_RETRY
+        )
 
     async def _audits(self) -> list[Job]:
         """Counted from the last audit of that level, whoever asked for it; the first one an interval after the start."""
@@ -79,9 +82,17 @@ class Jobs:
         ]
 
     def _maintenance(self) -> Job:
-        """First an eighth of the interval after the start, so that a daemon that is restarted every day maintains too."""
         interval = self._settings().maintenance.interval
-        return Job("maintenance", interval, self._maintain_all, since=self._started_at - interval * 7 / 8)
+        return Job("maintenance", interval, self._maintain_all, since=self._early(interval))
+
+    def _scrubbing(self) -> Job:
+        """Templates are proven by content as often as mirrors are."""
+        interval = self._settings().audit.content_interval
+        return Job("templates.scrub", interval, self._scrub, since=self._early(interval))
+
+    def _early(self, interval: timedelta) -> datetime:
+        """First an eighth of the interval after the start, so that a daemon that is restarted every day does it too."""
+        return self._started_at - interval * 7 / 8
 
     def _housekeeping(self) -> list[Job]:
         return [
@@ -115,6 +126,9 @@ class Jobs:
 
     async def _evict(self) -> None:
         await self._templates.evict()
+
+    async def _scrub(self) -> None:
+        await self._templates.scrub()
 
     async def _look(self) -> None:
         for watch in self._watches:

@@ -2,7 +2,7 @@
 
 A job that is late is run once, not dropped and not doubled, and never runs beside itself. Jobs that matter across restarts count
 from what was recorded, not from the start: a daemon that is restarted every hour still syncs every six. Failures are kept for
-`status` and told as events by whoever failed; the next turn comes regardless.
+`status` and told as events by whoever failed; the next turn comes regardless, and earlier where the job asks for a retry.
 """
 
 from __future__ import annotations
@@ -24,23 +24,29 @@ from ..protocol import JobState
 log = structlog.get_logger()
 
 _SOON = timedelta(seconds=2)
+_MOST_DOUBLINGS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Something to do every `interval` (none: never) from `since` on; None is now."""
+    """Something to do every `interval` (none: never) from `since` on; None is now.
+
+    After a failure it is tried again in `retry` (none: not before its next turn), a time that doubles with each further failure.
+    """
 
     name: str
     interval: timedelta
     run: Callable[[], Awaitable[None]]
     jitter: timedelta = timedelta()
     since: datetime | None = None
+    retry: timedelta = timedelta()
 
 
 @dataclass(slots=True)
 class _Past:
     last_at: datetime | None = None
     last_error: str | None = None
+    failures: int = 0
 
 
 @dataclass(slots=True)
@@ -109,12 +115,24 @@ class Schedule:
         planned.past.last_at = utc_now()
         try:
             await planned.job.run()
-            planned.past.last_error = None
+            planned.past.last_error, planned.past.failures = None, 0
         except MirrordError as error:
             planned.past.last_error = error.message
+            self._retry(planned, error.facts.get("retry_after_s"))
         except Exception:
             planned.past.last_error = "an unexpected error; the daemon's log has the details"
             log.exception("job.crashed", job=name)
+
+    def _retry(self, planned: _Planned, asked_s: float | None) -> None:
+        """Bring the next turn forward, to no earlier than whoever refused asked for."""
+        job, past = planned.job, planned.past
+        past.failures += 1
+        planned_at = self._next_at(job.name)
+        if not job.retry or planned_at is None:
+            return
+        wait = max(job.retry * 2 ** min(past.failures - 1, _MOST_DOUBLINGS), timedelta(seconds=asked_s or 0))
+        if utc_now() + wait < planned_at:
+            self._scheduler.modify_job(job.name, next_run_time=utc_now() + wait)
 
     def _next_at(self, name: str) -> datetime | None:
         found = self._scheduler.get_job(name)
