@@ -29,16 +29,31 @@ def test_units_verify_with_nothing_to_say(units: list[Path]) -> None:
 
 
 @needs_analyze
-def test_the_daemon_is_confined(units: list[Path]) -> None:
-    """The process that faces clients and the network may do little beyond its own files."""
-    service = next(unit for unit in units if unit.name == "mirrord.service")
-    done = subprocess.run(
-        ["systemd-analyze", "security", "--offline=true", "--threshold=25", str(service)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.mark.parametrize(("name", "threshold"), [("mirrord.service", 25), ("mirrord-mount.service", 50)])
+def test_the_services_are_confined(units: list[Path], name: str, threshold: int) -> None:
+    """What faces clients and the network may do little beyond its own files; what mounts can be confined less."""
+    service = next(unit for unit in units if unit.name == name)
+    command = ["systemd-analyze", "security", "--offline=true", f"--threshold={threshold}", str(service)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_what_mounts_stays_in_the_mount_namespace_of_its_clients() -> None:
+    """Each of these gives a service a namespace of its own, whose mounts nobody else sees (systemd.exec(5))."""
+    private = ("Protect", "PrivateTmp", "PrivateDevices", "PrivateMounts", "PrivateUsers", "PrivateIPC", "ReadOnly", "ReadWrite")
+    private += (
+        "Inaccessible",
+        "NoExec",
+        "ExecPaths",
+        "TemporaryFileSystem",
+        "Bind",
+        "Mount",
+        "Root",
+        "DynamicUser",
+        "StateDirectory",
+    )
+    lines = (UNITS / "mirrord-mount.service").read_text().splitlines()
+    assert [line for line in lines if line.startswith(private)] == []
 
 
 @pytest.mark.skipif(not shutil.which("systemd-sysusers"), reason="systemd-sysusers is not on this machine")
