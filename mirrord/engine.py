@@ -40,6 +40,7 @@ from .jobs.operations import Operations
 from .jobs.schedule import Schedule
 from .jobs.watch import Signature, Watch, is_complete_name, signature_of
 from .layout import Layout
+from .mirrors.bundles.service import Bundles
 from .mirrors.service import Mirrors
 from .model import Backend, CommitId, CommitState, History, MirrorName, utc_now
 from .protocol import Audit, AuditSummary, ReloadAnswer, Status
@@ -105,6 +106,7 @@ class Engine:
         )
         self._closing.push_async_callback(self.mirrors.close)
         await self.mirrors.open()
+        self.bundles = Bundles(mirrors=self.mirrors, catalog=self.catalog, git=self.git, events=self.events)
         # datasets drop stale pins when they open, which needs mirrors in line with the catalog
         self.datasets = Datasets(
             settings=self.settings,
@@ -175,6 +177,7 @@ class Engine:
         self.work = Work(
             operations=self.operations,
             mirrors=self.mirrors,
+            bundles=self.bundles,
             datasets=self.datasets,
             audits=self.audits,
             templates=self.templates,

@@ -119,6 +119,10 @@ class InvalidDatasetError(UsageError):
     code, title = "invalid-dataset", "Invalid dataset"
 
 
+class InvalidBundleError(UsageError):
+    code, title = "invalid-bundle", "Invalid bundle"
+
+
 class InvalidPatchError(UsageError):
     code, title = "invalid-patch", "Invalid patch"
 
@@ -237,6 +241,10 @@ class UpstreamAuthError(UpstreamError):
 
 class UpstreamEmptyError(UpstreamError):
     code, title = "upstream-empty", "Upstream has no refs"
+
+
+class UpstreamLossError(UpstreamError):
+    code, title = "upstream-loss", "Upstream lost most of what it had"
 
 
 class UpstreamTimeoutError(UpstreamError):

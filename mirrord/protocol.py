@@ -56,6 +56,12 @@ class StartHeal(Request):
     mirrors: list[Repo] = []
 
 
+class SyncMirror(Request):
+    """`accept_loss` follows an upstream that lost most of its refs, or its whole history; what it had is kept."""
+
+    accept_loss: bool = False
+
+
 class RestoreRefs(Request):
     at: Annotated[str, Field(min_length=1, max_length=100, description="a ref record: its id, or a time in ISO 8601")]
 
@@ -181,6 +187,16 @@ class RefDiff(Answer):
     a: str
     b: str
     changes: list[RefChange]
+
+
+class BundleFile(Answer):
+    """A bundle that was written. `record` is its newest ref record: what a later one may be made `since`."""
+
+    mirror: str
+    file: str
+    size_bytes: int
+    record: str | None = None
+    since: str | None = None
 
 
 class Pin(Answer):

@@ -56,6 +56,8 @@ DESIGNED = [
     "refs-restore",
     "doctor",
     "events",
+    "bundle-create",
+    "bundle-import",
     "config-check",
     "config-show",
     "exec",
@@ -80,6 +82,8 @@ ARGUMENTS = {
     "refs log": ["a/b"],
     "refs diff": ["a/b", "x", "y"],
     "refs restore": ["a/b", "x"],
+    "bundle create": ["a/b", "/tmp/bundle"],
+    "bundle import": [__file__],
 }
 NEEDS_NO_DAEMON = {"serve", "verify-seal", "doctor", "config check", "config show"}
 

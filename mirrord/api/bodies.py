@@ -22,6 +22,7 @@ from ..errors import BodyTooLargeError, DiskFullError, InvalidRequestError
 JSON_LIMIT_BYTES = 1024**2
 PATCH_LIMIT_BYTES = 64 * 1024**2
 DATASET_LIMIT_BYTES = 4 * 1024**3
+BUNDLE_LIMIT_BYTES = 256 * 1024**3
 SILENCE_LIMIT_S = 30.0
 
 _WRITE_BYTES = 1024**2
@@ -97,6 +98,6 @@ async def _iter_bounded(request: Request, limit_bytes: int) -> AsyncIterator[byt
 def _too_large(limit_bytes: int) -> BodyTooLargeError:
     return BodyTooLargeError(
         f"cannot read the request's body: it is larger than {limit_bytes} bytes",
-        hint="JSON may have 1 MiB, a patch 64 MiB, a dataset file 4 GiB",
+        hint="JSON may have 1 MiB, a patch 64 MiB, a dataset file 4 GiB, a bundle 256 GiB",
         limit_bytes=limit_bytes,
     )

@@ -22,6 +22,14 @@ class RefsDiffQuery(Request):
     b: _RefRecord
 
 
+class BundleQuery(Request):
+    since: _RefRecord | None = None
+
+
+class ImportBundleQuery(Request):
+    mirror: Repo | None = None
+
+
 class PinsQuery(Request):
     mirror: Repo | None = None
 

@@ -41,13 +41,16 @@ from ..protocol import (
     StartCheckout,
     StartHeal,
     Status,
+    SyncMirror,
 )
 from .call import Call
-from .handlers import audits, checkouts, daemon, datasets, mirrors, operations, pins
+from .handlers import audits, bundles, checkouts, daemon, datasets, mirrors, operations, pins
 from .queries import (
     ApplyQuery,
     AuditsQuery,
+    BundleQuery,
     EventsQuery,
+    ImportBundleQuery,
     ImportQuery,
     InstanceQuery,
     InstancesQuery,
@@ -117,10 +120,12 @@ ENDPOINTS = (
     Endpoint("POST", f"{API}/mirrors", ADMIN, mirrors.add_mirror, Operation, 202, body=AddMirror),
     Endpoint("GET", _MIRROR, MEMBER, mirrors.get_mirror, Mirror),
     Endpoint("DELETE", _MIRROR, ADMIN, mirrors.remove_mirror, None, 204),
-    Endpoint("POST", f"{_MIRROR}/sync", ADMIN, mirrors.sync_mirror, Operation, 202),
+    Endpoint("POST", f"{_MIRROR}/sync", ADMIN, mirrors.sync_mirror, Operation, 202, body=SyncMirror),
     Endpoint("GET", f"{_MIRROR}/refs/log", ADMIN, mirrors.log_refs, list[RefRecord]),
     Endpoint("GET", f"{_MIRROR}/refs/diff", ADMIN, mirrors.diff_refs, RefDiff, query=RefsDiffQuery),
     Endpoint("POST", f"{_MIRROR}/refs/restore", ADMIN, mirrors.restore_refs, Operation, 202, body=RestoreRefs),
+    Endpoint("GET", f"{_MIRROR}/bundle", ADMIN, bundles.create_bundle, _FILE, query=BundleQuery),
+    Endpoint("POST", f"{API}/bundles", ADMIN, bundles.import_bundle, Operation, 202, body=_FILE, query=ImportBundleQuery),
     Endpoint("GET", f"{API}/pins", MEMBER, pins.list_pins, list[Pin], query=PinsQuery),
     Endpoint("POST", f"{API}/pins", MEMBER, pins.add_pin, Pin, 201, body=AddPin),
     Endpoint("DELETE", f"{API}/pins/{{name}}/{{commit}}", MEMBER, pins.remove_pin, None, 204, query=UnpinQuery),

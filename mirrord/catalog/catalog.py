@@ -21,7 +21,7 @@ from ..protocol import Audit, Dataset, DatasetChange, DatasetSummary
 from . import audits, datasets, mirrors
 from .database import Database
 from .rows import DatasetHead, InstanceRow, MirrorRow, PinRow, RecordedRow
-from .spool import replace_dataset
+from .spool import merge_dataset, replace_dataset, spool_rows
 from .upgrade import migrate, prepare
 
 P = ParamSpec("P")
@@ -103,6 +103,15 @@ class Catalog:
         """Make the dataset what `head` and the spooled rows say, in one transaction."""
         async with self._writer:
             return await self._long(replace_dataset, self._place, head, spool)
+
+    async def spool_rows(self, dataset: str, key: str, spool: Path) -> int:
+        """Write the rows of a dataset that name one mirror, as `replace_dataset` reads them; answers how many."""
+        return await self._long(spool_rows, self._place, dataset, key, spool)
+
+    async def merge_dataset(self, head: DatasetHead, spool: Path) -> int | None:
+        """Add the spooled rows that are missing; answers how many, or None where another dataset has the name."""
+        async with self._writer:
+            return await self._long(merge_dataset, self._place, head, spool)
 
     async def find_dataset(self, name: str) -> Dataset | None:
         return await self._read(datasets.find_dataset, name)

@@ -8,6 +8,7 @@ has not.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, and_, delete, exists, func, outerjoin, select, update
@@ -139,16 +140,28 @@ def _reason(reasons: dict[str, str], commit: str) -> str:
 
 def find_instance(connection: Connection, identity: str) -> InstanceRow | None:
     """An instance by its exact id. When several datasets have it, the one that was first imported answers."""
+    query = _instances().where(instances.c.id == identity).order_by(instances.c.dataset_id).limit(1)
+    row = connection.execute(query).mappings().first()
+    return None if row is None else _instance(connection, row)
+
+
+def iter_instances(connection: Connection, dataset: str, key: str) -> Iterator[InstanceRow]:
+    """The instances of a dataset that name one mirror, by id."""
+    query = _instances().where(datasets.c.name == dataset, func.lower(instances.c.mirror_name) == key.lower())
+    for row in connection.execute(query.order_by(instances.c.id)).mappings().yield_per(_LISTED):
+        yield _instance(connection, row)
+
+
+def _instances() -> Any:
     known_as = func.coalesce(mirrors.c.name, instances.c.mirror_name).label("known_as")
-    query = (
+    return (
         select(instances, datasets.c.name.label("dataset"), known_as)
         .join(datasets, datasets.c.id == instances.c.dataset_id)
         .outerjoin(mirrors, mirrors.c.key == func.lower(instances.c.mirror_name))
     )
-    query = query.where(instances.c.id == identity).order_by(instances.c.dataset_id).limit(1)
-    row = connection.execute(query).mappings().first()
-    if row is None:
-        return None
+
+
+def _instance(connection: Connection, row: RowMapping) -> InstanceRow:
     mine = (recorded.c.dataset_id == row["dataset_id"], recorded.c.instance_id == row["id"])
     commits = connection.execute(select(recorded.c.commit_id, recorded.c.role).where(*mine).order_by(recorded.c.role))
     return InstanceRow(

@@ -1,4 +1,4 @@
-"""A dataset on its way into the catalog: the JSON-lines file of normalised rows, and its replacement in one transaction.
+"""A dataset on its way into the catalog, or out of it: the JSON-lines file of normalised rows, and transactions that take it.
 
 Runs in a worker process, in memory bounded by a batch and by the ids of the old dataset. A kill at any moment rolls the
 transaction back: the old dataset stays whole. Rows that did not change are not written.
@@ -14,8 +14,10 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, insert, select, update
 
+from ..model import CommitRole, Direction, MirrorName, parse_commit
 from ..protocol import DatasetChange
 from .database import Database
+from .datasets import iter_instances
 from .mirrors import in_batches
 from .rows import DatasetHead, InstanceRow
 from .schema import datasets, instances, recorded
@@ -38,6 +40,68 @@ def spooled(row: InstanceRow) -> bytes:
         "pass": row.pass_to_pass,
     }
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def unspooled(line: bytes) -> InstanceRow:
+    """The row of one line that anybody may have written; raises ValueError, KeyError or TypeError where it is none."""
+    value = json.loads(line)
+    texts = [value["id"], *(value[name] for name in ("patch", "test_patch") if value[name] is not None)]
+    if not all(isinstance(text, str) for text in (*texts, *value["fail"], *value["pass"])) or len(value["id"]) > 500:
+        raise ValueError("not the row of an instance")
+    return InstanceRow(
+        id=value["id"],
+        dataset="",
+        mirror=MirrorName.parse(value["mirror"]),
+        base_commit=parse_commit(value["base"]),
+        direction=Direction(value["direction"]),
+        commits=tuple(dict.fromkeys((parse_commit(commit), CommitRole(role)) for commit, role in value["commits"])),
+        patch=value["patch"],
+        test_patch=value["test_patch"],
+        fail_to_pass=tuple(value["fail"]),
+        pass_to_pass=tuple(value["pass"]),
+    )
+
+
+def spool_rows(place: str, dataset: str, key: str, spool: Path) -> int:
+    """Write the rows of a dataset that name one mirror; answers how many."""
+    database = Database.at(place)
+    count = 0
+    try:
+        with database.read() as connection, spool.open("wb") as lines:
+            for row in iter_instances(connection, dataset, key):
+                lines.write(spooled(row))
+                count += 1
+    finally:
+        database.close()
+    return count
+
+
+def merge_dataset(place: str, head: DatasetHead, spool: Path) -> int | None:
+    """Add what is missing of a dataset; answers how many rows, or None where another dataset has the name.
+
+    Two are the same when they were read from the same bytes. Rows that are there stay as they are.
+    """
+    database = Database.at(place)
+    try:
+        with database.write() as connection:
+            return _merge(connection, head, spool)
+    finally:
+        database.close()
+
+
+def _merge(connection: Connection, head: DatasetHead, spool: Path) -> int | None:
+    found = connection.execute(select(datasets.c.id, datasets.c.sha256).where(datasets.c.name == head.name)).first()
+    if found is not None and found.sha256 != head.sha256:
+        return None
+    dataset_id = int(found.id) if found is not None else _put_head(connection, head)
+    known = set(connection.execute(select(instances.c.id).where(instances.c.dataset_id == dataset_id)).scalars())
+    count = 0
+    for batch in _batches(spool):
+        fresh = {line["id"]: (digest, line) for digest, line in batch if line["id"] not in known}
+        _insert_instances(connection, dataset_id, list(fresh.values()))
+        known |= fresh.keys()
+        count += len(fresh)
+    return count
 
 
 def replace_dataset(place: str, head: DatasetHead, spool: Path) -> DatasetChange:

@@ -38,13 +38,18 @@ def add(
 def sync(
     ctx: typer.Context,
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Which; default: all.")] = None,
+    accept_loss: Annotated[
+        bool, typer.Option("--accept-loss", help="Follow an upstream that lost most of what it had; the mirror keeps it.")
+    ] = False,
     no_wait: NoWait = False,
 ) -> None:
     """One sync runs per mirror, however many ask; whoever asks meanwhile gets the one that runs."""
     session = Session.of(ctx)
+    if accept_loss and not names:
+        raise UsageError("cannot accept the loss of every mirror", hint="name those whose upstream you looked at")
     with session.client() as client:
         wanted = names or [mirror.name for mirror in client.list_mirrors()]
-        _run(session, client, (partial(client.sync_mirror, name) for name in wanted), no_wait)
+        _run(session, client, (partial(client.sync_mirror, name, accept_loss=accept_loss) for name in wanted), no_wait)
 
 
 def _run(session: Session, client: Client, starts: Iterable[Callable[[], Operation]], no_wait: bool) -> None:

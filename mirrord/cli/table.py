@@ -32,6 +32,7 @@ GROUPS = {
     "mirror": "Complete copies of upstream repositories.",
     "dataset": "Instances, and the commits they record.",
     "refs": "The ref history of a mirror.",
+    "bundle": "A mirror as one file, and back.",
     "config": "The configuration file.",
 }
 
@@ -69,6 +70,8 @@ VERBS = (
     Verb("refs log", "refs:log", "List the records of a mirror's ref history.", (3, 4, 9)),
     Verb("refs diff", "refs:diff", "Show what upstream did between two records.", (3, 4, 9)),
     Verb("refs restore", "refs:restore", "Put a mirror's refs back to a record.", (3, 4, 5, 7, 9)),
+    Verb("bundle create", "bundles:create", "Write a mirror with all that is known of it into one file.", (3, 4, 7, 8, 9)),
+    Verb("bundle import", "bundles:import_file", "Make a mirror of such a file, or add to one.", (3, 4, 5, 7, 8, 9)),
     Verb("doctor", "examination:doctor", "Tell what this host can and cannot do.", (7,)),
     Verb("events", "service:events", "Print what happened, or with --follow what happens.", (3, 9)),
     Verb("config check", "configuration:check", "Check a configuration file.", ()),

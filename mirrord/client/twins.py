@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import BinaryIO, Generic, TypeVar
 
 import anyio
+import anyio.to_thread
 
 _CHUNK_BYTES = 256 * 1024
 _RELEASE_SECONDS = 30
@@ -64,6 +67,43 @@ async def async_chunks(path: Path, sent: Callable[[int], None]) -> AsyncIterator
             yield chunk
             done += len(chunk)
             sent(done)
+
+
+async def async_write(path: Path, content: AsyncIterator[bytes], written: Callable[[int], object]) -> int:
+    """Write what comes into a private file that appears under its name when it is whole; answers its size."""
+    done = 0
+    with whole_file(path) as file:
+        async for chunk in content:
+            await anyio.to_thread.run_sync(file.write, chunk)
+            done += len(chunk)
+            written(done)
+    return done
+
+
+def write(path: Path, content: Iterator[bytes], written: Callable[[int], object]) -> int:
+    """Write what comes into a private file that appears under its name when it is whole; answers its size."""
+    done = 0
+    with whole_file(path) as file:
+        for chunk in content:
+            file.write(chunk)
+            done += len(chunk)
+            written(done)
+    return done
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A new file beside `path`, of mode 0600, flushed and renamed to it at the end; gone when the block raises."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink()
+        raise
 
 
 def chunks(path: Path, sent: Callable[[int], None]) -> Iterator[bytes]:

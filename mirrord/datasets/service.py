@@ -12,7 +12,7 @@ import builtins
 import re
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -143,6 +143,12 @@ class Datasets:
             await self._catalog.put_refused(dataset, name.key, {str(c): why for c, why in refused.get(name.key, {}).items()})
             await self._drop_stale_pins(dataset)  # an import may have changed the dataset before the lock was ours
         return refused.get(name.key, {})
+
+    def rows_changed(self, names: Iterable[str]) -> None:
+        """Somebody else put rows of these datasets into the catalog: a bundle."""
+        self._cache.forget()
+        for name in names:
+            self._changed("dataset.restored", parse_dataset_name(name))
 
     async def remove(self, name: str) -> None:
         """Forget a dataset and remove its pins. Raises DatasetNotFoundError."""

@@ -17,6 +17,7 @@ from ..checkouts.gitdirs import Gitdirs
 from ..checkouts.templates import Templates
 from ..datasets.service import Datasets
 from ..jobs.operations import Operations, ProgressSink
+from ..mirrors.bundles.service import Bundles
 from ..mirrors.service import Mirrors
 from ..model import DatasetName, MirrorName
 from ..protocol import Operation, StartAudit
@@ -30,6 +31,7 @@ class Work:
         *,
         operations: Operations,
         mirrors: Mirrors,
+        bundles: Bundles,
         datasets: Datasets,
         audits: Audits,
         templates: Templates,
@@ -38,6 +40,7 @@ class Work:
     ) -> None:
         self._operations = operations
         self._mirrors = mirrors
+        self._bundles = bundles
         self._datasets = datasets
         self._audits = audits
         self._templates = templates
@@ -52,9 +55,9 @@ class Work:
         await self._on_mirrors_changed()
         return self.sync(row.name, kind="mirror.add", owner_uid=owner_uid)
 
-    def sync(self, name: MirrorName, *, kind: str = "mirror.sync", owner_uid: int = 0) -> Operation:
+    def sync(self, name: MirrorName, *, kind: str = "mirror.sync", accept_loss: bool = False, owner_uid: int = 0) -> Operation:
         async def run(progress: ProgressSink) -> dict[str, Any]:
-            result = await self._mirrors.sync(name, progress)
+            result = await self._mirrors.sync(name, progress, accept_loss=accept_loss)
             pinned = await self._datasets.repin(name)  # what upstream lacked the last time
             return {**_plain(result), "pinned": pinned}
 
@@ -71,6 +74,24 @@ class Work:
             return _plain(await self._mirrors.refs_restore(name, at, progress))
 
         return self._operations.start("refs.restore", str(name), run, owner_uid=owner_uid)
+
+    def import_bundle(self, path: Path, *, mirror: str | None, owner_uid: int = 0) -> Operation:
+        """Take a bundle file that is ours; it is removed at the end, whatever the end is."""
+
+        async def run(progress: ProgressSink) -> dict[str, Any]:
+            try:
+                result = await self._bundles.import_file(path, mirror=mirror, owner_uid=owner_uid, progress=progress)
+            finally:
+                path.unlink(missing_ok=True)
+            self._datasets.rows_changed(result["datasets"])
+            await self._on_mirrors_changed()
+            return result
+
+        try:
+            return self._operations.start("bundle.import", mirror or "a bundle", run, owner_uid=owner_uid)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
     async def remove_mirror(self, name: MirrorName) -> None:
         """Remove a mirror, and what was built from it. Raises MirrorInUseError while something recorded needs it."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -65,7 +66,7 @@ class Git:
         *args: str,
         git_dir: Path | None = None,
         work_tree: Path | None = None,
-        stdin: bytes | Path | None = None,
+        stdin: bytes | Path | io.RawIOBase | None = None,
         env: Mapping[str, str] | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         quiet_timeout: timedelta | None = None,
@@ -79,9 +80,10 @@ class Git:
     ) -> GitResult:
         """Run one git command to its end.
 
-        `quiet_timeout` is the longest time without any output. `quarantine_objects` receives new objects in place of the
-        repository. `remote` says that the command talks to an upstream, and holds its credentials. `doing` completes "cannot …"
-        in an error. A status that is not in `ok` raises the error that stderr asks for.
+        `stdin` is bytes, a file's path, or an open file that is read from where it stands. `quiet_timeout` is the longest time
+        without any output. `quarantine_objects` receives new objects in place of the repository. `remote` says that the command
+        talks to an upstream, and holds its credentials. `doing` completes "cannot …" in an error. A status that is not in `ok`
+        raises the error that stderr asks for.
         """
         doing = doing or f"run git {args[0]}"
         environment = child_environment(home=self._home, remote=remote, extra=env)
@@ -102,6 +104,32 @@ class Git:
         if remote is not None and reading.stderr.http.is_garbage:
             raise UpstreamError(f"cannot {doing}: upstream answers, but not as git does", hint="check the upstream URL")
         return result
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self,
+        *args: str,
+        git_dir: Path,
+        stdin: bytes = b"",
+        quarantine_objects: Path | None = None,
+        quiet_timeout: timedelta = DEFAULT_TIMEOUT,
+        doing: str | None = None,
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Read what git writes while it comes; git waits when its reader does. Leaving the block ends git.
+
+        The iterator ends in the error that stderr asks for, when git failed after all.
+        """
+        doing = doing or f"run git {args[0]}"
+        environment = child_environment(home=self._home) | _quarantine(quarantine_objects, git_dir)
+        child = await _start(_argv(args, git_dir, None), environment, git_dir, subprocess.PIPE, subprocess.PIPE)
+        reading = _Reading(child, stdin, StderrReader(), 0)
+        pieces = reading.pieces(quiet_timeout, doing)
+        try:
+            yield pieces
+        finally:
+            with anyio.CancelScope(shield=True):
+                await pieces.aclose()
+                await _kill(child)
 
 
 class _Reading:
@@ -129,6 +157,22 @@ class _Reading:
                 with anyio.CancelScope(shield=True):
                     await _kill(self._child)
         return not scope.cancelled_caught
+
+    async def pieces(self, quiet_timeout: timedelta, doing: str) -> AsyncGenerator[bytes]:
+        """What comes on stdout, as it comes; at the end the error that stderr asks for."""
+        pipe = self._child.stdout
+        beside = asyncio.gather(self._write(), self._read_stderr())
+        try:
+            while pipe is not None and (chunk := await asyncio.wait_for(pipe.read(_CHUNK), quiet_timeout.total_seconds())):
+                yield chunk
+            await beside
+            await self._child.wait()
+        except TimeoutError as error:
+            raise _late(doing, quiet_timeout, None, upstream=False) from error
+        finally:
+            beside.cancel()
+        if self._child.returncode:
+            raise _failure(doing, GitResult(self._child.returncode, b"", self.stderr.text()), None, HttpAnswer())
 
     async def _write(self) -> None:
         pipe = self._child.stdin
@@ -275,11 +319,15 @@ def _quarantine(objects: Path | None, git_dir: Path | None) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _files(stdin: bytes | Path | None, stdout_path: Path | None) -> Iterator[tuple[BinaryIO | int, BinaryIO | int]]:
+def _files(
+    stdin: bytes | Path | io.RawIOBase | None, stdout_path: Path | None
+) -> Iterator[tuple[BinaryIO | int, BinaryIO | int]]:
     with contextlib.ExitStack() as stack:
         source: BinaryIO | int = subprocess.DEVNULL if stdin is None else subprocess.PIPE
         if isinstance(stdin, Path):
             source = stack.enter_context(stdin.open("rb"))
+        elif isinstance(stdin, io.RawIOBase):
+            source = stdin.fileno()
         sink: BinaryIO | int = subprocess.PIPE
         if stdout_path is not None:
             sink = stack.enter_context(stdout_path.open("wb"))

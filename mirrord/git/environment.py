@@ -62,10 +62,13 @@ _SAFE: tuple[tuple[str, str], ...] = (
 
 _HARMLESS = (
     "badDate", "badDateOverflow", "badEmail", "badName", "badTimezone", "missingAuthor", "missingCommitter", "missingEmail",
-    "missingNameBeforeEmail", "missingSpaceBeforeDate", "missingSpaceBeforeEmail", "missingTagger", "missingTaggerEntry",
+    "missingNameBeforeEmail", "missingSpaceBeforeDate", "missingSpaceBeforeEmail", "missingTaggerEntry",
     "multipleAuthors", "nulInCommit", "zeroPaddedDate", "zeroPaddedFilemode",
 )  # fmt: skip
 """fsck's names for slips that real histories have and that change no tree: who and when. What a tree holds stays strict."""
+
+STRICT = "--strict=" + ",".join(f"{name}=ignore" for name in _HARMLESS)
+"""The same for `git index-pack`, which reads no configuration about it."""
 
 _HELPER = (
     '!f() { test "$1" = get && printf "username=%s\\npassword=%s\\n"'

@@ -56,16 +56,17 @@ class Fetcher:
     quiet: timedelta
     progress: Callable[[Progress], None] | None = None
 
-    async def offer(self, patterns: Sequence[str]) -> Offer:
-        """The refs that upstream has now."""
+    async def offer(self, patterns: Sequence[str], *, may_be_empty: bool = False) -> Offer:
+        """The refs that upstream has now. None at all is an UpstreamEmptyError, unless that may be."""
         doing = f"ask upstream {self.upstream.shown} for its refs"
         answer = await self.repository.git.run(
             "ls-remote", "--symref", "--", self.upstream.remote.url, remote=self.upstream.remote, timeout=self.quiet, doing=doing
         )
-        if not answer.lines:
+        if not answer.lines and not may_be_empty:
             raise UpstreamEmptyError(
                 f"cannot mirror {self.upstream.shown}: it has no refs",
-                hint="nothing was changed; push to it first, or check the URL",
+                hint="nothing was changed, and what the mirror has is served on; push to upstream, check the URL, or follow it"
+                " all the same with `mirrord mirror sync NAME --accept-loss`",
             )
         return await anyio.to_thread.run_sync(read_offer, answer.lines, patterns)
 

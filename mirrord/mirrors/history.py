@@ -13,9 +13,10 @@ from datetime import datetime, timezone
 from ..errors import InvalidRequestError, NotFoundError
 from ..model import shown
 from ..protocol import RefChange, RefRecord
-from .refs import compare, summarise
+from .refs import compare, is_followed, summarise
 from .repository import HISTORY, Refs, Repository
 
+_OID = re.compile(r"[0-9a-f]{40}")
 _ID = re.compile(r"[0-9a-f]{7,40}")
 _FORMAT = "--format=%H%x00%ct%x00%s%x00%(trailers:key=Refs,valueonly,separator=%x2C)"
 _MAX_RECORDS = 1000
@@ -38,12 +39,12 @@ async def write_record(
     return made.lines[0]
 
 
-async def list_records(repository: Repository, limit: int = _MAX_RECORDS) -> list[RefRecord]:
+async def list_records(repository: Repository, limit: int = _MAX_RECORDS, start: str = HISTORY) -> list[RefRecord]:
     """The newest records first."""
-    if HISTORY not in await repository.all_refs():
+    if start == HISTORY and HISTORY not in await repository.all_refs():
         return []
     listing = await repository.git.run(
-        "log", "-z", f"--max-count={limit}", "--first-parent", _FORMAT, HISTORY, "--",
+        "log", "-z", f"--max-count={limit}", "--first-parent", _FORMAT, start, "--",
         git_dir=repository.path,
         doing=f"read the ref history of mirror {repository.name}",
     )  # fmt: skip
@@ -95,7 +96,7 @@ async def read_refs(repository: Repository, record: str) -> tuple[Refs, str | No
         oid, _, ref = line.partition(" ")
         if oid == "@":
             head = ref.removeprefix("HEAD ")
-        else:
+        elif _OID.fullmatch(oid) and is_followed(ref):  # a record may have come in a bundle
             refs[ref] = oid
     return refs, head
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import anyio
@@ -43,6 +43,15 @@ class Quarantine:
             self._active.discard(path)
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(_remove_tree, path)
+
+    @contextmanager
+    def holding(self, path: Path) -> Iterator[None]:
+        """Keep a file of somebody else's in here from being cleaned away meanwhile."""
+        self._active.add(path)
+        try:
+            yield
+        finally:
+            self._active.discard(path)
 
     async def discard(self, path: Path) -> None:
         """Remove a tree from its place at once and its files later: a crash in between leaves them here."""

@@ -42,8 +42,13 @@ def read_offer(lines: Iterable[str], patterns: Sequence[str]) -> Offer:
                 refs[ref] = oid
             else:
                 faults.append(RefFault(ref=ascii(ref)[1:-1], commit=oid, reason="the name of the ref is not one that git allows"))
-    faults += _drop_shadowed(refs)
+    faults += drop_shadowed(refs)
     return Offer(refs, head if head in refs else None, faults)
+
+
+def is_followed(ref: str) -> bool:
+    """Whether a ref may be one that follows upstream: a safe name, none of ours, none that changes what others mean."""
+    return is_safe_ref(ref) and not ref.startswith(_NEVER)
 
 
 def is_safe_ref(ref: str) -> bool:
@@ -51,7 +56,7 @@ def is_safe_ref(ref: str) -> bool:
     return ref.startswith("refs/") and not _BAD_NAME.search(ref) and all(len(part.encode()) <= 240 for part in ref.split("/"))
 
 
-def _drop_shadowed(refs: Refs) -> list[RefFault]:
+def drop_shadowed(refs: Refs) -> list[RefFault]:
     """`a` and `a/b` cannot both exist; git does not make that, an upstream could. The shorter name stays."""
     faults = []
     for ref in sorted(refs, key=len, reverse=True):

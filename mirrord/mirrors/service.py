@@ -62,7 +62,7 @@ class Mirrors:
         for path in (self._root, self._quarantine.root):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._quarantine.clean()
-        await reconcile(self._catalog, self._root, self._repository, self._sources.default_url)
+        await reconcile(self._catalog, self._root, self.repository, self._sources.default_url)
         self._names = {row.name.key: row.name for row in await self._catalog.list_mirrors()}
 
     async def close(self) -> None:
@@ -147,6 +147,14 @@ class Mirrors:
                 used_by=used,
             )
 
+    @property
+    def quarantine(self) -> Quarantine:
+        return self._quarantine
+
+    def repository(self, name: MirrorName) -> Repository:
+        """The repository of a mirror, which need not be there yet."""
+        return Repository(self._git, name, self.path(name))
+
     @asynccontextmanager
     async def lock(self, name: MirrorName) -> AsyncIterator[None]:
         """Exclude syncs, pins, maintenance, heals and removal of one mirror."""
@@ -155,17 +163,21 @@ class Mirrors:
 
     # -- following upstream -------------------------------------------------------------------------------------------
 
-    async def sync(self, name: MirrorName, progress: ProgressSink | None = None) -> SyncResult:
-        """Bring a mirror up to date; joins the sync that runs already. Raises the UpstreamError that also lands in its row."""
-        row = await self.get(str(name))
-        return await self._syncs.join(row.name.key, lambda sink: self._sync(row, sink), progress)
+    async def sync(self, name: MirrorName, progress: ProgressSink | None = None, *, accept_loss: bool = False) -> SyncResult:
+        """Bring a mirror up to date; joins the sync that runs already. Raises the UpstreamError that also lands in its row.
 
-    async def _sync(self, row: MirrorRow, progress: ProgressSink) -> SyncResult:
+        An upstream that lost most of what it had is an UpstreamLossError, unless the loss is accepted.
+        """
+        row = await self.get(str(name))
+        key = f"{row.name.key}{' accepted' if accept_loss else ''}"
+        return await self._syncs.join(key, lambda sink: self._sync(row, sink, accept_loss=accept_loss), progress)
+
+    async def _sync(self, row: MirrorRow, progress: ProgressSink, *, accept_loss: bool) -> SyncResult:
         started_at = utc_now()
         try:
             async with self.lock(row.name):
                 row = await self.get(str(row.name))
-                result = await self._sources.sync(row, self.path(row.name), progress)
+                result = await self._sources.sync(row, self.path(row.name), progress, accept_loss=accept_loss)
                 await self._record(row, result)
         except MirrordError as error:
             await self._catalog.update_mirror(row.name.key, attempted_at=started_at, error=error.problem())
@@ -202,7 +214,7 @@ class Mirrors:
             return
         await self._quarantine.clean()
         async with self.lock(row.name):
-            await maintain(self._repository(row.name), progress)
+            await maintain(self.repository(row.name), progress)
         size = await anyio.to_thread.run_sync(size_bytes, self.path(row.name))
         await self._catalog.update_mirror(row.name.key, size_bytes=size)
         self._events.publish("mirror.maintained", mirror=str(row.name), size_bytes=size)
@@ -223,7 +235,7 @@ class Mirrors:
         """Fetch by id what is absent, from upstream and then from the fallbacks; answers those still missing with the reason."""
         row = await self._synced(name, progress)
         async with self.lock(row.name):
-            return await self._sources.fetch_commits(row, self._repository(row.name), commits, progress)
+            return await self._sources.fetch_commits(row, self.repository(row.name), commits, progress)
 
     async def refetch(
         self, name: MirrorName, commits: Collection[CommitId], progress: ProgressSink | None = None
@@ -242,7 +254,7 @@ class Mirrors:
         """Keep commits alive for an owner, once all they reach was found here; answers those refused with the reason."""
         pins.check_owner(owner)
         row = await self._synced(name)
-        repository = self._repository(row.name)
+        repository = self.repository(row.name)
         async with self.lock(row.name):
             refused = await pins.must_be_commits(repository, commits)
             refused |= await pins.verify(repository, set(commits) - refused.keys())
@@ -261,7 +273,7 @@ class Mirrors:
         async with self.lock(row.name):
             await self._catalog.delete_pins(row.name.key, commits, owner)
             if self.path(row.name).exists():
-                await pins.delete_pins(self._repository(row.name), commits, owner)
+                await pins.delete_pins(self.repository(row.name), commits, owner)
         self._events.publish("commits.unpinned", mirror=str(row.name), owner=owner, count=len(commits))
 
     async def list_pins(self, name: MirrorName | None = None) -> builtins.list[Pin]:
@@ -276,12 +288,12 @@ class Mirrors:
     async def refs_log(self, name: MirrorName) -> builtins.list[RefRecord]:
         """The newest first."""
         row = await self._synced(name)
-        return await history.list_records(self._repository(row.name))
+        return await history.list_records(self.repository(row.name))
 
     async def refs_diff(self, name: MirrorName, a: str, b: str) -> RefDiff:
         """What changed between two records, each named by id or time."""
         row = await self._synced(name)
-        repository = self._repository(row.name)
+        repository = self.repository(row.name)
         old = await history.find_record(repository, a)
         new = await history.find_record(repository, b)
         changes = await history.diff_records(repository, old.id, new.id, await repository.all_refs())
@@ -290,7 +302,7 @@ class Mirrors:
     async def refs_restore(self, name: MirrorName, at: str, progress: ProgressSink | None = None) -> RefDiff:
         """Put the refs back to a record. Nothing is lost: the tips they leave are kept. The next sync follows upstream again."""
         row = await self._synced(name)
-        repository = self._repository(row.name)
+        repository = self.repository(row.name)
         async with self.lock(row.name):
             record = await history.find_record(repository, at)
             before = await history.find_record(repository, "latest")
@@ -307,9 +319,6 @@ class Mirrors:
         if not self.path(row.name).exists():
             await self.sync(row.name, progress)
         return row
-
-    def _repository(self, name: MirrorName) -> Repository:
-        return Repository(self._git, name, self.path(name))
 
 
 def _not_found(text: str) -> MirrorNotFoundError:

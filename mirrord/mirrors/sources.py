@@ -51,12 +51,12 @@ class Sources:
 
     # -- refs ---------------------------------------------------------------------------------------------------------
 
-    async def sync(self, row: MirrorRow, path: Path, progress: ProgressSink | None) -> SyncResult:
+    async def sync(self, row: MirrorRow, path: Path, progress: ProgressSink | None, *, accept_loss: bool = False) -> SyncResult:
         """Sync the mirror at `path`; the first time it is built in quarantine and renamed when it is complete."""
         upstream = parse_upstream(row.url)
         async with self._hosts.turn(upstream.host):
             if path.exists():
-                return await self._sync(row, path, upstream, progress)
+                return await self._sync(row, path, upstream, progress, accept_loss=accept_loss)
             async with self._quarantine.directory("clone") as directory:
                 building = directory / "repository"
                 await Repository(self._git, row.name, building).create()
@@ -65,10 +65,12 @@ class Sources:
                 await anyio.to_thread.run_sync(sync_directory, path.parent)
                 return result
 
-    async def _sync(self, row: MirrorRow, path: Path, upstream: Upstream, progress: ProgressSink | None) -> SyncResult:
+    async def _sync(
+        self, row: MirrorRow, path: Path, upstream: Upstream, progress: ProgressSink | None, *, accept_loss: bool = False
+    ) -> SyncResult:
         fetcher = self._fetcher(Repository(self._git, row.name, path), upstream, progress)
         known = {str(fault["commit"]) for fault in row.ref_faults}
-        return await sync(fetcher, self._settings().upstream.refs, known_faults=known)
+        return await sync(fetcher, self._settings().upstream.refs, known_faults=known, accept_loss=accept_loss)
 
     # -- commits ------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ..errors import MirrordError
 from ..protocol import RefChange, RefFault
 from .fetch import Fetcher
+from .guard import must_be_the_same, must_not_vanish
 from .history import classify, write_record
 from .refs import Offer, compare, summarise, theirs
 from .repository import HISTORY, KEPT, Refs, Repository
@@ -49,23 +50,30 @@ class SyncResult:
         }
 
 
-async def sync(fetcher: Fetcher, patterns: Sequence[str], *, known_faults: Collection[str] = ()) -> SyncResult:
+async def sync(
+    fetcher: Fetcher, patterns: Sequence[str], *, known_faults: Collection[str] = (), accept_loss: bool = False
+) -> SyncResult:
     """Bring the mirror up to date. Raises an UpstreamError when nothing could be had; single bad refs become faults.
 
-    `known_faults` are objects that upstream could not give last time: they are asked for again, but together and last.
+    `known_faults` are objects that upstream could not give last time: they are asked for again, but together and last. Without
+    `accept_loss` an upstream that lost most of its refs, or its whole history, is an UpstreamLossError.
     """
     repository = fetcher.repository
-    offer = await fetcher.offer(patterns)
+    offer = await fetcher.offer(patterns, may_be_empty=accept_loss)
     await recover(repository)
     present = await repository.all_refs()
+    if not accept_loss:
+        must_not_vanish(repository.name, theirs(present), offer)
     failed = await _fetch_missing(fetcher, offer, present, known_faults)
     if offer.refs and len(failed) == len(set(offer.refs.values())) and not theirs(present):
         raise next(iter(failed.values()))
     faults = [*offer.faults, *_faults(offer, failed)]
     target = _target(offer, theirs(present), failed)
     changes = await classify(repository, compare(theirs(present), target))
+    if not accept_loss:
+        await must_be_the_same(repository, theirs(present), target, changes)
     if changes:
-        await _move(repository, offer, present, target, changes, why="sync")
+        await _move(repository, offer, present, target, changes, why="sync, loss accepted" if accept_loss else "sync")
     head = await _follow_head(repository, offer, target)
     return _result(repository, present, target, changes, faults, head)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...protocol import AddMirror, Mirror, Operation, RefDiff, RefRecord, RestoreRefs
+from ...protocol import AddMirror, Mirror, Operation, RefDiff, RefRecord, RestoreRefs, SyncMirror
 from ..call import Call
 from ..queries import RefsDiffQuery
 
@@ -27,8 +27,9 @@ async def remove_mirror(call: Call) -> None:
 
 
 async def sync_mirror(call: Call) -> Operation:
+    body: SyncMirror = call.body
     row = await call.engine.mirrors.get(call.path["name"])
-    return call.engine.work.sync(row.name, owner_uid=call.peer.uid)
+    return call.engine.work.sync(row.name, accept_loss=body.accept_loss, owner_uid=call.peer.uid)
 
 
 async def log_refs(call: Call) -> list[RefRecord]:

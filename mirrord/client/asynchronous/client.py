@@ -17,7 +17,7 @@ from ...model import AuditLevel, Backend, History, MirrorName, View
 from ..answers import read_list, read_one, retry_pauses
 from ..events import EventReader
 from ..sockets import socket_path
-from ..twins import Pending, async_chunks, async_pause
+from ..twins import Pending, async_chunks, async_pause, async_write
 from .checkout import AsyncCheckout
 from .connection import AsyncConnection
 
@@ -86,8 +86,10 @@ class AsyncClient:
         body = protocol.AddMirror(repo=repo, url=url)
         return read_one(await self._connection.request("POST", "mirrors", body=body), protocol.Operation)
 
-    async def sync_mirror(self, name: str) -> protocol.Operation:
-        return read_one(await self._connection.request("POST", f"mirrors/{_mirror(name)}/sync"), protocol.Operation)
+    async def sync_mirror(self, name: str, *, accept_loss: bool = False) -> protocol.Operation:
+        """Bring a mirror up to date; with `accept_loss` even where upstream lost most of what it had, which the mirror keeps."""
+        body = protocol.SyncMirror(accept_loss=accept_loss)
+        return read_one(await self._connection.request("POST", f"mirrors/{_mirror(name)}/sync", body=body), protocol.Operation)
 
     async def remove_mirror(self, name: str) -> None:
         await self._connection.request("DELETE", f"mirrors/{_mirror(name)}")
@@ -106,6 +108,38 @@ class AsyncClient:
         return read_one(
             await self._connection.request("POST", f"mirrors/{_mirror(name)}/refs/restore", body=body), protocol.Operation
         )
+
+    # -- bundles ------------------------------------------------------------------------------------------------------
+
+    async def create_bundle(
+        self,
+        name: str,
+        file: Path | str,
+        *,
+        since: str | None = None,
+        progress: Callable[[protocol.Progress], None] | None = None,
+    ) -> protocol.BundleFile:
+        """Write a mirror with its pins, kept refs, ref history and records into `file`, which git can read.
+
+        `since` is the record (an id, a time, `latest`) that whoever gets it has. The file appears when it is whole.
+        """
+        async with self._connection.stream(f"mirrors/{_mirror(name)}/bundle", since=since) as response:
+            size = await async_write(
+                Path(file),
+                response.aiter_bytes(),
+                lambda done: progress and progress(protocol.Progress(done=done, unit="bytes")),
+            )
+            mirror, record = response.headers["x-mirrord-mirror"], response.headers["x-mirrord-record"]
+        return protocol.BundleFile(mirror=mirror, file=str(file), size_bytes=size, record=record or None, since=since)
+
+    async def import_bundle(
+        self, file: Path | str, *, mirror: str | None = None, progress: Callable[[protocol.Progress], None] | None = None
+    ) -> protocol.Operation:
+        """Stream a bundle to the daemon, into the mirror it names or into `mirror`. `progress` hears of the bytes sent."""
+        path = Path(file)
+        total = path.stat().st_size
+        content = async_chunks(path, lambda done: progress and progress(protocol.Progress(done=done, total=total, unit="bytes")))
+        return read_one(await self._connection.request("POST", "bundles", content=content, mirror=mirror), protocol.Operation)
 
     # -- pins ---------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from ...model import AuditLevel, Backend, History, MirrorName, View
 from ..answers import read_list, read_one, retry_pauses
 from ..events import EventReader
 from ..sockets import socket_path
-from ..twins import chunks, pause
+from ..twins import chunks, pause, write
 from .checkout import Checkout
 from .connection import Connection
 
@@ -84,8 +84,10 @@ class Client:
         body = protocol.AddMirror(repo=repo, url=url)
         return read_one(self._connection.request("POST", "mirrors", body=body), protocol.Operation)
 
-    def sync_mirror(self, name: str) -> protocol.Operation:
-        return read_one(self._connection.request("POST", f"mirrors/{_mirror(name)}/sync"), protocol.Operation)
+    def sync_mirror(self, name: str, *, accept_loss: bool = False) -> protocol.Operation:
+        """Bring a mirror up to date; with `accept_loss` even where upstream lost most of what it had, which the mirror keeps."""
+        body = protocol.SyncMirror(accept_loss=accept_loss)
+        return read_one(self._connection.request("POST", f"mirrors/{_mirror(name)}/sync", body=body), protocol.Operation)
 
     def remove_mirror(self, name: str) -> None:
         self._connection.request("DELETE", f"mirrors/{_mirror(name)}")
@@ -102,6 +104,38 @@ class Client:
         """Put the mirror's refs back to a record of its history; tips that this moves away from are kept."""
         body = protocol.RestoreRefs(at=at)
         return read_one(self._connection.request("POST", f"mirrors/{_mirror(name)}/refs/restore", body=body), protocol.Operation)
+
+    # -- bundles ------------------------------------------------------------------------------------------------------
+
+    def create_bundle(
+        self,
+        name: str,
+        file: Path | str,
+        *,
+        since: str | None = None,
+        progress: Callable[[protocol.Progress], None] | None = None,
+    ) -> protocol.BundleFile:
+        """Write a mirror with its pins, kept refs, ref history and records into `file`, which git can read.
+
+        `since` is the record (an id, a time, `latest`) that whoever gets it has. The file appears when it is whole.
+        """
+        with self._connection.stream(f"mirrors/{_mirror(name)}/bundle", since=since) as response:
+            size = write(
+                Path(file),
+                response.iter_bytes(),
+                lambda done: progress and progress(protocol.Progress(done=done, unit="bytes")),
+            )
+            mirror, record = response.headers["x-mirrord-mirror"], response.headers["x-mirrord-record"]
+        return protocol.BundleFile(mirror=mirror, file=str(file), size_bytes=size, record=record or None, since=since)
+
+    def import_bundle(
+        self, file: Path | str, *, mirror: str | None = None, progress: Callable[[protocol.Progress], None] | None = None
+    ) -> protocol.Operation:
+        """Stream a bundle to the daemon, into the mirror it names or into `mirror`. `progress` hears of the bytes sent."""
+        path = Path(file)
+        total = path.stat().st_size
+        content = chunks(path, lambda done: progress and progress(protocol.Progress(done=done, total=total, unit="bytes")))
+        return read_one(self._connection.request("POST", "bundles", content=content, mirror=mirror), protocol.Operation)
 
     # -- pins ---------------------------------------------------------------------------------------------------------
 
