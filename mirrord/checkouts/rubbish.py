@@ -23,8 +23,6 @@ _BATCH = 64
 _BACKLOG = 256
 _TIMEOUT = timedelta(minutes=10)
 _CLOSE_BOUND = timedelta(seconds=3)
-# What overlayfs leaves in a volatile work directory (Linux 6.18).
-_WORK = ("work/work/incompat/volatile", "work/work/incompat", "work/work", "work")
 
 log = structlog.get_logger()
 
@@ -84,15 +82,16 @@ class Rubbish:
 
 def remove_unwritten(layer: str) -> bool:
     """Remove an overlay's layer; False where something was written to it, or it is none. `git status` alone makes `.git`."""
+    kernels = os.path.join(layer, "work", "work")  # what overlayfs leaves in a volatile work directory (Linux 6.18)
     try:
         with suppress(FileNotFoundError):
             os.rmdir(f"{layer}/upper/.git")
         with suppress(FileNotFoundError):
             os.rmdir(f"{layer}/upper")
             with suppress(FileNotFoundError):
-                os.unlink(f"{layer}/work/work/incompat/volatile/dirty")
-            for name in _WORK:
-                os.rmdir(f"{layer}/{name}")
+                os.unlink(f"{kernels}/incompat/volatile/dirty")
+            for directory in (f"{kernels}/incompat/volatile", f"{kernels}/incompat", kernels, f"{layer}/work"):
+                os.rmdir(directory)
         with suppress(FileNotFoundError):
             os.rmdir(layer)
     except OSError:
