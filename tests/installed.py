@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import subprocess
 import sys
 import sysconfig
@@ -36,6 +37,7 @@ def install(environment: Path) -> None:
             (site / entry.name).symlink_to(f"{LIBRARIES_INSIDE}/{entry.name}")
     with zipfile.ZipFile(_wheel(environment.parent / "wheel")) as wheel:
         wheel.extractall(site)
+    compileall.compile_dir(site / "mirrord", quiet=1)
 
 
 def _wheel(directory: Path) -> Path:
