@@ -184,7 +184,14 @@ class Engine:
             gitdirs=self.gitdirs,
             on_mirrors_changed=self._mirrors_changed,
         )
-        prewarm = Prewarm(settings=self.settings, catalog=self.catalog, operations=self.operations, prepare=self._prepare)
+        prewarm = Prewarm(
+            settings=self.settings,
+            catalog=self.catalog,
+            operations=self.operations,
+            prepare=self._prepare,
+            oldest_first=self.gitdirs.oldest_first,
+            is_full=self.templates.is_full,
+        )
         self.datasets.on_change(prewarm.start)
         watches = await self._watches()
         jobs = Jobs(

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -122,6 +122,17 @@ class Gitdirs:
             )
         async with self._locks.setdefault((name.key, commit, history), anyio.Lock()):
             return self.find(name, commit, history) or await self._build(name, commit, history)
+
+    async def oldest_first(self, name: MirrorName, commits: Collection[CommitId]) -> list[CommitId]:
+        """The order in which stores share most; commits that the mirror lacks come last."""
+        done = await self._git.run(
+            *("rev-list", "--no-walk", "--reverse", "--ignore-missing", "--stdin"),
+            git_dir=self._mirrors_path(name),
+            stdin="".join(f"{commit}\n" for commit in sorted(commits)).encode(),
+            doing="order commits",
+        )
+        found = [CommitId(line) for line in done.lines]
+        return [*found, *sorted(set(commits).difference(found))]
 
     async def drop(self, name: MirrorName, commit: CommitId, history: History) -> None:
         """Remove one store that nobody uses."""

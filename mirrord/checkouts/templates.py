@@ -38,6 +38,7 @@ _Key = tuple[str, CommitId, History, Owner | None]
 _BUILD = "mirrord.checkouts.layers:build_layer"
 _INDEX = "mirrord.checkouts.stacks:write_index"
 _TIMEOUT = timedelta(minutes=10)
+_FULL_SHARE = 0.9
 
 log = structlog.get_logger()
 
@@ -140,6 +141,11 @@ class Templates:
         return self._shelves.size_bytes()
 
     # -- keeping within bounds ------------------------------------------------------------------------------------------
+
+    async def is_full(self) -> bool:
+        """Whether little is left of `template_bytes`, so that making more would soon drop something."""
+        used = self.size_bytes() + await self._shelves.packs_bytes()
+        return used > self._settings().checkouts.template_bytes * _FULL_SHARE
 
     async def evict(self) -> int:
         """Drop the least recently used, never what a checkout holds, until all fits `template_bytes`; answers how many went."""

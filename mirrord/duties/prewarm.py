@@ -1,12 +1,13 @@
 """Preparing what checkouts are made from before anybody asks: the base commits of a dataset that was imported.
 
-One commit after the other, so that it takes at most one worker from those who wait for an answer. One that cannot be prepared
-is counted and left: whoever checks it out gets the error. Being killed costs nothing; what is built is found again.
+One commit after the other, so that it takes at most one worker from those who wait for an answer; oldest first, so that each is
+built on what is there. One that cannot be prepared is counted and left: whoever checks it out gets the error. It ends where it
+would push out what others use. Being killed costs nothing; what is built is found again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import structlog
@@ -20,17 +21,31 @@ from ..protocol import Progress
 
 log = structlog.get_logger()
 
+_LOOK_EVERY = 16
+
 Prepare = Callable[[MirrorName, CommitId, History], Awaitable[object]]
+Order = Callable[[MirrorName, Collection[CommitId]], Awaitable[Sequence[CommitId]]]
 
 
 class Prewarm:
     """Starts an operation for each dataset that changed, where the settings ask for it."""
 
-    def __init__(self, *, settings: Callable[[], Settings], catalog: Catalog, operations: Operations, prepare: Prepare) -> None:
+    def __init__(
+        self,
+        *,
+        settings: Callable[[], Settings],
+        catalog: Catalog,
+        operations: Operations,
+        prepare: Prepare,
+        oldest_first: Order,
+        is_full: Callable[[], Awaitable[bool]],
+    ) -> None:
         self._settings = settings
         self._catalog = catalog
         self._operations = operations
         self._prepare = prepare
+        self._oldest_first = oldest_first
+        self._is_full = is_full
 
     def start(self, dataset: DatasetName) -> None:
         """To be called when a dataset was imported or removed."""
@@ -40,19 +55,30 @@ class Prewarm:
 
     async def _run(self, dataset: DatasetName, progress: ProgressSink) -> dict[str, Any]:
         history = self._settings().checkouts.history
-        rows = await self._catalog.list_recorded(dataset=dataset)
-        wanted = sorted(
-            {(row.mirror.key, row.commit, row.mirror) for row in rows if row.role is CommitRole.BASE}, key=lambda w: w[:2]
-        )
-        failed = 0
-        for number, (_, commit, name) in enumerate(wanted):
+        wanted = await self._wanted(dataset)
+        prepared = failed = 0
+        for number, (name, commit) in enumerate(wanted):
             progress(Progress(done=number, total=len(wanted), unit="commits", note=str(name)))
+            if number % _LOOK_EVERY == 0 and await self._is_full():
+                log.info("prewarm.stopped", dataset=dataset, prepared=prepared, left=len(wanted) - number)
+                break
             try:
                 await self._prepare(name, commit, history)
+                prepared += 1
             except DiskFullError:
                 raise
             except MirrordError as error:
                 failed += 1
                 log.info("prewarm.failed", mirror=str(name), commit=commit, detail=error.message)
-        progress(Progress(done=len(wanted), total=len(wanted), unit="commits"))
-        return {"prepared": len(wanted) - failed, "failed": failed}
+        progress(Progress(done=prepared + failed, total=len(wanted), unit="commits"))
+        return {"prepared": prepared, "failed": failed, "left": len(wanted) - prepared - failed}
+
+    async def _wanted(self, dataset: DatasetName) -> list[tuple[MirrorName, CommitId]]:
+        """The base commits of a dataset, mirror by mirror, each mirror's oldest first."""
+        commits: dict[str, tuple[MirrorName, set[CommitId]]] = {}
+        for row in await self._catalog.list_recorded(dataset=dataset):
+            if row.role is CommitRole.BASE:
+                commits.setdefault(row.mirror.key, (row.mirror, set()))[1].add(row.commit)
+        return [
+            (name, commit) for _, (name, asked) in sorted(commits.items()) for commit in await self._oldest_first(name, asked)
+        ]

@@ -1,0 +1,112 @@
+"""Preparing in the background: the base commits of a dataset, oldest first, while there is room."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+from gitrepos import Upstream, git
+
+from mirrord import config
+from mirrord.catalog import Catalog, DatasetHead, InstanceRow, MirrorRow, spooled
+from mirrord.checkouts.gitdirs import Gitdirs
+from mirrord.duties.prewarm import Prewarm
+from mirrord.git.command import Git
+from mirrord.git.workers import Workers
+from mirrord.jobs.events import Events
+from mirrord.jobs.operations import Operations
+from mirrord.model import CommitId, CommitRole, DatasetName, Direction, History, MirrorName
+
+pytestmark = pytest.mark.anyio
+NAME = MirrorName("owner", "name")
+NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+
+class Site:
+    """A mirror of four commits and one absent, all recorded by one dataset; what was prepared, in order."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        upstream = Upstream(root / "upstream")
+        self.line = [CommitId(oid) for oid in upstream.history(4)]
+        git(root, "clone", "-q", "--mirror", upstream.url, str(root / "mirror.git"))
+        self.prepared: list[CommitId] = []
+        self.room = 100
+        self.settings = config.load(None)
+        self.operations = Operations(Events())
+        workers = Workers(size=1)
+        self.gitdirs = Gitdirs(
+            state_dir=root, git=Git(home=root / "home"), workers=workers, mirrors_path=lambda name: root / "mirror.git"
+        )
+
+    async def run(self) -> dict[str, int]:
+        workers = Workers(size=1)
+        catalog = await Catalog.open(self.root / "catalog.sqlite3", workers)
+        try:
+            await self._record(catalog)
+            prewarm = Prewarm(
+                settings=lambda: self.settings,
+                catalog=catalog,
+                operations=self.operations,
+                prepare=self._prepare,
+                oldest_first=self.gitdirs.oldest_first,
+                is_full=self._is_full,
+            )
+            prewarm.start(DatasetName("tiny"))
+            (operation,) = self.operations.list()
+            ended = await self.operations.wait(operation.id)
+            assert ended.result is not None, ended.error
+            return ended.result
+        finally:
+            await catalog.close()
+            await workers.close()
+
+    async def _record(self, catalog: Catalog) -> None:
+        await catalog.put_mirror(MirrorRow(name=NAME, url="file:///nowhere", added_at=NOW))
+        commits = [CommitId("1" * 40), *self.line]
+        rows = [
+            InstanceRow(f"i{n}", "", NAME, commit, Direction.FORWARD, ((commit, CommitRole.BASE),), None, None, (), ())
+            for n, commit in enumerate(commits)
+        ]
+        (self.root / "spool").write_bytes(b"".join(spooled(row) for row in rows))
+        head = DatasetHead(
+            name=DatasetName("tiny"), format="swe-bench", source="tiny.jsonl", sha256="0" * 64, imported_at=NOW,
+            fault_count=0, faults=[], rules={}, refused={},
+        )  # fmt: skip
+        await catalog.replace_dataset(head, self.root / "spool")
+
+    async def _prepare(self, name: MirrorName, commit: CommitId, history: History) -> None:
+        await self.gitdirs.ensure(name, commit, history)
+        self.prepared.append(commit)
+
+    async def _is_full(self) -> bool:
+        return len(self.prepared) >= self.room
+
+
+async def test_base_commits_are_prepared_oldest_first(tmp_path: Path) -> None:
+    """One that the mirror lacks is counted, and the rest is prepared."""
+    site = Site(tmp_path)
+    assert await site.run() == {"prepared": 4, "failed": 1, "left": 0}
+    assert site.prepared == site.line
+    roots = {
+        path.parent.name for path in (tmp_path / "templates").glob("*/packs/*/layer.json") if '"base": null' in path.read_text()
+    }
+    assert len(roots) == 1
+
+
+async def test_nothing_is_prepared_where_it_would_push_out_the_old(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.room = 0
+    assert await site.run() == {"prepared": 0, "failed": 0, "left": 5}
+
+
+async def test_nothing_starts_where_the_settings_say_no(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    checkouts = site.settings.checkouts.model_copy(update={"prewarm": False})
+    site.settings = site.settings.model_copy(update={"checkouts": checkouts})
+    Prewarm(
+        settings=lambda: site.settings, catalog=None, operations=site.operations,  # type: ignore[arg-type]
+        prepare=site._prepare, oldest_first=site.gitdirs.oldest_first, is_full=site._is_full,
+    ).start(DatasetName("tiny"))  # fmt: skip
+    assert site.operations.list() == []
