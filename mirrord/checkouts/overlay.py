@@ -43,6 +43,7 @@ _IDMAPS_MAX = 256
 _SIGHTS_MAX = 4096
 _LAYER = "layer"
 _OLD = ".old-"
+_EMPTY_NLINK = 2
 
 log = structlog.get_logger()
 
@@ -141,7 +142,7 @@ class OverlayBackend:
         return True
 
     async def destroy(self, directory: Path, lease: Lease | None) -> None:
-        self._mounter.umount(directory.name)
+        self._mounter.umount(directory.name, was_used=_is_written(directory / _LAYER))
         if lease is not None and (template := self._held.pop(lease.id, None)):
             self._templates.drop(template)
         if not remove_untouched(str(directory)):
@@ -198,7 +199,7 @@ class OverlayBackend:
         old = _set_aside(lease.directory)
         try:
             self._make_layer(lease)
-            self._mounter.umount(lease.id)
+            self._mounter.umount(lease.id, was_used=_is_written(old))
             self._mount(lease, template)
         except BaseException:
             self._put_back(lease, old)
@@ -277,6 +278,14 @@ def _set_aside(directory: Path, name: str = _LAYER) -> Path:
     with suppress(FileNotFoundError):
         os.rename(f"{directory}/{name}", old)
     return old
+
+
+def _is_written(layer: Path) -> bool:
+    """Whether a directory was written to; `git status` alone makes `.git`. What was not written was hardly read either."""
+    try:
+        return os.stat(f"{layer}/upper").st_nlink > _EMPTY_NLINK
+    except FileNotFoundError:
+        return False
 
 
 def _read_head(tree: Path) -> str:

@@ -61,9 +61,9 @@ class GuardedMounter:
             mounts.mount_overlay(target, lower, opened_at(f"{directory}/layer/upper"), mounts.descriptor_path(work))
             self._give_back(work)
 
-    def umount(self, checkout: str) -> None:
+    def umount(self, checkout: str, *, was_used: bool) -> None:
         with suppress(FileNotFoundError), ExitStack() as stack:
-            mounts.umount(mounts.descriptor_path(self._open(stack, f"checkouts/{checkout}/tree")))
+            mounts.umount(mounts.descriptor_path(self._open(stack, f"checkouts/{checkout}/tree")), was_used=was_used)
 
     def make_idmap(self, owner: Owner) -> None:
         self._must_be_ordinary(owner)
@@ -120,7 +120,7 @@ def _perform(mounter: GuardedMounter, request: Mapping[str, Any]) -> None:
         owner = None if request["owner"] is None else _owner(request["owner"])
         mounter.mount(OverlayOrder(_checkout(request["checkout"]), _layers(request["layers"]), owner))
     elif kind == "umount":
-        mounter.umount(_checkout(request["checkout"]))
+        mounter.umount(_checkout(request["checkout"]), was_used=request.get("was_used") is True)
     elif kind == "make_idmap":
         mounter.make_idmap(_owner(request["owner"]))
     elif kind == "drop_idmap":

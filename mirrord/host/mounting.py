@@ -45,8 +45,8 @@ class Mounter(Protocol):
     def mount(self, order: OverlayOrder) -> None:
         """Mount a checkout's tree; `layer/work` must be fresh."""
 
-    def umount(self, checkout: str) -> None:
-        """Take its tree away, whoever is inside; fine where nothing is mounted."""
+    def umount(self, checkout: str, *, was_used: bool = False) -> None:
+        """Take its tree away, whoever is inside; fine where nothing is mounted. `was_used` is a guess that files were read."""
 
     def make_idmap(self, owner: Owner) -> None:
         """Have the templates a second time, with `owner` in the daemon's place; anew where there was one."""
@@ -74,8 +74,8 @@ class LocalMounter:
         lower = [f"{templates}/{layer}" for layer in order.layers]
         mounts.mount_overlay(f"{directory}/tree", lower, f"{directory}/layer/upper", f"{directory}/layer/work")
 
-    def umount(self, checkout: str) -> None:
-        mounts.umount(f"{self._state}/checkouts/{checkout}/tree")
+    def umount(self, checkout: str, *, was_used: bool = False) -> None:
+        mounts.umount(f"{self._state}/checkouts/{checkout}/tree", was_used=was_used)
 
     def make_idmap(self, owner: Owner) -> None:
         self.drop_idmap(owner)
@@ -110,8 +110,8 @@ class RemoteMounter:
     def mount(self, order: OverlayOrder) -> None:
         self._ask("mount", checkout=order.checkout, layers=order.layers, owner=order.owner)
 
-    def umount(self, checkout: str) -> None:
-        self._ask("umount", checkout=checkout)
+    def umount(self, checkout: str, *, was_used: bool = False) -> None:
+        self._ask("umount", checkout=checkout, was_used=was_used)
 
     def make_idmap(self, owner: Owner) -> None:
         self._ask("make_idmap", owner=owner)
