@@ -2,23 +2,21 @@
 
 Owns when what is packed. Never drops an object that a ref reaches: git refuses to repack when one is missing. What nothing
 reaches is kept in a cruft pack and expires thirty days after it was last written, so an object that was fetched by id and not
-yet pinned is safe. A killed git's temporary files are removed by name, when they are old and no process holds them.
+yet pinned is safe. What a killed git leaves is removed (`leftovers.py`).
 """
 
 from __future__ import annotations
 
 import os
-import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import anyio
-import structlog
 
 from ..protocol import Progress
-from .quarantine import held_files
+from .leftovers import remove_leftovers, removed_on_failure
 from .repository import Repository
 
 _FULL_EVERY = timedelta(days=30)
@@ -27,20 +25,16 @@ _OLD = timedelta(hours=1)
 _DEADLINE = timedelta(hours=6)
 _STAMP = "mirrord-repacked"
 _EXPIRATION = "30.days.ago"
-_LEFTOVERS = re.compile(
-    r"(tmp_(pack|idx|rev|obj|midx|graph|bitmap)_\w+|\.tmp-\d+-pack-.*|.*\.lock|gc\.pid|mirrord-transaction\.new)"
-)
-
-log = structlog.get_logger()
 
 
 async def maintain(repository: Repository, progress: Callable[[Progress], None] | None = None) -> None:
     """Do what is due. The caller holds the mirror's lock."""
     await anyio.to_thread.run_sync(remove_leftovers, repository.path, _OLD)
-    await repository.pack_refs()
-    full = await anyio.to_thread.run_sync(_needs_full, repository.path)
-    await _repack(repository, full=full, progress=progress)
-    await _write_commit_graph(repository, replace=full)
+    async with removed_on_failure(repository.path):
+        await repository.pack_refs()
+        full = await anyio.to_thread.run_sync(_needs_full, repository.path)
+        await _repack(repository, full=full, progress=progress)
+        await _write_commit_graph(repository, replace=full)
     if full:
         await anyio.to_thread.run_sync((repository.path / _STAMP).touch)
 
@@ -72,25 +66,6 @@ async def _write_commit_graph(repository: Repository, *, replace: bool) -> None:
         timeout=_DEADLINE,
         doing=f"write the commit-graph of mirror {repository.name}",
     )  # fmt: skip
-
-
-def remove_leftovers(path: Path, age: timedelta) -> int:
-    """Remove temporary files and locks of gits that were killed; answers how many."""
-    found = list(_old_leftovers(path, time.time() - age.total_seconds()))
-    held = held_files(path) if found else set()
-    for file in found:
-        if file not in held:
-            file.unlink(missing_ok=True)
-            log.info("leftover.removed", path=str(file.relative_to(path.parent)))
-    return len(found)
-
-
-def _old_leftovers(path: Path, before: float) -> Iterator[Path]:
-    for directory, _, files in os.walk(path):
-        for name in files:
-            file = Path(directory) / name
-            if _LEFTOVERS.fullmatch(name) and file.lstat().st_mtime <= before:
-                yield file
 
 
 def size_bytes(path: Path) -> int:

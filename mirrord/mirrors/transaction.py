@@ -15,6 +15,7 @@ import anyio
 import structlog
 
 from ..host.files import full_disk_named, sync_directory
+from .leftovers import removed_on_failure
 from .repository import Repository
 
 JOURNAL = "mirrord-transaction"
@@ -60,11 +61,13 @@ async def commit(repository: Repository, transaction: Transaction) -> None:
     """Make all moves; on any error none."""
     if not transaction.moves:
         return
+    await recover(repository)  # the journal of one that was killed must not be written over: it says which tips are to be kept
     journal = repository.path / JOURNAL
     before = await repository.all_refs()
     await anyio.to_thread.run_sync(write_durably, journal, transaction.text().encode())
     try:
-        await _make(repository, transaction.moves)
+        async with removed_on_failure(repository.path):
+            await _make(repository, transaction.moves)
     except Exception:
         # where git refused as a whole there is nothing to finish; where it was killed in the middle, `recover` will
         if await repository.all_refs() == before:

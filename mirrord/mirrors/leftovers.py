@@ -1,0 +1,68 @@
+"""What gits that were killed leave in a mirror: locks and temporary files that stop the next one, or take space for ever.
+
+Owns their names. One is removed only when nobody holds it, and when it is old or nobody can be at it: at a start, or while the
+lock of the mirror is held by the one whose git died. The locks of linked worktrees are their owners'.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import anyio
+import structlog
+
+from .quarantine import held_files
+
+_NAMES = re.compile(
+    r"tmp_(pack|idx|rev|obj|midx|graph|bitmap)_\w+|\.tmp-\d+-pack-.*|.*\.lock|gc\.pid|mirrord-transaction\.new"
+    r"|packed-refs\.new"  # while there is one, git (2.39) deletes and packs no ref
+    r"|(refs|packs)_\w{6}"  # of update-server-info, which repack runs
+)
+_OWNERS = "worktrees"
+
+log = structlog.get_logger()
+
+
+@asynccontextmanager
+async def removed_on_failure(path: Path) -> AsyncIterator[None]:
+    """Remove what is left where the block fails or is cancelled. The caller holds the mirror's lock, so nobody else writes."""
+    try:
+        yield
+    except BaseException:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(remove_leftovers, path, timedelta())
+        raise
+
+
+def remove_leftovers(path: Path, age: timedelta) -> int:
+    """Remove temporary files and locks of gits that were killed, at least `age` old; answers how many."""
+    found = list(_iter_leftovers(path, time.time() - age.total_seconds()))
+    held = held_files(path) if found else set()
+    for file in found:
+        if file not in held:
+            file.unlink(missing_ok=True)
+            log.info("leftover.removed", path=str(file.relative_to(path.parent)))
+    return len(found)
+
+
+def _iter_leftovers(path: Path, before: float) -> Iterator[Path]:
+    for directory, below, files in os.walk(path):
+        if directory == str(path) and _OWNERS in below:
+            below.remove(_OWNERS)
+        for name in files:
+            file = Path(directory) / name
+            if _NAMES.fullmatch(name) and _is_older(file, before):
+                yield file
+
+
+def _is_older(file: Path, before: float) -> bool:
+    try:
+        return file.lstat().st_mtime <= before
+    except FileNotFoundError:
+        return False
