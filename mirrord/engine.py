@@ -34,6 +34,7 @@ from .duties.work import Work
 from .errors import BackendUnavailableError, InvalidConfigError, MirrordError
 from .git.command import Git
 from .git.workers import Workers
+from .heal import Heals
 from .host.peers import Access
 from .jobs.events import Events
 from .jobs.operations import Operations
@@ -171,8 +172,22 @@ class Engine:
 
     async def _open_jobs(self) -> None:
         """Last, because jobs use everything: configured mirrors, the clock, the watched places."""
+        self.heals = Heals(
+            settings=self.settings,
+            mirrors=self.mirrors,
+            catalog=self.catalog,
+            git=self.git,
+            workers=self.workers,
+            events=self.events,
+        )
+        # an audit that may heal hands what it found to the heals
         self.audits = Audits(
-            settings=self.settings, mirrors=self.mirrors, catalog=self.catalog, workers=self.workers, events=self.events
+            settings=self.settings,
+            mirrors=self.mirrors,
+            catalog=self.catalog,
+            workers=self.workers,
+            events=self.events,
+            repair=self.heals.repair,
         )
         self.work = Work(
             operations=self.operations,
@@ -202,6 +217,7 @@ class Engine:
             checkouts=self.checkouts,
             operations=self.operations,
             work=self.work,
+            heals=self.heals,
             watches=watches,
         )
         self.schedule = Schedule(jobs.table)

@@ -296,8 +296,28 @@ class Finding(Answer):
     detail: str = ""
 
 
+class Repair(Answer):
+    """What a heal did to one mirror.
+
+    `objects` counts what came by donor, `files` are the bad files that it took out, which are kept below `kept_in`, `refs` those
+    it restored. `unhealed` are the first of the needed objects that no donor had; `error` says why it ended early.
+    """
+
+    mirror: str
+    objects: dict[str, int] = {}
+    files: list[str] = []
+    kept_in: str | None = None
+    refs: list[str] = []
+    unhealed: list[str] = []
+    unhealed_count: int = 0
+    error: str | None = None
+
+
 class Audit(Answer):
-    """`counts` and `reach` count recorded commits; `affected` are the instances that cannot be served."""
+    """`counts` and `reach` count recorded commits; `affected` are the instances that cannot be served.
+
+    `healed` counts the commits that were not in order before, and are now.
+    """
 
     id: str
     level: AuditLevel
@@ -310,6 +330,7 @@ class Audit(Answer):
     findings: list[Finding]
     affected: list[str] = []
     healed: int = 0
+    repairs: list[Repair] = []
 
 
 class Checkout(Answer):

@@ -20,6 +20,8 @@ from mirrord.config import Settings, UpstreamSettings
 from mirrord.errors import AuditNotFoundError, DatasetNotFoundError, MirrorNotFoundError
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
+from mirrord.heal import Heals
+from mirrord.heal.implant import no_step
 from mirrord.jobs.events import Events
 from mirrord.mirrors.repository import PROTECTION
 from mirrord.mirrors.service import Mirrors
@@ -287,13 +289,13 @@ class Daemon:
 
     def __init__(self, root: Path, upstream: Upstream) -> None:
         self.state_dir = root / "state"
-        self.state_dir.mkdir()
+        self.state_dir.mkdir(exist_ok=True)
         self.settings = Settings(
             state_dir=self.state_dir, upstream=UpstreamSettings(url=f"file://{upstream.path.parent}/{{name}}")
         )
         self.name = MirrorName("owner", "name")
 
-    async def open(self) -> None:
+    async def open(self, step: Callable[[str], None] = no_step) -> None:
         self.workers = Workers(size=1)
         self.catalog = await Catalog.open(self.state_dir / "catalog.sqlite3")
         self.events = Events()
@@ -305,8 +307,22 @@ class Daemon:
             events=self.events,
         )
         await self.mirrors.open()
+        self.heals = Heals(
+            settings=lambda: self.settings,
+            mirrors=self.mirrors,
+            catalog=self.catalog,
+            git=Git(home=self.state_dir / "home"),
+            workers=self.workers,
+            events=self.events,
+            step=step,
+        )
         self.audits = Audits(
-            settings=lambda: self.settings, mirrors=self.mirrors, catalog=self.catalog, workers=self.workers, events=self.events
+            settings=lambda: self.settings,
+            mirrors=self.mirrors,
+            catalog=self.catalog,
+            workers=self.workers,
+            events=self.events,
+            repair=self.heals.repair,
         )
 
     async def close(self) -> None:

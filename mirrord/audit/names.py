@@ -56,9 +56,16 @@ def _read(git_dir: Path) -> Names:
     _read_head(git_dir, names)
     loose = dict(_loose_refs(git_dir, names))  # loose ones first: packing moves refs the other way
     names.refs = {**dict(_packed_refs(git_dir, names)), **loose}
+    for bad in names.faults:
+        names.refs.pop(bad.path, None)  # what is packed under that name is older
     names.faults += [*_config_faults(git_dir), *_lost_directories(git_dir)]
     names.faults.sort()
     return names
+
+
+def read_packed(git_dir: Path) -> dict[str, str]:
+    """What the good lines of `packed-refs` say."""
+    return dict(_packed_refs(git_dir, Names()))
 
 
 def _text(path: Path) -> str | None:

@@ -9,7 +9,7 @@ from datetime import datetime
 
 from ..catalog.rows import RecordedRow
 from ..model import AuditLevel, CommitState, MirrorName, utc_now
-from ..protocol import Audit, Finding, StartAudit
+from ..protocol import Audit, Finding, Repair, StartAudit
 from .examine import Examined
 
 _SERVABLE = {CommitState.OK, CommitState.UNPINNED}
@@ -23,6 +23,7 @@ class Judged:
     rows: Collection[RecordedRow]
     examined: Examined
     healed: int = 0
+    repair: Repair | None = None
 
 
 def report(identity: str, request: StartAudit, level: AuditLevel, judged: Sequence[Judged], started_at: datetime) -> Audit:
@@ -39,7 +40,14 @@ def report(identity: str, request: StartAudit, level: AuditLevel, judged: Sequen
         findings=[finding for one in judged for finding in findings_of(one)],
         affected=sorted(set(_affected(judged))),
         healed=sum(one.healed for one in judged),
+        repairs=[one.repair for one in judged if one.repair],
     )
+
+
+def is_sound(judged: Judged) -> bool:
+    """Whether there is nothing to heal."""
+    states = {verdict.state for verdict in judged.examined.verdicts.values()}
+    return states <= {CommitState.OK} and not judged.examined.faults
 
 
 def findings_of(judged: Judged) -> Iterator[Finding]:

@@ -1,14 +1,14 @@
 """Audits as the daemon runs them: what is recorded, judged mirror by mirror in a worker, healed where asked, and put on record.
 
-An audit reads only and takes no lock; a heal fetches through the mirrors and judges again what it touched. What an audit says is
-saved before anybody hears of it.
+An audit reads only and takes no lock. Where it heals, it hands what it found to the repairer it was given, and judges the mirror
+again before it says that anything is in order. What an audit says is saved before anybody hears of it.
 """
 
 from __future__ import annotations
 
 import builtins
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from datetime import timedelta
 
 from ..catalog.catalog import Catalog
@@ -19,22 +19,30 @@ from ..git.workers import Workers
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, CommitId, CommitState, MirrorName, Reach, shown, utc_now
-from ..protocol import Audit, Progress, StartAudit
+from ..protocol import Audit, Progress, Repair, StartAudit
 from .examine import Examined, Verdict, examine
-from .healing import heal
-from .report import Judged, report
+from .report import Judged, is_sound, report
 
 _TIMEOUT = timedelta(hours=12)
 
 ProgressSink = Callable[[Progress], None]
+Repairer = Callable[[Judged, ProgressSink | None], Awaitable[Repair]]
 
 
 class Audits:
-    """Runs audits and remembers them in the catalog."""
+    """Runs audits and remembers them in the catalog. Without `repair` no audit heals."""
 
     def __init__(
-        self, *, settings: Callable[[], Settings], mirrors: Mirrors, catalog: Catalog, workers: Workers, events: Events
+        self,
+        *,
+        settings: Callable[[], Settings],
+        mirrors: Mirrors,
+        catalog: Catalog,
+        workers: Workers,
+        events: Events,
+        repair: Repairer | None = None,
     ) -> None:
+        self._repair = repair
         self._settings = settings
         self._mirrors = mirrors
         self._catalog = catalog
@@ -52,7 +60,7 @@ class Audits:
         for number, (name, rows) in enumerate(sorted(recorded.items(), key=lambda item: item[0].key)):
             if progress:
                 progress(Progress(done=number, total=len(recorded), unit="mirrors", note=str(name)))
-            judged.append(await self._judge(name, rows, level, healing=healing))
+            judged.append(await self._judge(name, rows, level, self._repair if healing else None, progress))
         audit = report(_new_id(), request, level, judged, started_at)
         await self._catalog.put_audit(audit)
         self._events.publish(
@@ -94,19 +102,26 @@ class Audits:
                 grouped.setdefault(row.mirror.key, []).append(row)
         return {names[key]: rows for key, rows in grouped.items()}
 
-    async def _judge(self, name: MirrorName, rows: Collection[RecordedRow], level: AuditLevel, *, healing: bool) -> Judged:
+    async def _judge(
+        self,
+        name: MirrorName,
+        rows: Collection[RecordedRow],
+        level: AuditLevel,
+        repair: Repairer | None,
+        progress: ProgressSink | None,
+    ) -> Judged:
         commits = sorted({row.commit for row in rows})
-        examined = await self._examine(name, commits, level)
-        bad = {oid for oid, verdict in examined.verdicts.items() if verdict.state is not CommitState.OK}
-        if not healing or not bad:
-            return Judged(name, rows, examined)
-        touched = await heal(self._mirrors, name, rows, {oid: examined.verdicts[oid].state for oid in bad})
-        if not touched:
-            return Judged(name, rows, examined)
-        again = await self._examine(name, commits, level)
+        first = Judged(name, rows, await self._examine(name, commits, level))
+        if repair is None or is_sound(first):
+            return first
+        repaired = await repair(first, progress)
+        again = await self._examine(name, commits, max(level, AuditLevel.CLOSURE, key=list(AuditLevel).index))
+        bad = [oid for oid, verdict in first.examined.verdicts.items() if verdict.state is not CommitState.OK]
         healed = {oid for oid in bad if again.verdicts[oid].state is CommitState.OK}
-        self._events.publish("mirror.healed", mirror=str(name), commits=len(healed), of=len(bad))
-        return Judged(name, rows, again, healed=len(healed))
+        judged = Judged(name, rows, again, healed=len(healed), repair=repaired)
+        if is_sound(judged):
+            self._events.publish("mirror.healed", mirror=str(name), commits=len(healed), of=len(bad))
+        return judged
 
     async def _examine(self, name: MirrorName, commits: Collection[CommitId], level: AuditLevel) -> Examined:
         path = self._mirrors.path(name)

@@ -14,7 +14,7 @@ from .session import Session
 
 if TYPE_CHECKING:
     from .. import Client
-    from ..protocol import Audit, Finding, Operation
+    from ..protocol import Audit, Finding, Operation, Repair
 
 Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Of which mirrors; default: all.")]
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Answer with the operation at once.")]
@@ -52,6 +52,8 @@ def _answer(session: Session, found: Audit) -> None:
 
 
 def _findings(found: Audit) -> Iterator[str]:
+    for repair in found.repairs:
+        yield from _repair(repair)
     for finding in found.findings:
         yield _finding(finding)
     states = ", ".join(f"{number:,} {state}" for state, number in found.counts.items() if number)
@@ -68,8 +70,23 @@ def _finding(finding: Finding) -> str:
     return f"{finding.mirror}{commit} {finding.state}{instances}: {finding.detail or 'no detail'}"
 
 
+def _repair(repair: Repair) -> Iterator[str]:
+    """What a heal did to one mirror, and what it could not do."""
+    for donor, number in repair.objects.items():
+        yield f"{repair.mirror} healed: {count(number, 'object')} from {donor}"
+    for file in repair.files:
+        yield f"{repair.mirror} healed: {file} was bad, kept in {repair.kept_in}"
+    for ref in repair.refs:
+        yield f"{repair.mirror} healed: {ref} was lost"
+    if repair.unhealed_count:
+        listed = ", ".join(repair.unhealed[:3]) + (", …" if repair.unhealed_count > 3 else "")
+        yield f"{repair.mirror} not healed: nobody has {count(repair.unhealed_count, 'object')} ({listed}); tried again later"
+    if repair.error:
+        yield f"{repair.mirror} not healed: {repair.error}"
+
+
 def heal(ctx: typer.Context, names: Names = None, no_wait: NoWait = False) -> None:
-    """Prints what is still wrong afterwards, as `mirrord audit` does; status 8 when a recorded commit cannot be served."""
+    """Prints what was done and what is still wrong, as `mirrord audit` does; status 8 when a recorded commit cannot be served."""
     session = Session.of(ctx)
     with session.client() as client:
         operation = client.start_heal(*names or ())

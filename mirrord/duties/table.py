@@ -16,6 +16,7 @@ from ..checkouts.service import Checkouts
 from ..checkouts.templates import Templates
 from ..config import Settings
 from ..errors import MirrordError, from_problem
+from ..heal import Heals
 from ..host.processes import trim_memory
 from ..jobs.operations import Operations
 from ..jobs.schedule import Job
@@ -28,6 +29,7 @@ EXPIRE_INTERVAL = timedelta(seconds=2)
 EVICT_INTERVAL = timedelta(minutes=5)
 LOOK_INTERVAL = timedelta(minutes=1)
 TRIM_INTERVAL = timedelta(minutes=1)
+RETRY_INTERVAL = timedelta(minutes=1)
 SYNC_RETRY = timedelta(minutes=1)
 
 
@@ -44,6 +46,7 @@ class Jobs:
         checkouts: Checkouts,
         operations: Operations,
         work: Work,
+        heals: Heals,
         watches: list[Watch],
     ) -> None:
         self._settings = settings
@@ -53,6 +56,7 @@ class Jobs:
         self._checkouts = checkouts
         self._operations = operations
         self._work = work
+        self._heals = heals
         self._watches = watches
 
     async def table(self) -> list[Job]:
@@ -66,9 +70,12 @@ class Jobs:
         )
 
     async def _audits(self) -> list[Job]:
-        """Counted from the last audit of that level, whoever asked for it; the first one an interval after the start."""
+        """Counted from the last audit of everything, of that level, whoever asked for it; the first one an interval after the
+        start.
+        """
         settings = self._settings().audit
-        past = await self._catalog.list_audits()
+        names = {str(row.name) for row in await self._catalog.list_mirrors()}
+        past = [audit for audit in await self._catalog.list_audits() if names <= set(audit.mirrors)]
         content = (audit for audit in past if audit.level is AuditLevel.CONTENT)
         last, last_content = next(iter(past), None), next(content, None)
         return [
@@ -100,6 +107,7 @@ class Jobs:
             Job("templates.evict", EVICT_INTERVAL, self._evict, since=self._started_at),
             Job("watch.look", LOOK_INTERVAL, self._look, since=self._started_at),
             Job("memory.trim", TRIM_INTERVAL, self._trim, since=self._started_at),
+            Job("heals.retry", RETRY_INTERVAL, self._retry_heals, since=self._started_at),
         ]
 
     # -- what they do -------------------------------------------------------------------------------------------------
@@ -120,6 +128,12 @@ class Jobs:
 
     async def _audit(self, level: AuditLevel | None = None) -> None:
         await self._finish(await self._work.audit(StartAudit(level=level)))
+
+    async def _retry_heals(self) -> None:
+        """What nobody had the last time, for the mirrors whose time has come."""
+        due = [str(name) for name in self._heals.due() if await self._catalog.find_mirror(name.key)]
+        if due and self._settings().audit.heal:
+            await self._finish(await self._work.audit(StartAudit(mirrors=due, heal=True), kind="heal"))
 
     async def _expire(self) -> None:
         await self._checkouts.expire()

@@ -19,6 +19,7 @@ from ..errors import CorruptObjectError
 ID_BYTES = 20
 _MAGIC = b"\377tOc"
 _FANOUT_BYTES = 256 * 4
+_LARGE = 1 << 31  # offsets from here on are in a table of their own
 
 
 class PackIndex:
@@ -46,6 +47,18 @@ class PackIndex:
     @property
     def pack_checksum(self) -> bytes:
         return self._data[-2 * ID_BYTES : -ID_BYTES]
+
+    def offsets(self) -> Iterator[int]:
+        """Where in the pack each object begins, in the order of the ids."""
+        if not self._version2:
+            at = self._start
+            return (int.from_bytes(self._data[at + n * 24 : at + n * 24 + 4], "big") for n in range(self.count))
+        small = self._start + self.count * (ID_BYTES + 4)
+        large = small + self.count * 4
+        words = struct.unpack_from(f">{self.count}I", self._data, small)
+        return (
+            word if word < _LARGE else int.from_bytes(self._data[large + 8 * (word - _LARGE) :][:8], "big") for word in words
+        )
 
     def __iter__(self) -> Iterator[bytes]:
         ids = self.ids

@@ -1,7 +1,8 @@
 """Where incoming objects wait: a directory for each fetch, moved into the mirror as a whole or removed as a whole.
 
 Owns `quarantine/` of the state directory. A killed git leaves its `tmp_pack_*` here and not in a mirror. Nothing here is needed
-after a restart, so a start removes everything that no process holds open.
+after a restart, so a start removes everything that no process holds open, but for `damaged/`: what heals took out of mirrors
+stays until a person removes it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..host.files import full_disk_named, sync_directory
 
 log = structlog.get_logger()
 
+DAMAGED = "damaged"
 _LAST = {".idx": 1}  # git finds a pack by its index, so that is moved when the rest is there
 
 
@@ -91,7 +93,7 @@ def _remove_tree(path: Path) -> None:
 
 
 def _clean(root: Path, active: Collection[Path]) -> None:
-    left = [path for path in root.iterdir() if path not in active]
+    left = [path for path in root.iterdir() if path not in active and path.name != DAMAGED]
     held = held_files(root) if left else set()
     for path in left:
         if any(path == file or path in file.parents for file in held):

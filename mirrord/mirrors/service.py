@@ -35,7 +35,7 @@ from .reconcile import reconcile
 from .repository import Repository
 from .sources import Sources
 from .sync import SyncResult, move_refs
-from .upstream import parse_upstream
+from .upstream import Upstream, parse_upstream
 
 _RESOLVE_TIMEOUT = timedelta(seconds=30)
 
@@ -247,6 +247,21 @@ class Mirrors:
         row = await self._synced(name, progress)
         async with self.lock(row.name):
             return await self._sources.refetch_commits(row, self.path(row.name), commits, progress)
+
+    def upstreams(self, row: MirrorRow) -> builtins.list[Upstream]:
+        """The upstream of a mirror, then its fallbacks."""
+        return self._sources.upstreams(row)
+
+    async def fetch_into(
+        self,
+        row: MirrorRow,
+        path: Path,
+        upstream: Upstream,
+        oids: Collection[CommitId],
+        progress: ProgressSink | None = None,
+    ) -> dict[CommitId, str]:
+        """Fetch objects by id into a repository of the caller's; answers those that did not come, each with the reason."""
+        return await self._sources.fetch_from(upstream, Repository(self._git, row.name, path), sorted(oids), progress)
 
     # -- pins ---------------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,8 @@ class Sources:
         own = (m.url for m in self._settings().mirror if m.url and MirrorName.parse(m.repo).key == name.key)
         return next(own, None) or upstream_url(self._settings().upstream.url, name)
 
-    def _all(self, row: MirrorRow) -> list[Upstream]:
+    def upstreams(self, row: MirrorRow) -> list[Upstream]:
+        """The upstream of a mirror, then its fallbacks."""
         urls = [row.url, *(upstream_url(template, row.name) for template in self._settings().upstream.fallbacks)]
         return [parse_upstream(url) for url in urls]
 
@@ -81,7 +82,7 @@ class Sources:
         missing = [CommitId(oid) for oid in await repository.absent(commits)]
 
         async def ask(upstream: Upstream, some: Sequence[CommitId]) -> Unfetched:
-            return await self._fetch_from(upstream, repository, some, progress)
+            return await self.fetch_from(upstream, repository, some, progress)
 
         return await self._ask_each(row, missing, ask)
 
@@ -94,7 +95,7 @@ class Sources:
             async with self._quarantine.directory("refetch") as directory:
                 fresh = Repository(self._git, row.name, directory / "repository")
                 await fresh.create()
-                unfetched = await self._fetch_from(upstream, fresh, some, progress)
+                unfetched = await self.fetch_from(upstream, fresh, some, progress)
                 with full_disk_named(f"mirror {row.name}"):
                     await anyio.to_thread.run_sync(accept_objects, fresh.objects, path / "objects")
             return unfetched
@@ -110,7 +111,7 @@ class Sources:
         """Ask one source after the other. The reason given is the upstream's, which is the one that should have had it."""
         missing = sorted(commits)
         reasons: Unfetched = {}
-        for upstream in self._all(row):
+        for upstream in self.upstreams(row):
             if not missing:
                 break
             unfetched = await ask(upstream, missing)
@@ -118,9 +119,10 @@ class Sources:
             missing = sorted(reasons)
         return {commit: reasons[commit] for commit in missing}
 
-    async def _fetch_from(
+    async def fetch_from(
         self, upstream: Upstream, repository: Repository, commits: Sequence[CommitId], progress: ProgressSink | None
     ) -> Unfetched:
+        """Fetch objects by id from one source into a repository; answers those that did not come."""
         try:
             async with self._hosts.turn(upstream.host):
                 failed = await self._fetcher(repository, upstream, progress).fetch(commits)

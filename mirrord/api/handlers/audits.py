@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...model import AuditLevel
 from ...protocol import Audit, Operation, StartAudit, StartHeal
 from ..call import Call
 from ..queries import AuditsQuery
@@ -22,6 +23,7 @@ async def get_audit(call: Call) -> Audit:
 
 
 async def start_heal(call: Call) -> Operation:
-    """A heal is an audit of the closures that repairs what it finds."""
+    """A heal is an audit of all content that repairs what it finds, and judges again what it repaired."""
     body: StartHeal = call.body
-    return await call.engine.work.audit(StartAudit(mirrors=body.mirrors, heal=True), kind="heal", owner_uid=call.peer.uid)
+    request = StartAudit(mirrors=body.mirrors, level=AuditLevel.CONTENT, heal=True)
+    return await call.engine.work.audit(request, kind="heal", owner_uid=call.peer.uid)

@@ -1,0 +1,143 @@
+"""The last step of a heal, and the only one that changes the mirror: proven objects in, bad files out, names right again.
+
+Objects come first, so that no moment has less than the moment before. Every file that goes is in the evidence before something
+else has its name; every change is one rename. A crash between any two leaves a mirror that the next heal goes on with. Sync
+functions, for a thread; the caller holds the mirror's lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..audit.files import BadFile, FileKind
+from ..audit.names import packed_refs, read_packed
+from ..errors import ConflictError
+from ..host.files import full_disk_named, sync_directory
+from ..model import MirrorName
+from .evidence import Evidence
+from .names import RefPlan
+
+_FAMILY = (".idx", ".pack", ".rev", ".bitmap")  # git finds a pack by its index
+_PACKS = {FileKind.PACK, FileKind.INDEX}
+_OBJECTS = {FileKind.LOOSE, FileKind.DERIVED}
+
+Step = Callable[[str], None]
+
+
+def no_step(_name: str) -> None:
+    """Nothing happens at a step, but in tests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Implant:
+    """What is to be done to the mirror at `git_dir`. `work` has the new packs in `objects/pack`; `step` is called before each
+    change.
+    """
+
+    name: MirrorName
+    git_dir: Path
+    quarantine: Path
+    work: Path
+    bad_files: Collection[BadFile]
+    config: bytes
+    plan: RefPlan
+    step: Step
+
+    def perform(self) -> Path | None:
+        """Do it; answers where the evidence is."""
+        with full_disk_named(f"mirror {self.name}"):
+            self.step("evidence")
+            evidence = Evidence.begin(self.quarantine, self.name, self.git_dir, self.bad_files) if self.bad_files else None
+            for directory in ("objects/pack", "refs"):
+                (self.git_dir / directory).mkdir(parents=True, exist_ok=True)
+            fresh = self._put_packs(evidence)
+            if evidence:
+                self._take_objects(evidence, fresh)
+            self._write_names(evidence)
+        return evidence.path if evidence else None
+
+    # -- objects ------------------------------------------------------------------------------------------------------
+
+    def _put_packs(self, evidence: Evidence | None) -> set[str]:
+        """Move the new packs in, the index last; answers their paths in the mirror."""
+        files = sorted((self.work / "objects/pack").glob("pack-*"), key=lambda file: (file.suffix == ".idx", file.name))
+        for file in files:
+            self.step(f"put {file.suffix}")
+            self._put(file, f"objects/pack/{file.name}", evidence)
+        sync_directory(self.git_dir / "objects/pack")
+        return {f"objects/pack/{file.name}" for file in files}
+
+    def _put(self, file: Path, relative: str, evidence: Evidence | None) -> None:
+        """A file that has the name already has the same content, unless it is a bad one."""
+        target = self.git_dir / relative
+        is_bad = any(bad.path == relative for bad in self.bad_files)
+        if target.exists() and not is_bad:
+            return
+        if evidence:
+            evidence.keep(relative)
+        file.rename(target)
+
+    def _take_objects(self, evidence: Evidence, fresh: Collection[str]) -> None:
+        """Out with what is bad. A multi-pack index that names a pack which goes, goes before it."""
+        gone = [relative for bad in self.bad_files for relative in _files_of(bad) if relative not in fresh]
+        if any(relative.endswith(".pack") for relative in gone):
+            gone = [*_multi_pack_index(self.git_dir), *gone]
+        for relative in dict.fromkeys(gone):
+            self.step(f"take {Path(relative).suffix}")
+            evidence.move(relative)
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def _write_names(self, evidence: Evidence | None) -> None:
+        kinds = {bad.kind for bad in self.bad_files}
+        if FileKind.CONFIG in kinds:
+            self._replace("config", self.config, evidence)
+        if FileKind.HEAD in kinds:
+            self._replace("HEAD", f"ref: {self.plan.head or 'refs/heads/main'}\n".encode(), evidence)
+        if FileKind.PACKED_REFS in kinds or self.plan.restore:
+            self._write_packed_refs(evidence)
+        for bad in self.bad_files:
+            if evidence and bad.kind in {FileKind.REF, FileKind.PLANTED}:
+                self.step("take ref")
+                evidence.move(bad.path)
+
+    def _write_packed_refs(self, evidence: Evidence | None) -> None:
+        """Under git's own lock, as git does: a linked checkout may be moving a ref."""
+        lock = self.git_dir / "packed-refs.lock"
+        try:
+            os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError as error:
+            raise ConflictError(
+                f"cannot restore refs of mirror {self.name}: somebody else is packing them", hint="try again later"
+            ) from error
+        try:
+            self._replace("packed-refs", packed_refs({**read_packed(self.git_dir), **self.plan.restore}), evidence)
+        finally:
+            lock.unlink(missing_ok=True)
+
+    def _replace(self, relative: str, content: bytes, evidence: Evidence | None) -> None:
+        new = self.work / "new"
+        with new.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        self.step(f"write {relative}")
+        if evidence:
+            evidence.keep(relative)
+        new.rename(self.git_dir / relative)
+        sync_directory(self.git_dir)
+
+
+def _files_of(bad: BadFile) -> Iterator[str]:
+    """The files that go with a bad one: of a pack or its index, the pack with all that belongs to it."""
+    if bad.kind in _PACKS:
+        yield from (bad.path.rpartition(".")[0] + suffix for suffix in _FAMILY)
+    elif bad.kind in _OBJECTS or bad.path.startswith("objects/"):
+        yield bad.path
+
+
+def _multi_pack_index(git_dir: Path) -> list[str]:
+    return sorted(f"objects/pack/{file.name}" for file in (git_dir / "objects/pack").glob("multi-pack-index*"))

@@ -1,0 +1,83 @@
+"""The intact objects of a damaged pack, made available as a repository of their own. The damaged pack is only read.
+
+With an index, a copy of the pack gets both its ends right, so that git opens it, and fsck names every object in it that is not
+what its name says; without one, what git can unpack from the front is taken. Runs in a worker.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..audit.graph import TIMEOUT
+from ..errors import CorruptObjectError
+from ..git.command import run_git_sync
+from ..git.packs import PackIndex
+from .view import make_repository
+
+_OID = re.compile(r"\b[0-9a-f]{40}\b")
+_SLACK_BYTES = 4096
+_HEADER = struct.Struct(">4sII")
+
+
+@dataclass(frozen=True, slots=True)
+class Salvage:
+    """A repository at `path`; `bad` are objects in it that are not what they are named."""
+
+    path: Path
+    bad: frozenset[str] = frozenset()
+
+
+def salvage(pack: Path, into: Path) -> Salvage:
+    """Make `into` a repository of what can be read of `pack`."""
+    make_repository(into)
+    if _index_again(pack, into):
+        return Salvage(into)
+    try:
+        index = PackIndex(pack.with_suffix(".idx"))
+    except (CorruptObjectError, FileNotFoundError):
+        _unpack_front(pack, into)
+        return Salvage(into)
+    _copy_with_right_ends(pack, index, into / "objects/pack" / pack.name)
+    shutil.copyfile(index.path, into / "objects/pack" / index.path.name)
+    return Salvage(into, frozenset(_named_bad(into)))
+
+
+def _index_again(pack: Path, into: Path) -> bool:
+    """Whether the pack is whole: then its index was the damage."""
+    done = run_git_sync(
+        "index-pack", "--stdin", git_dir=into, stdin=pack, ok=range(-64, 256), timeout=TIMEOUT, doing="index a pack again"
+    )
+    return done.status == 0
+
+
+def _unpack_front(pack: Path, into: Path) -> None:
+    run_git_sync(
+        "unpack-objects", "-r", "-q", git_dir=into, stdin=pack, ok=range(-64, 256), timeout=TIMEOUT, doing="unpack a damaged pack"
+    )
+
+
+def _copy_with_right_ends(pack: Path, index: PackIndex, target: Path) -> None:
+    """git refuses a pack whose header or trailer is not its index's, and dies where an object should be behind the end."""
+    shutil.copyfile(pack, target)
+    with target.open("r+b") as file:
+        file.write(_HEADER.pack(b"PACK", 2, index.count))
+        size = max(pack.stat().st_size, max(index.offsets(), default=0) + _SLACK_BYTES)
+        file.truncate(size)
+        file.seek(size if size > pack.stat().st_size else size - len(index.pack_checksum))
+        file.write(index.pack_checksum)
+
+
+def _named_bad(repository: Path) -> set[str]:
+    """Every object that fsck complains of: those that are good all the same are found elsewhere."""
+    done = run_git_sync(
+        "fsck", "--full", "--no-dangling", "--no-progress", "--no-reflogs",
+        git_dir=repository,
+        ok=range(-64, 256),
+        timeout=TIMEOUT,
+        doing="look for intact objects",
+    )  # fmt: skip
+    return {oid for line in done.stderr.splitlines() for oid in _OID.findall(line)}

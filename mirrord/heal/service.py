@@ -1,0 +1,165 @@
+"""Heals as the daemon runs them: one mirror at a time under its lock, lost pins made again, and patience with what nobody has.
+
+Owns when a mirror is tried again: after a time that doubles with each heal that left something open. What a heal says is what
+it did; whether the mirror is sound is for the audit after it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from pathlib import Path
+
+import structlog
+
+from ..audit.report import Judged
+from ..catalog import Catalog
+from ..catalog.rows import MirrorRow
+from ..config import Settings
+from ..errors import MirrordError
+from ..git.command import Git
+from ..git.workers import Workers
+from ..jobs.events import Events
+from ..mirrors.flights import ProgressSink
+from ..mirrors.service import Mirrors
+from ..model import CommitId, MirrorName
+from ..protocol import Repair
+from .donors import Donors
+from .implant import Step, no_step
+from .treatment import Outcome, Treatment
+
+FIRST_RETRY = timedelta(minutes=10)
+LONGEST_RETRY = timedelta(hours=24)
+
+log = structlog.get_logger()
+
+
+class Heals:
+    """Repairs mirrors. `step` is called before each change of a mirror."""
+
+    def __init__(
+        self,
+        *,
+        settings: Callable[[], Settings],
+        mirrors: Mirrors,
+        catalog: Catalog,
+        git: Git,
+        workers: Workers,
+        events: Events,
+        clock: Callable[[], float] = time.monotonic,
+        step: Step = no_step,
+    ) -> None:
+        self._state_dir: Path = settings().state_dir
+        self._mirrors = mirrors
+        self._catalog = catalog
+        self._git = git
+        self._workers = workers
+        self._events = events
+        self._clock = clock
+        self._step = step
+        self._open: dict[str, tuple[MirrorName, int, float]] = {}
+
+    async def repair(self, judged: Judged, progress: ProgressSink | None = None) -> Repair:
+        """Heal what an audit found, as far as donors allow. An error is told in the answer: the others are not kept waiting."""
+        name = judged.name
+        try:
+            outcome = await self._repair(judged, progress)
+        except MirrordError as error:
+            log.warning("heal.failed", mirror=str(name), code=error.code, detail=error.message)
+            self._postpone(name)
+            return Repair(mirror=str(name), error=error.message)
+        if outcome.unhealed:
+            self._postpone(name)
+        else:
+            self._open.pop(name.key, None)
+        self._events.publish(
+            "mirror.treated",
+            mirror=str(name),
+            objects=sum(outcome.objects.values()),
+            files=len(outcome.bad_files),
+            refs=len(outcome.refs),
+            unhealed=len(outcome.unhealed),
+        )
+        return _told(name, outcome)
+
+    def due(self) -> list[MirrorName]:
+        """Mirrors whose last heal left something open and whose time has come."""
+        now = self._clock()
+        return [name for name, _, at in self._open.values() if at <= now]
+
+    def _postpone(self, name: MirrorName) -> None:
+        _, tries, _ = self._open.get(name.key, (name, 0, math.inf))
+        wait = min(FIRST_RETRY * 2 ** min(tries, 20), LONGEST_RETRY)
+        self._open[name.key] = (name, tries + 1, self._clock() + wait.total_seconds())
+
+    # -- one mirror ---------------------------------------------------------------------------------------------------
+
+    async def _repair(self, judged: Judged, progress: ProgressSink | None) -> Outcome:
+        row = await self._catalog.find_mirror(judged.name.key) or await self._mirrors.add(judged.name.repo)
+        if not self._mirrors.path(row.name).exists():
+            await self._mirrors.sync(row.name, progress)
+        async with self._mirrors.lock(row.name), self._mirrors.quarantine.directory("heal") as work:
+            outcome = await self._treat(row, judged, work, progress)
+        await self._pin_again(row.name, judged)
+        return outcome
+
+    async def _treat(self, row: MirrorRow, judged: Judged, work: Path, progress: ProgressSink | None) -> Outcome:
+        donors = Donors(
+            mirrors=self._mirrors,
+            row=row,
+            names=[other.name for other in await self._catalog.list_mirrors()],
+            templates=self._state_dir / "templates",
+            work=work,
+            view=work / "view",
+            progress=progress,
+        )
+        pinned = {pin.commit for pin in await self._catalog.list_pins(row.name.key)}
+        treatment = Treatment(
+            git=self._git,
+            workers=self._workers,
+            name=row.name,
+            git_dir=self._mirrors.path(row.name),
+            work=work,
+            quarantine=self._mirrors.quarantine.root,
+            donors=donors,
+            recorded=pinned | {recorded.commit for recorded in judged.rows},
+            suspects=judged.examined.faults.keys(),
+            default_branch=row.default_branch,
+            step=self._step,
+            progress=progress,
+        )
+        return await treatment.perform()
+
+    async def _pin_again(self, name: MirrorName, judged: Judged) -> None:
+        """Pins follow the datasets and the catalog; one is made only after the closure was verified."""
+        wanted: dict[tuple[str, str], set[CommitId]] = {}
+        for pin in await self._catalog.list_pins(name.key):
+            wanted.setdefault((pin.owner, pin.reason), set()).add(pin.commit)
+        there = {(owner, commit) for (owner, _), commits in wanted.items() for commit in commits}
+        for row in judged.rows:
+            if (f"dataset/{row.dataset}", row.commit) not in there:
+                wanted.setdefault((f"dataset/{row.dataset}", "recorded by the dataset"), set()).add(row.commit)
+        lost = await self._without_ref(name, wanted)
+        for (owner, reason), commits in sorted(lost.items()):
+            await self._mirrors.pin(name, sorted(commits), owner=owner, reason=reason)
+
+    async def _without_ref(
+        self, name: MirrorName, wanted: dict[tuple[str, str], set[CommitId]]
+    ) -> dict[tuple[str, str], Collection[CommitId]]:
+        refs = await self._mirrors.repository(name).all_refs()
+        lost = {key: {oid for oid in oids if f"refs/mirrord/pins/{key[0]}/{oid}" not in refs} for key, oids in wanted.items()}
+        return {key: commits for key, commits in lost.items() if commits}
+
+
+def _told(name: MirrorName, outcome: Outcome) -> Repair:
+    return Repair(
+        mirror=str(name),
+        objects=outcome.objects,
+        files=[bad.path for bad in outcome.bad_files],
+        kept_in=str(outcome.evidence) if outcome.evidence else None,
+        refs=outcome.refs,
+        unhealed=sorted(outcome.unhealed)[:100],
+        unhealed_count=len(outcome.unhealed),
+    )

@@ -1,0 +1,186 @@
+"""One heal of one mirror: look, salvage, collect, prove, implant.
+
+All but the last step happens in a view below the quarantine, so a cancelled or killed heal leaves the mirror as it was. Bad files
+of which something that is needed could be had from nobody stay where they are. The caller holds the mirror's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import structlog
+
+from ..audit.files import BadFile, FileKind, find_bad_files
+from ..audit.graph import TIMEOUT
+from ..audit.names import Names, read_names
+from ..errors import CorruptObjectError, GitFailedError, MirrordError
+from ..git.command import Git
+from ..git.packs import PackIndex
+from ..git.workers import Workers
+from ..mirrors.flights import ProgressSink
+from ..mirrors.repository import Repository
+from ..model import AuditLevel, MirrorName
+from ..protocol import Progress
+from .donors import Donor, Donors
+from .implant import Implant, Step
+from .missing import Missing, find_missing
+from .names import RefPlan, plan_refs
+from .salvage import Salvage, salvage
+from .transplant import Transplant
+from .view import borrow_from, damaged_packs, make_repository, make_view
+
+_BLAMES_LINKS = (CorruptObjectError, GitFailedError)
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a heal did. `unhealed` are ids of needed objects that nobody had."""
+
+    objects: dict[str, int] = field(default_factory=dict)
+    bad_files: list[BadFile] = field(default_factory=list)
+    refs: list[str] = field(default_factory=list)
+    evidence: Path | None = None
+    unhealed: frozenset[str] = frozenset()
+
+    @property
+    def changed(self) -> bool:
+        return bool(self.objects or self.bad_files or self.refs)
+
+
+@dataclass(slots=True)
+class Treatment:
+    """The heal of the mirror `name` at `git_dir`. `recorded` are the commits that must be whole; `suspects` are names of packs
+    that an audit found damaged although their checksums are right.
+    """
+
+    git: Git
+    workers: Workers
+    name: MirrorName
+    git_dir: Path
+    work: Path
+    quarantine: Path
+    donors: Donors
+    recorded: Collection[str]
+    suspects: Collection[str]
+    default_branch: str | None
+    step: Step
+    progress: ProgressSink | None = None
+
+    async def perform(self) -> Outcome:
+        """Heal what can be healed."""
+        self._tell("look for damage")
+        names: Names = await self.workers.call(read_names, self.git_dir, timeout=TIMEOUT)
+        bad_files = await self._bad_object_files()
+        await anyio.to_thread.run_sync(make_view, self.git_dir, bad_files, names.refs, self._view)
+        transplant = Transplant(self.git, self.workers, self._view, self.work)
+        await self._salvage(bad_files, transplant)
+        missing = await self._collect({*self.recorded, *names.refs.values()}, transplant)
+        plan: RefPlan = await self.workers.call(plan_refs, self._view, names, self.default_branch, timeout=TIMEOUT)
+        if plan.restore:
+            missing = await self._collect({*self.recorded, *names.refs.values(), *plan.restore.values()}, transplant)
+        plan.restore = {ref: oid for ref, oid in plan.restore.items() if oid not in missing.all}
+        movable = [bad for bad in bad_files if _may_go(bad, self.git_dir, missing.all)] + names.faults
+        return await self._implant(transplant, missing, movable, plan)
+
+    @property
+    def _view(self) -> Path:
+        return self.work / "view"
+
+    async def _bad_object_files(self) -> list[BadFile]:
+        found = await self.workers.call(find_bad_files, self.git_dir, AuditLevel.CONTENT, timeout=TIMEOUT)
+        known = {bad.path for bad in found}
+        suspected = (f"objects/pack/{name}" for name in self.suspects if name.endswith(".pack"))
+        return found + [
+            BadFile(path, FileKind.PACK, "an object in it is not what its index says") for path in suspected if path not in known
+        ]
+
+    async def _salvage(self, bad_files: Collection[BadFile], transplant: Transplant) -> None:
+        """What is intact in damaged packs stays ours, whether anything needs it or not."""
+        for number, pack in enumerate(damaged_packs(self.git_dir, bad_files)):
+            self._tell(f"salvage {pack.name}")
+            try:
+                saved: Salvage = await self.workers.call(salvage, pack, self.work / f"salvage-{number}", timeout=TIMEOUT)
+                await transplant.take_all(f"salvaged from {pack.name}", saved.path, saved.bad)
+            except _BLAMES_LINKS as error:
+                log.warning("salvage.failed", mirror=str(self.name), pack=pack.name, detail=error.message)
+
+    async def _collect(self, tips: Collection[str], transplant: Transplant) -> Missing:
+        """Ask donors in turn for what is missing, each for as long as it gives; answers what nobody had."""
+        missing = await self._missing(tips)
+        for donor in self.donors.all(tips) if missing else ():
+            while missing:
+                self._tell(f"{len(missing.all)} objects are missing, ask {donor.name}")
+                if not await self._ask(donor, missing, transplant):
+                    break
+                missing = await self._missing(tips)
+            if not missing:
+                break
+        return missing
+
+    async def _ask(self, donor: Donor, missing: Missing, transplant: Transplant) -> int:
+        try:
+            async with donor.lend(missing) as repository:
+                return await transplant.take_missing(donor.name, repository, missing) if repository else 0
+        except _BLAMES_LINKS as error:
+            log.warning("donor.failed", donor=donor.name, code=error.code, detail=error.message)
+            return 0
+
+    async def _missing(self, tips: Collection[str]) -> Missing:
+        found: Missing = await self.workers.call(find_missing, self._view, sorted(tips), timeout=TIMEOUT)
+        return found
+
+    async def _implant(self, transplant: Transplant, missing: Missing, movable: list[BadFile], plan: RefPlan) -> Outcome:
+        final = self.work / "final"
+        await anyio.to_thread.run_sync(make_repository, final)
+        borrow_from(final, self._view)
+        await self._prove(transplant, final, whole=not missing)
+        outcome = Outcome(transplant.counts, movable, sorted(plan.restore), unhealed=missing.all)
+        if not outcome.changed:
+            return outcome
+        self._tell("put everything in place")
+        fresh = Repository(self.git, self.name, self.work / "fresh")
+        await fresh.create()
+        implant = Implant(
+            name=self.name,
+            git_dir=self.git_dir,
+            quarantine=self.quarantine,
+            work=final,
+            bad_files=movable,
+            config=(fresh.path / "config").read_bytes(),
+            plan=plan,
+            step=self.step,
+        )
+        with anyio.CancelScope(shield=True):
+            outcome.evidence = await anyio.to_thread.run_sync(implant.perform)
+        return outcome
+
+    async def _prove(self, transplant: Transplant, final: Path, *, whole: bool) -> None:
+        """Strictly where nothing is missing; salvaged objects that nothing reaches may name others that were never here."""
+        try:
+            await transplant.prove(final, whole=whole)
+        except MirrordError:
+            if not whole or not any(name.startswith("salvaged") for name in transplant.counts):
+                raise
+            await transplant.prove(final, whole=False)
+
+    def _tell(self, note: str) -> None:
+        if self.progress:
+            self.progress(Progress(unit="steps", note=f"{self.name}: {note}"))
+
+
+def _may_go(bad: BadFile, git_dir: Path, unhealed: Collection[str]) -> bool:
+    """A file stays when it may hold something that is needed and that nobody else has."""
+    if not unhealed or bad.kind in {FileKind.DERIVED, FileKind.PLANTED}:
+        return True
+    if bad.kind is FileKind.LOOSE:
+        return bad.path.removeprefix("objects/").replace("/", "") not in unhealed
+    try:
+        index = PackIndex((git_dir / bad.path).with_suffix(".idx"))
+    except (CorruptObjectError, FileNotFoundError):
+        return False
+    return not any(bytes.fromhex(oid) in index for oid in unhealed)
