@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 import toml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic_core import ErrorDetails
 
 from .errors import InvalidConfigError, MirrordError
 from .model import AuditLevel, Backend, History, MirrorName, shown
@@ -25,6 +26,7 @@ _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 6048
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|s|m|h|d|w))+")
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)")
 _SIZES = {"B": 1, **{f"{p}B": 1000**n for n, p in enumerate("kMGT", 1)}, **{f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}}
+_URL = re.compile(r"(?:(?:https?|ssh|git|file)://|/|[a-z0-9][a-z0-9._@-]*:(?!:|/?/))[^\x00-\x20\x7f]*", re.IGNORECASE)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)(B|kB|MB|GB|TB|KiB|MiB|GiB|TiB)")
 
 
@@ -79,13 +81,20 @@ def _positive(value: timedelta) -> timedelta:
     return value
 
 
+def _url(value: str) -> str:
+    """The message holds nothing of the value, which may hold a password."""
+    if not _URL.fullmatch(value):
+        raise ValueError("is neither a URL of https, http, ssh, git or file, nor an absolute path, nor user@host:path")
+    return value
+
+
 def _url_template(value: str) -> str:
     unknown = [name for name in re.findall(r"\{([^}]*)\}", value) if name not in {"owner", "name"}]
     if unknown:
         raise ValueError(f"knows {{owner}} and {{name}}, not {{{unknown[0]}}}")
     if "{name}" not in value:
         raise ValueError("needs {name}, or every repository would have the same upstream")
-    return value
+    return _url(value)
 
 
 def _ref_pattern(value: str) -> str:
@@ -113,6 +122,7 @@ Duration = Annotated[timedelta, BeforeValidator(parse_duration), PlainSerializer
 Period = Annotated[Duration, AfterValidator(_positive)]
 Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size)]
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
+Url = Annotated[str, AfterValidator(_url)]
 UrlTemplate = Annotated[str, AfterValidator(_url_template)]
 RefPattern = Annotated[str, AfterValidator(_ref_pattern)]
 Restart = Field(json_schema_extra={"restart": True})
@@ -175,7 +185,7 @@ class LogSettings(_Section):
 
 class MirrorSettings(_Section):
     repo: Annotated[str, AfterValidator(_repo)]
-    url: str | None = None
+    url: Url | None = None
 
 
 def default_state_dir() -> Path:
@@ -244,11 +254,11 @@ def load(path: Path | None) -> Settings:
     try:
         return Settings.model_validate(toml.loads(text))
     except ValidationError as error:
-        faults = [_fault(e["loc"], e["type"], e["msg"], text) for e in error.errors()]
+        faults = [_fault(e["loc"], e["type"], e["msg"], text) for e in error.errors() if not _follows(e, error.errors())]
     except toml.TomlDecodeError as error:
-        faults = [Fault("", f"not TOML: {error.msg}", error.lineno)]
+        faults = [Fault("", f"not TOML: {_without_values(error.msg)}", error.lineno)]
     except (ValueError, IndexError, TypeError, KeyError, AttributeError) as error:  # toml 0.10.2 lets its own slips through
-        faults = [Fault("", f"not TOML: {error}")]
+        faults = [Fault("", f"not TOML: {_without_values(str(error))}")]
     raise _refusal(path, faults)
 
 
@@ -269,6 +279,16 @@ def _refusal(path: Path, faults: list[Fault]) -> InvalidConfigError:
         hint="the commented sample config.toml names every key; `mirrord config check` tries a file",
         faults=[asdict(fault) for fault in faults],
     )
+
+
+def _without_values(message: str) -> str:
+    """Toml 0.10.2 puts whole tables into messages, and a table may hold a URL with a password."""
+    return re.sub(r"\{.*", "", re.sub(r"\S*://\S*", "a URL", message), flags=re.DOTALL).strip()
+
+
+def _follows(error: ErrorDetails, errors: list[ErrorDetails]) -> bool:
+    """Whether a list is too short only because of faults in it, which are told."""
+    return error["type"] == "too_short" and any(other["loc"][:-1] == error["loc"] for other in errors)
 
 
 def _fault(loc: tuple[int | str, ...], kind: str, message: str, text: str) -> Fault:
@@ -297,7 +317,7 @@ def _suggestion(path: list[str]) -> str:
     sections = sorted({key.partition(".")[0] for key in known})
     mirror = [f"mirror.{name}" for name in MirrorSettings.model_fields]
     wrong = ".".join(path)
-    close = difflib.get_close_matches(wrong, [*known, *sections, *mirror], n=1, cutoff=0.6)
+    close = difflib.get_close_matches(wrong, [*known, *mirror, *(sections if len(path) == 1 else ())], n=1, cutoff=0.6)
     same_leaf = [key for key in known if key.rpartition(".")[2] == path[-1]]
     guess = close or same_leaf
     return f"; did you mean {guess[0]}?" if guess else ""

@@ -145,3 +145,35 @@ def test_an_unreadable_file_is_a_fault_not_a_default(tmp_path: Path) -> None:
     """A daemon with another configuration than the operator's would be a surprise."""
     with pytest.raises(InvalidConfigError, match="not readable"):
         config.load(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    "url", ["ext::sh -c id", "--upload-pack=x", "ftp://h/{name}", "relative/{name}", "", "https://h/{name} x"]
+)
+def test_what_is_no_upstream_is_refused_without_being_shown(tmp_path: Path, url: str) -> None:
+    """Wherever a URL can stand; it might hold a password."""
+    text = f"[upstream]\nurl = {url!r}\nfallbacks = [{url!r}]\n[[mirror]]\nrepo = 'a/b'\nurl = {url!r}\n"
+    faults = faults_of(tmp_path, text)
+    assert {fault["key"] for fault in faults} == {"upstream.url", "upstream.fallbacks[0]", "mirror[0].url"}
+    assert not url or not any(url in str(fault["message"]) for fault in faults)
+
+
+@pytest.mark.parametrize("url", ["https://u:p@h/{owner}/{name}.git", "git@h:{owner}/{name}", "/srv/{name}", "FILE:///srv/{name}"])
+def test_every_kind_of_upstream_is_taken(tmp_path: Path, url: str) -> None:
+    """URLs, paths, and the scp-like spelling."""
+    (tmp_path / "config.toml").write_text(f"[upstream]\nurl = {url!r}\n[[mirror]]\nrepo = 'a/b'\nurl = {url!r}\n")
+    assert config.load(tmp_path / "config.toml").upstream.url == url
+
+
+def test_a_fault_of_toml_shows_no_url(tmp_path: Path) -> None:
+    """Toml 0.10.2 prints the table that was written twice."""
+    (fault,) = faults_of(tmp_path, "[upstream]\nurl = 'https://u:sesame@h/{name}'\n[upstream]\ntimeout = '1m'\n")
+    assert "upstream already exists" in str(fault["message"])
+    assert "sesame" not in str(fault["message"])
+
+
+def test_a_fault_is_told_once(tmp_path: Path) -> None:
+    """A list whose only item is refused is not also too short, and a section is no suggestion for its own key."""
+    (first, second) = faults_of(tmp_path, "[upstream]\nrefs = ['refs/mirrord/*']\n[sync]\nx = 1\n")
+    assert first["key"] == "upstream.refs[0]"
+    assert second["message"] == "unknown key"
