@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -235,21 +234,37 @@ class Bench:
         ]
 
     def disk(self, count: int = 300) -> None:
-        """Sealed base commits spread over the line, against one full tree and one full closure pack."""
-        step = max(1, min(5000, len(self.line)) // count)
-        commits = self.line[::step][:count]
-        alone = self.git.fresh()
-        self.git.clone_isolated(alone, self.line[0])
-        whole = int(subprocess.run(["du", "-s", "-B1", alone], capture_output=True, check=True).stdout.split()[0])
+        """Sealed base commits spread over 5,000 commits, oldest first, as they are prepared after an import."""
+        line = self.line[:5000]
+        commits = line[:: max(1, len(line) // count)][:count]
+        floor = self.git.floor_bytes(line[0])
         self.daemon.forget_templates()
-        with self.daemon.client() as client:
-            for commit in reversed(commits):
-                client.checkout(mirror=MIRROR, commit=commit).release()
-        ours = self.daemon.templates_bytes()
-        self.git.remove(alone)
+        self._check_out(commits[::-1])
+        self._weigh(f"{len(commits)} sealed base commits", self.daemon.templates_bytes(), floor, "under 2")
         self.figures.append(
-            Figure(f"disk of {len(commits)} sealed base commits against one clone", ours / whole, "times", "under 2")
+            Figure("the sealed stores alone", self.daemon.stores_bytes() / floor, "times a full tree and a closure pack")
         )
+
+    def variants(self, count: int = 1000, of: int = 5000) -> None:
+        """One-file variants of one commit, SWE-smith's shape: `count` are made, `of` extrapolated from what each of them took."""
+        tip = self.line[0]
+        floor = self.git.floor_bytes(tip)
+        commits = self.git.write_variants(self.daemon.mirror, tip, count)
+        self.daemon.forget_templates()
+        self._check_out([tip])
+        alone = self.daemon.templates_bytes()
+        self._check_out(commits)
+        each = (self.daemon.templates_bytes() - alone) / count
+        self.figures.append(Figure("disk of each one-file variant", each / 1024, "KiB"))
+        self._weigh(f"{of:,} one-file variants", alone + each * of, floor, "under 1.5")
+
+    def _check_out(self, commits: list[str]) -> None:
+        with self.daemon.client() as client:
+            for commit in commits:
+                client.checkout(mirror=MIRROR, commit=commit).release()
+
+    def _weigh(self, what: str, ours: float, floor: int, goal: str) -> None:
+        self.figures.append(Figure(f"disk of {what}", ours / floor, "times a full tree and a closure pack", goal))
 
     def _backends(self) -> Iterator[Backend]:
         with self.daemon.client() as client:
@@ -304,6 +319,7 @@ def run(source: Path, parent: str | None, rounds: int, cases: list[str]) -> dict
                 "throughput": bench.throughput,
                 "hold": lambda: bench.hold(1000),
                 "disk": bench.disk,
+                "variants": bench.variants,
             }
             for name in cases or list(everything):
                 print(f"{name} …", flush=True)

@@ -11,6 +11,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from rivals import disk_bytes
+
 from mirrord import Client
 from mirrord.errors import MirrordError
 
@@ -76,10 +78,17 @@ class Daemon:
                     sums[name] += int(rest.split()[0])
         return {"processes": len(family), "rss_mib": sums["Rss"] / 1024, "pss_mib": sums["Pss"] / 1024}
 
+    @property
+    def mirror(self) -> Path:
+        return self.state / "mirrors" / MIRROR
+
     def templates_bytes(self) -> int:
-        return int(
-            subprocess.run(["du", "-s", "-B1", self.state / "templates"], capture_output=True, check=True).stdout.split()[0]
-        )
+        return disk_bytes(self.state / "templates")
+
+    def stores_bytes(self) -> int:
+        """The sealed `.git` directories and their packs, which are hard links, without the trees."""
+        store = self.state / "templates" / MIRROR
+        return disk_bytes(store / "gits", store / "packs")
 
 
 def _family(pid: int) -> list[int]:

@@ -55,6 +55,35 @@ class Git:
         git("update-ref", "refs/heads/bench", commit, cwd=self.mirror)
         git("clone", "--quiet", "--no-local", "--single-branch", "--branch=bench", self.mirror, path)
 
+    def floor_bytes(self, commit: str) -> int:
+        """The disk of one checkout without its `.git`, and of the one pack of its closure."""
+        path = self.fresh()
+        self.clone_isolated(path, commit)
+        packs = disk_bytes(path / ".git" / "objects" / "pack")
+        shutil.rmtree(path / ".git")
+        tree = disk_bytes(path)
+        self.remove(path)
+        return packs + tree
+
+    def write_variants(self, mirror: Path, commit: str, count: int) -> list[str]:
+        """Write `count` children of `commit` into `mirror`, each with a line more in one of its files."""
+        listed = git("ls-tree", "-r", "-z", commit, cwd=mirror).split("\0")
+        entries = [entry.partition("\t") for entry in listed if entry.startswith("100644 blob")]
+        plain = [(meta.split()[2], path) for meta, _, path in entries if path.isascii() and '"' not in path and "\n" not in path]
+        chosen = plain[:: max(1, len(plain) // count)]
+        stream = self.area / "variants"
+        with stream.open("wb") as out:
+            for number in range(count):
+                oid, path = chosen[number % len(chosen)]
+                blob = subprocess.run(["git", "cat-file", "blob", oid], cwd=mirror, capture_output=True, check=True).stdout
+                blob += b"# variant %d\n" % number
+                head = f"commit refs/variants/{number}\ncommitter b <b@localhost> {number} +0000\ndata 1\nv\nfrom {commit}\n"
+                out.write(f"{head}M 100644 inline {path}\ndata {len(blob)}\n".encode() + blob + b"\n")
+        with stream.open("rb") as source:
+            command = ["git", "-c", "fastimport.unpackLimit=1", "fast-import", "--quiet"]
+            subprocess.run(command, cwd=mirror, env=ENV, stdin=source, check=True)
+        return git("for-each-ref", "--format=%(objectname)", "refs/variants", cwd=mirror).split()
+
     def reset_and_clean(self, path: Path) -> None:
         git("reset", "--quiet", "--hard", cwd=path)
         git("clean", "--quiet", "-ffdx", cwd=path)
@@ -66,6 +95,12 @@ class Git:
     def remove(self, path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
         git("worktree", "prune", cwd=self.mirror)
+
+
+def disk_bytes(*paths: Path) -> int:
+    """The blocks that directories take, hard links counted once."""
+    done = subprocess.run(["du", "-s", "-c", "-B1", *paths], capture_output=True, text=True, check=True)
+    return int(done.stdout.splitlines()[-1].split()[0])
 
 
 def dirty(tree: Path) -> None:

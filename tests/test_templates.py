@@ -279,7 +279,9 @@ def test_the_least_used_goes_first_and_what_is_held_stays(make_upstream: Callabl
     async def test(store: Store) -> None:
         made = [await store.ensure(commit) for commit in commits]
         store.templates.hold(made[0])
+        assert not await store.templates.is_full()
         store.template_bytes = "1B"
+        assert await store.templates.is_full()
         assert await store.templates.evict() == 2
         assert [store.find(commit) is not None for commit in commits] == [True, False, False]
         with pytest.raises(CheckoutBusyError):
