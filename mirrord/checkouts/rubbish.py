@@ -36,9 +36,8 @@ class Rubbish:
         self._sweeper: asyncio.Task[None] | None = None
 
     def add(self, layer: Path) -> None:
-        """Remove a layer soon; one that is not there is fine."""
-        if not remove_unwritten(str(layer)):
-            self._enqueue(layer)
+        """Remove a layer soon; one that is not there is fine. Whoever resets is answered first: it can take as long as the reset."""
+        asyncio.get_running_loop().call_soon(self._remove_layer, layer)
 
     async def remove(self, directory: Path) -> None:
         """Remove a directory, whatever its modes and flags. Raises ResourceError where that cannot be done."""
@@ -57,6 +56,10 @@ class Rubbish:
         await asyncio.wait((self._sweeper,), timeout=_CLOSE_BOUND.total_seconds())
         self._sweeper.cancel()
         await asyncio.gather(self._sweeper, return_exceptions=True)
+
+    def _remove_layer(self, layer: Path) -> None:
+        if not remove_unwritten(str(layer)):
+            self._enqueue(layer)
 
     def _enqueue(self, directory: Path) -> asyncio.Future[str | None]:
         loop = asyncio.get_running_loop()
