@@ -333,7 +333,7 @@ def run(source: Path, parent: str | None, rounds: int, cases: list[str]) -> dict
 
 
 def _generated(area: Path) -> Path:
-    """5,000 files, 40 commits, when no repository is given."""
+    """5,000 files and 200 commits, when no repository is given."""
     work = area / "generated"
     work.mkdir(parents=True)
     git("init", "--quiet", "--initial-branch=main", work)
@@ -361,7 +361,7 @@ def main() -> None:
     options = parser.parse_args()
     with _area(options.area) as area:
         sources = options.repo or [_generated(area)]
-        results = [run(source.resolve(), options.area, options.rounds, options.cases) for source in sources]
+        results = [run(source.absolute(), options.area, options.rounds, options.cases) for source in sources]
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(results, indent=1) + "\n")
     for result in results:
