@@ -36,7 +36,7 @@ class Rubbish:
         self._sweeper: asyncio.Task[None] | None = None
 
     def add(self, layer: Path) -> None:
-        """Remove a layer soon; one that is not there is fine. Whoever resets is answered first: it can take as long as the reset."""
+        """Remove a layer soon; one that is not there is fine. Whoever resets is answered first: it may take as long."""
         asyncio.get_running_loop().call_soon(self._remove_layer, layer)
 
     async def remove(self, directory: Path) -> None:
