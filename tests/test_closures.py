@@ -13,7 +13,7 @@ from gitrepos import Upstream, git
 from mirrord.checkouts import chains as chains_module
 from mirrord.checkouts import closures as module
 from mirrord.checkouts import packing as packing_module
-from mirrord.checkouts.chains import CHAIN_LIMIT, MARGINS, STRIDES, Layer, choose_root, grid, previous
+from mirrord.checkouts.chains import CHAIN_LIMIT, MARGINS, STRIDES, Layer, choose_root, grid, plan, previous
 from mirrord.checkouts.closures import BUILDING, Closures, remove_leftovers
 from mirrord.checkouts.packing import Packer
 from mirrord.errors import CommitNotFoundError, CommitUnservableError
@@ -153,6 +153,24 @@ def test_an_older_neighbour_shares_the_root(site: Site) -> None:
     site.run(body)
 
 
+def test_variants_of_one_commit_share_their_parent(site: Site) -> None:
+    """From the second one on each adds no more than its own commit, tree and blob."""
+    line = site.upstream.history(5)
+    variants = []
+    for number in range(4):
+        site.upstream.git("checkout", "-q", "-B", f"variant{number}", line[4])
+        variants.append(CommitId(site.upstream.commit({"README": f"variant {number}\n"})))
+    site.clone()
+
+    async def body(closures: Closures) -> None:
+        chains = [await closures.ensure(NAME, variant) for variant in variants]
+        assert [pack.object_count for pack in (chain[-1] for chain in chains[1:])] == [3, 3, 3]
+        for variant, chain in zip(variants, chains, strict=True):
+            assert objects_of(chain) == site.closure(variant)
+
+    site.run(body)
+
+
 def test_roots_lie_lower_with_each_that_was_too_high() -> None:
     line = [CommitId(f"{number:040}") for number in range(20_000)]
     roots = {CommitId("f" * 40): Layer(CommitId("f" * 40), None, 0, 1)}
@@ -160,6 +178,16 @@ def test_roots_lie_lower_with_each_that_was_too_high() -> None:
     assert choose_root(roots, line, ()) == MARGINS[1]
     assert choose_root({}, line[:5], ()) == 4
     assert choose_root(roots, line, {line[7], line[3]}) == 7
+
+
+def test_what_is_asked_for_first_needs_two_packs() -> None:
+    """The root lies one wide step below it; its way-points are built when neighbours need them."""
+    line = [CommitId(f"{number:040}") for number in range(MARGINS[0] + 1)]
+    first = plan({}, line)
+    assert [(layer.commit, layer.base) for layer in first] == [(line[-1], None), (line[0], line[-1])]
+    layers = {layer.commit: layer for layer in first}
+    neighbour = plan(layers, line[10:])
+    assert [layer.depth for layer in neighbour] == [*range(32, 246, 32), 246]
 
 
 def test_packs_are_found_again_by_another_daemon(site: Site) -> None:

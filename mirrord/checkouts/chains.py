@@ -76,11 +76,20 @@ def plan(known: Layers, line: Sequence[CommitId]) -> list[Layer]:
     end = start + len(line) - 1
     on_line = {start + steps: at for steps, at in enumerate(reversed(line))}
     for depth in grid(start, end):
-        if on_line[depth] not in layers:
+        if depth < end and on_line[depth] not in layers:
             add(on_line[depth], _waypoint_at(layers, on_line, previous(depth)), depth)
     if line[0] not in layers:
-        add(line[0], _nearest(layers, line), end)
+        base = _waypoint_at(layers, on_line, previous(end)) if is_waypoint(end) else _nearest(layers, line)
+        if base.commit != line[1] and _has_sibling(known, base, end):
+            add(line[1], base, end - 1)
+            base = layers[line[1]]
+        add(line[0], base, end)
     return list(planned.values())
+
+
+def _has_sibling(known: Layers, base: Layer, depth: int) -> bool:
+    """Whether another commit was packed in just this place: as variants of one commit are, which should share their parent."""
+    return any(layer.base == base.commit and layer.depth == depth for layer in known.values())
 
 
 def _waypoint_at(layers: Layers, on_line: Mapping[int, CommitId], depth: int) -> Layer:
