@@ -214,7 +214,7 @@ def test_connections_are_bounded(service: Service) -> None:
     """Who holds many gets refusals, and the others still get answers."""
     held = [service.connect() for _ in range(80)]
     try:
-        held[0].send(b'{"request": "umount", "checkout": "%s"}' % NAME.encode())
+        held[0].send(b'{"request": "umount", "checkout": "%s", "was_used": false}' % NAME.encode())
         assert held[0].recv(4096) == b"{}"
         assert b"problem" in held[-1].recv(4096)
     finally:
@@ -233,7 +233,7 @@ def _wait_for_answer(service: Service) -> None:
 
 def _is_answered(service: Service) -> bool:
     try:
-        return service.ask(b'{"request": "umount", "checkout": "%s"}' % NAME.encode()) == {}
+        return service.ask(b'{"request": "umount", "checkout": "%s", "was_used": false}' % NAME.encode()) == {}
     except OSError:
         return False
 
@@ -260,7 +260,7 @@ HOSTILE: list[object] = [
         {"request": "mount", "checkout": name, "layers": [TREE], "owner": None}
         for name in (
             "", ".", "..", "../checkouts", f"{NAME}/../{NAME}", f"/{NAME}", f"{NAME}/tree", NAME.upper(), NAME[:-1], NAME + "a",
-            f"{NAME}\n", f"{NAME}\0", "1" * 16, ".warm-x", None, 1, [NAME], {"a": NAME},
+            f"{NAME}\n", f"{NAME}\0", "1" * 16, ".warm-x", f".gone-{NAME}", None, 1, [NAME], {"a": NAME},
         )
     ),
     *(
@@ -275,6 +275,10 @@ HOSTILE: list[object] = [
         {"request": kind, "owner": owner, "checkout": NAME, "layers": [TREE]}
         for kind in ("mount", "make_idmap", "drop_idmap")
         for owner in BAD_OWNERS
+    ),
+    *(
+        {"request": "umount", "checkout": name, "was_used": False}
+        for name in ("", ".", "..", "../idmaps", f"{NAME}/..", f"{NAME}/tree", "/", f"{NAME}\n", f"{NAME}\0", "a" * 256, None, 1)
     ),
     *({"request": kind} for kind in ("mount", "umount", "make_idmap", "drop_idmap", "", None, "exec", 1, ["mount"], {})),
     {}, [], None, 1, "mount", [{"request": "umount"}],
@@ -298,7 +302,7 @@ def test_nothing_else_may_be_asked(lab: Lab, service: Service) -> None:
 def test_messages_that_are_no_requests(service: Service, message: bytes) -> None:
     """Neither deep, nor long, nor broken JSON ends the service."""
     assert isinstance(from_problem(service.ask(message)["problem"]), InvalidRequestError)
-    assert service.ask(b'{"request": "umount", "checkout": "%s"}' % NAME.encode()) == {}
+    assert service.ask(b'{"request": "umount", "checkout": "%s", "was_used": false}' % NAME.encode()) == {}
 
 
 @pytest.mark.parametrize("owner", [(0, 0), (0, 5), (5, 0), (DAEMON, DAEMON), (DAEMON, 5)])

@@ -30,7 +30,10 @@ from .mounting import MESSAGE_MAX_BYTES, PROBE_LAYER, OverlayOrder, make_idmap, 
 from .systemd import take_sockets
 from .userns import Owner
 
-_CHECKOUT = re.compile(r"(\.gone-)?[a-z2-7]{16}")
+_CHECKOUT = re.compile(r"[a-z2-7]{16}")
+_DIRECTORY = re.compile(
+    r"(\.gone-|\.warm-)*[A-Za-z0-9_][A-Za-z0-9._-]{0,200}"
+)  # released ones are renamed, and may be anybody's rubbish
 _MIRROR = r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}"
 _LAYER = re.compile(
     rf"{_MIRROR}/(trees/[0-9a-f]{{40}}(@[0-9a-f]{{40}})?/files|indexes/[0-9a-f]{{40}}-\d+-\d+|gits/(sealed|squashed)-[0-9a-f]{{40}})"
@@ -118,19 +121,15 @@ def _perform(mounter: GuardedMounter, request: Mapping[str, Any]) -> None:
     kind = request["request"]
     if kind == "mount":
         owner = None if request["owner"] is None else _owner(request["owner"])
-        mounter.mount(OverlayOrder(_checkout(request["checkout"]), _layers(request["layers"]), owner))
+        mounter.mount(OverlayOrder(_matching(_CHECKOUT, request["checkout"]), _layers(request["layers"]), owner))
     elif kind == "umount":
-        mounter.umount(_checkout(request["checkout"]), was_used=request.get("was_used") is True)
+        mounter.umount(_matching(_DIRECTORY, request["checkout"]), was_used=request.get("was_used") is True)
     elif kind == "make_idmap":
         mounter.make_idmap(_owner(request["owner"]))
     elif kind == "drop_idmap":
         mounter.drop_idmap(_owner(request["owner"]))
     else:
         raise ValueError(kind)
-
-
-def _checkout(value: object) -> str:
-    return _matching(_CHECKOUT, value)
 
 
 def _layers(value: object) -> tuple[str, ...]:
