@@ -24,6 +24,7 @@ class Forge:
         self.password: str | None = None
         self.answers: list[tuple[int, dict[str, str]]] = []
         self.redirect_to: str | None = None
+        self.renamed: dict[str, str] = {}
         self.delay_s = 0.0
         self.requests: list[str] = []
         self.active = 0
@@ -50,6 +51,9 @@ class Forge:
             return *self.answers.pop(0), b""
         if self.redirect_to and not request.path.startswith(self.redirect_to):
             return 301, {"Location": request.path.replace("/old.git", self.redirect_to)}, b""
+        for old, new in self.renamed.items():
+            if request.path.startswith(old):
+                return 301, {"Location": request.path.replace(old, new, 1)}, b""
         if self.password and request.headers.get("Authorization") != _basic(self.password):
             return 401, {"WWW-Authenticate": 'Basic realm="forge"'}, b""
         return self._run_backend(request, body)

@@ -65,6 +65,9 @@ def _run(session: Session, client: Client, starts: Iterable[Callable[[], Operati
         operations, failed = finish_all(session, client, operations)
         status = status or failed
     session.answer(operations, lambda: _ended(client, operations))
+    for operation in operations:
+        if to := (operation.result or {}).get("redirected_to"):
+            session.note(f"{operation.subject}: upstream redirects to {to}; a mirror keeps its URL until it is added anew")
     if status:
         raise typer.Exit(status)
 

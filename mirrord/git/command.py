@@ -76,20 +76,22 @@ class Git:
         ok: Collection[int] = (0,),
         quarantine_objects: Path | None = None,
         remote: Remote | None = None,
+        memory_bytes: int | None = None,
         doing: str | None = None,
     ) -> GitResult:
         """Run one git command to its end.
 
         `stdin` is bytes, a file's path, or an open file that is read from where it stands. `quiet_timeout` is the longest time
         without any output. `quarantine_objects` receives new objects in place of the repository. `remote` says that the command
-        talks to an upstream, and holds its credentials. `doing` completes "cannot …" in an error. A status that is not in `ok`
-        raises the error that stderr asks for.
+        talks to an upstream, and holds its credentials. `memory_bytes` bounds what each process of it may allocate. `doing`
+        completes "cannot …" in an error. A status that is not in `ok` raises the error that stderr asks for.
         """
         doing = doing or f"run git {args[0]}"
         environment = child_environment(home=self._home, remote=remote, extra=env)
         environment |= _quarantine(quarantine_objects, git_dir)
         with _files(stdin, stdout_path) as (source, sink):
-            child = await _start(_argv(args, git_dir, work_tree), environment, work_tree or git_dir, source, sink)
+            argv = [*_bounded(memory_bytes), *_argv(args, git_dir, work_tree)]
+            child = await _start(argv, environment, work_tree or git_dir, source, sink)
             reading = _Reading(child, stdin if isinstance(stdin, bytes) else None, StderrReader(progress), stdout_limit_bytes)
             started = anyio.current_time()
             finished = await reading.finish(timeout, quiet_timeout)
@@ -305,6 +307,11 @@ def _argv(args: tuple[str, ...], git_dir: Path | None, work_tree: Path | None) -
     where = [f"--git-dir={git_dir}"] if git_dir else []
     tree = [f"--work-tree={work_tree}"] if work_tree else []
     return [*_DIE_WITH_PARENT, "git", *where, *tree, *args]
+
+
+def _bounded(memory_bytes: int | None) -> list[str]:
+    """RLIMIT_DATA: since Linux 4.7 it counts private writable mappings, and so not the packs that git maps to read."""
+    return [] if memory_bytes is None else ["prlimit", f"--data={memory_bytes}"]
 
 
 def _quarantine(objects: Path | None, git_dir: Path | None) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import anyio
@@ -23,8 +23,10 @@ from ..errors import (
     UpstreamThrottledError,
     UpstreamTimeoutError,
 )
+from ..git.command import masked_url
 from ..host.files import full_disk_named
 from ..protocol import Progress
+from .bounds import STREAM_BIG_FILES, memory_bytes, within_disk
 from .isolation import isolate
 from .quarantine import Quarantine, accept_objects
 from .refs import Offer, read_offer
@@ -35,6 +37,7 @@ INCOMING = "refs/mirrord/incoming/"
 _FAILURES = 400
 _HOPELESS = 8
 _MANY = 50
+_REDIRECT = re.compile(r"^warning: redirecting to (\S+)", re.MULTILINE)
 _LONGEST = timedelta(hours=24)
 _WHOLE_UPSTREAM = (
     UpstreamAuthError, UpstreamNotFoundError, UpstreamThrottledError, UpstreamTimeoutError, UpstreamEmptyError, DiskFullError,
@@ -68,7 +71,9 @@ class Fetcher:
                 hint="nothing was changed, and what the mirror has is served on; push to upstream, check the URL, or follow it"
                 " all the same with `mirrord mirror sync NAME --accept-loss`",
             )
-        return await anyio.to_thread.run_sync(read_offer, answer.lines, patterns)
+        offer = await anyio.to_thread.run_sync(read_offer, answer.lines, patterns)
+        redirects = _REDIRECT.findall(answer.stderr)
+        return replace(offer, redirected_to=masked_url(redirects[-1].rstrip("/"))) if redirects else offer
 
     async def fetch(self, oids: Sequence[str]) -> dict[str, MirrordError]:
         """Bring `oids`, the likeliest first, with everything they reach; answers those that upstream could not give."""
@@ -96,6 +101,7 @@ class Fetcher:
     async def _fetch_once(self, oids: Sequence[str]) -> None:
         async with self.quarantine.directory("fetch") as objects:
             await self.repository.git.run(
+                *STREAM_BIG_FILES,
                 "fetch", "--progress", "--no-tags", "--no-write-fetch-head", "--no-auto-maintenance", "--stdin", "--",
                 self.upstream.remote.url,
                 git_dir=self.repository.path,
@@ -104,7 +110,8 @@ class Fetcher:
                 remote=self.upstream.remote,
                 timeout=_LONGEST,
                 quiet_timeout=self.quiet,
-                progress=self.progress,
+                memory_bytes=memory_bytes(),
+                progress=within_disk(objects, self.progress, f"fetch from upstream {self.upstream.shown}"),
                 doing=f"fetch from upstream {self.upstream.shown}",
             )  # fmt: skip
             with anyio.CancelScope(shield=True):

@@ -20,11 +20,12 @@ _BAD_NAME = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|/\.|\.lock(/|$)|\.
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The refs of an upstream at one moment. `head` is the branch that its HEAD names."""
+    """The refs of an upstream at one moment. `head` is the branch that its HEAD names; `redirected_to` is where it was found."""
 
     refs: Refs
     head: str | None = None
     faults: list[RefFault] = field(default_factory=list)
+    redirected_to: str | None = None
 
 
 def read_offer(lines: Iterable[str], patterns: Sequence[str]) -> Offer:

@@ -21,7 +21,7 @@ from ..catalog.catalog import Catalog
 from ..catalog.rows import MirrorRow, PinRow
 from ..config import Settings
 from ..errors import InvalidNameError, MirrordError, MirrorExistsError, MirrorInUseError, MirrorNotFoundError
-from ..git.command import Git
+from ..git.command import Git, masked_url
 from ..git.workers import Workers
 from ..jobs.events import Events
 from ..model import CommitId, MirrorName, shown, utc_now
@@ -183,6 +183,8 @@ class Mirrors:
             await self._catalog.update_mirror(row.name.key, attempted_at=started_at, error=error.problem())
             self._events.publish("mirror.failed", mirror=str(row.name), code=error.code, detail=error.message)
             raise
+        if result.redirected_to:
+            self._events.publish("mirror.redirected", mirror=str(row.name), url=masked_url(row.url), to=result.redirected_to)
         self._events.publish(
             "mirror.synced",
             mirror=str(row.name),

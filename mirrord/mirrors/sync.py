@@ -8,7 +8,7 @@ holds the mirror's lock.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import MirrordError
 from ..protocol import RefChange, RefFault
@@ -35,6 +35,7 @@ class SyncResult:
     default_branch: str | None
     changes: list[RefChange] = field(default_factory=list)
     faults: list[RefFault] = field(default_factory=list)
+    redirected_to: str | None = None
 
     def as_dict(self) -> dict[str, object]:
         """JSON values, for the result of an operation."""
@@ -47,6 +48,7 @@ class SyncResult:
             "default_branch": self.default_branch,
             "changes": [change.model_dump(mode="json") for change in self.changes],
             "faults": [fault.model_dump(mode="json") for fault in self.faults],
+            "redirected_to": self.redirected_to,
         }
 
 
@@ -59,9 +61,10 @@ async def sync(
     `accept_loss` an upstream that lost most of its refs, or its whole history, is an UpstreamLossError.
     """
     repository = fetcher.repository
-    offer = await fetcher.offer(patterns, may_be_empty=accept_loss)
     await recover(repository)
     present = await repository.all_refs()
+    is_empty = HISTORY in present and not theirs(present)  # as somebody accepted
+    offer = await fetcher.offer(patterns, may_be_empty=accept_loss or is_empty)
     if not accept_loss:
         must_not_vanish(repository.name, theirs(present), offer)
     failed = await _fetch_missing(fetcher, offer, present, known_faults)
@@ -75,7 +78,7 @@ async def sync(
     if changes:
         await _move(repository, offer, present, target, changes, why="sync, loss accepted" if accept_loss else "sync")
     head = await _follow_head(repository, offer, target)
-    return _result(repository, present, target, changes, faults, head)
+    return replace(_result(repository, present, target, changes, faults, head), redirected_to=offer.redirected_to)
 
 
 async def _fetch_missing(fetcher: Fetcher, offer: Offer, present: Refs, known_faults: Collection[str]) -> dict[str, MirrordError]:

@@ -15,6 +15,7 @@ import anyio
 from ...errors import CorruptObjectError, GitFailedError, InvalidBundleError, MirrordError
 from ...git.environment import STRICT
 from ...protocol import Progress
+from ..bounds import STREAM_BIG_FILES, memory_bytes, within_disk
 from ..repository import Refs, Repository
 from .header import BundleHeader, header_bytes, read_header
 
@@ -59,11 +60,12 @@ async def unbundle(repository: Repository, path: Path, progress: Callable[[Progr
         with path.open("rb", buffering=0) as pack:
             pack.seek(header.pack_at)
             await repository.git.run(
-                "index-pack", "--stdin", "--fix-thin", STRICT, "-v",
+                *STREAM_BIG_FILES, "index-pack", "--stdin", "--fix-thin", STRICT, "-v",
                 git_dir=repository.path,
                 stdin=pack,
                 timeout=_DEADLINE,
-                progress=progress,
+                memory_bytes=memory_bytes(),
+                progress=within_disk(repository.path, progress, "import the bundle"),
                 doing="import the bundle",
             )  # fmt: skip
     except (GitFailedError, CorruptObjectError) as error:

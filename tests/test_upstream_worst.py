@@ -1,0 +1,234 @@
+"""Upstream does its worst, and after each of it every recorded commit is still served."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from forge import Forge, serving
+from gitrepos import Upstream, git
+from test_mirrors import NAME, Builder, House
+
+from mirrord.errors import (
+    MirrordError,
+    UpstreamAuthError,
+    UpstreamEmptyError,
+    UpstreamLossError,
+    UpstreamNotFoundError,
+)
+from mirrord.mirrors.sync import SyncResult
+from mirrord.model import CommitId
+from mirrord.protocol import RefRecord
+
+BRANCHES = 30
+
+
+@pytest.fixture
+def upstream(make_upstream: Callable[..., Upstream]) -> Upstream:
+    """Branches of their own, a tag nobody else reaches, a branch that is a name and not yet a directory."""
+    made = make_upstream("owner+name")
+    made.history(3)
+    for n in range(BRANCHES):
+        made.git("checkout", "--quiet", "-b", f"topic{n}", "main")
+        made.commit({f"topic{n}": f"{n}"})
+    made.git("tag", "-a", "v1", "-m", "one")
+    made.git("checkout", "--quiet", "main")
+    return made
+
+
+@pytest.fixture
+def forge(upstream: Upstream) -> Iterator[Forge]:
+    with serving(upstream.path.parent) as made:
+        yield made
+
+
+class Story:
+    """One mirror whose tips are all recorded, what happens to its upstream, and what has to stand afterwards."""
+
+    def __init__(self, it: House, upstream: Upstream, forge: Forge) -> None:
+        self.it, self.upstream, self.forge = it, upstream, forge
+        self.commits: list[CommitId] = []
+
+    async def begin(self) -> None:
+        await self.it.mirrors.add("owner/name", f"{self.forge.url}/owner+name/.git")
+        await self.it.mirrors.sync(NAME)
+        lines = self.upstream.git("for-each-ref", "--format=%(objectname)%(*objectname)", "refs/heads").splitlines()
+        self.commits = sorted({CommitId(line[:40]) for line in lines})
+        assert await self.it.mirrors.pin(NAME, self.commits, owner="dataset/d", reason="test") == {}
+
+    async def sync(self, *, accept_loss: bool = False) -> SyncResult | MirrordError:
+        try:
+            return await self.it.mirrors.sync(NAME, accept_loss=accept_loss)
+        except MirrordError as error:
+            return error
+
+    async def end(self) -> None:
+        """Serve on: every commit resolves, its closure is whole, also after maintenance."""
+        await self.it.mirrors.maintain(NAME)
+        path = self.it.mirrors.path(NAME)
+        for commit in self.commits:
+            assert (await self.it.mirrors.resolve(NAME, commit))[0] == commit
+        git(path, "-c", "core.commitGraph=false", "rev-list", "--objects", "--quiet", *self.commits)
+        git(path, "fsck", "--full", "--strict", "--no-dangling")
+        assert {pin.commit for pin in await self.it.mirrors.list_pins(NAME)} == set(self.commits)
+
+
+Misfortune = Callable[[Upstream, Forge], None]
+
+
+def _force_push(upstream: Upstream, _: Forge) -> None:
+    upstream.git("reset", "--quiet", "--hard", "main~2")
+    upstream.commit({"rewritten": "1"})
+
+
+def _delete_some(upstream: Upstream, _: Forge) -> None:
+    upstream.git("branch", "-D", *(f"topic{n}" for n in range(8)))
+    upstream.git("tag", "-d", "v1")
+
+
+def _rename_to_directory(upstream: Upstream, _: Forge) -> None:
+    upstream.git("branch", "-m", "topic1", "moving")
+    upstream.git("branch", "-m", "moving", "topic1/a")
+
+
+def _redirect(_: Upstream, forge: Forge) -> None:
+    forge.root.joinpath("owner+name").rename(forge.root / "elsewhere")
+    forge.renamed = {"/owner+name/": "/elsewhere/"}
+
+
+def _damage(upstream: Upstream, _: Forge) -> None:
+    raw = upstream.git("cat-file", "commit", "main").replace("author A U Thor", "author  A\0U")
+    bad = upstream.git("hash-object", "-t", "commit", "-w", "--stdin", "--literally", stdin=f"tree {'0' * 40}\n{raw}".encode())
+    upstream.path.joinpath(".git/refs/heads/bad").write_text(f"{bad}\n")
+
+
+@pytest.mark.parametrize("misfortune", [_force_push, _delete_some, _rename_to_directory, _redirect, _damage])
+def test_what_a_mirror_follows_loses_nothing(house: Builder, upstream: Upstream, forge: Forge, misfortune: Misfortune) -> None:
+    """Upstream did what upstreams do: the mirror goes along, and keeps."""
+
+    async def body(it: House) -> None:
+        story = Story(it, upstream, forge)
+        await story.begin()
+        misfortune(upstream, forge)
+        result = await story.sync()
+        assert isinstance(result, SyncResult), result
+        if misfortune is _redirect:
+            assert result.redirected_to == f"{forge.url}/elsewhere/.git"
+            assert it.events.counts["mirror.redirected"] == 1
+        if misfortune is _damage:
+            assert [fault.ref for fault in result.faults] == ["refs/heads/bad"]
+        await story.end()
+
+    house.run(body)
+
+
+def _delete_repository(upstream: Upstream, _: Forge) -> None:
+    shutil.rmtree(upstream.path)
+
+
+def _make_private(_: Upstream, forge: Forge) -> None:
+    forge.password = "secret"
+
+
+def _empty(upstream: Upstream, _: Forge) -> None:
+    shutil.rmtree(upstream.path)
+    git(upstream.path.parent, "init", "--quiet", str(upstream.path))
+
+
+def _most_refs_vanish(upstream: Upstream, _: Forge) -> None:
+    upstream.git("branch", "-D", *(f"topic{n}" for n in range(BRANCHES - 1)))
+
+
+def _all_branches_vanish(upstream: Upstream, _: Forge) -> None:
+    upstream.git("checkout", "--quiet", "--detach")
+    upstream.git("branch", "-D", "main", *(f"topic{n}" for n in range(BRANCHES)))
+
+
+def _another_project(upstream: Upstream, _: Forge) -> None:
+    shutil.rmtree(upstream.path)
+    other = Upstream(upstream.path)
+    for n in range(BRANCHES):
+        other.git("checkout", "--quiet", "--orphan", f"topic{n}")
+        other.commit({"README": f"another project {n}"})
+    other.git("checkout", "--quiet", "--orphan", "main")
+    other.commit({"README": "another project"})
+
+
+REFUSED = [
+    (_delete_repository, UpstreamNotFoundError),
+    (_make_private, UpstreamAuthError),
+    (_empty, UpstreamEmptyError),
+    (_most_refs_vanish, UpstreamLossError),
+    (_all_branches_vanish, UpstreamLossError),
+    (_another_project, UpstreamLossError),
+]
+
+
+@pytest.mark.parametrize(("misfortune", "error"), REFUSED, ids=lambda it: it.__name__)
+def test_what_a_mirror_does_not_follow_changes_nothing(
+    house: Builder, upstream: Upstream, forge: Forge, misfortune: Misfortune, error: type[MirrordError]
+) -> None:
+    """The refs stay; the problem is the mirror's, with what to do; and asking again says it again."""
+
+    async def body(it: House) -> None:
+        story = Story(it, upstream, forge)
+        await story.begin()
+        before = await it.mirrors.refs_log(NAME)
+        misfortune(upstream, forge)
+        for _ in range(2):
+            assert type(await story.sync()) is error
+        shown = await it.mirrors.describe(NAME)
+        assert (shown.state, shown.error.code if shown.error else None) == ("failed", error.code)
+        assert await it.mirrors.refs_log(NAME) == before
+        await story.end()
+
+    house.run(body)
+
+
+@pytest.mark.parametrize("misfortune", [_empty, _most_refs_vanish, _all_branches_vanish, _another_project])
+def test_an_accepted_loss_is_followed_and_kept(house: Builder, upstream: Upstream, forge: Forge, misfortune: Misfortune) -> None:
+    """Once a person said so: the refs are upstream's, all that it left is kept, the record says that it was accepted."""
+
+    async def body(it: House) -> None:
+        story = Story(it, upstream, forge)
+        await story.begin()
+        misfortune(upstream, forge)
+        refused = await story.sync()
+        assert isinstance(refused, MirrordError)
+        assert "--accept-loss" in (refused.hint or "")
+        result = await story.sync(accept_loss=True)
+        assert isinstance(result, SyncResult), result
+        shown = await it.mirrors.describe(NAME)
+        assert shown.state == "ready"
+        assert (shown.kept_count or 0) >= BRANCHES - 1
+        latest: RefRecord = (await it.mirrors.refs_log(NAME))[0]
+        assert latest.summary.startswith("sync, loss accepted: ")
+        assert isinstance(await story.sync(), SyncResult)
+        await story.end()
+        records = await it.mirrors.refs_log(NAME)
+        diff = await it.mirrors.refs_restore(NAME, records[-1].id)
+        assert diff.changes
+        assert (await it.mirrors.describe(NAME)).state == "ready"
+
+    house.run(body)
+
+
+def test_a_small_project_may_tidy_up(house: Builder, upstream: Upstream, forge: Forge) -> None:
+    """Most of a few refs is no catastrophe."""
+    upstream.git("branch", "-D", *(f"topic{n}" for n in range(5, BRANCHES)))
+
+    async def body(it: House) -> None:
+        story = Story(it, upstream, forge)
+        await story.begin()
+        upstream.git("branch", "-D", *(f"topic{n}" for n in range(5)))
+        assert isinstance(await story.sync(), SyncResult)
+        await story.end()
+
+    house.run(body)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Builder:
+    return Builder(tmp_path, "file:///nonexistent/{owner}+{name}")
