@@ -51,6 +51,17 @@ while answers < 20 or not os.path.exists('/tmp/stop'):
     time.sleep(0.005)
 print(answers, len(failures), failures[:3])
 """
+# The capabilities of a process that starts git as the daemon does, and of what git starts.
+CAPABILITIES = """
+import anyio
+from pathlib import Path
+from mirrord.git.command import Git
+async def main():
+    show, mirror = "alias.capabilities=!grep CapEff /proc/self/status", Path("/var/lib/mirrord/mirrors/psf__requests")
+    done = await Git(home=Path("/tmp")).run("-c", show, "capabilities", git_dir=mirror)
+    Path("/tmp/capabilities").write_text(Path("/proc/self/status").read_text() + done.stdout.decode())
+anyio.run(main)
+"""
 
 
 class Host:
@@ -186,6 +197,14 @@ def test_the_pool_serves_other_users_too(host: Host) -> None:
     host.mirrord("release", made["id"])
 
 
+def test_trees_that_were_kept_warm_are_gone_after_a_restart(host: Host) -> None:
+    """What the pool keeps for the next checkout is rubbish to the next daemon, whichever backend made it."""
+    warm = f"ls -A {STATE}/checkouts | grep -v -x '[a-z2-7]*'"
+    assert host.shell(warm, None, check=False)
+    host.machine.run("systemctl", "restart", "mirrord")
+    nspawn.wait_until(lambda: not host.shell(warm, None, check=False), "they are removed")
+
+
 def test_root_gets_a_checkout_that_the_mount_service_would_not_make(host: Host) -> None:
     """The mount service never shows files as root's, so that the pool serves root."""
     made = host.json("checkout", f"psf/requests@{host.commits[0]}", user=None)
@@ -254,6 +273,16 @@ def test_the_daemon_and_the_mount_service_are_confined(host: Host) -> None:
     service = _outside(host, host.pid("mirrord-mount.service"))
     assert Path(f"/proc/{service}/ns/mnt").readlink() == Path(f"/proc/{host.machine.leader}/ns/mnt").readlink()
     assert Path(f"/proc/{service}/ns/net").readlink() != Path(f"/proc/{host.machine.leader}/ns/net").readlink()
+
+
+def test_git_gets_no_capability_of_the_daemons(host: Host) -> None:
+    """What git parses comes from upstream: it has no more rights than any user's process."""
+    caps = "+chown,+dac_override"
+    become = ["setpriv", "--reuid=mirrord", "--regid=mirrord", "--clear-groups", f"--inh-caps={caps}", f"--ambient-caps={caps}"]
+    host.machine.run(*become, "/opt/mirrord/bin/python", "-c", CAPABILITIES)
+    own, of_git = (line.split()[1] for line in host.shell("grep CapEff /tmp/capabilities", None).splitlines())
+    assert int(own, 16) != 0
+    assert int(of_git, 16) == 0
 
 
 def _outside(host: Host, inside: int) -> int:

@@ -35,7 +35,8 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 _LIMIT_BYTES = 256 * 1024**2
 _GRACE = timedelta(seconds=2)
 _CHUNK = 1 << 16
-_DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")  # util-linux; a preexec_fn may deadlock in a process that has threads
+# util-linux; a preexec_fn may deadlock in a process that has threads. What systemd lets the daemon do to files is not for git.
+_DIE_WITH_PARENT = ("setpriv", "--ambient-caps=-all", "--pdeathsig", "KILL")
 
 
 log = structlog.get_logger()
