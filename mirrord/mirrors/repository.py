@@ -9,7 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import anyio
+
 from ..git.command import Git
+from ..host.files import sync_file, sync_tree
 from ..model import MirrorName
 
 OURS = "refs/mirrord/"
@@ -49,6 +52,7 @@ class Repository:
         await self.git.run("init", "--quiet", "--bare", "--object-format=sha1", str(self.path), doing=doing)
         for key, value in PROTECTION.items():
             await self.git.run("config", key, value, git_dir=self.path, doing=doing)
+        await anyio.to_thread.run_sync(sync_tree, self.path)  # git flushes objects and refs, and neither HEAD nor config (2.39)
 
     async def all_refs(self) -> Refs:
         """Every ref, ours included."""
@@ -66,6 +70,7 @@ class Repository:
 
     async def set_head(self, ref: str) -> None:
         await self.git.run("symbolic-ref", "HEAD", ref, git_dir=self.path, doing=f"set HEAD of mirror {self.name}")
+        await anyio.to_thread.run_sync(sync_file, self.path / "HEAD")  # git does not flush it: a power cut would leave it empty
 
     async def absent(self, oids: Iterable[str]) -> set[str]:
         """Which of `oids` are not in the object store at all. Says nothing of their closures."""
