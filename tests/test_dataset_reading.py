@@ -297,12 +297,14 @@ def test_a_truncated_array_is_told_and_the_rows_before_it_are_read(case: Case) -
 
 def test_a_bad_element_of_an_array_costs_only_itself(case: Case) -> None:
     good = [json.dumps(row(n)).encode() for n in (1, 2)]
-    result = case.read(b"[" + good[0] + b', {"a" 1}, 5, ' + good[1] + b"] junk")
+    result = case.read(b"[" + good[0] + b', {"a" 1}, 5, "a, b", null, ' + good[1] + b"] junk")
     assert case.ids == ["psf__requests-1", "psf__requests-2"]
     assert {line: reason.split(":")[0] for line, reason in reasons(result).items()} == {
         2: "it is not JSON",
         3: "it is not an object",
-        5: "the file goes on after its closing bracket; the rest is not read",
+        4: "it is not an object",
+        5: "it is not an object",
+        7: "the file goes on after its closing bracket; the rest is not read",
     }
 
 

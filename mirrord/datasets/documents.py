@@ -16,7 +16,6 @@ ELEMENT_LIMIT_BYTES = 256 * 1024**2
 
 _CHUNK_BYTES = 256 * 1024
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{}]', re.DOTALL)
-_BETWEEN = b", \t\r\n"
 
 
 class Source(Protocol):
@@ -44,6 +43,7 @@ class _Scanner:
         self._start: int | None = None  # where the element that is open began
         self._after = 0  # where the last element, or the opening bracket, ended
         self._key: bytes | None = None
+        self._in_array = False  # what the elements are in: there a string is a bad element, in an object it is a key
         self._ended = False
 
     def elements(self) -> Iterator[Element]:
@@ -76,7 +76,7 @@ class _Scanner:
                 yield from self._open(token.start())
             elif text in b"}]":
                 yield from self._close(token.end())
-            elif self._depth == self._wanted:
+            elif self._depth == self._wanted and not self._in_array:
                 self._key = text
             if self._ended:
                 return
@@ -84,13 +84,12 @@ class _Scanner:
 
     def _open(self, start: int) -> Iterator[Element]:
         if self._depth == self._wanted:
-            between = self._buffer[self._after : start].strip(_BETWEEN)
-            if between and self._key is None:
-                yield Element(fault="it is not an object")
+            yield from self._stray(start)
             self._start = start
         self._depth += 1
         if self._depth == self._wanted:
             self._after, self._key = start + 1, None
+            self._in_array = self._buffer[start : start + 1] == b"["
 
     def _close(self, end: int) -> Iterator[Element]:
         self._depth -= 1
@@ -98,9 +97,14 @@ class _Scanner:
             yield Element(self._buffer[self._start : end], self._key)
             self._start, self._after, self._key = None, end, None
         elif self._depth < self._wanted:
-            if self._buffer[self._after : end - 1].strip(_BETWEEN) and self._key is None:
-                yield Element(fault="it is not an object")
+            yield from self._stray(end - 1)
             self._ended = True
+
+    def _stray(self, end: int) -> Iterator[Element]:
+        """Strings, numbers and the like that stand where an element should: each is one of the document's rows."""
+        if self._key is None:
+            between = _TOKEN.sub(b"0", self._buffer[self._after : end])
+            yield from (Element(fault="it is not an object") for part in between.split(b",") if part.strip())
 
     def _rest(self) -> Iterator[Element]:
         if self._wanted == 1 and (self._buffer[self._at :] + self._source.read(_CHUNK_BYTES)).strip():
