@@ -54,8 +54,8 @@ class Examined:
     faults: dict[str, str] = field(default_factory=dict)
 
 
-def examine(git_dir: Path, commits: Collection[CommitId], level: AuditLevel) -> Examined:
-    """Judge `commits` at `level`, and the mirror itself."""
+def examine(git_dir: Path, commits: Collection[CommitId], level: AuditLevel, pins: Collection[str] = ()) -> Examined:
+    """Judge `commits` at `level`, and the mirror itself, which should have `pins`, given as OWNER/COMMIT."""
     names = read_names(git_dir)
     bad_files = find_bad_files(git_dir, level)
     result = Examined(faults={bad.name: bad.reason for bad in [*bad_files, *names.faults]})
@@ -64,6 +64,8 @@ def examine(git_dir: Path, commits: Collection[CommitId], level: AuditLevel) -> 
         result.faults = damage.files | result.faults
         _judge(repository, commits, level, damage, names.refs, names.head, result)
         result.faults |= lost_refs(repository, git_dir)
+    lost_pins = (f"{PINS}{pin}" for pin in pins if f"{PINS}{pin}" not in names.refs)
+    result.faults = dict.fromkeys(lost_pins, "it is gone, and the catalog has it") | result.faults
     return result
 
 

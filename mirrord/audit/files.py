@@ -7,6 +7,7 @@ repacked, and what looks bad is looked at twice. Runs in a worker.
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from ..model import AuditLevel
 _CHECKSUM = re.compile(r"[0-9a-f]{40}")
 _LOOSE_NAME = re.compile(r"[0-9a-f]{38}")
 _PACK_HEADER = struct.Struct(">4sII")
+_CHUNK = struct.Struct(">4sQ")
+_CHUNK_COUNT_AT, _CHUNKS_AT = 6, 12
 _BITMAP_AT = 12  # signature, version, flags and count come before the checksum of its pack
 
 
@@ -136,7 +139,8 @@ def _derived(objects: Path) -> Iterator[BadFile]:
     pack = objects / "pack"
     for file in sorted((*pack.glob("pack-*.rev"), *pack.glob("pack-*.bitmap"))):
         yield from _judged(file, _belongs_to_its_pack)
-    for file in sorted((*pack.glob("multi-pack-index*"), objects / "info/commit-graph")):
+    yield from _judged(pack / "multi-pack-index", _names_its_packs)
+    for file in sorted((*pack.glob("multi-pack-index-*"), objects / "info/commit-graph")):
         yield from _judged(file, _ends_with_checksum)
     for file in sorted((objects / "info/commit-graphs").glob("*.graph")):
         yield from _judged(file, _ends_with_checksum)
@@ -169,12 +173,25 @@ def _belongs_to_its_pack(file: Path) -> bool:
     return named == wanted
 
 
+def _names_its_packs(file: Path) -> bool:
+    """The names of the packs are a chunk of a multi-pack index: each ends with a zero byte."""
+    if not _ends_with_checksum(file):
+        return False
+    data = file.read_bytes()
+    table = [_CHUNK.unpack_from(data, _CHUNKS_AT + n * _CHUNK.size) for n in range(data[_CHUNK_COUNT_AT] + 1)]
+    start, end = next((at, table[n + 1][1]) for n, (identity, at) in enumerate(table) if identity == b"PNAM")
+    names = data[start:end].rstrip(b"\0").split(b"\0")
+    return all((file.parent / os.fsdecode(name)).exists() for name in names)
+
+
 def _names_its_graphs(chain: Path) -> bool:
     names = chain.read_text("ascii", "replace").split("\n")
     whole = names.pop() == "" and bool(names)
-    return whole and all(
-        re.fullmatch(r"[0-9a-f]{40}", name) and (chain.parent / f"graph-{name}.graph").exists() for name in names
-    )
+    return whole and all(_CHECKSUM.fullmatch(name) and _is_whole_graph(chain.parent / f"graph-{name}.graph") for name in names)
+
+
+def _is_whole_graph(file: Path) -> bool:
+    return file.exists() and _ends_with_checksum(file)
 
 
 # -- loose objects ----------------------------------------------------------------------------------------------------

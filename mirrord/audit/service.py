@@ -17,6 +17,7 @@ from ..config import Settings
 from ..errors import AuditNotFoundError, DatasetNotFoundError
 from ..git.workers import Workers
 from ..jobs.events import Events
+from ..mirrors.pins import PERSON
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, CommitId, CommitState, MirrorName, Reach, shown, utc_now
 from ..protocol import Audit, Progress, Repair, StartAudit
@@ -128,7 +129,8 @@ class Audits:
         if not path.exists():
             absent = Verdict(CommitState.NOT_MIRRORED, detail=f"there is no mirror {name}, or it was never synced")
             return Examined(verdicts=dict.fromkeys(commits, absent), reach=dict.fromkeys(commits, Reach.NOTHING))
-        return await self._workers.call(examine, path, list(commits), level, timeout=_TIMEOUT)
+        pins = [f"{pin.owner}/{pin.commit}" for pin in await self._catalog.list_pins(name.key) if pin.owner.startswith(PERSON)]
+        return await self._workers.call(examine, path, list(commits), level, pins, timeout=_TIMEOUT)
 
 
 def _new_id() -> str:

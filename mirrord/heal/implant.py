@@ -81,10 +81,9 @@ class Implant:
         file.rename(target)
 
     def _take_objects(self, evidence: Evidence, fresh: Collection[str]) -> None:
-        """Out with what is bad. A multi-pack index that names a pack which goes, goes before it."""
-        gone = [relative for bad in self.bad_files for relative in _files_of(bad) if relative not in fresh]
-        if any(relative.endswith(".pack") for relative in gone):
-            gone = [*_multi_pack_index(self.git_dir), *gone]
+        """Out with what is bad. A multi-pack index goes before the packs that it names."""
+        bad_files = sorted(self.bad_files, key=lambda bad: bad.kind is not FileKind.DERIVED)
+        gone = [relative for bad in bad_files for relative in _files_of(bad) if relative not in fresh]
         for relative in dict.fromkeys(gone):
             self.step(f"take {Path(relative).suffix}")
             evidence.move(relative)
@@ -137,7 +136,3 @@ def _files_of(bad: BadFile) -> Iterator[str]:
         yield from (bad.path.rpartition(".")[0] + suffix for suffix in _FAMILY)
     elif bad.kind in _OBJECTS or bad.path.startswith("objects/"):
         yield bad.path
-
-
-def _multi_pack_index(git_dir: Path) -> list[str]:
-    return sorted(f"objects/pack/{file.name}" for file in (git_dir / "objects/pack").glob("multi-pack-index*"))

@@ -6,7 +6,7 @@ of which something that is needed could be had from nobody stay where they are. 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,9 @@ from ..git.command import Git
 from ..git.packs import PackIndex
 from ..git.workers import Workers
 from ..mirrors.flights import ProgressSink
-from ..mirrors.repository import Repository
+from ..mirrors.history import write_record
+from ..mirrors.refs import theirs
+from ..mirrors.repository import HISTORY, Repository
 from ..model import AuditLevel, MirrorName
 from ..protocol import Progress
 from .donors import Donor, Donors
@@ -32,6 +34,7 @@ from .salvage import Salvage, salvage
 from .transplant import Transplant
 from .view import borrow_from, damaged_packs, make_repository, make_view
 
+NEW_HISTORY = "a new ref history"
 _BLAMES_LINKS = (CorruptObjectError, GitFailedError)
 
 log = structlog.get_logger()
@@ -81,11 +84,43 @@ class Treatment:
         await self._salvage(bad_files, transplant)
         missing = await self._collect({*self.recorded, *names.refs.values()}, transplant)
         plan: RefPlan = await self.workers.call(plan_refs, self._view, names, self.default_branch, timeout=TIMEOUT)
+        refs = {**names.refs, **plan.restore}
         if plan.restore:
-            missing = await self._collect({*self.recorded, *names.refs.values(), *plan.restore.values()}, transplant)
+            missing = await self._collect({*self.recorded, *refs.values()}, transplant)
+        if await self._history_is_lost(refs, missing):
+            plan.restore[HISTORY] = await self._begin_history(refs, plan.head, transplant)
+            missing = await self._missing({*self.recorded, *{**refs, **plan.restore}.values()})
         plan.restore = {ref: oid for ref, oid in plan.restore.items() if oid not in missing.all}
         movable = [bad for bad in bad_files if _may_go(bad, self.git_dir, missing.all)] + names.faults
+        movable += [*self._replaced_refs(names, plan), *self._outdated(movable, missing, transplant)]
         return await self._implant(transplant, missing, movable, plan)
+
+    # -- the ref history ----------------------------------------------------------------------------------------------
+
+    async def _history_is_lost(self, refs: Mapping[str, str], missing: Missing) -> bool:
+        """Whether the records of what upstream had are not whole: no donor but a bundle has them."""
+        return bool(refs) and (HISTORY not in refs or bool(missing and await self._missing({refs[HISTORY]})))
+
+    async def _begin_history(self, refs: Mapping[str, str], head: str | None, transplant: Transplant) -> str:
+        """A first record of the refs as they are: without one no sync could go on."""
+        scratch = Repository(self.git, self.name, self.work / "history")
+        await anyio.to_thread.run_sync(make_repository, scratch.path)
+        borrow_from(scratch.path, self._view)
+        log.warning("history.lost", mirror=str(self.name), record=refs.get(HISTORY))
+        record = await write_record(scratch, theirs(dict(refs)), head, [], parent=None, why="begun anew by a heal")
+        await transplant.take_all(NEW_HISTORY, scratch.path, ())
+        return record
+
+    def _replaced_refs(self, names: Names, plan: RefPlan) -> list[BadFile]:
+        """What restoring refs writes over, kept like every file that goes."""
+        listed = {bad.path for bad in names.faults}
+        loose = (ref for ref in plan.restore if ref in names.refs and (self.git_dir / ref).is_file())
+        bad = [BadFile(ref, FileKind.REF, "it names what nobody has") for ref in loose]
+        if plan.restore and "packed-refs" not in listed and (self.git_dir / "packed-refs").exists():
+            bad.append(BadFile("packed-refs", FileKind.PACKED_REFS, "refs are lost from it"))
+        return bad
+
+    # -- objects ------------------------------------------------------------------------------------------------------
 
     @property
     def _view(self) -> Path:
@@ -133,6 +168,19 @@ class Treatment:
     async def _missing(self, tips: Collection[str]) -> Missing:
         found: Missing = await self.workers.call(find_missing, self._view, sorted(tips), timeout=TIMEOUT)
         return found
+
+    def _outdated(self, movable: Collection[BadFile], missing: Missing, transplant: Transplant) -> Iterator[BadFile]:
+        """What git derived from packs that go, and from commits that nobody has. Maintenance writes it again."""
+        listed = {bad.path for bad in movable}
+        objects = self.git_dir / "objects"
+        outdated: list[Path] = []
+        if any(bad.kind in {FileKind.PACK, FileKind.INDEX} for bad in movable):
+            outdated += (objects / "pack").glob("multi-pack-index*")
+        if missing.commits or NEW_HISTORY in transplant.counts:
+            outdated += [*(objects / "info/commit-graphs").glob("*"), *(objects / "info").glob("commit-graph")]
+        for path in (str(file.relative_to(self.git_dir)) for file in outdated if file.is_file()):
+            if path not in listed:
+                yield BadFile(path, FileKind.DERIVED, "it names what goes, or what nobody has")
 
     async def _implant(self, transplant: Transplant, missing: Missing, movable: list[BadFile], plan: RefPlan) -> Outcome:
         final = self.work / "final"

@@ -18,6 +18,9 @@ from .transaction import Transaction, commit
 _OWNER = re.compile(r"dataset/[A-Za-z0-9][A-Za-z0-9._-]{0,99}|person/\d{1,10}")
 _FAILURES = 400
 
+PERSON = "person/"
+"""What no dataset records: only the pin itself and the catalog know of it."""
+
 
 def check_owner(owner: str) -> None:
     """A pin belongs to `dataset/NAME` or `person/UID`."""

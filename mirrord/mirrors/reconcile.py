@@ -1,7 +1,8 @@
 """After a start: what the disk holds is the truth, and the catalog follows.
 
 Owns the one pass over all mirrors at the start. It finishes interrupted transactions, removes locks and temporary files of gits
-that died with the last daemon, adopts mirrors and pins that the catalog does not know, and drops pins that no ref keeps.
+that died with the last daemon, adopts mirrors and pins that the catalog does not know, and drops pins of datasets that no ref
+keeps: those are known from what the dataset records. A person's pin stays in the catalog until a heal has made it again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..errors import InvalidNameError, MirrordError
 from ..model import MirrorName, utc_now
 from .fetch import unmark
 from .leftovers import remove_leftovers
-from .pins import read_pins
+from .pins import PERSON, read_pins
 from .repository import Repository
 from .transaction import recover
 
@@ -91,14 +92,16 @@ async def _follow_pins(catalog: Catalog, repository: Repository) -> None:
     if adopted:
         await catalog.put_pins(adopted)
     for owner, commit in sorted(said - there):
-        await catalog.delete_pins(repository.name.key, [commit], owner)
         log.warning("pin.lost", mirror=str(repository.name), commit=commit, owner=owner)
+        if not owner.startswith(PERSON):  # an unpin forgets the row first, so this one was lost, and a heal makes it again
+            await catalog.delete_pins(repository.name.key, [commit], owner)
 
 
 async def _forget_state(catalog: Catalog, row: MirrorRow) -> None:
     """A mirror without a directory was never synced, or somebody deleted it: the next sync clones it again."""
     for pin in await catalog.list_pins(row.name.key):
-        await catalog.delete_pins(row.name.key, [pin.commit], pin.owner)
+        if not pin.owner.startswith(PERSON):
+            await catalog.delete_pins(row.name.key, [pin.commit], pin.owner)
     if row.synced_at is not None:
         log.warning("mirror.gone", mirror=str(row.name))
         await catalog.update_mirror(row.name.key, synced_at=None, ref_count=None, kept_count=None, size_bytes=None)
