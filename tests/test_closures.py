@@ -190,6 +190,18 @@ def test_what_is_asked_for_first_needs_two_packs() -> None:
     assert [layer.depth for layer in neighbour] == [*range(32, 246, 32), 246]
 
 
+def test_a_parent_that_has_a_layer_is_not_packed_again() -> None:
+    """Variants where a way-point would be: the second brings the parent's layer, the third finds it."""
+    line = [CommitId(f"{number:040}") for number in range(MARGINS[0] + 1)]
+    layers: dict[CommitId, Layer] = {}
+    counts = []
+    for variant in "abc":
+        planned = plan(layers, [CommitId(variant * 40), *(line[1:2] if line[1] in layers else line[1:])])
+        layers |= {layer.commit: layer for layer in planned}
+        counts.append(len(planned))
+    assert counts == [2, 2, 1]
+
+
 def test_packs_are_found_again_by_another_daemon(site: Site) -> None:
     line = [CommitId(oid) for oid in site.upstream.history(3)]
     site.clone()

@@ -81,7 +81,8 @@ def plan(known: Layers, line: Sequence[CommitId]) -> list[Layer]:
     if line[0] not in layers:
         base = _waypoint_at(layers, on_line, previous(end)) if is_waypoint(end) else _nearest(layers, line)
         if base.commit != line[1] and _has_sibling(known, base, end):
-            add(line[1], base, end - 1)
+            if line[1] not in layers:
+                add(line[1], base, end - 1)
             base = layers[line[1]]
         add(line[0], base, end)
     return list(planned.values())
