@@ -28,14 +28,14 @@ async def write_record(
     """Store a set of refs; answers the record's commit. Nothing points at it yet."""
     lines = [f"{oid} {ref}\n" for ref, oid in sorted(refs.items())]
     content = "".join([*lines, f"@ HEAD {head}\n" if head else ""])
-    blob = await repository.write_blob(content.encode())
-    doing = f"record the refs of mirror {repository.name}"
-    tree = await repository.git.run("mktree", git_dir=repository.path, stdin=f"100644 blob {blob}\trefs\n".encode(), doing=doing)
+    blob = await repository.write_object("blob", content.encode())
+    tree = await repository.write_object("tree", b"100644 refs\0" + bytes.fromhex(blob))
     message = f"{why}: {summarise(changes)}\n\nRefs: {len(refs)}\n"
     parents = ("-p", parent) if parent else ()
     made = await repository.git.run(
-        "commit-tree", *parents, tree.lines[0], git_dir=repository.path, stdin=message.encode(), doing=doing
-    )
+        "commit-tree", *parents, tree, git_dir=repository.path, stdin=message.encode(),
+        doing=f"record the refs of mirror {repository.name}",
+    )  # fmt: skip
     return made.lines[0]
 
 

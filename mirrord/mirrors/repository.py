@@ -114,9 +114,10 @@ class Repository:
         )
         return answer.status == 0
 
-    async def write_blob(self, content: bytes) -> str:
+    async def write_object(self, kind: str, content: bytes) -> str:
+        """Write a loose object, flushed. `git mktree` (2.39) reads no configuration, so it flushes nothing."""
         doing = f"write into mirror {self.name}"
-        made = await self.git.run("hash-object", "-w", "--stdin", git_dir=self.path, stdin=content, doing=doing)
+        made = await self.git.run("hash-object", "-w", "-t", kind, "--stdin", git_dir=self.path, stdin=content, doing=doing)
         return made.lines[0]
 
     async def pack_refs(self) -> None:
