@@ -67,6 +67,12 @@ async def find_record(repository: Repository, at: str) -> RefRecord:
     else:
         moment = _moment(at)
         found = [record for record in records if record.at <= moment][:1]
+    if not found and records and not _ID.fullmatch(at):
+        raise NotFoundError(
+            f"cannot find ref record {shown(at)} of mirror {repository.name}: "
+            f"the first one is of {records[-1].at:%Y-%m-%dT%H:%M:%SZ}",
+            hint="`mirrord refs log NAME` lists them",
+        )
     if len(found) != 1:
         raise NotFoundError(
             f"cannot find ref record {shown(at)} of mirror {repository.name}: {'several match' if found else 'there is none'}",

@@ -32,6 +32,7 @@ from .maintenance import maintain, size_bytes
 from .present import shown_mirror
 from .quarantine import Quarantine
 from .reconcile import reconcile
+from .refs import count_refs
 from .repository import Repository
 from .sources import Sources
 from .sync import SyncResult, move_refs
@@ -325,6 +326,7 @@ class Mirrors:
             before = await history.find_record(repository, "latest")
             refs, head = await history.read_refs(repository, record.id)
             changes = await move_refs(repository, refs, head, why=f"restore {record.id[:12]}")
+            await self._catalog.update_mirror(row.name.key, **count_refs(await repository.all_refs()))
         self._events.publish("refs.restored", mirror=str(row.name), at=record.id, changes=len(changes))
         return RefDiff(mirror=str(row.name), a=before.id, b=record.id, changes=changes)
 

@@ -26,7 +26,7 @@ from ..flights import ProgressSink
 from ..history import find_record, list_records, read_refs
 from ..maintenance import size_bytes
 from ..quarantine import accept_objects
-from ..refs import summarise, theirs
+from ..refs import count_refs, summarise, theirs
 from ..repository import HISTORY, KEPT, PINS, Refs, Repository
 from ..service import Mirrors
 from ..transaction import commit
@@ -197,8 +197,7 @@ class Bundles:
         repository = self._mirrors.repository(name)
         refs = await repository.all_refs()
         columns: dict[str, Any] = {
-            "ref_count": len(theirs(refs)),
-            "kept_count": sum(ref.startswith(KEPT) for ref in refs),
+            **count_refs(refs),
             "size_bytes": await anyio.to_thread.run_sync(size_bytes, repository.path),
         }
         if is_new:
