@@ -401,6 +401,17 @@ def test_waiting_for_a_cancelled_operation_is_an_error(path: Path) -> None:
         client.wait("op1")
 
 
+def test_waiting_for_an_operation_that_a_restart_ended_is_an_error(path: Path) -> None:
+    """Operations are forgotten at a restart; one that was never known is not found."""
+    answers: list[Any] = [lambda h: h.answer(OPERATION), lambda h: h.problem(404, "operation-not-found")]
+    routes: Any = {("GET", "/v1/operations/op1"): lambda h: (answers.pop(0) if len(answers) > 1 else answers[0])(h)}
+    with serving(path, routes), Client(path) as client:
+        with pytest.raises(errors.CancelledError, match="restarted"):
+            client.wait("op1")
+        with pytest.raises(errors.OperationNotFoundError):
+            client.wait("op1")
+
+
 def test_waiting_has_a_bound_if_one_is_given(path: Path) -> None:
     """The operation goes on."""
     with serving(path, _operations({})), Client(path) as client, pytest.raises(errors.DeadlineError, match="still runs"):

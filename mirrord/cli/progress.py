@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from ..errors import MirrordError
+from ..errors import MirrordError, OperationNotFoundError
 from .session import Session
 
 if TYPE_CHECKING:
@@ -54,5 +54,6 @@ def finish_all(session: Session, client: Client, operations: list[Operation]) ->
         except MirrordError as error:
             session.fail(error)
             status = status or error.exit_status
-            ended.append(client.get_operation(operation.id))
+            with suppress(OperationNotFoundError):  # the daemon was restarted
+                ended.append(client.get_operation(operation.id))
     return ended, status

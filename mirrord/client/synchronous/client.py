@@ -12,7 +12,7 @@ from typing import Self
 from urllib.parse import quote
 
 from ... import protocol
-from ...errors import CancelledError, DeadlineError, NoDaemonError, from_problem
+from ...errors import CancelledError, DeadlineError, NoDaemonError, OperationNotFoundError, from_problem
 from ...model import AuditLevel, Backend, History, MirrorName, View
 from ..answers import read_list, read_one, retry_pauses
 from ..events import EventReader
@@ -294,12 +294,22 @@ class Client:
         progress: Callable[[protocol.Operation], None] | None = None,
         timeout: timedelta | None = None,
     ) -> protocol.Operation:
-        """The operation once it is done; raises the error it failed with. `progress` sees it each time it is asked after."""
+        """The operation once it is done; raises the error it failed with, CancelledError when a restart of the daemon ended it.
+
+        `progress` sees it each time it is asked after.
+        """
+        known = not isinstance(operation, str)
         identity = operation if isinstance(operation, str) else operation.id
         deadline = time.monotonic() + timeout.total_seconds() if timeout else None
         pauses = retry_pauses(_POLL_SECONDS)
         while True:
-            found = self.get_operation(identity)
+            try:
+                found = self.get_operation(identity)
+            except OperationNotFoundError as error:
+                if known:
+                    raise _forgotten(identity) from error
+                raise
+            known = True
             if progress:
                 progress(found)
             if found.state != "running":
@@ -347,6 +357,12 @@ def _mirror(name: str) -> str:
 
 def _seconds(duration: timedelta | None) -> float | None:
     return None if duration is None else duration.total_seconds()
+
+
+def _forgotten(identity: str) -> CancelledError:
+    return CancelledError(
+        f"cannot finish operation {identity}: the daemon was restarted while it ran", hint="ask for it again", operation=identity
+    )
 
 
 def _finished(operation: protocol.Operation) -> protocol.Operation:
