@@ -585,3 +585,23 @@ def test_pins_of_another_owner_are_never_stale(house: Builder, upstream: Upstrea
         assert len(await house.catalog.list_stale_pins()) == 0
 
     house.run(body)
+
+
+def test_pins_outlive_the_catalog_until_their_dataset_is_there_again(house: Builder, upstream: Upstream) -> None:
+    """A start with an empty catalog adopts them; an import without their rows removes them."""
+    base = upstream.commit({"a": "1"})
+    other = upstream.commit({"a": "2"})
+
+    async def record(house: House) -> None:
+        await house.take([row("a", base)])
+
+    async def start_without_catalog(house: House) -> None:
+        await house.datasets.open()
+        assert house.refs() == {f"dataset/lite/{base}"}
+        await house.take([row("b", other)])
+        assert house.refs() == {f"dataset/lite/{other}"}
+
+    house.run(record)
+    for file in (house.root / "state").glob("catalog*"):
+        file.unlink()
+    house.run(start_without_catalog)

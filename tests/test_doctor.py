@@ -21,7 +21,7 @@ def _checks(state_dir: Path, socket: Path | None = None) -> dict[str, Check]:
 def test_every_check_answers_and_what_is_not_well_has_a_remedy(tmp_path: Path) -> None:
     """A verdict alone helps nobody."""
     checks = _checks(tmp_path / "state")
-    assert len(checks) == 23
+    assert len(checks) == 24
     assert all(check.fact for check in checks.values())
     assert all(check.remedy for check in checks.values() if check.verdict != "ok")
     assert {checks[name].verdict for name in ("git", "libgit2", "python packages", "kernel")} <= {"ok", "warn"}
@@ -75,3 +75,14 @@ def test_the_verb_ends_with_seven_when_something_fails(tmp_path: Path, capsys: p
     assert "choose a shorter" in capsys.readouterr().out
     assert run(["doctor", "--config", str(config), "--json"]) == 7
     assert {"name", "verdict", "fact", "remedy"} == set(json.loads(capsys.readouterr().out)[0])
+
+
+def test_a_catalog_that_is_gone_or_damaged_can_be_made_again(tmp_path: Path) -> None:
+    """And the remedy says how."""
+    (tmp_path / "mirrors/owner__name").mkdir(parents=True)
+    assert _checks(tmp_path)["catalog"].verdict == "fail"
+    assert "it adopts mirrors and pins" in _checks(tmp_path)["catalog"].remedy
+    (tmp_path / "catalog.sqlite3").write_bytes(b"SQLite format 3\0" + b"garbage" * 500)
+    damaged = _checks(tmp_path)["catalog"]
+    assert damaged.verdict == "fail"
+    assert "move" in damaged.remedy

@@ -66,7 +66,7 @@ def _named_by_fsck(git_dir: Path) -> set[str]:
 
 
 def unreadable(git_dir: Path, oids: Collection[str]) -> set[str]:
-    """Those of `oids` that are there and that git cannot read as what they are named."""
+    """Those of `oids` that git cannot read as what they are named."""
     pending = [list(oids)] if oids else []
     bad: set[str] = set()
     while pending:
@@ -92,7 +92,8 @@ def _mismatching(git_dir: Path, oids: Collection[str]) -> set[str]:
         end = output.index(b"\n", at)
         words = output[at:end].split()
         at = end + 1
-        if len(words) != 3:
+        if len(words) != 3:  # "missing" is said of a loose object whose first bytes do not inflate, too
+            bad.add(words[0].decode())
             continue
         body = output[at : at + int(words[2])]
         at += len(body) + 1

@@ -26,6 +26,7 @@ from ..config import Settings
 from ..errors import DatasetNotFoundError, InstanceNotFoundError, InvalidNameError, MirrordError
 from ..git.workers import Workers
 from ..jobs.events import Events
+from ..mirrors.pins import ADOPTED
 from ..mirrors.service import Mirrors
 from ..model import CommitId, CommitRole, DatasetName, MirrorName, parse_dataset_name, shown, utc_now
 from ..protocol import Dataset, DatasetSummary, FormatInfo, Instance, RecordedCommit
@@ -64,9 +65,15 @@ class Datasets:
         self._listeners: list[Callable[[DatasetName], None]] = []
 
     async def open(self) -> None:
-        """Remove what a killed import left: its spool, and pins of commits that no dataset records."""
+        """Remove what a killed import left: its spool, and pins of commits that no dataset records.
+
+        Pins of a dataset that were found in a mirror may be all that is left of a lost catalog: they stay until that dataset is
+        imported or removed.
+        """
         await anyio.to_thread.run_sync(self._remove_spools)
-        owners = {row.owner for row in await self._catalog.list_stale_pins()}
+        stale = await self._catalog.list_stale_pins()
+        adopted = {row.owner for row in stale if row.reason == ADOPTED}
+        owners = {row.owner for row in stale} - adopted
         for owner in sorted(owners):
             dataset = DatasetName(owner.removeprefix("dataset/"))
             async with self._locked(dataset):

@@ -59,6 +59,7 @@ _CHECKS: tuple[tuple[str, Callable[[Settings], Result]], ...] = (
     ("its parts", state.one_file_system),
     ("space", state.space),
     ("inodes", state.inodes),
+    ("catalog", state.catalog),
     ("leftovers", state.leftovers),
     ("socket", access.socket_path),
     ("daemon", access.daemon),

@@ -65,9 +65,8 @@ def _copy_with_right_ends(pack: Path, index: PackIndex, target: Path) -> None:
     shutil.copyfile(pack, target)
     with target.open("r+b") as file:
         file.write(_HEADER.pack(b"PACK", 2, index.count))
-        size = max(pack.stat().st_size, max(index.offsets(), default=0) + _SLACK_BYTES)
-        file.truncate(size)
-        file.seek(size if size > pack.stat().st_size else size - len(index.pack_checksum))
+        end, last = pack.stat().st_size - len(index.pack_checksum), max(index.offsets(), default=0)
+        file.truncate(file.seek(end if last < end else last + _SLACK_BYTES))
         file.write(index.pack_checksum)
 
 

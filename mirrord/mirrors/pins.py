@@ -18,6 +18,9 @@ from .transaction import Transaction, commit
 _OWNER = re.compile(r"dataset/[A-Za-z0-9][A-Za-z0-9._-]{0,99}|person/\d{1,10}")
 _FAILURES = 400
 
+ADOPTED = "found in the mirror"
+"""The reason of a pin that the catalog did not know at a start: a crash in a pin, or a catalog that is lost or older."""
+
 PERSON = "person/"
 """What no dataset records: only the pin itself and the catalog know of it."""
 

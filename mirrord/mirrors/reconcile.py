@@ -20,7 +20,7 @@ from ..errors import InvalidNameError, MirrordError
 from ..model import MirrorName, utc_now
 from .fetch import unmark
 from .leftovers import remove_leftovers
-from .pins import PERSON, read_pins
+from .pins import ADOPTED, PERSON, read_pins
 from .repository import Repository
 from .transaction import recover
 
@@ -88,7 +88,7 @@ async def _follow_pins(catalog: Catalog, repository: Repository) -> None:
     there = set(read_pins(await repository.all_refs()))
     said = {(row.owner, row.commit) for row in await catalog.list_pins(repository.name.key)}
     now = utc_now()
-    adopted = [PinRow(repository.name, commit, owner, "found in the mirror", now) for owner, commit in sorted(there - said)]
+    adopted = [PinRow(repository.name, commit, owner, ADOPTED, now) for owner, commit in sorted(there - said)]
     if adopted:
         await catalog.put_pins(adopted)
     for owner, commit in sorted(said - there):
