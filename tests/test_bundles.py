@@ -6,7 +6,8 @@ import io
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from gitrepos import Upstream, git
 
 from mirrord import Client
 from mirrord.cli.main import run
-from mirrord.errors import InvalidBundleError, MirrordError, NoDaemonError, NotFoundError
+from mirrord.errors import InvalidBundleError, MirrordError, NoDaemonError, NotFoundError, UsageError
 from mirrord.mirrors.bundles.header import header_bytes, read_header
 from mirrord.model import View
 from mirrord.protocol import Progress
@@ -134,6 +135,33 @@ def test_what_was_restored_survives_a_restart(pair: Pair) -> None:
     pair.other.kill()
     pair.other.start()
     assert pair.refs(pair.other) == before
+
+
+@pytest.mark.parametrize("moment", ["import.checking", "import.moving", "import.ended"])
+def test_a_kill_in_an_import_leaves_what_the_same_import_finishes(pair: Pair, moment: str) -> None:
+    """Killed while objects are checked, while rows are, or at the end: no half mirror, and nothing is lost."""
+    pair.bundle()
+    signs: dict[str, Callable[[], bool]] = {
+        "import.checking": lambda: any(pair.other.state_dir.glob("quarantine/import-*/repository/objects/pack/*")),
+        "import.moving": lambda: any(pair.other.state_dir.glob("quarantine/import-*/rows*")),
+        "import.ended": pair.mirror(pair.other).exists,
+    }
+    with Client(pair.other.socket) as client:
+        client.import_bundle(pair.file)
+        deadline = time.monotonic() + 30
+        while not signs[moment]() and not pair.mirror(pair.other).exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+    pair.other.kill()
+    pair.other.start()
+    assert not list((pair.other.state_dir / "quarantine").iterdir())
+    if pair.mirror(pair.other).exists():
+        git(pair.mirror(pair.other), "fsck", "--full", "--strict", "--no-dangling")
+    pair.take()
+    assert pair.refs(pair.other).keys() >= pair.refs(pair.one).keys()
+    assert pair.audit(pair.other)["findings"] == []
+    with Client(pair.one.socket) as one, Client(pair.other.socket) as other:
+        ours = {(pin.mirror, pin.commit, pin.owner, pin.reason) for pin in other.list_pins()}
+        assert {(pin.mirror, pin.commit, pin.owner, pin.reason) for pin in one.list_pins()} <= ours
 
 
 def test_plain_git_reads_a_bundle(pair: Pair) -> None:
@@ -310,6 +338,32 @@ def test_a_hostile_bundle_plants_nothing(pair: Pair) -> None:
     with pytest.raises(InvalidBundleError):
         pair.take(_hand_made(upstream.path, {"refs/heads/main": evil}), mirror="demo/project")
     assert pair.refs(pair.other)["refs/heads/main"] == tip
+
+
+def test_records_that_lie_change_nothing(pair: Pair) -> None:
+    """A row that is none, a dataset with a bad name, a URL that starts a program, a history that is none, a later format."""
+    upstream = pair.upstream
+    good = {"name": "d", "format": "f", "source": "s", "sha256": "0" * 64, "imported_at": "2026-01-01T00:00:00Z"}
+    lies: list[tuple[dict[str, Any], bytes, str]] = [
+        ({"datasets": [good]}, b'{"id": 1}\n', "refs/heads/x"),
+        ({"datasets": [good]}, b"not json\n", "refs/heads/x"),
+        ({"datasets": [{**good, "name": "../../x"}]}, b"", "refs/heads/x"),
+        ({"url": "ext::sh -c evil"}, b"", "refs/heads/x"),
+        ({"format": 99}, b"", "refs/heads/x"),
+        ({}, b"", "refs/mirrord/history"),
+    ]
+    for records, rows, ref in lies:
+        files = {"mirror.json": json.dumps({"mirror": NAME, **records}).encode(), "dataset-d.jsonl": rows}
+        blobs = {name: upstream.git("hash-object", "-w", "--stdin", stdin=content) for name, content in files.items()}
+        tree = upstream.git(
+            "mktree", stdin="".join(f"100644 blob {oid}\t{name}\n" for name, oid in sorted(blobs.items())).encode()
+        )
+        commit = upstream.git("commit-tree", "-m", "records", tree)
+        refs = {"refs/heads/main": upstream.git("rev-parse", "main"), f"refs/mirrord/records/{NAME}": commit}
+        with pytest.raises(UsageError):
+            pair.take(_hand_made(upstream.path, {**refs, ref: refs["refs/heads/main"]}))
+    with Client(pair.other.socket) as client:
+        assert (client.list_mirrors(), client.list_pins(), client.list_datasets()) == ([], [], [])
 
 
 def test_a_bundle_of_plain_git_becomes_a_mirror(pair: Pair) -> None:

@@ -1,4 +1,7 @@
-"""The rows of datasets that a bundle brings, into the catalog. Every row is read as one that anybody may have written."""
+"""The rows of datasets that a bundle brings, into the catalog. Every row is read as one that anybody may have written.
+
+Reading them all comes before the first change: a bad row refuses the bundle.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 import anyio
 
 from ...catalog.catalog import Catalog
+from ...catalog.rows import DatasetHead
 from ...catalog.spool import spooled, unspooled
 from ...errors import InvalidBundleError, MirrordError
 from ...host.files import full_disk_named
@@ -14,38 +18,36 @@ from ...model import MirrorName
 from ..repository import Repository
 from .records import Records, extract_rows
 
+Spools = dict[str, tuple[DatasetHead, Path]]
+"""By dataset: its head, and its checked rows as the catalog takes them."""
 
-async def merge_datasets(
-    catalog: Catalog, scratch: Repository, commit: str | None, records: Records, name: MirrorName
-) -> tuple[dict[str, int], list[str]]:
-    """Add what is missing; answers how many rows each dataset got, and the datasets that are not the bundle's.
 
-    Rows speak of the mirror they were bundled with: in one of another name they mean nothing.
-    """
+async def spool_datasets(scratch: Repository, commit: str | None, records: Records) -> Spools:
+    """Check the rows of a bundle; none where they speak of a mirror of another name than this one will have."""
+    if commit is None or MirrorName.parse(records.mirror).key != scratch.name.key:
+        return {}
+    directory = scratch.path.parent
+    spools: Spools = {}
+    for number, dataset in enumerate(records.datasets):
+        raw, spool = directory / "rows.raw", directory / f"rows-{number}.jsonl"
+        if not await extract_rows(scratch, commit, dataset.name, raw):
+            raise InvalidBundleError(f"cannot import the bundle: the rows of dataset {dataset.name} are not in it")
+        await anyio.to_thread.run_sync(_check, raw, spool, scratch.name)
+        spools[dataset.name] = (dataset.head(), spool)
+    return spools
+
+
+async def merge_datasets(catalog: Catalog, records: Records, spools: Spools) -> tuple[dict[str, int], list[str]]:
+    """Add what is missing; answers how many rows each dataset got, and the datasets that are not the bundle's."""
     restored: dict[str, int] = {}
-    refused: list[str] = []
-    for dataset in records.datasets:
-        added = None
-        if commit is not None and MirrorName.parse(records.mirror).key == name.key:
-            spool = await _spool(scratch, commit, dataset.name, name)
-            added = await catalog.merge_dataset(dataset.head(), spool)
-        if added is None:
-            refused.append(dataset.name)
-        else:
-            restored[dataset.name] = added
-    return restored, refused
+    for name, (head, spool) in spools.items():
+        added = await catalog.merge_dataset(head, spool)
+        if added is not None:
+            restored[name] = added
+    return restored, sorted({dataset.name for dataset in records.datasets} - restored.keys())
 
 
-async def _spool(scratch: Repository, commit: str, dataset: str, name: MirrorName) -> Path:
-    raw, spool = scratch.path.parent / "rows.raw", scratch.path.parent / "rows.jsonl"
-    if not await extract_rows(scratch, commit, dataset, raw):
-        raise InvalidBundleError(f"cannot import the bundle: the rows of dataset {dataset} are not in it")
-    await anyio.to_thread.run_sync(_rewrite, raw, spool, name)
-    raw.unlink()
-    return spool
-
-
-def _rewrite(raw: Path, spool: Path, name: MirrorName) -> None:
+def _check(raw: Path, spool: Path, name: MirrorName) -> None:
     with full_disk_named("quarantine"), raw.open("rb") as lines, spool.open("wb") as out:
         for number, line in enumerate(lines, 1):
             try:

@@ -121,7 +121,6 @@ async def _follow_history(repository: Repository, made: Merge, own: str | None, 
     """The bundle's history where it goes on from ours, or ours is empty; and a record of what differs from its end."""
     parent = own
     if offered is not None and (own is None or await repository.is_ancestor(own, offered)):
-        await _must_be_history(repository, offered)
         parent = offered
     recorded = (await read_refs(repository, parent))[0] if parent else None
     if recorded != made.target:
@@ -130,7 +129,8 @@ async def _follow_history(repository: Repository, made: Merge, own: str | None, 
         made.transaction.move(HISTORY, own, parent)
 
 
-async def _must_be_history(repository: Repository, offered: str) -> None:
+async def must_be_history(repository: Repository, offered: str) -> None:
+    """Refuse a history that could not be read later."""
     try:
         await list_records(repository, start=offered)
         await read_refs(repository, offered)

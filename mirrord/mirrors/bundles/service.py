@@ -19,7 +19,7 @@ from ...catalog.catalog import Catalog
 from ...catalog.rows import MirrorRow, PinRow
 from ...errors import InvalidBundleError, MirrorNotFoundError
 from ...git.command import Git
-from ...host.files import full_disk_named, sync_directory
+from ...host.files import full_disk_named, sync_directory, sync_tree
 from ...jobs.events import Events
 from ...model import CommitId, MirrorName, utc_now
 from ..flights import ProgressSink
@@ -30,9 +30,9 @@ from ..refs import count_refs, summarise, theirs
 from ..repository import HISTORY, KEPT, PINS, Refs, Repository
 from ..service import Mirrors
 from ..transaction import commit
-from .datasets import merge_datasets
+from .datasets import Spools, merge_datasets, spool_datasets
 from .header import read_header
-from .merge import RECORDS, Contents, Merge, merge, sort_refs
+from .merge import RECORDS, Contents, Merge, merge, must_be_history, sort_refs
 from .packing import stream_bundle, unbundle, verify_closures
 from .records import Records, read_records, records_of, write_records
 
@@ -139,8 +139,11 @@ class Bundles:
             (scratch.objects / "info/alternates").write_text(f"{borrowed}\n", encoding="utf-8")
         await unbundle(scratch, incoming.path, progress)
         await verify_closures(scratch, contents.tips)
+        if contents.history is not None:
+            await must_be_history(scratch, contents.history)
         records = await read_records(scratch, contents.records) if contents.records else Records(mirror=str(name))
-        return await self._take(scratch, contents, records, incoming.owner_uid)
+        spools = await spool_datasets(scratch, contents.records, records)
+        return await self._take(scratch, contents, records, spools, incoming.owner_uid)
 
     async def _spelling(self, name: MirrorName) -> MirrorName:
         try:
@@ -148,7 +151,7 @@ class Bundles:
         except MirrorNotFoundError:
             return name
 
-    async def _take(self, scratch: Repository, contents: Contents, records: Records, owner_uid: int) -> Imported:
+    async def _take(self, scratch: Repository, contents: Contents, records: Records, spools: Spools, owner_uid: int) -> Imported:
         """Everything is proven; from here on the mirror changes. The catalog goes first: rows without pins are told, pins
         without rows would be dropped."""
         name = scratch.name
@@ -157,7 +160,7 @@ class Bundles:
             await self._mirrors.add(str(name), records.url)
         async with self._mirrors.lock(name):
             path = self._mirrors.path(name)
-            restored, refused = await merge_datasets(self._catalog, scratch, contents.records, records, name)
+            restored, refused = await merge_datasets(self._catalog, records, spools)
             pins = _pin_rows(name, contents, records, refused, owner_uid)
             made = await self._move(scratch, path, contents, pins, records)
             await self._catalog.put_pins(pins)
@@ -182,6 +185,7 @@ class Bundles:
             if head in made.target:
                 await scratch.set_head(head)
             await scratch.pack_refs()
+            await anyio.to_thread.run_sync(sync_tree, scratch.path)
             scratch.path.rename(path)
             await anyio.to_thread.run_sync(sync_directory, path.parent)
             return made
