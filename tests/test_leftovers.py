@@ -15,7 +15,8 @@ from mirrord.model import CommitId
 
 _LEFT = (
     "packed-refs.new", "packed-refs.lock", "refs/heads/main.lock", "objects/pack/tmp_pack_a1B2c3",
-    "objects/pack/.tmp-77-pack-x.idx", "objects/pack/multi-pack-index.lock", "objects/info/packs_a1B2c3", "objects/info/commit-graphs/tmp_graph_a1B2c3",
+    "objects/pack/.tmp-77-pack-x.idx", "objects/pack/multi-pack-index.lock", "objects/info/packs_a1B2c3",
+    "objects/info/commit-graphs/tmp_graph_a1B2c3",
 )  # fmt: skip
 
 
@@ -131,3 +132,20 @@ def test_a_damaged_pack_without_an_index_is_left_to_the_audit(house: Builder, mi
         assert pack.exists()
 
     house.run(body)
+
+
+def test_maintenance_leaves_the_files_of_a_running_import_alone(house: Builder, tmp_path: Path) -> None:
+    """Only a start can tell leftovers from what somebody is at."""
+    quarantine = tmp_path / "state/quarantine"
+
+    async def body(it: House) -> None:
+        (quarantine / "dataset-running").mkdir()
+        await it.mirrors.maintain(NAME)
+        assert (quarantine / "dataset-running").exists()
+
+    house.run(body)
+
+    async def later(_: House) -> None:
+        assert list(quarantine.iterdir()) == []
+
+    house.run(later)

@@ -7,6 +7,7 @@ index is a CorruptObjectError. Ids are raw: 20 bytes each.
 from __future__ import annotations
 
 import bisect
+import errno
 import hashlib
 import os
 import struct
@@ -100,7 +101,16 @@ def pack_trailer(path: Path) -> bytes:
 
 
 def pack_is_whole(path: Path) -> bool:
-    """Whether the bytes of a pack have the checksum it ends with: half a second for 300 MB."""
+    """Whether the bytes of a pack can be read and have the checksum it ends with: half a second for 300 MB."""
+    try:
+        return _has_its_checksum(path)
+    except OSError as error:
+        if error.errno == errno.EIO:
+            return False
+        raise
+
+
+def _has_its_checksum(path: Path) -> bool:
     digest = hashlib.sha1(usedforsecurity=False)
     remaining = path.stat().st_size - ID_BYTES
     with path.open("rb") as file:

@@ -31,6 +31,7 @@ class Quarantine:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._active: set[Path] = set()
+        self._left: set[Path] | None = None
 
     @asynccontextmanager
     async def directory(self, kind: str) -> AsyncIterator[Path]:
@@ -62,8 +63,12 @@ class Quarantine:
         await anyio.to_thread.run_sync(_remove_tree, away)
 
     async def clean(self) -> None:
-        """Remove what killed processes left, unless one of them is still at it."""
-        await anyio.to_thread.run_sync(_clean, self.root, frozenset(self._active))
+        """Remove what killed processes left, unless one of them is still at it: then a later call does.
+
+        Only a start tells leftovers from the files of others, as of an import that is running.
+        """
+        found = set(await anyio.to_thread.run_sync(lambda: list(self.root.iterdir()))) if self._left is None else self._left
+        self._left = await anyio.to_thread.run_sync(_clean, self.root, found - self._active)
 
 
 def accept_objects(source: Path, destination: Path) -> None:
@@ -92,15 +97,20 @@ def _remove_tree(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _clean(root: Path, active: Collection[Path]) -> None:
-    left = [path for path in root.iterdir() if path not in active and path.name != DAMAGED]
+def _clean(root: Path, left: Collection[Path]) -> set[Path]:
+    """Remove what nobody holds; answers what somebody does."""
     held = held_files(root) if left else set()
+    kept = set()
     for path in left:
+        if path.name == DAMAGED:
+            continue
         if any(path == file or path in file.parents for file in held):
+            kept.add(path)
             log.warning("quarantine.held", path=path.name)
         else:
             _remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
             log.info("quarantine.cleaned", path=path.name)
+    return kept
 
 
 def held_files(root: Path) -> set[Path]:

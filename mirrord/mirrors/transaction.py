@@ -64,9 +64,9 @@ async def commit(repository: Repository, transaction: Transaction) -> None:
     await recover(repository)  # the journal of one that was killed must not be written over: it says which tips are to be kept
     journal = repository.path / JOURNAL
     before = await repository.all_refs()
-    await anyio.to_thread.run_sync(write_durably, journal, transaction.text().encode())
     try:
         async with removed_on_failure(repository.path):
+            await anyio.to_thread.run_sync(write_durably, journal, transaction.text().encode())
             await _make(repository, transaction.moves)
     except Exception:
         # where git refused as a whole there is nothing to finish; where it was killed in the middle, `recover` will
