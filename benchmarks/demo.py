@@ -154,7 +154,8 @@ def main() -> None:
         )
         releases = RELEASES
         if reachable.returncode:
-            print(f"no answer from {upstream}: {reachable.stderr.decode().strip().splitlines()[-1:]}")
+            reason = next(iter(reachable.stderr.decode().splitlines()), "git does not say why")
+            print(f"no answer from {upstream}: {reason}")
             print("going on with a repository generated here")
             upstream, releases = generate(scratch / "generated", "psf", "requests")
         session = Session(scratch, upstream)
