@@ -18,7 +18,7 @@ from ..audit.report import Judged
 from ..catalog import Catalog
 from ..catalog.rows import MirrorRow
 from ..config import Settings
-from ..errors import MirrordError
+from ..errors import MirrordError, StoppingError
 from ..git.command import Git
 from ..git.workers import Workers
 from ..jobs.events import Events
@@ -66,10 +66,13 @@ class Heals:
         name = judged.name
         try:
             outcome = await self._repair(judged, progress)
-        except MirrordError as error:
-            log.warning("heal.failed", mirror=str(name), code=error.code, detail=error.message)
+        except StoppingError:
+            raise
+        except (MirrordError, OSError) as error:
+            reason = error.message if isinstance(error, MirrordError) else f"cannot heal mirror {name}: {error}"
+            log.warning("heal.failed", mirror=str(name), detail=reason)
             self._postpone(name)
-            return Repair(mirror=str(name), error=error.message)
+            return Repair(mirror=str(name), error=reason)
         if outcome.unhealed:
             self._postpone(name)
         else:
