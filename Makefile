@@ -7,14 +7,16 @@ REPO ?=
 DOCS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
+FAULTS_ARGS ?=
+SEED ?= 1
 
 # What the tests need from Debian; nothing of it is needed to run the daemon but git.
 DEBIAN_PACKAGES := git lighttpd python3.11-venv systemd-container util-linux attr e2fsprogs strace
 
-.PHONY: help setup run demo test lint bench debian clean
+.PHONY: help setup run demo test faults lint bench debian clean
 
 help:
-	@grep -E '^(setup|run|demo|test|lint|bench|clean):.*##' Makefile | sed 's/:.*## /\t/' | expand -t 10
+	@grep -E '^(setup|run|demo|test|faults|lint|bench|clean):.*##' Makefile | sed 's/:.*## /\t/' | expand -t 10
 
 setup: .venv/ready ## make the environment and leave .venv/bin/mirrord
 
@@ -34,6 +36,9 @@ demo: setup ## do the main job once, on real repositories, in a scratch director
 
 test: debian setup lint ## run every test and check
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+faults: debian setup ## break it everywhere while it works, and write docs/reliability.md; SEED=number
+	PYTHONPATH=tests $(BIN)/python -m faults --seed $(SEED) $(FAULTS_ARGS)
 
 lint: setup ## style, types, layers
 	$(BIN)/ruff check

@@ -1,0 +1,121 @@
+"""Everything at once on one mirror: syncs, maintenance, audits, imports, pins and checkouts; a checker knows the truth.
+
+What may be answered besides success is listed here: conflicts that the documents tell of.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from gitrepos import git
+
+from .judge import judge
+from .lab import NAME, Lab, Refused
+from .report import Row
+
+DOCUMENTED = frozenset({"checkout-busy", "too-many-checkouts"})
+_CLIENTS = 6
+
+
+class Crowd:
+    """Threads that work until told to stop, and what went wrong."""
+
+    def __init__(self, lab: Lab, seed: int) -> None:
+        self._lab = lab
+        self._seed = seed
+        self._stop = threading.Event()
+        self.done: Counter[str] = Counter()
+        self.conflicts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._trees = {commit: git(lab.upstream.path, "rev-parse", f"{commit}^{{tree}}") for commit in lab.commits}
+
+    def run(self, duration_s: float) -> None:
+        work: list[tuple[str, Callable[[random.Random], None]]] = [
+            ("sync", self._sync), ("maintenance", self._maintain), ("audit", self._audit), ("import", self._import),
+            ("pin", self._pin),
+            *[("checkout", self._checkout)] * _CLIENTS,
+        ]  # fmt: skip
+        threads = [threading.Thread(target=self._loop, args=(name, each, n)) for n, (name, each) in enumerate(work)]
+        for thread in threads:
+            thread.start()
+        time.sleep(duration_s)
+        self._stop.set()
+        for thread in threads:
+            thread.join(90)
+            assert not thread.is_alive(), "a request does not end"
+
+    def _loop(self, name: str, work: Callable[[random.Random], None], number: int) -> None:
+        choices = random.Random(self._seed * 1000 + number)
+        while not self._stop.is_set() and not self.wrong:
+            try:
+                work(choices)
+                self.done[name] += 1
+            except Refused as refused:
+                if refused.code in DOCUMENTED:
+                    self.conflicts[refused.code] += 1
+                else:
+                    self.wrong.append(f"{name}: {refused}")
+            except (AssertionError, OSError, KeyError) as error:
+                self.wrong.append(f"{name}: {error!r}")
+
+    def _sync(self, choices: random.Random) -> None:
+        number = self._lab.number()
+        self._lab.upstream.git("branch", "--force", "moved", choices.choice(self._lab.commits))
+        self._lab.upstream.commit({"crowd": str(number)})
+        self._lab.sync()
+
+    def _maintain(self, _: random.Random) -> None:
+        self._lab.maintain()
+        self._stop.wait(1)
+
+    def _audit(self, choices: random.Random) -> None:
+        level = choices.choice(("quick", "closure", "content"))
+        audit = self._lab.finish(self._lab.call("POST", "audits", {"level": level, "heal": False}))
+        assert not audit["findings"], f"{level} audit: {audit['findings'][:2]}"
+
+    def _import(self, choices: random.Random) -> None:
+        self._lab.import_rows("crowd", choices.sample(self._lab.commits, 5))
+
+    def _pin(self, choices: random.Random) -> None:
+        commit = choices.choice(self._lab.commits[8:])
+        self._lab.call("POST", "pins", {"mirror": NAME, "commit": commit, "reason": "crowd"})
+        pins = {pin["commit"] for pin in self._lab.call("GET", f"pins?mirror={NAME}") if pin["owner"] == "person/0"}
+        assert commit in pins, "a pin that was answered is not there"
+        self._lab.call("DELETE", f"pins/{NAME}/{commit}")
+
+    def _checkout(self, choices: random.Random) -> None:
+        commit, backend = choices.choice(self._lab.commits), choices.choice(("overlay", "pool"))
+        body = {"mirror": NAME, "commit": commit, "backend": backend}
+        made = self._lab.call("POST", "checkouts", body)
+        try:
+            tree = Path(made["path"])
+            self._must_be(tree, commit)
+            (tree / "README").write_text("dirty\n")
+            onwards = choices.choice(self._lab.commits)
+            self._lab.call("POST", f"checkouts/{made['id']}/reset", {"commit": onwards})
+            self._must_be(tree, onwards)
+        finally:
+            self._lab.call("DELETE", f"checkouts/{made['id']}")
+
+    def _must_be(self, tree: Path, commit: str) -> None:
+        assert git(tree, "rev-parse", "HEAD") == commit
+        assert git(tree, "write-tree") == self._trees[commit], "a wrong tree"
+        assert git(tree, "status", "--porcelain") == "", "a tree that is not clean"
+
+
+def everything_at_once(lab: Lab, seed: int, duration_s: float) -> list[Row]:
+    """Raises AssertionError with what went wrong first."""
+    crowd = Crowd(lab, seed)
+    crowd.run(duration_s)
+    assert not crowd.wrong, crowd.wrong[:3]
+    with suppress(Refused):
+        lab.finish(lab.call("POST", f"mirrors/{NAME}/sync"))
+    judge(lab, level="content")
+    did = ", ".join(f"{count} {name}s" for name, count in sorted(crowd.done.items()))
+    return [Row("everything at once", f"one mirror, {duration_s:.0f} s", did, "nothing")]

@@ -1,0 +1,195 @@
+"""Killing: the daemon at every step of every operation, and its gits and workers one at a time.
+
+The steps of an operation are those that a run of it without a fault showed. The daemon is killed by the thread that sees the
+step, so what is on disk is that step and at most a few system calls more.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from .judge import judge, no_process_left, nothing_left
+from .lab import Background, Lab, Refused
+from .operations import AFTER, BEFORE, Operation
+from .report import Row
+from .tripwire import Tripwire
+
+_TRIES = 3
+_OFTEN = 6  # of a step that comes again and again, so many are struck
+
+
+def steps_of(lab: Lab, kind: type[Operation]) -> list[tuple[str, int]]:
+    """Every step of an operation, as a run of it shows them, each with its number among those of the same name."""
+    first = kind(lab)
+    first.run()  # what only the first of its kind does is not a step that can be struck again
+    first.clean()
+    operation = kind(lab)
+    seen: list[tuple[str, int]] = []
+    with Tripwire(lab.state, lambda step, count: seen.append((step, count))):
+        operation.run()
+        nothing_left(lab)  # what goes on in the background is part of it
+    operation.clean()
+    return [(step, count) for step, count in seen if count == 1 or ("catalog" in step and count <= _OFTEN)]
+
+
+def kill_at(lab: Lab, kind: type[Operation], step: str, count: int = 1) -> Row:
+    """Kill the daemon when it reaches a step, start it again, and judge."""
+    for _ in range(_TRIES):
+        operation = kind(lab)
+        struck = threading.Event()
+
+        def strike(seen: str, number: int, struck: threading.Event = struck) -> None:
+            if (seen, number) == (step, count) and not struck.is_set():
+                lab.kill()
+                struck.set()
+
+        with Tripwire(lab.state, strike):
+            family = _strike_while(lab, operation, struck.is_set)
+        if struck.is_set():
+            where = step if count == 1 else f"{step} ({count})"
+            return after_kill(lab, operation, where, family)
+        operation.settle()
+        operation.clean()
+    return Row("kill -9 of the daemon", f"{kind.name}: {step}", "not hit in three runs", "nothing")
+
+
+def kill_after(lab: Lab, kind: type[Operation], delay_s: float) -> Row:
+    """Kill the daemon some time after the operation began."""
+    operation = kind(lab)
+    began = time.monotonic()
+    family = _strike_while(lab, operation, lambda: time.monotonic() - began >= delay_s)
+    lab.kill()
+    return after_kill(lab, operation, "any moment", family)
+
+
+def _strike_while(lab: Lab, operation: Operation, is_struck: Callable[[], bool]) -> set[int]:
+    """Run the operation until something struck, or it ended and settled; answers the processes that were seen below it."""
+    work = Background(operation.run)
+    family: set[int] = set()
+    quiet = 0.0
+    while not is_struck() and quiet < 0.4:
+        family |= set(descendants(lab.daemon.pid))
+        quiet = 0.0 if work.is_running else quiet + 0.003
+        time.sleep(0.003)
+    work.join() if is_struck() else None
+    return family
+
+
+def after_kill(lab: Lab, operation: Operation, where: str, family: set[int]) -> Row:
+    """Start again and see what is left."""
+    log_before = len(lab.daemon.log)
+    lab.restart()
+    no_process_left(family)
+    judge_operation(lab, operation)
+    did = _told(lab.daemon.log[log_before:])
+    outcome = operation.outcome()
+    operation.settle()
+    judge(lab)
+    operation.clean()
+    return Row("kill -9 of the daemon", f"{operation.name}: {where}", f"{outcome}{did}", "nothing")
+
+
+def judge_operation(lab: Lab, operation: Operation) -> None:
+    """What holds right after the fault; the damage that a heal was to mend may still be there."""
+    nothing_left(lab)
+    if operation.name != "heal" or operation.outcome() == AFTER:
+        judge(lab)
+
+
+def _told(log: str) -> str:
+    """What the start says it cleaned up."""
+    told = {
+        "quarantine.cleaned": "quarantine emptied",
+        "leftover.removed": "locks and temporary files removed",
+        "transaction.recovered": "the ref transaction finished",
+        "mirror.adopted": "the mirror adopted",
+        "leftovers.removed": "a half-built store removed",
+    }
+    found = [text for event, text in told.items() if event in log]
+    return "; " + ", ".join(found) if found else ""
+
+
+# -- its children -------------------------------------------------------------------------------------------------------
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """The processes below one."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    for child in children:
+        yield child
+        yield from descendants(child)
+
+
+def kind_of(pid: int) -> str:
+    """What a child is: `worker`, or the git command it runs."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    if "spawn_main" in " ".join(words):
+        return "worker"
+    if not words or Path(words[0]).name not in {"git", "git-upload-pack"}:
+        return ""
+    plain = [word for word in words[1:] if word and not word.startswith("-") and "=" not in word and "/" not in word]
+    return f"git {plain[0]}" if plain else Path(words[0]).name
+
+
+def children_of(lab: Lab, kind: type[Operation]) -> list[str]:
+    """The kinds of children that an operation has."""
+    operation = kind(lab)
+    work = Background(operation.run)
+    seen: set[str] = set()
+    while work.is_running:
+        seen |= {kind_of(pid) for pid in descendants(lab.daemon.pid)}
+    operation.settle()
+    operation.clean()
+    return sorted(seen - {"", "git"})
+
+
+def kill_child(lab: Lab, kind: type[Operation], victim: str, seed: random.Random) -> Row:
+    """Kill one child of a kind, some time after it began; the daemon stays, and the operation ends well or with an error."""
+    fault = "kill -9 of a worker" if victim == "worker" else f"kill -9 of `{victim}`"
+    for _ in range(_TRIES):
+        operation = kind(lab)
+        pid = lab.daemon.pid
+        work = Background(operation.run)
+        struck = _kill_first(pid, victim, work, seed.choice((0.0, 0.002, 0.01)))
+        work.join()
+        assert lab.daemon.process is not None and lab.daemon.process.poll() is None, "the daemon died with its child"
+        if struck:
+            assert work.error is None or isinstance(work.error, Refused), f"not one of our errors: {work.error!r}"
+            said = f"answered {work.error.code}" if isinstance(work.error, Refused) else "went on"
+            judge_operation(lab, operation)
+            outcome = operation.outcome()
+            operation.settle()
+            judge(lab)
+            operation.clean()
+            return Row(fault, operation.name, f"{said}; {outcome}", "nothing")
+        operation.settle()
+        operation.clean()
+    return Row(fault, kind.name, "not hit in three runs", "nothing")
+
+
+def _kill_first(daemon: int, victim: str, work: Background, delay_s: float) -> bool:
+    while work.is_running:
+        for pid in descendants(daemon):
+            if kind_of(pid) == victim:
+                time.sleep(delay_s)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    return True
+    return False
+
+
+__all__ = ["AFTER", "BEFORE", "children_of", "kill_after", "kill_at", "kill_child", "steps_of"]

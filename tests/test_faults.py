@@ -1,0 +1,89 @@
+"""Faults while mirrord works, a part of `make faults`: nothing is lost, nothing half is served, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from faults.crowd import everything_at_once
+from faults.full import fill_up
+from faults.kills import kill_at, kill_child
+from faults.lab import Lab, laboratory
+from faults.operations import OPERATIONS
+from faults.power import cut_power
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="faults are made with mounts, which only root may make")
+
+_STEPS = (
+    ("first clone", "`mirrors/o__first*` in place"),
+    ("sync", "`mirrors/o__r/objects/pack/pack-*.pack` in place"),
+    ("sync", "`mirrors/o__r/refs/mirrord/history.lock` renamed away"),
+    ("unpin", "`mirrors/o__r/mirrord-transaction.new` made"),
+    ("import", "`quarantine/dataset-*/rows.jsonl` made"),
+    ("maintenance", "`mirrors/o__r/packed-refs.new` made"),
+    ("template build", "`templates/o__r/trees/.building-*` made"),
+    ("checkout (pool)", "`checkouts/*/lease.json.new` made"),
+    ("reset (overlay)", "`checkouts/*/lease.json` in place"),
+    ("release (overlay)", "`checkouts/.gone-*` in place"),
+)
+_CHILDREN = (("maintenance", "git repack"), ("template build", "worker"))
+_BY_NAME = {kind.name: kind for kind in OPERATIONS}
+
+
+@pytest.fixture(scope="module")
+def labs() -> Iterator[_Labs]:
+    with ExitStack() as stack:
+        yield _Labs(stack)
+
+
+class _Labs(list[Lab]):
+    """At most one lab at a time; the test that did not end well leaves none."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        super().__init__()
+        self.stack = stack
+
+
+@pytest.fixture
+def lab(labs: _Labs, request: pytest.FixtureRequest) -> Iterator[Lab]:
+    """The same lab goes from fault to fault; after one that it did not survive there is a new one."""
+    if not labs:
+        labs.append(labs.stack.enter_context(laboratory()))
+    failed_before = request.session.testsfailed
+    yield labs[0]
+    if request.session.testsfailed > failed_before:
+        labs.clear()
+        labs.stack.close()
+
+
+@pytest.mark.parametrize(("name", "step"), _STEPS)
+def test_a_kill_at_a_step_loses_nothing_and_leaves_nothing(lab: Lab, name: str, step: str) -> None:
+    """The old state or the new one, and the same operation works again."""
+    row = kill_at(lab, _BY_NAME[name], step)
+    assert row.lost == "nothing"
+    assert "not hit" not in row.did
+
+
+@pytest.mark.parametrize(("name", "victim"), _CHILDREN)
+def test_a_killed_child_costs_one_operation_and_not_the_daemon(lab: Lab, name: str, victim: str) -> None:
+    """It is answered with one of our errors, or done all the same."""
+    assert kill_child(lab, _BY_NAME[name], victim, random.Random(1)).lost == "nothing"
+
+
+def test_everything_at_once_is_right_and_loses_nothing(lab: Lab) -> None:
+    """Syncs, maintenance, audits, imports, pins and checkouts of one mirror."""
+    assert everything_at_once(lab, seed=1, duration_s=8)[0].lost == "nothing"
+
+
+def test_a_full_disk_ends_new_work_and_harms_nothing_old() -> None:
+    """With an error that says so; with room again it works."""
+    assert {row.lost for row in fill_up([_BY_NAME["sync"]], [8 << 10])} == {"nothing"}
+
+
+def test_a_power_cut_loses_no_pin(tmp_path: Path) -> None:
+    """What was answered as pinned is there and whole after the file system ended at once."""
+    assert [row.lost for row in cut_power(tmp_path, random.Random(1), cuts=1)] == ["nothing"]
