@@ -104,7 +104,17 @@ def _damage(upstream: Upstream, _: Forge) -> None:
     upstream.path.joinpath(".git/refs/heads/bad").write_text(f"{bad}\n")
 
 
-@pytest.mark.parametrize("misfortune", [_force_push, _delete_some, _rename_to_directory, _redirect, _damage])
+def _another_project(upstream: Upstream, _: Forge) -> None:
+    shutil.rmtree(upstream.path)
+    other = Upstream(upstream.path)
+    for n in range(BRANCHES):
+        other.git("checkout", "--quiet", "--orphan", f"topic{n}")
+        other.commit({"README": f"another project {n}"})
+    other.git("checkout", "--quiet", "--orphan", "main")
+    other.commit({"README": "another project"})
+
+
+@pytest.mark.parametrize("misfortune", [_force_push, _delete_some, _rename_to_directory, _redirect, _another_project, _damage])
 def test_what_a_mirror_follows_loses_nothing(house: Builder, upstream: Upstream, forge: Forge, misfortune: Misfortune) -> None:
     """Upstream did what upstreams do: the mirror goes along, and keeps."""
 
@@ -146,23 +156,12 @@ def _all_branches_vanish(upstream: Upstream, _: Forge) -> None:
     upstream.git("branch", "-D", "main", *(f"topic{n}" for n in range(BRANCHES)))
 
 
-def _another_project(upstream: Upstream, _: Forge) -> None:
-    shutil.rmtree(upstream.path)
-    other = Upstream(upstream.path)
-    for n in range(BRANCHES):
-        other.git("checkout", "--quiet", "--orphan", f"topic{n}")
-        other.commit({"README": f"another project {n}"})
-    other.git("checkout", "--quiet", "--orphan", "main")
-    other.commit({"README": "another project"})
-
-
 REFUSED = [
     (_delete_repository, UpstreamNotFoundError),
     (_make_private, UpstreamAuthError),
     (_empty, UpstreamEmptyError),
     (_most_refs_vanish, UpstreamLossError),
     (_all_branches_vanish, UpstreamLossError),
-    (_another_project, UpstreamLossError),
 ]
 
 
@@ -187,7 +186,7 @@ def test_what_a_mirror_does_not_follow_changes_nothing(
     house.run(body)
 
 
-@pytest.mark.parametrize("misfortune", [_empty, _most_refs_vanish, _all_branches_vanish, _another_project])
+@pytest.mark.parametrize("misfortune", [_empty, _most_refs_vanish, _all_branches_vanish])
 def test_an_accepted_loss_is_followed_and_kept(house: Builder, upstream: Upstream, forge: Forge, misfortune: Misfortune) -> None:
     """Once a person said so: the refs are upstream's, all that it left is kept, the record says that it was accepted."""
 

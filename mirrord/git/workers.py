@@ -39,7 +39,7 @@ class Workers:
     """
 
     def __init__(
-        self, *, size: int = 2, idle: timedelta = timedelta(seconds=60), on_start: Callable[[], None] | None = None
+        self, *, size: int = 2, idle: timedelta = timedelta(seconds=15), on_start: Callable[[], None] | None = None
     ) -> None:
         self._size = size
         self._idle = idle

@@ -97,16 +97,6 @@ class Repository:
         )
         return {line.split()[0] for line in answer.lines if line.endswith(" commit")}
 
-    async def roots(self, commits: Iterable[str]) -> set[str]:
-        """The commits without parents that `commits` go back to."""
-        answer = await self.git.run(
-            "rev-list", "--max-parents=0", "--stdin",
-            git_dir=self.path,
-            stdin="".join(f"{oid}\n" for oid in sorted(set(commits))).encode("ascii"),
-            doing=f"compare the histories of mirror {self.name}",
-        )  # fmt: skip
-        return set(answer.lines)
-
     async def is_ancestor(self, old: str, new: str) -> bool:
         """True when a ref that moved from `old` to `new` lost nothing. False for anything but commits."""
         answer = await self.git.run(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ..errors import MirrordError
 from ..protocol import RefChange, RefFault
 from .fetch import Fetcher
-from .guard import must_be_the_same, must_not_vanish
+from .guard import must_not_vanish
 from .history import classify, write_record
 from .refs import Offer, compare, summarise, theirs
 from .repository import HISTORY, KEPT, Refs, Repository
@@ -58,7 +58,7 @@ async def sync(
     """Bring the mirror up to date. Raises an UpstreamError when nothing could be had; single bad refs become faults.
 
     `known_faults` are objects that upstream could not give last time: they are asked for again, but together and last. Without
-    `accept_loss` an upstream that lost most of its refs, or its whole history, is an UpstreamLossError.
+    `accept_loss` an upstream that lost most of its refs is an UpstreamLossError.
     """
     repository = fetcher.repository
     await recover(repository)
@@ -73,8 +73,6 @@ async def sync(
     faults = [*offer.faults, *_faults(offer, failed)]
     target = _target(offer, theirs(present), failed)
     changes = await classify(repository, compare(theirs(present), target))
-    if not accept_loss:
-        await must_be_the_same(repository, theirs(present), target, changes)
     if changes:
         await _move(repository, offer, present, target, changes, why="sync, loss accepted" if accept_loss else "sync")
     head = await _follow_head(repository, offer, target)
