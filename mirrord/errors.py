@@ -290,6 +290,10 @@ class GitFailedError(ResourceError):
     code, title = "git-failed", "git failed"
 
 
+class GitKilledError(ResourceError):
+    code, title = "git-killed", "git was killed"
+
+
 class StoppingError(ResourceError):
     code, title = "stopping", "The daemon is stopping"
 

@@ -19,6 +19,7 @@ from mirrord.errors import (
     DeadlineError,
     DiskFullError,
     GitFailedError,
+    GitKilledError,
     MirrordError,
     UpstreamAuthError,
     UpstreamNotFoundError,
@@ -28,6 +29,7 @@ from mirrord.errors import (
 from mirrord.git.command import Git, Remote, masked_url, run_git_sync
 from mirrord.git.failures import HttpAnswer, failure, retry_after_seconds
 from mirrord.git.output import StderrReader
+from mirrord.mirrors.fetch import blames_objects
 from mirrord.protocol import Progress
 
 SHORT = timedelta(milliseconds=300)
@@ -364,3 +366,10 @@ def test_home_of_git_children_is_ours(tmp_path: Path) -> None:
     Git(home=tmp_path / "home")
     Git(home=tmp_path / "home")
     assert os.listdir(tmp_path / "home") == [".gitconfig"]
+
+
+def test_a_git_that_was_killed_says_nothing_about_objects() -> None:
+    """Whoever ran out of memory is not corrupt, and no ref of upstream is to blame for it."""
+    error = failure(doing="fetch", status=-9, stderr="error: bad object", upstream=True, http=HttpAnswer())
+    assert isinstance(error, GitKilledError)
+    assert not blames_objects(error)

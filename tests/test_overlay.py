@@ -69,9 +69,7 @@ def sitting_in(checkout: Checkout) -> subprocess.Popen[bytes]:
     """A process of the owner's that stays inside, and has a file open."""
     script = "exec 3>>held; echo ready; cat; echo more >&3; cat README"
     owner = {"user": USER, "group": USER, "extra_groups": []}
-    process = subprocess.Popen(
-        ["sh", "-c", script], cwd=checkout.path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **owner
-    )
+    process = subprocess.Popen(["sh", "-c", script], cwd=checkout.path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **owner)
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     return process

@@ -16,6 +16,7 @@ from ..errors import (
     CorruptObjectError,
     DiskFullError,
     GitFailedError,
+    GitKilledError,
     MirrordError,
     UpstreamAuthError,
     UpstreamError,
@@ -117,6 +118,10 @@ def failure(
 ) -> MirrordError:
     """The error for a git that ended with `status`. `upstream` says that it talked to another repository."""
     fact = masked_url(_fact(stderr) or _death(status), secrets)
+    if status < 0:
+        return GitKilledError(
+            f"cannot {doing}: {_death(status)}", hint="was memory short? see the kernel's log", git_status=status
+        )
     if http.status == 429 or (http.status == 503 and http.retry_after):
         return _throttled(doing, fact, http)
     rules = (_DISK_FULL, *(_UPSTREAM_RULES if upstream else _LOCAL_RULES))

@@ -57,9 +57,7 @@ class PackIndex:
         small = self._start + self.count * (ID_BYTES + 4)
         large = small + self.count * 4
         words = struct.unpack_from(f">{self.count}I", self._data, small)
-        return (
-            word if word < _LARGE else int.from_bytes(self._data[large + 8 * (word - _LARGE) :][:8], "big") for word in words
-        )
+        return (word if word < _LARGE else int.from_bytes(self._data[large + 8 * (word - _LARGE) :][:8], "big") for word in words)
 
     def __iter__(self) -> Iterator[bytes]:
         ids = self.ids

@@ -16,6 +16,7 @@ import anyio
 
 from ..errors import (
     DiskFullError,
+    GitKilledError,
     MirrordError,
     UpstreamAuthError,
     UpstreamEmptyError,
@@ -41,6 +42,7 @@ _REDIRECT = re.compile(r"^warning: redirecting to (\S+)", re.MULTILINE)
 _LONGEST = timedelta(hours=24)
 _WHOLE_UPSTREAM = (
     UpstreamAuthError, UpstreamNotFoundError, UpstreamThrottledError, UpstreamTimeoutError, UpstreamEmptyError, DiskFullError,
+    GitKilledError,
 )  # fmt: skip
 _CONNECTION = re.compile(
     r"could not resolve|failed to connect|couldn't connect|unable to connect|unable to access|connection (refused|reset)"
