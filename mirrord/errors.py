@@ -131,10 +131,6 @@ class PathOutsideCheckoutError(UsageError):
     code, title = "path-outside-checkout", "Path outside the checkout"
 
 
-class RestartRequiredError(UsageError):
-    code, title = "restart-required", "A restart is required"
-
-
 # -- access: exit 3 ---------------------------------------------------------------------------------------------------
 
 
@@ -307,10 +303,6 @@ class IntegrityError(MirrordError):
 
 class CommitUnservableError(IntegrityError):
     code, title = "commit-unservable", "A recorded commit cannot be served"
-
-
-class SealLeakError(IntegrityError):
-    code, title = "seal-leak", "The seal leaks"
 
 
 class ProofFailedError(IntegrityError):

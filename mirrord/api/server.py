@@ -56,10 +56,6 @@ class Server:
         self._listeners: list[asyncio.Server] = []
         self.users: Counter[int] = Counter()
 
-    @property
-    def connection_count(self) -> int:
-        return len(self._state.connections)
-
     async def listen(self, listener: socket.socket) -> None:
         """Accept connections from a bound Unix socket from now on."""
         loop = asyncio.get_running_loop()

@@ -32,7 +32,7 @@ from ..host.peers import Access, Peer, Role
 from ..host.processes import may_give_files_away
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
-from ..model import Backend, CheckoutId, History, MirrorName, View, utc_now
+from ..model import Backend, CheckoutId, History, View, utc_now
 from ..protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, RestoreAnswer, RestorePaths, StartCheckout
 from .backend import CheckoutBackend
 from .gitdirs import Gitdirs
@@ -98,10 +98,6 @@ class Checkouts:
     def backend(self) -> Backend:
         """What a request that names no backend gets."""
         return self._choose(None, History.SEALED)[0].name
-
-    def count_of(self, mirror: MirrorName) -> int:
-        """How many checkouts of a mirror are held."""
-        return sum(1 for lease in self._leases if lease.mirror.key == mirror.key)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -127,14 +127,6 @@ class Templates:
     def drop(self, template: Template) -> None:
         """The other half of `hold`."""
         self._shelves.holds.drop(template.layers)
-
-    def hold_layers(self, layers: Iterable[Path]) -> None:
-        """`hold` for a checkout found again after a restart, by what it is mounted on."""
-        self._shelves.holds.add(tuple(layers))
-
-    def drop_layers(self, layers: Iterable[Path]) -> None:
-        """`drop` for a checkout found again after a restart."""
-        self._shelves.holds.drop(tuple(layers))
 
     def size_bytes(self) -> int:
         """What trees and indexes take, packs left out."""

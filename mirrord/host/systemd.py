@@ -84,10 +84,6 @@ class Notifier:
     def alive(self) -> None:
         self._send("WATCHDOG=1")
 
-    def extend_stop(self, bound: timedelta) -> None:
-        """Ask for more time to stop."""
-        self._send(f"EXTEND_TIMEOUT_USEC={bound // timedelta(microseconds=1)}")
-
     def _send(self, *assignments: str) -> None:
         if not self._address:
             return

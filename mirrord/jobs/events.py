@@ -44,10 +44,6 @@ class Events:
         self._arrived = asyncio.Event()
         self._closed = False
 
-    @property
-    def last_id(self) -> int:
-        return self._last
-
     def publish(self, name: str, **fields: Any) -> None:
         """Tell all followers, and log it as `name` with its fields. Fields are JSON values; names are `noun.verb`, past tense.
 

@@ -5,7 +5,7 @@ Reads are verified: an object whose bytes do not match its id is a CorruptObject
 
 from __future__ import annotations
 
-from .commits import CommitInfo, commit_info, is_ancestor, read_commit, resolve, write_squashed
+from .commits import CommitInfo, commit_info, is_ancestor, read_commit, resolve
 from .conversion import Conversion, Conversions
 from .repositories import Objects, open_objects
 from .trees import TreeChange, TreeEntry, changes, tree_changes, tree_entries, walk
@@ -26,5 +26,4 @@ __all__ = [
     "tree_changes",
     "tree_entries",
     "walk",
-    "write_squashed",
 ]

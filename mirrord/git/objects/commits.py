@@ -110,18 +110,3 @@ def is_ancestor(git_dir: Path, ancestor: str, descendant: str) -> bool:
     """Whether `ancestor` is in the history of `descendant`; a commit is its own ancestor."""
     with open_objects(git_dir) as objects:
         return ancestor == descendant or objects.repository.descendant_of(descendant, ancestor)
-
-
-def write_squashed(git_dir: Path, commit: str, into: Path) -> CommitId:
-    """Write into the repository `into` the one commit that stands for `commit` in a squashed history, and answer its id.
-
-    It has the same tree and times, no parent, and nothing else of the original: neither its message nor its author. The same
-    commit always gives the same id.
-    """
-    with open_objects(git_dir) as source:
-        info = read_commit(source, commit)
-    who = pygit2.Signature(_SQUASHED_NAME, _SQUASHED_EMAIL, info.time, 0)
-    line = f"{who.name} <{who.email}> {info.time} +0000"
-    raw = f"tree {info.tree}\nauthor {line}\ncommitter {line}\n\n{_SQUASHED_MESSAGE}".encode()
-    with open_objects(into) as target:
-        return CommitId(str(target.repository.odb.write(pygit2.enums.ObjectType.COMMIT, raw)))
