@@ -1,0 +1,86 @@
+"""The messages of the socket, one class each, shared by the daemon and the client. No I/O, nothing of either end.
+
+Times are aware UTC, durations are seconds, sizes are bytes. Others import from here; the modules are for reading.
+"""
+
+from __future__ import annotations
+
+from .audits import Audit, AuditSummary, Finding, Repair, StartAudit, StartHeal
+from .checkouts import (
+    Checkout,
+    Proof,
+    RenewCheckout,
+    ResetAnswer,
+    ResetCheckout,
+    RestoreAnswer,
+    RestorePaths,
+    SealLeak,
+    SealReport,
+    StartCheckout,
+)
+from .datasets import (
+    Dataset,
+    DatasetChange,
+    DatasetSummary,
+    FormatInfo,
+    Instance,
+    InstanceName,
+    RecordedCommit,
+    RowFault,
+    UnpinnedCommit,
+)
+from .messages import API, Answer, Problem, Repo, Request
+from .mirrors import AddMirror, AddPin, BundleFile, Mirror, Pin, RefChange, RefDiff, RefFault, RefRecord, RestoreRefs, SyncMirror
+from .operations import Operation, Progress
+from .service import Event, Health, JobState, ReloadAnswer, Status
+
+__all__ = [
+    "API",
+    "AddMirror",
+    "AddPin",
+    "Answer",
+    "Audit",
+    "AuditSummary",
+    "BundleFile",
+    "Checkout",
+    "Dataset",
+    "DatasetChange",
+    "DatasetSummary",
+    "Event",
+    "Finding",
+    "FormatInfo",
+    "Health",
+    "Instance",
+    "InstanceName",
+    "JobState",
+    "Mirror",
+    "Operation",
+    "Pin",
+    "Problem",
+    "Progress",
+    "Proof",
+    "RecordedCommit",
+    "RefChange",
+    "RefDiff",
+    "RefFault",
+    "RefRecord",
+    "ReloadAnswer",
+    "RenewCheckout",
+    "Repair",
+    "Repo",
+    "Request",
+    "ResetAnswer",
+    "ResetCheckout",
+    "RestoreAnswer",
+    "RestorePaths",
+    "RestoreRefs",
+    "RowFault",
+    "SealLeak",
+    "SealReport",
+    "StartAudit",
+    "StartCheckout",
+    "StartHeal",
+    "Status",
+    "SyncMirror",
+    "UnpinnedCommit",
+]

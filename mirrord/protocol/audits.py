@@ -1,0 +1,79 @@
+"""What can be served: audits, their findings, and what a heal repaired."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from ..model import AuditLevel, CommitState, Reach
+from .messages import Answer, Repo, Request
+
+
+class StartAudit(Request):
+    """No mirrors and no dataset: everything that is recorded."""
+
+    mirrors: list[Repo] = []
+    dataset: str | None = None
+    level: AuditLevel | None = None
+    heal: bool | None = None
+
+
+class StartHeal(Request):
+    mirrors: list[Repo] = []
+
+
+class Finding(Answer):
+    """One recorded commit that cannot be served, or something wrong with its mirror (`commit` is then empty)."""
+
+    mirror: str
+    commit: str = ""
+    state: CommitState
+    reach: Reach | None = None
+    instances: list[str] = []
+    objects: list[str] = []
+    detail: str = ""
+
+
+class Repair(Answer):
+    """What a heal did to one mirror.
+
+    `objects` counts what came by donor, `files` are the bad files that it took out, which are kept below `kept_in`, `refs` those
+    it restored. `unhealed` are the first of the needed objects that no donor had; `error` says why it ended early.
+    """
+
+    mirror: str
+    objects: dict[str, int] = {}
+    files: list[str] = []
+    kept_in: str | None = None
+    refs: list[str] = []
+    unhealed: list[str] = []
+    unhealed_count: int = 0
+    error: str | None = None
+
+
+class Audit(Answer):
+    """`counts` and `reach` count recorded commits; `affected` are the instances that cannot be served.
+
+    `healed` counts the commits that were not in order before, and are now.
+    """
+
+    id: str
+    level: AuditLevel
+    mirrors: list[str]
+    dataset: str | None = None
+    started_at: datetime
+    finished_at: datetime
+    counts: dict[CommitState, int]
+    reach: dict[Reach, int] = {}
+    findings: list[Finding]
+    affected: list[str] = []
+    healed: int = 0
+    repairs: list[Repair] = []
+
+
+class AuditSummary(Answer):
+    id: str
+    level: AuditLevel
+    finished_at: datetime
+    counts: dict[CommitState, int]
+    affected_count: int
+    finding_count: int

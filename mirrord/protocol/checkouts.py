@@ -1,0 +1,100 @@
+"""Checkouts: what is asked for, what is leased, and what proves it."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated
+
+from pydantic import Field
+
+from ..model import Backend, History, View
+from .messages import Answer, Repo, Request
+
+Ttl = Annotated[float, Field(gt=0, le=366 * 86400, description="seconds until the lease ends unless renewed")]
+
+
+class StartCheckout(Request):
+    """What to check out: `instance` (an instance id, or NAME@COMMITISH), or `mirror` with `commit`."""
+
+    instance: Annotated[str, Field(min_length=1, max_length=500)] | None = None
+    mirror: Repo | None = None
+    commit: Annotated[str, Field(min_length=1, max_length=500)] | None = None
+    history: History | None = None
+    view: View = View.AGENT
+    backend: Backend | None = None
+    ttl: Ttl | None = None
+
+
+class ResetCheckout(Request):
+    """Neither: clean, at the commit it is at. `instance` or `commit`: on to that one, of the same mirror."""
+
+    instance: Annotated[str, Field(min_length=1, max_length=500)] | None = None
+    commit: Annotated[str, Field(min_length=1, max_length=500)] | None = None
+
+
+class RenewCheckout(Request):
+    ttl: Ttl | None = None
+
+
+class RestorePaths(Request):
+    commit: str
+    paths: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=10000)]
+
+
+class Checkout(Answer):
+    """`commit` is the base commit, `tree` its verified tree; `timings` are seconds per step."""
+
+    id: str
+    path: str
+    mirror: str
+    commit: str
+    tree: str
+    instance: str | None = None
+    history: History
+    view: View
+    backend: Backend
+    owner_uid: int
+    created_at: datetime
+    expires_at: datetime
+    timings: dict[str, float] = {}
+
+
+class Proof(Answer):
+    """What a reset checked, and the hashes it saw."""
+
+    head: str
+    tree: str
+    index: str
+    control_files: int
+    files_checked: int
+    files_restored: int
+    files_removed: int
+    refs: list[str] = []
+    packs: list[str] = []
+    method: str
+
+
+class ResetAnswer(Checkout):
+    proof: Proof
+
+
+class RestoreAnswer(Answer):
+    paths: list[str]
+
+
+class SealLeak(Answer):
+    kind: str
+    detail: str
+
+
+class SealReport(Answer):
+    """What `verify-seal` says of a repository. `sealed` is true when there are no leaks."""
+
+    path: str
+    base: str
+    sealed: bool
+    head: str | None = None
+    objects_present: int = 0
+    objects_in_closure: int = 0
+    leaks: list[SealLeak] = []
+    checked: list[str] = []
