@@ -38,7 +38,7 @@ test: debian setup lint ## run every test and check
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 faults: debian setup ## break it everywhere while it works, and write docs/reliability.md; SEED=number
-	PYTHONPATH=tests $(BIN)/python -m faults --seed $(SEED) $(FAULTS_ARGS)
+	PYTHONPATH=tests $(BIN)/python -m faults --seed $(SEED) --document docs/reliability.md $(FAULTS_ARGS)
 
 lint: setup ## style, types, layers
 	$(BIN)/ruff check

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from gitrepos import git
 
 from .disks import SmallDisk, unmount, unreadable
 from .judge import judge, nothing_left
-from .kills import judge_operation
-from .lab import NAME, Lab, Refused, laboratory
-from .operations import Operation
+from .lab import Lab, Refused, laboratory
+from .operations import OPERATIONS, Operation
+from .plan import Part, Plan
 from .report import Row
+from .series import Strike, end_of, in_series
 
+FREE_BYTES = (8 << 10, 64 << 10, 256 << 10, 1 << 20)
 _SIZE_BYTES = 96 * 1024**2
+_FAULT = "disk full"
 
 
-def fill_up(kinds: list[type[Operation]], free: list[int]) -> list[Row]:
-    """Run each operation with each of these numbers of bytes free; then make room, and run it again."""
+def parts() -> Iterator[Part]:
+    """A part for each operation, and one for a disk that lost its end."""
+    for kind in OPERATIONS:
+        yield Part(f"{kind.name}: disk full", lambda plan, kind=kind: fill_up(kind, FREE_BYTES[: plan.some(len(FREE_BYTES))]))  # type: ignore[misc]
+    yield Part("bad disk", _lost_end)
+
+
+def fill_up(kind: type[Operation], free: tuple[int, ...]) -> Iterator[Row]:
+    """Run an operation with each of these numbers of bytes free; then make room, and run it again."""
     disk = SmallDisk(_SIZE_BYTES)
-    with laboratory(disk.mount, unmount) as lab:
-        return [_fill_once(lab, disk, kind, free_bytes) for kind in kinds for free_bytes in free]
+    strikes = [
+        Strike(
+            _FAULT, kind.name, f"{free_bytes >> 10} KiB free", partial(_fill_once, disk=disk, kind=kind, free_bytes=free_bytes)
+        )
+        for free_bytes in free
+    ]
+    yield from in_series(strikes, partial(laboratory, disk.mount, unmount))
 
 
 def _fill_once(lab: Lab, disk: SmallDisk, kind: type[Operation], free_bytes: int) -> Row:
@@ -32,15 +50,15 @@ def _fill_once(lab: Lab, disk: SmallDisk, kind: type[Operation], free_bytes: int
         operation.run()
     except Refused as refused:
         said = f"answered {refused.code}"
-        assert refused.problem.get("status", 507) != 500, f"a full disk is not a bug: {refused}"
+        assert not refused.is_bug, f"a full disk is not a bug: {refused}"
     finally:
         disk.empty()
-    judge_operation(lab, operation)
-    outcome = operation.outcome()
-    operation.settle()
-    judge(lab)
-    operation.clean()
-    return Row("disk full", f"{kind.name}, {free_bytes >> 10} KiB free", f"{said}; {outcome}", "nothing")
+    return Row(_FAULT, kind.name, f"{free_bytes >> 10} KiB free", f"{said}; {end_of(lab, operation)}")
+
+
+def _lost_end(_: Plan) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory() as scratch, laboratory() as lab:
+        yield from read_errors(lab, Path(scratch))
 
 
 def read_errors(lab: Lab, scratch: Path) -> list[Row]:
@@ -55,11 +73,11 @@ def read_errors(lab: Lab, scratch: Path) -> list[Row]:
             lab.release(lab.checkout(lab.commits[11], "pool")["id"])
         except Refused as refused:
             said = f"answered {refused.code}"
-            assert refused.code != "internal-error"
+            assert not refused.is_bug, f"a read error is not a bug: {refused}"
     with suppress(Refused):
         lab.sync()
     nothing_left(lab)
     judge(lab)
     assert git(lab.mirror, "rev-parse", f"{lab.commits[11]}^{{commit}}")
-    return [Row("read error (EIO)", f"audit: a pack of {NAME}", f"reported {len(audit['findings'])} findings", "nothing"),
-            Row("read error (EIO)", f"checkout: a pack of {NAME}", said, "nothing")]  # fmt: skip
+    where = "a pack, on a disk that lost its end"
+    return [Row("EIO", "audit", where, "findings that name it"), Row("EIO", "checkout (pool)", where, said)]

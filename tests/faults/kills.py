@@ -13,16 +13,44 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from .judge import judge, no_process_left, nothing_left
-from .lab import Background, Lab, Refused
-from .operations import AFTER, BEFORE, Operation
+from .judge import no_process_left, nothing_left
+from .lab import Background, Lab, Refused, laboratory
+from .operations import OPERATIONS, Operation
+from .plan import Part, Plan
 from .report import Row
+from .series import Strike, end_of, in_series
 from .tripwire import Tripwire
 
 _TRIES = 3
 _OFTEN = 6  # of a step that comes again and again, so many are struck
+_ANY_MOMENT = 4
+NOT_HIT = "not hit in three runs"
+_DAEMON = "kill -9 of the daemon"
+
+
+def parts() -> Iterator[Part]:
+    """A part for each operation."""
+    for kind in OPERATIONS:
+        yield Part(f"{kind.name}: kills", lambda plan, kind=kind: _rows(kind, plan))  # type: ignore[misc]
+
+
+def _rows(kind: type[Operation], plan: Plan) -> Iterator[Row]:
+    seed = plan.choices(f"{kind.name}: kills")
+    with laboratory() as lab:
+        began = time.monotonic()
+        steps = steps_of(lab, kind)
+        took_s = time.monotonic() - began
+        children = children_of(lab, kind)
+    strikes = [Strike(_DAEMON, kind.name, step, partial(kill_at, kind=kind, step=step, count=count)) for step, count in steps]
+    strikes += [
+        Strike(_fault_of(child), kind.name, child, partial(kill_child, kind=kind, victim=child, seed=seed)) for child in children
+    ]
+    delays = [seed.uniform(0, took_s / 2) for _ in range(_ANY_MOMENT)]
+    strikes += [Strike(_DAEMON, kind.name, "any moment", partial(kill_after, kind=kind, delay_s=delay)) for delay in delays]
+    yield from in_series(strike for strike in strikes if seed.random() < plan.share)
 
 
 def steps_of(lab: Lab, kind: type[Operation]) -> list[tuple[str, int]]:
@@ -54,10 +82,10 @@ def kill_at(lab: Lab, kind: type[Operation], step: str, count: int = 1) -> Row:
             family = _strike_while(lab, operation, struck.is_set)
         if struck.is_set():
             where = step if count == 1 else f"{step} ({count})"
-            return after_kill(lab, operation, where, family)
+            return _after_kill(lab, operation, where, family)
         operation.settle()
         operation.clean()
-    return Row("kill -9 of the daemon", f"{kind.name}: {step}", "not hit in three runs", "nothing")
+    return Row(_DAEMON, kind.name, step, NOT_HIT, count=0)
 
 
 def kill_after(lab: Lab, kind: type[Operation], delay_s: float) -> Row:
@@ -66,7 +94,7 @@ def kill_after(lab: Lab, kind: type[Operation], delay_s: float) -> Row:
     began = time.monotonic()
     family = _strike_while(lab, operation, lambda: time.monotonic() - began >= delay_s)
     lab.kill()
-    return after_kill(lab, operation, "any moment", family)
+    return _after_kill(lab, operation, "any moment", family)
 
 
 def _strike_while(lab: Lab, operation: Operation, is_struck: Callable[[], bool]) -> set[int]:
@@ -82,25 +110,13 @@ def _strike_while(lab: Lab, operation: Operation, is_struck: Callable[[], bool])
     return family
 
 
-def after_kill(lab: Lab, operation: Operation, where: str, family: set[int]) -> Row:
+def _after_kill(lab: Lab, operation: Operation, where: str, family: set[int]) -> Row:
     """Start again and see what is left."""
     log_before = len(lab.daemon.log)
     lab.restart()
     no_process_left(family)
-    judge_operation(lab, operation)
-    did = _told(lab.daemon.log[log_before:])
-    outcome = operation.outcome()
-    operation.settle()
-    judge(lab)
-    operation.clean()
-    return Row("kill -9 of the daemon", f"{operation.name}: {where}", f"{outcome}{did}", "nothing")
-
-
-def judge_operation(lab: Lab, operation: Operation) -> None:
-    """What holds right after the fault; the damage that a heal was to mend may still be there."""
-    nothing_left(lab)
-    if operation.name != "heal" or operation.outcome() == AFTER:
-        judge(lab)
+    outcome = end_of(lab, operation)
+    return Row(_DAEMON, operation.name, where, f"{outcome}{_told(lab.daemon.log[log_before:])}")
 
 
 def _told(log: str) -> str:
@@ -159,7 +175,6 @@ def children_of(lab: Lab, kind: type[Operation]) -> list[str]:
 
 def kill_child(lab: Lab, kind: type[Operation], victim: str, seed: random.Random) -> Row:
     """Kill one child of a kind, some time after it began; the daemon stays, and the operation ends well or with an error."""
-    fault = "kill -9 of a worker" if victim == "worker" else f"kill -9 of `{victim}`"
     for _ in range(_TRIES):
         operation = kind(lab)
         pid = lab.daemon.pid
@@ -170,15 +185,14 @@ def kill_child(lab: Lab, kind: type[Operation], victim: str, seed: random.Random
         if struck:
             assert work.error is None or isinstance(work.error, Refused), f"not one of our errors: {work.error!r}"
             said = f"answered {work.error.code}" if isinstance(work.error, Refused) else "went on"
-            judge_operation(lab, operation)
-            outcome = operation.outcome()
-            operation.settle()
-            judge(lab)
-            operation.clean()
-            return Row(fault, operation.name, f"{said}; {outcome}", "nothing")
+            return Row(_fault_of(victim), kind.name, f"`{victim}`", f"{said}; {end_of(lab, operation)}")
         operation.settle()
         operation.clean()
-    return Row(fault, kind.name, "not hit in three runs", "nothing")
+    return Row(_fault_of(victim), kind.name, f"`{victim}`", NOT_HIT, count=0)
+
+
+def _fault_of(victim: str) -> str:
+    return "kill -9 of a worker" if victim == "worker" else "kill -9 of a git"
 
 
 def _kill_first(daemon: int, victim: str, work: Background, delay_s: float) -> bool:
@@ -190,6 +204,3 @@ def _kill_first(daemon: int, victim: str, work: Background, delay_s: float) -> b
                     os.kill(pid, signal.SIGKILL)
                     return True
     return False
-
-
-__all__ = ["AFTER", "BEFORE", "children_of", "kill_after", "kill_at", "kill_child", "steps_of"]

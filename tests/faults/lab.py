@@ -38,6 +38,11 @@ class Refused(Exception):
         self.code = str(problem.get("code"))
         self.problem = problem
 
+    @property
+    def is_bug(self) -> bool:
+        """Whether mirrord says that it did not expect this."""
+        return self.code == "internal"
+
 
 @dataclass
 class Truth:

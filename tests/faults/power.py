@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +17,30 @@ from .disks import CutDisk, unmount
 from .judge import judge, nothing_left, nothing_lost, works_again
 from .lab import Background, Lab, Refused, laboratory
 from .operations import Import, Operation, Pin, PoolCheckout, Sync
+from .plan import Plan
 from .report import Row
+from .series import Strike, in_series
 
 _WORK: tuple[type[Operation], ...] = (Sync, Pin, Import, PoolCheckout)
+_CUTS = 20
+_FAULT = "power cut"
 
 
-def cut_power(scratch: Path, seed: random.Random, cuts: int) -> list[Row]:
-    """Cut the power `cuts` times while mirrord works, on one disk after the other."""
+def rows(plan: Plan) -> Iterator[Row]:
+    """Power cuts while mirrord works, on one disk after the other."""
+    seed = plan.choices("power cuts")
+    with tempfile.TemporaryDirectory() as scratch:
+        yield from cut_power(Path(scratch), seed, plan.some(_CUTS))
+
+
+def cut_power(scratch: Path, seed: random.Random, cuts: int) -> Iterator[Row]:
     disk = CutDisk(scratch / "disk.img")
-    with laboratory(disk.mount, unmount) as lab:
-        return [_cut_once(lab, disk, seed) for _ in range(cuts)]
+    kinds = [seed.choice(_WORK) for _ in range(cuts)]
+    strikes = [Strike(_FAULT, kind.name, "any moment", partial(_cut_once, disk=disk, kind=kind, seed=seed)) for kind in kinds]
+    yield from in_series(strikes, partial(laboratory, disk.mount, unmount))
 
 
-def _cut_once(lab: Lab, disk: CutDisk, seed: random.Random) -> Row:
-    kind = seed.choice(_WORK)
+def _cut_once(lab: Lab, disk: CutDisk, kind: type[Operation], seed: random.Random) -> Row:
     operation = kind(lab)
     work = Background(_repeatedly(operation.run))
     time.sleep(seed.uniform(0.0, 1.0))
@@ -41,13 +53,13 @@ def _cut_once(lab: Lab, disk: CutDisk, seed: random.Random) -> Row:
     lab.daemon.process.wait(30)
     disk.restore()
     lab.daemon.start(prefix=new_boot(lab.root))
-    stood = _leases(lab, leases)
+    _leases_are_whole(lab, leases)
     nothing_left(lab)
     nothing_lost(lab)
     works_again(lab)
     judge(lab, level="content")
     _release_all(lab)
-    return Row("power cut", kind.name, f"started; {stood} of {len(leases)} leases stand, the others are gone", "nothing")
+    return Row(_FAULT, kind.name, "any moment", "started again; leases stand whole, or of the last seconds are gone")
 
 
 def new_boot(root: Path) -> tuple[str, ...]:
@@ -70,14 +82,13 @@ def _repeatedly(run: Callable[[], None]) -> Callable[[], None]:
     return work
 
 
-def _leases(lab: Lab, leases: dict[str, dict[str, Any]]) -> int:
-    """Leases that stand must be whole; each can be reset."""
-    there = {lease["id"]: lease for lease in lab.call("GET", "checkouts")}
-    for lease in there.values():
+def _leases_are_whole(lab: Lab, leases: dict[str, dict[str, Any]]) -> None:
+    """Each that stands can be reset and is what it says; none is there that nobody was given."""
+    for lease in lab.call("GET", "checkouts"):
         answer = lab.call("POST", f"checkouts/{lease['id']}/reset", {})
         assert git(Path(lease["path"]), "write-tree") == answer["proof"]["tree"]
         git(Path(lease["path"]), "fsck", "--full", "--no-dangling")
-    return len(there.keys() & leases.keys())
+        assert lease["commit"] == leases.get(lease["id"], lease)["commit"]
 
 
 def _release_all(lab: Lab) -> None:
