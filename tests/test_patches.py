@@ -182,16 +182,18 @@ def test_apply_keeps_line_ends(service: Service, checkout: Checkout) -> None:
     ],
 )
 def test_a_patch_that_does_not_apply_changes_nothing(
-    service: Service, checkout: Checkout, patch: bytes, error: type[MirrordError]
+    service: Service, checkout: Checkout, patch: bytes, error: type[MirrordError], tmp_path: Path
 ) -> None:
-    """Each refusal has its class; the tree is as it was."""
+    """Each refusal has its class; the tree, and what a link in it leads to, are as they were."""
     tree = Path(checkout.path)
-    run_as(USER_PEER.uid, "echo 1 >x.o; ln -s /tmp link2", tree, service)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    run_as(USER_PEER.uid, f"echo 1 >x.o; ln -s {outside} link2", tree, service)
     good = b"--- a/empty2\n+++ b/empty2\n" if error is InvalidPatchError else b""
     with pytest.raises(error):
         apply(service, checkout, patch + good)
     assert as_user(tree, "status", "--porcelain") == "?? link2"
-    assert not Path("/tmp/x").exists()
+    assert not list(outside.iterdir())
 
 
 def test_named_patches_are_the_graders(service: Service, checkout: Checkout, grading: Checkout, upstream: Upstream) -> None:
