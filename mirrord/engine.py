@@ -195,6 +195,7 @@ class Engine:
             bundles=self.bundles,
             datasets=self.datasets,
             audits=self.audits,
+            heals=self.heals,
             templates=self.templates,
             gitdirs=self.gitdirs,
             on_mirrors_changed=self._mirrors_changed,

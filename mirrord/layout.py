@@ -23,6 +23,10 @@ class Layout:
         return self.root / "datasets"
 
     @property
+    def bundles(self) -> Path:
+        return self.root / "bundles"
+
+    @property
     def templates(self) -> Path:
         return self.root / "templates"
 
@@ -47,7 +51,7 @@ class Layout:
 
     def make(self) -> None:
         """Make what is missing, and put the modes right."""
-        for private in (self.mirrors, self.datasets, self.templates, self.quarantine, self.home):
+        for private in (self.mirrors, self.datasets, self.bundles, self.templates, self.quarantine, self.home):
             self._make(private, 0o700)
         self._make(self.checkouts, 0o711)
         self.catalog.touch(mode=0o600)  # SQLite gives its journals the mode of the database

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 from gitrepos import Upstream
+from heallab import Furnished, House
 
 
 def pytest_configure() -> None:
@@ -32,3 +34,22 @@ def _own_git_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: py
 def make_upstream(tmp_path: Path) -> Callable[[str], Upstream]:
     """Build an upstream by name, below the test's own directory."""
     return lambda name="upstream": Upstream(tmp_path / "upstreams" / name)
+
+
+@pytest.fixture(scope="module")
+def alive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Furnished]:
+    root = tmp_path_factory.mktemp("house")
+    upstream = Upstream(root / "name")
+    upstream.history(5)
+    with start_blocking_portal() as portal:
+        house = House(root, upstream)
+        portal.call(house.open)
+        portal.call(house.furnish)
+        yield Furnished(root, house, portal)
+        portal.call(house.close)
+
+
+@pytest.fixture
+def furnished(alive: Furnished) -> Furnished:
+    alive.restore()
+    return alive

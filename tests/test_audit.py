@@ -11,21 +11,13 @@ from pathlib import Path
 import anyio
 import pytest
 from gitrepos import Upstream, git
+from heallab import Daemon
 
-from mirrord.audit import Audits
 from mirrord.audit import content as audit_content
 from mirrord.audit.examine import Examined, examine
-from mirrord.catalog import Catalog, DatasetHead, InstanceRow, spooled
-from mirrord.config import Settings, UpstreamSettings
 from mirrord.errors import AuditNotFoundError, DatasetNotFoundError, MirrorNotFoundError
-from mirrord.git.command import Git
-from mirrord.git.workers import Workers
-from mirrord.heal import Heals
-from mirrord.heal.implant import no_step
-from mirrord.jobs.events import Events
 from mirrord.mirrors.repository import PROTECTION
-from mirrord.mirrors.service import Mirrors
-from mirrord.model import AuditLevel, CommitId, CommitRole, CommitState, DatasetName, Direction, MirrorName, Reach, utc_now
+from mirrord.model import AuditLevel, CommitId, CommitState, MirrorName, Reach
 from mirrord.protocol import StartAudit
 
 ALL_LEVELS = list(AuditLevel)
@@ -282,70 +274,6 @@ def test_many_commits_take_few_processes(site: Site, monkeypatch: pytest.MonkeyP
 
 
 # -- the service ------------------------------------------------------------------------------------------------------
-
-
-class Daemon:
-    """The parts of a daemon that an audit needs, on a fresh state directory, with one dataset recorded and pinned."""
-
-    def __init__(self, root: Path, upstream: Upstream) -> None:
-        self.state_dir = root / "state"
-        self.state_dir.mkdir(exist_ok=True)
-        self.settings = Settings(
-            state_dir=self.state_dir, upstream=UpstreamSettings(url=f"file://{upstream.path.parent}/{{name}}")
-        )
-        self.name = MirrorName("owner", "name")
-
-    async def open(self, step: Callable[[str], None] = no_step) -> None:
-        self.workers = Workers(size=1)
-        self.catalog = await Catalog.open(self.state_dir / "catalog.sqlite3")
-        self.events = Events()
-        self.mirrors = Mirrors(
-            settings=lambda: self.settings,
-            git=Git(home=self.state_dir / "home"),
-            workers=self.workers,
-            catalog=self.catalog,
-            events=self.events,
-        )
-        await self.mirrors.open()
-        self.heals = Heals(
-            settings=lambda: self.settings,
-            mirrors=self.mirrors,
-            catalog=self.catalog,
-            git=Git(home=self.state_dir / "home"),
-            workers=self.workers,
-            events=self.events,
-            step=step,
-        )
-        self.audits = Audits(
-            settings=lambda: self.settings,
-            mirrors=self.mirrors,
-            catalog=self.catalog,
-            workers=self.workers,
-            events=self.events,
-            repair=self.heals.repair,
-        )
-
-    async def close(self) -> None:
-        await self.mirrors.close()
-        await self.workers.close()
-        await self.catalog.close()
-
-    async def record(self, name: MirrorName, commits: dict[str, CommitId]) -> None:
-        """A dataset with one instance for each commit."""
-        rows = [
-            InstanceRow(identity, "", name, oid, Direction.FORWARD, ((oid, CommitRole.BASE),), None, None, (), ())
-            for identity, oid in commits.items()
-        ]
-        spool = self.state_dir / "spool.jsonl"
-        spool.write_bytes(b"".join(spooled(row) for row in rows))
-        head = DatasetHead(DatasetName("lite"), "swe-bench", "lite.jsonl", "0" * 64, utc_now(), 0, [], {}, {})
-        await self.catalog.replace_dataset(head, spool)
-
-    async def mirror_and_pin(self, commits: dict[str, CommitId]) -> None:
-        await self.mirrors.add(self.name.repo)
-        await self.mirrors.sync(self.name)
-        await self.record(self.name, commits)
-        assert await self.mirrors.pin(self.name, list(commits.values()), owner="dataset/lite", reason="recorded") == {}
 
 
 def with_daemon(tmp_path: Path, upstream: Upstream, body: Callable[[Daemon], Awaitable[None]]) -> None:

@@ -10,17 +10,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from anyio.from_thread import BlockingPortal, start_blocking_portal
-from gitrepos import Upstream, git
-from test_audit import Daemon
+from gitrepos import git
+from heallab import Furnished, House, flip, refs_of, snapshot, truncate, write
 
-from mirrord.config import UpstreamSettings
 from mirrord.mirrors.repository import HISTORY
-from mirrord.model import AuditLevel, CommitId, CommitState, MirrorName
+from mirrord.model import AuditLevel, CommitState, MirrorName
 from mirrord.protocol import Audit, StartAudit
 
 FEW = 8
@@ -30,122 +28,7 @@ ROUNDS = int(os.environ.get("MIRRORD_HEAL_ROUNDS", FEW))
 FORK = MirrorName("fork", "name")
 
 
-class House(Daemon):
-    """A synced mirror with an old tip that upstream force-pushed away, three recorded commits, and a person's pin."""
-
-    def __init__(self, root: Path, upstream: Upstream) -> None:
-        super().__init__(root, upstream)
-        self.root = root
-        self.upstream = upstream
-
-    @property
-    def mirror(self) -> Path:
-        return self.state_dir / "mirrors/owner__name"
-
-    @property
-    def damaged(self) -> Path:
-        return self.state_dir / "quarantine/damaged/owner__name"
-
-    async def furnish(self) -> None:
-        await self.mirrors.add(self.name.repo)
-        await self.mirrors.sync(self.name)
-        self.upstream.git("reset", "--hard", "--quiet", "HEAD~1")
-        self.upstream.commit({"after": "the force push\n"})
-        self.upstream.git("tag", "-a", "-m", "a tag", "v1", "HEAD~1")
-        await self.mirrors.sync(self.name)
-        await self.mirror_and_pin({f"owner__name-{n}": CommitId(self.upstream.git("rev-parse", f"HEAD~{n}")) for n in range(3)})
-        first = CommitId(self.upstream.git("rev-list", "--max-parents=0", "HEAD"))
-        assert await self.mirrors.pin(self.name, [first], owner="person/7", reason="paper") == {}
-        await self.mirrors.maintain(self.name)
-
-    async def heal(self) -> Audit:
-        return await self.audits.run(StartAudit(heal=True, level=AuditLevel.CONTENT))
-
-
-def refs_of(mirror: Path) -> dict[str, str]:
-    lines = git(mirror, "for-each-ref", "--format=%(refname) %(objectname)").splitlines()
-    return dict(line.split() for line in lines)
-
-
-class Furnished:
-    """A furnished house that lives as long as the tests do; each test gets its mirror as it was."""
-
-    def __init__(self, root: Path, house: House, portal: BlockingPortal) -> None:
-        self.root = root
-        self.house = house
-        self.upstream = house.upstream
-        self.mirror = house.mirror
-        self._portal = portal
-        self._pristine = root / "pristine"
-        self._settings = house.settings
-        shutil.copytree(self.mirror, self._pristine)
-        self.refs = refs_of(self.mirror)
-
-    def restore(self) -> None:
-        for directory in (self.mirror, self.house.damaged, self.root / "state/templates"):
-            shutil.rmtree(directory, ignore_errors=True)
-        shutil.copytree(self._pristine, self.mirror)
-        self.house.settings = self._settings
-
-    def live(self, body: Callable[[House], Awaitable[None]]) -> None:
-        self._portal.call(body, self.house)
-
-    def explode(self) -> None:
-        """Every object loose, and nothing derived from packs."""
-        packs = self.mirror / "objects/pack"
-        streams = [pack.read_bytes() for pack in packs.glob("*.pack")]
-        for file in packs.iterdir():
-            file.unlink()
-        for stream in streams:
-            git(self.mirror, "unpack-objects", "-q", stdin=stream)
-
-    def loose(self, oid: str) -> Path:
-        return self.mirror / "objects" / oid[:2] / oid[2:]
-
-    def object(self, rev: str) -> str:
-        return git(self.mirror, "rev-parse", rev)
-
-    def pack(self) -> Path:
-        return max((self.mirror / "objects/pack").glob("pack-*.pack"), key=lambda file: file.stat().st_size)
-
-
-@pytest.fixture(scope="module")
-def alive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Furnished]:
-    root = tmp_path_factory.mktemp("house")
-    upstream = Upstream(root / "name")
-    upstream.history(5)
-    with start_blocking_portal() as portal:
-        house = House(root, upstream)
-        portal.call(house.open)
-        portal.call(house.furnish)
-        yield Furnished(root, house, portal)
-        portal.call(house.close)
-
-
-@pytest.fixture
-def furnished(alive: Furnished) -> Furnished:
-    alive.restore()
-    return alive
-
-
 # -- what is done to it -----------------------------------------------------------------------------------------------
-
-
-def write(path: Path, content: bytes) -> None:
-    """Overwrite, read-only files too."""
-    path.unlink(missing_ok=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-
-
-def truncate(path: Path, share: float = 0.5) -> None:
-    write(path, path.read_bytes()[: int(path.stat().st_size * share)])
-
-
-def flip(path: Path, at: float = 0.5) -> None:
-    data = bytearray(path.read_bytes())
-    data[int((len(data) - 1) * at)] ^= 0xFF
-    write(path, bytes(data))
 
 
 def derived(it: Furnished, pattern: str) -> Path:
@@ -160,11 +43,6 @@ def loose_blob(it: Furnished) -> Path:
 def swap(it: Furnished) -> None:
     path = loose_blob(it)
     write(path, it.loose(it.object("main:docs/page1.txt")).read_bytes())
-
-
-def lose(it: Furnished, rev: str) -> None:
-    it.explode()
-    it.loose(it.object(rev)).unlink()
 
 
 def delete_ref(it: Furnished, ref: str) -> None:
@@ -190,12 +68,12 @@ def drop_packed_line(it: Furnished, part: str) -> None:
 
 
 FAULTS: dict[str, Callable[[Furnished], object]] = {
-    "missing commit": lambda it: lose(it, "main~2"),
-    "missing tip": lambda it: lose(it, "main"),
-    "missing tree": lambda it: lose(it, "main~1:docs"),
-    "missing root tree": lambda it: lose(it, "main^{tree}"),
-    "missing blob": lambda it: lose(it, "main:docs/page1.txt"),
-    "missing tag": lambda it: lose(it, "v1"),
+    "missing commit": lambda it: it.lose("main~2"),
+    "missing tip": lambda it: it.lose("main"),
+    "missing tree": lambda it: it.lose("main~1:docs"),
+    "missing root tree": lambda it: it.lose("main^{tree}"),
+    "missing blob": lambda it: it.lose("main:docs/page1.txt"),
+    "missing tag": lambda it: it.lose("v1"),
     "truncated loose object": lambda it: truncate(loose_blob(it)),
     "empty loose object": lambda it: write(loose_blob(it), b""),
     "altered loose object": lambda it: flip(loose_blob(it)),
@@ -249,15 +127,6 @@ LOSES_HISTORY = {
     "altered pack and truncated index",
 }
 """Only this mirror has its ref history: what cannot be salvaged of it is gone."""
-
-
-def snapshot(mirror: Path) -> dict[str, str]:
-    """Every file by its content."""
-    return {
-        str(file.relative_to(mirror)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in mirror.rglob("*")
-        if file.is_file()
-    }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -315,19 +184,10 @@ def test_pins_of_persons_come_back(furnished: Furnished) -> None:
 # -- donors -----------------------------------------------------------------------------------------------------------
 
 
-def no_upstream(house: House, *fallbacks: str) -> None:
-    """Upstream is not there any more; a row keeps the URL it was added with."""
-    house.upstream.path.rename(house.upstream.path.with_name("away"))
-    settings = UpstreamSettings(url="file:///nonexistent/{name}", fallbacks=fallbacks)
-    house.settings = house.settings.model_copy(update={"upstream": settings})
-
-
-def a_fallback(house: House) -> None:
+def a_fallback(house: House) -> str:
     """The same history under another URL."""
-    no_upstream(
-        house, f"file://{house.upstream.path.with_name('away').parent}/away?/{{name}}".replace("away?/{name}", "{name}-b")
-    )
-    git(house.root, "clone", "-q", "--mirror", str(house.root / "away"), str(house.root / "name-b"))
+    git(house.root, "clone", "-q", "--mirror", str(house.upstream.path), str(house.root / "name-b"))
+    return f"file://{house.root}/{{name}}-b"
 
 
 async def a_fork(house: House) -> None:
@@ -358,21 +218,15 @@ def test_each_donor_alone_repairs_every_kind_of_hole(furnished: Furnished, donor
                 await a_fork(house)
             if donor == "closure packs":
                 closure_packs(house)
-            a_fallback(house) if donor == "fallback" else no_upstream(house)
-            if donor == "salvage":
-                flip(furnished.pack(), 1.0)
-            else:
-                lost = [furnished.object(rev) for rev in HOLES.values()]
-                furnished.explode()
-                for oid in lost:
-                    furnished.loose(oid).unlink()
-            healed = await house.audits.run(StartAudit(mirrors=["owner/name"], heal=True, level=AuditLevel.CONTENT))
+            fallbacks = [a_fallback(house)] if donor == "fallback" else []
+            with house.without_upstream(*fallbacks):
+                flip(furnished.pack(), 1.0) if donor == "salvage" else furnished.lose(*HOLES.values())
+                healed = await house.audits.run(StartAudit(mirrors=["owner/name"], heal=True, level=AuditLevel.CONTENT))
             assert (healed.counts, healed.findings) == ({CommitState.OK: 3}, [])
             assert any(donor[:4] in name or "name-b" in name for name in healed.repairs[0].objects), healed.repairs
             git(house.mirror, "fsck", "--full")
             assert refs_of(house.mirror) == furnished.refs
         finally:
-            house.upstream.path.with_name("away").rename(house.upstream.path)
             await house.catalog.delete_mirror(FORK.key)
             for left in ("fork.git", "name-b", "state/mirrors/fork__name"):
                 shutil.rmtree(house.root / left, ignore_errors=True)
@@ -387,15 +241,13 @@ def test_what_nobody_has_stays_as_it_was_and_is_tried_again(furnished: Furnished
         path = loose_blob(furnished)
         flip(path)
         broken = path.read_bytes()
-        no_upstream(house)
-        try:
+        with house.without_upstream():
             audit = await house.heal()
-            assert path.read_bytes() == broken
-            assert "owner__name-0" in audit.affected
-            assert audit.repairs[0].unhealed == [path.parent.name + path.name]
-            assert house.heals.due() == []
-        finally:
-            house.upstream.path.with_name("away").rename(house.upstream.path)
+        assert path.read_bytes() == broken
+        assert "owner__name-0" in audit.affected
+        assert audit.repairs[0].unhealed == [path.parent.name + path.name]
+        assert [reason for donor, reason in audit.repairs[0].refusals.items() if donor.startswith("upstream")]
+        assert house.heals.due() == []
         healed = await house.heal()
         assert (healed.counts, healed.affected) == ({CommitState.OK: 3}, [])
 
@@ -409,7 +261,7 @@ def test_a_donor_that_lies_is_not_believed(furnished: Furnished) -> None:
         closure_packs(house)
         pack = next(house.state_dir.glob("templates/*/packs/*/*.pack"))
         flip(pack)
-        lose(furnished, "main:docs/page1.txt")
+        furnished.lose("main:docs/page1.txt")
         healed = await house.heal()
         assert (healed.counts, healed.findings) == ({CommitState.OK: 3}, [])
         assert not any("closure" in name for name in healed.repairs[0].objects)

@@ -140,6 +140,7 @@ ENDPOINTS = (
     Endpoint("POST", f"{API}/audits", ADMIN, audits.start_audit, Operation, 202, body=StartAudit),
     Endpoint("GET", f"{API}/audits/{{id}}", ADMIN, audits.get_audit, Audit),
     Endpoint("POST", f"{API}/heals", ADMIN, audits.start_heal, Operation, 202, body=StartHeal),
+    Endpoint("POST", f"{_MIRROR}/heal", ADMIN, audits.heal_with_bundle, Operation, 202, body=_FILE),
     Endpoint("GET", f"{API}/checkouts", MEMBER, checkouts.list_checkouts, list[Checkout]),
     Endpoint("POST", f"{API}/checkouts", MEMBER, checkouts.start_checkout, Checkout, 201, body=StartCheckout),
     Endpoint("GET", _CHECKOUT, MEMBER, checkouts.get_checkout, Checkout),

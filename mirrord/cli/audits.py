@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import UsageError
 from ..model import AuditLevel
 from .output import count
-from .progress import finish
+from .progress import finish, watching
 from .session import Session
 
 if TYPE_CHECKING:
@@ -76,6 +78,10 @@ def _repair(repair: Repair) -> Iterator[str]:
         yield f"{repair.mirror} healed: {count(number, 'object')} from {donor}"
     for file in repair.files:
         yield f"{repair.mirror} healed: {file} was bad, kept in {repair.kept_in}"
+    if repair.history:
+        yield f"{repair.mirror} ref history: {repair.history}"
+    for donor, reason in repair.refusals.items():
+        yield f"{repair.mirror} {donor} gave nothing: {reason}"
     for ref in repair.refs:
         yield f"{repair.mirror} healed: {ref} was lost"
     if repair.unhealed_count:
@@ -85,13 +91,32 @@ def _repair(repair: Repair) -> Iterator[str]:
         yield f"{repair.mirror} not healed: {repair.error}"
 
 
-def heal(ctx: typer.Context, names: Names = None, no_wait: NoWait = False) -> None:
-    """Prints what was done and what is still wrong, as `mirrord audit` does; status 8 when a recorded commit cannot be served."""
+def heal(
+    ctx: typer.Context,
+    names: Names = None,
+    bundle: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Let one mirror also take objects from this bundle, of any repository.")
+    ] = None,
+    no_wait: NoWait = False,
+) -> None:
+    """Prints what was done and what is still wrong, as `mirrord audit` does; status 8 when a recorded commit cannot be served.
+    Bundles that lie in the directory bundles/ of the daemon's state are asked without being named."""
     session = Session.of(ctx)
     with session.client() as client:
-        operation = client.start_heal(*names or ())
+        operation = _start_heal(session, client, names or [], bundle)
         if no_wait:
             session.answer(operation, lambda: [f"operation {operation.id} {operation.state}"])
             return
         found = _found(session, client, operation)
     _answer(session, found)
+
+
+def _start_heal(session: Session, client: Client, names: list[str], bundle: Path | None) -> Operation:
+    if bundle is None:
+        return client.start_heal(*names)
+    if len(names) != 1:
+        raise UsageError(f"cannot heal with {bundle}: {len(names)} mirrors are named", hint="name the one it is for")
+    if not bundle.is_file():
+        raise UsageError(f"cannot heal with {bundle}: it is not a file", hint="name a bundle file")
+    with watching(session, f"sending {bundle.name}") as watch:
+        return client.heal_with_bundle(names[0], bundle, progress=watch)

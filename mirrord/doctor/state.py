@@ -17,7 +17,7 @@ _REBUILD = (
     "start the daemon: it adopts mirrors and pins, and imports the files in datasets/ again; import other dataset files by hand,"
     " and add mirrors again that had a URL of their own"
 )
-_DIRECTORIES = ("mirrors", "templates", "checkouts", "quarantine", "datasets")
+_DIRECTORIES = ("mirrors", "templates", "checkouts", "quarantine", "datasets", "bundles")
 _POOR_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "vfat", "overlay", "tmpfs"}
 
 

@@ -10,16 +10,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 from pydantic_core import to_jsonable_python
 
 from ..audit import Audits
 from ..checkouts.gitdirs import Gitdirs
 from ..checkouts.templates import Templates
 from ..datasets.service import Datasets
+from ..heal import Heals
 from ..jobs.operations import Operations, ProgressSink
+from ..mirrors.bundles.header import read_header
 from ..mirrors.bundles.service import Bundles
 from ..mirrors.service import Mirrors
-from ..model import DatasetName, MirrorName
+from ..model import AuditLevel, DatasetName, MirrorName
 from ..protocol import Operation, StartAudit
 
 
@@ -34,6 +37,7 @@ class Work:
         bundles: Bundles,
         datasets: Datasets,
         audits: Audits,
+        heals: Heals,
         templates: Templates,
         gitdirs: Gitdirs,
         on_mirrors_changed: Callable[[], Awaitable[None]],
@@ -43,6 +47,7 @@ class Work:
         self._bundles = bundles
         self._datasets = datasets
         self._audits = audits
+        self._heals = heals
         self._templates = templates
         self._gitdirs = gitdirs
         self._on_mirrors_changed = on_mirrors_changed
@@ -79,19 +84,12 @@ class Work:
         """Take a bundle file that is ours; it is removed at the end, whatever the end is."""
 
         async def run(progress: ProgressSink) -> dict[str, Any]:
-            try:
-                result = await self._bundles.import_file(path, mirror=mirror, owner_uid=owner_uid, progress=progress)
-            finally:
-                path.unlink(missing_ok=True)
+            result = await self._bundles.import_file(path, mirror=mirror, owner_uid=owner_uid, progress=progress)
             self._datasets.rows_changed(result["datasets"])
             await self._on_mirrors_changed()
             return result
 
-        try:
-            return self._operations.start("bundle.import", mirror or "a bundle", run, owner_uid=owner_uid)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
+        return self._start_with("bundle.import", mirror or "a bundle", path, run, owner_uid)
 
     async def remove_mirror(self, name: MirrorName) -> None:
         """Remove a mirror, and what was built from it. Raises MirrorInUseError while something recorded needs it."""
@@ -108,16 +106,9 @@ class Work:
         """Import a file that is ours; it is removed at the end, whatever the end is."""
 
         async def run(progress: ProgressSink) -> dict[str, Any]:
-            try:
-                return await self._import(path, name, format_name, filename, progress)
-            finally:
-                path.unlink(missing_ok=True)
+            return await self._import(path, name, format_name, filename, progress)
 
-        try:
-            return self._operations.start("dataset.import", name or filename, run, owner_uid=owner_uid)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
+        return self._start_with("dataset.import", name or filename, path, run, owner_uid)
 
     def import_watched(self, path: Path) -> Operation:
         """Import a file of the watched directory, which stays where it is."""
@@ -147,6 +138,39 @@ class Work:
 
         subject = ", ".join(map(str, names)) or request.dataset or "everything recorded"
         return self._operations.start(kind, subject, run, owner_uid=owner_uid)
+
+    async def heal_with(self, bundle: Path, mirror: str, *, owner_uid: int = 0) -> Operation:
+        """Heal a mirror with a bundle file of ours as one more donor. Raises MirrorNotFoundError, InvalidBundleError."""
+        try:
+            name = (await self._mirrors.get(mirror)).name
+            await anyio.to_thread.run_sync(read_header, bundle)
+        except BaseException:
+            bundle.unlink(missing_ok=True)
+            raise
+        request = StartAudit(mirrors=[str(name)], level=AuditLevel.CONTENT, heal=True)
+
+        async def run(progress: ProgressSink) -> dict[str, Any]:
+            with self._mirrors.quarantine.holding(bundle), self._heals.lending(bundle):
+                return _plain(await self._audits.run(request, progress))
+
+        return self._start_with("heal", str(name), bundle, run, owner_uid)
+
+    def _start_with(
+        self, kind: str, subject: str, path: Path, run: Callable[[ProgressSink], Awaitable[dict[str, Any]]], owner_uid: int
+    ) -> Operation:
+        """Start work on a file that is removed at its end, also when it does not begin."""
+
+        async def run_and_remove(progress: ProgressSink) -> dict[str, Any]:
+            try:
+                return await run(progress)
+            finally:
+                path.unlink(missing_ok=True)
+
+        try:
+            return self._operations.start(kind, subject, run_and_remove, owner_uid=owner_uid)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def _plain(result: Any) -> dict[str, Any]:

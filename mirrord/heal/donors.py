@@ -1,5 +1,5 @@
-"""Where missing objects come from, nearest first: our closure packs, other mirrors of this host, then upstream and the fallbacks
-over the network. Checkouts are never asked: others write in them.
+"""Where missing objects come from, nearest first: our closure packs, other mirrors of this host, upstream and fallbacks by id,
+bundles, then upstream and fallbacks whole. Checkouts are never asked: others write in them.
 
 A donor lends a repository that may have some of what is missing; whether it has, and whether it is what it says, is not
 decided here. Owns only directories below the heal's own.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
@@ -21,6 +21,7 @@ from ..mirrors.flights import ProgressSink
 from ..mirrors.service import Mirrors
 from ..mirrors.upstream import Upstream
 from ..model import CommitId, MirrorName
+from .bundles import BundleFile, Shelf
 from .missing import Missing
 from .view import borrow_from, make_repository
 
@@ -40,7 +41,7 @@ class Donor:
 @dataclass(frozen=True, slots=True)
 class Donors:
     """The donors of one mirror; `names` are all mirrors. `work` is the heal's own directory, `view` what the mirror has that is
-    good.
+    good. `refusals` says of those that failed why.
     """
 
     mirrors: Mirrors
@@ -49,17 +50,31 @@ class Donors:
     templates: Path
     work: Path
     view: Path
+    shelf: Shelf
     progress: ProgressSink | None = None
+    refusals: dict[str, str] = field(default_factory=dict)
 
-    def all(self, tips: Collection[str]) -> list[Donor]:
-        """Every donor, the cheapest first. `tips` are what a whole fetch asks for."""
+    async def all(self, tips: Collection[str]) -> list[Donor]:
+        """Every donor, the cheapest first; a bundle of another repository is the last. `tips` are what a whole fetch asks for."""
         names = sorted(self.names, key=lambda name: (name.key != self.row.name.key, name.key))
         packs = [Donor(f"closure packs of {name}", self._packs(self.templates / str(name))) for name in names]
         others = [Donor(f"mirror {name}", _lying_at(self.mirrors.path(name))) for name in names if name.key != self.row.name.key]
         upstreams = self.mirrors.upstreams(self.row)
         by_id = [Donor(f"upstream {upstream.shown}", self._by_id(upstream)) for upstream in upstreams]
         whole = [Donor(f"upstream {upstream.shown}, fetched whole", self._whole(upstream, tips)) for upstream in upstreams]
-        return [*packs, *others, *by_id, *whole]
+        files = await self.bundles()
+        lent = [self.opening(file) for file in files if file.is_lent]
+        own = [self.opening(file) for file in files if not file.is_lent and file.is_of(self.row.name)]
+        foreign = [self.opening(file) for file in files if not file.is_lent and not file.is_of(self.row.name)]
+        return [*packs, *lent, *others, *by_id, *own, *whole, *foreign]
+
+    async def bundles(self) -> list[BundleFile]:
+        found, refused = await self.shelf.look()
+        self.refusals.update(refused)
+        return found
+
+    def opening(self, file: BundleFile) -> Donor:
+        return Donor(file.name, lambda _missing: self.shelf.open(file, self.progress))
 
     def _packs(self, templates: Path) -> Lend:
         @asynccontextmanager
@@ -106,7 +121,10 @@ class Donors:
         return lend
 
     async def _fetch(self, upstream: Upstream, into: Path, oids: Collection[str]) -> None:
-        await self.mirrors.fetch_into(self.row, into, upstream, [CommitId(oid) for oid in sorted(oids)], self.progress)
+        wanted = [CommitId(oid) for oid in sorted(oids)]
+        unfetched = await self.mirrors.fetch_into(self.row, into, upstream, wanted, self.progress)
+        if unfetched:
+            self.refusals[f"upstream {upstream.shown}"] = min(unfetched.values())
 
 
 def _lying_at(path: Path) -> Lend:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,10 +23,12 @@ from ..errors import MirrordError, StoppingError
 from ..git.command import Git
 from ..git.workers import Workers
 from ..jobs.events import Events
+from ..layout import Layout
 from ..mirrors.flights import ProgressSink
 from ..mirrors.service import Mirrors
 from ..model import CommitId, MirrorName
 from ..protocol import Repair
+from .bundles import Shelf
 from .donors import Donors
 from .implant import Step, no_step
 from .treatment import Outcome, Treatment
@@ -51,7 +54,7 @@ class Heals:
         clock: Callable[[], float] = time.monotonic,
         step: Step = no_step,
     ) -> None:
-        self._state_dir: Path = settings().state_dir
+        self._layout = Layout(settings().state_dir)
         self._mirrors = mirrors
         self._catalog = catalog
         self._git = git
@@ -59,6 +62,7 @@ class Heals:
         self._events = events
         self._clock = clock
         self._step = step
+        self._lent: list[Path] = []
         self._open: dict[str, tuple[MirrorName, int, float]] = {}
 
     async def repair(self, judged: Judged, progress: ProgressSink | None = None) -> Repair:
@@ -87,6 +91,15 @@ class Heals:
         )
         return _told(name, outcome)
 
+    @contextmanager
+    def lending(self, bundle: Path) -> Iterator[None]:
+        """Have a bundle among the donors of every heal that begins meanwhile."""
+        self._lent.append(bundle)
+        try:
+            yield
+        finally:
+            self._lent.remove(bundle)
+
     def due(self) -> list[MirrorName]:
         """Mirrors whose last heal left something open and whose time has come."""
         now = self._clock()
@@ -109,13 +122,15 @@ class Heals:
         return outcome
 
     async def _treat(self, row: MirrorRow, judged: Judged, work: Path, progress: ProgressSink | None) -> Outcome:
+        view = work / "view"
         donors = Donors(
             mirrors=self._mirrors,
             row=row,
             names=[other.name for other in await self._catalog.list_mirrors()],
-            templates=self._state_dir / "templates",
+            templates=self._layout.templates,
             work=work,
-            view=work / "view",
+            view=view,
+            shelf=Shelf(self._git, self._mirrors.quarantine, self._layout.bundles, tuple(self._lent), row.name, work, view),
             progress=progress,
         )
         pinned = {pin.commit for pin in await self._catalog.list_pins(row.name.key)}
@@ -165,4 +180,6 @@ def _told(name: MirrorName, outcome: Outcome) -> Repair:
         refs=outcome.refs,
         unhealed=sorted(outcome.unhealed)[:100],
         unhealed_count=len(outcome.unhealed),
+        history=outcome.history,
+        refusals=outcome.refusals,
     )

@@ -10,18 +10,14 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import structlog
-
 from ..audit.content import unreadable
 from ..audit.graph import TIMEOUT, lines_of
-from ..errors import CorruptObjectError, DiskFullError, GitFailedError, MirrordError
+from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import Git
 from ..git.environment import STRICT
 from ..git.packs import PackIndex
 from ..git.workers import Workers
 from .missing import Missing, kinds_of
-
-log = structlog.get_logger()
 
 
 @dataclass(slots=True)
@@ -37,17 +33,11 @@ class Transplant:
 
     async def take_missing(self, name: str, donor: Path, missing: Missing) -> int:
         """Take what the donor has of what is missing, and what lies behind that; answers how many objects came."""
-        try:
-            there = await self._there(donor, missing.all)
-            if not there:
-                return 0
-            reached = await self._reached(donor, there, missing.whole)
-            return await self._take(name, donor, await self._not_here(reached | there))
-        except DiskFullError:
-            raise
-        except MirrordError as error:
-            log.warning("donor.failed", donor=name, code=error.code, detail=error.message)
+        there = await self._there(donor, missing.all)
+        if not there:
             return 0
+        reached = await self._reached(donor, there, missing.whole)
+        return await self._take(name, donor, await self._not_here(reached | there))
 
     async def take_all(self, name: str, donor: Path, bad: Collection[str]) -> int:
         """Take every object of the donor that is not here but for the `bad` ones."""

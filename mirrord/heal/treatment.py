@@ -16,7 +16,7 @@ import structlog
 from ..audit.files import BadFile, FileKind, find_bad_files
 from ..audit.graph import TIMEOUT
 from ..audit.names import Names, read_names
-from ..errors import CorruptObjectError, GitFailedError, MirrordError
+from ..errors import CorruptObjectError, DiskFullError, GitFailedError, MirrordError, StoppingError
 from ..git.command import Git
 from ..git.packs import PackIndex
 from ..git.workers import Workers
@@ -26,10 +26,12 @@ from ..mirrors.refs import theirs
 from ..mirrors.repository import HISTORY, Repository
 from ..model import AuditLevel, MirrorName
 from ..protocol import Progress
+from .bundles import BundleFile
 from .donors import Donor, Donors
 from .implant import Implant, Step
 from .missing import Missing, find_missing
 from .names import RefPlan, plan_refs
+from .past import find_past
 from .salvage import Salvage, salvage
 from .transplant import Transplant
 from .view import borrow_from, damaged_packs, make_repository, make_view
@@ -42,13 +44,17 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class Outcome:
-    """What a heal did. `unhealed` are ids of needed objects that nobody had."""
+    """What a heal did. `unhealed` are ids of needed objects that nobody had, `history` what became of a lost ref history,
+    `refusals` why donors failed.
+    """
 
     objects: dict[str, int] = field(default_factory=dict)
     bad_files: list[BadFile] = field(default_factory=list)
     refs: list[str] = field(default_factory=list)
     evidence: Path | None = None
     unhealed: frozenset[str] = frozenset()
+    history: str = ""
+    refusals: dict[str, str] = field(default_factory=dict)
 
     @property
     def changed(self) -> bool:
@@ -73,6 +79,7 @@ class Treatment:
     default_branch: str | None
     step: Step
     progress: ProgressSink | None = None
+    outcome: Outcome = field(default_factory=Outcome)
 
     async def perform(self) -> Outcome:
         """Heal what can be healed."""
@@ -88,8 +95,8 @@ class Treatment:
         if plan.restore:
             missing = await self._collect({*self.recorded, *refs.values()}, transplant)
         if await self._history_is_lost(refs, missing):
-            plan.restore[HISTORY] = await self._begin_history(refs, plan.head, transplant)
-            missing = await self._missing({*self.recorded, *{**refs, **plan.restore}.values()})
+            await self._renew_history(refs, plan, transplant)
+            missing = await self._collect({*self.recorded, *{**refs, **plan.restore}.values()}, transplant)
         plan.restore = {ref: oid for ref, oid in plan.restore.items() if oid not in missing.all}
         movable = [bad for bad in bad_files if _may_go(bad, self.git_dir, missing.all)] + names.faults
         movable += [*self._replaced_refs(names, plan), *self._outdated(movable, missing, transplant)]
@@ -101,15 +108,26 @@ class Treatment:
         """Whether the records of what upstream had are not whole: no donor but a bundle has them."""
         return bool(refs) and (HISTORY not in refs or bool(missing and await self._missing({refs[HISTORY]})))
 
-    async def _begin_history(self, refs: Mapping[str, str], head: str | None, transplant: Transplant) -> str:
-        """A first record of the refs as they are: without one no sync could go on."""
+    async def _renew_history(self, refs: Mapping[str, str], plan: RefPlan, transplant: Transplant) -> None:
+        """A record of the refs as they are, without which no sync could go on; on top of what the best bundle has, if any."""
+
+        async def bring(file: BundleFile, record: str) -> bool:
+            donors = [self.donors.opening(file)]
+            return not await self._ask_each(donors, {record}, await self._missing({record}), transplant)
+
+        past = await find_past(Repository(self.git, self.name, self._view), await self.donors.bundles(), self.name, bring)
+        log.warning("history.lost", mirror=str(self.name), record=refs.get(HISTORY), bundle=past.donor if past else None)
+        if past:
+            plan.restore |= {ref: oid for ref, oid in past.kept.items() if ref not in refs}
+            self.outcome.history = f"its records were lost; it goes on from those of {past.at:%Y-%m-%d} in {past.donor}"
+        else:
+            self.outcome.history = "its records were lost, and no bundle has them; it begins anew"
+        parent, why = (past.record, "continued by a heal") if past else (None, "begun anew by a heal")
         scratch = Repository(self.git, self.name, self.work / "history")
         await anyio.to_thread.run_sync(make_repository, scratch.path)
         borrow_from(scratch.path, self._view)
-        log.warning("history.lost", mirror=str(self.name), record=refs.get(HISTORY))
-        record = await write_record(scratch, theirs(dict(refs)), head, [], parent=None, why="begun anew by a heal")
+        plan.restore[HISTORY] = await write_record(scratch, theirs(dict(refs)), plan.head, [], parent=parent, why=why)
         await transplant.take_all(NEW_HISTORY, scratch.path, ())
-        return record
 
     def _replaced_refs(self, names: Names, plan: RefPlan) -> list[BadFile]:
         """What restoring refs writes over, kept like every file that goes."""
@@ -145,24 +163,38 @@ class Treatment:
                 log.warning("salvage.failed", mirror=str(self.name), pack=pack.name, detail=error.message)
 
     async def _collect(self, tips: Collection[str], transplant: Transplant) -> Missing:
-        """Ask donors in turn for what is missing, each for as long as it gives; answers what nobody had."""
+        """Ask donors for what is missing, round after round for as long as it gets less; answers what nobody had."""
         missing = await self._missing(tips)
-        for donor in self.donors.all(tips) if missing else ():
-            while missing:
-                self._tell(f"{len(missing.all)} objects are missing, ask {donor.name}")
-                if not await self._ask(donor, missing, transplant):
-                    break
+        donors = await self.donors.all(tips) if missing else []
+        while missing:
+            left = await self._ask_each(donors, tips, missing, transplant)
+            if left.all == missing.all:
+                return left
+            missing = left
+        return missing
+
+    async def _ask_each(
+        self, donors: Collection[Donor], tips: Collection[str], missing: Missing, transplant: Transplant
+    ) -> Missing:
+        """Each in turn, for as long as it gives."""
+        for donor in donors:
+            while missing and await self._ask(donor, missing, transplant):
                 missing = await self._missing(tips)
             if not missing:
                 break
         return missing
 
     async def _ask(self, donor: Donor, missing: Missing, transplant: Transplant) -> int:
+        """A donor that fails, whatever it is, is one that has nothing."""
+        self._tell(f"{len(missing.all)} objects are missing, ask {donor.name}")
         try:
             async with donor.lend(missing) as repository:
                 return await transplant.take_missing(donor.name, repository, missing) if repository else 0
-        except _BLAMES_LINKS as error:
+        except (DiskFullError, StoppingError):
+            raise
+        except MirrordError as error:
             log.warning("donor.failed", donor=donor.name, code=error.code, detail=error.message)
+            self.donors.refusals[donor.name] = error.message
             return 0
 
     async def _missing(self, tips: Collection[str]) -> Missing:
@@ -187,25 +219,31 @@ class Treatment:
         await anyio.to_thread.run_sync(make_repository, final)
         borrow_from(final, self._view)
         await self._prove(transplant, final, whole=not missing)
-        outcome = Outcome(transplant.counts, movable, sorted(plan.restore), unhealed=missing.all)
+        outcome = self.outcome
+        outcome.objects, outcome.bad_files, outcome.refs = transplant.counts, movable, sorted(plan.restore)
+        outcome.unhealed, outcome.refusals = missing.all, self.donors.refusals
         if not outcome.changed:
             return outcome
         self._tell("put everything in place")
-        fresh = Repository(self.git, self.name, self.work / "fresh")
-        await fresh.create()
         implant = Implant(
             name=self.name,
             git_dir=self.git_dir,
             quarantine=self.quarantine,
             work=final,
             bad_files=movable,
-            config=(fresh.path / "config").read_bytes(),
+            config=await self._config() if any(bad.kind is FileKind.CONFIG for bad in movable) else b"",
             plan=plan,
             step=self.step,
         )
         with anyio.CancelScope(shield=True):
             outcome.evidence = await anyio.to_thread.run_sync(implant.perform)
         return outcome
+
+    async def _config(self) -> bytes:
+        """As a new mirror has it."""
+        fresh = Repository(self.git, self.name, self.work / "fresh")
+        await fresh.create()
+        return (fresh.path / "config").read_bytes()
 
     async def _prove(self, transplant: Transplant, final: Path, *, whole: bool) -> None:
         """Strictly where nothing is missing; salvaged objects that nothing reaches may name others that were never here."""

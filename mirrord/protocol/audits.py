@@ -37,7 +37,8 @@ class Repair(Answer):
     """What a heal did to one mirror.
 
     `objects` counts what came by donor, `files` are the bad files that it took out, which are kept below `kept_in`, `refs` those
-    it restored. `unhealed` are the first of the needed objects that no donor had; `error` says why it ended early.
+    it restored. `unhealed` are the first of the needed objects that no donor had; `refusals` are the donors that failed, with
+    the reason; `history` says what became of a lost ref history; `error` says why it ended early.
     """
 
     mirror: str
@@ -47,6 +48,8 @@ class Repair(Answer):
     refs: list[str] = []
     unhealed: list[str] = []
     unhealed_count: int = 0
+    refusals: dict[str, str] = {}
+    history: str = ""
     error: str | None = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...model import AuditLevel
 from ...protocol import Audit, Operation, StartAudit, StartHeal
+from ..bodies import BUNDLE_LIMIT_BYTES, spool_body
 from ..call import Call
 from ..queries import AuditsQuery
 
@@ -27,3 +28,9 @@ async def start_heal(call: Call) -> Operation:
     body: StartHeal = call.body
     request = StartAudit(mirrors=body.mirrors, level=AuditLevel.CONTENT, heal=True)
     return await call.engine.work.audit(request, kind="heal", owner_uid=call.peer.uid)
+
+
+async def heal_with_bundle(call: Call) -> Operation:
+    """A heal of one mirror that may also take objects from the bundle in the body, which is forgotten afterwards."""
+    path = await spool_body(call.request, call.engine.layout.quarantine, BUNDLE_LIMIT_BYTES)
+    return await call.engine.work.heal_with(path, call.path["name"], owner_uid=call.peer.uid)

@@ -210,8 +210,18 @@ class Client:
         return read_one(self._connection.request("GET", f"audits/{quote(audit, safe='')}"), protocol.Audit)
 
     def start_heal(self, *mirrors: str) -> protocol.Operation:
+        """Audit all content of these mirrors, or of all, repair what is found, and audit again."""
         body = protocol.StartHeal(mirrors=list(mirrors))
         return read_one(self._connection.request("POST", "heals", body=body), protocol.Operation)
+
+    def heal_with_bundle(
+        self, mirror: str, file: Path | str, *, progress: Callable[[protocol.Progress], None] | None = None
+    ) -> protocol.Operation:
+        """Heal one mirror with a bundle as one more donor, whatever repository it is of. `progress` hears of the bytes sent."""
+        path = Path(file)
+        total = path.stat().st_size
+        content = chunks(path, lambda done: progress and progress(protocol.Progress(done=done, total=total, unit="bytes")))
+        return read_one(self._connection.request("POST", f"mirrors/{_mirror(mirror)}/heal", content=content), protocol.Operation)
 
     # -- checkouts ----------------------------------------------------------------------------------------------------
 

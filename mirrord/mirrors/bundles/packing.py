@@ -57,20 +57,32 @@ async def unbundle(repository: Repository, path: Path, progress: Callable[[Progr
             absent=absent[:100],
         )
     try:
-        with path.open("rb", buffering=0) as pack:
-            pack.seek(header.pack_at)
-            await repository.git.run(
-                *STREAM_BIG_FILES, "index-pack", "--stdin", "--fix-thin", STRICT, "-v",
-                git_dir=repository.path,
-                stdin=pack,
-                timeout=_DEADLINE,
-                memory_bytes=memory_bytes(),
-                progress=within_disk(repository.path, progress, "import the bundle"),
-                doing="import the bundle",
-            )  # fmt: skip
+        await index_bundle(repository, path, header, STRICT, progress=progress, doing="import the bundle")
     except (GitFailedError, CorruptObjectError) as error:
         raise _bad(error, "it is damaged, or holds what fsck refuses: get it again") from error
     return header
+
+
+async def index_bundle(
+    repository: Repository,
+    path: Path,
+    header: BundleHeader,
+    *options: str,
+    progress: Callable[[Progress], None] | None = None,
+    doing: str,
+) -> None:
+    """Add the objects of a bundle file to `repository`, each hashed, within bounds; raises GitFailedError, CorruptObjectError."""
+    with path.open("rb", buffering=0) as pack:
+        pack.seek(header.pack_at)
+        await repository.git.run(
+            *STREAM_BIG_FILES, "index-pack", "--stdin", "--fix-thin", *options, "-v",
+            git_dir=repository.path,
+            stdin=pack,
+            timeout=_DEADLINE,
+            memory_bytes=memory_bytes(),
+            progress=within_disk(repository.path, progress, doing),
+            doing=doing,
+        )  # fmt: skip
 
 
 async def verify_closures(repository: Repository, refs: Refs) -> None:
