@@ -62,6 +62,13 @@ def test_all_faults_of_a_body_are_reported_at_once(running: Daemon) -> None:
     assert {fault["key"] for fault in found["faults"]} == {"ttl", "history", "surprise"}
 
 
+@pytest.mark.parametrize("ttl", ["2", "two hours", "", "0", 0, True, [], "999999999w", "2h "])
+def test_a_time_that_is_none_is_refused(running: Daemon, ttl: object) -> None:
+    """A number is seconds; a string has a unit."""
+    found = problem(running.request("POST", "/v1/checkouts", {"instance": "a", "ttl": ttl}))
+    assert [fault["key"] for fault in found["faults"]] == ["ttl"]
+
+
 @pytest.mark.parametrize("body", [b"{", b"[]", b"null", b"\xff\xfe", b'{"ttl": NaN}', b'"x"', b"[" * 100_000])
 def test_a_body_that_is_not_the_json_asked_for_is_a_problem(running: Daemon, body: bytes) -> None:
     """Malformed, of the wrong type, not UTF-8, nested without end."""
@@ -231,6 +238,7 @@ def test_events_of_another_boot_start_over(running: Daemon) -> None:
 
 def test_events_without_follow_end(running: Daemon) -> None:
     """What is remembered, and then the end of the answer."""
+    assert running.get("/v1/events?follow=false")[2] == running.get("/v1/events?follow=false&after=0")[2]
     status, headers, body = running.get("/v1/events?follow=false&after=0")
     assert (status, headers["content-type"].split(";")[0]) == (200, "text/event-stream")
     assert body.count(b"data: ") >= 1

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,11 @@ def test_a_checkout_is_made_diffed_reset_and_released(world: World) -> None:
     answer = world.daemon.json("POST", f"/v1/checkouts/{identity}/reset", {})
     assert answer["proof"]["tree"] == checkout["tree"]
     assert not (tree / "new").exists()
-    assert world.daemon.json("POST", f"/v1/checkouts/{identity}/renew", {"ttl": 60})["id"] == identity
+    deadlines = [
+        world.daemon.json("POST", f"/v1/checkouts/{identity}/renew", {"ttl": ttl})["expires_at"] for ttl in (7200, "2h", 60)
+    ]
+    seconds, words, short = map(datetime.fromisoformat, deadlines)
+    assert timedelta() <= words - seconds < timedelta(minutes=1) < seconds - short
     assert world.daemon.request("DELETE", f"/v1/checkouts/{identity}")[0] == 204
     assert world.daemon.request("GET", f"/v1/checkouts/{identity}")[0] == 404
 

@@ -326,8 +326,8 @@ def test_no_wait_answers_with_the_operation(path: Path, capsys: pytest.CaptureFi
 
 
 def test_an_audit_with_unservable_instances_ends_with_eight(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line per finding, then a total."""
-    finding = {"mirror": "a__b", "commit": "c" * 40, "state": "missing", "instances": ["i"], "detail": "gone upstream"}
+    """One line per finding, then a total, whatever a name in it holds; what was done about it is on stderr."""
+    finding = {"mirror": "a__b", "commit": "c" * 40, "state": "missing", "instances": ["i"], "detail": "gone\nup\x1b[2Jstream"}
     audit = {
         "id": "au1",
         "level": "closure",
@@ -337,6 +337,7 @@ def test_an_audit_with_unservable_instances_ends_with_eight(path: Path, capsys: 
         "counts": {"ok": 2, "missing": 1},
         "findings": [finding],
         "affected": ["i"],
+        "repairs": [{"mirror": "a__b", "objects": {"upstream": 2}, "unhealed": ["d" * 40], "unhealed_count": 1}],
     }
     routes: Any = {
         ("POST", "/v1/audits"): lambda h: h.answer(OPERATION, 202),
@@ -345,8 +346,10 @@ def test_an_audit_with_unservable_instances_ends_with_eight(path: Path, capsys: 
     }
     with serving(path, routes):
         assert run(["audit", "--socket", str(path)]) == 8
-    assert capsys.readouterr().out.splitlines() == [
-        f"a__b {'c' * 40} missing (i): gone upstream",
+    shown = capsys.readouterr()
+    assert [line.partition(":")[0] for line in shown.err.splitlines()] == ["a__b healed", "a__b not healed"]
+    assert shown.out.splitlines() == [
+        f"a__b {'c' * 40} missing (i): gone\\nup\\x1b[2Jstream",
         "3 recorded commits in 1 mirror at level closure: 2 ok, 1 missing; 1 instance cannot be served",
     ]
 

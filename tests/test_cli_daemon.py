@@ -19,7 +19,9 @@ from daemons import Daemon, daemon
 from gitrepos import Upstream, git
 
 from mirrord import AsyncClient, Client
+from mirrord.cli import rehearse
 from mirrord.cli.main import run
+from mirrord.errors import AccessError, NoDaemonError
 from mirrord.model import View
 
 
@@ -197,6 +199,8 @@ def test_a_reset_goes_on_to_another_instance_or_commit(world: World, tree: Path)
         (["checkout", "no-such-instance"], 4),
         (["checkout", "demo__project@no-such-branch"], 4),
         (["mirror", "show", "no/such"], 4),
+        (["mirror", "show", "nonsense"], 4),
+        (["mirror", "sync", "a/b/c?d#e"], 4),
         (["mirror", "remove", "demo/project"], 5),
         (["mirror", "add", "demo/none"], 6),
         (["mirror", "add", "../etc"], 2),
@@ -232,7 +236,22 @@ def test_rehearse_tries_every_instance(world: World) -> None:
     assert ran.status == 0, ran
     assert "2 instances rehearsed, none failed" in ran.out
     assert [row["ok"] for row in world.run("rehearse", "demo__project-1", "--json").json] == [True]
-    assert world.run("rehearse", "none").status == 8
+    assert world.run("rehearse", "none").status == 4
+
+
+def test_rehearse_tells_a_row_that_fails_from_one_that_could_not_be_tried(world: World, tmp_path: Path) -> None:
+    """Eight is a statement about the dataset: a stranger's rehearsal makes none."""
+    rows = [json.loads(line) for line in world.file.read_text().splitlines()[:1]]
+    broken = {**rows[0], "instance_id": "demo__project-broken", "patch": rows[0]["patch"].replace("\n ", "\n nowhere ")}
+    broken["patch"] = broken["patch"].replace("\n-", "\n-nowhere ")
+    (tmp_path / "broken.jsonl").write_text(json.dumps(broken) + "\n")
+    assert world.run("dataset", "import", tmp_path / "broken.jsonl").status == 0
+    ran = world.run("rehearse", "demo__project-broken", "none")
+    assert ran.status == 8, ran
+    assert "@patch: cannot apply the patch" in ran.out
+    assert world.run("dataset", "remove", "broken").status == 0
+    refused = [rehearse.Step("instance", 0.1, error) for error in (AccessError("cannot"), NoDaemonError("cannot"))]
+    assert [rehearse.Row("x", [step]).status for step in refused] == [3, 9]
 
 
 def test_exec_leaves_the_patch_and_no_checkout(world: World, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirrord import config
+from mirrord import config, units
 from mirrord.errors import InvalidConfigError
 
 SAMPLE = Path(__file__).parent.parent / "config.toml"
@@ -64,6 +64,44 @@ def test_all_faults_are_listed_at_once_with_key_line_and_suggestion(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[checkouts]\nmax = true", "must be a whole number"),
+        ("[checkouts]\nmax = 3.0", "must be a whole number"),
+        ('[sync]\nconcurrency = "4"', "must be a whole number"),
+        ("[checkouts]\nprewarm = 1", "must be true or false"),
+        ('[audit]\nheal = "yes"', "must be true or false"),
+        ('[datasets]\nwatch = "no"', "must be true or false"),
+        ("[sync]\ninterval = false", "'False' is not a duration"),
+        ("[sync]\ninterval = 0.0", "'0.0' is not a duration"),
+        ("[checkouts]\ntemplate_bytes = true", "'True' is not a size"),
+        ("[access]\nadmins = [true]", "neither the name of a user nor a uid"),
+        ("[access]\nadmins = [-1]", "neither the name of a user nor a uid"),
+        ('[access]\nadmins = [""]', "neither the name of a user nor a uid"),
+        ('[access]\nadmins = [1, "x"]', "a uid may be written as a string"),
+        ("[log]\nlevel = 5", "must be 'debug', 'info', 'warning' or 'error'"),
+        ('[log]\nlevel = "INFO"', "did you mean info?"),
+        ('[audit]\nlevel = "closur"', "did you mean closure?"),
+        ("state_dir = 5", "must be a string"),
+        ("sync = 5", "must be a table"),
+        ('[mirror]\nrepo = "a/b"', "must be an array"),
+        ("[[mirror]]\nrepo = 5", "must be a string"),
+        ('[[mirror]]\nrepo = "a/b"\n[[mirror]]\nrepo = "A/b"', "A/b is there twice"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_in_the_words_of_toml(tmp_path: Path, text: str, said: str) -> None:
+    """Nothing is guessed: a 1 is no true, and a true no 1."""
+    (fault,) = faults_of(tmp_path, text)
+    assert said in str(fault["message"])
+
+
+def test_faults_are_listed_in_the_order_of_the_file(tmp_path: Path) -> None:
+    """Whoever mends them reads from top to bottom."""
+    faults = faults_of(tmp_path, '[log]\nlevel = "x"\n[sync]\njitter = "y"\n[audit]\nz = 1\n')
+    assert [fault["line"] for fault in faults] == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "[sync",
@@ -113,19 +151,19 @@ def test_ref_patterns_that_could_reach_our_names_are_refused(tmp_path: Path, ref
 def test_durations_need_a_unit(tmp_path: Path) -> None:
     """A bare number could be seconds or minutes."""
     assert faults_of(tmp_path, '[sync]\ninterval = 90\n[audit]\ninterval = "10"')
-    assert config.parse_duration("1h30m") == timedelta(minutes=90)
+    assert units.parse_duration("1h30m") == timedelta(minutes=90)
 
 
 @given(st.integers(0, 10**9).map(lambda ms: timedelta(milliseconds=ms)))
 def test_durations_are_written_as_they_are_read(value: timedelta) -> None:
     """`config show` prints what a file may hold."""
-    assert config.parse_duration(config.format_duration(value)) == value
+    assert units.parse_duration(units.format_duration(value)) == value
 
 
 @given(st.integers(0, 2**50))
 def test_sizes_are_written_as_they_are_read(value: int) -> None:
     """`config show` prints what a file may hold."""
-    assert config.parse_size(config.format_size(value)) == value
+    assert units.parse_size(units.format_size(value)) == value
 
 
 def test_reload_applies_what_is_live_and_keeps_what_needs_a_restart(tmp_path: Path) -> None:

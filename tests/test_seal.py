@@ -255,7 +255,9 @@ def test_squashed_store_is_sealed_with_the_mirror(upstream: Upstream, tmp_path: 
     (path / ".git/HEAD").write_text(f"{commit}\n")
     assert kinds(path, base, upstream.path / ".git") == set()
     assert kinds(path, commit) == set()
-    assert "incomplete" in kinds(path, base)
+    report = verify_seal(path, base)
+    assert "incomplete" in {leak.kind for leak in report.leaks}
+    assert "--mirror" in next(leak.detail for leak in report.leaks if leak.kind == "head")
 
 
 def test_hostile_repository_runs_nothing_and_holds_nobody(sealed: tuple[Path, str], tmp_path: Path) -> None:

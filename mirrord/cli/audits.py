@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 from ..errors import UsageError
 from ..model import AuditLevel
-from .output import count
+from .output import cell, count
 from .progress import finish, watching
 from .session import Session
 
@@ -31,7 +32,8 @@ def audit(
     no_heal: Annotated[bool, typer.Option("--no-heal", help="Only look, fetch nothing again.")] = False,
     no_wait: NoWait = False,
 ) -> None:
-    """Prints one line per finding, then a total; status 8 when a recorded commit cannot be served."""
+    """Prints one line per finding, then a total; what was repaired goes to stderr. Status 8 when a recorded commit cannot be
+    served."""
     session = Session.of(ctx)
     with session.client() as client:
         operation = client.start_audit(*names or (), dataset=dataset, level=level, heal=False if no_heal else None)
@@ -39,7 +41,9 @@ def audit(
             session.answer(operation, lambda: [f"operation {operation.id} {operation.state}"])
             return
         found = _found(session, client, operation)
-    _answer(session, found)
+    for line in _repairs(found):
+        session.note(line)
+    _answer(session, found, lambda: _findings(found))
 
 
 def _found(session: Session, client: Client, operation: Operation) -> Audit:
@@ -47,17 +51,20 @@ def _found(session: Session, client: Client, operation: Operation) -> Audit:
     return client.get_audit(str((ended.result or {})["id"]))
 
 
-def _answer(session: Session, found: Audit) -> None:
-    session.answer(found, lambda: _findings(found))
+def _answer(session: Session, found: Audit, shown: Callable[[], Iterable[str]]) -> None:
+    session.answer(found, shown)
     if found.affected:
         raise typer.Exit(_UNSERVABLE)
 
 
-def _findings(found: Audit) -> Iterator[str]:
+def _repairs(found: Audit) -> Iterator[str]:
     for repair in found.repairs:
-        yield from _repair(repair)
+        yield from map(cell, _repair(repair))
+
+
+def _findings(found: Audit) -> Iterator[str]:
     for finding in found.findings:
-        yield _finding(finding)
+        yield cell(_finding(finding))
     states = ", ".join(f"{number:,} {state}" for state, number in found.counts.items() if number)
     total = sum(found.counts.values())
     affected = f"; {count(len(found.affected), 'instance')} cannot be served" if found.affected else ""
@@ -108,7 +115,7 @@ def heal(
             session.answer(operation, lambda: [f"operation {operation.id} {operation.state}"])
             return
         found = _found(session, client, operation)
-    _answer(session, found)
+    _answer(session, found, lambda: chain(_repairs(found), _findings(found)))
 
 
 def _start_heal(session: Session, client: Client, names: list[str], bundle: Path | None) -> Operation:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..config import parse_duration
 from ..errors import UsageError
+from ..units import parse_duration
 
 Ttl = Annotated[
     str | None, typer.Option("--ttl", help="How long it is held unless renewed, such as 90s, 30m or 2h; default: as configured.")

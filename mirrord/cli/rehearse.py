@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
-from ..errors import MirrordError, UsageError
+from ..errors import AccessError, MirrordError, NoDaemonError, UsageError
 from ..model import Direction, View
 from ..protocol import Instance, Progress
 from .output import count, seconds, size, table
@@ -44,6 +44,15 @@ class Row(NamedTuple):
     def failure(self) -> Step | None:
         return next((step for step in self.steps if step.error), None)
 
+    @property
+    def status(self) -> int:
+        """What it means for the exit status: an instance that nobody knows or may see, or a missing daemon, is no failed row."""
+        failure = self.failure
+        if failure is None or failure.error is None:
+            return 0
+        was_tried = failure.name != "instance" and not isinstance(failure.error, AccessError | NoDaemonError)
+        return _FAILED if was_tried else failure.error.exit_status
+
 
 def rehearse(
     ctx: typer.Context,
@@ -51,7 +60,7 @@ def rehearse(
     dataset: Annotated[str | None, typer.Option(help="All instances of this dataset.")] = None,
 ) -> None:
     """For each instance: a checkout for a grader, the test patch and the gold patch in the dataset's direction, the diff, a
-    reset, the release. One line each; status 8 when a row fails."""
+    reset, the release. One line each; status 8 when a row fails, another where it could not be tried."""
     session = Session.of(ctx)
     with session.client() as client:
         wanted = list(instances or ())
@@ -61,8 +70,8 @@ def rehearse(
             raise UsageError("cannot rehearse: there are no instances", hint="import a dataset first, or name instances")
         rows = list(_rehearsed(session, client, wanted))
     _answer(session, rows)
-    if any(row.failure for row in rows):
-        raise typer.Exit(_FAILED)
+    if statuses := {row.status for row in rows} - {0}:
+        raise typer.Exit(_FAILED if _FAILED in statuses else min(statuses))
 
 
 def _rehearsed(session: Session, client: Client, instances: list[str]) -> Iterator[Row]:

@@ -5,12 +5,23 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from ..model import Backend, History, View
+from ..units import parse_duration
 from .messages import Answer, Repo, Request
 
-Ttl = Annotated[float, Field(gt=0, le=366 * 86400, description="seconds until the lease ends unless renewed")]
+
+def _read_seconds(value: object) -> object:
+    """A duration as the configuration spells it is a number of seconds too."""
+    return parse_duration(value).total_seconds() if isinstance(value, str) else value
+
+
+Ttl = Annotated[
+    Annotated[float, Field(strict=True, gt=0, le=366 * 86400)],
+    BeforeValidator(_read_seconds, json_schema_input_type=float | str),
+    Field(description="how long the lease lives unless renewed: seconds, or a duration such as 90s, 30m or 2h"),
+]
 
 
 class StartCheckout(Request):

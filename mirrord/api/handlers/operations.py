@@ -29,11 +29,17 @@ async def cancel_operation(call: Call) -> Operation:
 
 
 async def stream_events(call: Call) -> Response:
-    """Server-sent events from `Last-Event-ID` or `after` on; the last id of one boot means nothing to the next."""
+    """Server-sent events from `Last-Event-ID` or `after` on; without either, new ones, or all where none is awaited.
+
+    The last id of one boot means nothing to the next.
+    """
     query: EventsQuery = call.query
     events = call.engine.events
-    after = events.position(call.request.headers.get("last-event-id") or query.after)
-    frames = _follow(events, after, call.own_uid) if query.follow else _remembered(events, after, call.own_uid)
+    seen = call.request.headers.get("last-event-id") or query.after
+    if query.follow:
+        frames = _follow(events, events.position(seen), call.own_uid)
+    else:
+        frames = _remembered(events, events.position(seen) if seen else 0, call.own_uid)
     return StreamingResponse(frames, media_type="text/event-stream", headers=_HEADERS)
 
 

@@ -53,7 +53,7 @@ def verify_seal(path: Path, base: str, mirror: Path | None = None) -> SealReport
         allowed = closure.ids | _tag_objects(private, names, closure)
         outside = contents.ids - allowed
         leaks = [
-            *_head_leaks(head, commit, closure),
+            *_head_leaks(head, commit, closure, contents),
             *_object_leaks(private, outside),
             *_closure_leaks(closure, contents, commit),
             *_name_leaks(names, allowed),
@@ -135,10 +135,12 @@ def _leads_inside(oid: str, targets: dict[str, tuple[str, bytes]], closure: _Clo
 # -- leaks ------------------------------------------------------------------------------------------------------------
 
 
-def _head_leaks(head: str | None, base: CommitId, closure: _Closure) -> list[SealLeak]:
+def _head_leaks(head: str | None, base: CommitId, closure: _Closure, contents: Contents) -> list[SealLeak]:
     if head == base or closure.squashed:
         return []
-    return [SealLeak(kind="head", detail=f"HEAD is {head or 'unreadable or unborn'}, not {base}")]
+    is_unknown = bytes.fromhex(base) not in contents.ids and not closure.ids
+    hint = "; it is not known here: name a mirror that has it (--mirror), as for a squashed checkout" if is_unknown else ""
+    return [SealLeak(kind="head", detail=f"HEAD is {head or 'unreadable or unborn'}, not {base}{hint}")]
 
 
 def _object_leaks(private: Path, outside: set[bytes]) -> list[SealLeak]:

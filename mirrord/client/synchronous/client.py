@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from ... import protocol
 from ...errors import CancelledError, DeadlineError, NoDaemonError, OperationNotFoundError, from_problem
-from ...model import AuditLevel, Backend, History, MirrorName, View
+from ...model import AuditLevel, Backend, History, View
 from ..answers import read_list, read_one, retry_pauses
 from ..events import EventReader
 from ..sockets import socket_path
@@ -23,7 +23,6 @@ from .connection import Connection
 
 _UNAVAILABLE = 503
 _POLL_SECONDS = 0.25
-_WHOLE_STREAM = "0"  # the id before the first: everything the daemon still remembers
 
 
 class Client:
@@ -333,7 +332,7 @@ class Client:
 
         `follow=False` answers what the daemon remembers, and ends.
         """
-        last = after if after is not None or follow else _WHOLE_STREAM
+        last = after
         pauses = retry_pauses(self._patience.total_seconds())
         while True:
             try:
@@ -361,8 +360,8 @@ class Client:
 
 
 def _mirror(name: str) -> str:
-    """A mirror's name as one segment of a path, from any spelling."""
-    return str(MirrorName.parse(name))
+    """A mirror's name as one segment of a path, from any spelling. Whether it can be one is for the daemon to say."""
+    return quote(name.replace("/", "__", 1), safe="")
 
 
 def _seconds(duration: timedelta | None) -> float | None:

@@ -1,0 +1,153 @@
+"""A configuration file, read with `toml` and checked as a whole: every fault at once, each with its key and line.
+
+Never changes anything: a bad file is refused, and whoever holds the old settings goes on with them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import toml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from ..errors import InvalidConfigError
+from .settings import MirrorSettings, Settings, setting_keys
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing wrong in a configuration file; `line` counts from 1."""
+
+    key: str
+    message: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        place = f"line {self.line}: " if self.line else ""
+        return f"{place}{self.key}: {self.message}" if self.key else f"{place}{self.message}"
+
+
+_KINDS = {
+    "missing": "is required",
+    "model_type": "must be a table",
+    "tuple_type": "must be an array",
+    "string_type": "must be a string",
+    "int_type": "must be a whole number",
+    "bool_type": "must be true or false",
+    "path_type": "must be a string",
+}
+
+
+def find_path() -> Path | None:
+    """The file in use when nobody names one: MIRRORD_CONFIG, else the system's or the user's where it exists."""
+    if named := os.environ.get("MIRRORD_CONFIG"):
+        return Path(named)
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    path = Path("/etc/mirrord/config.toml") if os.geteuid() == 0 else home / "mirrord/config.toml"
+    return path if path.exists() else None
+
+
+def load(path: Path | None) -> Settings:
+    """Read settings from a file, or the defaults for None. Raises InvalidConfigError with all `faults`."""
+    if path is None:
+        return Settings()
+    text = _read_text(path)
+    faults: list[Fault] = []
+    try:
+        return Settings.model_validate(toml.loads(text))
+    except ValidationError as error:
+        found = [_fault(e, text) for e in error.errors() if not _follows(e, error.errors())]
+        faults = sorted(found, key=lambda fault: fault.line or 0)
+    except toml.TomlDecodeError as error:
+        faults = [Fault("", f"not TOML: {_without_values(error.msg)}", error.lineno)]
+    except (ValueError, IndexError, TypeError, KeyError, AttributeError) as error:  # toml 0.10.2 lets its own slips through
+        faults = [Fault("", f"not TOML: {_without_values(str(error))}")]
+    raise _refusal(path, faults)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise _refusal(path, [Fault("", f"not readable: {error.strerror}")]) from error
+    except UnicodeDecodeError as error:
+        raise _refusal(path, [Fault("", "not UTF-8")]) from error
+
+
+def _refusal(path: Path, faults: list[Fault]) -> InvalidConfigError:
+    listing = "".join(f"\n  {fault}" for fault in faults)
+    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    return InvalidConfigError(
+        f"cannot use configuration {path}: {count}{listing}",
+        hint="the commented sample config.toml names every key; `mirrord config check` tries a file",
+        faults=[asdict(fault) for fault in faults],
+    )
+
+
+def _without_values(message: str) -> str:
+    """Toml 0.10.2 puts whole tables into messages, and a table may hold a URL with a password."""
+    message = message.replace("Not a homogeneous array", "an array has values of one type; a uid may be written as a string")
+    return re.sub(r"\{.*", "", re.sub(r"\S*://\S*", "a URL", message), flags=re.DOTALL).strip()
+
+
+def _follows(error: ErrorDetails, errors: list[ErrorDetails]) -> bool:
+    """Whether a list is too short only because of faults in it, which are told."""
+    return error["type"] == "too_short" and any(other["loc"][:-1] == error["loc"] for other in errors)
+
+
+def _fault(error: ErrorDetails, text: str) -> Fault:
+    path = error["loc"]
+    key = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
+    return Fault(key, _message(error), _line_of(list(path), text))
+
+
+def _message(error: ErrorDetails) -> str:
+    """The fault in the words of TOML: pydantic speaks of Python's types."""
+    kind, said = error["type"], error["msg"].removeprefix("Value error, ")
+    if kind == "extra_forbidden":
+        return "unknown key" + _suggestion([str(p) for p in error["loc"] if isinstance(p, str)])
+    if kind in {"enum", "literal_error"}:
+        return f"must be {error['ctx']['expected']}" + _guess(
+            str(error["input"]).lower(), re.findall(r"\w+", error["ctx"]["expected"])
+        )
+    return _KINDS.get(kind) or said.replace("Input should be", "must be")
+
+
+def _suggestion(path: list[str]) -> str:
+    known = [key for key, _ in setting_keys()]
+    sections = sorted({key.partition(".")[0] for key in known})
+    mirror = [f"mirror.{name}" for name in MirrorSettings.model_fields]
+    wrong = ".".join(path)
+    same_leaf = [key for key in known if key.rpartition(".")[2] == path[-1]]
+    return _guess(wrong, [*known, *mirror, *(sections if len(path) == 1 else ())], otherwise=same_leaf)
+
+
+def _guess(wrong: str, known: list[str], otherwise: Sequence[str] = ()) -> str:
+    close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6) or otherwise
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _line_of(path: list[int | str], text: str) -> int | None:
+    """The line that sets `path`, else the header of its table: the toml package keeps no positions."""
+    names = ".".join(p for p in path if isinstance(p, str))
+    table = next((p for p in path if isinstance(p, int)), 0) if names.startswith("mirror") else 0
+    places = {(key, count): number for number, key, count in reversed(list(_iter_keys(text)))}
+    return places.get((names, table)) or places.get((names.partition(".")[0], table))
+
+
+def _iter_keys(text: str) -> Iterator[tuple[int, str, int]]:
+    """Line number, dotted key (a header's is its table's name), and how many tables of that name came before."""
+    section, counts = "", {"": 0}
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[\[?\s*([^\]]+?)\s*\]", line):
+            section = header[1]
+            counts[section] = counts.get(section, -1) + 1
+            yield number, section, counts[section]
+        elif key := re.match(r"""\s*["']?([^"'=\s#]+)["']?\s*=""", line):
+            yield number, f"{section}.{key[1]}" if section else key[1], counts[section]
