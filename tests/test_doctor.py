@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from mirrord.cli.main import run
-from mirrord.config import Settings
+from mirrord.config import CheckoutSettings, Settings
 from mirrord.daemon.lock import StateLock
-from mirrord.doctor import Check, examine
+from mirrord.doctor import Check, examine, kernel
+from mirrord.errors import BackendUnavailableError
+from mirrord.host.mounting import LocalMounter
+from mirrord.host.mounts import may_mount, read_overlays
+from mirrord.model import Backend
 
 
 def _checks(state_dir: Path, socket: Path | None = None) -> dict[str, Check]:
@@ -28,9 +32,27 @@ def test_every_check_answers_and_what_is_not_well_has_a_remedy(tmp_path: Path) -
 
 
 def test_nothing_is_changed(tmp_path: Path) -> None:
-    """Not even the state directory is made."""
+    """Not even the state directory is made, and no mount is left."""
+    before = read_overlays()
     _checks(tmp_path / "state")
-    assert not (tmp_path / "state").exists()
+    assert list(tmp_path.iterdir()) == []
+    assert read_overlays() == before
+
+
+def test_an_overlay_is_tried_and_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may know overlay and refuse it here; where it was asked for, that is a failure."""
+    expected = "ok" if may_mount() else "warn"
+    assert _checks(tmp_path)["overlay"].verdict == expected
+
+    def refuse(*_: object) -> None:
+        raise BackendUnavailableError("cannot mount: the file system is no good below an overlay")
+
+    monkeypatch.setattr("mirrord.host.mounts.mount_overlay", refuse)
+    monkeypatch.setattr("mirrord.doctor.kernel.choose_mounter", lambda state_dir, _: LocalMounter(state_dir))
+    check = _checks(tmp_path)["overlay"]
+    assert (check.verdict, "no good" in check.fact, "pool" in check.remedy) == ("warn", True, True)
+    asked = Settings(state_dir=tmp_path, socket=tmp_path / "s", checkouts=CheckoutSettings(backend=Backend.OVERLAY))
+    assert kernel.overlay(asked)[0] == "fail"
 
 
 def test_a_state_directory_that_others_may_write_to_fails(tmp_path: Path) -> None:

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from .reading import find_path, load
-from .settings import AccessSettings, Settings, UpstreamSettings, compare, merge_live, setting_keys
+from .settings import AccessSettings, CheckoutSettings, Settings, UpstreamSettings, compare, merge_live, setting_keys
 
-__all__ = ["AccessSettings", "Settings", "UpstreamSettings", "compare", "find_path", "load", "merge_live", "setting_keys"]
+__all__ = [
+    "AccessSettings",
+    "CheckoutSettings",
+    "Settings",
+    "UpstreamSettings",
+    "compare",
+    "find_path",
+    "load",
+    "merge_live",
+    "setting_keys",
+]

@@ -1,7 +1,7 @@
 """What this host can and cannot do for a daemon with these settings, and what to change.
 
-Owns a table of checks; each asks the host one thing and answers one `Check`. Changes nothing, needs no daemon, and goes on when a
-check itself fails: that is an answer too.
+Owns a table of checks; each asks the host one thing and answers one `Check`. Leaves all as it was, needs no daemon, and goes on
+when a check itself fails: that is an answer too.
 """
 
 from __future__ import annotations

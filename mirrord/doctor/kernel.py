@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import resource
+import tempfile
 import time
 from pathlib import Path
 
+from ..checkouts.trial import try_overlay
 from ..config import Settings
-from .asking import Result, entries, judge, kernel_setting, status_field, version
+from ..errors import MirrordError
+from ..host.mounting import LocalMounter, choose_mounter
+from ..model import Backend
+from .asking import Result, Verdict, entries, existing, judge, kernel_setting, status_field, version
 
 _IDMAPPED_LAYERS = (5, 19)  # idmapped mounts as lower layers of an overlay
 _CAP_SYS_ADMIN = 21
@@ -23,10 +27,19 @@ def kernel(settings: Settings) -> Result:
 
 
 def overlay(settings: Settings) -> Result:
-    known = re.search(r"\boverlay$", Path("/proc/filesystems").read_text(encoding="ascii"), re.MULTILINE)
-    remedy = "load it with `modprobe overlay`; without it the pool backend serves"
+    """By making one where the checkouts will be, for ourselves and for another user, as the daemon does at its start."""
+    verdict: Verdict = "fail" if settings.checkouts.backend is Backend.OVERLAY else "warn"
+    try:
+        mounter = choose_mounter(settings.state_dir, settings.socket.parent / "mount.sock")
+        if not isinstance(mounter, LocalMounter):
+            return "ok", "the mount service makes them", ""
+        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=existing(settings.state_dir)) as scratch:
+            trial = try_overlay(Path(scratch), LocalMounter(Path(scratch)))
+    except MirrordError as error:
+        return verdict, error.message, f"{error.hint or 'see the kernel log'}; without it the pool backend serves"
+    remedy = "only the daemon's own user has overlay checkouts; the pool backend serves others"
     return judge(
-        known is not None, "overlay is known to the kernel" if known else "overlay is not known", remedy, otherwise="warn"
+        trial.may_map_owners, f"mounted one{'' if trial.may_map_owners else f': {trial.reason}'}", remedy, otherwise="warn"
     )
 
 
