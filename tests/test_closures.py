@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -47,6 +48,7 @@ class Site:
                     Closures(
                         store=self.root / "templates",
                         git=git,
+                        workers=workers,
                         packer=Packer(git, workers),
                         mirrors_path=lambda name: self.mirror,
                         recorded=self._recorded,
@@ -293,6 +295,8 @@ def test_a_lying_commit_graph_does_not_change_what_is_packed(site: Site) -> None
 
     async def body(closures: Closures) -> None:
         assert objects_of(await closures.ensure(NAME, line[3])) == site.closure(line[3])
+
+    async def with_a_hole(closures: Closures) -> None:
         objects = git(site.mirror, "rev-list", "--objects", "--all").splitlines()
         keep = "\n".join(line_[:40] for line_ in objects if not line_.startswith(line[4])).encode()
         old = list((site.mirror / "objects/pack").iterdir())
@@ -303,6 +307,7 @@ def test_a_lying_commit_graph_does_not_change_what_is_packed(site: Site) -> None
             await closures.ensure(NAME, line[5])
 
     site.run(body)
+    site.run(with_a_hole)
 
 
 def test_leftovers_of_a_killed_build_are_removed(tmp_path: Path) -> None:
@@ -328,5 +333,69 @@ def test_a_large_pack_is_copied_only_from_packs_that_are_whole(site: Site, monke
         shutil.rmtree(site.root / "templates")
         with pytest.raises(CommitUnservableError):
             await closures.ensure(NAME, line[1])
+
+    site.run(body)
+
+
+def test_a_near_closure_costs_no_process(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pack of a few commits is walked, written and read back by a worker; git is not started."""
+    line = [CommitId(oid) for oid in site.upstream.history(30)]
+    site.clone()
+    started: list[str] = []
+
+    async def body(closures: Closures) -> None:
+        await closures.ensure(NAME, line[10])
+        run = Git.run
+
+        async def counted(self: Git, *args: str, **kwargs: Any) -> Any:
+            started.append(args[0])
+            return await run(self, *args, **kwargs)
+
+        monkeypatch.setattr(Git, "run", counted)
+        for commit in (line[20], line[15], line[29]):
+            packs = await closures.ensure(NAME, commit)
+            assert objects_of(packs) == site.closure(commit)
+            git(site.mirror, "verify-pack", str(packs[-1].index))
+
+    site.run(body)
+    assert not started
+
+
+def test_what_turns_out_large_is_packed_by_git(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One commit may bring thousands of files: the worker gives up within its bounds."""
+    line = site.upstream.history(2)
+    many = CommitId(site.upstream.commit({f"many/{number}.txt": f"{number}\n" for number in range(2100)}))
+    site.clone()
+
+    async def body(closures: Closures) -> None:
+        await closures.ensure(NAME, CommitId(line[1]))
+        packs = await closures.ensure(NAME, many)
+        assert objects_of(packs) == site.closure(many)
+        assert packs[-1].object_count > 2100
+
+    site.run(body)
+
+
+def test_an_increment_follows_merges_moves_and_what_came_back(site: Site) -> None:
+    """A side branch, a directory that moved, a file that became a directory, a submodule, a revert: nothing is left out."""
+    line = site.upstream.history(3)
+    site.upstream.git("checkout", "-q", "-b", "side", line[0])
+    site.upstream.commit({"side/a.txt": "a\n" * 500, "side/deep/b.txt": "b\n"})
+    site.upstream.git("checkout", "-q", "main")
+    site.upstream.git("merge", "-q", "--no-ff", "-m", "merge", "side")
+    site.upstream.git("mv", "side", "moved")
+    site.upstream.git("commit", "-q", "-m", "move")
+    site.upstream.commit({"README": None, "README/now.txt": "a directory\n"})
+    site.upstream.git("update-index", "--add", "--cacheinfo", f"160000,{'1' * 40},sub")
+    site.upstream.git("commit", "-q", "-m", "submodule")
+    site.upstream.git("revert", "--no-edit", "HEAD~1")
+    tip = CommitId(site.upstream.git("rev-parse", "HEAD"))
+    site.clone()
+
+    async def body(closures: Closures) -> None:
+        await closures.ensure(NAME, CommitId(line[2]))
+        packs = await closures.ensure(NAME, tip)
+        assert len(packs) > 1
+        assert objects_of(packs) == site.closure(tip)
 
     site.run(body)

@@ -116,6 +116,11 @@ def grid(start: int, end: int) -> Iterator[int]:
             yield depth
 
 
+def is_short(layers: Layers, layer: Layer) -> bool:
+    """Whether a layer lies no further from its base than one step of the narrowest grid: it holds few objects, as a rule."""
+    return layer.base is not None and layer.depth - layers[layer.base].depth <= STRIDES[-1]
+
+
 def is_waypoint(depth: int) -> bool:
     return depth % STRIDES[-1] == 0
 

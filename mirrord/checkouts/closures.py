@@ -1,8 +1,9 @@
 """Closure packs of a mirror, layered along first-parent ancestry: hundreds of base commits cost little more than one.
 
-The layers of a chain (`chains.py`) together are exactly the closure of the commit at its end. Owns `templates/<mirror>/packs/`, a
-cache: a layer is built in a temporary directory and renamed after those it stands on, so a crash leaves whole layers or leftovers
-that `open` removes.
+The layers of a chain (`chains.py`) together are exactly the closure of the commit at its end. A layer of a few commits is made
+by a worker that walks them (`git/objects/increments.py`), without a process of git; a longer one by git (`packing.py`). Owns
+`templates/<mirror>/packs/`, a cache: a layer is built in a temporary directory and renamed after those it stands on, so a crash
+leaves whole layers or leftovers that `open` removes.
 """
 
 from __future__ import annotations
@@ -11,23 +12,31 @@ import errno
 import json
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 
 import anyio
 import structlog
 
-from ..errors import CommitNotFoundError, CorruptObjectError, DiskFullError, GitFailedError
+from ..errors import CommitNotFoundError, CorruptObjectError, DeadlineError, DiskFullError, GitFailedError
 from ..git.command import Git
 from ..git.packs import PackIndex, pack_trailer
+from ..git.packwriter import Packed
+from ..git.workers import Workers
 from ..model import CommitId, MirrorName
-from .chains import Layer, chain, choose_root, is_waypoint, plan
+from .chains import Layer, chain, choose_root, is_short, is_waypoint, plan
 from .packing import TIMEOUT, Packer, PackFile, together, unservable
 
 BUILDING = ".building-"
-_REACHES = (64, 2048, None)  # first parents to look at, few at first
+_NEAR = 64  # first parents that a worker looks at before git is asked for more
+_REACHES = (2048, None)
+_QUICK_TIMEOUT = timedelta(seconds=30)
+# Named, not imported: they load libgit2, which only workers do.
+_FIRST_PARENTS = "mirrord.git.objects:first_parents"
+_INCREMENT = "mirrord.git.objects:pack_increment"
 _AT_ONCE = 2
 _WALK = ("-c", "core.commitGraph=false", "rev-list", "--first-parent")
 
@@ -48,12 +57,14 @@ class Closures:
         *,
         store: Path,
         git: Git,
+        workers: Workers,
         packer: Packer,
         mirrors_path: Callable[[MirrorName], Path],
         recorded: Recorded = nothing_recorded,
     ) -> None:
         self._store = store
         self._git = git
+        self._workers = workers
         self._packer = packer
         self._mirrors_path = mirrors_path
         self._recorded = recorded
@@ -106,19 +117,18 @@ class Closures:
     # -- building -----------------------------------------------------------------------------------------------------
 
     async def _build(self, name: MirrorName, commit: CommitId) -> None:
-        recorded = frozenset(await self._recorded(name))
-        line = await self._line_to_known(name, commit, _REACHES if recorded or self._known(name) else _REACHES[:-1])
-        if line[-1] not in self._known(name):
-            line = line[: choose_root(self._known(name), line, recorded) + 1]
+        line = await self._line_to_base(name, commit)
         directory = self.directory(name)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         steps = plan(self._known(name), line)
+        layers = {**self._known(name), **{step.commit: step for step in steps}}
         with ExitStack() as stack:
-            places = [stack.enter_context(building(directory)) for _ in steps]
+            places = [(step, stack.enter_context(building(directory))) for step in steps]
             limit = anyio.Semaphore(_AT_ONCE)
-            works = [self._pack(name, step, place, limit) for step, place in zip(steps, places, strict=True)]
-            for layer, place in zip(await together(*works), places, strict=True):
-                self._publish(name, layer, place)
+            long = [self._pack(name, step, place, limit) for step, place in places if not is_short(layers, step)]
+            packed = {layer.commit: layer for layer in await together(*long)}
+            for step, place in places:
+                self._publish(name, packed.get(step.commit) or await self._pack_short(name, step, place, limit), place)
 
     async def _pack(self, name: MirrorName, step: Layer, place: Path, limit: anyio.Semaphore) -> Layer:
         """Write the pack of a planned layer; it needs the objects of its base from the mirror, not the pack."""
@@ -128,21 +138,55 @@ class Closures:
             )
         return replace(step, pack=packed.path.name, object_count=packed.object_count, size_bytes=packed.size_bytes)
 
+    async def _pack_short(self, name: MirrorName, step: Layer, place: Path, limit: anyio.Semaphore) -> Layer:
+        """The same for a layer of a few commits, over packs that are there; where it turns out large, git does it."""
+        below = [self._pack_file(name, layer).index for layer in chain(self._known(name), step.base or step.commit)]
+        try:
+            packed: Packed | None = await self._workers.call(
+                _INCREMENT, self._mirrors_path(name), step.commit, below, place, timeout=_QUICK_TIMEOUT
+            )
+        except CorruptObjectError as error:
+            raise unservable(step.commit, error) from error
+        except DeadlineError:
+            packed = None
+        if packed is None:
+            return await self._pack(name, step, place, limit)
+        return replace(step, pack=packed.name, object_count=packed.object_count, size_bytes=packed.size_bytes)
+
     def _publish(self, name: MirrorName, layer: Layer, place: Path) -> None:
         (place / "layer.json").write_text(json.dumps(asdict(layer)))
         publish(place, self.directory(name) / layer.commit)
         self._known(name)[layer.commit] = layer
         log.info("closure.packed", mirror=str(name), commit=layer.commit, base=layer.base, objects=layer.object_count)
 
-    async def _line_to_known(self, name: MirrorName, commit: CommitId, reaches: Sequence[int | None]) -> list[CommitId]:
-        """First parents from `commit` back to the first one that has a layer, or as far as `reaches` go."""
-        for limit in reaches:
+    async def _line_to_base(self, name: MirrorName, commit: CommitId) -> list[CommitId]:
+        """First parents from `commit` back to the first one that has a layer, or to where a root is to lie."""
+        if self._known(name) and (near := self._to_known(name, await self._near(name, commit))):
+            return near
+        recorded = frozenset(await self._recorded(name))
+        line = list[CommitId]()
+        for limit in _REACHES if recorded or self._known(name) else _REACHES[:1]:
             line = await self._first_parents(name, commit, limit)
-            for position, at in enumerate(line):
-                if position and at in self._known(name) and self._is_whole(name, at):
-                    return line[: position + 1]
+            if found := self._to_known(name, line):
+                return found
             if limit and len(line) < limit:
                 break
+        return line[: choose_root(self._known(name), line, recorded) + 1]
+
+    def _to_known(self, name: MirrorName, line: list[CommitId]) -> list[CommitId] | None:
+        for position, at in enumerate(line):
+            if position and at in self._known(name) and self._is_whole(name, at):
+                return line[: position + 1]
+        return None
+
+    async def _near(self, name: MirrorName, commit: CommitId) -> list[CommitId]:
+        """A few first parents; none where they cannot be read, and then git says why."""
+        try:
+            line: list[CommitId] = await self._workers.call(
+                _FIRST_PARENTS, self._mirrors_path(name), commit, _NEAR, timeout=_QUICK_TIMEOUT
+            )
+        except (CorruptObjectError, DeadlineError):
+            return []
         return line
 
     async def _first_parents(self, name: MirrorName, commit: CommitId, limit: int | None) -> list[CommitId]:

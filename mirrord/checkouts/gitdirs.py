@@ -15,20 +15,20 @@ import shutil
 import zlib
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 import structlog
 
-from ..errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError, GitFailedError, InvalidRequestError
+from ..errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError, InvalidRequestError
 from ..git.command import Git
-from ..git.packs import PackIndex
 from ..git.workers import Workers
 from ..model import CommitId, History, MirrorName
 from .closures import Closures, Recorded, building, nothing_recorded, publish, remove_leftovers
 from .packing import Packer, PackFile, together
-from .tags import Tag, Tags, packed_refs, tags_within
+from .tags import Tag, Tags, packed_refs
 
 CONFIG = (
     b"[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n\tlogallrefupdates = true\n[gc]\n\tauto = 0\n"
@@ -41,6 +41,9 @@ base of this task
 
 The history before this commit is not part of the checkout.
 """
+# Named, not imported: it loads libgit2, which only workers do.
+_COMMIT_INFO = "mirrord.git.objects:commit_info"
+_READ_TIMEOUT = timedelta(seconds=30)
 _DIRECTORIES = ("info", "objects/info", "objects/pack", "refs/heads", "refs/tags")
 
 log = structlog.get_logger()
@@ -90,10 +93,13 @@ class Gitdirs:
     ) -> None:
         self._store = state_dir / "templates"
         self._git = git
+        self._workers = workers
         self._packer = Packer(git, workers)
         self._tags = Tags(git)
         self._mirrors_path = mirrors_path
-        self._closures = Closures(store=self._store, git=git, packer=self._packer, mirrors_path=mirrors_path, recorded=recorded)
+        self._closures = Closures(
+            store=self._store, git=git, workers=workers, packer=self._packer, mirrors_path=mirrors_path, recorded=recorded
+        )
         self._found: dict[tuple[str, CommitId, History], Gitdir] = {}
         self._locks: dict[tuple[str, CommitId, History], anyio.Lock] = {}
 
@@ -180,30 +186,28 @@ class Gitdirs:
     async def _contents(self, name: MirrorName, commit: CommitId, history: History, scratch: Path) -> _Contents:
         if history is History.SQUASHED:
             return await self._squashed(name, *await self._read_commit(name, commit), scratch)
-        (tree, _), packs, tags = await together(
-            self._read_commit(name, commit), self._closures.ensure(name, commit), self._tags.list(self._mirrors_path(name))
+        mirror = self._mirrors_path(name)
+        (tree, _), packs, _ = await together(
+            self._read_commit(name, commit), self._closures.ensure(name, commit), self._tags.list(mirror)
         )
-        return _Contents(commit, tree, packs, await anyio.to_thread.run_sync(_tags_in, tags, packs))
+        return _Contents(commit, tree, packs, tuple(await self._tags.within(mirror, [pack.index for pack in packs])))
 
     async def _read_commit(self, name: MirrorName, commit: CommitId) -> tuple[str, int]:
-        """Tree and committer time, of bytes that hash to the commit's name."""
-        mirror = self._mirrors_path(name)
+        """Tree and committer time, of bytes that were hashed when they were read."""
         try:
-            done = await self._git.run("cat-file", "commit", commit, git_dir=mirror, doing=f"read commit {commit}")
-        except (CorruptObjectError, GitFailedError) as error:
+            info = await self._workers.call(_COMMIT_INFO, self._mirrors_path(name), commit, timeout=_READ_TIMEOUT)
+        except CommitNotFoundError as error:
             raise CommitNotFoundError(
                 f"cannot find commit {commit}: {name} does not have it",
                 hint="sync the mirror, or pin the commit so that it is fetched",
                 commit=commit,
                 mirror=str(name),
             ) from error
-        if _object_id(b"commit", done.stdout) != commit:
+        except CorruptObjectError as error:
             raise CommitUnservableError(
                 f"cannot serve commit {commit}: its object is damaged", hint="audit and heal the mirror", commit=commit
-            )
-        header = done.stdout.partition(b"\n\n")[0].split(b"\n")
-        committer = next((line for line in header if line.startswith(b"committer ")), b"")
-        return header[0].removeprefix(b"tree ").decode(), _time(committer)
+            ) from error
+        return info.tree, info.time
 
     async def _squashed(self, name: MirrorName, tree: str, time: int, scratch: Path) -> _Contents:
         body = _SQUASHED.format(tree=tree, time=time).encode()
@@ -228,10 +232,6 @@ def _write(git: Path, contents: _Contents) -> None:
     (git / "config").write_bytes(CONFIG)
     (git / "info/exclude").write_bytes(b"")
     (git / "packed-refs").write_bytes(packed_refs(contents.tags))
-
-
-def _tags_in(tags: list[Tag], packs: tuple[PackFile, ...]) -> tuple[Tag, ...]:
-    return tuple(tags_within(tags, [PackIndex(pack.index) for pack in packs]))
 
 
 def _remove(directory: Path) -> None:
@@ -291,9 +291,3 @@ def _write_loose(objects: Path, oid: str, kind: bytes, body: bytes) -> None:
     file = objects / oid[:2] / oid[2:]
     file.parent.mkdir(parents=True)
     file.write_bytes(zlib.compress(b"%s %d\0%s" % (kind, len(body), body)))
-
-
-def _time(committer: bytes) -> int:
-    """Seconds of a committer line; 0 where it has none that can be read."""
-    words = committer.rsplit(b" ", 2)
-    return int(words[1]) if len(words) == 3 and words[1].isdigit() else 0

@@ -127,13 +127,10 @@ async def together(*works: Coroutine[Any, Any, Any]) -> list[Any]:
     """The results of all. When one fails the others end first, so that nothing is built behind the error."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        await asyncio.wait(tasks)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
     except asyncio.CancelledError:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)  # cancelled with the one that waited for them
         raise
-    results = await asyncio.gather(*tasks, return_exceptions=True)
     for failure in results:
         if isinstance(failure, BaseException):
             raise failure

@@ -7,15 +7,23 @@ of a commit's closure, and may be younger than the commit it names: an annotated
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import anyio.to_thread
 
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import Git
 from ..git.packs import PackIndex
 
 _PEELED_MAX = 100_000
+_INDEXES_MAX = 10_000
+_RACY_NS = 1_000_000_000
+
+_Stamp = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -27,14 +35,42 @@ class Tag:
 
 
 class Tags:
-    """Reads the tags of mirrors, and remembers where each tag object leads: that never changes."""
+    """Reads the tags of mirrors, and remembers them until a file that holds them changes; where a tag object leads never does."""
 
     def __init__(self, git: Git) -> None:
         self._git = git
         self._peeled: dict[str, str | None] = {}
+        self._listed: dict[Path, tuple[_Stamp, tuple[Tag, ...]]] = {}
+        self._within: dict[Path, tuple[tuple[Tag, ...], frozenset[Tag]]] = {}
 
-    async def list(self, mirror: Path) -> list[Tag]:
+    async def list(self, mirror: Path) -> tuple[Tag, ...]:
         """All tags of `mirror` that lead to a commit, sorted by name."""
+        stamp = await anyio.to_thread.run_sync(_stamp, mirror)
+        if stamp and (known := self._listed.get(mirror)) and known[0] == stamp:
+            return known[1]
+        found = await self._read(mirror)
+        if stamp:
+            self._listed[mirror] = stamp, found
+        return found
+
+    async def within(self, mirror: Path, indexes: Sequence[Path]) -> set[Tag]:
+        """The tags of `mirror` whose commit is in one of the packs with these `indexes`."""
+        tags = await self.list(mirror)
+        found = set[Tag]()
+        for index in indexes:
+            known = self._within.get(index)
+            if known is None or known[0] is not tags:
+                known = tags, await anyio.to_thread.run_sync(_tags_in, tags, index)
+                self._keep(index, known)
+            found |= known[1]
+        return found
+
+    def _keep(self, index: Path, known: tuple[tuple[Tag, ...], frozenset[Tag]]) -> None:
+        if len(self._within) >= _INDEXES_MAX:
+            self._within.clear()
+        self._within[index] = known
+
+    async def _read(self, mirror: Path) -> tuple[Tag, ...]:
         listed = await self._git.run(
             "for-each-ref", "--format=%(objectname) %(refname)", "refs/tags", git_dir=mirror, doing="list tags"
         )
@@ -44,15 +80,27 @@ class Tags:
                 self._peeled.clear()
             self._peeled |= await _peeled_commits(self._git, mirror, sorted(unknown))
         found = ((ref, self._peeled.get(oid)) for ref, oid in direct.items())
-        return sorted(Tag(ref, commit) for ref, commit in found if commit)
+        return tuple(sorted(Tag(ref, commit) for ref, commit in found if commit))
 
 
-def tags_within(tags: Sequence[Tag], indexes: Sequence[PackIndex]) -> list[Tag]:
-    """The tags whose commit is in one of `indexes`."""
-    return [tag for tag in tags if any(bytes.fromhex(tag.commit) in index for index in indexes)]
+def _stamp(mirror: Path) -> _Stamp | None:
+    """What changes with any tag: a packed one changes packed-refs, a loose one the directory that it is renamed into.
+
+    None where something changed so lately that the next change might bear the same time, as git has it with its index.
+    """
+    places = [mirror / "packed-refs", *(Path(root) for root, _, _ in os.walk(mirror / "refs/tags"))]
+    stats = [(place, place.stat()) for place in places if place.exists()]
+    if any(time.time_ns() - found.st_mtime_ns < _RACY_NS for _, found in stats):
+        return None
+    return tuple((str(place), found.st_ino, found.st_mtime_ns) for place, found in stats)
 
 
-def packed_refs(tags: Sequence[Tag]) -> bytes:
+def _tags_in(tags: Sequence[Tag], index: Path) -> frozenset[Tag]:
+    pack = PackIndex(index, mapped=True)
+    return frozenset(tag for tag in tags if bytes.fromhex(tag.commit) in pack)
+
+
+def packed_refs(tags: Collection[Tag]) -> bytes:
     """The packed-refs file of a sealed checkout."""
     lines = [tag.commit.encode() + b" " + tag.ref + b"\n" for tag in sorted(tags)]
     return b"# pack-refs with: peeled fully-peeled sorted \n" + b"".join(lines)

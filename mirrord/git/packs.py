@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import errno
 import hashlib
+import mmap
 import os
 import struct
 from collections.abc import Iterator
@@ -24,13 +25,16 @@ _LARGE = 1 << 31  # offsets from here on are in a table of their own
 
 
 class PackIndex:
-    """One index, in memory. `pack_checksum` is the trailer its pack must have; iterating yields every object id, sorted."""
+    """One index, in memory. `pack_checksum` is the trailer its pack must have; iterating yields every object id, sorted.
+
+    A `mapped` index is read where it is needed; only for files that nobody shortens, as a shortened one would kill the process.
+    """
 
     __slots__ = ("_data", "_fanout", "_start", "_version2", "count", "path")
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, mapped: bool = False) -> None:
         self.path = path
-        self._data = path.read_bytes()
+        self._data = _map(path) if mapped else path.read_bytes()
         self._version2 = self._data[:4] == _MAGIC
         at = 8 if self._version2 else 0
         self._fanout = _fanout(path, self._data[at : at + _FANOUT_BYTES])
@@ -80,6 +84,14 @@ class PackIndex:
         unknown = self._version2 and self._data[4:8] != b"\0\0\0\2"
         if unknown or not least <= len(self._data) <= most:
             raise _corrupt(self.path, "it is truncated or of an unknown version")
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        try:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError as error:
+            raise _corrupt(path, "it is empty") from error
 
 
 def _fanout(path: Path, raw: bytes) -> tuple[int, ...]:

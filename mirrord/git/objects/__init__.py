@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .commits import CommitInfo, commit_info, is_ancestor, read_commit, resolve
 from .conversion import Conversion, Conversions
+from .increments import first_parents, pack_increment
 from .repositories import Objects, open_objects
 from .trees import TreeChange, TreeEntry, changes, tree_changes, tree_entries, walk
 
@@ -19,8 +20,10 @@ __all__ = [
     "TreeEntry",
     "changes",
     "commit_info",
+    "first_parents",
     "is_ancestor",
     "open_objects",
+    "pack_increment",
     "read_commit",
     "resolve",
     "tree_changes",
