@@ -22,6 +22,7 @@ from mirrord.catalog import Catalog, PinRow
 from mirrord.config import Settings
 from mirrord.datasets.cache import InstanceCache
 from mirrord.datasets.service import Datasets, name_from
+from mirrord.datasets.spools import record
 from mirrord.errors import (
     DatasetNotFoundError,
     InstanceNotFoundError,
@@ -372,6 +373,30 @@ def test_a_start_removes_what_a_killed_import_left(house: Builder, upstream: Ups
         assert list((house.root / "state" / "quarantine").iterdir()) == []
 
     house.run(crash)
+    house.run(after)
+
+
+def test_a_start_undoes_the_pins_of_a_killed_import_and_no_others(house: Builder, upstream: Upstream) -> None:
+    """Killed in its ref transaction, after the catalog was lost: what was pinned before the import stays."""
+    first, second = upstream.history(2)
+
+    async def record_all(house: House) -> None:
+        await house.take([row("a", first)])
+
+    async def begin(house: House) -> None:
+        left = house.root / "state" / "quarantine" / "dataset-left"
+        left.mkdir()
+        record(left, "dataset/lite", frozenset({(NAME.key, first)}))
+        git(house.mirrors.path(NAME), "update-ref", f"refs/mirrord/pins/dataset/lite/{second}", second)
+
+    async def after(house: House) -> None:
+        assert house.refs() == {f"dataset/lite/{first}"}
+        assert list((house.root / "state" / "quarantine").iterdir()) == []
+
+    house.run(record_all)
+    for file in (house.root / "state").glob("catalog*"):
+        file.unlink()
+    house.run(begin)
     house.run(after)
 
 

@@ -139,9 +139,9 @@ def test_maintenance_leaves_the_files_of_a_running_import_alone(house: Builder, 
     quarantine = tmp_path / "state/quarantine"
 
     async def body(it: House) -> None:
-        (quarantine / "dataset-running").mkdir()
+        (quarantine / "upload-running").mkdir()
         await it.mirrors.maintain(NAME)
-        assert (quarantine / "dataset-running").exists()
+        assert (quarantine / "upload-running").exists()
 
     house.run(body)
 

@@ -2,18 +2,16 @@
 
 An import reads the file in a worker into a private spool, makes every commit it records servable and pinned, and only then
 replaces the dataset in the catalog, in one transaction; pins of rows that went away are removed last. So a crash at any moment
-leaves the old dataset whole with all its pins, at worst with pins too many, which the next start removes; importing again repairs
-whatever is missing. A dataset never claims a pin it has not: which commits are unpinned is what the pins say.
+leaves the old dataset whole with all its pins, at worst with pins too many, and the next start removes exactly those; importing
+again repairs whatever is missing. A dataset never claims a pin it has not: which commits are unpinned is what the pins say.
 """
 
 from __future__ import annotations
 
 import builtins
 import re
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ import structlog
 
 from ..catalog import Catalog, DatasetHead, InstanceRow
 from ..config import Settings
-from ..errors import DatasetNotFoundError, InstanceNotFoundError, InvalidNameError, MirrordError
+from ..errors import DatasetNotFoundError, InstanceNotFoundError, InvalidNameError
 from ..git.workers import Workers
 from ..jobs.events import Events
 from ..mirrors.pins import ADOPTED
@@ -34,9 +32,9 @@ from .cache import InstanceCache
 from .formats import format_infos
 from .pinning import Pinner, ProgressSink, Refused, in_short, owner_of
 from .reading import ReadResult, read_dataset
+from .spools import Before, Spools, place_of, record
 
 _READ_TIMEOUT = timedelta(hours=1)
-_SPOOL_PREFIX = "dataset-"
 _SUFFIXES = re.compile(r"(?:\.(?:jsonl|ndjson|json|parquet|gz|zst))+$", re.IGNORECASE)
 
 log = structlog.get_logger()
@@ -58,26 +56,26 @@ class Datasets:
         self._catalog = catalog
         self._workers = workers
         self._events = events
-        self._quarantine = state_dir / "quarantine"
+        self._spools = Spools(state_dir / "quarantine")
         self._pinner = Pinner(catalog=catalog, mirrors=mirrors, concurrency=lambda: settings().sync.concurrency)
         self._cache = InstanceCache(catalog.find_instance)
         self._locks: dict[str, anyio.Lock] = {}
         self._listeners: list[Callable[[DatasetName], None]] = []
 
     async def open(self) -> None:
-        """Remove what a killed import left: its spool, and pins of commits that no dataset records.
+        """Undo imports that were killed: their pins, then their spools.
 
-        Pins of a dataset that were found in a mirror may be all that is left of a lost catalog: they stay until that dataset is
-        imported or removed.
+        Other pins of a dataset that were found in a mirror may be all that is left of a lost catalog: they stay until that
+        dataset is imported or removed.
         """
-        await anyio.to_thread.run_sync(self._remove_spools)
+        begun = await anyio.to_thread.run_sync(self._spools.begun)
         stale = await self._catalog.list_stale_pins()
-        adopted = {row.owner for row in stale if row.reason == ADOPTED}
-        owners = {row.owner for row in stale} - adopted
-        for owner in sorted(owners):
-            dataset = DatasetName(owner.removeprefix("dataset/"))
-            async with self._locked(dataset):
-                await self._drop_stale_pins(dataset)
+        undone = [row for row in stale if row.owner in begun and place_of(row) not in begun[row.owner]]
+        adopted = {row.owner for row in stale if row.reason == ADOPTED and row not in undone}
+        await self._pinner.unpin([row for row in stale if row in undone or row.owner not in adopted])
+        if undone:
+            log.warning("import.undone", owners=sorted({row.owner for row in undone}), pins=len(undone))
+        await anyio.to_thread.run_sync(self._spools.clear)
 
     def on_change(self, listener: Callable[[DatasetName], None]) -> None:
         """Call `listener` with the name of each dataset that was imported or removed."""
@@ -102,7 +100,8 @@ class Datasets:
         dataset = parse_dataset_name(name) if name else name_from(source)
         source = _storable(source)
         async with self._locked(dataset):
-            with self._spool() as spool:
+            with self._spools.directory() as directory:
+                spool = directory / "rows.jsonl"
                 read = await self._workers.call(
                     read_dataset, path, Path(source).name or source, format, spool, timeout=_READ_TIMEOUT
                 )
@@ -112,11 +111,15 @@ class Datasets:
     async def _take(
         self, dataset: DatasetName, read: ReadResult, source: str, spool: Path, progress: ProgressSink | None
     ) -> dict[str, Any]:
+        owner = owner_of(dataset)
+        before = frozenset(map(place_of, await self._catalog.list_pins(owner=owner)))
+        await anyio.to_thread.run_sync(record, spool.parent, owner, before)
         try:
             refused = await self._pinner.pin_all(dataset, read.names, read.commits, progress)
             change = await self._catalog.replace_dataset(_head(dataset, read, source, refused), spool)
-        except MirrordError:
-            await self._drop_stale_pins(dataset)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._drop_stale_pins(dataset, but=before)
             raise
         finally:
             self._cache.forget()
@@ -218,21 +221,10 @@ class Datasets:
         async with self._locks.setdefault(dataset, anyio.Lock()):
             yield
 
-    @contextmanager
-    def _spool(self) -> Iterator[Path]:
-        """A private place for the normalised rows. Not in the watched directory, where it would be imported."""
-        self._quarantine.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=_SPOOL_PREFIX, dir=self._quarantine, ignore_cleanup_errors=True) as directory:
-            yield Path(directory) / "rows.jsonl"
-
-    def _remove_spools(self) -> None:
-        for directory in self._quarantine.glob(f"{_SPOOL_PREFIX}*"):
-            shutil.rmtree(directory, ignore_errors=True)
-
-    async def _drop_stale_pins(self, dataset: DatasetName) -> None:
+    async def _drop_stale_pins(self, dataset: DatasetName, but: Before = frozenset()) -> None:
         """Remove the dataset's pins of commits that it does not record. The dataset's lock must be held."""
-        stale = await self._catalog.list_stale_pins()
-        await self._pinner.unpin([row for row in stale if row.owner == owner_of(dataset)])
+        stale = [row for row in await self._catalog.list_stale_pins() if row.owner == owner_of(dataset)]
+        await self._pinner.unpin([row for row in stale if place_of(row) not in but])
 
     def _changed(self, event: str, dataset: DatasetName, **fields: int) -> None:
         self._events.publish(event, dataset=dataset, **fields)

@@ -135,6 +135,10 @@ class Git:
                 await _kill(child)
 
 
+_HUNG_UP = (BrokenPipeError, ConnectionResetError, RuntimeError)
+"""What a write to a child that ended raises; the last where uvloop (0.23) noticed before us, and has closed the pipe."""
+
+
 class _Reading:
     """The three streams of one child, read at the same time and within bounds."""
 
@@ -181,10 +185,10 @@ class _Reading:
         pipe = self._child.stdin
         if pipe is None:
             return
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it ended early; its status says why
+        with contextlib.suppress(*_HUNG_UP):  # it ended early; its status says why
             pipe.write(self._stdin or b"")
             await pipe.drain()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        with contextlib.suppress(*_HUNG_UP):
             pipe.close()
             await pipe.wait_closed()
 

@@ -96,6 +96,10 @@ _LOCAL_RULES = (
         "audit the mirror; a heal brings damaged objects back",
     ),
 )
+_INNER_DEATH = re.compile(r"^error: (\S.* died of signal (?:9|15))$", re.MULTILINE)
+"""What git says of a git of its own; other signals are what a hostile pack can make of one."""
+_SILENT_INDEX_PACK = "fatal: fetch-pack: invalid index-pack output"
+"""What git fetch (2.39) says when its index-pack ended; one that refused a pack has said why before."""
 _NOISE = re.compile(r"^(remote: *$|hint:|warning: |Cloning into|From |POST |To )")
 _LEADING = re.compile(r"^(fatal|error|remote): ")
 
@@ -118,10 +122,9 @@ def failure(
 ) -> MirrordError:
     """The error for a git that ended with `status`. `upstream` says that it talked to another repository."""
     fact = masked_url(_fact(stderr) or _death(status), secrets)
-    if status < 0:
-        return GitKilledError(
-            f"cannot {doing}: {_death(status)}", hint="was memory short? see the kernel's log", git_status=status
-        )
+    how = _death(status) if status < 0 else _inner_death(stderr)
+    if how:
+        return GitKilledError(f"cannot {doing}: {how}", hint="was memory short? see the kernel's log", git_status=status)
     if http.status == 429 or (http.status == 503 and http.retry_after):
         return _throttled(doing, fact, http)
     rules = (_DISK_FULL, *(_UPSTREAM_RULES if upstream else _LOCAL_RULES))
@@ -132,6 +135,14 @@ def failure(
     if upstream:
         return UpstreamError(f"cannot {doing}: {fact}", hint="try again later; check the upstream URL", git_status=status)
     return GitFailedError(f"cannot {doing}: {fact}", hint="see the daemon's log; audit the mirror", git_status=status)
+
+
+def _inner_death(stderr: str) -> str | None:
+    """How a git of git's own was killed; None where none was."""
+    if said := _INNER_DEATH.search(stderr):
+        return said[1]
+    complaints = [line for line in stderr.splitlines() if line.startswith(("fatal: ", "error: "))]
+    return "index-pack died and said nothing" if complaints == [_SILENT_INDEX_PACK] else None
 
 
 def _throttled(doing: str, fact: str, http: HttpAnswer) -> UpstreamThrottledError:

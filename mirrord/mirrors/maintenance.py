@@ -16,6 +16,7 @@ from pathlib import Path
 import anyio
 
 from ..protocol import Progress
+from .halves import mend_halves
 from .leftovers import remove_leftovers, removed_on_failure
 from .repository import Repository
 
@@ -30,11 +31,15 @@ _EXPIRATION = "30.days.ago"
 async def maintain(repository: Repository, progress: Callable[[Progress], None] | None = None) -> None:
     """Do what is due. The caller holds the mirror's lock."""
     await anyio.to_thread.run_sync(remove_leftovers, repository.path, _OLD)
-    async with removed_on_failure(repository.path):
-        await repository.pack_refs()
-        full = await anyio.to_thread.run_sync(_needs_full, repository.path)
-        await _repack(repository, full=full, progress=progress)
-        await _write_commit_graph(repository, replace=full)
+    try:
+        async with removed_on_failure(repository.path):
+            await repository.pack_refs()
+            full = await anyio.to_thread.run_sync(_needs_full, repository.path)
+            await _repack(repository, full=full, progress=progress)
+            await _write_commit_graph(repository, replace=full)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await mend_halves(repository)
     if full:
         await anyio.to_thread.run_sync((repository.path / _STAMP).touch)
 

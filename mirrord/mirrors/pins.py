@@ -1,7 +1,8 @@
 """Pins: refs that keep recorded commits alive, each with an owner.
 
 Owns `refs/mirrord/pins/OWNER/COMMIT`. A pin is a proof: the ref is written only after everything the commit reaches was found in
-the mirror. `update-ref` alone would pin a commit whose tree lacks a blob. The refs are the truth; the catalog follows them.
+the mirror. `update-ref` alone would pin a commit whose tree lacks a blob. The refs are the truth; the catalog follows them. An
+error leaves both as they were; a crash leaves a ref without a row at worst, and a start brings them in line.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
+import anyio
+
+from ..catalog.catalog import Catalog
+from ..catalog.rows import PinRow
 from ..errors import GitFailedError, InvalidRequestError, MirrordError, ResourceError
 from ..model import CommitId, shown
 from .isolation import isolate
@@ -58,18 +63,46 @@ def _blames_commits(error: MirrordError) -> bool:
     return isinstance(error, GitFailedError) or not isinstance(error, ResourceError)
 
 
-async def write_pins(repository: Repository, commits: Collection[CommitId], owner: str) -> None:
-    """Make the refs, those that exist already included. The commits were verified."""
+async def keep(repository: Repository, catalog: Catalog, rows: Sequence[PinRow], owner: str) -> None:
+    """Make pins of commits that were verified: refs, then their rows. Where the rows cannot be written no ref is left."""
     present = await repository.all_refs()
+    fresh = [row.commit for row in rows if f"{PINS}{owner}/{row.commit}" not in present]
+    with anyio.CancelScope(shield=True):
+        await _write_refs(repository, fresh, owner)
+        try:
+            await catalog.put_pins(rows)
+        except MirrordError:
+            await _delete_refs(repository, fresh, owner)
+            raise
+
+
+async def give_up(repository: Repository, catalog: Catalog, commits: Collection[CommitId], owner: str) -> None:
+    """Remove pins: rows, then refs, so that a crash leaves a pin too many, never one that is only said.
+
+    Where the refs cannot be removed the rows are put back.
+    """
+    wanted = set(commits)
+    rows = [row for row in await catalog.list_pins(repository.name.key, owner=owner) if row.commit in wanted]
+    with anyio.CancelScope(shield=True):
+        await catalog.delete_pins(repository.name.key, commits, owner)
+        try:
+            await _delete_refs(repository, commits, owner)
+        except MirrordError:
+            await catalog.put_pins(rows)
+            raise
+
+
+async def _write_refs(repository: Repository, commits: Collection[CommitId], owner: str) -> None:
     transaction = Transaction()
     for oid in commits:
-        if f"{PINS}{owner}/{oid}" not in present:
-            transaction.create(f"{PINS}{owner}/{oid}", oid)
+        transaction.create(f"{PINS}{owner}/{oid}", oid)
     await commit(repository, transaction)
 
 
-async def delete_pins(repository: Repository, commits: Collection[CommitId], owner: str) -> None:
-    """Remove the refs that are there."""
+async def _delete_refs(repository: Repository, commits: Collection[CommitId], owner: str) -> None:
+    """Those that are there, if there is a mirror."""
+    if not repository.path.exists():
+        return
     present = await repository.all_refs()
     transaction = Transaction()
     for oid in commits:

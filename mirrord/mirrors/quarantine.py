@@ -2,7 +2,7 @@
 
 Owns `quarantine/` of the state directory. A killed git leaves its `tmp_pack_*` here and not in a mirror. Nothing here is needed
 after a restart, so a start removes everything that no process holds open, but for `damaged/`: what heals took out of mirrors
-stays until a person removes it.
+stays until a person removes it; and for the spools of imports, which the datasets still have to undo.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..host.files import full_disk_named, sync_directory
 log = structlog.get_logger()
 
 DAMAGED = "damaged"
+SPOOL_PREFIX = "dataset-"
 _LAST = {".idx": 1}  # git finds a pack by its index, so that is moved when the rest is there
 
 
@@ -102,7 +103,7 @@ def _clean(root: Path, left: Collection[Path]) -> set[Path]:
     held = held_files(root) if left else set()
     kept = set()
     for path in left:
-        if path.name == DAMAGED:
+        if path.name == DAMAGED or path.name.startswith(SPOOL_PREFIX):
             continue
         if any(path == file or path in file.parents for file in held):
             kept.add(path)

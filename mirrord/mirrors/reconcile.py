@@ -19,6 +19,7 @@ from ..catalog.rows import MirrorRow, PinRow
 from ..errors import InvalidNameError, MirrordError
 from ..model import MirrorName, utc_now
 from .fetch import unmark
+from .halves import mend_halves
 from .leftovers import remove_leftovers
 from .pins import ADOPTED, PERSON, read_pins
 from .repository import Repository
@@ -62,26 +63,13 @@ async def _reconcile_one(catalog: Catalog, repository: Repository, limiter: anyi
         async with limiter:
             # no git of ours runs at a start, so age says nothing; who still holds a file does
             await anyio.to_thread.run_sync(remove_leftovers, repository.path, timedelta())
-            await _index_packs(repository)
+            await mend_halves(repository)
             await recover(repository)
             await unmark(repository)
             await _follow_pins(catalog, repository)
     except MirrordError as error:
         await catalog.update_mirror(repository.name.key, error=error.problem())
         log.warning("mirror.damaged", mirror=str(repository.name), code=error.code, detail=error.message)
-
-
-async def _index_packs(repository: Repository) -> None:
-    """Index the packs whose index did not come along when a crash ended a move: git sees no pack without one."""
-    packs = await anyio.to_thread.run_sync(lambda: sorted((repository.objects / "pack").glob("pack-*.pack")))
-    for pack in packs:
-        if pack.with_suffix(".idx").exists():
-            continue
-        try:
-            await repository.git.run("index-pack", str(pack), git_dir=repository.path, doing=f"index {pack.name}")
-            log.info("pack.indexed", mirror=str(repository.name), pack=pack.name)
-        except MirrordError as error:  # a damaged one is the audit's to report
-            log.warning("pack.refused", mirror=str(repository.name), pack=pack.name, detail=error.message)
 
 
 async def _follow_pins(catalog: Catalog, repository: Repository) -> None:

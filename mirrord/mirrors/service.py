@@ -277,21 +277,18 @@ class Mirrors:
             refused = await pins.must_be_commits(repository, commits)
             refused |= await pins.verify(repository, set(commits) - refused.keys())
             proven = sorted(set(commits) - refused.keys())
-            await pins.write_pins(repository, proven, owner)
             now = utc_now()
-            await self._catalog.put_pins([PinRow(row.name, commit, owner, reason, now) for commit in proven])
+            await pins.keep(repository, self._catalog, [PinRow(row.name, commit, owner, reason, now) for commit in proven], owner)
         if proven:
             self._events.publish("commits.pinned", mirror=str(row.name), owner=owner, count=len(proven), refused=len(refused))
         return refused
 
     async def unpin(self, name: MirrorName, commits: Collection[CommitId], *, owner: str) -> None:
-        """Give pins of an owner up. The catalog's row goes first: a crash leaves a pin too many, never one that is only said."""
+        """Give pins of an owner up."""
         pins.check_owner(owner)
         row = await self.get(str(name))
         async with self.lock(row.name):
-            await self._catalog.delete_pins(row.name.key, commits, owner)
-            if self.path(row.name).exists():
-                await pins.delete_pins(self.repository(row.name), commits, owner)
+            await pins.give_up(self.repository(row.name), self._catalog, commits, owner)
         self._events.publish("commits.unpinned", mirror=str(row.name), owner=owner, count=len(commits))
 
     async def list_pins(self, name: MirrorName | None = None) -> builtins.list[Pin]:

@@ -58,7 +58,7 @@ def _line(ref: str, old: str | None, new: str | None) -> str:
 
 
 async def commit(repository: Repository, transaction: Transaction) -> None:
-    """Make all moves; on any error none."""
+    """Make all moves; on any error none. A git that was killed in the middle is finished."""
     if not transaction.moves:
         return
     await recover(repository)  # the journal of one that was killed must not be written over: it says which tips are to be kept
@@ -69,9 +69,10 @@ async def commit(repository: Repository, transaction: Transaction) -> None:
             await anyio.to_thread.run_sync(write_durably, journal, transaction.text().encode())
             await _make(repository, transaction.moves)
     except Exception:
-        # where git refused as a whole there is nothing to finish; where it was killed in the middle, `recover` will
-        if await repository.all_refs() == before:
-            await anyio.to_thread.run_sync(_remove, journal)
+        if await repository.all_refs() != before:
+            await recover(repository)
+            return
+        await anyio.to_thread.run_sync(_remove, journal)
         raise
     await anyio.to_thread.run_sync(_remove, journal)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from .judge import no_process_left, nothing_left
 from .lab import Background, Lab, Refused, laboratory
-from .operations import OPERATIONS, Operation
+from .operations import AFTER, BEFORE, OPERATIONS, Operation
 from .plan import Part, Plan
 from .report import Row
 from .series import Strike, end_of, in_series
@@ -116,6 +116,7 @@ def _after_kill(lab: Lab, operation: Operation, where: str, family: set[int]) ->
     lab.restart()
     no_process_left(family)
     outcome = end_of(lab, operation)
+    assert outcome in {BEFORE, AFTER}, outcome
     return Row(_DAEMON, operation.name, where, f"{outcome}{_told(lab.daemon.log[log_before:])}")
 
 

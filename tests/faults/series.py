@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .judge import judge, nothing_left
 from .lab import Lab, laboratory
-from .operations import AFTER, Operation
+from .operations import Operation
 from .plan import told
 from .report import NOTHING, Row
 
@@ -45,13 +45,13 @@ def in_series(strikes: Iterable[Strike], lab_of: Callable[[], AbstractContextMan
 def end_of(lab: Lab, operation: Operation) -> str:
     """Judge what a fault left, do the operation again, and answer which state it was."""
     outcome = operation.outcome()
-    if operation.name != "heal" or outcome == AFTER:  # the damage that a heal was to mend may still be there
+    is_sound = operation.is_sound(outcome)
+    nothing_left(lab)
+    if is_sound:
         judge(lab)
-    else:
-        nothing_left(lab)
     operation.settle()
     nothing_left(lab)
-    if outcome != AFTER and operation.name == "heal":
+    if not is_sound:
         judge(lab)
     operation.clean()
     return outcome

@@ -22,6 +22,7 @@ _MASK = _CREATE | _DELETE | _MOVED_FROM | _MOVED_TO | _DONT_FOLLOW | _ONLY_DIREC
 _VERBS = {_CREATE: "made", _DELETE: "removed", _MOVED_FROM: "renamed away", _MOVED_TO: "in place", _MODIFY: "written"}
 _HEADER = struct.Struct("iIII")
 _OPAQUE = re.compile(r"(checkouts/[^/]+/tree|/files|/layer/upper|/layer/work|\.old-\*|removed-\*|\.retired-\*|\.gone-\*)/.*")
+_THROWN_AWAY = re.compile(r"(quarantine/[^/]+)/.*")
 _RANDOM = (
     (re.compile(r"[0-9a-f]{40}"), "*"),
     (re.compile(r"\b[0-9a-f]{38}\b"), "*"),
@@ -39,7 +40,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def step_name(verb: str, path: str) -> str:
-    """A change without what is random in its path; everything inside a working tree is one step."""
+    """A change without what is random in its path; everything inside a working tree, or that is thrown away, is one step."""
+    if verb == "removed":
+        path = _THROWN_AWAY.sub(r"\1/…", path)
     for pattern, replacement in _RANDOM:
         path = pattern.sub(replacement, path)
     return f"`{_OPAQUE.sub(lambda match: match[1] + '/…', path)}` {verb}"

@@ -1,0 +1,73 @@
+"""The private directory of one import in the quarantine: its normalised rows, and on record which pins were there before it.
+
+Owns `quarantine/dataset-*`. The record is what tells a killed import from a lost catalog: both leave pins in a mirror that no
+dataset records. It is flushed before the first pin is made and gone with the directory, so what it lists is left alone at a
+start, and pins of its dataset that it does not list were made by an import that never ended.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+
+from ..catalog import PinRow
+from ..host.files import sync_directory
+from ..mirrors.quarantine import SPOOL_PREFIX
+from ..mirrors.transaction import write_durably
+
+_RECORD = "pins-before.json"
+
+Before = frozenset[tuple[str, str]]
+"""Mirror key and commit of each pin."""
+
+log = structlog.get_logger()
+
+
+class Spools:
+    """The directories of the imports that are going on, or were when the daemon died."""
+
+    def __init__(self, quarantine: Path) -> None:
+        self._quarantine = quarantine
+
+    @contextmanager
+    def directory(self) -> Iterator[Path]:
+        """A new one, removed at the end. Not in the watched directory, where its files would be imported."""
+        self._quarantine.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=SPOOL_PREFIX, dir=self._quarantine, ignore_cleanup_errors=True) as made:
+            yield Path(made)
+
+    def begun(self) -> Mapping[str, Before]:
+        """The owners of pins whose import never ended, each with the pins that it had before."""
+        found = [_read(path) for path in self._quarantine.glob(f"{SPOOL_PREFIX}*/{_RECORD}")]
+        return dict(filter(None, found))
+
+    def clear(self) -> None:
+        """Remove what a killed daemon left. Its imports must have been undone."""
+        for path in self._quarantine.glob(f"{SPOOL_PREFIX}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def record(directory: Path, owner: str, before: Before) -> None:
+    """Put on record, durably, which pins an owner has."""
+    write_durably(directory / _RECORD, json.dumps({"owner": owner, "pins": sorted(before)}).encode())
+    sync_directory(directory.parent)
+
+
+def place_of(row: PinRow) -> tuple[str, str]:
+    return row.mirror.key, str(row.commit)
+
+
+def _read(path: Path) -> tuple[str, Before] | None:
+    """None where it cannot be read: then the pins stay."""
+    try:
+        facts = json.loads(path.read_bytes())
+        return facts["owner"], frozenset((key, commit) for key, commit in facts["pins"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("import.unreadable", path=str(path), error=str(error))
+        return None
