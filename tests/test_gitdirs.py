@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -184,6 +185,24 @@ def test_a_store_is_found_again_and_rebuilt_when_it_was_deleted(site: Site) -> N
         assert list((site.root / "templates/owner__name").iterdir()) == []
 
     site.run(body)
+
+
+@pytest.mark.parametrize("name", ["HEAD", "config", "packed-refs", "objects/pack/*.pack", "objects/pack/*.idx"])
+@pytest.mark.parametrize("kept", [0, 0.5])
+def test_what_a_power_cut_emptied_or_shortened_is_built_again(site: Site, name: str, kept: float) -> None:
+    """Nothing in the store was flushed: it is a cache, and is not served when a file of it is not as long as it was written."""
+    gitdir = site.build(site.line[4])
+    for file in gitdir.git.glob(name):
+        file.chmod(0o644)
+        os.truncate(file, int(file.stat().st_size * kept))
+
+    async def after(gitdirs: Gitdirs) -> None:
+        assert gitdirs.find(NAME, site.line[4], History.SEALED) is None
+        assert await gitdirs.ensure(NAME, site.line[4], History.SEALED) == gitdir
+        assert verify_seal(gitdir.path, site.line[4]).sealed
+        git(gitdir.path, "fsck", "--full", "--strict")
+
+    site.run(after)
 
 
 def test_leftovers_of_a_killed_build_are_removed_at_the_start(site: Site) -> None:

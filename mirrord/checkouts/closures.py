@@ -23,7 +23,7 @@ import structlog
 
 from ..errors import CommitNotFoundError, CorruptObjectError, DeadlineError, DiskFullError, GitFailedError
 from ..git.command import Git
-from ..git.packs import PackIndex, pack_trailer
+from ..git.packs import has_both_ends
 from ..git.packwriter import Packed
 from ..git.workers import Workers
 from ..model import CommitId, MirrorName
@@ -247,19 +247,12 @@ def remove_leftovers(directory: Path) -> int:
 
 
 def _load(directory: Path) -> Iterator[Layer]:
+    """The layers on disk. Packs are not flushed, so a power cut can leave less than was written: such a one is not there."""
     for file in directory.glob("*/layer.json"):
         try:
             layer = Layer(**json.loads(file.read_text()))
         except (OSError, ValueError, TypeError):
             log.warning("closure.dropped", file=str(file))
             continue
-        if layer.commit == file.parent.name and _is_sound(file.parent / layer.pack):
+        if layer.commit == file.parent.name and has_both_ends(file.parent / layer.pack, layer.size_bytes):
             yield layer
-
-
-def _is_sound(pack: Path) -> bool:
-    """A look at both ends: packs are not flushed, so a power cut can leave less than was written."""
-    try:
-        return pack_trailer(pack) == PackIndex(pack.with_suffix(".idx")).pack_checksum
-    except (OSError, CorruptObjectError):
-        return False

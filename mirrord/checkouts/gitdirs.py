@@ -24,6 +24,7 @@ import structlog
 
 from ..errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError, InvalidRequestError
 from ..git.command import Git
+from ..git.packs import has_both_ends
 from ..git.workers import Workers
 from ..model import CommitId, History, MirrorName
 from .closures import Closures, Recorded, building, nothing_recorded, publish, remove_leftovers
@@ -53,7 +54,7 @@ log = structlog.get_logger()
 class Gitdir:
     """`path` is the directory that holds `.git`. `head` is the commit HEAD names: the base commit, or the squashed one.
 
-    `packs` are file names in `.git/objects/pack`; `size_bytes` counts shared packs too.
+    `packs` are file names in `.git/objects/pack`; `pack_sizes` are their bytes with their indexes, shared packs too.
     """
 
     path: Path
@@ -63,8 +64,12 @@ class Gitdir:
     head: CommitId
     tree: str
     packs: tuple[str, ...]
+    pack_sizes: tuple[int, ...]
     tag_count: int
-    size_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.pack_sizes)
 
     @property
     def git(self) -> Path:
@@ -257,8 +262,8 @@ def _describe(target: Path, name: MirrorName, commit: CommitId, history: History
         head=contents.head,
         tree=contents.tree,
         packs=tuple(pack.path.name for pack in contents.packs),
+        pack_sizes=tuple(pack.size_bytes for pack in contents.packs),
         tag_count=len(contents.tags),
-        size_bytes=sum(pack.size_bytes for pack in contents.packs),
     )
 
 
@@ -276,11 +281,21 @@ def _load(directory: Path, name: MirrorName, commit: CommitId, history: History)
     try:
         facts = json.loads(path.with_suffix(".json").read_text())
         facts |= {"path": path, "mirror": name, "history": History(facts["history"]), "packs": tuple(facts["packs"])}
+        facts["pack_sizes"] = tuple(facts["pack_sizes"])
         found = Gitdir(**facts)
-        whole = (found.git / "HEAD").read_text() == f"{found.head}\n" and (found.git / "config").read_bytes() == CONFIG
-        return found if whole else None
+        return found if _is_whole(found) else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def _is_whole(found: Gitdir) -> bool:
+    """Whether every file is as long as it was written: nothing was flushed, and a power cut can empty or shorten any of them."""
+    if (found.git / "HEAD").read_text() != f"{found.head}\n" or (found.git / "config").read_bytes() != CONFIG:
+        return False
+    if (found.git / "packed-refs").read_bytes().count(b"\n") != found.tag_count + 1:
+        return False
+    packs = zip(found.packs, found.pack_sizes, strict=True)
+    return all(has_both_ends(found.git / "objects/pack" / name, size) for name, size in packs)
 
 
 def _object_id(kind: bytes, body: bytes) -> str:

@@ -105,9 +105,26 @@ def _fanout(path: Path, raw: bytes) -> tuple[int, ...]:
 
 def pack_trailer(path: Path) -> bytes:
     """The checksum that a pack file ends with; it says nothing of the bytes before it."""
+    return _tail(path, ID_BYTES)
+
+
+def has_both_ends(pack: Path, size_bytes: int) -> bool:
+    """Whether a pack and its index have `size_bytes` in all, and the index ends in the checksum that the pack ends with.
+
+    It says nothing of the bytes between, but costs no more than two reads: enough for what a power cut shortened or emptied.
+    """
+    index = pack.with_suffix(".idx")
+    try:
+        sizes = pack.stat().st_size + index.stat().st_size
+        return sizes == size_bytes and pack_trailer(pack) == _tail(index, 2 * ID_BYTES)[:ID_BYTES]
+    except OSError:
+        return False
+
+
+def _tail(path: Path, size: int) -> bytes:
     with path.open("rb") as file:
-        file.seek(-ID_BYTES, os.SEEK_END)
-        return file.read(ID_BYTES)
+        file.seek(-size, os.SEEK_END)
+        return file.read(size)
 
 
 def pack_is_whole(path: Path) -> bool:
