@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from faults.crowd import everything_at_once
+from faults.damages import rounds
 from faults.full import fill_up
 from faults.kills import NOT_HIT, kill_at, kill_child
 from faults.lab import Lab, laboratory
@@ -85,3 +86,8 @@ def test_a_full_disk_ends_new_work_and_harms_nothing_old() -> None:
 def test_a_power_cut_loses_no_pin(tmp_path: Path) -> None:
     """What was answered as pinned is there and whole after the file system ended at once."""
     assert [row.lost for row in cut_power(tmp_path, random.Random(1), cuts=1)] == ["nothing"]
+
+
+def test_any_damage_is_repaired_with_any_donor_that_can() -> None:
+    """One thing in the mirror and what happens to it, and who is there to help, by chance; `make faults` does a thousand."""
+    assert {row.lost for row in rounds(seed=1, numbers=(1, 2, 9, 14, 15, 24))} == {"nothing"}

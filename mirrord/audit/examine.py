@@ -30,8 +30,9 @@ from .graph import (
     peel,
     read_graph,
 )
-from .lost import incomplete_refs, lost_refs
+from .lost import lost_refs
 from .names import read_names, readable
+from .past import incomplete_refs, lost_tips
 
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
 _EXAMPLES = 10
@@ -66,7 +67,7 @@ def examine(git_dir: Path, commits: Collection[CommitId], level: AuditLevel, pin
         result.faults |= lost_refs(repository, git_dir)
         if level is not AuditLevel.QUICK:
             proven = [oid for oid, verdict in result.verdicts.items() if verdict.state in {CommitState.OK, CommitState.UNPINNED}]
-            result.faults = incomplete_refs(repository, names, level, proven) | result.faults
+            result.faults = lost_tips(repository, names) | incomplete_refs(repository, names, level, proven) | result.faults
     lost_pins = (f"{PINS}{pin}" for pin in pins if f"{PINS}{pin}" not in names.refs)
     result.faults = dict.fromkeys(lost_pins, "it is gone, and the catalog has it") | result.faults
     return result

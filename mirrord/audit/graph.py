@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from ..errors import CorruptObjectError, GitFailedError
-from ..git.command import run_git_sync
+from ..git.command import GitResult, run_git_sync
 from ..model import CommitId, Reach
 
 TIMEOUT = timedelta(hours=1)
@@ -51,16 +51,9 @@ def read_graph(git_dir: Path, tips: Collection[str], *, trusting: bool = False) 
 
 def _read_store(git_dir: Path) -> Graph:
     """Every commit in the object store, for a mirror that git cannot walk."""
-    shown = run_git_sync(
-        "cat-file",
-        "--batch-all-objects",
-        "--unordered",
-        "--buffer",
-        "--batch-check=%(objecttype) %(objectname)",
-        git_dir=git_dir,
-        timeout=TIMEOUT,
-        doing="list objects",
-    )
+    # by id: asked for the types of all objects, git (2.39) dies of a pack that is too short to be opened
+    listed = _cat_file(git_dir, "--batch-all-objects", "--unordered", "--batch-check=%(objectname)").stdout
+    shown = _cat_file(git_dir, "--batch-check=%(objecttype) %(objectname)", stdin=listed)
     pending = deque([[line.split()[1] for line in shown.lines if line.startswith("commit ")]])
     graph: Graph = {}
     while pending:
@@ -73,10 +66,12 @@ def _read_store(git_dir: Path) -> Graph:
     return graph
 
 
+def _cat_file(git_dir: Path, *options: str, stdin: bytes | None = None) -> GitResult:
+    return run_git_sync("cat-file", "--buffer", *options, git_dir=git_dir, stdin=stdin, timeout=TIMEOUT, doing="read objects")
+
+
 def _read_commits(git_dir: Path, oids: Collection[str]) -> Graph:
-    output = run_git_sync(
-        "cat-file", "--batch", "--buffer", git_dir=git_dir, stdin=lines_of(oids), timeout=TIMEOUT, doing="read commits"
-    ).stdout
+    output = _cat_file(git_dir, "--batch", stdin=lines_of(oids)).stdout
     graph: Graph = {}
     at = 0
     while at < len(output):

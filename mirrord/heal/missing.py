@@ -7,11 +7,12 @@ view: every object that git finds in it is good. Runs in a worker.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..audit.graph import TIMEOUT, Graph, ancestors, first_absent_ancestor, lines_of, read_graph
+from ..audit.past import kinds_of
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
 
@@ -47,21 +48,6 @@ def find_missing(repository: Path, tips: Collection[str]) -> Missing:
     others = _walk_trees(repository, [*present, *(oid for oid, kind in kinds.items() if kind in {"tree", "blob"})])
     absent = lost | (reached - present)
     return Missing(frozenset(absent), frozenset(others), _latest_whole(graph, present))
-
-
-def kinds_of(repository: Path, oids: Iterable[str]) -> dict[str, str]:
-    """The type of each object; empty where it is not there."""
-    asked = sorted(set(oids))
-    shown = run_git_sync(
-        "cat-file",
-        "--batch-check=%(objecttype)",
-        "--buffer",
-        git_dir=repository,
-        stdin=lines_of(asked),
-        timeout=TIMEOUT,
-        doing="look up objects",
-    ).lines
-    return {oid: "" if kind.endswith(" missing") else kind for oid, kind in zip(asked, shown, strict=True)}
 
 
 def _follow_tags(repository: Path, kinds: Mapping[str, str]) -> tuple[set[str], dict[str, str]]:

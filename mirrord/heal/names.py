@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..audit.files import FileKind
-from ..audit.graph import TIMEOUT, ancestors, lines_of, read_graph
+from ..audit.graph import TIMEOUT, lines_of, read_graph
 from ..audit.lost import read_record
 from ..audit.names import Names
-from ..errors import CorruptObjectError, GitFailedError
+from ..audit.past import read_records, unkept
 from ..git.command import run_git_sync
 from ..mirrors.refs import is_followed
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS
@@ -39,38 +39,13 @@ def plan_refs(view: Path, names: Names, default_branch: str | None) -> RefPlan:
     broken = {bad.path for bad in names.faults if bad.kind is FileKind.REF}
     restore = {ref: found[1] for ref in broken if (found := _NAMED.fullmatch(ref))}
     history = names.refs.get(HISTORY) or _find_history(view, names.refs)
-    records = list(_records(view, history)) if history else []
+    records = read_records(view, history) if history else []
     if history and HISTORY not in names.refs:
         restore[HISTORY] = history
     recorded, head = records[0] if records else ({}, None)
     restore |= {ref: oid for ref, oid in recorded.items() if ref not in names.refs and is_followed(ref)}
-    if names.faults or restore:
-        restore |= _unkept(view, records, {**names.refs, **restore})
+    restore |= unkept(view, records, {**names.refs, **restore})
     return RefPlan(restore, _head(names, head, default_branch, {**names.refs, **restore}))
-
-
-def _records(view: Path, history: str) -> Iterator[tuple[dict[str, str], str | None]]:
-    """Every record, the newest first."""
-    try:
-        walked = run_git_sync("rev-list", "--first-parent", history, git_dir=view, timeout=TIMEOUT, doing="walk the ref history")
-    except (CorruptObjectError, GitFailedError):
-        yield read_record(view, history)
-        return
-    for record in walked.lines:
-        yield read_record(view, record)
-
-
-def _unkept(view: Path, records: Collection[tuple[dict[str, str], str | None]], refs: Mapping[str, str]) -> dict[str, str]:
-    """Kept refs for the commits that some record had and that nothing leads to."""
-    past = {oid for recorded, _ in records for oid in recorded.values()} - set(refs.values())
-    if not past:
-        return {}
-    there = _commits_among(view, past)
-    graph = read_graph(view, _commits_among(view, refs.values()) | there)
-    reached = ancestors(graph, _commits_among(view, refs.values()))
-    lost = there - reached
-    inner = {parent for oid in ancestors(graph, lost) for parent in graph.get(oid, ())}
-    return {f"{KEPT}{oid}": oid for oid in sorted(lost - inner)}
 
 
 def _commits_among(view: Path, oids: Collection[str]) -> set[str]:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from ..audit.content import unreadable
 from ..audit.graph import TIMEOUT, lines_of
+from ..audit.past import kinds_of
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import Git
 from ..git.environment import STRICT
 from ..git.packs import PackIndex
 from ..git.workers import Workers
-from .missing import Missing, kinds_of
+from .missing import Missing
 
 
 @dataclass(slots=True)

@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 
-from . import crowd, full, kills, power
+from . import crowd, damages, full, kills, power
 from .plan import Part, Plan, what_went_wrong
 from .report import NOTHING, Row, write_document
 
 PARTS: tuple[Part, ...] = (
     *kills.parts(),
     *full.parts(),
+    *damages.parts(),
     Part("power cuts", power.rows),
     Part("everything at once", crowd.rows),
 )

@@ -1,0 +1,153 @@
+"""Random damage to one thing in a mirror, and a heal with whatever donors there happen to be: is all back that anybody had?
+
+Each round is judged twice: after a heal with the donors that chance gave, and where those could not mend it, after one with all
+of them. The truth was written down before, the objects are hashed here; nothing that mirrord says is taken for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from functools import partial
+from pathlib import Path
+
+from anyio.from_thread import start_blocking_portal
+from gitrepos import git
+from heallab import refs_of, snapshot
+
+from mirrord.mirrors.repository import HISTORY
+from mirrord.model import AuditLevel, CommitState
+from mirrord.protocol import Audit, StartAudit
+
+from .injuries import Injury, some_injury
+from .objects import readable
+from .patient import ALL_DONORS, Patient, some_donors
+from .plan import Part, Plan, told
+from .report import Row
+
+ROUNDS, _PARTS = 1000, 8
+_OPERATION = "heal"
+
+
+def parts() -> list[Part]:
+    """All rounds, in parts that can go side by side."""
+    share = ROUNDS // _PARTS
+    return [
+        Part(f"damage {n * share} to {(n + 1) * share - 1}", partial(_some_rounds, range(n * share, (n + 1) * share)))
+        for n in range(_PARTS)
+    ]
+
+
+def _some_rounds(numbers: range, plan: Plan) -> Iterator[Row]:
+    yield from rounds(plan.seed, numbers[: plan.some(len(numbers))])
+
+
+def rounds(seed: int, numbers: Collection[int]) -> Iterator[Row]:
+    """One row for each number; the same seed and number are the same damage and the same donors."""
+    root = Path(tempfile.mkdtemp(prefix="md-"))
+    try:
+        with start_blocking_portal() as portal:
+            patient = Patient(root)
+            portal.call(patient.open)
+            try:
+                portal.call(patient.furnish)
+                for number in numbers:
+                    chance = random.Random(f"{seed} damage {number}")
+                    injury, donors = some_injury(chance), some_donors(chance)
+                    trial = Trial(patient, injury, donors)
+                    place = ", ".join(donors) or "nobody"
+                    yield told(injury.name, _OPERATION, place, lambda trial=trial, chance=chance: portal.call(trial.run, chance))  # type: ignore[misc]
+            finally:
+                portal.call(patient.close)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+class Trial:
+    """One damage, and what became of it."""
+
+    def __init__(self, patient: Patient, injury: Injury, donors: list[str]) -> None:
+        self.patient = patient
+        self.injury = injury
+        self.donors = donors
+        self.truth = patient.truth
+        self._has_new_history = False
+
+    async def run(self, chance: random.Random) -> Row:
+        self.patient.restore(self.injury.shape)
+        self.injury.injure(self.patient, chance)
+        before = snapshot(self.patient.mirror)
+        with self.patient.with_donors(self.donors):
+            missing = self._judge(await self._heal(), self.donors)
+        self._nothing_thrown_away(before)
+        did = "repaired"
+        if missing:
+            with self.patient.with_donors(ALL_DONORS):
+                assert not self._judge(await self._heal(), ALL_DONORS), "all donors together do not heal it"
+            self._nothing_thrown_away(before)
+            did = "nobody had it: named with the instances it affects, left as it was, repaired when a donor came"
+        return Row(self.injury.name, _OPERATION, ", ".join(self.donors) or "nobody", did)
+
+    async def _heal(self) -> Audit:
+        request = StartAudit(mirrors=[self.patient.name.repo], heal=True, level=AuditLevel.CONTENT)
+        return await self.patient.audits.run(request)
+
+    # -- the judge ----------------------------------------------------------------------------------------------------
+
+    def _judge(self, audit: Audit, donors: Collection[str]) -> set[str]:
+        """Everything that can be had is there and right, and the rest is told as it is; answers what is missing."""
+        mirror = self.patient.mirror
+        errors = [repair.error for repair in audit.repairs if repair.error]
+        assert not errors, errors
+        self._names_are_right(donors)
+        absent = self.truth.links.keys() - readable(mirror, self.truth.links)
+        missing = set(absent)
+        if self._has_new_history:
+            missing -= self.truth.closure(self.truth.refs[HISTORY])  # begun anew: nobody needs the old records
+        wanted = {oid for oid in missing if self._could_be_had(oid, absent, donors)}
+        assert not wanted, f"not repaired, and a donor has it: {sorted(wanted)[:3]}"
+        self._audit_is_true(audit, missing)
+        if not missing:
+            git(mirror, "fsck", "--full", "--no-dangling")
+        return missing
+
+    def _could_be_had(self, oid: str, missing: Collection[str], donors: Collection[str]) -> bool:
+        """Whether a donor has it, and what is there says that it is needed."""
+        has = [name for name in donors if oid in self.truth.donors[name]]
+        if self.truth.bases & set(missing):  # the bundle cannot be opened without what it builds on
+            has = [name for name in has if name != "incremental bundle"]
+        tips = {*self.truth.refs.values(), *self.truth.recorded.values()}
+        is_known = oid in tips or any(oid in links for holder, links in self.truth.links.items() if holder not in missing)
+        return bool(has) and is_known
+
+    def _names_are_right(self, donors: Collection[str]) -> None:
+        mirror = self.patient.mirror
+        refs, wanted = refs_of(mirror), self.truth.refs
+        if refs.get(HISTORY) != wanted[HISTORY]:
+            assert self._has_new_history or "bundle" not in donors, "the ref history was given up, and a bundle has it"
+            assert HISTORY in refs, "no ref history"
+            self._has_new_history = True
+            refs, wanted = ({ref: oid for ref, oid in some.items() if ref != HISTORY} for some in (refs, wanted))
+        assert refs == wanted, f"refs: {dict(refs.items() ^ wanted.items())}"
+        assert (mirror / "HEAD").read_text() == self.truth.head
+        assert git(mirror, "config", "--list", "--local") == git(self.patient.pristine, "config", "--list", "--local")
+
+    def _audit_is_true(self, audit: Audit, missing: Collection[str]) -> None:
+        affected = {name for name, commit in self.truth.recorded.items() if self.truth.closure(commit) & set(missing)}
+        assert set(audit.affected) == affected, f"said to be affected: {audit.affected}; are: {sorted(affected)}"
+        named = {name for finding in audit.findings for name in finding.instances}
+        assert affected <= named, f"not in a finding: {affected - named}"
+        if not missing:
+            assert (set(audit.counts), audit.findings) == ({CommitState.OK}, []), audit.findings[:2]
+
+    def _nothing_thrown_away(self, before: dict[str, str]) -> None:
+        """Every file that was there after the damage is there still, or in the evidence."""
+        after = set(snapshot(self.patient.mirror).values())
+        if self.patient.damaged.exists():
+            after |= set(snapshot(self.patient.damaged).values())
+        empty = hashlib.sha256(b"").hexdigest()
+        gone = [name for name, digest in before.items() if digest not in after and digest != empty]
+        assert not gone, f"thrown away: {gone[:3]}"
