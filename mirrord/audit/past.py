@@ -75,7 +75,10 @@ def lost_tips(repository: Path, names: Names) -> dict[str, str]:
 
 
 def unkept(repository: Path, records: Iterable[Record], refs: Mapping[str, str]) -> dict[str, str]:
-    """Kept refs for the commits that some record had and that neither a ref of upstream nor a kept one leads to."""
+    """Kept refs for the commits that some record had and that neither a ref of upstream nor a kept one leads to.
+
+    None while commits are missing, when nobody can tell what leads to what.
+    """
     lasting = {oid for ref, oid in refs.items() if not ref.startswith(PINS)}
     past = {oid for recorded, _ in records for oid in recorded.values()} - lasting
     if not past:
@@ -83,8 +86,12 @@ def unkept(repository: Path, records: Iterable[Record], refs: Mapping[str, str])
     kinds = kinds_of(repository, past | lasting)
     there = {oid for oid in past if kinds[oid] == "commit"}
     tips = [oid for oid in lasting if kinds[oid] == "commit"]
+    tips += _tagged(repository, [oid for oid in lasting if kinds[oid] == "tag"])
     graph = read_graph(repository, [*tips, *there])
-    lost = there - ancestors(graph, [*tips, *_tagged(repository, [oid for oid in lasting if kinds[oid] == "tag"])])
+    reached = ancestors(graph, tips)
+    if reached - graph.keys() or not all(kinds[oid] for oid in lasting):
+        return {}
+    lost = there - reached
     inner = {parent for oid in ancestors(graph, lost) for parent in graph.get(oid, ())}
     return {f"{KEPT}{oid}": oid for oid in sorted(lost - inner)}
 
