@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from ..git.objects import CommitInfo, Conversions, Objects, TreeEntry
+from .blobs import Blobs
 from .manifest import DIRECTORY, NO_OBJECT, SUBMODULE, Entry, Manifest
 from .writer import TreeWriter
 
@@ -25,29 +26,38 @@ def mtime_for(commit_time: int) -> int:
 
 
 def write_entries(
-    objects: Objects, conversions: Conversions, entries: Iterable[TreeEntry], writer: TreeWriter
+    objects: Objects, conversions: Conversions, entries: Iterable[TreeEntry], writer: TreeWriter, shared: Blobs | None = None
 ) -> dict[bytes, Entry]:
-    """Write entries, each directory before what is in it. The stat of a directory is not yet recorded: it will change."""
+    """Write entries, each directory before what is in it. The stat of a directory is not yet recorded: it will change.
+
+    Files are links into `shared`, where they are given one: for layers, whose files nobody writes.
+    """
     written = {}
     for entry in entries:
         if entry.mode in (DIRECTORY, SUBMODULE):
             writer.make_directory(entry.path)
             written[entry.path] = unrecorded(entry)
         else:
-            written[entry.path] = _write_blob(objects, conversions, entry, writer)
+            written[entry.path] = _write_blob(objects, conversions, entry, writer, shared)
     return written
 
 
-def _write_blob(objects: Objects, conversions: Conversions, entry: TreeEntry, writer: TreeWriter) -> Entry:
+def _write_blob(objects: Objects, conversions: Conversions, entry: TreeEntry, writer: TreeWriter, shared: Blobs | None) -> Entry:
     path, _, oid = entry
-    data = objects.read_blob(oid)
     record = unrecorded(entry)
     if entry.is_symlink:
-        return record.with_stat(writer.write_symlink(path, data))
-    if conversion := conversions.find(path):
+        return record.with_stat(writer.write_symlink(path, objects.read_blob(oid)))
+    conversion = conversions.find(path)
+    if shared and not conversion and (lent := shared.lend(oid, writer, path, executable=entry.is_executable)):
+        return record.with_stat(lent)
+    data = objects.read_blob(oid)
+    if conversion:
         data = conversion.apply(data, oid)
         record = record._replace(content=blob_id(data))
-    return record.with_stat(writer.write_file(path, data, executable=entry.is_executable))
+    found = writer.write_file(path, data, executable=entry.is_executable)
+    if shared:
+        found = shared.keep(record.content.hex(), writer, path, executable=entry.is_executable)
+    return record.with_stat(found)
 
 
 def unrecorded(entry: TreeEntry) -> Entry:

@@ -1,6 +1,6 @@
 """The `.git` of a sealed or squashed checkout, built from nothing but what it may hold.
 
-Owns `templates/<mirror>/gits/<history>-<commit>/.git`: a detached HEAD, a configuration of four lines, the tags that point at
+Owns `templates/<mirror>/gits/<history>-<commit>/.git`: a detached HEAD, a configuration of a few lines, the tags that point at
 ancestors, closure packs as hard links; no remote, no alternates, no reflog, no hook, no index (whoever writes the tree writes
 that). Built in a temporary directory and renamed; the JSON file beside it is written last, and what has none does not exist.
 """
@@ -31,8 +31,10 @@ from .closures import Closures, Recorded, building, nothing_recorded, publish, r
 from .packing import Packer, PackFile, together
 from .tags import Tag, Tags, packed_refs
 
+# trustctime: the files of layers are shared by hard links, and each link changes the ctime
 CONFIG = (
-    b"[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n\tlogallrefupdates = true\n[gc]\n\tauto = 0\n"
+    b"[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n\tlogallrefupdates = true\n"
+    b"\ttrustctime = false\n[gc]\n\tauto = 0\n"
 )
 _SQUASHED = """tree {tree}
 author mirrord <mirrord@localhost> {time} +0000

@@ -15,7 +15,8 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True)
 class Layer:
     """`base` is the tree that a delta lies on. `depth` counts layers down to the keyframe, itself included. `time` is the
-    commit's."""
+    commit's. `size_bytes` goes with the layer, `shared_bytes` are of files that it was the first to have (`blobs.py`).
+    """
 
     tree: str
     base: str | None
@@ -23,6 +24,7 @@ class Layer:
     time: int
     depth: int
     size_bytes: int
+    shared_bytes: int
     whole_bytes: int
     removed: tuple[str, ...] = ()
 
@@ -39,6 +41,11 @@ class Layer:
 def files_path(trees: Path, layer: Layer) -> Path:
     """The directory that overlayfs gets."""
     return trees / layer.name / "files"
+
+
+def blobs_path(trees: Path) -> Path:
+    """Where the files are that layers share."""
+    return trees.parent / "blobs"
 
 
 def chain_of(layer: Layer, known: Sequence[Layer]) -> list[Layer]:

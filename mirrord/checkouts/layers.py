@@ -8,15 +8,17 @@ built under a temporary name, which the caller renames or removes.
 from __future__ import annotations
 
 import os
+import stat
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..git.objects import CommitInfo, Objects, TreeChange, changes, open_objects, read_commit
 from ..host.files import full_disk_named, open_directory, opened
+from .blobs import Blobs
 from .entries import conversions_for, is_attributes, mtime_for, recorded, unrecorded, write_entries
 from .hashing import hash_tree, tree_id
-from .layer import Layer, chain_of, write_record
+from .layer import Layer, blobs_path, chain_of, write_record
 from .layerproof import prove_delta, prove_nothing_else, prove_tree_id
 from .manifest import Manifest
 from .stacks import laid_on, read_manifest
@@ -25,10 +27,11 @@ from .writer import TreeWriter
 
 DEPTH_MAX = 16
 _CANDIDATES = 2
-_DELTA_SHARE = 3  # a delta on a whole tree may be at most one third of it
+_DELTA_SHARE = 2  # a delta on a whole tree may be at most half of it
 _DEPTH_RATIO = 1.2  # and that much less with each layer that it lies on
 _DEPTH_COST_BYTES = 64 * 1024  # what one more layer to look names up in is worth
 _BLOCK_BYTES = 4096
+_FIRST_SHARED = 2  # links: ours, and that among the shared files
 
 
 def build_layer(git_dir: Path, commit: str, trees: Path, temporary: Path, known: Sequence[Layer]) -> Layer:
@@ -40,7 +43,7 @@ def build_layer(git_dir: Path, commit: str, trees: Path, temporary: Path, known:
     with open_objects(git_dir) as objects, full_disk_named(f"a template of {commit[:12]}"):
         info = read_commit(objects, commit)
         temporary.mkdir(mode=0o700)
-        base = _choose_base(objects, info, known)
+        base = _choose_base(objects, info, known, Blobs(blobs_path(trees)))
         if base is None:
             layer = _build_keyframe(git_dir, info, temporary)
         else:
@@ -52,7 +55,7 @@ def build_layer(git_dir: Path, commit: str, trees: Path, temporary: Path, known:
 # -- which base ---------------------------------------------------------------------------------------------------------
 
 
-def _choose_base(objects: Objects, info: CommitInfo, known: Sequence[Layer]) -> Layer | None:
+def _choose_base(objects: Objects, info: CommitInfo, known: Sequence[Layer], shared: Blobs) -> Layer | None:
     """The layer that costs least to build on; None where a whole tree is better. Looks at those near in time only.
 
     The deeper a layer lies the less may be built on it, so that there is room below for what is near, and wide steps start high.
@@ -63,7 +66,7 @@ def _choose_base(objects: Objects, info: CommitInfo, known: Sequence[Layer]) -> 
         limit = int(layer.whole_bytes / (_DELTA_SHARE * _DEPTH_RATIO ** (layer.depth - 1)))
         if best is not None:
             limit = min(limit, best[0] - penalty - 1)
-        cost = _find_cost(objects, layer.tree, info.tree, limit)
+        cost = _find_cost(objects, layer.tree, info.tree, limit, shared)
         if cost is not None:
             best = cost + penalty, layer
     return best[1] if best else None
@@ -80,13 +83,16 @@ def _candidates(known: Sequence[Layer], time: int) -> list[Layer]:
     return found
 
 
-def _find_cost(objects: Objects, old: str, new: str, limit: int) -> int | None:
-    """The disk space of a delta, about a block for each directory and whiteout, whole blocks for each file; None over `limit`."""
+def _find_cost(objects: Objects, old: str, new: str, limit: int, shared: Blobs) -> int | None:
+    """The disk space of a delta, about a block for each directory, whole blocks for each file that no layer has; None over
+    `limit`. Whiteouts and further links take none.
+    """
     total = 0
     for step in changes(objects, old, new):
-        total += _BLOCK_BYTES
-        if step.new and not (step.new.is_tree or step.new.is_submodule):
-            total += objects.blob_size(step.new.oid)
+        if step.new and (step.new.is_tree or step.new.is_submodule):
+            total += _BLOCK_BYTES
+        elif step.new and not shared.has(step.new.oid, executable=step.new.is_executable):
+            total += _BLOCK_BYTES + objects.blob_size(step.new.oid)
         if total > limit:
             return None
     return total
@@ -100,8 +106,8 @@ def _build_keyframe(git_dir: Path, info: CommitInfo, temporary: Path) -> Layer:
     prove_tree_id(hash_tree(temporary / "files", manifest), info.tree)
     prove_nothing_else(temporary / "files", set(manifest.files))
     manifest.save(temporary / "manifest")
-    size = disk_bytes(temporary / "files")
-    return Layer(info.tree, None, info.commit, info.time, 1, size, size)
+    size, _ = _weigh(temporary)
+    return Layer(info.tree, None, info.commit, info.time, 1, size, 0, size)
 
 
 def _build_delta(objects: Objects, info: CommitInfo, trees: Path, temporary: Path, base: Layer, known: Sequence[Layer]) -> Layer:
@@ -110,18 +116,20 @@ def _build_delta(objects: Objects, info: CommitInfo, trees: Path, temporary: Pat
     files = temporary / "files"
     files.mkdir(mode=0o755)
     with opened(open_directory(files)) as root, TreeWriter(root, mtime_ns=mtime_for(info.time)) as writer:
-        manifest = _write_delta(objects, info, below, steps, writer)
+        manifest = _write_delta(objects, info, below, steps, writer, Blobs(blobs_path(trees)))
         whiteouts = _whiteouts(steps)
         for path in whiteouts:
             writer.write_whiteout(path)
     manifest.save(temporary / "manifest")
+    size, shared = _weigh(temporary)
     layer = Layer(
         tree=info.tree,
         base=base.tree,
         commit=info.commit,
         time=info.time,
         depth=base.depth + 1,
-        size_bytes=disk_bytes(files),
+        size_bytes=size,
+        shared_bytes=shared,
         whole_bytes=base.whole_bytes,
         removed=tuple(path.decode("latin-1") for path in _removed(steps, whiteouts)),
     )
@@ -130,7 +138,9 @@ def _build_delta(objects: Objects, info: CommitInfo, trees: Path, temporary: Pat
     return layer
 
 
-def _write_delta(objects: Objects, info: CommitInfo, below: Manifest, steps: list[TreeChange], writer: TreeWriter) -> Manifest:
+def _write_delta(
+    objects: Objects, info: CommitInfo, below: Manifest, steps: list[TreeChange], writer: TreeWriter, shared: Blobs
+) -> Manifest:
     new = [step.new for step in steps if step.new]
     gone = {step.path for step in steps if step.old}
     kept = {path: entry for path, entry in below.files.items() if path not in gone}
@@ -140,7 +150,7 @@ def _write_delta(objects: Objects, info: CommitInfo, below: Manifest, steps: lis
     writer.make_directory(b"")
     for entry in new:
         writer.make_directories(entry.path.rpartition(b"/")[0])
-    files = {b"": root_entry(info.tree), **write_entries(objects, after, new, writer)}
+    files = {b"": root_entry(info.tree), **write_entries(objects, after, new, writer, shared)}
     return recorded(info, files, writer)
 
 
@@ -159,10 +169,14 @@ def _removed(steps: list[TreeChange], whiteouts: list[bytes]) -> list[bytes]:
     return sorted({*whiteouts, *replaced})
 
 
-def disk_bytes(directory: Path) -> int:
-    """The blocks that a directory takes, everything below it included."""
-    total = 0
-    for root, directories, names in os.walk(directory):
+def _weigh(layer: Path) -> tuple[int, int]:
+    """The bytes on disk that a layer has to itself, and those of files that it is the first to share."""
+    own = shared = 0
+    for above, directories, names in os.walk(layer):
         for name in (*directories, *names):
-            total += os.lstat(os.path.join(root, name)).st_blocks * 512
-    return total
+            found = os.lstat(os.path.join(above, name))
+            if not stat.S_ISREG(found.st_mode) or found.st_nlink == 1:
+                own += found.st_blocks * 512
+            elif found.st_nlink == _FIRST_SHARED:
+                shared += found.st_blocks * 512
+    return own, shared

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from .layer import Layer, chain_of, read_record
+from .blobs import Blobs
+from .layer import Layer, blobs_path, chain_of, read_record
 
 _BUILDING, _RETIRED = ".building-", ".retired-"
 _INDEX_NAME = re.compile(r"([0-9a-f]{40})-(\d+)-(\d+)")
@@ -34,13 +35,21 @@ class Retired(NamedTuple):
 
 @dataclass
 class Shelf:
-    """One mirror's layers. `unproven` are trees whose layer was proven in an earlier boot only."""
+    """One mirror's layers. `unproven` are trees whose layer was proven in an earlier boot only; `shared_bytes` is what the files
+    take that layers share, but for those of an earlier daemon before it `is_weighed`.
+    """
 
     directory: Path
     layers: dict[str, Layer] = field(default_factory=dict)
     unproven: set[str] = field(default_factory=set)
     indexes: dict[tuple[str, Owner], int] = field(default_factory=dict)
     used_at: dict[Path, float] = field(default_factory=dict)
+    shared_bytes: int = 0
+    is_weighed: bool = False
+
+    @property
+    def blobs(self) -> Blobs:
+        return Blobs(blobs_path(self.trees))
 
     @property
     def trees(self) -> Path:
@@ -88,6 +97,7 @@ class Shelf:
         shutil.rmtree(target, ignore_errors=True)
         built.rename(target)
         self.layers[layer.tree] = layer
+        self.shared_bytes += layer.shared_bytes
         self.unproven.discard(layer.tree)
         self.used(self.files(layer.tree))
 
@@ -123,7 +133,8 @@ class Shelf:
         return _rename_away(path, path)
 
     def size_bytes(self) -> int:
-        return sum(layer.size_bytes for layer in self.layers.values()) + sum(self.indexes.values())
+        layers = sum(layer.size_bytes for layer in self.layers.values())
+        return layers + self.shared_bytes + sum(self.indexes.values())
 
 
 class Holds:

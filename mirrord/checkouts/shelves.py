@@ -17,6 +17,8 @@ import structlog
 from ..errors import IntegrityError, NotFoundError
 from ..git.workers import Workers
 from ..model import MirrorName
+from .blobs import Blobs
+from .layer import blobs_path
 from .shelf import Holds, Owner, Retired, Shelf, load_shelf
 
 _VERIFY = "mirrord.checkouts.layerproof:verify_layer"
@@ -56,6 +58,14 @@ class Shelves:
         """What trees and indexes take."""
         return sum(shelf.size_bytes() for shelf in self._shelves.values())
 
+    async def weigh(self) -> None:
+        """See what shared files take that an earlier daemon left, and remove those that no layer has."""
+        for shelf in self.all():
+            if not shelf.is_weighed:
+                async with self.lock(shelf):
+                    shelf.shared_bytes = await anyio.to_thread.run_sync(shelf.blobs.weigh)
+                    shelf.is_weighed = True
+
     async def packs_bytes(self) -> int:
         """What closure packs take; the sealed stores hold links to them."""
         return await anyio.to_thread.run_sync(_packs_bytes, self._store)
@@ -86,7 +96,8 @@ class Shelves:
         free = [each for each in self._retired if each.origin not in self.holds]
         self._retired = [each for each in self._retired if each.origin in self.holds]
         for each in free:
-            await anyio.to_thread.run_sync(remove, each.path)
+            freed = await anyio.to_thread.run_sync(_remove_layer, each.path)
+            self._shelves[each.path.parent.parent.name.lower()].shared_bytes -= freed
 
     async def trim_indexes(self) -> None:
         """Keep few indexes that no checkout uses: one is as big as a hundred one-file deltas."""
@@ -115,6 +126,13 @@ class Shelves:
 def remove(path: Path) -> None:
     """Delete a directory of the store; one that is gone is fine."""
     shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_layer(path: Path) -> int:
+    """Delete a layer that is out of use, or an index; answers the bytes of shared files that nothing else had."""
+    freed = Blobs(blobs_path(path.parent)).let_go(path)
+    remove(path)
+    return freed
 
 
 def _load_all(store: Path) -> dict[str, Shelf]:

@@ -136,11 +136,13 @@ class Templates:
 
     async def is_full(self) -> bool:
         """Whether little is left of `template_bytes`, so that making more would soon drop something."""
+        await self._shelves.weigh()
         used = self.size_bytes() + await self._shelves.packs_bytes()
         return used > self._settings().checkouts.template_bytes * _FULL_SHARE
 
     async def evict(self) -> int:
         """Drop the least recently used, never what a checkout holds, until all fits `template_bytes`; answers how many went."""
+        await self._shelves.weigh()
         await self._shelves.sweep()
         limit = self._settings().checkouts.template_bytes
         evicted = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -69,6 +70,17 @@ class TreeWriter:
             os.symlink(target, name, dir_fd=directory)
         owner = self._owner or (os.geteuid(), os.getegid())
         return set_owner(directory, name, *owner, mtime_ns=self._mtime[0])
+
+    def link_file(self, path: bytes, source: Path) -> os.stat_result:
+        """Create a file as one more link to `source`, on the same file system. For layers only."""
+        directory, name = self.locate(path)
+        os.link(source, name, dst_dir_fd=directory, follow_symlinks=False)
+        return self.get_stat(path)
+
+    def share_file(self, path: bytes, target: Path) -> None:
+        """Give a file that was just written one more name. For layers only."""
+        directory, name = self.locate(path)
+        os.link(name, target, src_dir_fd=directory, follow_symlinks=False)
 
     def write_whiteout(self, path: bytes) -> None:
         """Hide a name of the overlay layers below; its directories are made. For layers only."""
