@@ -223,7 +223,7 @@ def test_a_commit_that_nobody_has_is_told_with_its_instances_and_the_others_are_
         assert (unpinned["commit"], unpinned["instances"], unpinned["mirror"]) == (ABSENT, ["b", "c"], "owner__name")
         assert unpinned["reason"]
         assert house.refs() == {f"dataset/lite/{base}"}
-        assert (await house.datasets.summaries())[0].unpinned_count == 1
+        assert (await house.catalog.summarise_datasets())[0].unpinned_count == 1
 
     house.run(body)
 

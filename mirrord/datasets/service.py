@@ -27,7 +27,7 @@ from ..jobs.events import Events
 from ..mirrors.pins import ADOPTED
 from ..mirrors.service import Mirrors
 from ..model import CommitId, CommitRole, DatasetName, MirrorName, parse_dataset_name, shown, utc_now
-from ..protocol import Dataset, DatasetSummary, FormatInfo, Instance, RecordedCommit
+from ..protocol import Dataset, FormatInfo, Instance, RecordedCommit
 from .cache import InstanceCache
 from .formats import format_infos
 from .pinning import Pinner, ProgressSink, Refused, in_short, owner_of
@@ -175,10 +175,6 @@ class Datasets:
     def formats(self) -> list[FormatInfo]:
         """The formats that are read."""
         return format_infos()
-
-    async def summaries(self) -> list[DatasetSummary]:
-        """Every dataset by its counts alone."""
-        return await self._catalog.summarise_datasets()
 
     async def list(self) -> list[Dataset]:
         return await self._catalog.list_datasets()

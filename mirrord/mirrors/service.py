@@ -240,17 +240,6 @@ class Mirrors:
         async with self.lock(row.name):
             return await self._sources.fetch_commits(row, self.repository(row.name), commits, progress)
 
-    async def refetch(
-        self, name: MirrorName, commits: Collection[CommitId], progress: ProgressSink | None = None
-    ) -> dict[CommitId, str]:
-        """Fetch commits with all they reach as if nothing were there, and add the objects; answers those that did not come.
-
-        A plain fetch never brings back a lost object: it says it has what its refs reach.
-        """
-        row = await self._synced(name, progress)
-        async with self.lock(row.name):
-            return await self._sources.refetch_commits(row, self.path(row.name), commits, progress)
-
     def upstreams(self, row: MirrorRow) -> builtins.list[Upstream]:
         """The upstream of a mirror, then its fallbacks."""
         return self._sources.upstreams(row)

@@ -5,7 +5,7 @@ Owns which URL a mirror has and how its sources are asked within the limits of t
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import anyio
@@ -14,12 +14,12 @@ from ..catalog.rows import MirrorRow
 from ..config import Settings
 from ..errors import UpstreamError
 from ..git.command import Git
-from ..host.files import full_disk_named, sync_directory
+from ..host.files import sync_directory
 from ..model import CommitId, MirrorName
 from .backoff import Hosts
 from .fetch import Fetcher
 from .flights import ProgressSink
-from .quarantine import Quarantine, accept_objects
+from .quarantine import Quarantine
 from .repository import Repository
 from .sync import SyncResult, sync
 from .upstream import Upstream, parse_upstream, upstream_url
@@ -78,43 +78,16 @@ class Sources:
     async def fetch_commits(
         self, row: MirrorRow, repository: Repository, commits: Collection[CommitId], progress: ProgressSink | None
     ) -> Unfetched:
-        """Fetch by id what is absent from the object store, asking each source for what the ones before it lacked."""
-        missing = [CommitId(oid) for oid in await repository.absent(commits)]
+        """Fetch by id what is absent from the object store, asking each source for what the ones before it lacked.
 
-        async def ask(upstream: Upstream, some: Sequence[CommitId]) -> Unfetched:
-            return await self.fetch_from(upstream, repository, some, progress)
-
-        return await self._ask_each(row, missing, ask)
-
-    async def refetch_commits(
-        self, row: MirrorRow, path: Path, commits: Collection[CommitId], progress: ProgressSink | None
-    ) -> Unfetched:
-        """Fetch commits with all they reach as if nothing were there, and add the objects to the mirror at `path`."""
-
-        async def ask(upstream: Upstream, some: Sequence[CommitId]) -> Unfetched:
-            async with self._quarantine.directory("refetch") as directory:
-                fresh = Repository(self._git, row.name, directory / "repository")
-                await fresh.create()
-                unfetched = await self.fetch_from(upstream, fresh, some, progress)
-                with full_disk_named(f"mirror {row.name}"):
-                    await anyio.to_thread.run_sync(accept_objects, fresh.objects, path / "objects")
-            return unfetched
-
-        return await self._ask_each(row, commits, ask)
-
-    async def _ask_each(
-        self,
-        row: MirrorRow,
-        commits: Collection[CommitId],
-        ask: Callable[[Upstream, Sequence[CommitId]], Awaitable[Unfetched]],
-    ) -> Unfetched:
-        """Ask one source after the other. The reason given is the upstream's, which is the one that should have had it."""
-        missing = sorted(commits)
+        The reason given is the upstream's, which is the one that should have had it.
+        """
+        missing = [CommitId(oid) for oid in sorted(await repository.absent(commits))]
         reasons: Unfetched = {}
         for upstream in self.upstreams(row):
             if not missing:
                 break
-            unfetched = await ask(upstream, missing)
+            unfetched = await self.fetch_from(upstream, repository, missing, progress)
             reasons = {commit: reasons.get(commit, reason) for commit, reason in unfetched.items()}
             missing = sorted(reasons)
         return {commit: reasons[commit] for commit in missing}
