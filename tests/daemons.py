@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import anyone
+
 
 class Daemon:
     """One daemon. `root` holds its configuration, state and socket; it must be short, because a socket's path must be."""
@@ -38,7 +40,8 @@ class Daemon:
 
     @property
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "mirrord.daemon", "--config", str(self.config)]
+        python = [sys.executable] if self.user is None else anyone.python()
+        return [*python, "-m", "mirrord.daemon", "--config", str(self.config)]
 
     @property
     def pid(self) -> int:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from anyone import BARE_PYTHON, NOBODY
 from daemons import Daemon, daemon, parse_response
 
 from mirrord.api.table import ENDPOINTS
-
-NOBODY = 65534
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +187,7 @@ for method, path in json.loads(sys.argv[2]):
     body = b"".join(iter(lambda: s.recv(65536), b"")).partition(b"\\r\\n\\r\\n")[2]
     print(json.dumps(json.loads(body).get("code")))
 """
-    command = [sys.executable, "-c", script, str(path), json.dumps(requests)]
+    command = [BARE_PYTHON, "-c", script, str(path), json.dumps(requests)]
     done = subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
@@ -13,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anyone import BARE_PYTHON, NOBODY
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
-
-NOBODY = 65534
 
 
 class World:
@@ -216,7 +214,7 @@ for method, path in [("GET", "status"), ("GET", "pins"), ("GET", "checkouts"), (
 """
     world.daemon.config.write_text(world.daemon.config.read_text() + '[access]\ngroup = "daemon"\n')
     world.daemon.request("POST", "/v1/reload")
-    command = [sys.executable, "-c", script, str(world.daemon.socket)]
+    command = [BARE_PYTHON, "-c", script, str(world.daemon.socket)]
     done = subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[1], capture_output=True, text=True, check=True)
     assert list(map(int, done.stdout.split())) == [200, 200, 200, 403, 403, 403, 200, 403]
 

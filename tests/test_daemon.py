@@ -8,15 +8,14 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import anyone
 import pytest
+from anyone import NOBODY
 from daemons import Daemon, daemon
-
-NOBODY = 65534
 
 
 @pytest.fixture
@@ -139,7 +138,7 @@ def test_an_ordinary_users_defaults_are_the_xdg_directories(scratch: Path) -> No
     made._environment = environment
     made.user = NOBODY
     with (scratch / "log").open("wb") as log:
-        command = [sys.executable, "-m", "mirrord.daemon"]
+        command = [*anyone.python(), "-m", "mirrord.daemon"]
         made.process = subprocess.Popen(command, env=environment, user=NOBODY, stdout=log, stderr=log)
     try:
         made.wait_until_healthy()

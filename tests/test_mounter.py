@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import anyone
 import pytest
 from mountlab import TREE, Lab, mounted_below, mountlab
 
@@ -97,9 +98,9 @@ def mounter(service: Service) -> Iterator[RemoteMounter]:
 
 def as_uid(uid: int, script: str, *args: str) -> str:
     """Run Python as somebody with no capabilities."""
+    command = [*anyone.python(), "-c", script, *args]
     done = subprocess.run(
-        [sys.executable, "-c", script, *args], user=uid, group=uid, extra_groups=[], capture_output=True, text=True, check=False,
-        env={},
+        command, user=uid, group=uid, extra_groups=[], capture_output=True, text=True, check=False, env={}
     )  # fmt: skip
     return done.stdout + done.stderr
 

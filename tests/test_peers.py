@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from anyone import BARE_PYTHON, NOBODY
 
 from mirrord.config import AccessSettings, Settings
 from mirrord.host.peers import Access, Peer, Role, peer_of
-
-NOBODY = 65534
 
 CONNECT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.recv(1)"
 
@@ -31,7 +29,7 @@ def test_a_peer_is_known_by_the_kernel(tmp_path: Path) -> None:
         for directory in (path, *path.parents):
             if directory.owner() == "root" and directory != Path("/"):
                 directory.chmod(directory.stat().st_mode | 0o777 if directory == path else directory.stat().st_mode | 0o711)
-        child = subprocess.Popen([sys.executable, "-c", CONNECT, str(path)], user=NOBODY, group=NOBODY, extra_groups=[1234, 5678])
+        child = subprocess.Popen([BARE_PYTHON, "-c", CONNECT, str(path)], user=NOBODY, group=NOBODY, extra_groups=[1234, 5678])
         connection, _ = listener.accept()
         with connection:
             assert peer_of(connection) == Peer(uid=NOBODY, gid=NOBODY, pid=child.pid, groups=(1234, 5678))
