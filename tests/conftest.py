@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +14,9 @@ from heallab import Furnished, House
 
 
 def pytest_configure() -> None:
-    """A shell that starts the tests in the background has them, and all their children, ignore Ctrl-C."""
+    """Whatever shell starts the tests: one in the background has all its children ignore Ctrl-C, another has a strict umask."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.umask(0o022)
 
 
 @pytest.fixture
