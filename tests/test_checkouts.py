@@ -199,8 +199,7 @@ def test_a_restart_adopts_leases_and_removes_rubbish(service: Service) -> None:
     (Path(interrupted.path) / "mine").write_text("work")
     half_made = service.state / "checkouts" / ("a" * 16)
     (half_made / "tree").mkdir(parents=True)
-    lease_file = Path(interrupted.path).parent / "lease.json"
-    lease_file.write_text(lease_file.read_text().replace('"live"', '"resetting"'))
+    (Path(interrupted.path).parent / "lease.json").rename(Path(interrupted.path).parent / "resetting.json")
     service.restart()
     found = service.call(service.checkouts.list, USER_PEER)
     assert {checkout.id for checkout in found} == {kept.id, interrupted.id}

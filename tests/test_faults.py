@@ -27,7 +27,7 @@ _STEPS = (
     ("import", "`quarantine/dataset-*/rows.jsonl` made"),
     ("maintenance", "`mirrors/o__r/packed-refs.new` made"),
     ("template build", "`templates/o__r/trees/.building-*` made"),
-    ("checkout (pool)", "`checkouts/*/lease.json.new` made"),
+    ("checkout (pool)", "`checkouts/*/lease.json` made"),
     ("reset (overlay)", "`checkouts/*/lease.json` in place"),
     ("release (overlay)", "`checkouts/.gone-*` in place"),
 )

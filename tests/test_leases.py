@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -85,3 +86,27 @@ def test_a_lease_file_is_private(leases: Leases) -> None:
     assert lease.directory.stat().st_mode & 0o777 == 0o711
     assert (lease.directory / "lease.json").stat().st_mode & 0o777 == 0o600
     assert lease.state is LeaseState.LIVE
+
+
+def test_a_reset_is_in_the_name_of_the_file(leases: Leases, tmp_path: Path) -> None:
+    """To where it is: the same file under another name. To elsewhere: written whole before the old one goes."""
+    lease = new_lease(leases)
+    file = lease.directory / "lease.json"
+    inode = file.stat().st_ino
+    leases.save(replace(lease, state=LeaseState.RESETTING))
+    assert (lease.directory / "resetting.json").stat().st_ino == inode
+    leases.save(lease)
+    assert file.stat().st_ino == inode
+    going = replace(lease, commit=CommitId("c" * 40), state=LeaseState.RESETTING)
+    leases.save(going)
+    assert again(leases, tmp_path) == ([going], [])
+    assert [path.name for path in lease.directory.iterdir()] == ["resetting.json"]
+
+
+def test_a_reset_that_had_not_begun_leaves_the_lease_as_it_was(leases: Leases, tmp_path: Path) -> None:
+    """Killed between the two files, the tree was not touched."""
+    lease = new_lease(leases)
+    whole = (lease.directory / "lease.json").read_bytes()
+    leases.save(replace(lease, commit=CommitId("c" * 40), state=LeaseState.RESETTING))
+    (lease.directory / "lease.json").write_bytes(whole)
+    assert again(leases, tmp_path) == ([lease], [])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import anyio
 import pytest
 from checkoutlab import NAME, USER, USER_PEER, Service, as_user, rich_upstream, running_service
 from gitrepos import ENV, Upstream, git
@@ -271,6 +273,7 @@ def test_a_refused_reset_gives_back_what_was_there(service: Service, bench: Benc
         proof = await bench.backend.reset(lease, bench.target)
         assert not (lease.tree_path / "mine").exists()
         assert (proof.tree, proof.head) == (bench.tree, bench.commit)
+        assert (proof.files_checked, proof.files_restored, proof.files_removed) == (None, None, None)
         await bench.backend.destroy(lease.directory, lease)
 
     service.call(story)
@@ -288,6 +291,30 @@ def test_destroy_may_be_asked_again(service: Service, bench: Bench) -> None:
 
     service.call(story)
     assert not lease.directory.exists()
+
+
+def test_a_view_for_an_owner_is_made_once_and_not_on_the_loop(service: Service, bench: Bench) -> None:
+    """It forks: other requests go on meanwhile, and those that need the same one wait for it."""
+    leases = [bench.lease() for _ in range(3)]
+    made: list[int] = []
+    make_idmap = bench.mounter.make_idmap
+
+    def noted(owner: tuple[int, int]) -> None:
+        made.append(threading.get_ident())
+        make_idmap(owner)
+
+    bench.mounter.make_idmap = noted  # type: ignore[method-assign]
+
+    async def story() -> None:
+        async with anyio.create_task_group() as group:
+            for lease in leases:
+                group.start_soon(bench.backend.create, lease)
+        assert threading.get_ident() not in made
+        for lease in leases:
+            await bench.backend.destroy(lease.directory, lease)
+
+    service.call(story)
+    assert len(made) == 1
 
 
 def test_where_owners_cannot_be_mapped_only_the_daemons_user_is_served(service: Service, bench: Bench) -> None:

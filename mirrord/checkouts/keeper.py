@@ -60,9 +60,9 @@ class Keeper:
         for task in list(self._mending):
             task.cancel()
         await asyncio.gather(*self._mending, return_exceptions=True)
+        await self.removal.close(_STOP_BOUND)
         for backend in self._backends:
             await backend.close()
-        await self.removal.close(_STOP_BOUND)
 
     def backend_of(self, lease: Lease) -> CheckoutBackend:
         found = self._find_backend(lease)

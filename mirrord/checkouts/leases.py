@@ -1,8 +1,9 @@
 """Leases: who holds which checkout until when, written into the checkout's own directory.
 
-The directory `checkouts/<id>` is the truth: no database knows a lease. A directory without a whole `lease.json` is half-made; one
-called `.gone-<id>` was released; both are only rubbish. `lease.json` is replaced by rename and not flushed: after a power cut a
-lease that was seconds old may be gone, but never half there. Never touches what is inside the tree.
+The directory `checkouts/<id>` is the truth: no database knows a lease. A lease is `lease.json` there, or `resetting.json` while a
+reset runs. A directory without a whole one is half-made; one called `.gone-<id>` was released; both are only rubbish. A new lease
+is one write, a change is a rename; neither is flushed: after a power cut a lease that was seconds old may be gone, but never half
+there. Never touches what is inside the tree.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from pathlib import Path
 import structlog
 
 from ..errors import CheckoutNotFoundError
+from ..host.files import opened, write_all
 from ..model import Backend, CheckoutId, CommitId, History, MirrorName, View, new_checkout_id, shown
 
 GONE = ".gone-"
-_FILE = "lease.json"
 
 log = structlog.get_logger()
 
@@ -29,11 +30,13 @@ log = structlog.get_logger()
 class LeaseState(StrEnum):
     """LIVE: the tree is clean or its owner's work. RESETTING: a reset to the lease's commit began; after a crash it begins again.
 
-    A lease being made has no file yet; one being released has lost its name. Neither needs a state.
+    The state is the name of the lease's file, so that a reset to where a checkout is costs two renames. Where a crash left both
+    files, nothing was touched yet, or all was done: it is live. A lease being made has no file yet; one being released has lost
+    its directory's name. Neither needs a state.
     """
 
-    LIVE = "live"
-    RESETTING = "resetting"
+    LIVE = "lease.json"
+    RESETTING = "resetting.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,7 @@ class Leases:
         """Make the empty directory of a new checkout: everybody may pass through, only the daemon may look."""
         checkout = new_checkout_id()
         directory = self._directory / checkout
-        directory.mkdir(mode=0o711)
-        directory.chmod(0o711)  # whatever the umask
+        os.mkdir(directory, 0o711)
         return checkout, directory
 
     def get(self, text: str) -> Lease:
@@ -105,14 +107,17 @@ class Leases:
 
     def save(self, lease: Lease) -> None:
         """Make the lease stand as it now is."""
-        data = json.dumps(_to_json(lease)).encode()
-        temporary = lease.directory / f"{_FILE}.new"
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            os.write(fd, data)
-        finally:
-            os.close(fd)
-        temporary.rename(lease.directory / _FILE)
+        before = self._live.get(lease.id)
+        place = f"{lease.directory}/{lease.state}"
+        if before is None:
+            _write(place, lease)
+        elif replace(before, state=lease.state) == lease:
+            os.rename(f"{lease.directory}/{before.state}", place)
+        else:
+            _write(f"{place}.new", lease)
+            os.rename(f"{place}.new", place)
+            if before.state is not lease.state:
+                os.unlink(f"{lease.directory}/{before.state}")
         self._live[lease.id] = lease
 
     def drop(self, lease: Lease) -> Path:
@@ -152,12 +157,22 @@ def not_found(text: str) -> CheckoutNotFoundError:
 
 def _find(directory: Path) -> Lease | None:
     """The lease in a directory; None where it is not one or not whole."""
+    return _read(directory, LeaseState.LIVE) or _read(directory, LeaseState.RESETTING)
+
+
+def _read(directory: Path, state: LeaseState) -> Lease | None:
     try:
-        facts = json.loads((directory / _FILE).read_bytes())
-        lease = _from_json(facts, directory)
+        facts = json.loads((directory / state).read_bytes())
+        lease = _from_json(facts, directory, state)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return lease if lease.id == directory.name else None
+
+
+def _write(path: str, lease: Lease) -> None:
+    data = json.dumps(_to_json(lease)).encode()
+    with opened(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)) as fd:
+        write_all(fd, data)
 
 
 def _to_json(lease: Lease) -> dict[str, object]:
@@ -175,11 +190,10 @@ def _to_json(lease: Lease) -> dict[str, object]:
         "owner_gid": lease.owner_gid,
         "created_at": lease.created_at.isoformat(),
         "expires_at": lease.expires_at.isoformat(),
-        "state": lease.state,
     }
 
 
-def _from_json(facts: dict[str, str], directory: Path) -> Lease:
+def _from_json(facts: dict[str, str], directory: Path, state: LeaseState) -> Lease:
     return Lease(
         id=CheckoutId(facts["id"]),
         directory=directory,
@@ -194,7 +208,7 @@ def _from_json(facts: dict[str, str], directory: Path) -> Lease:
         owner_gid=int(facts["owner_gid"]),
         created_at=datetime.fromisoformat(facts["created_at"]),
         expires_at=datetime.fromisoformat(facts["expires_at"]),
-        state=LeaseState(facts["state"]),
+        state=state,
     )
 
 

@@ -32,17 +32,19 @@ class Removal:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Semaphore(_AT_A_TIME)
+        self._has_room = asyncio.Event()
 
     def start(self, directory: Path, lease: Lease | None, backends: Sequence[CheckoutBackend]) -> None:
         """Begin to remove `directory`, by each of the backends that could have made it."""
         task = asyncio.get_running_loop().create_task(self._remove(directory, lease, backends))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._end)
 
     async def keep_up(self) -> None:
         """Wait while the backlog is long."""
         while len(self._tasks) > _BACKLOG:
-            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._has_room.clear()
+            await self._has_room.wait()
 
     async def close(self, bound: timedelta) -> None:
         """Finish what can be finished within `bound`; the rest is left for the next start."""
@@ -52,6 +54,10 @@ class Removal:
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._has_room.set()
 
     async def _remove(self, directory: Path, lease: Lease | None, backends: Sequence[CheckoutBackend]) -> None:
         async with self._turn:

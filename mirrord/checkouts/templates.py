@@ -91,13 +91,9 @@ class Templates:
         await asyncio.gather(*flights, return_exceptions=True)
 
     def find(self, name: MirrorName, commit: CommitId, history: History, owner: Owner | None) -> Template | None:
-        """A template that is ready, from memory; it costs one stat for each layer."""
-        key = (name.key, commit, history, owner)
-        template = self._found.get(key)
+        """A template that was ready when it was last looked at, from memory: mounting says whether it is still there."""
+        template = self._found.get((name.key, commit, history, owner))
         if template is None:
-            return None
-        if not all(map(os.path.isdir, template.layers)):  # evicted, or deleted behind our back
-            del self._found[key]
             return None
         shelf = self._shelves.get(name)
         for path in template.layers:
@@ -112,6 +108,8 @@ class Templates:
         DiskFullError.
         """
         key = (name.key, commit, history, owner)
+        if (known := self._found.get(key)) and not all(map(os.path.isdir, known.layers)):  # evicted, or deleted behind our back
+            del self._found[key]
         while (found := self.find(name, commit, history, owner)) is None:
             flight = self._flights.get(key)
             if flight is None:

@@ -71,15 +71,19 @@ class Checkout(Answer):
 
 
 class Proof(Answer):
-    """What a reset checked, and the hashes it saw."""
+    """What a reset checked, and the hashes it saw.
+
+    The counts are null where files were not looked at one by one: an overlay reset throws the client's layer away unread, and
+    what it shows instead was verified when the template was built.
+    """
 
     head: str
     tree: str
     index: str
     control_files: int
-    files_checked: int
-    files_restored: int
-    files_removed: int
+    files_checked: int | None
+    files_restored: int | None
+    files_removed: int | None
     refs: list[str] = []
     packs: list[str] = []
     method: str

@@ -1,0 +1,115 @@
+"""What warm work on an overlay checkout costs, counted in system calls: a change that adds one has to say so here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from daemons import Daemon, daemon
+from gitrepos import Upstream
+
+_ROUNDS = 5
+_CALLS = "mkdir,mkdirat,mount,umount2,rmdir,unlink,unlinkat,rename,renameat,renameat2,openat,fsync,fdatasync,sync,syncfs"
+_LINE = re.compile(r"(?P<thread>\d+) +(?P<name>\w+)\((?P<arguments>.*)")
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root"),
+    pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not on this machine"),
+]
+
+
+class Trace:
+    """What the daemon asked the kernel below its state directory, in all and by the thread that answers requests."""
+
+    def __init__(self, text: str, running: Daemon) -> None:
+        found = [match for line in text.splitlines() if (match := _LINE.match(line))]
+        ours = [each for each in found if str(running.state_dir) in each["arguments"] or "sync" in each["name"]]
+        self.all = Counter(map(_kind, ours))
+        self.loop = Counter(_kind(each) for each in ours if each["thread"] == str(running.pid))
+
+
+def _kind(call: re.Match[str]) -> str:
+    if call["name"] == "openat":
+        return "write" if "O_WRONLY" in call["arguments"] or "O_RDWR" in call["arguments"] else "read"
+    return call["name"]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    upstream = Upstream(tmp_path_factory.mktemp("upstream") / "r")
+    upstream.commit({"README": "one\n"})
+    with daemon('[sync]\ninterval = "0"\n[audit]\ninterval = "0"\n[checkouts]\nprewarm = false\n') as made:
+        operation = made.json("POST", "/v1/mirrors", {"repo": "o/r", "url": upstream.url})
+        while operation["state"] == "running":
+            time.sleep(0.05)
+            operation = made.json("GET", f"/v1/operations/{operation['id']}")
+        warm = checkout(made)
+        if warm["backend"] != "overlay":
+            pytest.skip("this machine allows no mounts")
+        release(made, warm["id"])
+        yield made
+
+
+def checkout(running: Daemon) -> dict[str, str]:
+    made: dict[str, str] = running.json("POST", "/v1/checkouts", {"instance": "o__r@main"})
+    return made
+
+
+def release(running: Daemon, identity: str) -> None:
+    """Taken away, and all its files removed."""
+    assert running.request("DELETE", f"/v1/checkouts/{identity}")[0] == 204
+    deadline = time.monotonic() + 20
+    while list((running.state_dir / "checkouts").glob(f"*{identity}")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextmanager
+def traced(running: Daemon, file: Path) -> Iterator[list[Trace]]:
+    """The trace is in the list at the end."""
+    found: list[Trace] = []
+    command = ["strace", "-f", "-s", "4096", "-o", str(file), "-e", f"trace={_CALLS}", "-p", str(running.pid)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as tracer:
+        assert tracer.stderr is not None
+        assert b"attached" in tracer.stderr.readline()
+        try:
+            yield found
+        finally:
+            tracer.send_signal(signal.SIGINT)
+            tracer.communicate()
+    found.append(Trace(file.read_text(), running))
+
+
+def test_a_warm_checkout_is_five_mkdirs_a_mount_and_one_small_file(running: Daemon, tmp_path: Path) -> None:
+    """No flush, and no rename but that of the release; what waits for the disk is not done where requests are served."""
+    with traced(running, tmp_path / "trace") as found:
+        for _ in range(_ROUNDS):
+            release(running, checkout(running)["id"])
+    (trace,) = found
+    assert trace.loop == {"mkdir": 5 * _ROUNDS, "mount": _ROUNDS, "write": _ROUNDS, "rename": _ROUNDS}
+    assert trace.all["rmdir"] <= 9 * _ROUNDS
+    assert trace.all["unlink"] == 2 * _ROUNDS
+
+
+def test_a_reset_to_where_it_was_writes_no_file(running: Daemon, tmp_path: Path) -> None:
+    """The lease is renamed to say that a reset runs, the old layer out of the way, and the lease back."""
+    made = checkout(running)
+    with traced(running, tmp_path / "trace") as found:
+        for _ in range(_ROUNDS):
+            (Path(made["path"]) / "mine").write_text("work")
+            assert running.request("POST", f"/v1/checkouts/{made['id']}/reset", {})[0] == 200
+    (trace,) = found
+    assert trace.loop["rename"] == 3 * _ROUNDS
+    assert trace.loop["mkdir"] == 3 * _ROUNDS
+    assert trace.loop["mount"] == _ROUNDS
+    assert {"write", "rmdir", "unlink", "fsync", "fdatasync"}.isdisjoint(trace.loop)
+    release(running, made["id"])
