@@ -54,13 +54,15 @@ class Told:
         git(path, "update-ref", HISTORY, self.records[-1])
 
 
-def told(tmp_path: Path, upstream: Upstream, check: Callable[[Told], Awaitable[None]]) -> None:
+def told(tmp_path: Path, upstream: Upstream, check: Callable[[Told], Awaitable[None]], **settings: object) -> None:
     async def body(it: House) -> None:
         story = Told(it, upstream)
         await story.tell()
         await check(story)
 
-    Builder(tmp_path, f"file://{upstream.path.parent}/{{owner}}+{{name}}").run(body)
+    builder = Builder(tmp_path, f"file://{upstream.path.parent}/{{owner}}+{{name}}")
+    builder.values |= settings
+    builder.run(body)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt
 
 from ..model import AuditLevel, Backend, History
-from .values import AbsolutePath, Duration, Period, RefPattern, Repo, Restart, Size, Url, UrlTemplate, User
+from .values import AbsolutePath, Duration, Lifetime, Period, RefPattern, Repo, Restart, Size, Url, UrlTemplate, User
 
 
 class _Section(BaseModel):
@@ -40,6 +40,7 @@ class AuditSettings(_Section):
 
 class MaintenanceSettings(_Section):
     interval: Duration = timedelta(hours=24)
+    kept_for: Lifetime = None
 
 
 class CheckoutSettings(_Section):

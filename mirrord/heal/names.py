@@ -17,12 +17,14 @@ from ..audit.lost import read_record
 from ..audit.names import Names
 from ..audit.past import read_records, unkept
 from ..git.command import run_git_sync
+from ..mirrors.history import WAS
 from ..mirrors.refs import is_followed
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS
 
 _NAMED = re.compile(f"(?:{KEPT}|{PINS}.+/)([0-9a-f]{{40}})")
 _OURS = re.compile(rb"committer mirrord <mirrord@localhost> (\d+) ")
 _TRAILER = b"\n\nRefs: "
+_FORMER = f"\n{WAS}: ".encode()
 _USUAL = ("refs/heads/main", "refs/heads/master")
 
 
@@ -57,7 +59,9 @@ def _commits_among(view: Path, oids: Collection[str]) -> set[str]:
 
 
 def _find_history(view: Path, refs: Mapping[str, str]) -> str | None:
-    """The newest record that no other record builds on. What upstream's refs reach is upstream's, whatever it looks like."""
+    """The newest record that no other record builds on; of two of one time that which was folded. What upstream's refs reach is
+    upstream's, whatever it looks like.
+    """
     theirs = {oid for ref, oid in refs.items() if not ref.startswith(OURS)}
     graph = read_graph(view, _commits_among(view, theirs))
     candidates = {oid: when for oid, when in _looking_like_records(view) if oid not in graph}
@@ -66,7 +70,7 @@ def _find_history(view: Path, refs: Mapping[str, str]) -> str | None:
     return max(last, key=lambda oid: (candidates[oid], oid), default=None)
 
 
-def _looking_like_records(view: Path) -> Iterator[tuple[str, int]]:
+def _looking_like_records(view: Path) -> Iterator[tuple[str, tuple[int, int]]]:
     listing = run_git_sync(
         "cat-file", "--batch-all-objects", "--unordered", "--buffer", "--batch-check=%(objecttype) %(objectname)",
         git_dir=view,
@@ -90,7 +94,7 @@ def _looking_like_records(view: Path) -> Iterator[tuple[str, int]]:
         body = output[end + 1 : end + 1 + int(size)]
         found = _OURS.search(body.partition(b"\n\n")[0])
         if found and _TRAILER in body and read_record(view, oid.decode())[0]:
-            yield oid.decode(), int(found[1])
+            yield oid.decode(), (int(found[1]), body.count(_FORMER))
         at = end + int(size) + 2
 
 

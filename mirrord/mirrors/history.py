@@ -18,7 +18,10 @@ from .repository import HISTORY, Refs, Repository
 
 _OID = re.compile(r"[0-9a-f]{40}")
 _ID = re.compile(r"[0-9a-f]{7,40}")
-_FORMAT = "--format=%H%x00%ct%x00%s%x00%(trailers:key=Refs,valueonly,separator=%x2C)"
+WAS = "Was"
+"""The trailer with an id that a record had before older ones were folded away."""
+
+_FORMAT = "--format=%H%x00%ct%x00%s" + "".join(f"%x00%(trailers:key={key},valueonly,separator=%x2C)" for key in ("Refs", WAS))
 _MAX_RECORDS = 1000
 
 
@@ -49,12 +52,13 @@ async def list_records(repository: Repository, limit: int = _MAX_RECORDS, start:
         doing=f"read the ref history of mirror {repository.name}",
     )  # fmt: skip
     fields = listing.stdout.decode("utf-8", "replace").split("\0")
-    return [_record(*fields[at : at + 4]) for at in range(0, len(fields) - 3, 4)]
+    return [_record(*fields[at : at + 5]) for at in range(0, len(fields) - 4, 5)]
 
 
-def _record(commit: str, seconds: str, subject: str, count: str) -> RefRecord:
+def _record(commit: str, seconds: str, subject: str, count: str, was: str) -> RefRecord:
     at = datetime.fromtimestamp(int(seconds), tz=timezone.utc)
-    return RefRecord(id=commit.strip(), at=at, ref_count=int(count.strip() or 0), summary=subject)
+    former = [oid.strip() for oid in was.split(",") if oid.strip()]
+    return RefRecord(id=commit.strip(), at=at, ref_count=int(count.strip() or 0), summary=subject, was=former)
 
 
 async def find_record(repository: Repository, at: str) -> RefRecord:
@@ -63,7 +67,7 @@ async def find_record(repository: Repository, at: str) -> RefRecord:
     if at == "latest" and records:
         return records[0]
     if _ID.fullmatch(at):
-        found = [record for record in records if record.id.startswith(at)]
+        found = [record for record in records if any(oid.startswith(at) for oid in (record.id, *record.was))]
     else:
         moment = _moment(at)
         found = [record for record in records if record.at <= moment][:1]

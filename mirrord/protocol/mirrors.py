@@ -68,12 +68,13 @@ class RefChange(Answer):
 
 
 class RefRecord(Answer):
-    """One entry of a mirror's ref history."""
+    """One entry of a mirror's ref history; `was` are ids it had before older ones were folded away, which name it still."""
 
     id: str
     at: datetime
     ref_count: int
     summary: str
+    was: list[str] = []
 
 
 class RefDiff(Answer):

@@ -239,10 +239,10 @@ def _bundled(present: Refs) -> Refs:
 
 
 async def _prerequisites(repository: Repository, since: str) -> frozenset[str]:
-    """The commits that whoever has that record has: what its refs reached, and the record."""
+    """The commits that whoever has that record has: what its refs reached, and the record, unless they may know it as another."""
     record = await find_record(repository, since)
     refs, _ = await read_refs(repository, record.id)
-    return frozenset(await repository.commits_of(refs.values())) | {record.id}
+    return frozenset(await repository.commits_of(refs.values())) | ({record.id} if not record.was else set())
 
 
 async def _joined(first: list[bytes], rest: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
