@@ -2,7 +2,7 @@
 
 Owns the end of the ref history. Records from before the time are folded into the one that stood at it, which becomes the first;
 those after it are written again on top, with the ids they had. Kept refs go whose commits only folded records had, so that what
-the history knows and what is kept stay one: an audit misses nothing. Never a pin, and never a kept ref that something recorded needs.
+the history knows and what is kept stay one: an audit misses nothing. Never a pin, nor a kept ref that something recorded needs.
 All of it is one transaction; a crash before it leaves objects that nothing names.
 """
 
