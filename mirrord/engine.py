@@ -180,6 +180,7 @@ class Engine:
             workers=self.workers,
             events=self.events,
         )
+        await self.heals.open()
         # an audit that may heal hands what it found to the heals
         self.audits = Audits(
             settings=self.settings,

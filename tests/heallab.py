@@ -51,15 +51,7 @@ class Daemon:
         self.bundles = Bundles(
             mirrors=self.mirrors, catalog=self.catalog, git=Git(home=self.state_dir / "home"), events=self.events
         )
-        self.heals = Heals(
-            settings=lambda: self.settings,
-            mirrors=self.mirrors,
-            catalog=self.catalog,
-            git=Git(home=self.state_dir / "home"),
-            workers=self.workers,
-            events=self.events,
-            step=step,
-        )
+        self.heals = self.make_heals(step)
         self.audits = Audits(
             settings=lambda: self.settings,
             mirrors=self.mirrors,
@@ -67,6 +59,17 @@ class Daemon:
             workers=self.workers,
             events=self.events,
             repair=self.heals.repair,
+        )
+
+    def make_heals(self, step: Callable[[str], None] = no_step) -> Heals:
+        return Heals(
+            settings=lambda: self.settings,
+            mirrors=self.mirrors,
+            catalog=self.catalog,
+            git=Git(home=self.state_dir / "home"),
+            workers=self.workers,
+            events=self.events,
+            step=step,
         )
 
     async def close(self) -> None:

@@ -248,6 +248,28 @@ def test_what_nobody_has_stays_as_it_was_and_is_tried_again(furnished: Furnished
     furnished.live(body)
 
 
+def test_what_was_left_open_is_tried_at_once_after_a_start(furnished: Furnished) -> None:
+    """And no more when an audit of all content has found the mirror sound."""
+
+    async def body(house: House) -> None:
+        furnished.lose("main:docs/page1.txt")
+        with house.without_upstream():
+            await house.heal()
+        restarted = house.make_heals()
+        await restarted.open()
+        assert (house.heals.due(), restarted.due()) == ([], [house.name])
+        restarted.settle(await house.audits.run(StartAudit(level=AuditLevel.CONTENT, heal=False)))
+        assert restarted.due() == [house.name]
+        await house.heal()
+        restarted.settle(await house.audits.run(StartAudit(level=AuditLevel.CONTENT, heal=False)))
+        assert restarted.due() == []
+        later = house.make_heals()
+        await later.open()
+        assert later.due() == []
+
+    furnished.live(body)
+
+
 def test_a_donor_that_lies_is_not_believed(furnished: Furnished) -> None:
     """A closure pack whose index gives the lost blob's name to other bytes: nothing of it comes in, upstream heals."""
 

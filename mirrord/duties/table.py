@@ -22,7 +22,7 @@ from ..jobs.operations import Operations
 from ..jobs.schedule import Job
 from ..jobs.watch import Watch
 from ..model import AuditLevel, MirrorName
-from ..protocol import Operation, StartAudit
+from ..protocol import Audit, Operation, StartAudit
 from .work import Work
 
 EXPIRE_INTERVAL = timedelta(seconds=2)
@@ -133,7 +133,9 @@ class Jobs:
         """What nobody had the last time, for the mirrors whose time has come."""
         due = [str(name) for name in self._heals.due() if await self._catalog.find_mirror(name.key)]
         if due and self._settings().audit.heal:
-            await self._finish(await self._work.audit(StartAudit(mirrors=due, heal=True), kind="heal"))
+            request = StartAudit(mirrors=due, level=AuditLevel.CONTENT, heal=True)
+            ended = await self._finish(await self._work.audit(request, kind="heal"))
+            self._heals.settle(Audit.model_validate(ended.result))
 
     async def _expire(self) -> None:
         await self._checkouts.expire()
@@ -151,8 +153,9 @@ class Jobs:
     async def _trim(self) -> None:
         await anyio.to_thread.run_sync(trim_memory)
 
-    async def _finish(self, operation: Operation) -> None:
+    async def _finish(self, operation: Operation) -> Operation:
         """Wait for an operation; raises what it failed with."""
         ended = await self._operations.wait(operation.id)
         if ended.error is not None:
             raise from_problem(ended.error.model_dump())
+        return ended

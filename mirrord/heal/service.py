@@ -1,7 +1,8 @@
 """Heals as the daemon runs them: one mirror at a time under its lock, lost pins made again, and patience with what nobody has.
 
-Owns when a mirror is tried again: after a time that doubles with each heal that left something open. What a heal says is what
-it did; whether the mirror is sound is for the audit after it.
+Owns when a mirror is tried again: after a time that doubles with each heal that left something open; after a start at once, which
+is what a person does who has just mended something. What a heal says is what it did; whether the mirror is sound is for the audit
+after it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from ..jobs.events import Events
 from ..layout import Layout
 from ..mirrors.flights import ProgressSink
 from ..mirrors.service import Mirrors
-from ..model import CommitId, MirrorName
-from ..protocol import Repair
+from ..model import AuditLevel, CommitId, MirrorName
+from ..protocol import Audit, Repair
 from .bundles import Shelf
 from .donors import Donors
 from .implant import Step, no_step
@@ -64,6 +65,25 @@ class Heals:
         self._step = step
         self._lent: list[Path] = []
         self._open: dict[str, tuple[MirrorName, int, float]] = {}
+
+    async def open(self) -> None:
+        """Take up what the last heals before the start left open."""
+        settled: set[str] = set()
+        for audit in await self._catalog.list_audits():
+            ends = _ends(audit)
+            for name in ends.keys() - settled:
+                if ends[name]:
+                    self._reopen(MirrorName.parse(name))
+            settled |= ends.keys()
+
+    def _reopen(self, name: MirrorName) -> None:
+        self._open[name.key] = (name, 0, self._clock())
+
+    def settle(self, audit: Audit) -> None:
+        """Have no more patience with mirrors of which an audit found that they are sound."""
+        for name, is_open in _ends(audit).items():
+            if not is_open:
+                self._open.pop(MirrorName.parse(name).key, None)
 
     async def repair(self, judged: Judged, progress: ProgressSink | None = None) -> Repair:
         """Heal what an audit found, as far as donors allow. An error is told in the answer: the others are not kept waiting."""
@@ -169,6 +189,14 @@ class Heals:
         refs = await self._mirrors.repository(name).all_refs()
         lost = {key: {oid for oid in oids if f"refs/mirrord/pins/{key[0]}/{oid}" not in refs} for key, oids in wanted.items()}
         return {key: commits for key, commits in lost.items() if commits}
+
+
+def _ends(audit: Audit) -> dict[str, bool]:
+    """Whether a heal of each mirror left something open, as far as this audit can tell: a shallow one does not see all."""
+    tried = {repair.mirror: bool(repair.unhealed_count or repair.error) for repair in audit.repairs}
+    found = {finding.mirror for finding in audit.findings}
+    sound = set(audit.mirrors) - found if audit.level is AuditLevel.CONTENT else set[str]()
+    return dict.fromkeys(sound, False) | tried
 
 
 def _told(name: MirrorName, outcome: Outcome) -> Repair:
