@@ -178,7 +178,7 @@ def test_a_store_is_found_again_and_rebuilt_when_it_was_deleted(site: Site) -> N
         shutil.rmtree(gitdir.git)
         assert gitdirs.find(NAME, site.line[4], History.SEALED) is None
         assert await gitdirs.ensure(NAME, site.line[4], History.SEALED) == gitdir
-        await gitdirs.drop(NAME, site.line[4], History.SEALED)
+        await gitdirs.drop(gitdir)
         assert gitdirs.find(NAME, site.line[4], History.SEALED) is None
         await gitdirs.ensure(NAME, site.line[4], History.SEALED)
         await gitdirs.forget(NAME)

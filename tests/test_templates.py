@@ -6,106 +6,17 @@ import asyncio
 import os
 import shutil
 import subprocess
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
-import anyio
 import pytest
-from gitrepos import ENV, Upstream, git
+from gitrepos import ENV, Upstream
+from templatelab import Mounted, Store, assert_equals_commit, run
 
-from mirrord.checkouts.gitdirs import Gitdirs
 from mirrord.checkouts.layer import read_record
-from mirrord.checkouts.templates import Template, Templates
-from mirrord.config import Settings
-from mirrord.errors import CheckoutBusyError, CommitNotFoundError
-from mirrord.git.command import Git
-from mirrord.git.workers import Workers
-from mirrord.jobs.events import Events
-from mirrord.model import CommitId, History, MirrorName
-
-NAME = MirrorName("owner", "name")
-ME = (os.geteuid(), os.getegid())
+from mirrord.errors import CommitNotFoundError
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-
-
-class Store:
-    """A template store over one upstream, as the engine builds it."""
-
-    def __init__(self, state_dir: Path, upstream: Upstream, workers: Workers, template_bytes: str = "50GiB") -> None:
-        self.state_dir = state_dir
-        self.template_bytes = template_bytes
-        self.events = Events()
-        home = state_dir / "home"
-        home.mkdir(parents=True, exist_ok=True)
-        settings = lambda: Settings.model_validate({"checkouts": {"template_bytes": self.template_bytes}})  # noqa: E731
-        path = lambda name: upstream.path / ".git"  # noqa: E731
-        self.gitdirs = Gitdirs(state_dir=state_dir, git=Git(home=home), workers=workers, mirrors_path=path)
-        self.templates = Templates(
-            settings=settings,
-            state_dir=state_dir,
-            workers=workers,
-            mirrors_path=path,
-            gitdirs=self.gitdirs,
-            events=self.events,
-        )
-
-    @property
-    def trees(self) -> Path:
-        return self.state_dir / "templates" / str(NAME) / "trees"
-
-    async def ensure(self, commit: str, history: History = History.SEALED, owner: tuple[int, int] | None = ME) -> Template:
-        return await self.templates.ensure(NAME, CommitId(commit), history, owner)
-
-    def find(self, commit: str, owner: tuple[int, int] | None = ME) -> Template | None:
-        return self.templates.find(NAME, CommitId(commit), History.SEALED, owner)
-
-
-def run(tmp_path: Path, upstream: Upstream, test: Callable[[Store], Awaitable[None]]) -> None:
-    async def main() -> None:
-        workers = Workers(size=2)
-        store = Store(tmp_path / "state", upstream, workers)
-        try:
-            await store.templates.open()
-            await test(store)
-        finally:
-            await store.templates.close()
-            await workers.close()
-
-    anyio.run(main)
-
-
-class Mounted:
-    """A template mounted as a checkout would be."""
-
-    def __init__(self, template: Template, at: Path) -> None:
-        self.template, self.at = template, at
-
-    def __enter__(self) -> Path:
-        for name in ("upper", "work", "tree"):
-            (self.at / name).mkdir(parents=True)
-        lower = ":".join(map(str, self.template.layers))
-        options = f"lowerdir={lower},upperdir={self.at / 'upper'},workdir={self.at / 'work'}"
-        subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, self.at / "tree"], check=True)
-        return self.at / "tree"
-
-    def __exit__(self, *error: object) -> None:
-        subprocess.run(["umount", self.at / "tree"], check=True)
-
-
-def assert_equals_commit(template: Template, at: Path, tree: str) -> None:
-    """git sees a clean tree by stat alone, and its content is the commit's."""
-    with Mounted(template, at) as root:
-        assert git(root, "diff-files") == ""
-        assert git(root, "write-tree") == tree
-        assert git(root, "status", "--porcelain", "--ignored") == ""
-        assert git(root, "rev-parse", "HEAD") == template.head
-        (root / ".git/index").unlink()
-        git(root, "add", "--all", "--force")
-        for line in git(template.layers[1], "ls-tree", "-r", "HEAD").splitlines():
-            if line.startswith("160000"):
-                git(root, "update-index", "--add", "--cacheinfo", f"160000,{line.split()[2]},{line.split(chr(9))[1]}")
-        assert git(root, "write-tree") == tree
 
 
 def test_a_keyframe_and_a_delta_show_their_commits(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
@@ -268,31 +179,6 @@ def test_damage_is_found_and_built_again(make_upstream: Callable[[str], Upstream
     run(tmp_path, upstream, test)
 
 
-def test_the_least_used_goes_first_and_what_is_held_stays(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
-    """Over `template_bytes` only templates that no checkout uses are dropped."""
-    upstream = make_upstream("up")
-    commits = []
-    for name in "abc":
-        shutil.rmtree(upstream.path / "src", ignore_errors=True)
-        commits.append(upstream.commit({f"src/{name}{n}": os.urandom(5000).hex() for n in range(20)}))
-
-    async def test(store: Store) -> None:
-        made = [await store.ensure(commit) for commit in commits]
-        store.templates.hold(made[0])
-        assert not await store.templates.is_full()
-        store.template_bytes = "1B"
-        assert await store.templates.is_full()
-        assert await store.templates.evict() == 2
-        assert [store.find(commit) is not None for commit in commits] == [True, False, False]
-        with pytest.raises(CheckoutBusyError):
-            await store.templates.forget(NAME)
-        store.templates.drop(made[0])
-        assert await store.templates.evict() == 1
-        assert list(store.trees.iterdir()) == []
-
-    run(tmp_path, upstream, test)
-
-
 def test_a_damaged_template_that_is_held_leaves_its_checkout_alone(
     make_upstream: Callable[[str], Upstream], tmp_path: Path
 ) -> None:
@@ -334,84 +220,5 @@ def test_each_owner_has_an_index_of_its_own(make_upstream: Callable[[str], Upstr
             text=True,
         ).stdout
         assert "uid: 1234" in index
-
-    run(tmp_path, upstream, test)
-
-
-def test_a_file_of_several_layers_is_on_disk_once(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
-    """What comes back in a later commit is a link, git still sees clean trees, and it goes with the last layer that has it."""
-    upstream = make_upstream("up")
-    commits = [upstream.commit({f"d{n % 3}/f{n}": os.urandom(9999).hex() for n in range(30)})]
-    text = os.urandom(9999).hex()
-    for turn in range(4):
-        commits.append(upstream.commit({"d0/back": text if turn % 2 == 0 else None, f"d1/new{turn}": f"{turn}"}))
-    trees = [upstream.git("rev-parse", f"{commit}^{{tree}}") for commit in commits]
-
-    async def test(store: Store) -> None:
-        made = [await store.ensure(commit) for commit in commits]
-        copies = list(store.trees.glob("*@*/files/d0/back"))
-        assert len(copies) > 1
-        assert {copy.stat().st_ino for copy in copies} == {copies[0].stat().st_ino}
-        blobs = store.trees.parent / "blobs"
-        assert sum(len(text) == blob.stat().st_size for blob in blobs.iterdir()) == 1
-        for number, (template, tree) in enumerate(zip(made, trees, strict=True)):
-            assert_equals_commit(template, tmp_path / str(number), tree)
-        assert store.templates.size_bytes() <= _disk_bytes(store.trees) + _disk_bytes(store.trees.parent / "indexes")
-        store.template_bytes = "1B"
-        assert await store.templates.evict() == len(commits)
-        assert list(blobs.iterdir()) == []
-        assert store.templates.size_bytes() == 0
-
-    run(tmp_path, upstream, test)
-
-
-def _disk_bytes(directory: Path) -> int:
-    return int(subprocess.run(["du", "-sB1", directory], capture_output=True, check=True, text=True).stdout.split()[0])
-
-
-@pytest.mark.parametrize("damage", ["bytes", "mode"])
-def test_a_shared_file_that_is_damaged_is_lent_to_nobody(
-    make_upstream: Callable[[str], Upstream], tmp_path: Path, damage: str
-) -> None:
-    """Its bytes are hashed before a layer gets it: the layer is sound, the next one shares the new file."""
-    upstream = make_upstream("up")
-    first = upstream.commit({f"d{n}/f": os.urandom(9999).hex() for n in range(30)})
-    second = upstream.commit({"shared": "same " * 999})
-    third = upstream.commit({"shared": None, "d1/shared": "same " * 999})
-    tree = upstream.git("rev-parse", f"{third}^{{tree}}")
-
-    async def test(store: Store) -> None:
-        await store.ensure(first)
-        await store.ensure(second)
-        (copy,) = store.trees.glob("*@*/files/shared")
-        if damage == "bytes":
-            copy.write_text("SAME " * 999)
-        else:
-            copy.chmod(0o600)
-        template = await store.ensure(third)
-        (sound,) = store.trees.glob("*@*/files/d1/shared")
-        assert sound.stat().st_ino != copy.stat().st_ino
-        assert_equals_commit(template, tmp_path / "third", tree)
-
-    run(tmp_path, upstream, test)
-
-
-def test_shared_files_that_no_layer_has_go(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
-    """A killed build leaves them; the next daemon removes them when it sees what there is."""
-    upstream = make_upstream("up")
-    first = upstream.commit({f"d{n}/f": os.urandom(9999).hex() for n in range(30)})
-    second = upstream.commit({"shared": "same " * 999})
-
-    async def test(store: Store) -> None:
-        await store.ensure(first)
-        await store.ensure(second)
-        blobs = store.trees.parent / "blobs"
-        kept = {blob.name for blob in blobs.iterdir()}
-        (blobs / f"{'1' * 40}.644").write_text("left")
-        again = Store(tmp_path / "state", upstream, store.templates._workers)
-        await again.templates.open()
-        assert not await again.templates.is_full()
-        assert {blob.name for blob in blobs.iterdir()} == kept
-        assert again.templates.size_bytes() == store.templates.size_bytes()
 
     run(tmp_path, upstream, test)

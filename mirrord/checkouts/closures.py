@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import errno
 import json
+import secrets
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import structlog
 
 from ..errors import CommitNotFoundError, CorruptObjectError, DeadlineError, DiskFullError, GitFailedError
@@ -81,6 +83,19 @@ class Closures:
             if commit not in layers or not self._is_whole(name, commit):
                 await self._build(name, commit)
             return tuple(self._pack_file(name, layer) for layer in chain(layers, commit))
+
+    async def keep_only(self, name: MirrorName, needed: Callable[[], Collection[str] | None]) -> None:
+        """Remove the packs that are not among the `needed` names, which are asked for while nothing is built; None keeps all."""
+        async with self._locks.setdefault(name.key, anyio.Lock()):
+            layers = self._known(name)
+            names = needed()
+            if names is None:
+                return
+            gone = [layer for layer in layers.values() if layer.pack not in names]
+            for layer in gone:
+                del layers[layer.commit]
+            await anyio.to_thread.run_sync(_remove_all, [self.directory(name) / layer.commit for layer in gone])
+            log.info("closures.dropped", mirror=str(name), count=len(gone), left=len(layers))
 
     def forget(self, name: MirrorName) -> None:
         """Drop what is known of a mirror whose packs were removed."""
@@ -244,6 +259,13 @@ def remove_leftovers(directory: Path) -> int:
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)
     return len(leftovers)
+
+
+def _remove_all(directories: Iterable[Path]) -> None:
+    """Remove layers, each by a rename first: what a crash leaves is a leftover and no half of a layer."""
+    for path in directories:
+        with suppress(FileNotFoundError):
+            shutil.rmtree(path.rename(path.with_name(f"{BUILDING}{secrets.token_hex(8)}")), ignore_errors=True)
 
 
 def _load(directory: Path) -> Iterator[Layer]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
+import secrets
 import shutil
+import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,18 +27,13 @@ import structlog
 
 from ..errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError, InvalidRequestError
 from ..git.command import Git
-from ..git.packs import has_both_ends
 from ..git.workers import Workers
 from ..model import CommitId, History, MirrorName
-from .closures import Closures, Recorded, building, nothing_recorded, publish, remove_leftovers
+from .closures import BUILDING, Closures, Recorded, building, nothing_recorded, publish, remove_leftovers
+from .gitdir import CONFIG, Gitdir, load, read_records, save
 from .packing import Packer, PackFile, together
 from .tags import Tag, Tags, packed_refs
 
-# trustctime: the files of layers are shared by hard links, and each link changes the ctime
-CONFIG = (
-    b"[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n\tlogallrefupdates = true\n"
-    b"\ttrustctime = false\n[gc]\n\tauto = 0\n"
-)
 _SQUASHED = """tree {tree}
 author mirrord <mirrord@localhost> {time} +0000
 committer mirrord <mirrord@localhost> {time} +0000
@@ -50,32 +48,6 @@ _READ_TIMEOUT = timedelta(seconds=30)
 _DIRECTORIES = ("info", "objects/info", "objects/pack", "refs/heads", "refs/tags")
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Gitdir:
-    """`path` is the directory that holds `.git`. `head` is the commit HEAD names: the base commit, or the squashed one.
-
-    `packs` are file names in `.git/objects/pack`; `pack_sizes` are their bytes with their indexes, shared packs too.
-    """
-
-    path: Path
-    mirror: MirrorName
-    commit: CommitId
-    history: History
-    head: CommitId
-    tree: str
-    packs: tuple[str, ...]
-    pack_sizes: tuple[int, ...]
-    tag_count: int
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(self.pack_sizes)
-
-    @property
-    def git(self) -> Path:
-        return self.path / ".git"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +81,9 @@ class Gitdirs:
         )
         self._found: dict[tuple[str, CommitId, History], Gitdir] = {}
         self._locks: dict[tuple[str, CommitId, History], anyio.Lock] = {}
+        self._stores: dict[str, dict[Path, tuple[Gitdir, float]]] = {}
+        self._read: set[str] = set()
+        self._building: Counter[str] = Counter()
 
     async def open(self) -> None:
         """Remove what a killed build left."""
@@ -117,11 +92,12 @@ class Gitdirs:
     def find(self, name: MirrorName, commit: CommitId, history: History) -> Gitdir | None:
         """The finished store, when there is one on disk."""
         key = (name.key, commit, history)
-        found = self._found.get(key) or _load(self._directory(name), name, commit, history)
+        found = self._found.get(key) or load(self._path(name, commit, history), name)
         if found is None or not found.git.exists():
             self._found.pop(key, None)
             return None
         self._found[key] = found
+        self._stores.setdefault(name.key, {})[found.path] = found, time.time()
         return found
 
     async def ensure(self, name: MirrorName, commit: CommitId, history: History) -> Gitdir:
@@ -134,7 +110,13 @@ class Gitdirs:
                 "cannot seal a linked checkout: it shows all of its mirror", hint="ask for sealed or squashed"
             )
         async with self._locks.setdefault((name.key, commit, history), anyio.Lock()):
-            return self.find(name, commit, history) or await self._build(name, commit, history)
+            if found := self.find(name, commit, history):
+                return found
+            self._building[name.key] += 1
+            try:
+                return await self._build(name, commit, history)
+            finally:
+                self._building[name.key] -= 1
 
     async def oldest_first(self, name: MirrorName, commits: Collection[CommitId]) -> list[CommitId]:
         """The order in which stores share most; commits that the mirror lacks come last."""
@@ -147,19 +129,48 @@ class Gitdirs:
         found = [CommitId(line) for line in done.lines]
         return [*found, *sorted(set(commits).difference(found))]
 
-    async def drop(self, name: MirrorName, commit: CommitId, history: History) -> None:
-        """Remove one store that nobody uses."""
-        self._found.pop((name.key, commit, history), None)
-        target = self._directory(name) / f"{history}-{commit}"
-        target.with_suffix(".json").unlink(missing_ok=True)
-        await anyio.to_thread.run_sync(_remove, target)
+    # -- what is there ------------------------------------------------------------------------------------------------
+
+    async def stores(self, name: MirrorName) -> list[tuple[Gitdir, float]]:
+        """What is recorded of a mirror's stores, each with the time when it was asked for last."""
+        if name.key not in self._read:
+            found = await anyio.to_thread.run_sync(read_records, self._directory(name), name)
+            self._stores[name.key] = found | self._stores.get(name.key, {})
+            self._read.add(name.key)
+        return list(self._stores[name.key].values())
+
+    async def drop(self, gitdir: Gitdir) -> None:
+        """Remove one store that nobody uses; its packs stay."""
+        self._found.pop((gitdir.mirror.key, gitdir.commit, gitdir.history), None)
+        self._stores.get(gitdir.mirror.key, {}).pop(gitdir.path, None)
+        gitdir.record.unlink(missing_ok=True)
+        gone = gitdir.path.with_name(f"{BUILDING}{secrets.token_hex(8)}")
+        with suppress(FileNotFoundError):
+            gitdir.path.rename(gone)  # at once, so that nobody mounts half of it
+        await anyio.to_thread.run_sync(_remove, gone)
+
+    async def drop_unneeded_packs(self, name: MirrorName) -> None:
+        """Remove the closure packs that no store has; not while one is being built, which has not linked its own yet."""
+        await self.stores(name)
+
+        def needed() -> set[str] | None:
+            if self._building[name.key]:
+                return None
+            return {pack for gitdir, _ in self._stores[name.key].values() for pack in gitdir.packs}
+
+        await self._closures.keep_only(name, needed)
 
     async def forget(self, name: MirrorName) -> None:
         """Remove every store and pack of a mirror that was removed."""
         self._found = {key: gitdir for key, gitdir in self._found.items() if key[0] != name.key}
+        self._stores.pop(name.key, None)
+        self._read.discard(name.key)
         self._closures.forget(name)
         for directory in (self._directory(name), self._closures.directory(name)):
             await anyio.to_thread.run_sync(_remove, directory)
+
+    def _path(self, name: MirrorName, commit: CommitId, history: History) -> Path:
+        return self._directory(name) / f"{history}-{commit}"
 
     def _directory(self, name: MirrorName) -> Path:
         return self._store / str(name) / "gits"
@@ -180,11 +191,12 @@ class Gitdirs:
             contents = await self._contents(name, commit, history, scratch)
             await anyio.to_thread.run_sync(_write, temporary / ".git", contents)
             shutil.rmtree(scratch)
-            target = directory / f"{history}-{commit}"
+            target = self._path(name, commit, history)
             publish(temporary, target)
         gitdir = _describe(target, name, commit, history, contents)
-        _save(gitdir)
+        save(gitdir)
         self._found[name.key, commit, history] = gitdir
+        self._stores.setdefault(name.key, {})[gitdir.path] = gitdir, time.time()
         log.info(
             "gitdir.built", mirror=str(name), commit=commit, history=str(history), packs=len(gitdir.packs), tags=gitdir.tag_count
         )
@@ -267,37 +279,6 @@ def _describe(target: Path, name: MirrorName, commit: CommitId, history: History
         pack_sizes=tuple(pack.size_bytes for pack in contents.packs),
         tag_count=len(contents.tags),
     )
-
-
-def _save(gitdir: Gitdir) -> None:
-    facts = asdict(gitdir)
-    del facts["path"], facts["mirror"]
-    file = gitdir.path.with_suffix(".json")
-    temporary = file.with_suffix(".json.new")
-    temporary.write_text(json.dumps(facts))
-    temporary.rename(file)
-
-
-def _load(directory: Path, name: MirrorName, commit: CommitId, history: History) -> Gitdir | None:
-    path = directory / f"{history}-{commit}"
-    try:
-        facts = json.loads(path.with_suffix(".json").read_text())
-        facts |= {"path": path, "mirror": name, "history": History(facts["history"]), "packs": tuple(facts["packs"])}
-        facts["pack_sizes"] = tuple(facts["pack_sizes"])
-        found = Gitdir(**facts)
-        return found if _is_whole(found) else None
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _is_whole(found: Gitdir) -> bool:
-    """Whether every file is as long as it was written: nothing was flushed, and a power cut can empty or shorten any of them."""
-    if (found.git / "HEAD").read_text() != f"{found.head}\n" or (found.git / "config").read_bytes() != CONFIG:
-        return False
-    if (found.git / "packed-refs").read_bytes().count(b"\n") != found.tag_count + 1:
-        return False
-    packs = zip(found.packs, found.pack_sizes, strict=True)
-    return all(has_both_ends(found.git / "objects/pack" / name, size) for name, size in packs)
 
 
 def _object_id(kind: bytes, body: bytes) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio.to_thread
 import structlog
 
-from ..errors import IntegrityError, NotFoundError
+from ..errors import IntegrityError, InvalidNameError, NotFoundError
 from ..git.workers import Workers
 from ..model import MirrorName
 from .blobs import Blobs
@@ -44,6 +44,11 @@ class Shelves:
         self._store.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._shelves = await anyio.to_thread.run_sync(_load_all, self._store)
 
+    def names(self) -> list[MirrorName]:
+        """The mirrors of which anything is there."""
+        found = (path.name for path in self._store.iterdir() if path.is_dir())
+        return [name for name in map(_parse, found) if name]
+
     def get(self, name: MirrorName) -> Shelf:
         return self._shelves.setdefault(name.key, Shelf(self._store / str(name)))
 
@@ -66,21 +71,12 @@ class Shelves:
                     shelf.shared_bytes = await anyio.to_thread.run_sync(shelf.blobs.weigh)
                     shelf.is_weighed = True
 
-    async def packs_bytes(self) -> int:
-        """What closure packs take; the sealed stores hold links to them."""
-        return await anyio.to_thread.run_sync(_packs_bytes, self._store)
-
     # -- going ------------------------------------------------------------------------------------------------------------
 
-    def least_used(self) -> tuple[Shelf, str] | None:
-        """The layer used longest ago of those that no checkout holds and nothing lies on."""
-        idle = []
-        for shelf in self._shelves.values():
-            bases = {layer.base for layer in shelf.layers.values()}
-            free = [tree for tree in shelf.layers if tree not in bases and not self.is_held(shelf, tree)]
-            idle += [(shelf.used_at.get(shelf.files(tree), 0.0), shelf, tree) for tree in free]
-        oldest = min(idle, key=lambda item: item[0], default=None)
-        return oldest[1:] if oldest else None
+    def is_bare(self, shelf: Shelf, tree: str) -> bool:
+        """Whether nothing lies on a layer that is there, and no checkout uses it."""
+        there = tree in shelf.layers and not self.is_held(shelf, tree)
+        return there and not any(layer.base == tree for layer in shelf.layers.values())
 
     def is_held(self, shelf: Shelf, tree: str) -> bool:
         """Whether a checkout uses a layer or one that lies on it."""
@@ -99,8 +95,8 @@ class Shelves:
             freed = await anyio.to_thread.run_sync(_remove_layer, each.path)
             self._shelves[each.path.parent.parent.name.lower()].shared_bytes -= freed
 
-    async def trim_indexes(self) -> None:
-        """Keep few indexes that no checkout uses: one is as big as a hundred one-file deltas."""
+    async def trim_indexes(self, unused_since: float = 0.0) -> None:
+        """Keep few indexes that no checkout uses: one is as big as a hundred one-file deltas; none that was not used since."""
         idle: list[tuple[float, Shelf, tuple[str, Owner]]] = [
             (shelf.used_at.get(shelf.index(*key), 0.0), shelf, key)
             for shelf in self._shelves.values()
@@ -108,8 +104,9 @@ class Shelves:
             if shelf.index(*key) not in self.holds
         ]
         idle.sort(key=lambda item: item[0], reverse=True)
-        for _, shelf, key in idle[_IDLE_INDEXES:]:
-            self._retired += shelf.retire_index(*key)
+        for number, (used_at, shelf, key) in enumerate(idle):
+            if number >= _IDLE_INDEXES or used_at < unused_since:
+                self._retired += shelf.retire_index(*key)
         await self.sweep()
 
     async def is_sound(self, shelf: Shelf, tree: str) -> bool:
@@ -135,9 +132,12 @@ def _remove_layer(path: Path) -> int:
     return freed
 
 
+def _parse(directory: str) -> MirrorName | None:
+    try:
+        return MirrorName.parse(directory)
+    except InvalidNameError:
+        return None
+
+
 def _load_all(store: Path) -> dict[str, Shelf]:
     return {path.name.lower(): load_shelf(path) for path in sorted(store.iterdir()) if path.is_dir()}
-
-
-def _packs_bytes(store: Path) -> int:
-    return sum(file.stat().st_size for file in store.glob("*/packs/**/*") if file.is_file())

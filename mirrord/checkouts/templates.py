@@ -27,7 +27,9 @@ from ..errors import CheckoutBusyError, IntegrityError
 from ..git.workers import Workers
 from ..jobs.events import Events
 from ..model import CommitId, History, MirrorName
-from .gitdirs import Gitdir, Gitdirs
+from .bounds import Bounds
+from .gitdir import Gitdir
+from .gitdirs import Gitdirs
 from .layer import Layer, files_path, write_record
 from .shelf import Owner, Shelf
 from .shelves import Shelves, remove
@@ -38,7 +40,6 @@ _Key = tuple[str, CommitId, History, Owner | None]
 _BUILD = "mirrord.checkouts.layers:build_layer"
 _INDEX = "mirrord.checkouts.stacks:write_index"
 _TIMEOUT = timedelta(minutes=10)
-_FULL_SHARE = 0.9
 
 log = structlog.get_logger()
 
@@ -70,12 +71,12 @@ class Templates:
         gitdirs: Gitdirs,
         events: Events,
     ) -> None:
-        self._settings = settings
         self._workers = workers
         self._mirrors_path = mirrors_path
         self._gitdirs = gitdirs
         self._events = events
         self._shelves = Shelves(state_dir / "templates", workers)
+        self._bounds = Bounds(settings=settings, shelves=self._shelves, gitdirs=gitdirs, events=events)
         self._found: dict[_Key, Template] = {}
         self._flights: dict[_Key, asyncio.Task[Template]] = {}
 
@@ -134,38 +135,11 @@ class Templates:
 
     async def is_full(self) -> bool:
         """Whether little is left of `template_bytes`, so that making more would soon drop something."""
-        await self._shelves.weigh()
-        used = self.size_bytes() + await self._shelves.packs_bytes()
-        return used > self._settings().checkouts.template_bytes * _FULL_SHARE
+        return await self._bounds.is_full()
 
     async def evict(self) -> int:
-        """Drop the least recently used, never what a checkout holds, until all fits `template_bytes`; answers how many went."""
-        await self._shelves.weigh()
-        await self._shelves.sweep()
-        limit = self._settings().checkouts.template_bytes
-        evicted = 0
-        while self.size_bytes() + await self._shelves.packs_bytes() > limit:
-            victim = self._shelves.least_used()
-            if victim is None:
-                break
-            async with self._shelves.lock(victim[0]):
-                await self._drop(*victim)
-            evicted += 1
-        if evicted:
-            self._events.publish("templates.evicted", count=evicted, size_bytes=self.size_bytes())
-        return evicted
-
-    async def _drop(self, shelf: Shelf, tree: str) -> None:
-        """Remove a layer and the sealed stores of its commits; with the last layer of a mirror its closure packs go too."""
-        if tree not in shelf.layers or self._shelves.is_held(shelf, tree):
-            return
-        gone = [t for t in self._found.values() if t.tree == tree and t.mirror.key == shelf.directory.name.lower()]
-        await self._shelves.retire(shelf, tree)
-        for template in gone:
-            if not any(path in self._shelves.holds for path in template.layers):
-                await self._gitdirs.drop(template.mirror, template.commit, template.history)
-        if not shelf.layers and not any(path in self._shelves.holds for path in (shelf.directory / "gits").glob("*")):
-            await self._gitdirs.forget(MirrorName.parse(shelf.directory.name))
+        """Drop what is over the bounds, never what a checkout holds; answers how many went."""
+        return await self._bounds.evict()
 
     async def scrub(self) -> int:
         """Prove every layer again by content, and take the damaged ones out of use; answers how many were."""
