@@ -22,6 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from daemons import MIRROR, Daemon
+from load import kernel_alone, lean_clients, python_client
 from report import print_table, write_docs
 from rivals import Git, dirty, git
 
@@ -207,14 +208,27 @@ class Bench:
             )
 
     def throughput(self, clients: int = 16, seconds: float = 5.0) -> None:
-        tip = self.line[0]
-        with ProcessPoolExecutor(clients) as pool:
-            tasks = [pool.submit(_hammer, str(self.daemon.socket), tip, seconds) for _ in range(clients)]
-            counts = [task.result() for task in tasks]
+        """The same load three ways; each of them with the whole machine to itself."""
+        asked = str(self.daemon.socket), MIRROR, self.line[0], seconds
         with self.daemon.client() as client:
+            client.checkout(mirror=MIRROR, commit=self.line[0]).release()
+            lean = self._rate(lean_clients, (*asked, clients // 2), 2, seconds)
+            python = self._rate(python_client, asked, clients, seconds)
             leaked = len(client.list_checkouts())
-        self.figures.append(Figure(f"{clients} clients, checkout and release", sum(counts) / seconds, "a second", "1,000"))
-        self.figures.append(Figure("checkouts leaked by them", leaked, "", "0"))
+        lower = self.area / "kernel-lower"
+        lower.mkdir(exist_ok=True)
+        kernel = self._rate(kernel_alone, (self.area, str(lower), seconds), 2, seconds)
+        self.figures += [
+            Figure(f"{clients} clients, checkout and release (plain HTTP)", lean, "a second", "1,000"),
+            Figure(f"{clients} clients, checkout and release (Python clients)", python, "a second", "1,000"),
+            Figure("the same directories and mounts, no daemon, 2 processes", kernel, "a second"),
+            Figure("checkouts leaked by them", leaked, "", "0"),
+        ]
+
+    def _rate(self, work: Callable[..., int], arguments: tuple[object, ...], processes: int, seconds: float) -> float:
+        with ProcessPoolExecutor(processes) as pool:
+            tasks = [pool.submit(work, *arguments) for _ in range(processes)]
+            return sum(task.result() for task in tasks) / seconds
 
     def hold(self, count: int) -> None:
         """Many at once; the daemon is weighed when its workers have gone, as they do after 15 seconds without work."""
@@ -280,17 +294,6 @@ def _timed(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
-
-
-def _hammer(socket: str, commit: str, seconds: float) -> int:
-    done = 0
-    with Client(socket) as client:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            with client.checkout(mirror=MIRROR, commit=commit) as checkout:
-                assert (checkout.path / ".git").is_dir()
-            done += 1
-    return done
 
 
 @contextmanager

@@ -46,6 +46,18 @@ def test_an_unknown_method_is_a_problem(running: Daemon) -> None:
     assert problem(running.request("PATCH", "/v1/mirrors/a__b"))["status"] == 405
 
 
+def test_head_is_get_without_the_body(running: Daemon) -> None:
+    """Where the answer is JSON; a stream is not begun for it, and the answer says what is allowed."""
+    for path in ("/v1/health", "/v1/status", "/v1/checkouts"):
+        status, headers, body = running.request("HEAD", path)
+        assert (status, headers["content-type"], body) == (200, "application/json", b"")
+        assert int(headers["content-length"]) > 1
+    assert running.request("HEAD", "/v1/mirrors/no__where")[0] == 404
+    status, headers, body = running.request("HEAD", "/v1/events")
+    assert (status, headers["allow"], body) == (405, "GET", b"")
+    assert running.request("PUT", "/v1/checkouts")[1]["allow"] == "GET, HEAD, POST"
+
+
 def test_every_answer_has_a_request_id(running: Daemon) -> None:
     """The client's own when it is harmless, else a new one; errors included."""
     assert running.get("/v1/health", **{"X-Request-Id": "mine-1"})[1]["x-request-id"] == "mine-1"

@@ -10,7 +10,8 @@ import asyncio
 import errno
 import os
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -31,8 +32,20 @@ _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
     """The whole body. Raises BodyTooLargeError before more than `limit_bytes` were kept."""
-    chunks = [chunk async for chunk in _iter_bounded(request, limit_bytes)]
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    _must_fit(request, limit_bytes)
+    body, more = bytearray(), True
+    with _ends_named():
+        async with asyncio.timeout(SILENCE_LIMIT_S) as silence:
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                silence.reschedule(asyncio.get_running_loop().time() + SILENCE_LIMIT_S)
+                body += message["body"]
+                more = message["more_body"]
+                if len(body) > limit_bytes:
+                    raise _too_large(limit_bytes)
+    return bytes(body)
 
 
 async def spool_body(request: Request, directory: Path, limit_bytes: int) -> Path:
@@ -73,12 +86,10 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 async def _iter_bounded(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
-    announced = request.headers.get("content-length", "0")
-    if announced.isdigit() and int(announced) > limit_bytes:
-        raise _too_large(limit_bytes)
+    _must_fit(request, limit_bytes)
     size = 0
     stream = request.stream()
-    try:
+    with _ends_named():
         while True:
             async with asyncio.timeout(SILENCE_LIMIT_S):
                 chunk = await anext(stream, None)
@@ -89,6 +100,19 @@ async def _iter_bounded(request: Request, limit_bytes: int) -> AsyncIterator[byt
                 raise _too_large(limit_bytes)
             if chunk:
                 yield chunk
+
+
+def _must_fit(request: Request, limit_bytes: int) -> None:
+    announced = request.headers.get("content-length", "0")
+    if announced.isdigit() and int(announced) > limit_bytes:
+        raise _too_large(limit_bytes)
+
+
+@contextmanager
+def _ends_named() -> Iterator[None]:
+    """Say what a body that does not come to its end was cut off by."""
+    try:
+        yield
     except TimeoutError as error:
         raise InvalidRequestError(f"cannot read the request's body: nothing came for {SILENCE_LIMIT_S:g} s") from error
     except ClientDisconnect as error:

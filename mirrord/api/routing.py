@@ -1,5 +1,7 @@
 """From a method and a path to a row of the table. Paths without parameters, which are the hot ones, cost one look-up.
 
+HEAD is answered as GET is wherever that answers with JSON; streams and patches are not made to be thrown away.
+
 Matches the path as it was sent and unquotes each parameter by itself, so that a parameter may hold any character, even a slash.
 """
 
@@ -36,11 +38,13 @@ class Routes:
         raise NotFoundError("cannot answer the request: no such path", hint=_HINT)
 
     def _add(self, endpoint: Endpoint) -> None:
+        methods = [endpoint.method, "HEAD"] if endpoint.method == "GET" and endpoint.model else [endpoint.method]
+        rows = dict.fromkeys(methods, endpoint)
         if not endpoint.parameters:
-            self._exact.setdefault(endpoint.path, {})[endpoint.method] = endpoint
+            self._exact.setdefault(endpoint.path, {}).update(rows)
             return
         pattern = re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", endpoint.path.replace(".", r"\.")))
-        self._patterns.setdefault(endpoint.path, (pattern, {}))[1][endpoint.method] = endpoint
+        self._patterns.setdefault(endpoint.path, (pattern, {}))[1].update(rows)
 
 
 def _of_method(methods: dict[str, Endpoint], method: str) -> Endpoint:

@@ -129,9 +129,9 @@ class Leases:
         """Mark a directory as rubbish. A mount inside goes along: only the mount point itself could not be renamed."""
         if directory.name.startswith(GONE):
             return directory
-        gone = directory.with_name(f"{GONE}{directory.name}")
+        gone = self._directory / f"{GONE}{directory.name}"
         try:
-            directory.rename(gone)
+            os.rename(directory, gone)
         except FileNotFoundError:
             log.warning("checkout.vanished", directory=str(directory))
         return gone

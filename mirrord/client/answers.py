@@ -137,9 +137,10 @@ def retry_pauses(patience_seconds: float) -> Iterator[float]:
         pause = min(pause * 1.6, 0.5)
 
 
-def body_of(request: BaseModel) -> bytes:
-    """A request's JSON, without the members that were not given."""
-    return request.model_dump_json(exclude_none=True).encode()
+def body_of(request: BaseModel) -> bytes | None:
+    """A request's JSON, without the members that were not given; None where none was: an absent body is one system call less."""
+    body = request.model_dump_json(exclude_none=True)
+    return None if body == "{}" else body.encode()
 
 
 def query_of(**members: Any) -> dict[str, str]:

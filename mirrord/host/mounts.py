@@ -74,8 +74,8 @@ def umount(target: str, *, was_used: bool = False) -> None:
     It is gone at once for whoever comes by the path. Where it `was_used`, what the kernel has to tear down (15 ms for 5,000 files
     that were looked at) is left to another thread, which lets go of it last; for little that costs more than it saves.
     """
-    for _ in range(_STACKED_MAX):
-        last = _find_open(target) if was_used else None
+    for depth in range(_STACKED_MAX):
+        last = _find_open(target) if was_used and depth == 0 else None
         detached = _libc.umount2(os.fsencode(target), _MNT_DETACH) == 0
         number = ctypes.get_errno()
         if last is not None:

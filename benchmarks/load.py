@@ -1,0 +1,105 @@
+"""Load: checkout and release as fast as it goes, from Python clients, from a lean one, and by the kernel without any daemon.
+
+A Python client costs the machine about as much as the daemon does. The lean one is plain HTTP on open connections, from two
+processes, as `wrk` would send it; the kernel alone is the system calls of a checkout and its removal, in two processes. Each
+function runs in a process of its own and answers how often it came round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import time
+from pathlib import Path
+
+from mirrord import Client
+from mirrord.checkouts.rubbish import remove_untouched
+from mirrord.host.mounts import mount_overlay, umount
+
+
+def python_client(socket_path: str, mirror: str, commit: str, seconds: float) -> int:
+    done = 0
+    with Client(socket_path) as client:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with client.checkout(mirror=mirror, commit=commit) as checkout:
+                assert (checkout.path / ".git").is_dir()
+            done += 1
+    return done
+
+
+def lean_clients(socket_path: str, mirror: str, commit: str, seconds: float, count: int) -> int:
+    """`count` connections, each with one request under way."""
+    ends = time.monotonic() + seconds
+    with selectors.DefaultSelector() as selector:
+        for _ in range(count):
+            lean = _Lean(socket_path, mirror, commit, ends)
+            selector.register(lean.connection, selectors.EVENT_READ, lean)
+        done = 0
+        while selector.get_map():
+            for key, _ in selector.select():
+                lean = key.data
+                lean.read()
+                if lean.is_over:
+                    selector.unregister(lean.connection)
+                    lean.connection.close()
+                    done += lean.done
+    return done
+
+
+class _Lean:
+    """One connection: a POST, the DELETE of what came, and again."""
+
+    def __init__(self, socket_path: str, mirror: str, commit: str, ends: float) -> None:
+        body = json.dumps({"mirror": mirror, "commit": commit}).encode()
+        self._start = b"POST /v1/checkouts HTTP/1.1\r\nhost: m\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+        self._ends = ends
+        self._received = b""
+        self._held = b""
+        self.done = 0
+        self.is_over = False
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.connect(socket_path)
+        self.connection.sendall(self._start)
+
+    def read(self) -> None:
+        self._received += self.connection.recv(65536)
+        head, whole, body = self._received.partition(b"\r\n\r\n")
+        if not whole or (not self._held and not body.endswith(b"}}")):
+            return
+        self._received = b""
+        if self._held:
+            self._released(head)
+        else:
+            self._checked_out(head, body)
+
+    def _checked_out(self, head: bytes, body: bytes) -> None:
+        assert head.startswith(b"HTTP/1.1 201"), body
+        self._held = json.loads(body)["id"].encode()
+        self.connection.sendall(b"DELETE /v1/checkouts/%s HTTP/1.1\r\nhost: m\r\n\r\n" % self._held)
+
+    def _released(self, head: bytes) -> None:
+        assert head.startswith(b"HTTP/1.1 204"), head
+        self._held = b""
+        self.done += 1
+        if time.monotonic() < self._ends:
+            self.connection.sendall(self._start)
+        else:
+            self.is_over = True
+
+
+def kernel_alone(area: Path, lower: str, seconds: float) -> int:
+    """Five mkdirs, a mount, an unmount, and all that removed again."""
+    done = 0
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        at = f"{area}/kernel-{os.getpid()}-{done}"
+        for path in (at, f"{at}/tree", f"{at}/layer", f"{at}/layer/upper", f"{at}/layer/work"):
+            os.mkdir(path)
+        mount_overlay(f"{at}/tree", [lower], f"{at}/layer/upper", f"{at}/layer/work")
+        umount(f"{at}/tree")
+        assert remove_untouched(Path(at))
+        done += 1
+    return done
