@@ -68,7 +68,7 @@ def _findings(found: Audit) -> Iterator[str]:
     states = ", ".join(f"{number:,} {state}" for state, number in found.counts.items() if number)
     total = sum(found.counts.values())
     affected = f"; {count(len(found.affected), 'instance')} cannot be served" if found.affected else ""
-    healed = f"; {found.healed} healed" if found.healed else ""
+    healed = f"; {found.healed} of them healed" if found.healed else ""
     scope = f"{count(total, 'recorded commit')} in {count(len(found.mirrors), 'mirror')}"
     yield f"{scope} at level {found.level}: {states or 'nothing'}{healed}{affected}"
 
@@ -84,16 +84,17 @@ def _repair(repair: Repair) -> Iterator[str]:
     for donor, number in repair.objects.items():
         yield f"{repair.mirror} healed: {count(number, 'object')} from {donor}"
     for file in repair.files:
-        yield f"{repair.mirror} healed: {file} was bad, kept in {repair.kept_in}"
+        yield f"{repair.mirror} healed: {file} was bad, and lies in {repair.kept_in} now"
     if repair.history:
         yield f"{repair.mirror} ref history: {repair.history}"
     for donor, reason in repair.refusals.items():
         yield f"{repair.mirror} {donor} gave nothing: {reason}"
     for ref in repair.refs:
-        yield f"{repair.mirror} healed: {ref} was lost"
+        yield f"{repair.mirror} healed: {ref} was lost, and is back"
     if repair.unhealed_count:
         listed = ", ".join(repair.unhealed[:3]) + (", …" if repair.unhealed_count > 3 else "")
-        yield f"{repair.mirror} not healed: nobody has {count(repair.unhealed_count, 'object')} ({listed}); tried again later"
+        lacking = f"no donor has {count(repair.unhealed_count, 'object')} ({listed})"
+        yield f"{repair.mirror} not healed: {lacking}; tried again later, or with `mirrord heal {repair.mirror} --bundle FILE`"
     if repair.error:
         yield f"{repair.mirror} not healed: {repair.error}"
 

@@ -37,6 +37,7 @@ from .transplant import Transplant
 from .view import borrow_from, damaged_packs, make_repository, make_view
 
 NEW_HISTORY = "a new ref history"
+SALVAGED = "the intact part of "
 _BLAMES_LINKS = (CorruptObjectError, GitFailedError)
 
 log = structlog.get_logger()
@@ -158,7 +159,7 @@ class Treatment:
             self._tell(f"salvage {pack.name}")
             try:
                 saved: Salvage = await self.workers.call(salvage, pack, self.work / f"salvage-{number}", timeout=TIMEOUT)
-                await transplant.take_all(f"salvaged from {pack.name}", saved.path, saved.bad)
+                await transplant.take_all(f"{SALVAGED}{pack.name}", saved.path, saved.bad)
             except _BLAMES_LINKS as error:
                 log.warning("salvage.failed", mirror=str(self.name), pack=pack.name, detail=error.message)
 
@@ -250,7 +251,7 @@ class Treatment:
         try:
             await transplant.prove(final, whole=whole)
         except MirrordError:
-            if not whole or not any(name.startswith("salvaged") for name in transplant.counts):
+            if not whole or not any(name.startswith(SALVAGED) for name in transplant.counts):
                 raise
             await transplant.prove(final, whole=False)
 
