@@ -62,6 +62,7 @@ class _Increment:
         self._below = below
         self._newer: dict[bytes, bytes] = {}
         self._trees: dict[bytes, bytes] = {}
+        self._walked: set[tuple[bytes, bytes | None]] = set()
         self._bytes = 0
 
     def walk(self, tip: bytes) -> bool:
@@ -79,12 +80,17 @@ class _Increment:
         return True
 
     def _walk_tree(self, top: bytes, above: bytes | None) -> bool:
-        """Find what is below a tree, in the light of the tree in its place before."""
+        """Find what is below a tree, in the light of the tree in its place before.
+
+        A tree that was found in the light of another one has only what it lacks: where a change was reverted, that one may count
+        on this one in turn. So only the same pair is not walked again.
+        """
         todo: list[tuple[bytes, bytes | None]] = [(top, above)]
         while todo:
             tree, before = todo.pop()
-            if self._has(tree):
+            if (tree, before) in self._walked or self._is_below(tree):
                 continue
+            self._walked.add((tree, before))
             for kind, oid, older in self._differing(tree, before):
                 if older is not None:
                     self._newer.setdefault(older, oid)
@@ -109,9 +115,14 @@ class _Increment:
                 yield kind, oid, older if older_kind == kind else None
 
     def _has(self, oid: bytes) -> bool:
-        return oid in self.objects or any(oid in index for index in self._below)
+        return oid in self.objects or self._is_below(oid)
+
+    def _is_below(self, oid: bytes) -> bool:
+        return any(oid in index for index in self._below)
 
     def _add(self, oid: bytes, kind: ObjectType) -> bytes:
+        if oid in self.objects:
+            return self.objects[oid].data
         data = self._read_tree(oid) if kind == ObjectType.TREE else self._source.read(oid, kind)
         self.objects[oid] = PackObject(oid, int(kind), data, self._newer.get(oid))
         self._bytes += len(data)
