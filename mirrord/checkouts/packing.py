@@ -1,8 +1,9 @@
 """One closure pack: the objects of a commit that an already packed ancestor does not have, and no other object.
 
-git walks twice at the same time, ignoring commit-graphs and bitmaps: once to pack, once to list. The finished pack is held
-against that list, so no object outside a closure can get in, whatever the mirror's caches say; and its content is proven before
-anybody gets it (`survey.py`). Writes only below the directory it is given; the caller removes that when it fails.
+git walks the closure once, ignoring commit-graphs and bitmaps, and packs what that walk listed. The finished pack is held
+against the list, so no object outside a closure can get in, whatever the mirror's caches say, and none is left out; and its
+content is proven before anybody gets it (`survey.py`). Writes only below the directory it is given; the caller removes that when
+it fails.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from .survey import HINT, VERIFIED_WHOLE, Sources, Survey, check_loose, digest_o
 TIMEOUT = timedelta(minutes=30)
 _WALK = ("-c", "core.commitGraph=false", "rev-list", "--objects", "--no-object-names")
 _PACK = (
-    "-c", "core.commitGraph=false", "-c", "pack.useBitmaps=false", "-c", "pack.useSparse=false",
     "-c", "pack.threads=2", "-c", "core.fsync=none", "-c", "pack.writeReverseIndex=false",
 )  # fmt: skip
 _QUICK = ("-c", "pack.compression=1", "-c", "pack.window=0")
@@ -63,34 +63,17 @@ class Packer:
         """
         stores = (objects / "objects", *([extra] if extra else []))
         try:
-            packed, expected, _ = await together(
-                self._write(objects, tip, base, into=into, extra=extra, quick=quick),
-                self._list(objects, tip, base, into=into, extra=extra),
+            (packed, expected), _ = await together(
+                self._list_and_write(objects, tip, base, into=into, extra=extra, quick=quick),
                 self._check_packs(stores if base is None else ()),
             )
             return await self._prove(objects, packed, expected, stores)
         except (CorruptObjectError, GitFailedError) as error:
             raise unservable(tip, error) from error
 
-    async def _write(
+    async def _list_and_write(
         self, objects: Path, tip: CommitId, base: CommitId | None, *, into: Path, extra: Path | None, quick: bool
-    ) -> Path:
-        done = await self._git.run(
-            *_PACK,
-            *(_QUICK if quick else ()),
-            *("pack-objects", "-q", "--revs", str(into / "pack")),
-            git_dir=objects,
-            stdin=f"{tip}\n^{base}\n".encode() if base else f"{tip}\n".encode(),
-            timeout=TIMEOUT,
-            quarantine_objects=extra,
-            doing=f"pack {tip}",
-        )
-        if "bad packed object" in done.stderr or "corrupt" in done.stderr:
-            raise CorruptObjectError(f"cannot pack {tip}: {done.stderr.strip().splitlines()[0]}", hint=HINT)
-        return into / f"pack-{done.stdout.decode().strip()}.pack"
-
-    async def _list(self, objects: Path, tip: CommitId, base: CommitId | None, *, into: Path, extra: Path | None) -> Survey:
-        """A short list is read on a thread; a long one would hold the interpreter for half a second."""
+    ) -> tuple[Path, Survey]:
         listing = into / "listing"
         await self._git.run(
             *_WALK,
@@ -101,6 +84,29 @@ class Packer:
             quarantine_objects=extra,
             doing=f"walk {tip}",
         )
+        packed, expected = await together(
+            self._write(objects, tip, listing, into=into, extra=extra, quick=quick), self._survey(listing)
+        )
+        listing.unlink()
+        return packed, expected
+
+    async def _write(self, objects: Path, tip: CommitId, listing: Path, *, into: Path, extra: Path | None, quick: bool) -> Path:
+        done = await self._git.run(
+            *_PACK,
+            *(_QUICK if quick else ()),
+            *("pack-objects", "-q", "--delta-base-offset", str(into / "pack")),
+            git_dir=objects,
+            stdin=listing,
+            timeout=TIMEOUT,
+            quarantine_objects=extra,
+            doing=f"pack {tip}",
+        )
+        if "bad packed object" in done.stderr or "corrupt" in done.stderr:
+            raise CorruptObjectError(f"cannot pack {tip}: {done.stderr.strip().splitlines()[0]}", hint=HINT)
+        return into / f"pack-{done.stdout.decode().strip()}.pack"
+
+    async def _survey(self, listing: Path) -> Survey:
+        """A short list is read on a thread; a long one would hold the interpreter for half a second."""
         if listing.stat().st_size < _SMALL_LIST_BYTES:
             return await anyio.to_thread.run_sync(survey, listing)
         return await self._workers.call(survey, listing, timeout=TIMEOUT)
