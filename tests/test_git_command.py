@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import os
 import threading
@@ -29,6 +30,7 @@ from mirrord.errors import (
 from mirrord.git.command import Git, Remote, masked_url, run_git_sync
 from mirrord.git.failures import HttpAnswer, failure, retry_after_seconds
 from mirrord.git.output import StderrReader
+from mirrord.git.priority import giving_way
 from mirrord.mirrors.fetch import blames_objects
 from mirrord.protocol import Progress
 
@@ -83,6 +85,21 @@ def test_a_command_answers_with_its_output(run_git, make_upstream: Callable[...,
     async def body(git: Git) -> None:
         result = await git.run("cat-file", "--batch-check", git_dir=upstream.path / ".git", stdin=f"{commit}\n".encode())
         assert result.lines[0].startswith(f"{commit} commit ")
+
+    run_git(body)
+
+
+def test_background_work_gives_way(run_git, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """The niceness of what git starts, beside ours; the mark ends with its block, and goes with tasks that begin in it."""
+    show = ("-c", "alias.niceness=!ps -o ni= -p $$", "niceness")
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+
+    async def body(git: Git) -> None:
+        with giving_way():
+            inside, task = await git.run(*show), asyncio.ensure_future(git.run(*show))
+            assert int(run_git_sync(*show).stdout) == ours + 10
+        outside = await git.run(*show)
+        assert [int(done.stdout) for done in (inside, await task, outside)] == [ours + 10, ours + 10, ours]
 
     run_git(body)
 

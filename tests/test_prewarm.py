@@ -13,6 +13,7 @@ from mirrord.catalog import Catalog, DatasetHead, InstanceRow, MirrorRow, spoole
 from mirrord.checkouts.gitdirs import Gitdirs
 from mirrord.duties.prewarm import Prewarm
 from mirrord.git.command import Git
+from mirrord.git.priority import before_git
 from mirrord.git.workers import Workers
 from mirrord.jobs.events import Events
 from mirrord.jobs.operations import Operations
@@ -32,6 +33,7 @@ class Site:
         self.line = [CommitId(oid) for oid in upstream.history(4)]
         git(root, "clone", "-q", "--mirror", upstream.url, str(root / "mirror.git"))
         self.prepared: list[CommitId] = []
+        self.priorities: set[tuple[str, ...]] = set()
         self.room = 100
         self.settings = config.load(None)
         self.operations = Operations(Events())
@@ -40,7 +42,8 @@ class Site:
             state_dir=root, git=Git(home=root / "home"), workers=workers, mirrors_path=lambda name: root / "mirror.git"
         )
 
-    async def run(self) -> dict[str, int]:
+    async def run(self, *, then_room: int = 0) -> dict[str, int]:
+        """The result of the last operation; `then_room` is the room there is when it is resumed."""
         workers = Workers(size=1)
         catalog = await Catalog.open(self.root / "catalog.sqlite3", workers)
         try:
@@ -56,6 +59,13 @@ class Site:
             prewarm.start(DatasetName("tiny"))
             (operation,) = self.operations.list()
             ended = await self.operations.wait(operation.id)
+            await prewarm.resume()
+            if then_room:
+                self.room = then_room
+                await prewarm.resume()
+                (resumed,) = (each for each in self.operations.list() if each.id != operation.id)
+                ended = await self.operations.wait(resumed.id)
+            assert len(self.operations.list()) == 1 + bool(then_room)
             assert ended.result is not None, ended.error
             return ended.result
         finally:
@@ -77,6 +87,7 @@ class Site:
         await catalog.replace_dataset(head, self.root / "spool")
 
     async def _prepare(self, name: MirrorName, commit: CommitId, history: History) -> None:
+        self.priorities.add(before_git())
         await self.gitdirs.ensure(name, commit, history)
         self.prepared.append(commit)
 
@@ -89,6 +100,7 @@ async def test_base_commits_are_prepared_oldest_first(tmp_path: Path) -> None:
     site = Site(tmp_path)
     assert await site.run() == {"prepared": 4, "failed": 1, "left": 0}
     assert site.prepared == site.line
+    assert all("nice" in words for words in site.priorities)
     roots = {
         path.parent.name for path in (tmp_path / "templates").glob("*/packs/*/layer.json") if '"base": null' in path.read_text()
     }
@@ -99,6 +111,13 @@ async def test_nothing_is_prepared_where_it_would_push_out_the_old(tmp_path: Pat
     site = Site(tmp_path)
     site.room = 0
     assert await site.run() == {"prepared": 0, "failed": 0, "left": 5}
+
+
+async def test_it_goes_on_when_there_is_room_again(tmp_path: Path) -> None:
+    """After an eviction, say; as long as there is none it is not tried."""
+    site = Site(tmp_path)
+    site.room = 0
+    assert await site.run(then_room=100) == {"prepared": 4, "failed": 1, "left": 0}
 
 
 async def test_nothing_starts_where_the_settings_say_no(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
+from ..git.priority import giving_way
 from .files import BadFile, FileKind
 from .graph import TIMEOUT, lines_of
 
@@ -29,12 +30,13 @@ class Damage:
 
 
 def find_damage(git_dir: Path, bad_files: Collection[BadFile]) -> Damage:
-    """Hash everything; `bad_files` were found by their own checksums."""
-    damage = Damage(files=_failing_packs(git_dir))
-    suspects = {bad.path.removeprefix("objects/").replace("/", "") for bad in bad_files if bad.kind is FileKind.LOOSE}
-    if damage.files:
-        suspects |= _named_by_fsck(git_dir)
-    damage.objects = unreadable(git_dir, sorted(suspects))
+    """Hash everything; `bad_files` were found by their own checksums. It reads a whole mirror, so it gives way."""
+    with giving_way():
+        damage = Damage(files=_failing_packs(git_dir))
+        suspects = {bad.path.removeprefix("objects/").replace("/", "") for bad in bad_files if bad.kind is FileKind.LOOSE}
+        if damage.files:
+            suspects |= _named_by_fsck(git_dir)
+        damage.objects = unreadable(git_dir, sorted(suspects))
     return damage
 
 

@@ -1,8 +1,9 @@
 """Preparing what checkouts are made from before anybody asks: the base commits of a dataset that was imported.
 
-One commit after the other, so that it takes at most one worker from those who wait for an answer; oldest first, so that each is
-built on what is there. One that cannot be prepared is counted and left: whoever checks it out gets the error. It ends where it
-would push out what others use. Being killed costs nothing; what is built is found again.
+One commit after the other, so that it takes at most one worker from those who wait for an answer, and giving way to whatever else
+wants the processors; oldest first, so that each is built on what is there. One that cannot be prepared is counted and left:
+whoever checks it out gets the error. It ends where it would push out what others use, and goes on when there is room again.
+Being killed costs nothing; what is built is found again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import structlog
 from ..catalog import Catalog
 from ..config import Settings
 from ..errors import DiskFullError, MirrordError
+from ..git.priority import giving_way
 from ..jobs.operations import Operations, ProgressSink
 from ..model import CommitId, CommitRole, DatasetName, History, MirrorName
 from ..protocol import Progress
@@ -46,12 +48,20 @@ class Prewarm:
         self._prepare = prepare
         self._oldest_first = oldest_first
         self._is_full = is_full
+        self._unfinished: set[DatasetName] = set()
 
     def start(self, dataset: DatasetName) -> None:
         """To be called when a dataset was imported or removed."""
         checkouts = self._settings().checkouts
         if checkouts.prewarm and checkouts.history is not History.LINKED and not self._operations.is_stopping:
             self._operations.start("prewarm", dataset, lambda progress: self._run(dataset, progress))
+
+    async def resume(self) -> None:
+        """Go on where there was no room for a dataset, once there is: what was made is found again."""
+        if self._unfinished and not await self._is_full():
+            unfinished, self._unfinished = self._unfinished, set()
+            for dataset in sorted(unfinished):
+                self.start(dataset)
 
     async def _run(self, dataset: DatasetName, progress: ProgressSink) -> dict[str, Any]:
         history = self._settings().checkouts.history
@@ -61,9 +71,11 @@ class Prewarm:
             progress(Progress(done=number, total=len(wanted), unit="commits", note=str(name)))
             if number % _LOOK_EVERY == 0 and await self._is_full():
                 log.info("prewarm.stopped", dataset=dataset, prepared=prepared, left=len(wanted) - number)
+                self._unfinished.add(dataset)
                 break
             try:
-                await self._prepare(name, commit, history)
+                with giving_way():
+                    await self._prepare(name, commit, history)
                 prepared += 1
             except DiskFullError:
                 raise

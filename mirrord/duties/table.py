@@ -23,6 +23,7 @@ from ..jobs.schedule import Job
 from ..jobs.watch import Watch
 from ..model import AuditLevel, MirrorName
 from ..protocol import Audit, Operation, StartAudit
+from .prewarm import Prewarm
 from .work import Work
 
 EXPIRE_INTERVAL = timedelta(seconds=2)
@@ -47,6 +48,7 @@ class Jobs:
         operations: Operations,
         work: Work,
         heals: Heals,
+        prewarm: Prewarm,
         watches: list[Watch],
     ) -> None:
         self._settings = settings
@@ -57,6 +59,7 @@ class Jobs:
         self._operations = operations
         self._work = work
         self._heals = heals
+        self._prewarm = prewarm
         self._watches = watches
 
     async def table(self) -> list[Job]:
@@ -142,6 +145,7 @@ class Jobs:
 
     async def _evict(self) -> None:
         await self._templates.evict()
+        await self._prewarm.resume()
 
     async def _scrub(self) -> None:
         await self._templates.scrub()

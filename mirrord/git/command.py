@@ -28,6 +28,7 @@ from ..protocol import Progress
 from .environment import Remote, child_environment
 from .failures import HttpAnswer, failure, masked_url
 from .output import StderrReader
+from .priority import before_git
 
 __all__ = ["DEFAULT_TIMEOUT", "Git", "GitResult", "Remote", "masked_url", "run_git_sync"]
 
@@ -311,7 +312,7 @@ def _run_to_end(
 def _argv(args: tuple[str, ...], git_dir: Path | None, work_tree: Path | None) -> list[str]:
     where = [f"--git-dir={git_dir}"] if git_dir else []
     tree = [f"--work-tree={work_tree}"] if work_tree else []
-    return [*_DIE_WITH_PARENT, "git", *where, *tree, *args]
+    return [*before_git(), *_DIE_WITH_PARENT, "git", *where, *tree, *args]
 
 
 def _bounded(memory_bytes: int | None) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import anyio
 
+from ..git.priority import giving_way
 from ..protocol import Progress
 from .halves import mend_halves
 from .leftovers import remove_leftovers, removed_on_failure
@@ -35,8 +36,9 @@ async def maintain(repository: Repository, progress: Callable[[Progress], None] 
         async with removed_on_failure(repository.path):
             await repository.pack_refs()
             full = await anyio.to_thread.run_sync(_needs_full, repository.path)
-            await _repack(repository, full=full, progress=progress)
-            await _write_commit_graph(repository, replace=full)
+            with giving_way():
+                await _repack(repository, full=full, progress=progress)
+                await _write_commit_graph(repository, replace=full)
     finally:
         with anyio.CancelScope(shield=True):
             await mend_halves(repository)
