@@ -15,8 +15,9 @@ _NAMES = ("a", "b", "d/a", "d/b", "d/e/a", "d/e/b", "f/a")
 
 
 def _restless(path: Path, seed: int, count: int) -> list[str]:
-    """A repository whose files take one of three contents at every commit, so that most trees come back; some commits merge."""
+    """A repository in which files get new contents and former ones in turn, so that trees come back; some commits merge."""
     chance = random.Random(seed)
+    contents = {name: ["0"] for name in _NAMES}
     stream = []
     for mark in range(1, count + 1):
         stream += ["commit refs/heads/main", f"mark :{mark}", f"committer x <x@y> {mark} +0000", "data 0"]
@@ -24,9 +25,10 @@ def _restless(path: Path, seed: int, count: int) -> list[str]:
             stream.append(f"from :{chance.choice([mark - 1, mark - 1, chance.randrange(1, mark)])}")
         if mark > 3 and chance.random() < 0.2:
             stream.append(f"merge :{chance.randrange(1, mark)}")
-        for name in chance.sample(_NAMES, 3):
-            content = chance.choice("xyz")
-            stream += [f"M 100644 inline {name}", "data 1", content] if chance.random() < 0.8 else [f"D {name}"]
+        for name in chance.sample(_NAMES, 2):
+            known = contents[name]
+            known.append(f"{name} {mark}" if chance.random() < 0.5 else chance.choice(known[-3:]))
+            stream += [f"M 100644 inline {name}", f"data {len(known[-1])}", known[-1]]
     git(path.parent, "init", "-q", "--bare", str(path))
     git(path, "fast-import", "--quiet", "--force", "--export-marks=marks", stdin="\n".join([*stream, ""]).encode())
     marks = dict(line.split() for line in (path / "marks").read_text().splitlines())
