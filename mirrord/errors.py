@@ -262,6 +262,10 @@ class DiskFullError(ResourceError):
     code, title, http_status = "disk-full", "Disk full", 507
 
 
+class DiskFailedError(ResourceError):
+    code, title = "disk-failed", "The disk failed"
+
+
 class TooManyCheckoutsError(ResourceError):
     code, title = "too-many-checkouts", "Too many checkouts"
 

@@ -10,6 +10,7 @@ import structlog
 from starlette.responses import Response
 
 from ..errors import AccessError, InternalError, InvalidRequestError, MirrordError, UpstreamThrottledError
+from ..host.files import disk_error
 from ..telemetry import masked
 
 log = structlog.get_logger()
@@ -40,6 +41,8 @@ def as_mirrord_error(error: Exception) -> MirrordError:
             log.error("request.crashed", detail=error.message, exc_info=error)
         return error
     log.error("request.crashed", exc_info=error)
+    if found := disk_error(error, "answer the request"):
+        return found
     return InternalError("cannot answer the request: an unexpected error", hint="this is a bug; the daemon's log has the details")
 
 

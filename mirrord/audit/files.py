@@ -7,6 +7,7 @@ repacked, and what looks bad is looked at twice. Runs in a worker.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import struct
@@ -87,6 +88,8 @@ def _packs(directory: Path, level: AuditLevel) -> Iterator[BadFile]:
                 yield BadFile(f"objects/pack/{pack.name}", FileKind.PACK, "its index is there and it is not")
             elif pack.exists() and not index.exists():
                 yield BadFile(f"objects/pack/{index.name}", FileKind.INDEX, "it is gone, and its pack is there")
+        except OSError as error:
+            yield _unreadable(error, f"objects/pack/{pack.name}", FileKind.PACK)
 
 
 def _pair(pack: Path, index: Path, level: AuditLevel) -> Iterator[BadFile]:
@@ -153,8 +156,21 @@ def _judged(file: Path, is_sound: Callable[[Path], bool]) -> Iterator[BadFile]:
             return
     except FileNotFoundError:
         return
-    below = file.relative_to(next(parent for parent in file.parents if parent.name == "objects").parent)
-    yield BadFile(str(below), FileKind.DERIVED, "its bytes are not what they were")
+    except OSError as error:
+        yield _unreadable(error, _below(file), FileKind.DERIVED)
+    else:
+        yield BadFile(_below(file), FileKind.DERIVED, "its bytes are not what they were")
+
+
+def _below(file: Path) -> str:
+    return str(file.relative_to(next(parent for parent in file.parents if parent.name == "objects").parent))
+
+
+def _unreadable(error: OSError, path: str, kind: FileKind) -> BadFile:
+    """A file that the disk does not give back is as good as damaged; any other error is not the file's."""
+    if error.errno != errno.EIO:
+        raise error
+    return BadFile(path, kind, f"it cannot be read: {error.strerror}")
 
 
 def _ends_with_checksum(file: Path) -> bool:
@@ -206,6 +222,9 @@ def _loose(objects: Path, is_sound: Callable[[Path, str], bool]) -> Iterator[Bad
             try:
                 sound = is_sound(file, oid)
             except FileNotFoundError:
+                continue
+            except OSError as error:
+                yield _unreadable(error, f"objects/{directory.name}/{file.name}", FileKind.LOOSE)
                 continue
             if not sound:
                 yield BadFile(f"objects/{directory.name}/{file.name}", FileKind.LOOSE, "its bytes do not hash to its name")

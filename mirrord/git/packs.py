@@ -147,6 +147,15 @@ def _has_its_checksum(path: Path) -> bool:
         return remaining == 0 and digest.digest() == file.read(ID_BYTES)
 
 
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise _corrupt(path, f"it cannot be read: {error.strerror}") from error
+        raise
+
+
 def _corrupt(path: Path, fact: str) -> CorruptObjectError:
     return CorruptObjectError(
         f"cannot read pack index {path.name}: {fact}", hint="rebuild it with git index-pack", file=path.name

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import CheckoutBusyError, DiskFullError, ResourceError
+from ..errors import CheckoutBusyError, DiskFailedError, DiskFullError, ResourceError
 from ..model import shown
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -28,6 +28,7 @@ _FS_IOC_GETFLAGS = 0x80086601  # linux/fs.h
 _FS_IOC_SETFLAGS = 0x40086602
 _LOCKING_FLAGS = 0x10 | 0x20  # FS_IMMUTABLE_FL, FS_APPEND_FL
 _LOCKED = (errno.EPERM, errno.EACCES)
+_FAILED = (errno.EIO, errno.EROFS, errno.EUCLEAN)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -51,6 +52,20 @@ def full_disk_named(subject: str) -> Iterator[None]:
                 f"cannot write {subject}: {error.strerror}", hint="free some space, or lower template_bytes"
             ) from error
         raise
+
+
+def disk_error(error: BaseException, doing: str) -> ResourceError | None:
+    """What an error that nobody expected is, where the disk is the cause; the system call that met it may have been any."""
+    if not isinstance(error, OSError):
+        return None
+    place = f" at {error.filename}" if isinstance(error.filename, str) else ""
+    if error.errno in _FULL:
+        return DiskFullError(f"cannot {doing}: {error.strerror}{place}", hint="free some space")
+    if error.errno in _FAILED:
+        return DiskFailedError(
+            f"cannot {doing}: {error.strerror}{place}", hint="see the kernel's log, then audit; a heal repairs"
+        )
+    return None
 
 
 def open_directory(path: Path) -> int:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import structlog
 
 from ..errors import CancelledError, InternalError, MirrordError, OperationFinishedError, OperationNotFoundError, StoppingError
+from ..host.files import disk_error
 from ..model import shown, utc_now
 from ..protocol import Operation, Problem, Progress
 from .events import Events
@@ -149,9 +150,10 @@ class Operations:
             self._end(record, "cancelled", error)
         except MirrordError as error:
             self._end(record, "failed", error)
-        except Exception:
+        except Exception as error:
+            found = disk_error(error, f"finish {record.kind} {record.subject}")
             log.exception("operation.crashed", kind=record.kind, subject=record.subject)
-            self._end(record, "failed", _bug(record))
+            self._end(record, "failed", found or _bug(record))
 
     def _sink(self, record: _Record) -> ProgressSink:
         loop = asyncio.get_running_loop()

@@ -13,16 +13,17 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from . import crowd, damages, full, kills, power
+from . import calls, crowd, damages, full, kills, power
 from .plan import Part, Plan, what_went_wrong
 from .report import NOTHING, Row, write_document
 
 PARTS: tuple[Part, ...] = (
     *kills.parts(),
     *full.parts(),
+    *calls.parts(),
     *damages.parts(),
     Part("power cuts", power.rows),
     Part("everything at once", crowd.rows),
@@ -59,9 +60,9 @@ def _options() -> argparse.Namespace:
 def _run(parts: list[Part], plan: Plan, jobs: int) -> Iterator[tuple[Part, list[Row]]]:
     """The parts with their rows, as they end."""
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), initializer=_end_tidily) as pool:
-        running: dict[Part, Future[list[Row]]] = {part: pool.submit(_run_part, PARTS.index(part), plan) for part in parts}
-        for part, future in running.items():
-            yield part, future.result()
+        running = {pool.submit(_run_part, PARTS.index(part), plan): part for part in parts}
+        for future in as_completed(running):
+            yield running[future], future.result()
 
 
 def _end_tidily() -> None:
@@ -74,6 +75,8 @@ def _run_part(number: int, plan: Plan) -> list[Row]:
     rows = []
     try:
         rows.extend(part.rows(plan))
+    except SystemExit:  # everything is taken away by now; the pool would wait for more work
+        os._exit(143)
     except Exception as error:  # what is wrong with a part is told, and the others are run
         rows.append(Row("the suite itself", part.name, "", "", what_went_wrong(error)))
     return rows

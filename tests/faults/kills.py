@@ -32,24 +32,35 @@ _DAEMON = "kill -9 of the daemon"
 
 
 def parts() -> Iterator[Part]:
-    """A part for each operation."""
+    """Two for each operation: its steps, and what has no name."""
     for kind in OPERATIONS:
-        yield Part(f"{kind.name}: kills", lambda plan, kind=kind: _rows(kind, plan))  # type: ignore[misc]
+        yield Part(f"{kind.name}: killed at a step", lambda plan, kind=kind: _at_steps(kind, plan))  # type: ignore[misc]
+        yield Part(f"{kind.name}: killed anywhere", lambda plan, kind=kind: _anywhere(kind, plan))  # type: ignore[misc]
 
 
-def _rows(kind: type[Operation], plan: Plan) -> Iterator[Row]:
-    seed = plan.choices(f"{kind.name}: kills")
+def _at_steps(kind: type[Operation], plan: Plan) -> Iterator[Row]:
+    seed = plan.choices(f"{kind.name}: killed at a step")
+    with laboratory() as lab:
+        steps = steps_of(lab, kind)
+    strikes = [Strike(_DAEMON, kind.name, step, partial(kill_at, kind=kind, step=step, count=count)) for step, count in steps]
+    yield from in_series(strike for strike in strikes if seed.random() < plan.share)
+
+
+def _anywhere(kind: type[Operation], plan: Plan) -> Iterator[Row]:
+    """Its children, each kind once, and the daemon at moments of the time that a run takes."""
+    seed = plan.choices(f"{kind.name}: killed anywhere")
     with laboratory() as lab:
         began = time.monotonic()
-        steps = steps_of(lab, kind)
-        took_s = time.monotonic() - began
         children = children_of(lab, kind)
-    strikes = [Strike(_DAEMON, kind.name, step, partial(kill_at, kind=kind, step=step, count=count)) for step, count in steps]
-    strikes += [
-        Strike(_fault_of(child), kind.name, child, partial(kill_child, kind=kind, victim=child, seed=seed)) for child in children
+        took_s = time.monotonic() - began
+    delays = [seed.uniform(0, took_s) for _ in range(_ANY_MOMENT)]
+    strikes = [
+        *(
+            Strike(_fault_of(child), kind.name, f"`{child}`", partial(kill_child, kind=kind, victim=child, seed=seed))
+            for child in children
+        ),
+        *(Strike(_DAEMON, kind.name, "any moment", partial(kill_after, kind=kind, delay_s=delay)) for delay in delays),
     ]
-    delays = [seed.uniform(0, took_s / 2) for _ in range(_ANY_MOMENT)]
-    strikes += [Strike(_DAEMON, kind.name, "any moment", partial(kill_after, kind=kind, delay_s=delay)) for delay in delays]
     yield from in_series(strike for strike in strikes if seed.random() < plan.share)
 
 
