@@ -23,7 +23,7 @@ from mirrord.errors import (
     MirrorNotFoundError,
     TooManyCheckoutsError,
 )
-from mirrord.host.peers import Peer
+from mirrord.host.peers import Peer, Role
 from mirrord.model import History, View
 from mirrord.protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, StartCheckout
 
@@ -125,6 +125,44 @@ def test_the_limit_of_checkouts_holds(service: Service) -> None:
         start(service)
     service.call(service.checkouts.release, checkout.id, USER_PEER)
     assert start(service).id != checkout.id
+
+
+def test_the_limit_of_checkouts_holds_for_those_that_come_at_once(service: Service) -> None:
+    """A checkout that is being made has its place already."""
+    service.change(max=2)
+    refused: list[TooManyCheckoutsError] = []
+
+    async def one() -> None:
+        try:
+            await service.checkouts.checkout(StartCheckout(instance="psf__requests@v2"), USER_PEER)
+        except TooManyCheckoutsError as error:
+            refused.append(error)
+
+    async def all_of_them() -> None:
+        async with anyio.create_task_group() as group:
+            for _ in range(6):
+                group.start_soon(one)
+
+    service.call(all_of_them)
+    assert (service.checkouts.count, len(refused)) == (2, 4)
+
+
+def test_a_lease_that_is_renewed_while_others_expire_stands(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking the first away waits for the disk; a client that renews the second in that time keeps it."""
+    leases = [start(service, instance="psf__requests@v1", ttl=60) for _ in range(2)]
+    removal = service.checkouts._keeper.removal
+    keep_up = removal.keep_up
+
+    async def renew_the_other() -> None:
+        for lease in await service.checkouts.list(USER_PEER):
+            await service.checkouts.renew(lease.id, RenewCheckout(ttl=60), USER_PEER)
+        await keep_up()
+
+    monkeypatch.setattr(removal, "keep_up", renew_the_other)
+    service.now_shift = timedelta(seconds=70)
+    assert service.call(service.checkouts.expire) == 1
+    assert {lease.id for lease in service.call(service.checkouts.list, USER_PEER)} < {lease.id for lease in leases}
+    assert service.checkouts.count == 1
 
 
 def test_an_expired_lease_is_released_and_a_renewed_one_is_not(service: Service) -> None:
@@ -233,3 +271,11 @@ def test_the_grader_view_and_linked_history_are_for_administrators(service: Serv
     """Root, here; and its linked checkout shows all of the mirror."""
     checkout = start(service, ROOT_PEER, instance="psf__requests@v1", history=History.LINKED, view=View.GRADER)
     assert as_user(Path(checkout.path), "rev-parse", "--verify", "v3", uid=os.getuid())
+
+
+def test_only_the_user_of_the_daemon_links_a_checkout_to_a_mirror(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An administrator with another uid may ask for all else, but could not read the mirror."""
+    monkeypatch.setattr(service.checkouts._access, "role", lambda peer: Role.ADMIN)
+    with pytest.raises(AccessError, match="only the daemon's own user can read mirrors"):
+        start(service, instance="psf__requests@v1", history=History.LINKED)
+    assert start(service, instance="psf__requests@v1", view=View.GRADER).view is View.GRADER
