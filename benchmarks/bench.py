@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
+from audits import Audited
 from daemons import MIRROR, Daemon
 from load import kernel_alone, lean_clients, python_client
 from report import print_table, write_docs
@@ -28,7 +29,7 @@ from rivals import Git, dirty, git
 
 from mirrord import Checkout, Client
 from mirrord.host.mounts import mount_overlay, umount
-from mirrord.model import Backend
+from mirrord.model import AuditLevel, Backend
 
 
 @dataclass
@@ -275,6 +276,23 @@ class Bench:
         self.figures.append(Figure("disk of each one-file variant", each / 1024, "KiB"))
         self._weigh(f"{of:,} one-file variants", alone + each * of, floor, "under 1.5")
 
+    def audit(self) -> None:
+        audited = Audited(self.daemon, self.git, self.line)
+        closure, content = AuditLevel.CLOSURE, AuditLevel.CONTENT
+        self.compare(
+            Row("audit, level closure", "git rev-list --objects of the same tips", goal=0.77),
+            lambda: audited.audit(closure),
+            audited.walk,
+        )
+        self.compare(Row("audit, level content", "git fsck --full", goal=0.91), lambda: audited.audit(content), audited.fsck, 3)
+
+    def quick_audit(self, mirrors: int = 50) -> None:
+        audited = Audited(self.daemon, self.git, self.line)
+        audited.multiply(mirrors)
+        took = statistics.median(audited.audit(AuditLevel.QUICK) for _ in range(self.rounds))
+        recorded = f"{mirrors * len(audited.commits):,} recorded commits in {mirrors} mirrors"
+        self.figures.append(Figure(f"audit, level quick, of {recorded}", took, "s", "under 2"))
+
     def _check_out(self, commits: list[str]) -> None:
         with self.daemon.client() as client:
             for commit in commits:
@@ -326,6 +344,8 @@ def run(source: Path, parent: str | None, rounds: int, cases: list[str]) -> dict
                 "hold": lambda: bench.hold(1000),
                 "disk": bench.disk,
                 "variants": bench.variants,
+                "audit": bench.audit,
+                "quick-audit": bench.quick_audit,
             }
             for name in cases or list(everything):
                 print(f"{name} …", flush=True)

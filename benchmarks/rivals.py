@@ -92,6 +92,18 @@ class Git:
         git("checkout", "--quiet", "-f", "--detach", commit, cwd=path)
         git("clean", "--quiet", "-ffdx", cwd=path)
 
+    def pin(self, commits: list[str]) -> None:
+        for commit in commits:
+            git("update-ref", f"refs/pins/{commit}", commit, cwd=self.mirror)
+        git("pack-refs", "--all", cwd=self.mirror)
+
+    def walk(self, commits: list[str]) -> None:
+        git("rev-list", "--objects", *commits, cwd=self.mirror)
+
+    def fsck(self) -> None:
+        """Slips that real histories have make its status 1, and cost it nothing."""
+        subprocess.run(["git", "fsck", "--full", "--no-progress"], cwd=self.mirror, env=ENV, capture_output=True, check=False)
+
     def remove(self, path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
         git("worktree", "prune", cwd=self.mirror)

@@ -19,7 +19,7 @@ import anyio.to_thread
 import structlog
 
 from . import __version__, config, telemetry
-from .audit import Audits
+from .audit.service import Audits
 from .catalog import Catalog
 from .checkouts.gitdirs import Gitdirs
 from .checkouts.service import Checkouts
@@ -186,7 +186,7 @@ class Engine:
             events=self.events,
         )
         await self.heals.open()
-        # an audit that may heal hands what it found to the heals
+        # an audit that may heal hands what it found to the heals, and has what checkouts are made from looked at
         self.audits = Audits(
             settings=self.settings,
             mirrors=self.mirrors,
@@ -194,6 +194,7 @@ class Engine:
             workers=self.workers,
             events=self.events,
             repair=self.heals.repair,
+            scrub=self.templates.scrub_mirror,
         )
         self.work = Work(
             operations=self.operations,
@@ -226,6 +227,7 @@ class Engine:
             work=self.work,
             heals=self.heals,
             prewarm=prewarm,
+            find_unfinished=self.audits.find_unfinished,
             watches=watches,
         )
         self.schedule = Schedule(jobs.table)
@@ -364,6 +366,7 @@ def _summary(audit: Audit) -> AuditSummary:
         counts=audit.counts,
         affected_count=len(audit.affected),
         finding_count=len(audit.findings),
+        left_count=len(audit.left),
     )
 
 

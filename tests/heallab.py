@@ -11,7 +11,7 @@ from pathlib import Path
 from anyio.from_thread import BlockingPortal
 from gitrepos import Upstream, git
 
-from mirrord.audit import Audits
+from mirrord.audit.service import Audits
 from mirrord.catalog import Catalog, DatasetHead, InstanceRow, spooled
 from mirrord.config import Settings, UpstreamSettings
 from mirrord.git.command import Git

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 import shutil
+import sqlite3
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from mirrord.audit.examine import Examined, examine
 from mirrord.errors import AuditNotFoundError, DatasetNotFoundError, MirrorNotFoundError
 from mirrord.mirrors.repository import PROTECTION
 from mirrord.model import AuditLevel, CommitId, CommitState, MirrorName, Reach
-from mirrord.protocol import StartAudit
+from mirrord.protocol import Audit, StartAudit
 
 ALL_LEVELS = list(AuditLevel)
 DEEP_LEVELS = [AuditLevel.CLOSURE, AuditLevel.CONTENT]
@@ -267,7 +269,7 @@ def test_many_commits_take_few_processes(site: Site, monkeypatch: pytest.MonkeyP
         count += 1
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    for module in ("graph", "content", "examine"):
+    for module in ("graph", "content", "questions", "closures", "names", "lost"):
         monkeypatch.setattr(f"mirrord.audit.{module}.run_git_sync", counting)
     site.examine(AuditLevel.CONTENT)
     assert count < 12
@@ -372,3 +374,190 @@ def drop_object(mirror: Path, oid: str) -> None:
         file.unlink(missing_ok=True)
     for directory in (mirror / "objects").glob("[0-9a-f][0-9a-f]"):
         shutil.rmtree(directory)
+
+
+# -- interrupted, and gone on with ------------------------------------------------------------------------------------
+
+
+async def mirrors_of(daemon: Daemon, upstream: Upstream, count: int) -> list[str]:
+    """Mirrors of the same upstream under several names."""
+    names = [f"owner__m{number}" for number in range(count)]
+    for name in names:
+        await daemon.mirrors.add(name, url=f"file://{upstream.path}")
+        await daemon.mirrors.sync(MirrorName.parse(name))
+    return names
+
+
+async def interrupted_after(daemon: Daemon, done: int, request: StartAudit) -> Audit:
+    """An audit that is cancelled while it looks at the mirror after the first `done`."""
+    reached = asyncio.Event()
+    work = asyncio.ensure_future(daemon.audits.run(request, lambda progress: progress.done == done and reached.set()))
+    await reached.wait()
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    return (await daemon.audits.list())[0]
+
+
+@pytest.mark.parametrize("level", DEEP_LEVELS)
+def test_an_interrupted_audit_says_what_it_left_and_goes_on_there(tmp_path: Path, upstream: Upstream, level: AuditLevel) -> None:
+    """Under the same id; what was judged before is not looked at again."""
+
+    async def body(daemon: Daemon) -> None:
+        names = await mirrors_of(daemon, upstream, 4)
+        partial = await interrupted_after(daemon, 2, StartAudit(level=level))
+        assert (partial.mirrors, partial.left) == (names[:2], names[2:])
+        assert await daemon.audits.find_unfinished(level) == partial.started_at
+        seen: list[str] = []
+        whole = await daemon.audits.run(StartAudit(level=level), lambda progress: seen.append(progress.note), resume=True)
+        assert (seen, whole.id, whole.started_at) == (names[2:], partial.id, partial.started_at)
+        assert (whole.mirrors, whole.left) == (names, [])
+        assert await daemon.audits.find_unfinished(level) is None
+        assert [audit.id for audit in await daemon.audits.list()] == [whole.id]
+
+    with_daemon(tmp_path, upstream, body)
+
+
+def test_an_audit_that_a_crash_ended_goes_on_after_the_start(tmp_path: Path, upstream: Upstream) -> None:
+    """A crash leaves no partial audit on record, only what was said of each mirror."""
+
+    async def begin(daemon: Daemon) -> None:
+        await mirrors_of(daemon, upstream, 3)
+        partial = await interrupted_after(daemon, 1, StartAudit())
+        with sqlite3.connect(daemon.state_dir / "catalog.sqlite3") as catalog:
+            catalog.execute("DELETE FROM audits WHERE id = ?", [partial.id])
+
+    async def go_on(daemon: Daemon) -> None:
+        seen: list[str] = []
+        whole = await daemon.audits.run(StartAudit(), lambda progress: seen.append(progress.note), resume=True)
+        assert seen == ["owner__m1", "owner__m2"]
+        assert whole.mirrors == ["owner__m0", "owner__m1", "owner__m2"]
+
+    with_daemon(tmp_path, upstream, begin)
+    with_daemon(tmp_path, upstream, go_on)
+
+
+def test_what_was_not_looked_at_for_longest_comes_first(tmp_path: Path, upstream: Upstream) -> None:
+    """A person's audit of everything begins anew, with what the interrupted one left."""
+
+    async def body(daemon: Daemon) -> None:
+        names = await mirrors_of(daemon, upstream, 3)
+        await daemon.audits.run(StartAudit())
+        await interrupted_after(daemon, 1, StartAudit())
+        seen: list[str] = []
+        await daemon.audits.run(StartAudit(), lambda progress: seen.append(progress.note))
+        assert seen == [*names[1:], names[0]]
+
+    with_daemon(tmp_path, upstream, body)
+
+
+def test_a_mirror_that_cannot_be_judged_keeps_no_other_waiting(tmp_path: Path, upstream: Upstream) -> None:
+    """It is a finding, and it is left."""
+
+    async def body(daemon: Daemon) -> None:
+        names = await mirrors_of(daemon, upstream, 3)
+        refs = daemon.mirrors.path(MirrorName.parse(names[1])) / "packed-refs"
+        refs.unlink(missing_ok=True)
+        refs.mkdir()
+        audit = await daemon.audits.run(StartAudit(heal=False))
+        assert (audit.mirrors, audit.left) == ([names[0], names[2]], [names[1]])
+        assert [finding.mirror for finding in audit.findings] == [names[1]]
+
+    with_daemon(tmp_path, upstream, body)
+
+
+# -- what else is found -----------------------------------------------------------------------------------------------
+
+
+def test_a_hole_behind_what_only_a_person_pinned_is_found(tmp_path: Path, upstream: Upstream) -> None:
+    """It counts among what datasets recorded nowhere."""
+
+    async def body(daemon: Daemon) -> None:
+        await daemon.mirror_and_pin({})
+        tip = CommitId(upstream.git("rev-parse", "HEAD"))
+        assert await daemon.mirrors.pin(daemon.name, [tip], owner="person/7", reason="paper") == {}
+        drop_object(daemon.mirrors.path(daemon.name), upstream.git("rev-parse", "HEAD:docs/page3.txt"))
+        audit = await daemon.audits.run(StartAudit(heal=False))
+        assert [(finding.commit, finding.state) for finding in audit.findings] == [(tip, CommitState.INCOMPLETE)]
+        assert (audit.counts, audit.affected) == ({}, [])
+
+    with_daemon(tmp_path, upstream, body)
+
+
+@pytest.mark.parametrize(("name", "text"), [("shallow", "{0}\n"), ("info/grafts", "{0}\n")])
+@pytest.mark.parametrize("level", DEEP_LEVELS)
+def test_a_planted_cut_of_history_hides_nothing(site: Site, level: AuditLevel, name: str, text: str) -> None:
+    """git ends its walks there; the audit tells the file, and finds what is missing behind it."""
+    site.explode()
+    (site.path / "info").mkdir(exist_ok=True)
+    (site.path / name).write_text(text.format(site.line[5]))
+    assert list(site.examine(level).faults) == [name]
+    site.loose(site.line[2]).unlink()
+    states = site.states(level)
+    assert states[CommitState.MISSING] == {site.line[2]}
+    assert states[CommitState.INCOMPLETE] == {*site.line[3:], *site.side}
+
+
+def test_a_multi_pack_index_hides_nothing(site: Site) -> None:
+    """One that names objects of a pack that is gone is not asked."""
+    site.git("multi-pack-index", "write")
+    for file in (site.path / "objects/pack").glob("pack-*"):
+        file.unlink()
+    for level in ALL_LEVELS:
+        assert set(site.states(level)) == {CommitState.MISSING}
+
+
+def test_slips_that_real_histories_have_are_no_damage(site: Site) -> None:
+    """fsck complains of the time zone and ends with 5; every object is what its name says."""
+    tree = site.git("rev-parse", f"{site.line[9]}^{{tree}}")
+    body = f"tree {tree}\nparent {site.line[9]}\nauthor a <a@b.c> 1 +051800\ncommitter a <a@b.c> 1 +051800\n\nx\n"
+    oid = site.git("hash-object", "-t", "commit", "--literally", "-w", "--stdin", stdin=body.encode())
+    site.git("update-ref", "refs/heads/main", oid)
+    site.git("repack", "-adq")
+    fsck = audit_content.check_everything(site.path)
+    assert (fsck.is_sound, fsck.named) == (True, set())
+    assert site.examine(AuditLevel.CONTENT).faults == {}
+
+
+@pytest.mark.parametrize("level", DEEP_LEVELS)
+def test_an_undamaged_mirror_is_walked_or_hashed_once(site: Site, monkeypatch: pytest.MonkeyPatch, level: AuditLevel) -> None:
+    """One long git, one look-up, and one walk of commits for their reach, which is not done again while refs stay."""
+    started: list[str] = []
+    real = audit_content.run_git_sync
+
+    def counting(*args: str, **kwargs: object) -> object:
+        started.append(next(word for word in args if not word.startswith(("-", "core."))))
+        return real(*args, **kwargs)  # type: ignore[arg-type]
+
+    for module in ("graph", "content", "questions", "closures", "names", "lost", "past"):
+        monkeypatch.setattr(f"mirrord.audit.{module}.run_git_sync", counting)
+    site.git("config", "--remove-section", "remote.origin")
+    known = site.examine(level).reached
+    long = "rev-list" if level is AuditLevel.CLOSURE else "fsck"
+    started.clear()
+    again = examine(site.path, site.commits, level, known=known)
+    assert sorted(started) == sorted(["cat-file", long])
+    assert (again.reached, again.faults) == (known, {})
+
+
+def test_reach_is_asked_anew_when_a_ref_moved(site: Site) -> None:
+    known = site.examine(AuditLevel.QUICK).reached
+    site.git("update-ref", "-d", "refs/heads/side")
+    assert examine(site.path, site.commits, AuditLevel.QUICK, known=known).reach[site.side[1]] is Reach.PIN
+
+
+def test_what_an_audit_does_yields_to_whoever_serves(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads are nice, and so are the gits they start; the worker that runs them is as it was."""
+    nice: set[int] = set()
+    real = audit_content.run_git_sync
+
+    def looking(*args: str, **kwargs: object) -> object:
+        nice.add(os.getpriority(os.PRIO_PROCESS, 0))
+        return real(*args, **kwargs)  # type: ignore[arg-type]
+
+    for module in ("graph", "content", "questions", "closures"):
+        monkeypatch.setattr(f"mirrord.audit.{module}.run_git_sync", looking)
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    site.examine(AuditLevel.CONTENT)
+    assert nice == {15}
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before

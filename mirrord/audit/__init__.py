@@ -1,5 +1,1 @@
 """The audit: can every recorded commit be served, what keeps it alive, and which instances are hit where not."""
-
-from .service import Audits
-
-__all__ = ["Audits"]

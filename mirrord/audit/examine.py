@@ -1,49 +1,30 @@
 """Look at one mirror: which of its recorded commits can be served, and what keeps each alive. Runs in a worker, reads only.
 
-One walk proves all commits at once; only when it fails are they told apart. Closures grow with ancestry, so the oldest commit
-that fails is found by halving, what descends from it fails too, and what was proven is never walked again: the number of git
-processes grows with the damage, not with the number of commits.
+What takes long is one git for everything: one walk at level `closure`, one fsck at level `content`. What else there is to ask and
+to read is done meanwhile. Only where that one git is not content does the search for what is wrong begin. All of it runs on
+threads that yield the processor and the disk to whoever serves.
 """
 
 from __future__ import annotations
 
-import re
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import CorruptObjectError, GitFailedError
-from ..git.command import run_git_sync
+from ..host.processes import lower_priority
+from ..mirrors.repository import HISTORY, PINS
 from ..model import AuditLevel, CommitId, CommitState, Reach
-from .content import Damage, find_damage, unreadable
+from .closures import Closures, Verdict, are_whole
+from .content import Damage, Fsck, check_everything, find_damage, unreadable
 from .files import find_bad_files
-from .graph import (
-    PINS,
-    TIMEOUT,
-    UNTRUSTING,
-    Graph,
-    classify,
-    first_absent_ancestor,
-    lines_of,
-    oldest_first,
-    peel,
-    read_graph,
-)
-from .lost import lost_refs
-from .names import read_names, readable
-from .past import incomplete_refs, lost_tips
+from .lost import lost_refs, questions, record_of
+from .names import Names, read_names, readable
+from .past import incomplete_refs
+from .questions import Answers, ask, peel, peeled, tree_of
+from .reach import Reached, reach_of
 
-_OID = re.compile(r"\b[0-9a-f]{40}\b")
-_EXAMPLES = 10
-_CORRUPT_SIGNS = re.compile(r"is corrupt|inflate|mismatch")
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    state: CommitState
-    objects: tuple[str, ...] = ()
-    detail: str = ""
+_THREADS = 3  # the judge of the mirror, the one long git, and what is read beside it
 
 
 @dataclass(slots=True)
@@ -51,165 +32,132 @@ class Examined:
     """`faults` are about the mirror itself, by file; a recorded commit need not be hit."""
 
     verdicts: dict[CommitId, Verdict] = field(default_factory=dict)
-    reach: dict[CommitId, Reach] = field(default_factory=dict)
+    reached: Reached = field(default_factory=lambda: Reached("", {}))
     faults: dict[str, str] = field(default_factory=dict)
 
-
-def examine(git_dir: Path, commits: Collection[CommitId], level: AuditLevel, pins: Collection[str] = ()) -> Examined:
-    """Judge `commits` at `level`, and the mirror itself, which should have `pins`, given as OWNER/COMMIT."""
-    names = read_names(git_dir)
-    bad_files = find_bad_files(git_dir, level)
-    result = Examined(faults={bad.name: bad.reason for bad in [*bad_files, *names.faults]})
-    with readable(git_dir, names) as repository:
-        damage = find_damage(repository, bad_files) if level is AuditLevel.CONTENT else Damage()
-        result.faults = damage.files | result.faults
-        _judge(repository, commits, level, damage, names.refs, names.head, result)
-        result.faults |= lost_refs(repository, git_dir)
-        if level is not AuditLevel.QUICK:
-            proven = [oid for oid, verdict in result.verdicts.items() if verdict.state in {CommitState.OK, CommitState.UNPINNED}]
-            result.faults = lost_tips(repository, names) | incomplete_refs(repository, names, level, proven) | result.faults
-    lost_pins = (f"{PINS}{pin}" for pin in pins if f"{PINS}{pin}" not in names.refs)
-    result.faults = dict.fromkeys(lost_pins, "it is gone, and the catalog has it") | result.faults
-    return result
+    @property
+    def reach(self) -> dict[CommitId, Reach]:
+        return self.reached.by_commit
 
 
-def _judge(
+def examine(
+    git_dir: Path, commits: Collection[CommitId], level: AuditLevel, pins: Collection[str] = (), known: Reached | None = None
+) -> Examined:
+    """Judge `commits` at `level`, and the mirror itself, which should have `pins`, given as OWNER/COMMIT.
+
+    `known` is what an earlier look said of their reach.
+    """
+    with ThreadPoolExecutor(_THREADS, initializer=lower_priority) as threads:
+        return threads.submit(_examine, git_dir, sorted(commits), level, pins, known, threads).result()
+
+
+def _examine(
     git_dir: Path,
-    commits: Collection[CommitId],
+    commits: Sequence[CommitId],
     level: AuditLevel,
+    pins: Collection[str],
+    known: Reached | None,
+    threads: ThreadPoolExecutor,
+) -> Examined:
+    names = read_names(git_dir)
+    with readable(git_dir, names) as repository:
+        looking = threads.submit(find_bad_files, git_dir, AuditLevel.QUICK if level is AuditLevel.QUICK else AuditLevel.CLOSURE)
+        history = [names.refs[HISTORY]] if HISTORY in names.refs else []
+        proving = threads.submit(_PROOFS[level], repository, [*commits, *history])
+        answers = ask(repository, _questions(names, commits), blob=record_of(names))
+        refs = peel(names.refs, answers.objects)
+        reached = reach_of(repository, names, refs, commits, known)
+        bad_files, damage = looking.result(), Damage()
+        proof = proving.result()
+        if proof.fsck and (bad_files or not proof.fsck.is_sound):
+            bad_files = find_bad_files(git_dir, level)
+            damage = find_damage(repository, bad_files, proof.fsck)
+        verdicts = _absent(repository, commits, answers)
+        verdicts |= Closures(repository, _doubtful(commits, verdicts, reached, proof, damage), damage).judge()
+        lost = lost_refs(repository, git_dir, names, answers)
+        if not (proof.of_all or proof.of_reached):
+            proven = [oid for oid in commits if oid not in verdicts]
+            lost = incomplete_refs(repository, names, level, proven) | lost
+    _judge_the_rest(verdicts, commits, refs)
+    told = {bad.name: bad.reason for bad in [*bad_files, *names.faults]}
+    return Examined(verdicts, reached, _lost_pins(names, pins) | reached.lost | damage.files | told | lost)
+
+
+# -- what proves most commits at once -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """What is known to be whole: the closures of all commits and the ref history, or of all that a ref reaches."""
+
+    of_all: bool = False
+    of_reached: bool = False
+    fsck: Fsck | None = None
+
+
+def _no_proof(_repository: Path, _commits: Sequence[str]) -> _Proof:
+    return _Proof(of_all=True)  # `quick` does not look at closures
+
+
+def _proof_by_walk(repository: Path, commits: Sequence[str]) -> _Proof:
+    return _Proof(of_all=are_whole(repository, commits))
+
+
+def _proof_by_fsck(repository: Path, _commits: Sequence[str]) -> _Proof:
+    fsck = check_everything(repository)
+    return _Proof(of_reached=fsck.is_sound, fsck=fsck)
+
+
+_PROOFS = {AuditLevel.QUICK: _no_proof, AuditLevel.CLOSURE: _proof_by_walk, AuditLevel.CONTENT: _proof_by_fsck}
+
+
+def _doubtful(
+    commits: Sequence[CommitId],
+    verdicts: Mapping[CommitId, Verdict],
+    reached: Reached,
+    proof: _Proof,
     damage: Damage,
-    names: Mapping[str, str],
-    head: str | None,
-    result: Examined,
-) -> None:
-    result.verdicts = _absent(git_dir, commits)
-    present = [oid for oid in commits if oid not in result.verdicts]
-    if level is not AuditLevel.QUICK:
-        result.verdicts |= _Closures(git_dir, present, damage).judge()
-    refs = peel(git_dir, names)
-    pinned = {ref.rpartition("/")[2] for ref, oid in refs.items() if ref.startswith(PINS) and ref.endswith(oid)}
-    for oid in present:
-        unpinned = Verdict(CommitState.UNPINNED, detail="no pin keeps it")
-        result.verdicts.setdefault(oid, Verdict(CommitState.OK) if oid in pinned else unpinned)
-    graph = read_graph(git_dir, set(refs.values()), trusting=level is AuditLevel.QUICK)
-    result.reach = classify(graph, refs, head, commits)
+) -> list[CommitId]:
+    """The commits that are there and whose closure is not proven."""
+    if proof.of_all:
+        return []
+    is_reached_proven = proof.of_reached and not damage.objects
+    present = (oid for oid in commits if oid not in verdicts)
+    return [oid for oid in present if not is_reached_proven or reached.by_commit[oid] is Reach.NOTHING]
 
 
-def _absent(git_dir: Path, commits: Collection[CommitId]) -> dict[CommitId, Verdict]:
+# -- verdicts -----------------------------------------------------------------------------------------------------------
+
+
+def _questions(names: Names, commits: Sequence[CommitId]) -> set[str]:
+    about_commits = {name for oid in commits for name in (oid, tree_of(oid))}
+    return about_commits | {peeled(oid) for oid in names.refs.values()} | questions(names)
+
+
+def _absent(repository: Path, commits: Sequence[CommitId], answers: Answers) -> dict[CommitId, Verdict]:
     """Verdicts on the commits that are not there, are no commits, or whose tree is not there."""
-    kinds = _kinds(git_dir, commits, "")
-    verdicts = {
-        oid: Verdict(CommitState.MISSING, (oid,), "the commit is not in the mirror") for oid in commits if kinds[oid] != "commit"
-    }
-    trees = _kinds(git_dir, [oid for oid in commits if oid not in verdicts], "^{tree}")
-    lost = [CommitId(oid) for oid, kind in trees.items() if kind != "tree"]
-    damaged = unreadable(git_dir, lost)
-    for oid in lost:
-        state, detail = (
-            (CommitState.CORRUPT, "it is damaged") if oid in damaged else (CommitState.INCOMPLETE, "its tree is missing")
-        )
-        verdicts[oid] = Verdict(state, (oid,) if oid in damaged else (), detail)
+    verdicts: dict[CommitId, Verdict] = {}
+    without_tree = []
+    for oid in commits:
+        if oid not in answers.objects or answers.objects[oid].kind != "commit":
+            verdicts[oid] = Verdict(CommitState.MISSING, (oid,), "the commit is not in the mirror")
+        elif tree_of(oid) not in answers.objects:
+            without_tree.append(oid)
+    damaged = unreadable(repository, without_tree)
+    for oid in without_tree:
+        corrupt = Verdict(CommitState.CORRUPT, (oid,), "it is damaged")
+        verdicts[oid] = corrupt if oid in damaged else Verdict(CommitState.INCOMPLETE, (), "its tree is missing")
     return verdicts
 
 
-def _kinds(git_dir: Path, oids: Collection[str], suffix: str) -> dict[str, str]:
-    """The type of what each name leads to; empty where it leads nowhere."""
-    asked = sorted(oids)
-    shown = run_git_sync(
-        "cat-file",
-        "--batch-check=%(objecttype)",
-        git_dir=git_dir,
-        stdin=lines_of(f"{oid}{suffix}" for oid in asked),
-        ok=(0, 128),
-        timeout=TIMEOUT,
-        doing="look up commits",
-    ).lines
-    found = zip(asked, shown, strict=False)
-    return dict.fromkeys(asked, "") | {oid: kind for oid, kind in found if " " not in kind}
+def _judge_the_rest(verdicts: dict[CommitId, Verdict], commits: Sequence[CommitId], refs: Mapping[str, str]) -> None:
+    """What can be served is in order when it has a pin of its own."""
+    pinned = {oid for ref, oid in refs.items() if ref.startswith(PINS) and ref.endswith(oid)}
+    unpinned = Verdict(CommitState.UNPINNED, detail="no pin keeps it")
+    for oid in commits:
+        verdicts.setdefault(oid, Verdict(CommitState.OK) if oid in pinned else unpinned)
 
 
-class _Closures:
-    """The search for the commits whose closure is not whole."""
-
-    def __init__(self, git_dir: Path, commits: Sequence[CommitId], damage: Damage) -> None:
-        self._git_dir = git_dir
-        self._damage = damage
-        self._commits = commits
-        self._proven: list[str] = []
-        self._verdicts: dict[CommitId, Verdict] = {}
-
-    def judge(self) -> dict[CommitId, Verdict]:
-        """Verdicts on those that fail; none for the others."""
-        if not self._commits or self._probe(self._commits) is None:
-            return {}
-        graph = read_graph(self._git_dir, self._commits)
-        for oid, absent in first_absent_ancestor(graph, self._commits).items():
-            self._verdicts[CommitId(oid)] = Verdict(
-                CommitState.INCOMPLETE, (absent,), f"commit {absent}, an ancestor, is missing"
-            )
-        remaining = self._remaining(graph)
-        while remaining and self._probe(remaining) is not None:
-            self._blame(graph, self._first_failing(remaining), remaining)
-            remaining = [oid for oid in remaining if oid not in self._verdicts and oid not in self._proven]
-        return self._verdicts
-
-    def _remaining(self, graph: Graph) -> list[str]:
-        return oldest_first(graph, [oid for oid in self._commits if oid not in self._verdicts])
-
-    def _first_failing(self, remaining: Sequence[str]) -> str:
-        """The first commit, oldest first, whose closure is not whole. All of them together fail."""
-        good, bad = 0, len(remaining)
-        while bad - good > 1:
-            middle = (good + bad) // 2
-            if self._probe(remaining[good:middle]) is None:
-                self._proven += remaining[good:middle]
-                good = middle
-            else:
-                bad = middle
-        return remaining[good]
-
-    def _blame(self, graph: Graph, culprit: str, remaining: Sequence[str]) -> None:
-        """Everything that leads to `culprit` fails as it does."""
-        verdict = self._probe([culprit]) or Verdict(CommitState.INCOMPLETE)
-        for oid in _descendants(graph, culprit).intersection(remaining) | {culprit}:
-            self._verdicts[CommitId(oid)] = verdict
-
-    def _probe(self, commits: Sequence[str]) -> Verdict | None:
-        """Walk the closures of `commits`, without those that were proven; None when they are whole."""
-        revisions = [*commits, *(f"^{oid}" for oid in self._proven)]
-        with tempfile.NamedTemporaryFile(prefix="mirrord-audit-") as listing:
-            try:
-                self._walk(revisions, Path(listing.name) if self._damage.objects else Path("/dev/null"))
-            except (CorruptObjectError, GitFailedError) as error:
-                return _verdict(self._git_dir, error)
-            hit = sorted(line.decode() for line in listing.read().split(b"\n") if line.decode() in self._damage.objects)
-        return Verdict(CommitState.CORRUPT, tuple(hit[:_EXAMPLES]), f"{len(hit)} damaged objects") if hit else None
-
-    def _walk(self, revisions: Sequence[str], listing: Path) -> None:
-        run_git_sync(
-            *UNTRUSTING,
-            "rev-list",
-            "--objects",
-            "--no-object-names",
-            "--stdin",
-            git_dir=self._git_dir,
-            stdin=lines_of(revisions),
-            stdout_path=listing,
-            timeout=TIMEOUT,
-            doing="walk closures",
-        )
-
-
-def _descendants(graph: Graph, culprit: str) -> set[str]:
-    found = {culprit}
-    for oid in oldest_first(graph, graph.keys()):
-        if any(parent in found for parent in graph[oid]):
-            found.add(oid)
-    return found
-
-
-def _verdict(git_dir: Path, error: CorruptObjectError | GitFailedError) -> Verdict:
-    """Corrupt where git names an object that is there, incomplete where it names one that is not."""
-    named = tuple(dict.fromkeys(_OID.findall(error.message)))[:_EXAMPLES]
-    there = any(_kinds(git_dir, named, "").values()) or _CORRUPT_SIGNS.search(error.message)
-    return Verdict(CommitState.CORRUPT if there else CommitState.INCOMPLETE, named, error.message)
+def _lost_pins(names: Names, pins: Collection[str]) -> dict[str, str]:
+    lost = (f"{PINS}{pin}" for pin in pins if f"{PINS}{pin}" not in names.refs)
+    return dict.fromkeys(lost, "it is gone, and the catalog has it")

@@ -26,6 +26,12 @@ _LOOSE_NAME = re.compile(r"[0-9a-f]{38}")
 _PACK_HEADER = struct.Struct(">4sII")
 _CHUNK = struct.Struct(">4sQ")
 _CHUNK_COUNT_AT, _CHUNKS_AT = 6, 12
+_PLANTED = {
+    "objects/info/alternates": "it lends objects from elsewhere",
+    "objects/info/http-alternates": "it lends objects from elsewhere",
+    "info/grafts": "it gives commits other parents",
+    "shallow": "it takes the parents of commits away",
+}
 _BITMAP_AT = 12  # signature, version, flags and count come before the checksum of its pack
 
 
@@ -69,9 +75,9 @@ def _look(git_dir: Path, level: AuditLevel) -> Iterator[BadFile]:
     if level is not AuditLevel.QUICK:
         yield from _derived(objects)
         yield from _loose(objects, _is_sound_loose if level is AuditLevel.CONTENT else _is_plausible_loose)
-    for name in ("info/alternates", "info/http-alternates"):
-        if (objects / name).exists():
-            yield BadFile(f"objects/{name}", FileKind.PLANTED, "it lends objects from elsewhere, and no mirror of ours has one")
+    for name, reason in _PLANTED.items():
+        if (git_dir / name).exists():
+            yield BadFile(name, FileKind.PLANTED, f"{reason}, and no mirror of ours has one")
 
 
 # -- packs and their indexes ------------------------------------------------------------------------------------------
@@ -140,7 +146,7 @@ def _is_whole(pack: Path) -> bool:
 
 def _derived(objects: Path) -> Iterator[BadFile]:
     pack = objects / "pack"
-    for file in sorted((*pack.glob("pack-*.rev"), *pack.glob("pack-*.bitmap"))):
+    for file in sorted((*pack.glob("pack-*.rev"), *pack.glob("pack-*.mtimes"), *pack.glob("pack-*.bitmap"))):
         yield from _judged(file, _belongs_to_its_pack)
     yield from _judged(pack / "multi-pack-index", _names_its_packs)
     for file in sorted((*pack.glob("multi-pack-index-*"), objects / "info/commit-graph")):
@@ -185,7 +191,7 @@ def _belongs_to_its_pack(file: Path) -> bool:
     except (CorruptObjectError, FileNotFoundError):  # that is said of the index
         return True
     data = file.read_bytes()
-    named = data[-2 * ID_BYTES : -ID_BYTES] if file.suffix == ".rev" else data[_BITMAP_AT : _BITMAP_AT + ID_BYTES]
+    named = data[_BITMAP_AT : _BITMAP_AT + ID_BYTES] if file.suffix == ".bitmap" else data[-2 * ID_BYTES : -ID_BYTES]
     return named == wanted
 
 

@@ -1,6 +1,6 @@
-"""The commit graph of a mirror in memory: who is whose ancestor, and what keeps a recorded commit alive.
+"""The commit graph of a mirror in memory: who is whose ancestor.
 
-Read by git, with its commit-graph file only where asked. Where a commit is missing, so that git cannot walk, the graph is put
+Read by git, without its commit-graph file. Where a commit is missing, so that git cannot walk, the graph is put
 together from every commit that the object store has. Runs in a worker.
 """
 
@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 from pathlib import Path
 
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import GitResult, run_git_sync
-from ..model import CommitId, Reach
 
 TIMEOUT = timedelta(hours=1)
-UNTRUSTING = ("-c", "core.commitGraph=false")
-KEPT, PINS, OURS = "refs/mirrord/kept/", "refs/mirrord/pins/", "refs/mirrord/"
-_PULL_REQUESTS = ("refs/pull/", "refs/merge-requests/", "refs/changes/")
+UNTRUSTING = ("-c", "core.commitGraph=false", "-c", "core.multiPackIndex=false")
+"""Neither file is needed to read a repository, and each can hide that an object is missing."""
 _PARENT = re.compile(rb"^parent ([0-9a-f]{40})$", re.MULTILINE)
 
 Graph = dict[str, tuple[str, ...]]
@@ -30,11 +28,11 @@ def lines_of(oids: Iterable[str]) -> bytes:
     return "".join(f"{oid}\n" for oid in oids).encode()
 
 
-def read_graph(git_dir: Path, tips: Collection[str], *, trusting: bool = False) -> Graph:
-    """Every commit that `tips` lead to. `trusting`: believe the commit-graph file, which hides missing commits."""
+def read_graph(git_dir: Path, tips: Collection[str]) -> Graph:
+    """Every commit that `tips` lead to."""
     try:
         walked = run_git_sync(
-            *(() if trusting else UNTRUSTING),
+            *UNTRUSTING,
             "rev-list",
             "--parents",
             "--stdin",
@@ -128,44 +126,3 @@ def first_absent_ancestor(graph: Graph, commits: Collection[str]) -> dict[str, s
         if blamed:
             absent[oid] = blamed
     return {oid: absent[oid] for oid in commits if oid in absent and oid in graph}
-
-
-# -- reach ------------------------------------------------------------------------------------------------------------
-
-
-def peel(git_dir: Path, refs: Mapping[str, str]) -> dict[str, str]:
-    """Every ref to the commit it names, through its tag objects; those that name none are left out."""
-    asked = sorted(set(refs.values()))
-    shown = run_git_sync(
-        "cat-file",
-        "--batch-check=%(objectname)",
-        git_dir=git_dir,
-        stdin=lines_of(f"{oid}^{{commit}}" for oid in asked),
-        ok=(0, 128),
-        timeout=TIMEOUT,
-        doing="peel tags",
-    ).lines
-    peeled = {oid: line for oid, line in zip(asked, shown, strict=False) if len(line) == 40}
-    return {ref: peeled[oid] for ref, oid in refs.items() if oid in peeled}
-
-
-def classify(graph: Graph, refs: Mapping[str, str], head: str | None, commits: Collection[CommitId]) -> dict[CommitId, Reach]:
-    """The best thing that keeps each of `commits` alive."""
-    groups: dict[Reach, list[str]] = {reach: [] for reach in Reach}
-    for ref, oid in refs.items():
-        groups[_reach_of(ref, head)].append(oid)
-    groups[Reach.NOTHING] = []
-    found: dict[CommitId, Reach] = {}
-    seen: set[str] = set()
-    for reach, tips in groups.items():
-        ancestors(graph, tips, seen=seen)
-        found |= {oid: reach for oid in commits if oid in seen and oid not in found}
-    return found | {oid: Reach.NOTHING for oid in commits if oid not in found}
-
-
-def _reach_of(ref: str, head: str | None) -> Reach:
-    if ref == head:
-        return Reach.DEFAULT_BRANCH
-    table = {KEPT: Reach.KEPT, PINS: Reach.PIN, OURS: Reach.NOTHING, "refs/tags/": Reach.TAG}
-    table |= dict.fromkeys(_PULL_REQUESTS, Reach.PULL_REQUEST)
-    return next((reach for prefix, reach in table.items() if ref.startswith(prefix)), Reach.BRANCH)

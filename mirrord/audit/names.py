@@ -23,6 +23,8 @@ _VALUE = re.compile(r"([0-9a-f]{40})\n?")
 _SYMBOLIC = re.compile(r"ref: (refs/\S+)\n?")
 _PACKED = re.compile(r"([0-9a-f]{40}) (refs/\S+)")
 _PEELED = re.compile(r"\^[0-9a-f]{40}")
+_SECTION = re.compile(r"\[([a-z]+)\]")
+_ENTRY = re.compile(r"\t([A-Za-z]+) = ([\w./-]+)")
 _WANTED = {"core.repositoryformatversion": "0", "core.bare": "true"} | {key.lower(): value for key, value in PROTECTION.items()}
 _NEVER = "refs/replace/"
 _STOPS_GIT = {FileKind.HEAD, FileKind.CONFIG, FileKind.PACKED_REFS}
@@ -130,18 +132,32 @@ def _config_faults(git_dir: Path) -> Iterator[BadFile]:
         yield BadFile("config", FileKind.CONFIG, "it is lost")
         return
     try:
-        shown = run_git_sync("config", "--file", str(path), "--null", "--list", doing="read a mirror's configuration").stdout
+        there = _plain_config(path) or _read_config(path)
     except GitFailedError:
         yield BadFile("config", FileKind.CONFIG, "git cannot read it")
         return
-    there = dict(item.partition("\n")[::2] for item in shown.decode("utf-8", "replace").split("\0"))
-    wanted = {key.lower(): value for key, value in PROTECTION.items()} | {
-        "core.repositoryformatversion": "0",
-        "core.bare": "true",
-    }
-    lacking = sorted(key for key, value in wanted.items() if there.get(key) != value)
+    lacking = sorted(key for key, value in _WANTED.items() if there.get(key) != value)
     if lacking:
         yield BadFile("config", FileKind.CONFIG, f"it lacks {', '.join(lacking)}")
+
+
+def _plain_config(path: Path) -> dict[str, str] | None:
+    """A configuration as git writes it when nobody edits it; None for one that only git can read."""
+    there: dict[str, str] = {}
+    section = ""
+    for line in path.read_text("utf-8", "replace").splitlines():
+        if head := _SECTION.fullmatch(line):
+            section = head[1].lower()
+        elif section and (entry := _ENTRY.fullmatch(line)):
+            there[f"{section}.{entry[1].lower()}"] = entry[2]
+        else:
+            return None
+    return there
+
+
+def _read_config(path: Path) -> dict[str, str]:
+    shown = run_git_sync("config", "--file", str(path), "--null", "--list", doing="read a mirror's configuration").stdout
+    return dict(item.partition("\n")[::2] for item in shown.decode("utf-8", "replace").split("\0"))
 
 
 def _lost_directories(git_dir: Path) -> Iterator[BadFile]:

@@ -13,7 +13,7 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
 from ..mirrors.repository import HISTORY, KEPT, PINS
 from ..model import AuditLevel
-from .graph import TIMEOUT, UNTRUSTING, ancestors, lines_of, read_graph
+from .graph import TIMEOUT, UNTRUSTING, Graph, ancestors, lines_of, read_graph
 from .names import Names
 
 Record = tuple[dict[str, str], str | None]
@@ -66,15 +66,15 @@ def _first_with_a_hole(repository: Path, tips: Mapping[str, str], proven: Collec
 # -- what refs were ---------------------------------------------------------------------------------------------------
 
 
-def lost_tips(repository: Path, names: Names) -> dict[str, str]:
-    """A fault for each kept ref that is not there, while nothing else leads to its commit."""
+def lost_tips(repository: Path, names: Names, graph: Graph) -> dict[str, str]:
+    """A fault for each kept ref that is not there, while nothing else leads to its commit. `graph` is all that refs lead to."""
     if HISTORY not in names.refs:
         return {}
-    lost = unkept(repository, read_records(repository, names.refs[HISTORY]), names.refs)
+    lost = unkept(repository, read_records(repository, names.refs[HISTORY]), names.refs, graph)
     return dict.fromkeys(lost, "it is gone, and the ref history had its commit")
 
 
-def unkept(repository: Path, records: Iterable[Record], refs: Mapping[str, str]) -> dict[str, str]:
+def unkept(repository: Path, records: Iterable[Record], refs: Mapping[str, str], graph: Graph | None = None) -> dict[str, str]:
     """Kept refs for the commits that some record had and that neither a ref of upstream nor a kept one leads to.
 
     None while commits are missing, when nobody can tell what leads to what.
@@ -87,7 +87,8 @@ def unkept(repository: Path, records: Iterable[Record], refs: Mapping[str, str])
     there = {oid for oid in past if kinds[oid] == "commit"}
     tips = [oid for oid in lasting if kinds[oid] == "commit"]
     tips += _tagged(repository, [oid for oid in lasting if kinds[oid] == "tag"])
-    graph = read_graph(repository, [*tips, *there])
+    if graph is None or not there <= graph.keys():
+        graph = read_graph(repository, [*tips, *there])
     reached = ancestors(graph, tips)
     if reached - graph.keys() or not all(kinds[oid] for oid in lasting):
         return {}

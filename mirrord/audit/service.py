@@ -1,37 +1,40 @@
-"""Audits as the daemon runs them: what is recorded, judged mirror by mirror in a worker, healed where asked, and put on record.
+"""Audits as the daemon runs them: what is recorded, judged mirror by mirror, and put on record.
 
-An audit reads only and takes no lock. Where it heals, it hands what it found to the repairer it was given, and judges the mirror
-again before it says that anything is in order. What an audit says is saved before anybody hears of it.
+An audit reads only and takes no lock. What it says is saved before anybody hears of it, what it said of each mirror at once: an
+audit that a crash, a stop of the daemon or a cancel interrupted goes on with the mirrors that are left. Mirrors that were not
+looked at for longest come first.
 """
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import secrets
-from collections.abc import Awaitable, Callable, Collection
-from datetime import timedelta
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import datetime
+
+import anyio
+import structlog
 
 from ..catalog.catalog import Catalog
-from ..catalog.rows import RecordedRow
+from ..catalog.rows import JudgementRow, RecordedRow
 from ..config import Settings
-from ..errors import AuditNotFoundError, DatasetNotFoundError
+from ..errors import AuditNotFoundError, DatasetNotFoundError, MirrordError, StoppingError
 from ..git.workers import Workers
 from ..jobs.events import Events
-from ..mirrors.pins import PERSON
 from ..mirrors.service import Mirrors
-from ..model import AuditLevel, CommitId, CommitState, MirrorName, Reach, shown, utc_now
-from ..protocol import Audit, Progress, Repair, StartAudit
-from .examine import Examined, Verdict, examine
-from .report import Judged, is_sound, report
+from ..model import AuditLevel, MirrorName, shown, utc_now
+from ..protocol import Audit, Progress, StartAudit
+from .judge import Judge, ProgressSink, Repairer, Scrubber
+from .report import Round, report, unjudged
 
-_TIMEOUT = timedelta(hours=12)
+_Recorded = Mapping[MirrorName, Collection[RecordedRow]]
 
-ProgressSink = Callable[[Progress], None]
-Repairer = Callable[[Judged, ProgressSink | None], Awaitable[Repair]]
+log = structlog.get_logger()
 
 
 class Audits:
-    """Runs audits and remembers them in the catalog. Without `repair` no audit heals."""
+    """Runs audits and remembers them in the catalog. Without `repair` no audit heals, without `scrub` none looks at templates."""
 
     def __init__(
         self,
@@ -42,38 +45,40 @@ class Audits:
         workers: Workers,
         events: Events,
         repair: Repairer | None = None,
+        scrub: Scrubber | None = None,
     ) -> None:
-        self._repair = repair
         self._settings = settings
         self._mirrors = mirrors
         self._catalog = catalog
-        self._workers = workers
         self._events = events
+        self._judge = Judge(mirrors=mirrors, catalog=catalog, workers=workers, events=events, repair=repair, scrub=scrub)
 
-    async def run(self, request: StartAudit, progress: ProgressSink | None = None) -> Audit:
-        """Judge what the request names, everything recorded by default. Raises MirrorNotFoundError, DatasetNotFoundError."""
-        started_at = utc_now()
-        settings = self._settings().audit
-        level = request.level or settings.level
-        healing = settings.heal if request.heal is None else request.heal
+    async def run(self, request: StartAudit, progress: ProgressSink | None = None, *, resume: bool = False) -> Audit:
+        """Judge what the request names, everything recorded by default; with `resume`, go on where an audit was interrupted.
+
+        Raises MirrorNotFoundError, DatasetNotFoundError. One that is cancelled is on record with what it came to.
+        """
+        level = request.level or self._settings().audit.level
         recorded = await self._recorded(request)
-        judged = []
-        for number, (name, rows) in enumerate(sorted(recorded.items(), key=lambda item: item[0].key)):
-            if progress:
-                progress(Progress(done=number, total=len(recorded), unit="mirrors", note=str(name)))
-            judged.append(await self._judge(name, rows, level, self._repair if healing else None, progress))
-        audit = report(_new_id(), request, level, judged, started_at)
-        await self._catalog.put_audit(audit)
-        self._events.publish(
-            "audit.finished",
-            audit=audit.id,
-            level=str(level),
-            counts={str(state): count for state, count in audit.counts.items()},
-            affected_count=len(audit.affected),
-            healed=audit.healed,
-            duration_s=(audit.finished_at - started_at).total_seconds(),
-        )
+        past = await self._catalog.list_judgements(level) if _is_of_everything(request) else []
+        current = (await self._unfinished(level, past) if resume else None) or Round(_new_id(), utc_now())
+        names = _in_order(recorded, past)
+        current.parts = {name.key: current.parts[name.key] for name in names if name.key in current.parts}
+        current.left = {name.key: name for name in names if name.key not in current.parts}
+        try:
+            await self._judge_all(current, request, recorded, level, progress)
+        except asyncio.CancelledError:
+            with anyio.CancelScope(shield=True):
+                await self._put_on_record(report(current, request, level))
+            raise
+        audit = report(current, request, level)
+        await self._put_on_record(audit)
         return audit
+
+    async def find_unfinished(self, level: AuditLevel) -> datetime | None:
+        """When the audit of everything began that a scheduled one at this level would go on with."""
+        found = await self._unfinished(level, await self._catalog.list_judgements(level))
+        return found.started_at if found else None
 
     async def get(self, identity: str) -> Audit:
         """Raises AuditNotFoundError."""
@@ -103,34 +108,68 @@ class Audits:
                 grouped.setdefault(row.mirror.key, []).append(row)
         return {names[key]: rows for key, rows in grouped.items()}
 
-    async def _judge(
-        self,
-        name: MirrorName,
-        rows: Collection[RecordedRow],
-        level: AuditLevel,
-        repair: Repairer | None,
-        progress: ProgressSink | None,
-    ) -> Judged:
-        commits = sorted({row.commit for row in rows})
-        first = Judged(name, rows, await self._examine(name, commits, level))
-        if repair is None or is_sound(first):
-            return first
-        repaired = await repair(first, progress)
-        again = await self._examine(name, commits, max(level, AuditLevel.CLOSURE, key=list(AuditLevel).index))
-        bad = [oid for oid, verdict in first.examined.verdicts.items() if verdict.state is not CommitState.OK]
-        healed = {oid for oid in bad if again.verdicts[oid].state is CommitState.OK}
-        judged = Judged(name, rows, again, healed=len(healed), repair=repaired)
-        if is_sound(judged):
-            self._events.publish("mirror.healed", mirror=str(name), commits=len(healed), of=len(bad))
-        return judged
+    # -- one audit ----------------------------------------------------------------------------------------------------
 
-    async def _examine(self, name: MirrorName, commits: Collection[CommitId], level: AuditLevel) -> Examined:
-        path = self._mirrors.path(name)
-        if not path.exists():
-            absent = Verdict(CommitState.NOT_MIRRORED, detail=f"there is no mirror {name}, or it was never synced")
-            return Examined(verdicts=dict.fromkeys(commits, absent), reach=dict.fromkeys(commits, Reach.NOTHING))
-        pins = [f"{pin.owner}/{pin.commit}" for pin in await self._catalog.list_pins(name.key) if pin.owner.startswith(PERSON)]
-        return await self._workers.call(examine, path, list(commits), level, pins, timeout=_TIMEOUT)
+    async def _unfinished(self, level: AuditLevel, past: Sequence[JudgementRow]) -> Round | None:
+        """The last audit of everything, where it left mirrors and a new one is not due anyhow."""
+        newest = past[-1] if past else None
+        audit = await self._catalog.find_audit(newest.audit_id) if newest else None
+        if newest is None or (audit is not None and not audit.left):
+            return None
+        settings = self._settings().audit
+        interval = settings.content_interval if level is AuditLevel.CONTENT else settings.interval
+        if newest.started_at + interval < utc_now():
+            return None
+        return Round(newest.audit_id, newest.started_at, {row.key: row.part for row in past if row.audit_id == newest.audit_id})
+
+    async def _judge_all(
+        self, current: Round, request: StartAudit, recorded: _Recorded, level: AuditLevel, progress: ProgressSink | None
+    ) -> None:
+        """One mirror after the other: there are two workers, and one is left to whoever wants a checkout."""
+        heal = self._settings().audit.heal if request.heal is None else request.heal
+        for name in list(current.left.values()):
+            if progress:
+                progress(Progress(done=len(current.parts), total=len(recorded), unit="mirrors", note=str(name)))
+            try:
+                part = await self._judge.judge(
+                    name, recorded[name], level, heal=heal, persons=not request.dataset, progress=progress
+                )
+            except StoppingError:
+                raise
+            except (MirrordError, OSError) as error:
+                reason = error.message if isinstance(error, MirrordError) else str(error)
+                log.warning("audit.failed", mirror=str(name), detail=reason)
+                current.failures.append(unjudged(name, reason))
+                continue
+            current.parts[name.key] = part
+            del current.left[name.key]
+            # a quick one has nothing to go on with
+            if _is_of_everything(request) and level is not AuditLevel.QUICK:
+                row = JudgementRow(name.key, level, current.id, current.started_at, utc_now(), part)
+                await self._catalog.put_judgement(row)
+
+    async def _put_on_record(self, audit: Audit) -> None:
+        await self._catalog.put_audit(audit)
+        self._events.publish(
+            "audit.finished",
+            audit=audit.id,
+            level=str(audit.level),
+            counts={str(state): count for state, count in audit.counts.items()},
+            affected_count=len(audit.affected),
+            left_count=len(audit.left),
+            healed=audit.healed,
+            duration_s=(audit.finished_at - audit.started_at).total_seconds(),
+        )
+
+
+def _is_of_everything(request: StartAudit) -> bool:
+    return not request.mirrors and not request.dataset
+
+
+def _in_order(recorded: _Recorded, past: Sequence[JudgementRow]) -> list[MirrorName]:
+    """Mirrors that were never judged first, then those judged longest ago."""
+    position = {row.key: number for number, row in enumerate(past)}
+    return sorted(recorded, key=lambda name: (position.get(name.key, -1), name.key))
 
 
 def _new_id() -> str:

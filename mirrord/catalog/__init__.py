@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .catalog import Catalog
 from .datasets import EVERY
-from .rows import DatasetHead, InstanceRow, MirrorRow, PinRow, RecordedRow
+from .rows import DatasetHead, InstanceRow, JudgementRow, MirrorRow, PinRow, RecordedRow
 from .spool import spooled
 
-__all__ = ["EVERY", "Catalog", "DatasetHead", "InstanceRow", "MirrorRow", "PinRow", "RecordedRow", "spooled"]
+__all__ = ["EVERY", "Catalog", "DatasetHead", "InstanceRow", "JudgementRow", "MirrorRow", "PinRow", "RecordedRow", "spooled"]

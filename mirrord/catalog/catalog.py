@@ -16,11 +16,11 @@ import anyio
 from sqlalchemy import Connection
 
 from ..git.workers import Workers
-from ..model import CommitId
+from ..model import AuditLevel, CommitId
 from ..protocol import Audit, Dataset, DatasetChange, DatasetSummary
 from . import audits, datasets, mirrors
 from .database import Database
-from .rows import DatasetHead, InstanceRow, MirrorRow, PinRow, RecordedRow
+from .rows import DatasetHead, InstanceRow, JudgementRow, MirrorRow, PinRow, RecordedRow
 from .spool import merge_dataset, replace_dataset, spool_rows
 from .upgrade import migrate, prepare
 
@@ -159,6 +159,13 @@ class Catalog:
     async def list_audits(self, limit: int = 50) -> list[Audit]:
         """The newest first."""
         return await self._read(audits.list_audits, limit)
+
+    async def put_judgement(self, row: JudgementRow) -> None:
+        await self._write(audits.put_judgement, row)
+
+    async def list_judgements(self, level: AuditLevel) -> list[JudgementRow]:
+        """The last judgement of each mirror by an audit of everything at `level`, the oldest first."""
+        return await self._read(audits.list_judgements, level)
 
     # -- how ----------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, Connection, RowMapping, and_, delete, exis
 from ..model import CommitId, MirrorName
 from .database import upsert
 from .rows import MirrorRow, PinRow
-from .schema import datasets, mirrors, pins, recorded
+from .schema import datasets, judgements, mirrors, pins, recorded
 
 _BATCH = 500
 """Rows a statement; SQLite takes 32766 variables."""
@@ -48,7 +48,8 @@ def update_mirror(connection: Connection, key: str, columns: dict[str, Any]) -> 
 
 
 def delete_mirror(connection: Connection, key: str) -> bool:
-    """Delete a mirror and its pins; what datasets record of it stays."""
+    """Delete a mirror, its pins and its judgements; what datasets record of it stays."""
+    connection.execute(delete(judgements).where(judgements.c.mirror_key == key.lower()))
     return connection.execute(delete(mirrors).where(mirrors.c.key == key.lower())).rowcount > 0
 
 

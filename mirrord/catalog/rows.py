@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from ..model import CommitId, CommitRole, DatasetName, Direction, MirrorName
-from ..protocol import RowFault
+from ..model import AuditLevel, CommitId, CommitRole, DatasetName, Direction, MirrorName
+from ..protocol import AuditPart, RowFault
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,18 @@ class RecordedRow:
     role: CommitRole
     instance: str
     dataset: str
+
+
+@dataclass(frozen=True, slots=True)
+class JudgementRow:
+    """What the last audit of everything at one level said of one mirror; the audit itself may not have ended yet."""
+
+    key: str
+    level: AuditLevel
+    audit_id: str
+    started_at: datetime
+    judged_at: datetime
+    part: AuditPart
 
 
 @dataclass(frozen=True, slots=True)

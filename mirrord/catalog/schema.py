@@ -28,7 +28,7 @@ from sqlalchemy import (
     TypeDecorator,
 )
 
-HEAD = "0001"
+HEAD = "0002"
 """The newest migration."""
 
 
@@ -134,4 +134,15 @@ audits = Table(
     Column("finished_at", UtcTime, nullable=False),
     Column("document", JSON, nullable=False),
     Index("audits_by_time", "finished_at"),
+)
+
+judgements = Table(
+    "judgements",
+    metadata,
+    Column("mirror_key", Text, primary_key=True),
+    Column("level", String(16), primary_key=True),
+    Column("audit_id", Text, nullable=False),
+    Column("started_at", UtcTime, nullable=False),
+    Column("judged_at", UtcTime, nullable=False),
+    Column("document", JSON, nullable=False),
 )

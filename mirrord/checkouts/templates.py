@@ -31,6 +31,7 @@ from .bounds import Bounds
 from .gitdir import Gitdir
 from .gitdirs import Gitdirs
 from .layer import Layer, files_path, write_record
+from .scrub import Scrub
 from .shelf import Owner, Shelf
 from .shelves import Shelves, remove
 
@@ -77,6 +78,7 @@ class Templates:
         self._events = events
         self._shelves = Shelves(state_dir / "templates", workers)
         self._bounds = Bounds(settings=settings, shelves=self._shelves, gitdirs=gitdirs, events=events)
+        self._scrub = Scrub(shelves=self._shelves, gitdirs=gitdirs, workers=workers, events=events)
         self._found: dict[_Key, Template] = {}
         self._flights: dict[_Key, asyncio.Task[Template]] = {}
 
@@ -142,18 +144,13 @@ class Templates:
         return await self._bounds.evict()
 
     async def scrub(self) -> int:
-        """Prove every layer again by content, and take the damaged ones out of use; answers how many were."""
-        damaged = 0
-        for shelf in self._shelves.all():
-            for tree in list(shelf.layers):
-                if tree not in shelf.layers or await self._shelves.is_sound(shelf, tree):
-                    continue
-                damaged += 1
-                self._events.publish("template.damaged", mirror=shelf.directory.name, tree=tree)
-                async with self._shelves.lock(shelf):
-                    await self._shelves.retire(shelf, tree)
-        await self._shelves.sweep()
-        return damaged
+        """Prove everything again by content, and take what is damaged out of use; answers how much was."""
+        names = [MirrorName.parse(shelf.directory.name) for shelf in self._shelves.all()]
+        return sum([len(await self.scrub_mirror(name)) for name in names])
+
+    async def scrub_mirror(self, name: MirrorName) -> dict[str, str]:
+        """The same of one mirror; answers what was damaged, with what becomes of it."""
+        return await self._scrub.perform(name)
 
     async def forget(self, name: MirrorName) -> None:
         """Remove all templates of a mirror that was removed; raises CheckoutBusyError while a checkout holds one."""

@@ -5,7 +5,7 @@ Intervals come from the settings in force each time the table is read; an interv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 from functools import partial
 
@@ -49,6 +49,7 @@ class Jobs:
         work: Work,
         heals: Heals,
         prewarm: Prewarm,
+        find_unfinished: Callable[[AuditLevel], Awaitable[datetime | None]],
         watches: list[Watch],
     ) -> None:
         self._settings = settings
@@ -60,6 +61,7 @@ class Jobs:
         self._work = work
         self._heals = heals
         self._prewarm = prewarm
+        self._find_unfinished = find_unfinished
         self._watches = watches
 
     async def table(self) -> list[Job]:
@@ -73,23 +75,24 @@ class Jobs:
         )
 
     async def _audits(self) -> list[Job]:
-        """Counted from the last audit of everything, of that level, whoever asked for it; the first one an interval after the
-        start.
+        """Counted from the last whole audit of everything, of that level, whoever asked for it; the first one an interval after
+        the start. One that was interrupted goes on soon.
         """
         settings = self._settings().audit
         names = {str(row.name) for row in await self._catalog.list_mirrors()}
-        past = [audit for audit in await self._catalog.list_audits() if names <= set(audit.mirrors)]
+        past = [audit for audit in await self._catalog.list_audits() if names <= set(audit.mirrors) and not audit.left]
         content = (audit for audit in past if audit.level is AuditLevel.CONTENT)
         last, last_content = next(iter(past), None), next(content, None)
         return [
-            Job("audit", settings.interval, self._audit, since=last.finished_at if last else self._started_at),
-            Job(
-                "audit.content",
-                settings.content_interval,
-                partial(self._audit, AuditLevel.CONTENT),
-                since=last_content.finished_at if last_content else self._started_at,
-            ),
+            await self._auditing("audit", settings.interval, settings.level, last),
+            await self._auditing("audit.content", settings.content_interval, AuditLevel.CONTENT, last_content),
         ]
+
+    async def _auditing(self, name: str, interval: timedelta, level: AuditLevel, last: Audit | None) -> Job:
+        begun = await self._find_unfinished(level)
+        since = last.finished_at if last else self._started_at
+        run = self._audit if name == "audit" else partial(self._audit, level)
+        return Job(name, interval, run, since=begun - interval if begun else since)
 
     def _maintenance(self) -> Job:
         interval = self._settings().maintenance.interval
@@ -130,7 +133,7 @@ class Jobs:
             raise failure
 
     async def _audit(self, level: AuditLevel | None = None) -> None:
-        await self._finish(await self._work.audit(StartAudit(level=level)))
+        await self._finish(await self._work.audit(StartAudit(level=level), resume=True))
 
     async def _retry_heals(self) -> None:
         """What nobody had the last time, for the mirrors whose time has come."""

@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 from pydantic_core import to_jsonable_python
 
-from ..audit import Audits
+from ..audit.service import Audits
 from ..checkouts.gitdirs import Gitdirs
 from ..checkouts.templates import Templates
 from ..datasets.service import Datasets
@@ -127,14 +127,14 @@ class Work:
 
     # -- audits -------------------------------------------------------------------------------------------------------
 
-    async def audit(self, request: StartAudit, *, kind: str = "audit", owner_uid: int = 0) -> Operation:
-        """Raises MirrorNotFoundError and DatasetNotFoundError before anything starts."""
+    async def audit(self, request: StartAudit, *, kind: str = "audit", resume: bool = False, owner_uid: int = 0) -> Operation:
+        """With `resume`, go on with an interrupted one. Raises MirrorNotFoundError and DatasetNotFoundError before it starts."""
         names = [(await self._mirrors.get(text)).name for text in request.mirrors]
         if request.dataset:
             await self._datasets.get(request.dataset)
 
         async def run(progress: ProgressSink) -> dict[str, Any]:
-            return _plain(await self._audits.run(request, progress))
+            return _plain(await self._audits.run(request, progress, resume=resume))
 
         subject = ", ".join(map(str, names)) or request.dataset or "everything recorded"
         return self._operations.start(kind, subject, run, owner_uid=owner_uid)

@@ -108,6 +108,9 @@ def child_environment(*, home: Path, remote: Remote | None = None, extra: Mappin
         "GIT_SSH_COMMAND": "ssh -oBatchMode=yes -oConnectTimeout=30",
         "GIT_ALLOW_PROTOCOL": ":".join(ALLOWED_PROTOCOLS),
         "GIT_NO_REPLACE_OBJECTS": "1",
+        # a repository's own grafts and shallow file would cut history short; an empty name is git's own way to say "none"
+        "GIT_GRAFT_FILE": "/nonexistent",
+        "GIT_SHALLOW_FILE": "",
         "GIT_NO_LAZY_FETCH": "1",
         "GIT_OPTIONAL_LOCKS": "0",
         "GIT_ADVICE": "0",

@@ -15,6 +15,7 @@ from pathlib import Path
 from ..errors import ResourceError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_YIELDING = 15
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -45,6 +46,15 @@ def die_with_parent(parent_pid: int) -> None:
         raise ResourceError(f"cannot tie a worker to its parent: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent_pid:  # it ended before the call above
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lower_priority() -> None:
+    """Have this thread, and the processes it starts, yield to all others: Linux keeps a nice value for each thread.
+
+    Where the kernel schedules a disk by priority, 15 is also the last of its best-effort class (ionice(1)). There is no way back
+    for whoever is not root: call it in a thread that ends.
+    """
+    os.setpriority(os.PRIO_PROCESS, 0, _YIELDING)
 
 
 def resident_bytes() -> int:

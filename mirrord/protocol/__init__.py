@@ -5,7 +5,7 @@ Times are aware UTC, durations are seconds, sizes are bytes. Others import from 
 
 from __future__ import annotations
 
-from .audits import Audit, AuditSummary, Finding, Repair, StartAudit, StartHeal
+from .audits import Audit, AuditPart, AuditSummary, Finding, Repair, StartAudit, StartHeal
 from .checkouts import (
     Checkout,
     Proof,
@@ -40,6 +40,7 @@ __all__ = [
     "AddPin",
     "Answer",
     "Audit",
+    "AuditPart",
     "AuditSummary",
     "BundleFile",
     "Checkout",

@@ -53,15 +53,29 @@ class Repair(Answer):
     error: str | None = None
 
 
+class AuditPart(Answer):
+    """One mirror in an audit."""
+
+    mirror: str
+    counts: dict[CommitState, int]
+    reach: dict[Reach, int] = {}
+    findings: list[Finding]
+    affected: list[str] = []
+    healed: int = 0
+    repair: Repair | None = None
+
+
 class Audit(Answer):
     """`counts` and `reach` count recorded commits; `affected` are the instances that cannot be served.
 
-    `healed` counts the commits that were not in order before, and are now.
+    `healed` counts the commits that were not in order before, and are now. `left` are mirrors it did not come to, because it was
+    interrupted, or could not judge; nothing else in it speaks of them.
     """
 
     id: str
     level: AuditLevel
     mirrors: list[str]
+    left: list[str] = []
     dataset: str | None = None
     started_at: datetime
     finished_at: datetime
@@ -80,3 +94,4 @@ class AuditSummary(Answer):
     counts: dict[CommitState, int]
     affected_count: int
     finding_count: int
+    left_count: int = 0

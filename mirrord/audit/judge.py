@@ -1,0 +1,104 @@
+"""One mirror in an audit: looked at in a worker, healed where asked, looked at again before it is said to be in order.
+
+Reads only, but for what it hands to the repairer and the scrubber it was given. Remembers what kept the recorded commits of each
+mirror alive, for as long as its refs stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from datetime import timedelta
+from functools import partial
+
+from ..catalog.catalog import Catalog
+from ..catalog.rows import RecordedRow
+from ..git.workers import Workers
+from ..jobs.events import Events
+from ..mirrors.pins import PERSON
+from ..mirrors.service import Mirrors
+from ..model import AuditLevel, CommitId, CommitState, MirrorName, Reach
+from ..protocol import AuditPart, Progress, Repair
+from .closures import Verdict
+from .examine import Examined, examine
+from .reach import Reached
+from .report import Judged, is_sound, part_of
+
+_TIMEOUT = timedelta(hours=12)
+
+ProgressSink = Callable[[Progress], None]
+Repairer = Callable[[Judged, ProgressSink | None], Awaitable[Repair]]
+Scrubber = Callable[[MirrorName], Awaitable[Mapping[str, str]]]
+
+
+class Judge:
+    """`scrub` proves what checkouts of a mirror are made from; it answers what was damaged, with what becomes of it."""
+
+    def __init__(
+        self,
+        *,
+        mirrors: Mirrors,
+        catalog: Catalog,
+        workers: Workers,
+        events: Events,
+        repair: Repairer | None = None,
+        scrub: Scrubber | None = None,
+    ) -> None:
+        self._mirrors = mirrors
+        self._catalog = catalog
+        self._workers = workers
+        self._events = events
+        self._repair = repair
+        self._scrub = scrub
+        self._reached: dict[str, Reached] = {}
+
+    async def judge(
+        self,
+        name: MirrorName,
+        rows: Collection[RecordedRow],
+        level: AuditLevel,
+        *,
+        heal: bool,
+        persons: bool,
+        progress: ProgressSink | None,
+    ) -> AuditPart:
+        """The rows' commits, those that persons pinned where asked, and the mirror itself."""
+        look = partial(self._examine, name, rows, persons)
+        judged = await self._judged(Judged(name, rows, await look(level)), look, level, self._repair if heal else None, progress)
+        stores = await self._scrub(name) if self._scrub and level is AuditLevel.CONTENT else {}
+        return part_of(judged, stores)
+
+    async def _judged(
+        self,
+        first: Judged,
+        examine_at: Callable[[AuditLevel], Awaitable[Examined]],
+        level: AuditLevel,
+        repair: Repairer | None,
+        progress: ProgressSink | None,
+    ) -> Judged:
+        if repair is None or is_sound(first):
+            return first
+        repaired = await repair(first, progress)
+        again = await examine_at(max(level, AuditLevel.CLOSURE, key=list(AuditLevel).index))
+        bad = [oid for oid, verdict in first.examined.verdicts.items() if verdict.state is not CommitState.OK]
+        healed = {oid for oid in bad if oid in again.verdicts and again.verdicts[oid].state is CommitState.OK}
+        judged = Judged(first.name, first.rows, again, healed=len(healed), repair=repaired)
+        if is_sound(judged):
+            self._events.publish("mirror.healed", mirror=str(first.name), commits=len(healed), of=len(bad))
+        return judged
+
+    async def _examine(self, name: MirrorName, rows: Collection[RecordedRow], persons: bool, level: AuditLevel) -> Examined:
+        path = self._mirrors.path(name)
+        pins = [pin for pin in await self._catalog.list_pins(name.key) if pin.owner.startswith(PERSON)]
+        commits = sorted({row.commit for row in rows} | {pin.commit for pin in pins if persons})
+        if not path.exists():
+            return _not_mirrored(name, commits)
+        owned = [f"{pin.owner}/{pin.commit}" for pin in pins]
+        known = self._reached.get(name.key)
+        examined = await self._workers.call(examine, path, commits, level, owned, known, timeout=_TIMEOUT)
+        self._reached[name.key] = examined.reached
+        return examined
+
+
+def _not_mirrored(name: MirrorName, commits: Collection[CommitId]) -> Examined:
+    absent = Verdict(CommitState.NOT_MIRRORED, detail=f"there is no mirror {name}, or it was never synced")
+    return Examined(dict.fromkeys(commits, absent), Reached("", dict.fromkeys(commits, Reach.NOTHING)))

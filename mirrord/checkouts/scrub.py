@@ -1,0 +1,102 @@
+"""Proving again, by content, what checkouts of one mirror are made from: layers, and the packs of sealed stores.
+
+What is damaged goes out of use, so that the next checkout builds it again; what a checkout holds stays until it lets go. Never
+touches a mirror or a checkout.
+"""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import anyio.to_thread
+
+from ..git.packs import pack_is_whole
+from ..git.workers import Workers
+from ..host.processes import lower_priority
+from ..jobs.events import Events
+from ..model import CommitId, History, MirrorName
+from .gitdirs import Gitdirs
+from .shelf import Shelf
+from .shelves import Shelves
+
+_TIMEOUT = timedelta(hours=1)
+_REBUILT = "it is out of use, and the next checkout builds it again"
+_HELD = "a checkout holds it: release that, and scrub again"
+
+
+class Scrub:
+    """Looks at one shelf after the other."""
+
+    def __init__(self, *, shelves: Shelves, gitdirs: Gitdirs, workers: Workers, events: Events) -> None:
+        self._shelves = shelves
+        self._gitdirs = gitdirs
+        self._workers = workers
+        self._events = events
+
+    async def perform(self, name: MirrorName) -> dict[str, str]:
+        """What was damaged, with what became of it."""
+        shelf = self._shelves.get(name)
+        found = await self._layers(shelf) | await self._packs(name, shelf)
+        await self._shelves.sweep()
+        return found
+
+    async def _layers(self, shelf: Shelf) -> dict[str, str]:
+        found = {}
+        for tree in list(shelf.layers):
+            if tree not in shelf.layers or await self._shelves.is_sound(shelf, tree):
+                continue
+            self._events.publish("template.damaged", mirror=shelf.directory.name, tree=tree)
+            async with self._shelves.lock(shelf):
+                await self._shelves.retire(shelf, tree)
+            found[f"template {tree}"] = f"its files are not what they were; {_REBUILT}"
+        return found
+
+    async def _packs(self, name: MirrorName, shelf: Shelf) -> dict[str, str]:
+        found = {}
+        for path in await self._workers.call(find_bad_packs, shelf.directory, timeout=_TIMEOUT):
+            self._events.publish("closure.damaged", mirror=str(name), pack=path.name)
+            is_gone = await self._drop(name, path.relative_to(shelf.directory).parts)
+            found[f"closure pack {path.name}"] = f"its bytes are not what they were; {_REBUILT if is_gone else _HELD}"
+        return found
+
+    async def _drop(self, name: MirrorName, parts: tuple[str, ...]) -> bool:
+        """Take the directory out of use that has a bad pack: a layer of closures, or the sealed store of one commit."""
+        shelf = self._shelves.get(name)
+        place = shelf.directory / parts[0] / parts[1]
+        if place in self._shelves.holds:
+            return False
+        if parts[0] == "gits":
+            history, _, commit = parts[1].partition("-")
+            if gitdir := self._gitdirs.find(name, CommitId(commit), History(history)):
+                await self._gitdirs.drop(gitdir)
+        else:
+            await anyio.to_thread.run_sync(shutil.rmtree, place)
+        return True
+
+
+def find_bad_packs(directory: Path) -> list[Path]:
+    """Packs and indexes of one mirror's sealed stores whose bytes have another checksum than they end with. Runs in a worker.
+
+    A file of many links is read once, and named where each lies.
+    """
+    with ThreadPoolExecutor(1, initializer=lower_priority) as thread:
+        return thread.submit(_find_bad_packs, directory).result()
+
+
+def _find_bad_packs(directory: Path) -> list[Path]:
+    sound: dict[int, bool] = {}
+    bad = []
+    for pattern in ("packs/*/pack-*", "gits/*/.git/objects/pack/pack-*"):
+        for file in sorted(directory.glob(pattern)):
+            try:
+                inode = file.stat().st_ino
+                if inode not in sound:
+                    sound[inode] = pack_is_whole(file)
+            except FileNotFoundError:
+                continue
+            if not sound[inode]:
+                bad.append(file)
+    return bad
