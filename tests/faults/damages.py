@@ -29,7 +29,7 @@ from .plan import Part, Plan, told
 from .report import Row
 
 ROUNDS, _PARTS = 1000, 8
-_OPERATION = "heal"
+_FAULT = "damage"
 
 
 def parts() -> list[Part]:
@@ -59,7 +59,7 @@ def rounds(seed: int, numbers: Collection[int]) -> Iterator[Row]:
                     injury, donors = some_injury(chance), some_donors(chance)
                     trial = Trial(patient, injury, donors)
                     place = ", ".join(donors) or "nobody"
-                    yield told(injury.name, _OPERATION, place, lambda trial=trial, chance=chance: portal.call(trial.run, chance))  # type: ignore[misc]
+                    yield told(_FAULT, injury.name, place, lambda trial=trial, chance=chance: portal.call(trial.run, chance))  # type: ignore[misc]
             finally:
                 portal.call(patient.close)
     finally:
@@ -89,7 +89,7 @@ class Trial:
                 assert not self._judge(await self._heal(), ALL_DONORS), "all donors together do not heal it"
             self._nothing_thrown_away(before)
             did = "nobody had it: named with the instances it affects, left as it was, repaired when a donor came"
-        return Row(self.injury.name, _OPERATION, ", ".join(self.donors) or "nobody", did)
+        return Row(_FAULT, self.injury.name, ", ".join(self.donors) or "nobody", did)
 
     async def _heal(self) -> Audit:
         request = StartAudit(mirrors=[self.patient.name.repo], heal=True, level=AuditLevel.CONTENT)

@@ -31,6 +31,8 @@ its owner's work, the audit is clean, and the same operation works again. The st
   run, chosen by the seed. A read error of a file is also tried on a disk that lost its end.
 - **power cut** ends an ext4 at once, without its journal being flushed; it is mounted again from what had reached the disk, with
   another boot id. Leases of the last seconds may be gone after one.
+- **damage** to one thing in a mirror, and which donors are there to heal it, are chosen by the seed; "where" names the donors,
+  the operation is what was damaged. The objects, refs and evidence are judged against what was written down before.
 - What a device-mapper would add (single blocks that cannot be written) is not tried: not every kernel has one.
 
 ## How often
