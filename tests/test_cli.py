@@ -300,6 +300,26 @@ def test_a_checkout_may_be_named_by_a_path_inside_it(path: Path, monkeypatch: py
         assert run(["release", "..", str(tree.parent), "--socket", str(path)]) == 4
 
 
+def test_whoever_stood_in_the_tree_before_a_reset_stands_in_the_one_after(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The shell still knows where that is; Linux says that there is no such directory any more."""
+    tree = tmp_path / LEASE["id"] / "tree"
+    tree.mkdir(parents=True)
+    monkeypatch.chdir(tree)
+    monkeypatch.setenv("PWD", str(tree))
+    tree.rmdir()
+    tree.mkdir()
+    identity = f"/v1/checkouts/{LEASE['id']}"
+    routes: Any = {
+        ("GET", identity): lambda h: h.answer({**LEASE, "path": str(tree)}),
+        ("DELETE", identity): lambda h: h.answer(b"", 204),
+    }
+    with serving(path, routes) as server:
+        assert run(["release", ".", "--socket", str(path)]) == 0
+    assert [request.path for request in server.seen] == [identity, identity]
+
+
 def test_release_goes_on_behind_one_that_fails(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And ends with the first failure's status."""
     with serving(path, CHECKOUT_ROUTES) as server:

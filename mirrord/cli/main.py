@@ -7,6 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 import typer
 from typer.exceptions import TyperException
@@ -26,6 +27,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def run(args: Sequence[str] | None = None) -> int:
     """Run one verb; answers its exit status."""
     session = Session()
+    _stand_where_the_shell_is()
     try:
         status = build().main(args, prog_name="mirrord", standalone_mode=False, obj=session)
         sys.stdout.flush()
@@ -42,6 +44,15 @@ def run(args: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001
         return _bug(session, error)
     return status if isinstance(status, int) else 0
+
+
+def _stand_where_the_shell_is() -> None:
+    """A reset puts another directory in the place of a checkout's tree: whoever stood in it stands in none, until `cd .`."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        with suppress(OSError):
+            os.chdir(os.environ.get("PWD", "/"))
 
 
 def _misused(error: TyperException) -> int:
