@@ -18,7 +18,7 @@ from daemons import Daemon, daemon
 from gitrepos import Upstream
 
 _ROUNDS = 5
-_CALLS = "mkdir,mkdirat,mount,umount2,rmdir,unlink,unlinkat,rename,renameat,renameat2,openat,fsync,fdatasync,sync,syncfs"
+_CALLS = "mkdir,mkdirat,mount,umount2,rmdir,unlink,unlinkat,rename,renameat,renameat2,openat,write,fsync,fdatasync,sync,syncfs"
 _LINE = re.compile(r"(?P<thread>\d+) +(?P<name>\w+)\((?P<arguments>.*)")
 
 pytestmark = [
@@ -32,9 +32,14 @@ class Trace:
 
     def __init__(self, text: str, running: Daemon) -> None:
         found = [match for line in text.splitlines() if (match := _LINE.match(line))]
-        ours = [each for each in found if str(running.state_dir) in each["arguments"] or "sync" in each["name"]]
+        ours = [each for each in found if _is_ours(each, running)]
         self.all = Counter(map(_kind, ours))
         self.loop = Counter(_kind(each) for each in ours if each["thread"] == str(running.pid))
+        self.answers = [each["arguments"] for each in found if each["name"] == "write" and "HTTP/1.1 " in each["arguments"]]
+
+
+def _is_ours(call: re.Match[str], running: Daemon) -> bool:
+    return call["name"] != "write" and (str(running.state_dir) in call["arguments"] or "sync" in call["name"])
 
 
 def _kind(call: re.Match[str]) -> str:
@@ -96,6 +101,7 @@ def test_a_warm_checkout_is_five_mkdirs_a_mount_and_one_small_file(running: Daem
             release(running, checkout(running)["id"])
     (trace,) = found
     assert trace.loop == {"mkdir": 5 * _ROUNDS, "mount": _ROUNDS, "write": _ROUNDS, "rename": _ROUNDS}
+    assert sum("HTTP/1.1 201" in answer and "expires_at" in answer for answer in trace.answers) == _ROUNDS, "head and body part"
     assert trace.all["rmdir"] <= 9 * _ROUNDS
     assert trace.all["unlink"] == 2 * _ROUNDS
 

@@ -12,11 +12,13 @@ import asyncio
 import json
 import socket
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import structlog
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from ..errors import InvalidRequestError, MirrordError
@@ -139,6 +141,11 @@ class Protocol(HttpToolsProtocol):
                 del users[self._peer.uid]
         super().connection_lost(exc)
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        answer = _Answer(cycle.transport, cycle.on_response)
+        cycle.transport, cycle.on_response = answer, answer.complete  # type: ignore[assignment]
+        super()._start_asgi_task(cycle, app)
+
     # -- the head of a request ----------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
@@ -224,3 +231,35 @@ class Protocol(HttpToolsProtocol):
         if self._reader_timer is not None:
             self._reader_timer.cancel()
             self._reader_timer = None
+
+
+class _Answer:
+    """The transport as one answer sees it: the head waits for the first of the body, and both leave in one write."""
+
+    def __init__(self, transport: asyncio.Transport, on_complete: Callable[[], None]) -> None:
+        self._transport = transport
+        self._on_complete = on_complete
+        self._head = b""
+        self._has_begun = False
+        self.is_closing = transport.is_closing
+
+    def write(self, data: bytes) -> None:
+        if self._has_begun:
+            self._transport.write(self._head + data)
+            self._head = b""
+        elif data.startswith(b"HTTP/1.1 100 "):  # the client waits for it
+            self._transport.write(data)
+        else:
+            self._has_begun, self._head = True, data
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def complete(self) -> None:
+        self._flush()
+        self._on_complete()
+
+    def _flush(self) -> None:
+        if self._head:
+            self.write(b"")

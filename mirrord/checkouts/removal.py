@@ -18,7 +18,7 @@ from ..errors import MirrordError
 from .backend import CheckoutBackend
 from .leases import Lease
 
-_AT_A_TIME = 4
+_AT_A_TIME = 8
 _BACKLOG = 64
 _TRIES = 3
 _PAUSE_S = 0.5

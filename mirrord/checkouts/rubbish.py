@@ -23,7 +23,7 @@ from ..errors import MirrordError, ResourceError
 from ..git.workers import Workers
 from .calls import discard_all
 
-_THREADS = 4
+_THREADS = 8
 _BATCH = 64
 _BACKLOG = 256
 _TIMEOUT = timedelta(minutes=10)
