@@ -24,6 +24,7 @@ from ..git.workers import Workers
 from .calls import discard_all
 
 _THREADS = 8
+_PAUSE_S = 0.05
 _BATCH = 64
 _BACKLOG = 256
 _TIMEOUT = timedelta(minutes=10)
@@ -43,7 +44,7 @@ class Rubbish:
         self._sweeper: asyncio.Task[None] | None = None
 
     def add(self, layer: Path) -> None:
-        """Remove a layer soon; one that is not there is fine."""
+        """Remove a layer soon; one that is not there is fine. Whoever resets is answered first: it may take as long."""
         task = asyncio.get_running_loop().create_task(self._remove_layer(layer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -75,6 +76,7 @@ class Rubbish:
         self._threads.shutdown(wait=False)
 
     async def _remove_layer(self, layer: Path) -> None:
+        await asyncio.sleep(_PAUSE_S)
         if not await self._in_thread(remove_unwritten, layer):
             self._enqueue(layer)
 

@@ -14,8 +14,9 @@ import os
 import queue
 import re
 import threading
+import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from ..errors import BackendUnavailableError, DiskFullError, MirrordError, ResourceError
 from .files import opened
@@ -35,6 +36,7 @@ _OPTIONS_MAX = 4095  # mount(2) takes one page
 _SPECIAL = re.compile(r"[,:\\]")
 _STACKED_MAX = 8
 _TEARDOWNS_MAX = 64
+_TEARDOWN_PAUSE_S = 0.01
 
 # redirect_dir: rename(2) of a directory below must not give EXDEV, which git mv does not survive. volatile: an unmount would else
 # flush the whole file system. The rest would make files mean something only together with one mount.
@@ -141,7 +143,10 @@ def is_private_namespace() -> bool:
 
 
 class _Teardown:
-    """Closes descriptors in a thread of its own, started when first needed; in the caller's when that falls behind."""
+    """Closes descriptors in a thread of its own, started when first needed; in the caller's when that falls behind.
+
+    It begins a moment later: whoever resets is answered first, and on few processors the two would share one.
+    """
 
     def __init__(self) -> None:
         self._waiting: queue.Queue[int] = queue.Queue(_TEARDOWNS_MAX)
@@ -158,7 +163,12 @@ class _Teardown:
 
     def _run(self) -> None:
         while True:
-            os.close(self._waiting.get())
+            first = self._waiting.get()
+            time.sleep(_TEARDOWN_PAUSE_S)
+            os.close(first)
+            with suppress(queue.Empty):
+                while True:
+                    os.close(self._waiting.get_nowait())
 
 
 _teardown = _Teardown()
