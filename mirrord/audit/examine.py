@@ -66,7 +66,7 @@ def _examine(
         proving = threads.submit(_PROOFS[level], repository, [*commits, *history])
         answers = ask(repository, _questions(names, commits), blob=record_of(names))
         refs = peel(names.refs, answers.objects)
-        reached = reach_of(repository, names, refs, commits, known)
+        reached = reach_of(repository, names, refs, commits, known, look_for_lost=level is not AuditLevel.QUICK)
         bad_files, damage = looking.result(), Damage()
         proof = proving.result()
         if proof.fsck and (bad_files or not proof.fsck.is_sound):

@@ -18,13 +18,14 @@ from .graph import Graph, ancestors, read_graph
 from .names import Names
 from .past import lost_tips
 
+_WITH_LOST = "with lost refs "
 _PULL_REQUESTS = ("refs/pull/", "refs/merge-requests/", "refs/changes/")
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """`lost` are kept refs that should be there. `key` stands for what was asked; it is empty where the answer must not be used
-    again.
+    """`lost` are kept refs that should be there, where they were looked for. `key` stands for what was asked; it is empty where
+    the answer must not be used again.
     """
 
     key: str
@@ -33,16 +34,25 @@ class Reached:
 
 
 def reach_of(
-    git_dir: Path, names: Names, refs: Mapping[str, str], commits: Collection[CommitId], known: Reached | None = None
+    git_dir: Path,
+    names: Names,
+    refs: Mapping[str, str],
+    commits: Collection[CommitId],
+    known: Reached | None = None,
+    *,
+    look_for_lost: bool = True,
 ) -> Reached:
     """The best thing that keeps each of `commits` alive; `refs` lead to commits. `known` is an answer from before."""
     key = _key(refs, names.head, commits)
-    if known is not None and known.key == key:
+    good_enough = {_WITH_LOST + key} if look_for_lost else {_WITH_LOST + key, key}
+    if known is not None and known.key in good_enough:
         return known
     graph = read_graph(git_dir, set(refs.values()))
-    lost = lost_tips(git_dir, names, graph)
-    is_final = not lost and _is_closed(graph, refs.values())
-    return Reached(key if is_final else "", _classify(graph, refs, names.head, commits), lost)
+    by_commit = _classify(graph, refs, names.head, commits)
+    lost = lost_tips(git_dir, names, graph) if look_for_lost else {}
+    if lost or not _is_closed(graph, refs.values()):
+        return Reached("", by_commit, lost)
+    return Reached(_WITH_LOST + key if look_for_lost else key, by_commit)
 
 
 def _key(refs: Mapping[str, str], head: str | None, commits: Collection[CommitId]) -> str:

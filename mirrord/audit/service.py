@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 
 import anyio
@@ -28,6 +28,7 @@ from ..protocol import Audit, Progress, StartAudit
 from .judge import Judge, ProgressSink, Repairer, Scrubber
 from .report import Round, report, unjudged
 
+_LANES = {AuditLevel.QUICK: 2, AuditLevel.CLOSURE: 1, AuditLevel.CONTENT: 1}
 _Recorded = Mapping[MirrorName, Collection[RecordedRow]]
 
 log = structlog.get_logger()
@@ -125,9 +126,25 @@ class Audits:
     async def _judge_all(
         self, current: Round, request: StartAudit, recorded: _Recorded, level: AuditLevel, progress: ProgressSink | None
     ) -> None:
-        """One mirror after the other: there are two workers, and one is left to whoever wants a checkout."""
+        """One mirror after the other, because one of the two workers is left to whoever wants a checkout; a quick one, which
+        holds a worker for a moment, two at a time.
+        """
         heal = self._settings().audit.heal if request.heal is None else request.heal
-        for name in list(current.left.values()):
+        names = iter(list(current.left.values()))
+        lanes = [self._judge_each(names, current, request, recorded, level, heal, progress) for _ in range(_LANES[level])]
+        await asyncio.gather(*lanes)
+
+    async def _judge_each(
+        self,
+        names: Iterator[MirrorName],
+        current: Round,
+        request: StartAudit,
+        recorded: _Recorded,
+        level: AuditLevel,
+        heal: bool,
+        progress: ProgressSink | None,
+    ) -> None:
+        for name in names:
             if progress:
                 progress(Progress(done=len(current.parts), total=len(recorded), unit="mirrors", note=str(name)))
             try:
