@@ -19,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 from audits import Audited
@@ -254,17 +255,17 @@ class Bench:
     def disk(self, count: int = 300) -> None:
         """Sealed base commits spread over 5,000 commits, oldest first, as they are prepared after an import."""
         line = self.line[:5000]
-        commits = line[:: max(1, len(line) // count)][:count]
+        commits = line[:: max(1, len(line) // count)][:count][::-1]
         floor = self.git.floor_bytes(line[0])
         self.daemon.forget_templates()
-        self._check_out(commits[::-1])
-        self._weigh(f"{len(commits)} sealed base commits", self.daemon.templates_bytes(), floor, "under 2")
-        self.figures.append(
-            Figure("the sealed stores alone", self.daemon.stores_bytes() / floor, "times a full tree and a closure pack")
-        )
+        self._check_out(commits)
+        what = f"{len(commits)} sealed base commits"
+        self._weigh(f"{what}, all warm", self.daemon.templates_bytes(), floor)
+        self._weigh(f"{what}, every version of a file once, and one closure pack", self.git.least_bytes(commits), floor)
+        self._rest(what, commits, floor, "under 2")
 
-    def variants(self, count: int = 1000, of: int = 5000) -> None:
-        """One-file variants of one commit, SWE-smith's shape: `count` are made, `of` extrapolated from what each of them took."""
+    def variants(self, count: int = 5000) -> None:
+        """One-file variants of one commit, SWE-smith's shape."""
         tip = self.line[0]
         floor = self.git.floor_bytes(tip)
         commits = self.git.write_variants(self.daemon.mirror, tip, count)
@@ -272,9 +273,21 @@ class Bench:
         self._check_out([tip])
         alone = self.daemon.templates_bytes()
         self._check_out(commits)
-        each = (self.daemon.templates_bytes() - alone) / count
-        self.figures.append(Figure("disk of each one-file variant", each / 1024, "KiB"))
-        self._weigh(f"{of:,} one-file variants", alone + each * of, floor, "under 1.5")
+        warm = self.daemon.templates_bytes()
+        what = f"{count:,} one-file variants"
+        self.figures.append(Figure("disk of each one-file variant that is warm", (warm - alone) / count / 1024, "KiB"))
+        self._weigh(f"{what}, all warm", warm, floor)
+        self._rest(what, commits, floor, "under 1.5")
+
+    def _rest(self, what: str, commits: list[str], floor: int, goal: str) -> None:
+        """What stays on disk of templates that nobody asks for any more, and what it costs to ask again."""
+        dropped = self.daemon.rest()
+        self._weigh(f"{what}, a day after the last was asked for", self.daemon.templates_bytes(), floor, goal)
+        self.figures.append(Figure("of them still warm then", len(commits) - min(dropped, len(commits)), "commits"))
+        self._check_out(commits[-1:])
+        some = commits[:: max(1, len(commits) // 10)][:10]
+        again = [_timed(partial(self._check_out, [commit])) for commit in some]
+        self.figures.append(Figure("first checkout of one that had gone", statistics.median(again) * 1000, "ms"))
 
     def audit(self) -> None:
         audited = Audited(self.daemon, self.git, self.line)
@@ -298,7 +311,7 @@ class Bench:
             for commit in commits:
                 client.checkout(mirror=MIRROR, commit=commit).release()
 
-    def _weigh(self, what: str, ours: float, floor: int, goal: str) -> None:
+    def _weigh(self, what: str, ours: float, floor: int, goal: str = "") -> None:
         self.figures.append(Figure(f"disk of {what}", ours / floor, "times a full tree and a closure pack", goal))
 
     def _backends(self) -> Iterator[Backend]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -14,7 +16,13 @@ from pathlib import Path
 from rivals import disk_bytes
 
 from mirrord import Client
+from mirrord.checkouts.gitdirs import Gitdirs
+from mirrord.checkouts.templates import Templates
+from mirrord.config import Settings
 from mirrord.errors import MirrordError
+from mirrord.git.command import Git
+from mirrord.git.workers import Workers
+from mirrord.jobs.events import Events
 
 REPO = "bench/repo"
 MIRROR = "bench__repo"
@@ -63,6 +71,16 @@ class Daemon:
         shutil.rmtree(self.state / "templates")
         self.start()
 
+    def rest(self) -> int:
+        """As after two days in which nobody asked for anything; answers how many templates the daemon dropped."""
+        self.stop()
+        long_ago = time.time() - timedelta(days=2).total_seconds()
+        for record in (self.state / "templates").glob("*/gits/*.json"):
+            os.utime(record, (long_ago, long_ago))
+        evicted = asyncio.run(_evict(self.state))
+        self.start()
+        return evicted
+
     def memory(self) -> dict[str, float]:
         """MiB of the daemon and everything below it: resident, and proportional (pages shared are counted once)."""
         family = _family(self.process.pid)
@@ -85,10 +103,18 @@ class Daemon:
     def templates_bytes(self) -> int:
         return disk_bytes(self.state / "templates")
 
-    def stores_bytes(self) -> int:
-        """The sealed `.git` directories and their packs, which are hard links, without the trees."""
-        store = self.state / "templates" / MIRROR
-        return disk_bytes(store / "gits", store / "packs")
+
+async def _evict(state: Path) -> int:
+    """What the daemon does every few minutes."""
+    workers = Workers(size=1)
+    places = {"state_dir": state, "workers": workers, "mirrors_path": lambda name: state / "mirrors" / str(name)}
+    gitdirs = Gitdirs(git=Git(home=state / "home"), **places)
+    templates = Templates(settings=Settings, gitdirs=gitdirs, events=Events(), **places)
+    try:
+        await templates.open()
+        return await templates.evict()
+    finally:
+        await workers.close()
 
 
 def _family(pid: int) -> list[int]:

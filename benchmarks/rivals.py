@@ -65,6 +65,26 @@ class Git:
         self.remove(path)
         return packs + tree
 
+    def least_bytes(self, commits: list[str]) -> int:
+        """The bytes of every version of every file of some commits, each once, and of one closure pack for all of them."""
+        versions: dict[str, int] = {}
+        for commit in commits:
+            for line in git("ls-tree", "-r", "-l", "-z", commit, cwd=self.mirror).split("\0"):
+                mode, _, oid, size = line.partition("\t")[0].split()[:4] if line else ("160000", "", "", "")
+                if mode != "160000":
+                    versions[oid] = int(size)
+        pack = self.area / "least"
+        listed = subprocess.run(
+            ["git", "pack-objects", "-q", "--revs", pack],
+            cwd=self.mirror,
+            env=ENV,
+            input="\n".join(commits).encode(),
+            capture_output=True,
+            check=True,
+        )
+        name = listed.stdout.decode().strip()
+        return sum(versions.values()) + sum((self.area / f"least-{name}.{kind}").stat().st_size for kind in ("pack", "idx"))
+
     def write_variants(self, mirror: Path, commit: str, count: int) -> list[str]:
         """Write `count` children of `commit` into `mirror`, each with a line more in one of its files."""
         listed = git("ls-tree", "-r", "-z", commit, cwd=mirror).split("\0")
