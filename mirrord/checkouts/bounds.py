@@ -111,8 +111,8 @@ class Bounds:
         accounts = []
         for name in self._shelves.names():
             shelf = self._shelves.get(name)
-            stores = await self._gitdirs.stores(name)
-            accounts.append(_Account(name, shelf, {s: max(at, shelf.used_at.get(s.path, 0.0)) for s, at in stores}))
+            stores = {s: max(at, shelf.used_at.get(s.path, 0.0)) for s, at in await self._gitdirs.stores(name)}
+            accounts.append(await anyio.to_thread.run_sync(_Account, name, shelf, stores))
         return accounts
 
     async def _rest(self, account: _Account, unused_since: float) -> None:
@@ -124,6 +124,8 @@ class Bounds:
 
     async def _make_room(self, accounts: list[_Account]) -> None:
         limit = self._settings().checkouts.template_bytes
+        if sum(account.size_bytes for account in accounts) <= limit:
+            return
         used_at = [(at, number, store) for number, each in enumerate(accounts) for store, at in each.stores.items()]
         for _, number, store in sorted(used_at, key=lambda item: item[:2]):
             if sum(account.size_bytes for account in accounts) <= limit:

@@ -141,7 +141,10 @@ class Templates:
 
     async def evict(self) -> int:
         """Drop what is over the bounds, never what a checkout holds; answers how many went."""
-        return await self._bounds.evict()
+        evicted = await self._bounds.evict()
+        if evicted:
+            self._found = {key: template for key, template in self._found.items() if all(map(os.path.isdir, template.layers))}
+        return evicted
 
     async def scrub(self) -> int:
         """Prove everything again by content, and take what is damaged out of use; answers how much was."""
