@@ -169,9 +169,7 @@ def test_damage_is_found_and_built_again(make_upstream: Callable[[str], Upstream
             (delta / "f1").unlink()
         else:
             (delta / "f2").chmod(0o755)
-        if damage == "deleted":
-            assert store.find(second) is None
-        else:
+        if damage != "deleted":  # which `ensure` sees
             assert await store.templates.scrub() >= 1
         assert_equals_commit(await store.ensure(second), tmp_path / "again", tree)
         assert await store.templates.scrub() == 0
