@@ -90,4 +90,4 @@ def test_a_power_cut_loses_no_pin(tmp_path: Path) -> None:
 
 def test_any_damage_is_repaired_with_any_donor_that_can() -> None:
     """One thing in the mirror and what happens to it, and who is there to help, by chance; `make faults` does a thousand."""
-    assert {row.lost for row in rounds(seed=1, numbers=(1, 2, 9, 14, 15, 24))} == {"nothing"}
+    assert {row.lost for row in rounds(seed=1, numbers=(1, 2, 9, 14, 15, 375))} == {"nothing"}

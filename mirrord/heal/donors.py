@@ -58,7 +58,7 @@ class Donors:
         """Every donor, the cheapest first; a bundle of another repository is the last. `tips` are what a whole fetch asks for."""
         names = sorted(self.names, key=lambda name: (name.key != self.row.name.key, name.key))
         packs = [Donor(f"closure packs of {name}", self._packs(self.templates / str(name))) for name in names]
-        others = [Donor(f"mirror {name}", _lying_at(self.mirrors.path(name))) for name in names if name.key != self.row.name.key]
+        others = [Donor(f"mirror {name}", lying_at(self.mirrors.path(name))) for name in names if name.key != self.row.name.key]
         upstreams = self.mirrors.upstreams(self.row)
         by_id = [Donor(f"upstream {upstream.shown}", self._by_id(upstream)) for upstream in upstreams]
         whole = [Donor(f"upstream {upstream.shown}, fetched whole", self._whole(upstream, tips)) for upstream in upstreams]
@@ -127,7 +127,9 @@ class Donors:
             self.refusals[f"upstream {upstream.shown}"] = min(unfetched.values())
 
 
-def _lying_at(path: Path) -> Lend:
+def lying_at(path: Path) -> Lend:
+    """Lend what is there as it is."""
+
     @asynccontextmanager
     async def lend(_missing: Missing) -> AsyncIterator[Path | None]:
         yield path if path.is_dir() else None

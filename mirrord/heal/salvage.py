@@ -12,6 +12,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..audit.content import unreadable
 from ..audit.graph import TIMEOUT
 from ..errors import CorruptObjectError
 from ..git.command import run_git_sync
@@ -43,7 +44,7 @@ def salvage(pack: Path, into: Path) -> Salvage:
         return Salvage(into)
     _copy_with_right_ends(pack, index, into / "objects/pack" / pack.name)
     shutil.copyfile(index.path, into / "objects/pack" / index.path.name)
-    return Salvage(into, frozenset(_named_bad(into)))
+    return Salvage(into, frozenset(unreadable(into, sorted(_named_bad(into)))))
 
 
 def _index_again(pack: Path, into: Path) -> bool:
@@ -71,7 +72,7 @@ def _copy_with_right_ends(pack: Path, index: PackIndex, target: Path) -> None:
 
 
 def _named_bad(repository: Path) -> set[str]:
-    """Every object that fsck complains of: those that are good all the same are found elsewhere."""
+    """Every object that fsck complains of: also where packed bytes changed and still unpack to what they were."""
     done = run_git_sync(
         "fsck", "--full", "--no-dangling", "--no-progress", "--no-reflogs",
         git_dir=repository,

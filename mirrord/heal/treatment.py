@@ -27,7 +27,7 @@ from ..mirrors.repository import HISTORY, Repository
 from ..model import AuditLevel, MirrorName
 from ..protocol import Progress
 from .bundles import BundleFile
-from .donors import Donor, Donors
+from .donors import Donor, Donors, lying_at
 from .implant import Implant, Step
 from .missing import Missing, find_missing
 from .names import RefPlan, plan_refs
@@ -81,6 +81,7 @@ class Treatment:
     step: Step
     progress: ProgressSink | None = None
     outcome: Outcome = field(default_factory=Outcome)
+    _salvaged: list[Donor] = field(default_factory=list)
 
     async def perform(self) -> Outcome:
         """Heal what can be healed."""
@@ -154,19 +155,24 @@ class Treatment:
         ]
 
     async def _salvage(self, bad_files: Collection[BadFile], transplant: Transplant) -> None:
-        """What is intact in damaged packs stays ours, whether anything needs it or not."""
+        """What is intact in damaged packs stays ours, whether anything needs it or not.
+
+        They are donors afterwards: a delta can be read again when another donor has given what it builds on.
+        """
         for number, pack in enumerate(damaged_packs(self.git_dir, bad_files)):
             self._tell(f"salvage {pack.name}")
             try:
                 saved: Salvage = await self.workers.call(salvage, pack, self.work / f"salvage-{number}", timeout=TIMEOUT)
                 await transplant.take_all(f"{SALVAGED}{pack.name}", saved.path, saved.bad)
+                borrow_from(saved.path, self._view)
+                self._salvaged.append(Donor(f"{SALVAGED}{pack.name}", lying_at(saved.path)))
             except _BLAMES_LINKS as error:
                 log.warning("salvage.failed", mirror=str(self.name), pack=pack.name, detail=error.message)
 
     async def _collect(self, tips: Collection[str], transplant: Transplant) -> Missing:
         """Ask donors for what is missing, round after round for as long as it gets less; answers what nobody had."""
         missing = await self._missing(tips)
-        donors = await self.donors.all(tips) if missing else []
+        donors = [*await self.donors.all(tips), *self._salvaged] if missing else []
         while missing:
             left = await self._ask_each(donors, tips, missing, transplant)
             if left.all == missing.all:
