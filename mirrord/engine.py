@@ -133,6 +133,7 @@ class Engine:
             mirrors_path=self.mirrors.path,
             recorded=self._recorded_commits,
         )
+        self._closing.push_async_callback(self.gitdirs.close)
         await self.gitdirs.open()
         self.templates = Templates(
             settings=self.settings,

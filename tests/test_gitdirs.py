@@ -11,9 +11,11 @@ import anyio
 import pytest
 from gitrepos import Upstream, git
 
+from mirrord.checkouts import graphs
 from mirrord.checkouts.gitdirs import Gitdir, Gitdirs
 from mirrord.checkouts.seal import verify_seal
 from mirrord.errors import CommitNotFoundError, InvalidRequestError
+from mirrord.git import commitgraph
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
 from mirrord.model import CommitId, History, MirrorName
@@ -203,6 +205,37 @@ def test_what_a_power_cut_emptied_or_shortened_is_built_again(site: Site, name: 
         git(gitdir.path, "fsck", "--full", "--strict")
 
     site.run(after)
+
+
+def test_a_store_gets_the_commit_graph_of_its_large_packs(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written behind the first store, linked by the next; of the closure only; one that a power cut tore is written again."""
+    monkeypatch.setattr(graphs, "LARGE", 3)
+    built: list[Gitdir] = []
+
+    def graph(gitdir: Gitdir) -> Path:
+        return gitdir.git / "objects/info/commit-graph"
+
+    async def body(gitdirs: Gitdirs) -> None:
+        built.append(await gitdirs.ensure(NAME, site.line[3], History.SEALED))
+        assert not graph(built[0]).exists()
+        with anyio.fail_after(30):
+            while not list(site.root.glob("templates/*/packs/*/commit-graph")):
+                await anyio.sleep(0.02)
+        await gitdirs.drop(built[0])
+        built.append(await gitdirs.ensure(NAME, site.line[3], History.SEALED))
+
+    async def after(gitdirs: Gitdirs) -> None:
+        assert gitdirs.find(NAME, site.line[3], History.SEALED) is None
+        await gitdirs.ensure(NAME, site.line[3], History.SEALED)
+
+    site.run(body)
+    assert {oid.hex() for oid in commitgraph.commit_ids(graph(built[1]))} <= set(site.line[:4])
+    git(built[1].path, "commit-graph", "verify")
+    assert verify_seal(built[1].path, site.line[3]).sealed
+    graph(built[1]).chmod(0o644)
+    os.truncate(graph(built[1]), 100)
+    site.run(after)
+    assert verify_seal(built[1].path, site.line[3]).sealed
 
 
 def test_leftovers_of_a_killed_build_are_removed_at_the_start(site: Site) -> None:

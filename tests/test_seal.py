@@ -290,3 +290,19 @@ def test_what_is_no_repository_is_an_error(tmp_path: Path) -> None:
         verify_seal(tmp_path, "1" * 40)
     with pytest.raises(InvalidCommitError):
         verify_seal(tmp_path, "main")
+
+
+def test_a_commit_graph_names_the_closure_only(sealed: tuple[Path, str], upstream: Upstream) -> None:
+    """One of the closure is no leak, single or in a chain; one with later commits is, and so is one that cannot be read."""
+    path, base = sealed
+    git(path, "commit-graph", "write", "--stdin-commits", stdin=f"{base}\n".encode())
+    assert kinds(path, base) == set()
+    graph = path / ".git/objects/info/commit-graph"
+    graph.unlink()
+    git(path, "commit-graph", "write", "--stdin-commits", "--split", stdin=f"{base}\n".encode())
+    assert kinds(path, base) == set()
+    upstream.git("commit-graph", "write", "--reachable")
+    shutil.copyfile(upstream.path / ".git/objects/info/commit-graph", graph)
+    assert kinds(path, base) == {"commit-graph"}
+    graph.write_bytes(graph.read_bytes()[:-1])
+    assert kinds(path, base) == {"commit-graph"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import secrets
 import shutil
 import tempfile
@@ -244,6 +245,16 @@ def publish(temporary: Path, target: Path) -> None:
     if target.exists():
         shutil.rmtree(target)
     temporary.rename(target)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A hard link; a copy where the file has all the links the file system allows."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in {errno.EMLINK, errno.EXDEV, errno.EPERM}:
+            raise
+        shutil.copyfile(source, target)
 
 
 def raise_disk_full(error: OSError, directory: Path) -> None:

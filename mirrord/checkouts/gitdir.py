@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..git import commitgraph
 from ..git.packs import has_both_ends
 from ..model import CommitId, History, MirrorName
 
@@ -22,6 +23,7 @@ CONFIG = (
     b"[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n\tlogallrefupdates = true\n"
     b"\ttrustctime = false\n[gc]\n\tauto = 0\n"
 )
+GRAPH = "objects/info/commit-graph"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,8 @@ def _is_whole(found: Gitdir) -> bool:
     if (found.git / "HEAD").read_text() != f"{found.head}\n" or (found.git / "config").read_bytes() != CONFIG:
         return False
     if (found.git / "packed-refs").read_bytes().count(b"\n") != found.tag_count + 1:
+        return False
+    if (found.git / GRAPH).exists() and not commitgraph.is_whole(found.git / GRAPH):
         return False
     packs = zip(found.packs, found.pack_sizes, strict=True)
     return all(has_both_ends(found.git / "objects/pack" / name, size) for name, size in packs)

@@ -7,9 +7,7 @@ that). Built in a temporary directory and renamed; the JSON file beside it is wr
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 import secrets
 import shutil
 import time
@@ -29,8 +27,9 @@ from ..errors import CommitNotFoundError, CommitUnservableError, CorruptObjectEr
 from ..git.command import Git
 from ..git.workers import Workers
 from ..model import CommitId, History, MirrorName
-from .closures import BUILDING, Closures, Recorded, building, nothing_recorded, publish, remove_leftovers
-from .gitdir import CONFIG, Gitdir, load, read_records, save
+from .closures import BUILDING, Closures, Recorded, building, link_or_copy, nothing_recorded, publish, remove_leftovers
+from .gitdir import CONFIG, GRAPH, Gitdir, load, read_records, save
+from .graphs import Graphs
 from .packing import Packer, PackFile, together
 from .tags import Tag, Tags, packed_refs
 
@@ -56,6 +55,7 @@ class _Contents:
     tree: str
     packs: tuple[PackFile, ...]
     tags: tuple[Tag, ...]
+    graph: Path | None = None
 
 
 class Gitdirs:
@@ -75,6 +75,7 @@ class Gitdirs:
         self._workers = workers
         self._packer = Packer(git, workers)
         self._tags = Tags(git)
+        self._graphs = Graphs(git)
         self._mirrors_path = mirrors_path
         self._closures = Closures(
             store=self._store, git=git, workers=workers, packer=self._packer, mirrors_path=mirrors_path, recorded=recorded
@@ -88,6 +89,10 @@ class Gitdirs:
     async def open(self) -> None:
         """Remove what a killed build left."""
         await anyio.to_thread.run_sync(self._remove_leftovers)
+
+    async def close(self) -> None:
+        """Cancel what is written in the background."""
+        await self._graphs.close()
 
     def find(self, name: MirrorName, commit: CommitId, history: History) -> Gitdir | None:
         """The finished store, when there is one on disk."""
@@ -209,7 +214,8 @@ class Gitdirs:
         (tree, _), packs, _ = await together(
             self._read_commit(name, commit), self._closures.ensure(name, commit), self._tags.list(mirror)
         )
-        return _Contents(commit, tree, packs, tuple(await self._tags.within(mirror, [pack.index for pack in packs])))
+        tags = await self._tags.within(mirror, [pack.index for pack in packs])
+        return _Contents(commit, tree, packs, tuple(tags), self._graphs.find(packs))
 
     async def _read_commit(self, name: MirrorName, commit: CommitId) -> tuple[str, int]:
         """Tree and committer time, of bytes that were hashed when they were read."""
@@ -247,6 +253,8 @@ def _write(git: Path, contents: _Contents) -> None:
     for pack in contents.packs:
         for source in (pack.path, pack.index):
             link_or_copy(source, git / "objects/pack" / source.name)
+    if contents.graph:
+        link_or_copy(contents.graph, git / GRAPH)
     (git / "HEAD").write_text(f"{contents.head}\n")
     (git / "config").write_bytes(CONFIG)
     (git / "info/exclude").write_bytes(b"")
@@ -255,16 +263,6 @@ def _write(git: Path, contents: _Contents) -> None:
 
 def _remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """A hard link; a copy where the file has all the links the file system allows."""
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno not in {errno.EMLINK, errno.EXDEV, errno.EPERM}:
-            raise
-        shutil.copyfile(source, target)
 
 
 def _describe(target: Path, name: MirrorName, commit: CommitId, history: History, contents: _Contents) -> Gitdir:

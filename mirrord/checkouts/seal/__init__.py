@@ -205,7 +205,7 @@ def _report(
             f"objects {len(contents.ids)} hashed, of {len(contents.packs)} packs and loose files",
             f"index {_digest(repository.git_dir / 'index')}",
             f"control files {_control_digest(repository)}",
-            "refs, reflogs, remotes, alternates, grafts, replace refs, submodules, stray packs",
+            "refs, reflogs, remotes, alternates, grafts, replace refs, submodules, stray packs, commit-graphs",
         ],
     )
 

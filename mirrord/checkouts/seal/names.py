@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import GitFailedError
+from ...errors import CorruptObjectError, GitFailedError
+from ...git import commitgraph
 from ...git.command import run_git_sync
 from ...model import shown
 from ...protocol import SealLeak
@@ -64,12 +65,15 @@ def _ref_value(repository: Repository, ref: str) -> str:
 
 
 def iter_names(repository: Repository) -> Iterator[Named]:
-    """Every object named by a ref, a reflog or a control file."""
+    """Every object named by a ref, a reflog, a control file or a commit-graph."""
     for directory in repository.directories:
         yield from _loose_refs(directory)
         yield from _packed(directory)
         yield from _reflogs(directory)
         yield from _control_files(repository, directory)
+    for store in repository.stores:
+        for file in commitgraph.files(store):
+            yield from (Named("commit-graph", f"objects/{file.relative_to(store)}", oid.hex()) for oid in _graphed(file))
 
 
 def _loose_refs(directory: Path) -> Iterator[Named]:
@@ -108,6 +112,13 @@ def _control_files(repository: Repository, directory: Path) -> Iterator[Named]:
             continue
         kind = {"shallow": "shallow", "info/grafts": "graft"}.get(where, "pseudo-ref")
         yield from (Named(kind, where, oid) for oid in sorted(set(_OID.findall(read_text(file) or ""))) if oid != _ZERO)
+
+
+def _graphed(file: Path) -> list[bytes]:
+    try:
+        return commitgraph.commit_ids(file)
+    except (CorruptObjectError, OSError):
+        return [b"\xff" * 20]  # nobody can say what is in it, so it is taken to name what is outside
 
 
 # -- where more could come from ---------------------------------------------------------------------------------------
