@@ -1,15 +1,15 @@
 """What one commit adds to a closure that is packed already: found by walking it, and written as a pack of its own.
 
-Owns the walk that a small closure pack is made by. It starts at the commit, so everything found is in its closure; it stops only
-at what is found already, at what a pack below holds, and at entries that the first parent has under the same name, and follows
-all else; so with the packs below, which are closed, nothing of the closure is left out. Commits are read from their own bytes:
-no commit-graph, bitmap, graft or replacement can change the walk. Every object was hashed when it was read.
+Owns the walk that a small closure pack is made by. It starts at the commit, so everything found is in its closure. It follows
+all that a found object names, but what a pack below holds: these are closed, so nothing of the closure is left out. No cleverness
+about what a neighbouring tree shares: that led in a circle once, where changes were reverted. Commits are read from their own
+bytes: no commit-graph, bitmap, graft or replacement can change the walk. Every object was hashed when it was read.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -60,79 +60,60 @@ class _Increment:
         self.objects: dict[bytes, PackObject] = {}
         self._source = objects
         self._below = below
-        self._newer: dict[bytes, bytes] = {}
-        self._trees: dict[bytes, bytes] = {}
-        self._walked: set[tuple[bytes, bytes | None]] = set()
+        self._judged: set[bytes] = set()  # found, or known to be below
+        self._entries: dict[bytes, list[_Entry]] = {}
         self._bytes = 0
 
     def walk(self, tip: bytes) -> bool:
-        """Find everything; False when it is more than the bounds."""
-        todo = [tip]
+        """Find everything, newest first; False when it is more than the bounds."""
+        todo: list[tuple[bytes, bytes | None]] = [(tip, None)]
         while todo:
-            commit = todo.pop()
-            if self._has(commit):
+            commit, newer = todo.pop()
+            if not self._is_new(commit):
                 continue
             tree, parents = _links(self._add(commit, ObjectType.COMMIT))
-            above = _links(self._source.read(parents[0], ObjectType.COMMIT))[0] if parents else None
-            if not self._walk_tree(tree, above):
+            if not self._walk_tree(tree, newer):
                 return False
-            todo += parents
+            todo += [(parent, tree) for parent in reversed(parents)]
         return True
 
-    def _walk_tree(self, top: bytes, above: bytes | None) -> bool:
-        """Find what is below a tree, in the light of the tree in its place before.
-
-        A tree that was found in the light of another one has only what it lacks: where a change was reverted, that one may count
-        on this one in turn. So only the same pair is not walked again.
-        """
-        todo: list[tuple[bytes, bytes | None]] = [(top, above)]
+    def _walk_tree(self, top: bytes, newer: bytes | None) -> bool:
+        """Find what is below a tree. The tree that came after it says no more than what may be a delta on what."""
+        todo: list[tuple[bytes, bytes | None]] = [(top, newer)]
         while todo:
-            tree, before = todo.pop()
-            if (tree, before) in self._walked or self._is_below(tree):
+            tree, newer = todo.pop()
+            if not self._is_new(tree):
                 continue
-            self._walked.add((tree, before))
-            for kind, oid, older in self._differing(tree, before):
-                if older is not None:
-                    self._newer.setdefault(older, oid)
+            named = {name: oid for _, name, oid in self._entries.get(newer or b"", ())}
+            for mode, name, oid in self._read_entries(tree, newer):
+                kind = None if oid in self._judged else _kind(mode)
                 if kind == ObjectType.TREE:
-                    todo.append((oid, older))
-                elif not self._has(oid):
-                    self._add(oid, ObjectType.BLOB)
-            if before is not None:
-                self._newer.setdefault(before, tree)
+                    todo.append((oid, named.get(name)))
+                elif kind == ObjectType.BLOB and self._is_new(oid):
+                    self._add(oid, ObjectType.BLOB, named.get(name))
             if len(self.objects) > _OBJECTS_MAX or self._bytes > _BYTES_MAX:
                 return False
         return True
 
-    def _differing(self, tree: bytes, before: bytes | None) -> Iterator[tuple[ObjectType, bytes, bytes | None]]:
-        """Entries that `before` has not: kind, object, and the object of that kind which `before` has under the name."""
-        old = _entries(before, self._read_tree(before)) if before else []
-        named = {name: (_kind(mode), oid) for mode, name, oid in old}
-        for mode, name, oid in sorted(set(_entries(tree, self._add(tree, ObjectType.TREE))).difference(old)):
-            kind = _kind(mode)
-            if kind is not None:
-                older_kind, older = named.get(name, (None, None))
-                yield kind, oid, older if older_kind == kind else None
-
-    def _has(self, oid: bytes) -> bool:
-        return oid in self.objects or self._is_below(oid)
+    def _is_new(self, oid: bytes) -> bool:
+        """Whether an object is neither found nor below; asked once of each."""
+        if oid in self._judged:
+            return False
+        self._judged.add(oid)
+        return not self._is_below(oid)
 
     def _is_below(self, oid: bytes) -> bool:
         return any(oid in index for index in self._below)
 
-    def _add(self, oid: bytes, kind: ObjectType) -> bytes:
-        if oid in self.objects:
-            return self.objects[oid].data
-        data = self._read_tree(oid) if kind == ObjectType.TREE else self._source.read(oid, kind)
-        self.objects[oid] = PackObject(oid, int(kind), data, self._newer.get(oid))
+    def _read_entries(self, tree: bytes, newer: bytes | None) -> list[_Entry]:
+        found = self._entries[tree] = _entries(tree, self._add(tree, ObjectType.TREE, newer))
+        return found
+
+    def _add(self, oid: bytes, kind: ObjectType, newer: bytes | None = None) -> bytes:
+        data = self._source.read(oid, kind)
+        self.objects[oid] = PackObject(oid, int(kind), data, newer)
         self._bytes += len(data)
         return data
-
-    def _read_tree(self, oid: bytes) -> bytes:
-        """Each tree is wanted twice: as what is new, and as what was there before."""
-        if oid not in self._trees:
-            self._trees[oid] = self._source.read_tree(oid)
-        return self._trees[oid]
 
 
 def _links(commit: bytes) -> tuple[bytes, list[bytes]]:
