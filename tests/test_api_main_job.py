@@ -202,21 +202,66 @@ def test_a_mirror_that_is_recorded_is_not_removed(world: World) -> None:
     assert (status, json.loads(body)["code"]) == (409, "mirror-in-use")
 
 
-def test_a_member_uses_checkouts_and_no_more(world: World) -> None:
-    """In the group: status and checkouts; the rest is for administrators."""
+@pytest.fixture
+def as_member(world: World) -> Callable[..., list[tuple[int, str]]]:
+    """Statuses and bodies that a process of a group member gets."""
     script = """
 import json, socket, sys
-for method, path in [("GET", "status"), ("GET", "pins"), ("GET", "checkouts"), ("POST", "reload"), ("GET", "audits"),
-                     ("GET", "instances/o__r-0?view=grader"), ("GET", "instances/o__r-0"), ("POST", "mirrors/o__r/sync")]:
+found = []
+for method, path in json.loads(sys.argv[2]):
     s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1])
     s.sendall(f"{method} /v1/{path} HTTP/1.1\\r\\nhost: x\\r\\nconnection: close\\r\\n\\r\\n".encode())
-    print(int(s.recv(65536).split()[1]))
+    head, _, body = b"".join(iter(lambda: s.recv(65536), b"")).partition(b"\\r\\n\\r\\n")
+    found.append((int(head.split()[1]), body.decode()))
+print(json.dumps(found))
 """
-    world.daemon.config.write_text(world.daemon.config.read_text() + '[access]\ngroup = "daemon"\n')
-    world.daemon.request("POST", "/v1/reload")
-    command = [BARE_PYTHON, "-c", script, str(world.daemon.socket)]
-    done = subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[1], capture_output=True, text=True, check=True)
-    assert list(map(int, done.stdout.split())) == [200, 200, 200, 403, 403, 403, 200, 403]
+    if "[access]" not in (text := world.daemon.config.read_text()):
+        world.daemon.config.write_text(text + '[access]\ngroup = "daemon"\n')
+        world.daemon.request("POST", "/v1/reload")
+
+    def ask(*requests: tuple[str, str]) -> list[tuple[int, str]]:
+        command = [BARE_PYTHON, "-c", script, str(world.daemon.socket), json.dumps(requests)]
+        done = subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[1], capture_output=True, text=True, check=True)
+        return [(status, body) for status, body in json.loads(done.stdout)]
+
+    return ask
+
+
+_ADMINISTRATION = (
+    ("POST", "reload"), ("POST", "mirrors"), ("DELETE", "mirrors/o__r"), ("POST", "mirrors/o__r/sync"),
+    ("GET", "mirrors/o__r/refs/log"), ("GET", "mirrors/o__r/refs/diff"), ("POST", "mirrors/o__r/refs/restore"),
+    ("GET", "mirrors/o__r/bundle"), ("POST", "bundles"), ("POST", "datasets"), ("DELETE", "datasets/d"),
+    ("GET", "instances"), ("GET", "instances/o__r-0?view=grader"), ("GET", "audits"), ("GET", "audits/x"), ("POST", "audits"),
+    ("POST", "heals"),
+)  # fmt: skip
+
+
+def test_a_member_uses_checkouts_and_no_more(as_member: Callable[..., list[tuple[int, str]]]) -> None:
+    """In the group: status and checkouts; the rest is for administrators."""
+    allowed = [("GET", path) for path in ("status", "mirrors", "pins", "datasets", "checkouts", "instances/o__r-0", "operations")]
+    assert [status for status, _ in as_member(*allowed)] == [200] * len(allowed)
+    assert [status for status, _ in as_member(*_ADMINISTRATION)] == [403] * len(_ADMINISTRATION)
+
+
+def test_a_member_is_shown_nothing_that_tells_an_answer(world: World, as_member: Callable[..., list[tuple[int, str]]]) -> None:
+    """Which commits are pinned, what could not be, whose work runs: all of it may name the commit of the fix."""
+    gone = "9" * 40
+    rows = b'{"instance_id": "o__r-gone", "repo": "o/r", "base_commit": "%b"}\n{"repo": "o/r"}\n' % gone.encode()
+    operation = world.finished(world.daemon.json("POST", "/v1/datasets?filename=torn.jsonl", rows))
+    shown = world.daemon.json("GET", "/v1/datasets/torn")
+    assert (len(shown["unpinned"]), len(shown["faults"])) == (1, 1)
+    made = world.daemon.json("POST", "/v1/pins", {"mirror": "o/r", "commit": world.commits[0]})
+    asked = ("datasets/torn", "datasets", "pins", "operations", "events?follow=false")
+    answers = as_member(*(("GET", path) for path in asked))
+    assert [status for status, _ in answers] == [200] * len(asked)
+    for path, (_, body) in zip(asked, answers, strict=True):
+        assert not any(secret in body for secret in (gone, made["commit"], operation["id"])), path
+    mine = f"operations/{operation['id']}"
+    assert [status for status, _ in as_member(("GET", mine), ("DELETE", mine))] == [404, 404]
+    unpin = f"pins/o__r/{world.commits[0]}"
+    assert [status for status, _ in as_member(("DELETE", f"{unpin}?owner=person/0"), ("DELETE", unpin))] == [403, 404]
+    assert world.daemon.request("DELETE", f"/v1/{unpin}")[0] == 204
+    assert world.daemon.request("DELETE", "/v1/datasets/torn")[0] == 204
 
 
 def test_a_lease_stands_through_kill_9(world: World) -> None:
