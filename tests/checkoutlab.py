@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,6 +19,7 @@ from gitrepos import ENV, Upstream, git
 
 from mirrord.catalog.catalog import Catalog
 from mirrord.checkouts.backend import Target
+from mirrord.checkouts.calls import Place
 from mirrord.checkouts.gitdirs import Gitdirs
 from mirrord.checkouts.leases import Lease, Leases
 from mirrord.checkouts.pool import PoolBackend
@@ -39,9 +42,10 @@ USER = 12345
 class Pool:
     """A pool with one mirror, below a state directory of its own."""
 
-    def __init__(self, state: Path, workers: Workers, backend: PoolBackend) -> None:
+    def __init__(self, state: Path, workers: Workers, gitdirs: Gitdirs, backend: PoolBackend) -> None:
         self.mirror = state / "mirrors" / str(NAME)
         self.workers = workers
+        self.gitdirs = gitdirs
         self.backend = backend
         self.leases = Leases(state / "checkouts")
         self.leases.open()
@@ -61,6 +65,11 @@ class Pool:
         self.leases.save(lease)
         return lease
 
+    async def place(self, lease: Lease, commit: str) -> Place:
+        """What a worker is told about a checkout that goes to `commit`."""
+        gitdir = await self.gitdirs.ensure(NAME, CommitId(commit), lease.history)
+        return Place(lease.directory, self.mirror, gitdir.git, gitdir.head, (lease.owner_uid, lease.owner_gid))
+
     def target(self, commit: str) -> Target:
         return Target(CommitId(commit), git(self.mirror, "rev-parse", f"{commit}^{{tree}}"))
 
@@ -78,7 +87,7 @@ async def running_pool(state: Path, upstream: Upstream) -> AsyncIterator[Pool]:
     )
     await backend.open()
     try:
-        yield Pool(state, workers, backend)
+        yield Pool(state, workers, gitdirs, backend)
     finally:
         await backend.close()
         await workers.close()
@@ -217,3 +226,30 @@ def rich_upstream(upstream: Upstream) -> list[str]:
         ids.append(upstream.commit({"README": f"{n}\n" * 5, f"docs/new{n}.txt": f"{n}\n", "src/main.py": f"print({n})\n"}))
         upstream.git("tag", f"v{n}")
     return ids
+
+
+# -- what a call does to the disk -------------------------------------------------------------------------------------
+
+_deeds: list[list[str]] = []
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _deeds:
+        return
+    if event == "open" and isinstance(arguments[0], (str, bytes)) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+        _deeds[-1].append(f"write {Path(os.fsdecode(arguments[0])).name}")
+    elif event in ("os.link", "os.symlink"):
+        _deeds[-1].append(f"link {Path(os.fsdecode(arguments[1])).name}")
+
+
+sys.addaudithook(_watch)
+
+
+@contextmanager
+def deeds() -> Iterator[list[str]]:
+    """The files that this process opens for writing, and the links it makes."""
+    _deeds.append([])
+    try:
+        yield _deeds[-1]
+    finally:
+        _deeds.pop()

@@ -58,6 +58,9 @@ HOSTILE = {
     "packs deleted": "rm -rf .git/objects/pack/*",
     "packs altered": """for p in .git/objects/pack/*.pack; do [ -f "$p" ] || continue
         cp "$p" x; rm -f "$p"; (cat x; echo junk) >"$p"; rm -f x; done""",
+    "packs replaced, size and time kept": """for p in .git/objects/pack/*; do cp -p "$p" x; rm -f "$p"
+        head -c $(stat -c %s x) /dev/zero >"$p"; touch -r x "$p"; chmod 444 "$p"; rm -f x; done""",
+    "directories behind links": "mv docs elsewhere; ln -s elsewhere docs; mv .git/objects o; ln -s ../o .git/objects",
     "HEAD moved": "git checkout -q HEAD~1 || git checkout -q --orphan nowhere",
     "commits made": "echo x >>README; git commit -qam x; echo y >new; git add new; git commit -qm y",
     "worktrees added": 'git worktree add -q --detach "$SPACE/wt"; rm -rf "$SPACE/wt"',

@@ -10,17 +10,16 @@ import pytest
 from gitrepos import Upstream, git
 from hypothesis import given
 from hypothesis import strategies as st
-from trees import awkward
+from trees import awkward, record_control
 
 from mirrord.checkouts.manifest import Entry, Manifest
-from mirrord.checkouts.scan import record_control
 from mirrord.checkouts.tree import materialise
 from mirrord.errors import ProofFailedError
 
 WORD, LONG, OID = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.binary(min_size=20, max_size=20)
 ENTRIES = st.dictionaries(
     st.binary(max_size=40).filter(lambda path: b"\0" not in path),
-    st.builds(Entry, WORD, WORD, OID, OID, LONG, LONG, LONG, LONG, WORD, WORD),
+    st.builds(Entry, WORD, OID, OID, WORD, LONG, LONG, LONG, LONG, WORD, WORD),
 )
 
 
@@ -51,7 +50,7 @@ def test_a_real_tree_survives_its_file(make_upstream: Callable[[str], Upstream],
 def test_a_torn_manifest_is_refused(tmp_path: Path, damage: bytes | None) -> None:
     """Cut short, empty or altered: an error, never half a record."""
     path = tmp_path / "manifest"
-    whole = Manifest("1" * 40, "2" * 40, 3, {b"a": Entry(0, 0, bytes(20), bytes(20), 0, 0, 0, 0, 0, 0)}).to_bytes()
+    whole = Manifest("1" * 40, "2" * 40, 3, {b"a": Entry(0, bytes(20), bytes(20), 0, 0, 0, 0, 0, 0, 0)}).to_bytes()
     path.write_bytes(whole[:-30] + b"x" * 30 if damage is None else damage)
     with pytest.raises(ProofFailedError):
         Manifest.load(path)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
 
 import anyio
 import pytest
-from checkoutlab import USER, Pool, as_user, passable_directory, running_pool
+from checkoutlab import USER, Pool, as_user, deeds, passable_directory, running_pool
 from gitrepos import Upstream, git
 
+from mirrord.checkouts import pooled
+from mirrord.checkouts.calls import Place
+from mirrord.checkouts.leases import Lease
+from mirrord.checkouts.manifest import Manifest
 from mirrord.model import History
 
 
@@ -56,6 +63,102 @@ def test_reset_moves_to_another_commit_by_the_difference(run_pool: Callable[...,
         assert as_user(lease.tree_path, "status", "--porcelain", "--ignored") == ""
 
     run_pool(story)
+
+
+def packs_of(lease: Lease) -> dict[str, tuple[int, int]]:
+    return {path.name: (path.stat().st_ino, path.stat().st_size) for path in (lease.tree_path / ".git/objects/pack").iterdir()}
+
+
+async def settle(pool: Pool, lease: Lease) -> None:
+    """Reset once all files are older than what a tick of the clock could hide."""
+    await anyio.sleep(0.1)
+    await pool.backend.reset(lease, pool.target(lease.commit))
+
+
+@pytest.mark.parametrize("uid", [USER, 0])
+def test_a_reset_with_nothing_changed_writes_nothing(run_pool: Callable[..., None], uid: int) -> None:
+    """No file is opened for writing, no pack is linked or copied: not for another user, and not for root."""
+
+    async def story(pool: Pool, ids: list[str]) -> None:
+        lease = await pool.checkout(ids[2], uid=uid)
+        await settle(pool, lease)
+        packs, place = packs_of(lease), await pool.place(lease, ids[2])
+        with deeds() as done:
+            proof = pooled.reset(place, ids[2], lease.tree)
+        assert done == []
+        assert (proof.files_restored, proof.files_removed) == (0, 0)
+        assert packs_of(lease) == packs
+
+    run_pool(story)
+
+
+@pytest.mark.parametrize("uid", [USER, 0])
+def test_a_move_writes_what_differs(run_pool: Callable[..., None], uid: int) -> None:
+    """One file more: that file, HEAD, the index, the packs that are new, and the manifest; what both commits have stays."""
+
+    async def story(pool: Pool, ids: list[str]) -> None:
+        lease = await pool.checkout(ids[1], uid=uid)
+        await settle(pool, lease)
+        packs, place = packs_of(lease), await pool.place(lease, ids[2])
+        with deeds() as done:
+            pooled.reset(place, ids[2], pool.target(ids[2]).tree)
+        changed = git(pool.mirror, "diff", "--name-only", ids[1], ids[2]).split()
+        new = packs_of(lease).keys() - packs.keys()
+        put = {f"{'write' if uid == 0 else 'link'} {name}" for name in new}
+        written = {f"write {Path(name).name}" for name in (*changed, "HEAD", "index", "manifest.new")}
+        assert set(done) == written | put
+        assert packs.items() <= packs_of(lease).items()
+
+    run_pool(story)
+
+
+@pytest.mark.parametrize("uid", [USER, 0])
+def test_a_reset_of_one_file_writes_that_file(run_pool: Callable[..., None], uid: int) -> None:
+    """And the index that names its inode; the packs stay where they are."""
+
+    async def story(pool: Pool, ids: list[str]) -> None:
+        lease = await pool.checkout(ids[1], uid=uid)
+        await settle(pool, lease)
+        packs, place = packs_of(lease), await pool.place(lease, ids[1])
+        (lease.tree_path / "README").write_text("changed")
+        with deeds() as done:
+            proof = pooled.reset(place, ids[1], lease.tree)
+        assert set(done) == {"write README", "write index", "write manifest.new"}
+        assert proof.files_restored == 1
+        assert packs_of(lease) == packs
+
+    run_pool(story)
+
+
+def test_root_cannot_hide_a_change_behind_its_clock(run_pool: Callable[..., None]) -> None:
+    """Root's files are read: a stat that is all as it was proves nothing."""
+
+    async def story(pool: Pool, ids: list[str]) -> None:
+        lease = await pool.checkout(ids[1], uid=0)
+        await settle(pool, lease)
+        place = await pool.place(lease, ids[1])
+        (lease.tree_path / "README").write_text("forged")
+        pack = next((lease.tree_path / ".git/objects/pack").glob("*.pack"))
+        with pack.open("r+b") as file:
+            file.seek(20)
+            file.write(b"forged")
+        forge_record(place)
+        proof = pooled.reset(place, ids[1], lease.tree)
+        assert proof.files_restored == 1
+        assert git(lease.tree_path, "status", "--porcelain", "--ignored") == ""
+        git(lease.tree_path, "fsck", "--full", "--strict")
+
+    run_pool(story)
+
+
+def forge_record(place: Place) -> None:
+    """Make the record agree with every stat on disk, as a clock that is set back would."""
+    manifest = Manifest.load(place.manifest)
+    parts = [
+        {path: entry.with_stat(os.lstat(os.fsencode(place.tree) + b"/" + path)) for path, entry in part.items()}
+        for part in (manifest.files, manifest.control)
+    ]
+    replace(manifest, files=parts[0], control=parts[1], recorded_ns=time.time_ns() + 10**9).save(place.manifest)
 
 
 def test_a_released_tree_serves_the_same_user_again(run_pool: Callable[..., None]) -> None:

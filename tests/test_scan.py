@@ -8,14 +8,15 @@ import socket
 import stat
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from gitrepos import Upstream, git
-from trees import awkward, contents
+from trees import awkward, contents, record_control
 
 from mirrord.checkouts.manifest import Manifest
-from mirrord.checkouts.scan import Changes, iter_extra, record_control, scan
+from mirrord.checkouts.scan import Changes, iter_extra, scan
 from mirrord.checkouts.tree import materialise, repair
 
 OWNER = (1234, 1234)
@@ -68,6 +69,22 @@ def test_reading_changes_nothing(checkout: Checkout) -> None:
     """A user who only looks leaves a clean checkout."""
     contents(checkout.root)
     assert checkout.scan().is_empty
+
+
+def test_what_only_looks_changed_is_proven_and_noted(checkout: Checkout) -> None:
+    """A directory in which a file came and went is no difference; its new stat is noted for the next time."""
+    (checkout.root / "turns/came").touch()
+    (checkout.root / "turns/came").unlink()
+    found = checkout.scan()
+    assert found.is_empty
+    assert list(found.proven) == [b"turns"]
+
+
+def test_whole_seconds_prove_less(checkout: Checkout) -> None:
+    """Where a file system keeps whole seconds only, a file is too young for longer."""
+    coarse = {path: entry._replace(ctime_ns=entry.ctime_ns // 10**9 * 10**9) for path, entry in checkout.manifest.files.items()}
+    fine = checkout.manifest.recorded_ns - checkout.manifest.racy_from_ns
+    assert checkout.manifest.recorded_ns - replace(checkout.manifest, files=coarse).racy_from_ns > 10 * fine
 
 
 def test_a_rehash_reads_every_file(checkout: Checkout) -> None:
@@ -134,11 +151,32 @@ def set_attribute(root: Path) -> None:
     os.setxattr(root / "run.sh", "user.note", b"x")
 
 
+def move_behind_link(root: Path) -> None:
+    """Every path below still leads to the file it led to."""
+    os.rename(root / "turns", root / "aside")
+    (root / "turns").symlink_to("aside")
+
+
+def hide_name(root: Path) -> None:
+    was = (root / "turns").stat()
+    (root / "turns/hidden").touch()
+    os.utime(root / "turns", ns=(was.st_atime_ns, was.st_mtime_ns))
+
+
+def swap_directories(root: Path) -> None:
+    os.rename(root / "Case", root / "aside")
+    os.rename(root / "case", root / "Case")
+    os.rename(root / "aside", root / "case")
+
+
 DEEDS: dict[str, Callable[[Path], object]] = {
     "content with a forged mtime": forge_content,
     "a copy with the same stat": replace_by_copy,
     "two files swapped": swap_files,
     "a hard link to the outside": hard_link,
+    "a directory moved behind a link": move_behind_link,
+    "a name in a directory with forged times": hide_name,
+    "two directories swapped": swap_directories,
     "a file deleted": lambda root: (root / "plain.txt").unlink(),
     "a directory deleted": lambda root: shutil.rmtree(root / "deep"),
     "the mode of a file": lambda root: (root / "plain.txt").chmod(0o600),

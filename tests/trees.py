@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import time
+from dataclasses import replace
 from pathlib import Path
 
 from gitrepos import Upstream, git
+
+from mirrord.checkouts.manifest import DIRECTORY, NO_OBJECT, Entry, Manifest, blob_id
 
 
 def awkward(upstream: Upstream) -> list[str]:
@@ -100,3 +104,17 @@ def contents(root: Path) -> dict[bytes, tuple[int, bytes]]:
                     data = file.read()
             found[os.path.relpath(path, top)] = (mode, data)
     return found
+
+
+def record_control(root: Path, manifest: Manifest) -> Manifest:
+    """Add to a manifest everything below `.git` as it is now."""
+    control = {}
+    for above, directories, names in os.walk(os.fsencode(root / ".git")):
+        for path in (above, *(os.path.join(above, name) for name in (*directories, *names))):
+            found = os.lstat(path)
+            is_directory = stat.S_ISDIR(found.st_mode)
+            content = NO_OBJECT if is_directory else blob_id(Path(os.fsdecode(path)).read_bytes())
+            entry = Entry(DIRECTORY if is_directory else 0o100000, NO_OBJECT, content, 0, 0, 0, 0, 0, 0, 0)
+            control[os.path.relpath(path, os.fsencode(root))] = entry.with_stat(found)
+    files = manifest.files | {b"": manifest.files[b""].with_stat(os.stat(root))}
+    return replace(manifest, files=files, control=control, recorded_ns=time.time_ns())

@@ -44,7 +44,7 @@ class Blobs:
             if error.errno not in (errno.ENOENT, errno.EMLINK):
                 raise
             return None
-        if stat.S_IMODE(found.st_mode) == _MODES[executable] and content_id(*writer.locate(path)).hex() == content:
+        if stat.S_IMODE(found.st_mode) == _MODES[executable] and content_id(*writer.locate(path), found).hex() == content:
             return found
         writer.remove(path)
         source.unlink(missing_ok=True)

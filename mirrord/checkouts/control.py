@@ -1,79 +1,94 @@
-"""The `.git` of a pooled checkout: always made anew, never mended.
+"""The `.git` of a pooled checkout: kept where the manifest proves it, written where it differs from the sealed store.
 
-Owns its life in a directory tree: built beside the tree where its user cannot reach it, compared with the sealed store byte for
-byte, then renamed into the place of whatever lies there. So nothing that was done to the old one survives, and no file of it is
-ever read. Sync; runs in workers. A crash leaves `.building` or `.old` in the checkout's directory, which the next call removes.
+Owns what a `.git` must hold and how it gets there: small files are written anew, packs are hard links to the store's, or copies.
+Nothing that its user wrote is ever read: a file is the one that was recorded, or it is replaced. Sync; runs in workers. A crash
+leaves a `.git` that its record does not match, which the next call mends.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+import stat
+import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..errors import MirrordError, ProofFailedError
-from ..host.files import find_stat, open_directory, opened, remove, unlock
+from ..errors import MirrordError
+from ..host.files import open_directory, opened, remove
+from .manifest import DIRECTORY, NO_OBJECT, Entry, Manifest, blob_id
+from .scan import Changes, is_control
+from .writer import TreeWriter
 
-_BUILDING = b".building"
-_OLD = b".old"
-_SHARED = Path("objects/pack")
-_CHUNK = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Control:
-    """What was put in place: `files` counts compared files, `index` is the checksum of the index, `packs` are file names."""
-
-    files: int
-    index: str
-    packs: tuple[str, ...]
-    refs: tuple[str, ...]
+_GIT = b".git"
+_INDEX = b".git/index"
+_PACKS = b".git/objects/pack/"
+_FILE = 0o100000
 
 
-def build(directory: Path, source: Path, index: bytes, owner: tuple[int, int]) -> Control:
-    """Make `directory/.building`, a copy of the store `source` with an index, and compare it.
+@dataclass(frozen=True)
+class Store:
+    """What a `.git` must hold, by path from the root of the tree: small files by content, packs by where they lie."""
+
+    directories: list[bytes] = field(default_factory=list)
+    contents: dict[bytes, bytes] = field(default_factory=dict)
+    packs: dict[bytes, Path] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> set[bytes]:
+        return {*self.directories, *self.contents, *self.packs, _INDEX}
+
+    @property
+    def pack_names(self) -> tuple[str, ...]:
+        return tuple(path.name for path in self.packs.values() if path.suffix == ".pack")
+
+    @property
+    def refs(self) -> tuple[str, ...]:
+        """The names in packed-refs: a sealed store has no other refs."""
+        lines = self.contents.get(b".git/packed-refs", b"").splitlines()
+        named = (line.partition(b" ")[2] for line in lines if not line.startswith((b"#", b"^")))
+        return tuple(name.decode(errors="surrogateescape") for name in named)
+
+
+def read_store(source: Path) -> Store:
+    """A sealed `.git`; its index, if it has one, is another checkout's."""
+    store = Store()
+    for above, _, names in os.walk(source):
+        directory = os.fsencode(Path(".git") / Path(above).relative_to(source))
+        store.directories.append(directory)
+        for name in sorted(names):
+            path, file = directory + b"/" + os.fsencode(name), Path(above, name)
+            if path.startswith(_PACKS):
+                store.packs[path] = file
+            elif path != _INDEX:
+                store.contents[path] = file.read_bytes()
+    return store
+
+
+def has_index(manifest: Manifest, found: Changes) -> bool:
+    """Whether the index that lies there is the one that was written."""
+    return _INDEX in _kept(manifest, found)
+
+
+def bring(tree: Path, manifest: Manifest, found: Changes, store: Store, index: bytes | None) -> Manifest:
+    """Make `.git` equal to the store, touching only what a scan `found` or what another store had; `index` None keeps it.
 
     Packs are shared by hard link with an owner who cannot write them; one with the daemon's own uid could, and gets copies.
     """
-    building = _fresh(directory)
-    is_private = owner[0] == os.geteuid()
-    for path in _iter_files(source):
-        target = building / path
-        if path.parent == _SHARED and not is_private:
-            _link(source / path, target)
-        else:
-            _copy(source / path, target)
-    (building / "index").write_bytes(index)
-    control = _compare(building, source, index)
-    _give_away(building, source, owner)
-    return control
-
-
-def build_file(directory: Path, content: bytes, owner: tuple[int, int]) -> None:
-    """Make `directory/.building` a file, as the `.git` of a linked worktree is."""
-    with opened(open_directory(directory)) as fd:
-        remove(fd, _BUILDING)
-    building = directory / os.fsdecode(_BUILDING)
-    building.write_bytes(content)
-    building.chmod(0o644)
-    os.chown(building, *owner)
-
-
-def install(directory: Path) -> None:
-    """Put what was built into the place of the tree's `.git`, whatever that is, and remove the old one."""
-    with opened(open_directory(directory)) as above, opened(open_directory(directory / "tree")) as tree:
-        remove(above, _OLD)
-        unlock(tree, b".git")
-        if find_stat(tree, b".git") is not None:
-            with suppress(FileNotFoundError):
-                os.rename(b".git", _OLD, src_dir_fd=tree, dst_dir_fd=above)
-        _put(above, tree)
-        remove(above, _OLD)
+    contents = store.contents if index is None else store.contents | {_INDEX: index}
+    with opened(open_directory(tree)) as root, TreeWriter(root, owner=_owner(manifest), mtime_ns=time.time_ns()) as writer:
+        kept = _keep(manifest, found, store, writer)
+        fresh = {path: _directory(path, writer) for path in store.directories if path not in kept}
+        fresh |= {path: _write(path, data, writer) for path, data in contents.items() if not _holds(kept.get(path), data)}
+        lacking = {path: pack for path, pack in store.packs.items() if path not in kept or not _is_copy(kept[path], pack)}
+        fresh |= {path: _put_pack(path, pack, manifest.owner_uid, writer) for path, pack in lacking.items()}
+        control, files = kept | fresh, dict(manifest.files)
+        for path in writer.touched:
+            where = control if is_control(path) else files
+            where[path] = where[path].with_stat(writer.get_stat(path))
+    if not writer.touched:
+        return manifest
+    return replace(manifest, files=files, control=control, index=manifest.index if index is None else index[-20:].hex())
 
 
 def discard(directory: Path) -> None:
@@ -93,85 +108,60 @@ def discard_all(directories: list[Path]) -> dict[Path, str]:
     return problems
 
 
-def _put(above: int, tree: int) -> None:
-    try:
-        os.rename(_BUILDING, b".git", src_dir_fd=above, dst_dir_fd=tree)
-    except OSError as error:
-        if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR}:
-            raise
-        raise ProofFailedError("cannot put .git in place: something makes another at the same time") from error
+def _kept(manifest: Manifest, found: Changes) -> dict[bytes, Entry]:
+    """The recorded control files that a scan found unchanged; none, where `.git` itself is not."""
+    differing = {*found.modified, *found.missing}
+    kept = {path: entry for path, entry in manifest.control.items() if path not in differing}
+    return kept if _GIT in kept else {}
 
 
-def _fresh(directory: Path) -> Path:
-    with opened(open_directory(directory)) as fd:
-        remove(fd, _BUILDING)
-    building = directory / os.fsdecode(_BUILDING)
-    building.mkdir(mode=0o700)
-    return building
+def _keep(manifest: Manifest, found: Changes, store: Store, writer: TreeWriter) -> dict[bytes, Entry]:
+    """Remove what the store has not; the record of what stays."""
+    kept, wanted = _kept(manifest, found), store.paths
+    if not kept:
+        writer.remove(_GIT)
+        return {}
+    for path in found.extra:
+        if is_control(path):
+            writer.remove(path)
+    for path in sorted(kept.keys() - wanted, reverse=True):
+        writer.remove(path)
+    return {path: entry for path, entry in kept.items() if path in wanted}
 
 
-def _iter_files(source: Path) -> Iterator[Path]:
-    """Every file of the store, relative; the index is not part of it."""
-    for above, _, names in os.walk(source):
-        relative = Path(above).relative_to(source)
-        yield from (relative / name for name in sorted(names) if name != "index")
+def _directory(path: bytes, writer: TreeWriter) -> Entry:
+    writer.make_directory(path)
+    return Entry(DIRECTORY, NO_OBJECT, NO_OBJECT, 0, 0, 0, 0, 0, 0, 0)
 
 
-def _link(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno not in {errno.EMLINK, errno.EXDEV, errno.EPERM}:
-            raise
-        shutil.copyfile(source, target)
+def _write(path: bytes, data: bytes, writer: TreeWriter) -> Entry:
+    return git_file(blob_id(data), writer.write_file(path, data))
 
 
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
-    target.chmod(0o444 if source.parent.name == "pack" else 0o644)
+def _put_pack(path: bytes, pack: Path, owner_uid: int, writer: TreeWriter) -> Entry:
+    if owner_uid != os.geteuid():
+        try:
+            return git_file(NO_OBJECT, writer.link_file(path, pack))
+        except OSError as error:
+            if error.errno not in {errno.EMLINK, errno.EXDEV, errno.EPERM}:
+                raise
+    found, content = writer.copy_file(path, pack)
+    return git_file(content, found)
 
 
-def _compare(building: Path, source: Path, index: bytes) -> Control:
-    """Read back what was written; a hard link is the file itself."""
-    paths = list(_iter_files(source))
-    for path in paths:
-        written, wanted = building / path, source / path
-        if not written.samefile(wanted) and _digest(written) != _digest(wanted):
-            raise ProofFailedError(
-                f"cannot prove .git/{path}: it is not what the sealed store has", hint="the disk may be failing"
-            )
-    if (building / "index").read_bytes() != index:
-        raise ProofFailedError("cannot prove .git/index: it is not what was written", hint="the disk may be failing")
-    packs = tuple(path.name for path in paths if path.suffix == ".pack")
-    return Control(len(paths) + 1, index[-20:].hex(), packs, _refs(building))
+def git_file(content: bytes, found: os.stat_result) -> Entry:
+    """The record of a control file that was just written."""
+    return Entry(_FILE, NO_OBJECT, content, 0, 0, 0, 0, 0, 0, 0).with_stat(found)
 
 
-def _refs(building: Path) -> tuple[str, ...]:
-    """The names in packed-refs: a sealed store has no other refs."""
-    try:
-        lines = (building / "packed-refs").read_bytes().splitlines()
-    except FileNotFoundError:
-        return ()
-    named = (line.partition(b" ")[2] for line in lines if not line.startswith((b"#", b"^")))
-    return tuple(name.decode(errors="surrogateescape") for name in named)
+def _holds(entry: Entry | None, data: bytes) -> bool:
+    return entry is not None and entry.content == blob_id(data)
 
 
-def _digest(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha1").digest()
+def _is_copy(entry: Entry, pack: Path) -> bool:
+    """Whether a recorded file is the pack of this name: a name of the store never gets other bytes."""
+    return stat.S_ISREG(entry.st_mode) and entry.size == pack.stat().st_size
 
 
-def _give_away(building: Path, source: Path, owner: tuple[int, int]) -> None:
-    """Make directories and own files the owner's; a shared file stays the daemon's. Directories that git wants are made."""
-    for above, directories, _ in os.walk(source):
-        for name in directories:
-            (building / Path(above).relative_to(source) / name).mkdir(exist_ok=True)
-    for above, _, names in os.walk(building):
-        os.chmod(above, 0o755)  # noqa: S103  (as git makes them)
-        os.chown(above, *owner)
-        for name in names:
-            path = os.path.join(above, name)
-            if os.lstat(path).st_nlink == 1:
-                os.chown(path, *owner)
+def _owner(manifest: Manifest) -> tuple[int, int]:
+    return manifest.owner_uid, manifest.owner_gid

@@ -6,13 +6,12 @@ entries, and in which order: a directory before what is in it.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterable, Mapping
 
 from ..git.objects import CommitInfo, Conversions, Objects, TreeEntry
 from .blobs import Blobs
-from .manifest import DIRECTORY, NO_OBJECT, SUBMODULE, Entry, Manifest
+from .manifest import DIRECTORY, NO_OBJECT, SUBMODULE, Entry, Manifest, blob_id
 from .writer import TreeWriter
 
 _OLDEST_NS = 315_619_200 * 10**9  # 1980-01-02: zip files know no earlier time
@@ -64,13 +63,14 @@ def unrecorded(entry: TreeEntry) -> Entry:
     """The record of an entry before its file was looked at."""
     oid = bytes.fromhex(entry.oid)
     content = NO_OBJECT if entry.mode in (DIRECTORY, SUBMODULE) else oid
-    return Entry(entry.mode, 0, oid, content, 0, 0, 0, 0, 0, 0)
+    return Entry(entry.mode, oid, content, 0, 0, 0, 0, 0, 0, 0)
 
 
 def conversions_for(objects: Objects, commit: str, files: Mapping[bytes, Entry] | Iterable[TreeEntry]) -> Conversions:
     """The conversions of a commit, whose attribute files are among `files`."""
     if isinstance(files, Mapping):
-        entries: Iterable[TreeEntry] = (TreeEntry(path, files[path].mode, files[path].oid.hex()) for path in files)
+        named = [path for path in files if path.endswith(_ATTRIBUTES)]
+        entries: Iterable[TreeEntry] = [TreeEntry(path, files[path].mode, files[path].oid.hex()) for path in named]
     else:
         entries = files
     found = [e for e in entries if e.path.endswith(_ATTRIBUTES) and is_attributes(e.path) and e.mode & 0o170000 == 0o100000]
@@ -82,9 +82,10 @@ def is_attributes(path: bytes) -> bool:
 
 
 def record_directories(files: dict[bytes, Entry], writer: TreeWriter) -> None:
-    """Look at the directories, once everything in them is written."""
-    for path, entry in files.items():
-        if entry.mode in (DIRECTORY, SUBMODULE):
+    """Look at the directories that were made or written in, once everything in them is written."""
+    for path in sorted(writer.touched):
+        entry = files.get(path)
+        if entry is not None and entry.is_directory:
             files[path] = entry.with_stat(writer.get_stat(path))
 
 
@@ -92,8 +93,3 @@ def recorded(info: CommitInfo, files: dict[bytes, Entry], writer: TreeWriter) ->
     """The manifest of a tree that was just written."""
     record_directories(files, writer)
     return Manifest(info.commit, info.tree, time.time_ns(), files)
-
-
-def blob_id(data: bytes) -> bytes:
-    """git's id of a blob, as bytes."""
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).digest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from ..errors import CheckoutBusyError, ProofFailedError
@@ -47,7 +47,7 @@ def _is_proven(reader: TreeWriter, path: bytes, entry: Entry) -> bool:
     if stat.S_ISLNK(found.st_mode) != entry.is_symlink:
         return False
     try:
-        return content_id(*reader.locate(path)) == entry.content
+        return content_id(*reader.locate(path), found) == entry.content
     except (OSError, CheckoutBusyError):
         return False
 
@@ -69,6 +69,19 @@ def tree_id(manifest: Manifest) -> str:
         oid, order = (_hash(below[path]), name + b"/") if entry.mode == DIRECTORY else (entry.oid, name)
         below[above].append((order, b"%o %s\0%s" % (entry.mode, name, oid)))
     return _hash(below[b""]).hex()
+
+
+def prove_directories(manifest: Manifest, changed: Collection[bytes]) -> None:
+    """Hash the trees of the directories `changed` from the entries in them; raises ProofFailedError where git has another."""
+    below: dict[bytes, list[tuple[bytes, bytes]]] = {path: [] for path in changed}
+    for path, entry in manifest.files.items():
+        above, _, name = path.rpartition(b"/")
+        if path and above in below:
+            order = name + b"/" if entry.mode == DIRECTORY else name
+            below[above].append((order, b"%o %s\0%s" % (entry.mode, name, entry.oid)))
+    for path, lines in below.items():
+        if _hash(lines) != manifest.files[path].oid:
+            raise ProofFailedError(f"cannot prove {shown_path(path)}: its entries are not what git has", hint=_HINT)
 
 
 def _hash(lines: list[tuple[bytes, bytes]]) -> bytes:

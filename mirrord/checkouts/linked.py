@@ -8,15 +8,20 @@ checkout is gone; `prune` removes it.
 from __future__ import annotations
 
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 
-from .control import Control, build_file, install
+from ..host.files import open_directory, opened
+from .control import git_file
+from .manifest import Manifest, blob_id
+from .writer import TreeWriter
 
 _PREFIX = "mirrord-"
 _REASON = "held by a checkout of mirrord"
 
 
-def link(directory: Path, mirror: Path, commit: str, index: bytes, owner: tuple[int, int]) -> Control:
+def link(directory: Path, mirror: Path, manifest: Manifest, index: bytes) -> Manifest:
     """Make `directory/tree` a worktree of `mirror` with a detached HEAD, whatever its `.git` was."""
     admin = _admin(mirror, directory.name)
     shutil.rmtree(admin, ignore_errors=True)
@@ -24,11 +29,15 @@ def link(directory: Path, mirror: Path, commit: str, index: bytes, owner: tuple[
     (admin / "locked").write_text(f"{_REASON}\n")  # first: `git worktree prune` leaves it alone from now on
     (admin / "commondir").write_text("../..\n")
     (admin / "gitdir").write_text(f"{directory}/tree/.git\n")
-    (admin / "HEAD").write_text(f"{commit}\n")
+    (admin / "HEAD").write_text(f"{manifest.commit}\n")
     (admin / "index").write_bytes(index)
-    build_file(directory, f"gitdir: {admin}\n".encode(), owner)
-    install(directory)
-    return Control(files=6, index=index[-20:].hex(), packs=(), refs=())
+    owner = (manifest.owner_uid, manifest.owner_gid)
+    with opened(open_directory(directory / "tree")) as root, TreeWriter(root, owner=owner, mtime_ns=time.time_ns()) as writer:
+        writer.remove(b".git")
+        name = f"gitdir: {admin}\n".encode()
+        control = {b".git": git_file(blob_id(name), writer.write_file(b".git", name))}
+        files = manifest.files | {b"": manifest.files[b""].with_stat(writer.get_stat(b""))}
+    return replace(manifest, files=files, control=control, index=index[-20:].hex())
 
 
 def unlink(mirror: Path, checkout: str) -> None:

@@ -13,6 +13,7 @@ import os
 import stat
 import struct
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,28 +23,42 @@ DIRECTORY = 0o040000
 SYMLINK = 0o120000
 SUBMODULE = 0o160000
 
-_MAGIC = b"mirrord manifest 1\n"
-_FIXED = struct.Struct(">II20s20sQQQQII")
+_MAGIC = b"mirrord manifest 2\n"
+_FIXED = struct.Struct(">I20s20sIQQQQII")
 _RACY_NS = 50_000_000
+_COARSE_RACY_NS = 2 * 10**9  # ext4 with inodes of 128 bytes keeps whole seconds
 NO_OBJECT = bytes(20)
 
 
+look = attrgetter("st_mode", "st_size", "st_ino", "st_mtime_ns", "st_ctime_ns", "st_uid", "st_gid")
+"""The part of a stat that an `Entry` keeps: `entry[3:]` is equal to it where nothing changed."""
+
+
+def blob_id(data: bytes) -> bytes:
+    """git's id of a blob, as bytes."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).digest()
+
+
 class Entry(NamedTuple):
-    """One path. `mode` is git's (with the type bits), `permissions` those of the file; `oid` is what git's tree names (a blob, a
-    tree, or a submodule's commit; zero for control files), `content` the blob id of the bytes on disk, which differs from `oid`
-    where a file was converted (line ends, encoding); for a symlink the bytes are its target. Zero for directories.
+    """One path. `mode` is git's (with the type bits); `oid` is what git's tree names (a blob, a tree, or a submodule's commit;
+    zero for control files), `content` the blob id of the bytes on disk, which differs from `oid` where a file was converted (line
+    ends, encoding); for a symlink the bytes are its target. Zero for directories. The rest is what lstat said, as `look` has it.
     """
 
     mode: int
-    permissions: int
     oid: bytes
     content: bytes
+    st_mode: int
     size: int
     ino: int
     mtime_ns: int
     ctime_ns: int
     uid: int
     gid: int
+
+    @property
+    def permissions(self) -> int:
+        return stat.S_IMODE(self.st_mode)
 
     @property
     def is_directory(self) -> bool:
@@ -56,26 +71,15 @@ class Entry(NamedTuple):
 
     def with_stat(self, found: os.stat_result) -> Entry:
         """The same object with the stat data of the file that now holds it."""
-        return Entry(
-            self.mode,
-            stat.S_IMODE(found.st_mode),
-            self.oid,
-            self.content,
-            found.st_size,
-            found.st_ino,
-            found.st_mtime_ns,
-            found.st_ctime_ns,
-            found.st_uid,
-            found.st_gid,
-        )
+        return Entry(self.mode, self.oid, self.content, *look(found))
 
 
 @dataclass(frozen=True)
 class Manifest:
     """`files` holds every path of the tree, directories and the root (`b""`) included; `control` every path from `.git` down.
 
-    `recorded_ns` is the time after which nobody but the daemon can have written: a file whose ctime is that young was perhaps
-    changed in the same tick of the clock, so a scan reads it.
+    `recorded_ns` is a time before everything was looked at: a file whose ctime is not older was perhaps changed afterwards in the
+    same tick of the clock, so a scan reads it. `index` is the checksum of the index that was written from `files`.
     """
 
     commit: str
@@ -83,6 +87,7 @@ class Manifest:
     recorded_ns: int
     files: dict[bytes, Entry]
     control: dict[bytes, Entry] = field(default_factory=dict)
+    index: str = ""
 
     @property
     def owner_uid(self) -> int:
@@ -92,11 +97,14 @@ class Manifest:
     def owner_gid(self) -> int:
         return self.files[b""].gid
 
-    def is_racy(self, entry: Entry) -> bool:
-        return entry.ctime_ns + _RACY_NS > self.recorded_ns
+    @property
+    def racy_from_ns(self) -> int:
+        """A ctime from here on proves nothing."""
+        has_fractions = any(entry.ctime_ns % 10**9 for entry in self.files.values())
+        return self.recorded_ns - (_RACY_NS if has_fractions else _COARSE_RACY_NS) + 1
 
     def settled(self, at_ns: int) -> Manifest:
-        """The same after a scan that began at `at_ns` and found no difference: fewer files are racy."""
+        """The same after a scan that began at `at_ns`: fewer files are racy."""
         return replace(self, recorded_ns=at_ns)
 
     def save(self, path: Path) -> None:
@@ -109,8 +117,9 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         parts = [_pack(self.files), _pack(self.control)]
-        header = {"commit": self.commit, "tree": self.tree, "recorded_ns": self.recorded_ns, "sections": [len(p) for p in parts]}
-        body = b"".join([_MAGIC, json.dumps(header).encode(), b"\n", *parts])
+        header = {"commit": self.commit, "tree": self.tree, "recorded_ns": self.recorded_ns, "index": self.index}
+        sections = {"sections": [len(part) for part in parts]}
+        body = b"".join([_MAGIC, json.dumps(header | sections).encode(), b"\n", *parts])
         return body + hashlib.sha1(body).digest()
 
     @classmethod

@@ -11,6 +11,7 @@ import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,14 +20,16 @@ from ..host.files import full_disk_named, open_directory, opened, remove
 from ..protocol import Proof
 from . import control, linked
 from .calls import Place
-from .hashing import hash_tree, tree_id
+from .control import Store, read_store
+from .hashing import hash_tree, prove_directories
 from .index import index_bytes
-from .manifest import Manifest
+from .manifest import DIRECTORY, Manifest
 from .proof import require, unsettled
-from .scan import Changes, scan
+from .scan import Changes, examine, is_control, scan
 from .tree import materialise, move, repair
 
 _ROUNDS = 3
+_METHOD = "stat against the private manifest, content where stat proves nothing"
 T = TypeVar("T")
 
 
@@ -38,7 +41,7 @@ def make(place: Place, commit: str, tree: str, warm: Path | None) -> tuple[str, 
             proof = _timed(timings, "reset", lambda: reset(place, commit, tree))
             return proof.tree, timings
         manifest = _timed(timings, "tree", lambda: _write_anew(place, commit, tree))
-        _timed(timings, "git", lambda: _control(place, commit, manifest))
+        manifest = _timed(timings, "git", lambda: _bring(place, _store(place), commit, manifest, Changes()))
         manifest.save(place.manifest)
     return manifest.tree, timings
 
@@ -46,22 +49,27 @@ def make(place: Place, commit: str, tree: str, warm: Path | None) -> tuple[str, 
 def reset(place: Place, commit: str, tree: str) -> Proof:
     """Bring the checkout to `commit`, whatever was done to it, and prove it."""
     with full_disk_named(f"checkout {place.directory.name}"):
-        found, manifest, method = _clean(place, commit, tree)
-        if manifest.commit != commit:
-            manifest = move(place.mirror, manifest, commit, place.tree)
-            method += ", moved by the tree difference"
-        controlled = _control(place, commit, manifest)
-        manifest.save(place.manifest)
+        store = _store(place)
+        before = _find_manifest(place) if _has_top(place) else None
+        if before is None:
+            found, method = Changes(), "written anew, read back"
+            after = _bring(place, store, commit, _write_anew(place, commit, tree), found)
+        else:
+            found, method = scan(place.tree, before), _METHOD
+            after = _bring(place, store, commit, before, found)
+            method += ", moved by the tree difference" if before.commit != commit else ""
+        if after is not before:
+            after.save(place.manifest)
     proof = Proof(
         head=place.head,
-        tree=tree_id(manifest),
-        index=controlled.index,
-        control_files=controlled.files,
+        tree=after.tree,
+        index=after.index,
+        control_files=sum(1 for entry in after.control.values() if not entry.is_directory),
         files_checked=found.looked_at,
-        files_restored=len([path for path in (*found.modified, *found.missing) if path]),
-        files_removed=len([path for path in found.extra if path != b".git"]),
-        refs=list(controlled.refs),
-        packs=list(controlled.packs),
+        files_restored=len([path for path in (*found.modified, *found.missing) if path and not is_control(path)]),
+        files_removed=len([path for path in found.extra if not is_control(path)]),
+        refs=list(store.refs if store else ()),
+        packs=list(store.pack_names if store else ()),
         method=method,
     )
     return require(proof, head=place.head, tree=tree)
@@ -75,20 +83,60 @@ def changed_paths(place: Place) -> list[bytes]:
     return sorted(path for path in scan(place.tree, manifest).in_tree() if path)
 
 
-def _clean(place: Place, commit: str, tree: str) -> tuple[Changes, Manifest, str]:
-    """Make the tree equal to its manifest. Each round repairs what it found; the last one must find nothing."""
-    manifest = _find_manifest(place)
-    if manifest is None or not _has_top(place):
-        return Changes(), _write_anew(place, commit, tree), "written anew, read back"
-    first = found = scan(place.tree, manifest)
+def _bring(place: Place, store: Store | None, commit: str, before: Manifest, found: Changes) -> Manifest:
+    """Undo what was found and move on; then look again at all that was touched, and so on until nothing differs.
+
+    The answer is `before` itself where there is nothing to do, and nothing to record.
+    """
+    manifest = _proven(before.settled(found.began_ns) if found.unsettled or found.in_tree() else before, found)
     for _ in range(_ROUNDS):
-        if not found.in_tree():
-            return first, manifest.settled(found.began_ns), "stat against the private manifest, content where stat proves nothing"
-        manifest = repair(place.mirror, manifest, found, place.tree)
-        found = scan(place.tree, manifest)
+        begun = manifest
+        manifest = _step(place, store, commit, manifest, found)
+        found = examine(place.tree, manifest, _touched(begun, manifest))
+        if found.is_empty:
+            return manifest
+        manifest = _proven(manifest, found)
+    raise unsettled(_ROUNDS, [*found.modified, *found.missing, *found.extra])
+
+
+def _proven(manifest: Manifest, found: Changes) -> Manifest:
+    """The record with the stat of the directories that only look changed."""
+    if not found.proven:
+        return manifest
+    files, control = dict(manifest.files), dict(manifest.control)
+    for path, seen in found.proven.items():
+        where = control if is_control(path) else files
+        where[path] = where[path].with_stat(seen)
+    return replace(manifest, files=files, control=control)
+
+
+def _step(place: Place, store: Store | None, commit: str, manifest: Manifest, found: Changes) -> Manifest:
+    """One round over tree and `.git`, which ends with a record of what was left there."""
+    begun = manifest
     if found.in_tree():
-        raise unsettled(_ROUNDS, found.in_tree())
-    return first, manifest.settled(found.began_ns), "stat against the private manifest, content where stat proves nothing"
+        manifest = repair(place.mirror, manifest, found, place.tree)
+    if manifest.commit != commit:
+        before, manifest = manifest, move(place.mirror, manifest, commit, place.tree)
+        prove_directories(manifest, _changed_directories(before, manifest))
+    if store is None:
+        return linked.link(place.directory, place.mirror, manifest, index_bytes(manifest))
+    is_new = manifest is not begun or not control.has_index(manifest, found)
+    return control.bring(place.tree, manifest, found, store, index_bytes(manifest) if is_new else None)
+
+
+def _store(place: Place) -> Store | None:
+    return read_store(place.store) if place.store else None
+
+
+def _touched(before: Manifest, after: Manifest) -> list[bytes]:
+    """What was recorded anew."""
+    old, new = before.files | before.control, after.files | after.control
+    return [path for path, entry in new.items() if old.get(path) is not entry]
+
+
+def _changed_directories(before: Manifest, after: Manifest) -> list[bytes]:
+    trees = [(path, entry) for path, entry in after.files.items() if entry.mode == DIRECTORY]
+    return [path for path, entry in trees if path not in before.files or before.files[path].oid != entry.oid]
 
 
 def _write_anew(place: Place, commit: str, tree: str) -> Manifest:
@@ -96,21 +144,13 @@ def _write_anew(place: Place, commit: str, tree: str) -> Manifest:
     with opened(open_directory(place.directory)) as above:
         remove(above, b"tree")
     manifest = materialise(place.mirror, commit, place.tree, owner=place.owner)
+    written_ns = time.time_ns()
     seen = hash_tree(place.tree, manifest)
     if seen != tree:
         raise ProofFailedError(
             f"cannot prove tree {tree}: what was written is {seen}", hint="audit the mirror", wanted=tree, seen=seen
         )
-    return manifest
-
-
-def _control(place: Place, commit: str, manifest: Manifest) -> control.Control:
-    index = index_bytes(manifest)
-    if place.store is None:
-        return linked.link(place.directory, place.mirror, commit, index, place.owner)
-    built = control.build(place.directory, place.store, index, place.owner)
-    control.install(place.directory)
-    return built
+    return manifest.settled(written_ns)
 
 
 def _find_manifest(place: Place) -> Manifest | None:

@@ -1,7 +1,9 @@
 """What a checkout's user did: the tree and the control files on disk, compared with the private manifest.
 
-Owns the judgement "unchanged". It opens no link, no pipe and no device, goes into no directory that the manifest does not know,
-and reads a file only where its stat cannot prove it: an ordinary user can forge mtime, size and the index, but not ctime.
+Owns the judgement "unchanged". One lstat of every known path decides where to look closer: an ordinary user can forge mtime, size
+and the index, but not ctime, and no name appears in a directory or leaves it without changing the directory's. Looking closer
+opens no link, no pipe and no device, goes only into directories that the manifest knows, and lists or reads what stat cannot
+prove.
 """
 
 from __future__ import annotations
@@ -10,28 +12,35 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..errors import CheckoutBusyError
 from ..host.files import find_stat, is_locked, names_in, open_child, open_directory, open_regular, opened
-from .manifest import SUBMODULE, Entry, Manifest
+from .descent import Descent
+from .manifest import Entry, Manifest, look
 
 _CHUNK_BYTES = 1 << 20
+_LARGE_BYTES = 4 << 20
 _CONTROL = b".git"
-_GIT_KINDS = {stat.S_IFREG: 0o100000, stat.S_IFLNK: 0o120000, stat.S_IFDIR: 0o040000}
 
 
 @dataclass
 class Changes:
     """Paths from the root of the tree; control files begin with `.git`.
 
-    Of an extra directory only its own path is listed; of a missing one everything that was in it.
+    Of an extra directory only its own path is listed; of a missing one everything that was in it. `proven` are directories whose
+    stat changed, but nothing in them; `unsettled` says that something had to be read because its ctime was too young.
     """
 
     modified: list[bytes] = field(default_factory=list)
     missing: list[bytes] = field(default_factory=list)
     extra: list[bytes] = field(default_factory=list)
+    proven: dict[bytes, os.stat_result] = field(default_factory=dict)
+    unsettled: bool = False
     looked_at: int = 0
     hashed: int = 0
     began_ns: int = 0
@@ -61,163 +70,204 @@ def scan(root: Path, manifest: Manifest, *, rehash: bool | None = None) -> Chang
     every = manifest.owner_uid == 0 if rehash is None else rehash
     found = Changes(began_ns=time.time_ns())
     with opened(open_directory(root)) as fd:
-        _Scan(manifest, every, found).run(fd)
+        entries = manifest.files | manifest.control
+        paths = entries.keys() if every else _suspects(fd, manifest, entries, found)
+        _examine(fd, manifest, entries, paths, every, found)
+    found.looked_at = len(entries) - 1
     return found
 
 
-def record_control(root: Path, manifest: Manifest) -> Manifest:
-    """Add to the manifest everything below `.git`, as it is now; nobody but the daemon may have had access yet."""
-    control: dict[bytes, Entry] = {}
+def examine(root: Path, manifest: Manifest, paths: Collection[bytes]) -> Changes:
+    """Look closer at some of the paths, whatever their stat says: what was just written is read back."""
+    found = Changes(began_ns=time.time_ns(), looked_at=len(paths))
     with opened(open_directory(root)) as fd:
-        if find_stat(fd, _CONTROL) is not None:
-            control[_CONTROL] = _observe(fd, _CONTROL)
-            if control[_CONTROL].is_directory:
-                _record_below(fd, _CONTROL, b"", control)
-    files = manifest.files | {b"": manifest.files[b""].with_stat(os.stat(root))}  # `.git` was made in it
-    return replace(manifest, files=files, control=control, recorded_ns=time.time_ns())
+        _examine(fd, manifest, manifest.files | manifest.control, paths, True, found)
+    return found
 
 
-def _record_below(directory: int, name: bytes, above: bytes, control: dict[bytes, Entry]) -> None:
-    path = above + name
-    with opened(open_child(directory, name)) as fd:
-        for child in sorted(names_in(fd)):
-            entry = control[path + b"/" + child] = _observe(fd, child)
-            if entry.is_directory:
-                _record_below(fd, child, path + b"/", control)
+def _suspects(root: int, manifest: Manifest, entries: dict[bytes, Entry], found: Changes) -> list[bytes]:
+    """The paths whose stat is not what it was, or too young to prove anything.
+
+    A directory above a path may have become a link, and the stat then be of another file. That directory is a suspect itself,
+    and what is in it is lost to whoever looks closer.
+    """
+    suspects = []
+    racy_from_ns = manifest.racy_from_ns
+    lstat = os.lstat
+    for path, entry in entries.items():
+        try:
+            seen = lstat(path or b".", dir_fd=root)
+        except OSError:
+            suspects.append(path)
+            continue
+        if look(seen) != entry[3:]:
+            suspects.append(path)
+        elif entry.ctime_ns >= racy_from_ns:
+            suspects.append(path)
+            found.unsettled = True
+    return suspects
 
 
-def _observe(directory: int, name: bytes) -> Entry:
-    found = os.stat(name, dir_fd=directory, follow_symlinks=False)
-    mode = _GIT_KINDS.get(stat.S_IFMT(found.st_mode), 0)
-    content = content_id(directory, name) if mode in (0o100000, 0o120000) else bytes(20)
-    return Entry(mode, 0, bytes(20), content, 0, 0, 0, 0, 0, 0).with_stat(found)
+def _examine(
+    root: int, manifest: Manifest, entries: dict[bytes, Entry], paths: Collection[bytes], every: bool, found: Changes
+) -> None:
+    if paths:
+        with _Examination(root, manifest, entries, every, found) as examination:
+            examination.judge(paths)
 
 
-def content_id(directory: int, name: bytes) -> bytes:
+def content_id(directory: int, name: bytes, found: os.stat_result) -> bytes:
     """git's blob id of a file's bytes, or of a symbolic link's target; OSError where it is neither."""
-    found = os.stat(name, dir_fd=directory, follow_symlinks=False)
     if stat.S_ISLNK(found.st_mode):
         target = os.fsencode(os.readlink(name, dir_fd=directory))
         return hashlib.sha1(b"blob %d\0" % len(target) + target).digest()
-    with opened(open_regular(directory, name)) as fd:
-        size = os.fstat(fd).st_size
+    return _read(open_regular(directory, name), found.st_size)
+
+
+def _read(fd: int, size: int) -> bytes:
+    """The blob id of an open file that should have `size` bytes; closes it."""
+    with opened(fd):
         digest = hashlib.sha1(b"blob %d\0" % size)
-        while data := os.read(fd, min(_CHUNK_BYTES, size + 1)):
+        left = size + 1  # one more than there should be: one read is enough for most
+        while left > 0 and (data := os.read(fd, min(_CHUNK_BYTES, left))):
             digest.update(data)
+            left -= len(data)
+            if left == 1:  # a read that got less than it asked for was at the end
+                break
         return digest.digest()
 
 
-class _Scan:
-    def __init__(self, manifest: Manifest, rehash: bool, found: Changes) -> None:
-        self._manifest = manifest
-        self._rehash = rehash
+class _Examination:
+    """One closer look. A path is judged after the directories above it; `_lost` is what cannot be there any more."""
+
+    def __init__(self, root: int, manifest: Manifest, entries: dict[bytes, Entry], every: bool, found: Changes) -> None:
+        self._root = root
+        self._entries = entries
+        self._owner_uid = manifest.owner_uid
+        self._every = every
+        self._racy_from_ns = manifest.racy_from_ns
         self._found = found
-        self._entries = manifest.files | manifest.control
-        self._owner = (manifest.owner_uid, manifest.owner_gid)
+        self._descent = Descent(root)
         self._children: dict[bytes, dict[bytes, bytes]] = {}
-        for path in self._entries:
-            if path:
-                above, _, name = path.rpartition(b"/")
-                self._children.setdefault(above, {})[name] = path
+        self._lost: set[bytes] = set()
+        self._large: dict[bytes, Future[bytes]] = {}
+        self._readers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="hash")
+        self._held = ExitStack()
 
-    def run(self, root: int) -> None:
-        if not self._is_same_directory(root, b".", self._entries[b""]):
-            self._found.modified.append(b"")
-        self._enter(root, b"")
+    def __enter__(self) -> _Examination:
+        self._held.callback(self._descent.close)
+        self._held.enter_context(self._readers)
+        return self
 
-    def _enter(self, fd: int, path: bytes) -> None:
-        """Compare what is in an open directory with what was. Depth is bounded: only known directories are entered."""
-        expected = self._children.get(path, {})
-        prefix = path + b"/" if path else b""
-        names = names_in(fd)
-        for name in names:
-            known = expected.get(name)
-            if known is None:
-                self._found.extra.append(prefix + name)
-            else:
-                self._compare(fd, name, known)
-        if len(names) < len(expected) or not expected.keys() <= set(names):
-            for name in expected.keys() - set(names):
-                self._miss(expected[name])
+    def __exit__(self, *failure: object) -> None:
+        with self._held:
+            for path, content in self._large.items():
+                if content.exception() or content.result() != self._entries[path].content:
+                    self._found.modified.append(path)
 
-    def _compare(self, directory: int, name: bytes, path: bytes) -> None:
+    def judge(self, paths: Collection[bytes]) -> None:
+        self._note_children({path for path in paths if self._entries[path].is_directory})
+        for path in sorted(paths):
+            if path not in self._lost:
+                self._judge(path)
+
+    def _judge(self, path: bytes) -> None:
         entry = self._entries[path]
-        self._found.looked_at += 1
-        if entry.mode in (0o040000, SUBMODULE):
-            self._compare_directory(directory, name, path, entry)
-        elif not self._is_same_file(directory, name, entry):
+        try:
+            directory, name = self._descent.locate(path) if path else (self._root, b".")
+            seen = find_stat(directory, name)
+        except (CheckoutBusyError, OSError):
+            seen = None
+        if seen is None:
+            self._miss(path)
+        elif entry.is_directory:
+            self._judge_directory(directory, name, path, seen)
+        elif not self._is_same_file(directory, name, path, seen):
             self._found.modified.append(path)
 
-    def _compare_directory(self, directory: int, name: bytes, path: bytes, entry: Entry) -> None:
-        found = find_stat(directory, name)
-        if found is None:
-            self._miss(path)
-            return
-        if not stat.S_ISDIR(found.st_mode) or (found.st_uid, found.st_gid) != (entry.uid, entry.gid):
+    def _judge_directory(self, directory: int, name: bytes, path: bytes, seen: os.stat_result) -> None:
+        entry = self._entries[path]
+        fd = -1
+        if stat.S_ISDIR(seen.st_mode) and (seen.st_uid, seen.st_gid) == (entry.uid, entry.gid):
+            fd = _try_open(directory, name)
+        if fd < 0:
             self._found.modified.append(path)
-            self._miss_below(path)
-            return
-        if not self._is_same_directory(directory, name, entry):
-            self._found.modified.append(path)
-        try:
-            fd = open_child(directory, name)
-        except OSError:
             self._miss_below(path)
             return
         with opened(fd):
-            self._enter(fd, path)
+            sound = stat.S_IMODE(seen.st_mode) == entry.permissions and not os.listxattr(fd) and not is_locked(fd)
+            if not sound:
+                self._found.modified.append(path)
+            if self._has_names(fd, path) and sound and look(seen) != entry[3:]:
+                self._found.proven[path] = seen
 
-    def _is_same_directory(self, directory: int, name: bytes, entry: Entry) -> bool:
-        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
-        if (stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid) != (entry.permissions, entry.uid, entry.gid):
+    def _has_names(self, fd: int, path: bytes) -> bool:
+        """Compare the names in a directory with those that were; which of them are what they were is judged one by one."""
+        expected = self._children_of(path)
+        names = names_in(fd)
+        prefix = path + b"/" if path else b""
+        extra = [prefix + name for name in names if name not in expected]
+        self._found.extra += extra
+        gone = [] if len(names) - len(extra) == len(expected) else sorted(expected.keys() - set(names))
+        for name in gone:
+            self._miss(expected[name])
+        return not extra and not gone
+
+    def _is_same_file(self, directory: int, name: bytes, path: bytes, seen: os.stat_result) -> bool:
+        entry = self._entries[path]
+        shared = self._is_out_of_reach(entry)
+        now = entry.with_stat(seen)
+        if now != (entry._replace(ctime_ns=now.ctime_ns) if shared else entry):
             return False
-        if found.st_ctime_ns == entry.ctime_ns and not self._rehash and not self._manifest.is_racy(entry):
+        if shared or not (self._every or entry.ctime_ns >= self._racy_from_ns):
             return True
-        with opened(open_child(directory, name)) as fd:
-            return not os.listxattr(fd) and not is_locked(fd)
-
-    def _is_same_file(self, directory: int, name: bytes, entry: Entry) -> bool:
-        try:
-            found = os.stat(name, dir_fd=directory, follow_symlinks=False)
-        except OSError:
-            return False
-        same = (
-            found.st_ino == entry.ino
-            and found.st_mtime_ns == entry.mtime_ns
-            and found.st_size == entry.size
-            and (found.st_ctime_ns == entry.ctime_ns or self._is_out_of_reach(entry))
-            and found.st_uid == entry.uid
-            and found.st_gid == entry.gid
-            and stat.S_IMODE(found.st_mode) == entry.permissions
-            and _GIT_KINDS.get(stat.S_IFMT(found.st_mode)) == entry.mode & 0o170000
-        )
-        if not same or self._is_proven_by_stat(entry):
-            return same
-        return self._has_content(directory, name, entry)
+        return self._has_content(directory, name, path, seen)
 
     def _is_out_of_reach(self, entry: Entry) -> bool:
         """A pack of the daemon's, hard-linked into `.git`: each new link changes its ctime, but no client can change it."""
-        return entry.uid != self._owner[0] and not entry.permissions & 0o222 and entry.mode == 0o100000
+        return entry.uid != self._owner_uid and not entry.permissions & 0o222 and stat.S_ISREG(entry.st_mode)
 
-    def _is_proven_by_stat(self, entry: Entry) -> bool:
-        if self._is_out_of_reach(entry):
-            return True
-        return not self._rehash and not self._manifest.is_racy(entry)
-
-    def _has_content(self, directory: int, name: bytes, entry: Entry) -> bool:
+    def _has_content(self, directory: int, name: bytes, path: bytes, seen: os.stat_result) -> bool:
         self._found.hashed += 1
         try:
-            return content_id(directory, name) == entry.content
+            if seen.st_size >= _LARGE_BYTES:
+                self._large[path] = self._readers.submit(_read, open_regular(directory, name), seen.st_size)
+                return True
+            return content_id(directory, name, seen) == self._entries[path].content
         except OSError:
             return False
 
     def _miss(self, path: bytes) -> None:
-        self._found.missing.append(path)
-        self._miss_below(path)
+        if path not in self._lost:
+            self._lost.add(path)
+            self._found.missing.append(path)
+        if self._entries[path].is_directory:
+            self._miss_below(path)
 
     def _miss_below(self, path: bytes) -> None:
-        for child in self._children.get(path, {}).values():
+        for child in self._children_of(path).values():
             self._miss(child)
+
+    def _children_of(self, path: bytes) -> dict[bytes, bytes]:
+        """The names that were in a directory, and their paths."""
+        if path not in self._children:
+            self._note_children({path for path, entry in self._entries.items() if entry.is_directory})
+        return self._children[path]
+
+    def _note_children(self, directories: set[bytes]) -> None:
+        self._children = {path: {} for path in directories}
+        for path in self._entries if directories else ():
+            above, _, name = path.rpartition(b"/")
+            if path and above in directories:
+                self._children[above][name] = path
+
+
+def _try_open(directory: int, name: bytes) -> int:
+    """Open a directory; -1 where it is none any more."""
+    try:
+        return open_child(directory, name)
+    except OSError:
+        return -1
 
 
 def iter_extra(root: Path, path: bytes) -> Iterator[tuple[bytes, os.stat_result]]:

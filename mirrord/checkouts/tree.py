@@ -17,7 +17,7 @@ from pathlib import Path
 from ..errors import CommitUnservableError
 from ..git.objects import Conversions, Objects, TreeChange, TreeEntry, changes, open_objects, read_commit, walk
 from ..host.files import full_disk_named, open_directory, opened
-from .entries import conversions_for, is_attributes, mtime_for, recorded, unrecorded, write_entries
+from .entries import conversions_for, is_attributes, mtime_for, record_directories, recorded, unrecorded, write_entries
 from .manifest import DIRECTORY, Entry, Manifest
 from .scan import Changes, is_control
 from .writer import TreeWriter
@@ -45,10 +45,7 @@ def materialise(git_dir: Path, commit: str, dest: Path, *, owner: Owner | None =
 
 
 def move(git_dir: Path, manifest: Manifest, commit: str, dest: Path) -> Manifest:
-    """Bring the clean tree that `manifest` records to `commit`, touching only what differs.
-
-    The answer has no control files: `.git` is another commit's now.
-    """
+    """Bring the clean tree that `manifest` records to `commit`, touching only what differs. `.git` stays as it is."""
     with open_objects(git_dir) as objects, _opened_tree(dest, commit) as root:
         info = read_commit(objects, commit)
         steps = list(changes(objects, manifest.tree, info.tree))
@@ -61,13 +58,15 @@ def move(git_dir: Path, manifest: Manifest, commit: str, dest: Path) -> Manifest
                 new += reconverted(objects, manifest, after, files)
             files |= write_entries(objects, after, new, writer)
             files[b""] = root_entry(info.tree)
-            return recorded(info, files, writer)
+            writer.touched.add(b"")
+            record_directories(files, writer)
+            return replace(manifest, commit=info.commit, tree=info.tree, files=files)
 
 
 def repair(git_dir: Path, manifest: Manifest, found: Changes, dest: Path) -> Manifest:
     """Undo in the tree what a scan found: remove what is extra, write again what is gone or changed, each as a new file.
 
-    Control files are left to whoever builds `.git`; the answer keeps their record.
+    Control files are left to whoever builds `.git`.
     """
     with open_objects(git_dir) as objects, _opened_tree(dest, manifest.commit) as root:
         info = read_commit(objects, manifest.commit)
@@ -80,7 +79,8 @@ def repair(git_dir: Path, manifest: Manifest, found: Changes, dest: Path) -> Man
                     writer.remove(path)
             entries = [TreeEntry(path, manifest.files[path].mode, manifest.files[path].oid.hex()) for path in damaged if path]
             files = manifest.files | write_entries(objects, conversions, entries, writer)
-            return replace(recorded(info, files, writer), control=manifest.control)
+            record_directories(files, writer)
+            return replace(manifest, files=files)
 
 
 def root_entry(tree: str) -> Entry:

@@ -7,7 +7,7 @@ given away by chown. A crash leaves a tree that differs from its manifest, which
 
 from __future__ import annotations
 
-import errno
+import hashlib
 import os
 import stat
 from pathlib import Path
@@ -15,23 +15,25 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import CheckoutBusyError
-from ..host.files import find_stat, is_locked, make_whiteout, open_child, remove, set_owner, shown_path, unlock, write_all
+from ..host.files import find_stat, is_locked, make_whiteout, opened, remove, set_owner, unlock, write_all
+from .descent import Descent, busy, enter
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_READ_ONLY = 0o444
+_CHUNK_BYTES = 1 << 20
 
 
 class TreeWriter:
     """Writes below the directory `root`, a descriptor that stays the caller's.
 
     New files belong to `owner` (uid, gid; the daemon's own when None) and have `mtime_ns`. Paths are bytes without a leading
-    slash; they must come from a checked tree.
+    slash; they must come from a checked tree. `touched` are the directories that were made, mended or written in.
     """
 
     def __init__(self, root: int, *, owner: tuple[int, int] | None = None, mtime_ns: int) -> None:
+        self.touched: set[bytes] = set()
         self._root = root
-        self._stack: list[tuple[bytes, int]] = []
-        self._here, self._here_fd = b"", root
+        self._descent = Descent(root)
         self._mtime = (mtime_ns, mtime_ns)
         self._owner = owner if owner != (os.geteuid(), os.getegid()) else None
 
@@ -39,30 +41,23 @@ class TreeWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._pop_to(0)
+        self._descent.close()
 
     def write_file(self, path: bytes, data: bytes, *, executable: bool = False) -> os.stat_result:
         """Create or replace a regular file."""
-        directory, name = self.locate(path)
+        directory, name = self._enter(path)
         permissions = 0o755 if executable else 0o644
         fd = self._create(directory, name, permissions)
         try:
             if data:
                 write_all(fd, data)
-            if self._owner:
-                os.fchown(fd, *self._owner)
-            os.utime(fd, ns=self._mtime)
-            found = os.fstat(fd)
-            if stat.S_IMODE(found.st_mode) != permissions:
-                os.fchmod(fd, permissions)
-                found = os.fstat(fd)
-            return found
+            return self._finish(fd, permissions)
         finally:
             os.close(fd)
 
     def write_symlink(self, path: bytes, target: bytes) -> os.stat_result:
         """Create or replace a symbolic link."""
-        directory, name = self.locate(path)
+        directory, name = self._enter(path)
         try:
             os.symlink(target, name, dir_fd=directory)
         except FileExistsError:
@@ -72,10 +67,24 @@ class TreeWriter:
         return set_owner(directory, name, *owner, mtime_ns=self._mtime[0])
 
     def link_file(self, path: bytes, source: Path) -> os.stat_result:
-        """Create a file as one more link to `source`, on the same file system. For layers only."""
-        directory, name = self.locate(path)
-        os.link(source, name, dst_dir_fd=directory, follow_symlinks=False)
-        return self.get_stat(path)
+        """Make or replace a hard link to a file of the daemon's; the stat of that file."""
+        directory, name = self._enter(path)
+        try:
+            os.link(source, name, dst_dir_fd=directory, follow_symlinks=False)
+        except FileExistsError:
+            self._clear(directory, path, name)
+            os.link(source, name, dst_dir_fd=directory, follow_symlinks=False)
+        return os.stat(source, follow_symlinks=False)
+
+    def copy_file(self, path: bytes, source: Path) -> tuple[os.stat_result, bytes]:
+        """Copy a file of the daemon's as one that nobody writes; its stat, and the blob id of the bytes that were read."""
+        directory, name = self._enter(path)
+        with source.open("rb") as original, opened(self._create(directory, name, _READ_ONLY)) as fd:
+            digest = hashlib.sha1(b"blob %d\0" % os.fstat(original.fileno()).st_size)
+            while data := original.read(_CHUNK_BYTES):
+                digest.update(data)
+                write_all(fd, data)
+            return self._finish(fd, _READ_ONLY), digest.digest()
 
     def share_file(self, path: bytes, target: Path) -> None:
         """Give a file that was just written one more name. For layers only."""
@@ -89,10 +98,11 @@ class TreeWriter:
 
     def make_directory(self, path: bytes) -> None:
         """Make a directory; one that is there and sound is kept with what is in it, anything else is replaced."""
+        self.touched.add(path)
         if not path:
             self._mend(self._root)
             return
-        directory, name = self.locate(path)
+        directory, name = self._enter(path)
         try:
             os.mkdir(name, 0o755, dir_fd=directory)
             self._adopt(directory, path, name)
@@ -111,7 +121,7 @@ class TreeWriter:
     def remove(self, path: bytes) -> None:
         """Remove whatever is at `path`; nothing there is fine, also where its directory is gone."""
         try:
-            directory, name = self.locate(path)
+            directory, name = self._enter(path)
         except CheckoutBusyError:
             return
         self._clear(directory, path, name)
@@ -130,7 +140,7 @@ class TreeWriter:
         """lstat of a path that was just written."""
         found = self.find_stat(path)
         if found is None:
-            raise _busy(path)
+            raise busy(path)
         return found
 
     def _create(self, directory: int, name: bytes, permissions: int) -> int:
@@ -143,17 +153,27 @@ class TreeWriter:
             remove(directory, name)
         return os.open(name, _CREATE, permissions, dir_fd=directory)
 
+    def _finish(self, fd: int, permissions: int) -> os.stat_result:
+        """Give a file that was just written its owner, time and mode."""
+        if self._owner:
+            os.fchown(fd, *self._owner)
+        os.utime(fd, ns=self._mtime)
+        found = os.fstat(fd)
+        if stat.S_IMODE(found.st_mode) != permissions:
+            os.fchmod(fd, permissions)
+            found = os.fstat(fd)
+        return found
+
     def _clear(self, directory: int, path: bytes, name: bytes) -> None:
-        if self._here == path or self._here.startswith(path + b"/"):
-            self._pop_to(path.count(b"/"))
+        self._descent.leave(path)
         remove(directory, name)
 
     def _adopt(self, directory: int, path: bytes, name: bytes) -> None:
         """Give a directory that we just made its mode and owner, unless somebody put another in its place."""
-        fd = self._open(directory, path, name)
+        fd = enter(directory, path, name)
         try:
             if os.fstat(fd).st_uid != os.geteuid():
-                raise _busy(path)
+                raise busy(path)
             if stat.S_IMODE(os.fstat(fd).st_mode) != 0o755:
                 os.fchmod(fd, 0o755)
             if self._owner:
@@ -167,7 +187,7 @@ class TreeWriter:
         owner = self._owner or (os.geteuid(), os.getegid())
         if found is None or not stat.S_ISDIR(found.st_mode) or (found.st_uid, found.st_gid) != owner:
             return False
-        fd = self._open(directory, path, name)
+        fd = enter(directory, path, name)
         try:
             self._mend(fd)
         finally:
@@ -185,40 +205,9 @@ class TreeWriter:
 
     def locate(self, path: bytes) -> tuple[int, bytes]:
         """The open directory of a path, and the name in it."""
-        above, _, name = path.rpartition(b"/")
-        if above != self._here:
-            self._go(above)
-        return self._here_fd, name
+        return self._descent.locate(path)
 
-    def _go(self, above: bytes) -> None:
-        """Make `above` the current directory, reusing what is open."""
-        parts = above.split(b"/") if above else []
-        shared = 0
-        while shared < min(len(parts), len(self._stack)) and self._stack[shared][0] == parts[shared]:
-            shared += 1
-        self._pop_to(shared)
-        for depth in range(shared, len(parts)):
-            fd = self._open(self._here_fd, b"/".join(parts[: depth + 1]), parts[depth])
-            self._stack.append((parts[depth], fd))
-            self._here, self._here_fd = b"/".join(parts[: depth + 1]), fd
-
-    def _pop_to(self, depth: int) -> None:
-        while len(self._stack) > depth:
-            os.close(self._stack.pop()[1])
-        self._here = b"/".join(name for name, _ in self._stack)
-        self._here_fd = self._stack[-1][1] if self._stack else self._root
-
-    def _open(self, directory: int, path: bytes, name: bytes) -> int:
-        try:
-            return open_child(directory, name)
-        except OSError as error:
-            if error.errno in _REPLACED:
-                raise _busy(path) from error
-            raise
-
-
-def _busy(path: bytes) -> CheckoutBusyError:
-    return CheckoutBusyError(
-        f"cannot write below {shown_path(path)}: it is not the directory it was",
-        hint="stop what runs in the checkout, then reset it",
-    )
+    def _enter(self, path: bytes) -> tuple[int, bytes]:
+        """The same, where something will be changed in that directory."""
+        self.touched.add(path.rpartition(b"/")[0])
+        return self._descent.locate(path)

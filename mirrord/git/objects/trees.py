@@ -6,6 +6,7 @@ write into `.git`, is refused here, once, for everybody who materialises.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,9 @@ _SUBMODULE = 0o160000
 _SYMLINK = 0o120000
 _TYPES = {0o100000, _TREE, _SUBMODULE, _SYMLINK}
 _NAME_MAX = 255
+_Token = tuple[bytes, bytes, bytes]
+_TOKEN = re.compile(rb"([0-7]+) ([^\0]*)\0(.{20})", re.DOTALL)
+_FIXED_BYTES = 22  # the space, the NUL and the id
 
 
 class TreeEntry(NamedTuple):
@@ -76,13 +80,13 @@ def tree_changes(git_dir: Path, old: str, new: str) -> list[TreeChange]:
 def changes(
     objects: Objects, old: str | None, new: str | None, above: bytes = b"", inherited: bool = False
 ) -> Iterator[TreeChange]:
-    """The differences of two trees below `above`; None stands for no tree."""
-    before = {entry.path: entry for entry in read_entries(objects, old, above)} if old else {}
-    after = {entry.path: entry for entry in read_entries(objects, new, above)} if new else {}
+    """The differences of two trees below `above`; None stands for no tree. What both have is not looked at again."""
+    tokens_a, tokens_b = _parse(objects, old), _parse(objects, new)
+    both = set(tokens_a).intersection(tokens_b)
+    before = {entry.path: entry for entry in _entries(old or "", [token for token in tokens_a if token not in both], above)}
+    after = {entry.path: entry for entry in _entries(new or "", [token for token in tokens_b if token not in both], above)}
     for path in sorted(before.keys() | after.keys()):
         a, b = before.get(path), after.get(path)
-        if a == b:
-            continue
         yield TreeChange(path, a, b, inherited)
         tree_a = a.oid if a and a.is_tree else None
         tree_b = b.oid if b and b.is_tree else None
@@ -93,22 +97,28 @@ def changes(
 
 def read_entries(objects: Objects, tree: str, above: bytes = b"") -> list[TreeEntry]:
     """The direct entries of one tree, `above` put before each name; raises CommitUnservableError for a hostile one."""
+    return _entries(tree, _parse(objects, tree), above)
+
+
+def _parse(objects: Objects, tree: str | None) -> list[_Token]:
+    """Mode, name and id of each entry, as they are stored; none of None."""
+    if tree is None:
+        return []
     data = objects.read_tree(tree)
-    entries = []
-    position, end = 0, len(data)
-    try:
-        while position < end:
-            space = data.index(b" ", position)
-            nul = data.index(b"\0", space)
-            name = data[space + 1 : nul]
-            mode = int(data[position:space], 8)
-            _check(tree, mode, name)
-            entries.append(TreeEntry(above + name, mode, data[nul + 1 : nul + 21].hex()))
-            position = nul + 21
-    except ValueError as error:
-        raise _unservable(tree, "it is malformed") from error
-    if len({entry.path for entry in entries}) != len(entries):
+    tokens: list[_Token] = _TOKEN.findall(data)
+    if sum(len(mode) + len(name) for mode, name, _ in tokens) + _FIXED_BYTES * len(tokens) != len(data):
+        raise _unservable(tree, "it is malformed")
+    if len({name for _, name, _ in tokens}) != len(tokens):
         raise _unservable(tree, "it names an entry twice")
+    return tokens
+
+
+def _entries(tree: str, tokens: list[_Token], above: bytes) -> list[TreeEntry]:
+    entries = []
+    for octal, name, oid in tokens:
+        mode = int(octal, 8)
+        _check(tree, mode, name)
+        entries.append(TreeEntry(above + name, mode, oid.hex()))
     return entries
 
 
