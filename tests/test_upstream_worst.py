@@ -18,9 +18,11 @@ from mirrord.errors import (
     UpstreamLossError,
     UpstreamNotFoundError,
 )
+from mirrord.mirrors.guard import must_not_vanish
+from mirrord.mirrors.refs import Offer
 from mirrord.mirrors.sync import SyncResult
 from mirrord.model import CommitId
-from mirrord.protocol import RefRecord
+from mirrord.protocol import RefFault, RefRecord
 
 BRANCHES = 30
 
@@ -184,6 +186,17 @@ def test_what_a_mirror_does_not_follow_changes_nothing(
         await story.end()
 
     house.run(body)
+
+
+def test_the_last_branch_is_guarded_however_few_refs_there_are() -> None:
+    """One ref of four is not most of them; but nobody would have a `main`. A branch that is only damaged is not gone."""
+    tags = {f"refs/tags/v{n}": f"{n}" * 40 for n in range(3)}
+    before = {"refs/heads/main": "a" * 40, **tags}
+    with pytest.raises(UpstreamLossError, match="no branch any more"):
+        must_not_vanish(NAME, before, Offer(tags, None, []))
+    must_not_vanish(NAME, before, Offer({"refs/heads/trunk": "b" * 40, **tags}, None, []))
+    must_not_vanish(NAME, before, Offer(tags, None, [RefFault(ref="refs/heads/main", commit="b" * 40, reason="damaged")]))
+    must_not_vanish(NAME, tags, Offer({}, None, []))
 
 
 @pytest.mark.parametrize("misfortune", [_empty, _most_refs_vanish, _all_branches_vanish])
