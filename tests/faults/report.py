@@ -33,6 +33,7 @@ its owner's work, the audit is clean, and the same operation works again. The st
   another boot id. Leases of the last seconds may be gone after one.
 - **damage** to one thing in a mirror, and which donors are there to heal it, are chosen by the seed; "where" names the donors,
   the operation is what was damaged. The objects, refs and evidence are judged against what was written down before.
+- **none** is an audit of a mirror that nothing is wrong with, after "where" had happened to it; a finding counts as a loss.
 - What a device-mapper would add (single blocks that cannot be written) is not tried: not every kernel has one.
 
 ## How often
