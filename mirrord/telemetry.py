@@ -57,7 +57,9 @@ def masked(text: str) -> str:
     """Hide what stands between `://` and `@` in URLs, and the values of words such as `token=`."""
     if "@" in text:
         text = _USERINFO.sub(r"\g<scheme>***@", text)
-    return _SECRET_PAIR.sub(r"\1\2***", text)
+    if "=" in text or ":" in text:
+        text = _SECRET_PAIR.sub(r"\1\2***", text)
+    return text
 
 
 def _masked_value(value: Any) -> Any:

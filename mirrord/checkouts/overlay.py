@@ -102,7 +102,7 @@ class OverlayBackend:
             nonlocal mounting_s
             ready = time.perf_counter()
             with full_disk_named(f"checkout {lease.id}"), suppress(FileExistsError):
-                os.mkdir(lease.tree_path, 0o755)
+                os.mkdir(f"{lease.directory}/tree", 0o755)
                 self._make_layer(lease)
             self._mount(lease, template)
             mounting_s = time.perf_counter() - ready

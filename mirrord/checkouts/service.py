@@ -329,7 +329,7 @@ def _answer(lease: Lease, timings: dict[str, float] | None = None) -> Checkout:
 def _members(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
     return {
         "id": lease.id,
-        "path": str(lease.tree_path),
+        "path": f"{lease.directory}/tree",
         "mirror": str(lease.mirror),
         "commit": lease.commit,
         "tree": lease.tree,
