@@ -26,9 +26,10 @@ from audits import Audited
 from daemons import MIRROR, Daemon
 from load import kernel_alone, lean_clients, python_client
 from report import print_table, write_docs
+from resets import Holder, dirty_reset, held, holders, timed, to_and_fro
 from rivals import Git, dirty, git
 
-from mirrord import Checkout, Client
+from mirrord import Client
 from mirrord.host.mounts import mount_overlay, umount
 from mirrord.model import AuditLevel, Backend
 
@@ -135,24 +136,20 @@ class Bench:
 
         def theirs() -> float:
             dirty(rival)
-            return _timed(lambda: self.git.reset_and_clean(rival))
+            return timed(lambda: self.git.reset_and_clean(rival))
 
-        for backend in self._backends():
-            with self.daemon.client() as client, client.checkout(mirror=MIRROR, commit=self.line[0], backend=backend) as checkout:
-                ours = self._dirty_reset(checkout)
+        for backend, owner in self._holders():
+            with held(self.daemon, self.line[0], backend, owner) as checkout:
                 goal = 30.0 if backend is Backend.OVERLAY else None
                 self.compare(
-                    Row(f"reset, 20 changed and 100 created ({backend})", "git reset --hard, git clean -ffdx", goal=goal),
-                    ours,
+                    Row(
+                        f"reset, 20 changed and 100 created ({backend}{owner.label})",
+                        "git reset --hard, git clean -ffdx",
+                        goal=goal,
+                    ),
+                    dirty_reset(checkout, owner),
                     theirs,
                 )
-
-    def _dirty_reset(self, checkout: Checkout) -> Callable[[], float]:
-        def ours() -> float:
-            dirty(checkout.path)
-            return _timed(checkout.reset)
-
-        return ours
 
     def near_checkout(self) -> None:
         commits = iter(self.line[10::10][: self.rounds + 1])
@@ -194,20 +191,13 @@ class Bench:
         places = self.line[0], self.line[min(10, len(self.line) - 1)]
         rival = self.git.fresh()
         self.git.worktree_add(rival, places[0])
-        turns: dict[str, int] = {"ours": 0, "theirs": 0}
-        with self.daemon.client() as client, client.checkout(mirror=MIRROR, commit=places[0], backend=Backend.POOL) as checkout:
-
-            def turn(side: str) -> str:
-                turns[side] += 1
-                return places[turns[side] % 2]
-
-            checkout.reset(commit=turn("ours"))
-            checkout.reset(commit=turn("ours"))
-            self.compare(
-                Row("pool: on to a neighbour 10 commits away, proven", "git checkout -f, git clean -ffdx", goal=2),
-                lambda: _timed(lambda: checkout.reset(commit=turn("ours"))),
-                lambda: _timed(lambda: self.git.move_and_clean(rival, turn("theirs"))),
-            )
+        for owner in holders():
+            with held(self.daemon, self.line[0], Backend.POOL, owner) as checkout:
+                checkout.reset(commit=places[1])
+                ours = to_and_fro(places, lambda commit: checkout.reset(commit=commit))
+                theirs = to_and_fro(places, lambda commit: self.git.move_and_clean(rival, commit))
+                work = f"on to a neighbour 10 commits away, proven (pool{owner.label})"
+                self.compare(Row(work, "git checkout -f, git clean -ffdx", goal=2), ours, theirs)
 
     def throughput(self, clients: int = 16, seconds: float = 5.0) -> None:
         """The same load three ways; each of them with the whole machine to itself."""
@@ -286,7 +276,7 @@ class Bench:
         self.figures.append(Figure("of them still warm then", len(commits) - min(dropped, len(commits)), "commits"))
         self._check_out(commits[-1:])
         some = commits[:: max(1, len(commits) // 10)][:10]
-        again = [_timed(partial(self._check_out, [commit])) for commit in some]
+        again = [timed(partial(self._check_out, [commit])) for commit in some]
         self.figures.append(Figure("first checkout of one that had gone", statistics.median(again) * 1000, "ms"))
 
     def audit(self) -> None:
@@ -314,22 +304,18 @@ class Bench:
     def _weigh(self, what: str, ours: float, floor: int, goal: str = "") -> None:
         self.figures.append(Figure(f"disk of {what}", ours / floor, "times a full tree and a closure pack", goal))
 
-    def _backends(self) -> Iterator[Backend]:
+    def _holders(self) -> Iterator[tuple[Backend, Holder]]:
+        """The overlay, where the host allows it; the pool for each kind of owner, which costs it different work."""
         with self.daemon.client() as client:
             if client.status().backend is Backend.OVERLAY:
-                yield Backend.OVERLAY
-        yield Backend.POOL
-
-
-def _timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+                yield Backend.OVERLAY, Holder(os.geteuid(), "")
+        yield from ((Backend.POOL, owner) for owner in holders())
 
 
 @contextmanager
 def _area(parent: str | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="mirrord-bench-", dir=parent) as name:
+        Path(name).chmod(0o711)  # the socket is for other users too
         yield Path(name)
 
 

@@ -24,6 +24,7 @@ from mirrord.git.command import Git
 from mirrord.git.workers import Workers
 from mirrord.jobs.events import Events
 
+NOBODY = 65534  # another user than the daemon's
 REPO = "bench/repo"
 MIRROR = "bench__repo"
 
@@ -37,6 +38,7 @@ class Daemon:
         (area / "config.toml").write_text(
             f"state_dir = {quoted(str(self.state))}\nsocket = {quoted(str(self.socket))}\n"
             '[sync]\ninterval = "0"\n[audit]\ninterval = "0"\n[maintenance]\ninterval = "0"\n'
+            f"[access]\nadmins = [{NOBODY}]\n"
             "[checkouts]\nprewarm = false\nmax = 4000\n[datasets]\nwatch = false\n"
             f'[log]\nlevel = "warning"\nformat = "json"\n[[mirror]]\nrepo = "{REPO}"\nurl = {quoted(f"file://{source}")}\n'
         )
