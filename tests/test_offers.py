@@ -17,9 +17,13 @@ def test_a_name_that_is_also_a_directory_is_taken_and_what_is_below_is_told() ->
     assert {(fault.ref, fault.commit) for fault in offer.faults} == {("refs/heads/a/b", B), ("refs/heads/a/b/c", B)}
 
 
-@pytest.mark.parametrize(
-    "name", ["a..b", "a.lock", "a.lock/b", "a\x7f", "a b", "a~1", "a^", "a:b", "a?", "a[", "a\\b", "a@{1}", "a//b", "a/.b", "a.", "a/", "x" * 241]
+_HOSTILE = (
+    "a..b", "a.lock", "a.lock/b", "a\x7f", "a b", "a~1", "a^", "a:b", "a?", "a[", "a\\b", "a@{1}", "a//b", "a/.b", "a.", "a/",
+    "x" * 241,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _HOSTILE)
 def test_a_hostile_name_is_a_fault(name: str) -> None:
     """Nothing of it becomes the name of a file; its message is printable."""
     offer = read_offer([f"{A}\trefs/heads/{name}", f"{B}\trefs/heads/main"], PATTERNS)
