@@ -15,6 +15,7 @@ from ..mirrors.repository import HISTORY, KEPT, PINS
 from ..model import AuditLevel
 from .graph import TIMEOUT, UNTRUSTING, Graph, ancestors, lines_of, read_graph
 from .names import Names
+from .questions import ask
 
 Record = tuple[dict[str, str], str | None]
 """The refs of a record of the ref history, and what HEAD named."""
@@ -77,20 +78,19 @@ def lost_tips(repository: Path, names: Names, graph: Graph) -> dict[str, str]:
 def unkept(repository: Path, records: Iterable[Record], refs: Mapping[str, str], graph: Graph | None = None) -> dict[str, str]:
     """Kept refs for the commits that some record had and that neither a ref of upstream nor a kept one leads to.
 
-    None while commits are missing, when nobody can tell what leads to what.
+    None while something is missing or damaged, when nobody can tell what leads to what.
     """
     lasting = {oid for ref, oid in refs.items() if not ref.startswith(PINS)}
     past = {oid for recorded, _ in records for oid in recorded.values()} - lasting
     if not past:
         return {}
-    kinds = kinds_of(repository, past | lasting)
-    there = {oid for oid in past if kinds[oid] == "commit"}
-    tips = [oid for oid in lasting if kinds[oid] == "commit"]
-    tips += _tagged(repository, [oid for oid in lasting if kinds[oid] == "tag"])
+    ends = ask(repository, [f"{oid}^{{}}" for oid in lasting]).objects  # through tags
+    tips = [end.oid for end in ends.values() if end.kind == "commit"]
+    there = {oid for oid, kind in kinds_of(repository, past).items() if kind == "commit"}
     if graph is None or not there <= graph.keys():
         graph = read_graph(repository, [*tips, *there])
     reached = ancestors(graph, tips)
-    if reached - graph.keys() or not all(kinds[oid] for oid in lasting):
+    if reached - graph.keys() or len(ends) < len(lasting):
         return {}
     lost = there - reached
     inner = {parent for oid in ancestors(graph, lost) for parent in graph.get(oid, ())}
@@ -138,26 +138,7 @@ def _read_blobs(repository: Path, names: Collection[str]) -> Iterator[bytes]:
             at += int(words[2]) + 1
 
 
-def _tagged(repository: Path, tags: Collection[str]) -> list[str]:
-    """The commits that tag objects lead to."""
-    kinds = run_git_sync(
-        "cat-file", "--batch-check=%(objectname)", "--buffer",
-        git_dir=repository,
-        stdin=lines_of(f"{oid}^{{commit}}" for oid in tags),
-        timeout=TIMEOUT,
-        doing="peel tags",
-    ).lines  # fmt: skip
-    return [line for line in kinds if len(line) == 40]
-
-
 def kinds_of(repository: Path, oids: Iterable[str]) -> dict[str, str]:
-    """The type of each object; empty where it is not there."""
-    asked = sorted(set(oids))
-    shown = run_git_sync(
-        "cat-file", "--batch-check=%(objecttype)", "--buffer",
-        git_dir=repository,
-        stdin=lines_of(asked),
-        timeout=TIMEOUT,
-        doing="look up objects",
-    ).lines  # fmt: skip
-    return {oid: "" if kind.endswith(" missing") else kind for oid, kind in zip(asked, shown, strict=True)}
+    """The type of each object; empty where it is not there, or git cannot tell."""
+    known = ask(repository, asked := set(oids)).objects
+    return {oid: known[oid].kind if oid in known else "" for oid in asked}
