@@ -71,7 +71,7 @@ async def keep(repository: Repository, catalog: Catalog, rows: Sequence[PinRow],
         await _write_refs(repository, fresh, owner)
         try:
             await catalog.put_pins(rows)
-        except MirrordError:
+        except Exception:
             await _delete_refs(repository, fresh, owner)
             raise
 
@@ -87,7 +87,7 @@ async def give_up(repository: Repository, catalog: Catalog, commits: Collection[
         await catalog.delete_pins(repository.name.key, commits, owner)
         try:
             await _delete_refs(repository, commits, owner)
-        except MirrordError:
+        except Exception:  # a disk that fails is an OSError
             await catalog.put_pins(rows)
             raise
 

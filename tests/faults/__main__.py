@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from . import calls, crowd, damages, full, kills, power, undamaged
+from . import calls, crowd, damages, full, kills, power, undamaged, upstreams
 from .plan import Part, Plan, what_went_wrong
 from .report import NOTHING, Row, write_document
 
@@ -26,6 +26,7 @@ PARTS: tuple[Part, ...] = (
     *calls.parts(),
     *damages.parts(),
     *undamaged.parts(),
+    Part("upstream", upstreams.rows),
     Part("power cuts", power.rows),
     Part("everything at once", crowd.rows),
 )

@@ -1,11 +1,14 @@
-"""Everything at once on one mirror: syncs, maintenance, audits, imports, pins and checkouts; a checker knows the truth.
+"""Everything at once on one mirror: syncs, maintenance, audits, heals, imports, pins, checkouts of two users; we know the truth.
 
 What may be answered besides success is listed here: conflicts that the documents tell of.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -19,9 +22,11 @@ from .judge import judge
 from .lab import NAME, Lab, Refused, laboratory
 from .plan import Plan
 from .report import Row
+from .visitor import must_be
 
 DOCUMENTED = frozenset({"checkout-busy", "too-many-checkouts"})
-_CLIENTS = 6
+_CLIENTS, _VISITORS = 6, 2
+STRANGER = 65534
 _DURATION_S = 180.0
 
 
@@ -39,10 +44,11 @@ class Crowd:
 
     def run(self, duration_s: float) -> None:
         work: list[tuple[str, Callable[[random.Random], None]]] = [
-            ("sync", self._sync), ("maintenance", self._maintain), ("audit", self._audit), ("import", self._import),
-            ("pin", self._pin),
-            *[("checkout", self._checkout)] * _CLIENTS,
+            ("syncs", self._sync), ("maintenances", self._maintain), ("audits", self._audit), ("heals", self._heal),
+            ("imports", self._import), ("pins", self._pin),
+            *[("checkouts", self._checkout)] * _CLIENTS,
         ]  # fmt: skip
+        visitors = [self._send_visitor(n, duration_s) for n in range(_VISITORS)]
         threads = [threading.Thread(target=self._loop, args=(name, each, n)) for n, (name, each) in enumerate(work)]
         for thread in threads:
             thread.start()
@@ -51,6 +57,29 @@ class Crowd:
         for thread in threads:
             thread.join(90)
             assert not thread.is_alive(), "a request does not end"
+        for visitor in visitors:
+            self._hear(visitor)
+
+    def _send_visitor(self, number: int, duration_s: float) -> subprocess.Popen[str]:
+        """A client of another user, who is nobody but a member of the group."""
+        visitor = subprocess.Popen(
+            [sys.executable, "-m", "faults.visitor"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, user=STRANGER, group=STRANGER, extra_groups=[], cwd=Path(__file__).parents[1],
+        )  # fmt: skip
+        socket, seed = str(self._lab.daemon.socket), self._seed * 1000 + 500 + number
+        orders = {"socket": socket, "seed": seed, "duration_s": duration_s, "trees": self._trees}
+        assert visitor.stdin is not None
+        visitor.stdin.write(json.dumps(orders))
+        visitor.stdin.close()
+        visitor.stdin = None
+        return visitor
+
+    def _hear(self, visitor: subprocess.Popen[str]) -> None:
+        said, complaint = visitor.communicate(timeout=90)
+        assert said, f"a visitor died: {complaint[-300:]}"
+        answer = json.loads(said)
+        self.done["checkouts of another user"] += answer["done"]
+        self.wrong += [f"another user: {answer['wrong']}"] if answer["wrong"] else []
 
     def _loop(self, name: str, work: Callable[[random.Random], None], number: int) -> None:
         choices = random.Random(self._seed * 1000 + number)
@@ -81,6 +110,10 @@ class Crowd:
         audit = self._lab.finish(self._lab.call("POST", "audits", {"level": level, "heal": False}))
         assert not audit["findings"], f"{level} audit: {audit['findings'][:2]}"
 
+    def _heal(self, _: random.Random) -> None:
+        self._lab.finish(self._lab.call("POST", "heals", {"mirrors": [NAME]}))
+        self._stop.wait(1)
+
     def _import(self, choices: random.Random) -> None:
         self._lab.import_rows("crowd", choices.sample(self._lab.commits, 5))
 
@@ -97,18 +130,13 @@ class Crowd:
         made = self._lab.call("POST", "checkouts", body)
         try:
             tree = Path(made["path"])
-            self._must_be(tree, commit)
+            must_be(tree, commit, self._trees)
             (tree / "README").write_text("dirty\n")
             onwards = choices.choice(self._lab.commits)
             self._lab.call("POST", f"checkouts/{made['id']}/reset", {"commit": onwards})
-            self._must_be(tree, onwards)
+            must_be(tree, onwards, self._trees)
         finally:
             self._lab.call("DELETE", f"checkouts/{made['id']}")
-
-    def _must_be(self, tree: Path, commit: str) -> None:
-        assert git(tree, "rev-parse", "HEAD") == commit
-        assert git(tree, "write-tree") == self._trees[commit], "a wrong tree"
-        assert git(tree, "status", "--porcelain") == "", "a tree that is not clean"
 
 
 def rows(plan: Plan) -> Iterator[Row]:
@@ -125,5 +153,5 @@ def everything_at_once(lab: Lab, seed: int, duration_s: float) -> Row:
     with suppress(Refused):
         lab.finish(lab.call("POST", f"mirrors/{NAME}/sync"))
     judge(lab, level="content")
-    did = ", ".join(f"{count} {name}s" for name, count in sorted(crowd.done.items()))
+    did = ", ".join(f"{count} {name}" for name, count in sorted(crowd.done.items()))
     return Row("everything at once", "all of them", f"one mirror, {duration_s:.0f} s", did)

@@ -26,6 +26,8 @@ CONFIG = """[upstream]
 url = "file://{upstreams}/{{owner}}__{{name}}"
 [checkouts]
 prewarm = false
+[access]
+group = "nogroup"
 """
 _OPERATION_S = 60.0
 
@@ -110,10 +112,12 @@ class Lab:
         """What upstream has now."""
         return refs_of(self.upstream.path, "refs/heads", "refs/tags")
 
-    def import_rows(self, dataset: str, commits: list[str]) -> None:
-        rows = [{"instance_id": f"{dataset}-{commit[:12]}", "repo": "o/r", "base_commit": commit} for commit in commits]
+    def import_rows(self, dataset: str, commits: list[str], repo: str = "o/r") -> None:
+        rows = [{"instance_id": f"{dataset}-{commit[:12]}", "repo": repo, "base_commit": commit} for commit in commits]
         text = "".join(json.dumps({**row, **_ROW}) + "\n" for row in rows)
         self.finish(self.call("POST", f"datasets?filename={dataset}.jsonl&name={dataset}", text.encode()))
+        if repo != "o/r":
+            return
         owner = f"dataset/{dataset}"
         self.truth.pins = {pin for pin in self.truth.pins if pin[1] != owner} | {(commit, owner) for commit in commits}
 
