@@ -46,7 +46,9 @@ def _some_rounds(numbers: range, plan: Plan) -> Iterator[Row]:
 
 
 def rounds(seed: int, numbers: Collection[int]) -> Iterator[Row]:
-    """One row for each number; the same seed and number are the same damage and the same donors."""
+    """One row for each number; the same seed and number are the same kind of damage and the same donors. Where it strikes may
+    differ: records of the ref history hold the time, so their ids and those of packs do too.
+    """
     root = Path(tempfile.mkdtemp(prefix="md-"))
     try:
         with start_blocking_portal() as portal:
