@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from gitrepos import ENV, Upstream
-from templatelab import Mounted, Store, assert_equals_commit, run
+from templatelab import NAME, Mounted, Store, assert_equals_commit, run
 
 from mirrord.checkouts.layer import read_record
 from mirrord.errors import CommitNotFoundError
@@ -218,5 +218,29 @@ def test_each_owner_has_an_index_of_its_own(make_upstream: Callable[[str], Upstr
             text=True,
         ).stdout
         assert "uid: 1234" in index
+
+    run(tmp_path, upstream, test)
+
+
+def test_an_altered_closure_pack_is_found_and_built_again(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+    """With the sealed stores that share its bytes; the next asker gets sound ones."""
+    upstream = make_upstream("up")
+    commit = upstream.history(4)[-1]
+
+    async def test(store: Store) -> None:
+        await store.ensure(commit)
+        assert await store.templates.scrub_mirror(NAME) == {}
+        pack = next((tmp_path / "state/templates").glob("*/packs/*/pack-*.pack"))
+        data = bytearray(pack.read_bytes())
+        data[len(data) // 2] ^= 0xFF
+        pack.chmod(0o644)
+        pack.write_bytes(data)
+        found = await store.templates.scrub_mirror(NAME)
+        assert list(found) == [f"closure pack {pack.name}"]
+        assert "builds it again" in found[f"closure pack {pack.name}"]
+        again = await store.ensure(commit)
+        git = next(path / ".git" for path in again.layers if (path / ".git/objects").is_dir())
+        subprocess.run(["git", f"--git-dir={git}", "fsck", "--full", "--strict"], env=ENV, check=True, capture_output=True)
+        assert await store.templates.scrub() == 0
 
     run(tmp_path, upstream, test)
