@@ -147,6 +147,22 @@ def test_what_was_proven_before_the_last_boot_is_proven_again(make_upstream: Cal
     run(tmp_path, upstream, test)
 
 
+def test_a_layer_of_another_version_is_built_again(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+    """What a former mirrord recorded in another form is not there, and spoils no commit that would lie on it."""
+    upstream = make_upstream("up")
+    commits = upstream.history(3)
+    tree = upstream.git("rev-parse", f"{commits[2]}^{{tree}}")
+
+    async def test(store: Store) -> None:
+        layer = (await store.ensure(commits[0])).layers[-1].parent
+        (layer / "manifest").write_bytes(b"mirrord manifest 0\n")
+        again = Store(tmp_path / "state", upstream, store.templates._workers)
+        await again.templates.open()
+        assert_equals_commit(await again.ensure(commits[2]), tmp_path / "mounted", tree)
+
+    run(tmp_path, upstream, test)
+
+
 @pytest.mark.parametrize("damage", ["content", "extra", "deleted", "whiteout", "mode"])
 def test_damage_is_found_and_built_again(make_upstream: Callable[[str], Upstream], tmp_path: Path, damage: str) -> None:
     """A scrub takes the damaged layer and what lies on it out of use; the next asker gets a sound one."""

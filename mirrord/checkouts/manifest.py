@@ -127,6 +127,15 @@ class Manifest:
         """Read a saved manifest; raises ProofFailedError where it is not whole, FileNotFoundError where there is none."""
         return cls.from_bytes(path.read_bytes(), path.name)
 
+    @staticmethod
+    def is_current(path: Path) -> bool:
+        """Whether there is a manifest in the form that this version writes; says nothing of what is in it."""
+        try:
+            with path.open("rb") as file:
+                return file.read(len(_MAGIC)) == _MAGIC
+        except OSError:
+            return False
+
     @classmethod
     def from_bytes(cls, data: bytes, name: str = "") -> Manifest:
         body, checksum = data[:-20], data[-20:]

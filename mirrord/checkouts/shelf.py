@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from .blobs import Blobs
 from .layer import Layer, blobs_path, chain_of, read_record
+from .manifest import Manifest
 
 _BUILDING, _RETIRED = ".building-", ".retired-"
 _INDEX_NAME = re.compile(r"([0-9a-f]{40})-(\d+)-(\d+)")
@@ -163,7 +164,7 @@ def load_shelf(directory: Path) -> Shelf:
                 shutil.rmtree(path, ignore_errors=True)
     for path in _children(shelf.trees):
         record = read_record(path)
-        if record is None or not (path / "files").is_dir() or not (path / "manifest").is_file():
+        if record is None or not (path / "files").is_dir() or not Manifest.is_current(path / "manifest"):
             shutil.rmtree(path, ignore_errors=True)
             continue
         layer, proven = record
