@@ -177,6 +177,7 @@ def test_every_place_that_names_a_later_commit_is_found(
     ("config", "kind"),
     [
         ('[remote "o"]\n\turl = https://example.com/x\n', "remote"),
+        ('[url "file:///srv/"]\n\tinsteadOf = x:\n', "remote"),
         ("[include]\n\tpath = /etc/passwd\n", "include"),
         ('[includeIf "gitdir:/"]\n\tpath = x\n', "include"),
         ("[extensions]\n\tpartialClone = o\n", "partial-clone"),
