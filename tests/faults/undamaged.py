@@ -213,7 +213,7 @@ async def _unreachable(life: Life, chance: random.Random) -> None:
 async def _half_written(life: Life, chance: random.Random) -> None:
     """Files of a git at work, or killed."""
     pack = life.mirror / "objects/pack"
-    for name in (f"tmp_pack_{life.count}", f"tmp_idx_{life.count}", f".tmp-{life.count}-pack-1.pack"):
+    for name in (f"tmp_pack_{life.count}", f"tmp_idx_{life.count}", f"tmp_rev_{life.count}"):
         (pack / name).write_bytes(b"PACK" + chance.randbytes(100))
     (life.mirror / "objects/5e").mkdir(exist_ok=True)
     (life.mirror / f"objects/5e/tmp_obj_{life.count}").write_bytes(chance.randbytes(50))
