@@ -77,6 +77,7 @@ FAULTS: dict[str, Callable[[Furnished], object]] = {
     "altered pack trailer": lambda it: flip(it.pack(), 1.0),
     "truncated pack": lambda it: truncate(it.pack()),
     "nearly whole pack": lambda it: truncate(it.pack(), 0.95),
+    "pack of a few bytes": lambda it: write(it.pack(), it.pack().read_bytes()[:14]),
     "empty pack": lambda it: write(it.pack(), b""),
     "missing pack": lambda it: it.pack().unlink(),
     "missing pack and index": lambda it: [file.unlink() for file in it.pack().parent.glob(f"{it.pack().stem}.*")],
@@ -115,6 +116,7 @@ FAULTS: dict[str, Callable[[Furnished], object]] = {
 LOSES_HISTORY = {
     "altered pack",
     "truncated pack",
+    "pack of a few bytes",
     "empty pack",
     "missing pack",
     "missing pack and index",
