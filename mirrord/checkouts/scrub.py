@@ -6,7 +6,6 @@ touches a mirror or a checkout.
 
 from __future__ import annotations
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +19,7 @@ from ..jobs.events import Events
 from ..model import CommitId, History, MirrorName
 from .gitdirs import Gitdirs
 from .shelf import Shelf
-from .shelves import Shelves
+from .shelves import Shelves, remove
 
 _TIMEOUT = timedelta(hours=1)
 _REBUILT = "it is out of use, and the next checkout builds it again"
@@ -72,8 +71,8 @@ class Scrub:
             history, _, commit = parts[1].partition("-")
             if gitdir := self._gitdirs.find(name, CommitId(commit), History(history)):
                 await self._gitdirs.drop(gitdir)
-        else:
-            await anyio.to_thread.run_sync(shutil.rmtree, place)
+                return True
+        await anyio.to_thread.run_sync(remove, place)  # gone already where the index was bad, too
         return True
 
 

@@ -61,10 +61,15 @@ class CutDisk:
     def __init__(self, image: Path, size_bytes: int = 512 * 1024**2) -> None:
         self._image = image
         self._copies = 0
+        self._size_bytes = size_bytes
         self._path = Path()
-        with image.open("wb") as file:
-            file.truncate(size_bytes)
-        run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", image)
+
+    def make(self, path: Path) -> None:
+        """An empty one, mounted."""
+        with self._image.open("wb") as file:
+            file.truncate(self._size_bytes)
+        run("mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0", self._image)
+        self.mount(path)
 
     def mount(self, path: Path) -> None:
         self._path = path

@@ -42,4 +42,4 @@ def told(fault: str, operation: str, step: str, strike: Callable[[], Row]) -> Ro
 
 
 def what_went_wrong(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[-300:].replace("|", "/")
+    return " ".join(f"{type(error).__name__}: {error}".split())[-600:].replace("|", "/")
