@@ -25,10 +25,10 @@ from .shelf import Shelf
 from .shelves import Shelves
 
 REST = timedelta(days=1)
-_REST_SHARE = 0.35  # of one whole tree and closure, beside them
-_REST_BYTES = 8 * 1024**2  # or that much, where it is more
+_REST_SHARE = 0.33  # of one whole tree and closure, beside them
+_REST_BYTES = 4 * 1024**2  # or that much, where it is more
 _FULL_SHARE = 0.9
-_STORE_BYTES = 64 * 1024  # what a store takes beside its packs: directories and small files, a block each
+_STORE_BYTES = 80 * 1024  # what a store takes beside what is in its packs: directories and small files, a block each
 _NEW = timedelta(minutes=10)  # a layer without a store may be one whose store is being built
 
 
