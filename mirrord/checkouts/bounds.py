@@ -25,7 +25,7 @@ from .shelf import Shelf
 from .shelves import Shelves
 
 REST = timedelta(days=1)
-_REST_SHARE = 0.33  # of one whole tree and closure, beside them
+_REST_SHARE = 0.25  # of one whole tree and closure, beside them
 _REST_BYTES = 4 * 1024**2  # or that much, where it is more
 _FULL_SHARE = 0.9
 _STORE_BYTES = 80 * 1024  # what a store takes beside what is in its packs: directories and small files, a block each
