@@ -25,13 +25,14 @@ _STEPS = (
     ("sync", "`mirrors/o__r/refs/mirrord/history.lock` renamed away"),
     ("unpin", "`mirrors/o__r/mirrord-transaction.new` made"),
     ("import", "`quarantine/dataset-*/rows.jsonl` made"),
+    ("import", "`mirrors/o__r/mirrord-transaction` in place"),
     ("maintenance", "`mirrors/o__r/packed-refs.new` made"),
     ("template build", "`templates/o__r/trees/.building-*` made"),
     ("checkout (pool)", "`checkouts/*/lease.json` made"),
     ("reset (overlay)", "`checkouts/*/lease.json` in place"),
     ("release (overlay)", "`checkouts/.gone-*` in place"),
 )
-_CHILDREN = (("maintenance", "git repack"), ("template build", "worker"))
+_CHILDREN = (("sync", "git fetch"), ("maintenance", "git repack"), ("template build", "worker"))
 _BY_NAME = {kind.name: kind for kind in OPERATIONS}
 
 
