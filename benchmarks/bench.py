@@ -382,11 +382,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--cases", nargs="*", default=[])
     parser.add_argument("--json", type=Path, default=Path("build/bench.json"))
+    parser.add_argument("--keep", action="store_true", help="put what the JSON file already has before the results of this run")
     parser.add_argument("--docs", action="store_true", help="write docs/benchmarks.md and docs/benchmarks.svg")
     options = parser.parse_args()
     with _area(options.area) as area:
         sources = options.repo or [_generated(area)]
-        results = [run(source.absolute(), options.area, options.rounds, options.cases) for source in sources]
+        ran = [run(source.absolute(), options.area, options.rounds, options.cases) for source in sources]
+    results = [*(json.loads(options.json.read_text()) if options.keep else []), *ran]
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(results, indent=1) + "\n")
     for result in results:

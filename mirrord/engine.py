@@ -49,7 +49,6 @@ from .protocol import Audit, AuditSummary, ReloadAnswer, Status
 log = structlog.get_logger()
 
 _CONFIG_QUIET = timedelta(seconds=0.2)
-_WORKERS_LOAD = ("mirrord.git.objects", "mirrord.checkouts.layers")
 _DATASET_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".gz", ".zst")
 
 
@@ -98,9 +97,7 @@ class Engine:
         """What is recorded, and the mirrors that hold it."""
         log_settings = self._settings.log
         self.git = Git(home=self.layout.home)
-        self.workers = Workers(
-            on_start=partial(telemetry.configure, log_settings.level, log_settings.format), preload=_WORKERS_LOAD
-        )
+        self.workers = Workers(on_start=partial(telemetry.configure, log_settings.level, log_settings.format))
         self._closing.push_async_callback(self.workers.close)
         # the catalog first: opening the mirrors brings it in line with their refs
         self.catalog = await Catalog.open(self.layout.catalog, self.workers)
@@ -110,8 +107,6 @@ class Engine:
         )
         self._closing.push_async_callback(self.mirrors.close)
         await self.mirrors.open()
-        if any(self.layout.mirrors.iterdir()):  # who restarts a daemon is about to use it
-            self.workers.warm()
         self.bundles = Bundles(mirrors=self.mirrors, catalog=self.catalog, git=self.git, events=self.events)
         # datasets drop stale pins when they open, which needs mirrors in line with the catalog
         self.datasets = Datasets(

@@ -85,37 +85,6 @@ def test_a_call_runs_in_another_process() -> None:
     run(body)
 
 
-def loaded(module: str) -> bool:
-    return module in sys.modules
-
-
-def test_workers_can_be_started_before_they_are_called() -> None:
-    """They have loaded what they will need, and go again when nobody calls."""
-
-    async def main() -> None:
-        workers = Workers(size=1, idle=timedelta(seconds=1), preload=("nturl2path",))
-        others = children()
-        workers.warm()
-        try:
-            await until(lambda: bool(children() - others))
-            (pid,) = children() - others
-            assert await workers.call(own_pid, timeout=LONG) == pid
-            assert await workers.call(loaded, "nturl2path", timeout=LONG)
-            await until(lambda: is_gone(pid))
-            workers.warm()  # closing does not wait for it
-        finally:
-            await workers.close()
-
-    anyio.run(main)
-
-
-def children() -> set[int]:
-    """The workers of this process; spawning also starts a tracker, which stays."""
-    tasks = Path("/proc/self/task").iterdir()
-    found = {int(pid) for task in tasks for pid in (task / "children").read_text(encoding="ascii").split()}
-    return {pid for pid in found if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()}
-
-
 def test_a_function_may_be_named() -> None:
     """Its module is loaded in the worker only."""
 

@@ -8,10 +8,9 @@ Never keeps a result. Workers die with the daemon, whatever kills it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
@@ -36,22 +35,15 @@ log = structlog.get_logger()
 class Workers:
     """A pool of processes for sync, importable functions with picklable arguments and results.
 
-    `on_start` runs in each new worker (to set up its logging), which then loads the modules `preload`. One pool belongs to one
-    event loop.
+    `on_start` runs in each new worker (to set up its logging). One pool belongs to one event loop.
     """
 
     def __init__(
-        self,
-        *,
-        size: int = 2,
-        idle: timedelta = timedelta(seconds=15),
-        on_start: Callable[[], None] | None = None,
-        preload: Sequence[str] = (),
+        self, *, size: int = 2, idle: timedelta = timedelta(seconds=15), on_start: Callable[[], None] | None = None
     ) -> None:
         self._size = size
         self._idle = idle
         self._on_start = on_start
-        self._preload = tuple(preload)
         self._pool: ProcessPool | None = None
         self._running = 0
         self._futures: set[Future[Any]] = set()
@@ -93,19 +85,6 @@ class Workers:
         finally:
             self._leave()
 
-    def warm(self) -> None:
-        """Start the workers before they are called: the first call then does not wait a fifth of a second for them."""
-        pool = self._enter()
-        loop = asyncio.get_running_loop()
-        future = pool.schedule(_nothing)
-        self._futures.add(future)
-
-        def leave(done: Future[Any]) -> None:
-            self._futures.discard(done)
-            self._leave()
-
-        future.add_done_callback(lambda done: _call_soon(loop, leave, done))
-
     async def close(self) -> None:
         """Kill what runs and refuse new calls."""
         self._closed = True
@@ -144,7 +123,7 @@ class Workers:
             self._pool = ProcessPool(
                 max_workers=self._size,
                 initializer=_begin,
-                initargs=(os.getpid(), self._on_start, self._preload),
+                initargs=(os.getpid(), self._on_start),
                 context=get_context("spawn"),
             )
         return self._pool
@@ -186,11 +165,6 @@ def _stopping() -> StoppingError:
     return StoppingError("cannot do the work: the daemon is stopping", hint="try again when it is back")
 
 
-def _call_soon(loop: asyncio.AbstractEventLoop, work: Callable[[Future[Any]], None], done: Future[Any]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended, and the pool with it
-        loop.call_soon_threadsafe(work, done)
-
-
 def _end(pool: ProcessPool) -> None:
     pool.stop()  # type: ignore[no-untyped-call]
     pool.join()
@@ -201,17 +175,11 @@ def _end(pool: ProcessPool) -> None:
 _trimmed_at_bytes = 0
 
 
-def _begin(parent_pid: int, on_start: Callable[[], None] | None, preload: Sequence[str]) -> None:
+def _begin(parent_pid: int, on_start: Callable[[], None] | None) -> None:
     die_with_parent(parent_pid)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's own handler is Python and never runs while libgit2 holds the GIL
     if on_start is not None:
         on_start()
-    for module in preload:
-        import_module(module)
-
-
-def _nothing() -> None:
-    """The call that starts a pool."""
 
 
 def _perform(
