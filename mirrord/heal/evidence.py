@@ -65,6 +65,11 @@ class Evidence:
         return target
 
 
+def packs_taken(quarantine: Path, name: MirrorName) -> list[Path]:
+    """The packs that heals took out of a mirror, the latest first, with their indexes beside them."""
+    return sorted((quarantine / DAMAGED / str(name)).glob("*/objects/pack/pack-*.pack"), reverse=True)
+
+
 def _described(git_dir: Path, bad: BadFile) -> dict[str, Any]:
     file = git_dir / bad.path
     facts = asdict(bad) | {"kind": str(bad.kind)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from ..errors import CorruptObjectError
 from ..git.command import run_git_sync
 from ..git.packs import PackIndex
 from .view import make_repository
+
+SALVAGED = "the intact part of "
 
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
 _SLACK_BYTES = 4096
@@ -45,6 +48,15 @@ def salvage(pack: Path, into: Path) -> Salvage:
     _copy_with_right_ends(pack, index, into / "objects/pack" / pack.name)
     shutil.copyfile(index.path, into / "objects/pack" / index.path.name)
     return Salvage(into, frozenset(unreadable(into, sorted(_named_bad(into)))))
+
+
+def may_hold(pack: Path, oids: Collection[str]) -> bool:
+    """Whether one of `oids` is in a pack as far as its index tells; without one, anything may be."""
+    try:
+        index = PackIndex(pack.with_suffix(".idx"))
+    except (CorruptObjectError, FileNotFoundError):
+        return True
+    return any(bytes.fromhex(oid) in index for oid in oids)
 
 
 def _index_again(pack: Path, into: Path) -> bool:

@@ -80,18 +80,22 @@ class Transplant:
         except (CorruptObjectError, GitFailedError):
             bad = await self.workers.call(unreadable, donor, list(oids), timeout=TIMEOUT)
             oids = [oid for oid in oids if oid not in bad]
-            if not bad or not oids:
+            if not oids:
                 raise
-            taken = await self._pack(donor, oids)
+            taken = await self._pack(donor, oids, *(() if bad else ("--no-reuse-object",)))
         self.packs.append(taken)
         self.counts[name] = self.counts.get(name, 0) + len(oids)
         return len(oids)
 
-    async def _pack(self, donor: Path, oids: Collection[str]) -> Path:
-        """Have exactly `oids` as a pack in the view; raises CorruptObjectError when other bytes come."""
+    async def _pack(self, donor: Path, oids: Collection[str], *how: str) -> Path:
+        """Have exactly `oids` as a pack in the view; raises CorruptObjectError when other bytes come.
+
+        With `--stdout` git copies what is packed and checks nothing of it (2.39), but with `--no-reuse-object`: then a good copy
+        elsewhere is used.
+        """
         stream = self.work / "stream.pack"
         await self.git.run(
-            "pack-objects", "--stdout", "--delta-base-offset", "-q",
+            "pack-objects", "--stdout", "--delta-base-offset", "-q", *how,
             git_dir=donor,
             stdin=lines_of(oids),
             stdout_path=stream,

@@ -1,7 +1,9 @@
 """One heal of one mirror: look, salvage, collect, prove, implant.
 
-All but the last step happens in a view below the quarantine, so a cancelled or killed heal leaves the mirror as it was. Bad files
-of which something that is needed could be had from nobody stay where they are. The caller holds the mirror's lock.
+All but the last step happens in a view below the quarantine, so a cancelled or killed heal leaves the mirror as it was. A damaged
+pack goes as soon as what is intact in it is here: git may read a damaged object from it before a good copy elsewhere. It is kept
+whole, and read again by later heals. Other bad files of which something that is needed could be had from nobody stay where they
+are. The caller holds the mirror's lock.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from ..audit.graph import TIMEOUT
 from ..audit.names import Names, read_names
 from ..errors import CorruptObjectError, DiskFullError, GitFailedError, MirrordError, StoppingError
 from ..git.command import Git
-from ..git.packs import PackIndex
 from ..git.workers import Workers
 from ..mirrors.flights import ProgressSink
 from ..mirrors.history import write_record
@@ -32,12 +33,12 @@ from .implant import Implant, Step
 from .missing import Missing, find_missing
 from .names import RefPlan, plan_refs
 from .past import find_past
-from .salvage import Salvage, salvage
+from .remains import Remains
+from .salvage import SALVAGED, Salvage, may_hold, salvage
 from .transplant import Transplant
 from .view import borrow_from, damaged_packs, make_repository, make_view
 
 NEW_HISTORY = "a new ref history"
-SALVAGED = "the intact part of "
 _BLAMES_LINKS = (CorruptObjectError, GitFailedError)
 
 log = structlog.get_logger()
@@ -81,7 +82,7 @@ class Treatment:
     step: Step
     progress: ProgressSink | None = None
     outcome: Outcome = field(default_factory=Outcome)
-    _salvaged: list[Donor] = field(default_factory=list)
+    _salvaged: dict[str, Donor] = field(default_factory=dict)
 
     async def perform(self) -> Outcome:
         """Heal what can be healed."""
@@ -100,7 +101,7 @@ class Treatment:
             await self._renew_history(refs, plan, transplant)
             missing = await self._collect({*self.recorded, *{**refs, **plan.restore}.values()}, transplant)
         plan.restore = {ref: oid for ref, oid in plan.restore.items() if oid not in missing.all}
-        movable = [bad for bad in bad_files if _may_go(bad, self.git_dir, missing.all)] + names.faults
+        movable = [bad for bad in bad_files if self._may_go(bad, missing.all)] + names.faults
         movable += [*self._replaced_refs(names, plan), *self._outdated(movable, missing, transplant)]
         return await self._implant(transplant, missing, movable, plan)
 
@@ -146,6 +147,10 @@ class Treatment:
     def _view(self) -> Path:
         return self.work / "view"
 
+    @property
+    def _remains(self) -> Remains:
+        return Remains(self.workers, self.quarantine, self.name, self.work, self._view)
+
     async def _bad_object_files(self) -> list[BadFile]:
         found = await self.workers.call(find_bad_files, self.git_dir, AuditLevel.CONTENT, timeout=TIMEOUT)
         known = {bad.path for bad in found}
@@ -165,14 +170,14 @@ class Treatment:
                 saved: Salvage = await self.workers.call(salvage, pack, self.work / f"salvage-{number}", timeout=TIMEOUT)
                 await transplant.take_all(f"{SALVAGED}{pack.name}", saved.path, saved.bad)
                 borrow_from(saved.path, self._view)
-                self._salvaged.append(Donor(f"{SALVAGED}{pack.name}", lying_at(saved.path)))
+                self._salvaged[pack.stem] = Donor(f"{SALVAGED}{pack.name}", lying_at(saved.path))
             except _BLAMES_LINKS as error:
                 log.warning("salvage.failed", mirror=str(self.name), pack=pack.name, detail=error.message)
 
     async def _collect(self, tips: Collection[str], transplant: Transplant) -> Missing:
         """Ask donors for what is missing, round after round for as long as it gets less; answers what nobody had."""
         missing = await self._missing(tips)
-        donors = [*await self.donors.all(tips), *self._salvaged] if missing else []
+        donors = [*await self.donors.all(tips), *self._salvaged.values(), *self._remains.donors()] if missing else []
         while missing:
             left = await self._ask_each(donors, tips, missing, transplant)
             if left.all == missing.all:
@@ -207,6 +212,15 @@ class Treatment:
     async def _missing(self, tips: Collection[str]) -> Missing:
         found: Missing = await self.workers.call(find_missing, self._view, sorted(tips), timeout=TIMEOUT)
         return found
+
+    def _may_go(self, bad: BadFile, unhealed: Collection[str]) -> bool:
+        """A file stays when it may hold something needed that nobody else has, but for packs of which the intact part is here."""
+        if not unhealed or bad.kind in {FileKind.DERIVED, FileKind.PLANTED}:
+            return True
+        if bad.kind is FileKind.LOOSE:
+            return bad.path.removeprefix("objects/").replace("/", "") not in unhealed
+        file = self.git_dir / bad.path
+        return file.stem in self._salvaged or not may_hold(file, unhealed)
 
     def _outdated(self, movable: Collection[BadFile], missing: Missing, transplant: Transplant) -> Iterator[BadFile]:
         """What git derived from packs that go, and from commits that nobody has. Maintenance writes it again."""
@@ -264,16 +278,3 @@ class Treatment:
     def _tell(self, note: str) -> None:
         if self.progress:
             self.progress(Progress(unit="steps", note=f"{self.name}: {note}"))
-
-
-def _may_go(bad: BadFile, git_dir: Path, unhealed: Collection[str]) -> bool:
-    """A file stays when it may hold something that is needed and that nobody else has."""
-    if not unhealed or bad.kind in {FileKind.DERIVED, FileKind.PLANTED}:
-        return True
-    if bad.kind is FileKind.LOOSE:
-        return bad.path.removeprefix("objects/").replace("/", "") not in unhealed
-    try:
-        index = PackIndex((git_dir / bad.path).with_suffix(".idx"))
-    except (CorruptObjectError, FileNotFoundError):
-        return False
-    return not any(bytes.fromhex(oid) in index for oid in unhealed)

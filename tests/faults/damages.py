@@ -90,7 +90,7 @@ class Trial:
             with self.patient.with_donors(ALL_DONORS):
                 assert not self._judge(await self._heal(), ALL_DONORS), "all donors together do not heal it"
             self._nothing_thrown_away(before)
-            did = "nobody had it: named with the instances it affects, left as it was, repaired when a donor came"
+            did = "nobody had it: named with the instances it affects, its bytes kept, repaired when a donor came"
         return Row(_FAULT, self.injury.name, ", ".join(self.donors) or "nobody", did)
 
     async def _heal(self) -> Audit:
