@@ -20,26 +20,25 @@ _PROJECT = Path(__file__).parent.parent
 
 @functools.cache
 def python() -> list[str]:
-    """A command line that starts a Python which any user can run, and which can import the project and its libraries."""
-    return [sys.executable] if _can_import(sys.executable) else ["env", f"PYTHONPATH={_copy()}", BARE_PYTHON]
+    """The start of a command: a Python which any user can run, and which can import the project, its libraries and the tests."""
+    if _can_import(sys.executable):
+        return ["env", f"PYTHONPATH={_PROJECT}:{_PROJECT}/tests", sys.executable]
+    return ["env", f"PYTHONPATH={_copy()}", BARE_PYTHON]
 
 
 def _can_import(executable: str) -> bool:
     command = [executable, "-c", "import mirrord.daemon.main, uvicorn"]
-    with tempfile.TemporaryFile() as nothing:
-        done = subprocess.run(
-            ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *command],
-            check=False, cwd="/", stderr=nothing,
-        )  # fmt: skip
+    become = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    done = subprocess.run([*become, *command], check=False, cwd="/", stderr=subprocess.DEVNULL)
     return done.returncode == 0
 
 
 def _copy() -> Path:
-    """The libraries and the project side by side, readable by all, until the tests end."""
+    """The libraries, the project and the tests side by side, readable by all, until the tests end."""
     directory = Path(tempfile.mkdtemp(prefix="mirrord-anyone-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     libraries = next(Path(entry) for entry in sys.path if entry.endswith("site-packages"))
-    subprocess.run(["cp", "-r", "--no-target-directory", libraries, directory], check=True)
-    subprocess.run(["cp", "-r", _PROJECT / "mirrord", directory], check=True)
+    for source in (f"{libraries}/.", f"{_PROJECT}/tests/.", f"{_PROJECT}/mirrord"):
+        subprocess.run(["cp", "-r", source, directory], check=True)
     subprocess.run(["chmod", "-R", "a+rX", directory], check=True)
     return directory

@@ -400,6 +400,26 @@ def test_a_start_undoes_the_pins_of_a_killed_import_and_no_others(house: Builder
     house.run(after)
 
 
+def test_a_start_ends_what_was_being_unpinned(house: Builder, upstream: Upstream) -> None:
+    """Killed after the rows and before the refs of pins that a new version of the dataset does not record."""
+    first, second = upstream.history(2)
+
+    async def begin(house: House) -> None:
+        await house.take([row("a", first)])
+        await house.take([row("a", second)])
+        for number, left in enumerate([frozenset({(NAME.key, first)}), frozenset[tuple[str, str]]()]):
+            directory = house.root / "state" / "quarantine" / f"dataset-{number}"
+            directory.mkdir()
+            record(directory, "dataset/lite", left)
+        git(house.mirrors.path(NAME), "update-ref", f"refs/mirrord/pins/dataset/lite/{first}", first)
+
+    async def after(house: House) -> None:
+        assert house.refs() == {f"dataset/lite/{second}"}
+
+    house.run(begin)
+    house.run(after)
+
+
 _IMPORTER = """
 import sys, anyio
 from pathlib import Path

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import anyone
 import pytest
 from mountlab import GIT, TREE, Lab, mounted_below, mountlab
 
@@ -179,7 +179,7 @@ def test_a_process_knows_what_it_may_do() -> None:
     assert has_capabilities(Capability.SYS_ADMIN, Capability.CHOWN)
     script = "from mirrord.host.processes import may_give_files_away; from mirrord.host.mounts import may_mount; "
     done = subprocess.run(
-        [sys.executable, "-c", f"{script} print(may_give_files_away(), may_mount())"],
+        [*anyone.python(), "-c", f"{script} print(may_give_files_away(), may_mount())"],
         user=USER[0], group=USER[1], extra_groups=[], capture_output=True, text=True, check=True, env={},
     )  # fmt: skip
     assert done.stdout.split() == ["False", "False"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import builtins
 import re
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import anyio
 import structlog
 
-from ..catalog import Catalog, DatasetHead, InstanceRow
+from ..catalog import Catalog, DatasetHead, InstanceRow, PinRow
 from ..config import Settings
 from ..errors import DatasetNotFoundError, InstanceNotFoundError, InvalidNameError
 from ..git.workers import Workers
@@ -72,7 +72,7 @@ class Datasets:
         stale = await self._catalog.list_stale_pins()
         undone = [row for row in stale if row.owner in begun and place_of(row) not in begun[row.owner]]
         adopted = {row.owner for row in stale if row.reason == ADOPTED and row not in undone}
-        await self._pinner.unpin([row for row in stale if row in undone or row.owner not in adopted])
+        await self._unpin(stale, [row for row in stale if row in undone or row.owner not in adopted])
         if undone:
             log.warning("import.undone", owners=sorted({row.owner for row in undone}), pins=len(undone))
         await anyio.to_thread.run_sync(self._spools.clear)
@@ -220,7 +220,16 @@ class Datasets:
     async def _drop_stale_pins(self, dataset: DatasetName, but: Before = frozenset()) -> None:
         """Remove the dataset's pins of commits that it does not record. The dataset's lock must be held."""
         stale = [row for row in await self._catalog.list_stale_pins() if row.owner == owner_of(dataset)]
-        await self._pinner.unpin([row for row in stale if place_of(row) not in but])
+        await self._unpin(stale, [row for row in stale if place_of(row) not in but])
+
+    async def _unpin(self, stale: Collection[PinRow], doomed: Collection[PinRow]) -> None:
+        """Remove pins, on record: killed between their rows and their refs, they would look like those of a lost catalog."""
+        for owner in sorted({row.owner for row in doomed}):
+            rows = [row for row in doomed if row.owner == owner]
+            left = frozenset(place_of(row) for row in stale if row.owner == owner and row not in rows)
+            with self._spools.directory() as directory:
+                await anyio.to_thread.run_sync(record, directory, owner, left)
+                await self._pinner.unpin(rows)
 
     def _changed(self, event: str, dataset: DatasetName, **fields: int) -> None:
         self._events.publish(event, dataset=dataset, **fields)

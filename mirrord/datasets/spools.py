@@ -1,8 +1,8 @@
-"""The private directory of one import in the quarantine: its normalised rows, and on record which pins were there before it.
+"""The private directory of one import in the quarantine: its normalised rows, and on record which pins are not its own.
 
 Owns `quarantine/dataset-*`. The record is what tells a killed import from a lost catalog: both leave pins in a mirror that no
-dataset records. It is flushed before the first pin is made and gone with the directory, so what it lists is left alone at a
-start, and pins of its dataset that it does not list were made by an import that never ended.
+dataset records. It is flushed before the first pin is made, another before the first is removed, and gone with the directory; so
+what it lists is left alone at a start, and other pins of its dataset are those of work that never ended.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ class Spools:
             yield Path(made)
 
     def begun(self) -> Mapping[str, Before]:
-        """The owners of pins whose import never ended, each with the pins that it had before."""
-        found = [_read(path) for path in self._quarantine.glob(f"{SPOOL_PREFIX}*/{_RECORD}")]
-        return dict(filter(None, found))
+        """The owners of pins whose work never ended, each with the pins that are to stay by all its records."""
+        found: dict[str, Before] = {}
+        for owner, pins in filter(None, map(_read, self._quarantine.glob(f"{SPOOL_PREFIX}*/{_RECORD}"))):
+            found[owner] = found.get(owner, pins) & pins
+        return found
 
     def clear(self) -> None:
         """Remove what a killed daemon left. Its imports must have been undone."""

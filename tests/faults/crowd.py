@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import anyone
 from gitrepos import git
 
 from .judge import judge
@@ -63,8 +63,8 @@ class Crowd:
     def _send_visitor(self, number: int, duration_s: float) -> subprocess.Popen[str]:
         """A client of another user, who is nobody but a member of the group."""
         visitor = subprocess.Popen(
-            [sys.executable, "-m", "faults.visitor"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, user=STRANGER, group=STRANGER, extra_groups=[], cwd=Path(__file__).parents[1],
+            [*anyone.python(), "-m", "faults.visitor"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, user=STRANGER, group=STRANGER, extra_groups=[], cwd="/",
         )  # fmt: skip
         socket, seed = str(self._lab.daemon.socket), self._seed * 1000 + 500 + number
         orders = {"socket": socket, "seed": seed, "duration_s": duration_s, "trees": self._trees}
