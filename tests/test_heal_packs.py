@@ -37,10 +37,10 @@ def place_of(pack: Path, oid: str) -> int:
 
 
 def disguise(pack: Path, oid: str) -> None:
-    """Have the pack call a blob a tree: its bytes unpack, and git gives them without a complaint."""
+    """Have the pack call a blob a tree, and a tree a blob: its bytes unpack, and git gives them without a complaint."""
     data, at = bytearray(pack.read_bytes()), place_of(pack, oid)
-    assert data[at] & _TYPE == _BLOB
-    data[at] = data[at] & ~_TYPE | _TREE
+    assert data[at] & _TYPE in {_BLOB, _TREE}
+    data[at] ^= _BLOB ^ _TREE
     write(pack, bytes(data))
 
 
@@ -116,7 +116,10 @@ def test_an_object_that_nobody_has_keeps_no_other_from_being_healed(
     furnished.live(body)
 
 
-def test_a_pack_in_quarantine_gives_its_deltas_when_somebody_has_what_they_build_on(furnished: Furnished, tmp_path: Path) -> None:
+@pytest.mark.parametrize("harm", [disguise, spoil])
+def test_a_pack_in_quarantine_gives_its_deltas_when_somebody_has_what_they_build_on(
+    furnished: Furnished, tmp_path: Path, harm: Callable[[Path, str], None]
+) -> None:
     """Trees as deltas on a damaged one that nobody has at first; the donor that comes has that one, and none of the others."""
     base = furnished.object(f"{kept_tip(furnished)}:docs")
     tree = furnished.object("main:docs")
@@ -126,7 +129,7 @@ def test_a_pack_in_quarantine_gives_its_deltas_when_somebody_has_what_they_build
         pack = pack_everything(furnished, "--window=50", "--no-reuse-delta")
         deltas = built_on(pack, base)
         assert tree in deltas
-        spoil(pack, base)
+        harm(pack, base)
         away = shutil.move(house.dropped, tmp_path / "away")
         with house.without_upstream():
             audit = await house.heal()
@@ -138,6 +141,26 @@ def test_a_pack_in_quarantine_gives_its_deltas_when_somebody_has_what_they_build
         taken = healed.repairs[0].objects
         assert taken == {"bundle stranger.bundle": 1, f"the intact part of {pack.name} in quarantine": len(deltas)}
         git(house.mirror, "fsck", "--full")
+
+    furnished.live(body)
+
+
+def test_a_quarantine_that_cannot_be_read_fails_no_heal(furnished: Furnished) -> None:
+    """A person has put the pack elsewhere and left a link behind that leads nowhere."""
+    lacked = furnished.object(LACKED)
+
+    async def body(house: House) -> None:
+        pack = pack_everything(furnished)
+        spoil(pack, lacked)
+        with house.without_upstream():
+            audit = await house.heal()
+            taken = Path(str(audit.repairs[0].kept_in)) / f"objects/pack/{pack.name}"
+            taken.unlink()
+            taken.symlink_to("/nonexistent")
+            (repair,) = (await house.heal()).repairs
+        assert (repair.error, repair.unhealed) == (None, [lacked])
+        assert any(donor.endswith("in quarantine") for donor in repair.refusals)
+        assert (await house.heal()).counts == {CommitState.OK: 3}
 
     furnished.live(body)
 

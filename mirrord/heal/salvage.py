@@ -1,7 +1,7 @@
 """The intact objects of a damaged pack, made available as a repository of their own. The damaged pack is only read.
 
 With an index, a copy of the pack gets both its ends right, so that git opens it, and fsck names every object in it that is not
-what its name says; without one, what git can unpack from the front is taken. Runs in a worker.
+what its name says, and those are blotted out; without one, what git can unpack from the front is taken. Runs in a worker.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ SALVAGED = "the intact part of "
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
 _SLACK_BYTES = 4096
 _HEADER = struct.Struct(">4sII")
+_WHOLE = range(1, 5)  # commit, tree, blob, tag: no deltas
+_NO_OBJECT = b"\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,12 @@ def salvage(pack: Path, into: Path) -> Salvage:
     except (CorruptObjectError, FileNotFoundError):
         _unpack_front(pack, into)
         return Salvage(into)
-    _copy_with_right_ends(pack, index, into / "objects/pack" / pack.name)
+    copy = into / "objects/pack" / pack.name
+    _copy_with_right_ends(pack, index, copy)
     shutil.copyfile(index.path, into / "objects/pack" / index.path.name)
-    return Salvage(into, frozenset(unreadable(into, sorted(_named_bad(into)))))
+    bad = frozenset(unreadable(into, sorted(_named_bad(into))))
+    _blot_out(copy, index, bad)
+    return Salvage(into, bad)
 
 
 def may_hold(pack: Path, oids: Collection[str]) -> bool:
@@ -81,6 +86,24 @@ def _copy_with_right_ends(pack: Path, index: PackIndex, target: Path) -> None:
         end, last = pack.stat().st_size - len(index.pack_checksum), max(index.offsets(), default=0)
         file.truncate(file.seek(end if last < end else last + _SLACK_BYTES))
         file.write(index.pack_checksum)
+
+
+def _blot_out(copy: Path, index: PackIndex, bad: Collection[str]) -> None:
+    """Have git see what is bad by itself but unpacks: deltas would build on that, and not on a good copy elsewhere."""
+    with copy.open("r+b") as file:
+        for place in _places_of(bad, index):
+            file.seek(place)
+            kind = int.from_bytes(file.read(1)) >> 4 & 7
+            if kind in _WHOLE:
+                file.seek(place)
+                file.write(_NO_OBJECT)
+
+
+def _places_of(bad: Collection[str], index: PackIndex) -> set[int]:
+    """Where only bad objects are: a damaged index may give the place of a good one to others too."""
+    ids = {bytes.fromhex(oid) for oid in bad}
+    places = {place for oid, place in zip(index, index.offsets(), strict=True) if oid in ids}
+    return places - {place for oid, place in zip(index, index.offsets(), strict=True) if place in places and oid not in ids}
 
 
 def _named_bad(repository: Path) -> set[str]:
