@@ -7,7 +7,7 @@ daemon keeps these records in memory, workers build what they describe.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -48,12 +48,11 @@ def blobs_path(trees: Path) -> Path:
     return trees.parent / "blobs"
 
 
-def chain_of(layer: Layer, known: Sequence[Layer]) -> list[Layer]:
-    """The layer and those it lies on, top first; KeyError where one is gone."""
-    by_tree = {each.tree: each for each in known}
+def chain_of(layer: Layer, layers: Mapping[str, Layer]) -> list[Layer]:
+    """The layer and those it lies on, top first, out of `layers` by tree; KeyError where one is gone."""
     chain = [layer]
     while (base := chain[-1].base) is not None:
-        chain.append(by_tree[base])
+        chain.append(layers[base])
     return chain
 
 

@@ -31,7 +31,7 @@ def verify_layer(trees: Path, layer: Layer, known: Sequence[Layer]) -> None:
             prove_tree_id(hash_tree(files, manifest), layer.tree)
             prove_nothing_else(files, set(manifest.files))
         else:
-            below = read_manifest(trees, chain_of(layer, known)[1:])
+            below = read_manifest(trees, chain_of(layer, {each.tree: each for each in known})[1:])
             whole = laid_on(below, manifest, layer)
             prove_delta(files, manifest, [p for p in layer.whiteouts if p not in manifest.files])
             prove_tree_id(tree_id(whole), layer.tree)

@@ -111,7 +111,7 @@ def _build_keyframe(git_dir: Path, info: CommitInfo, temporary: Path) -> Layer:
 
 
 def _build_delta(objects: Objects, info: CommitInfo, trees: Path, temporary: Path, base: Layer, known: Sequence[Layer]) -> Layer:
-    below = read_manifest(trees, chain_of(base, known))
+    below = read_manifest(trees, chain_of(base, {layer.tree: layer for layer in known}))
     steps = list(changes(objects, base.tree, info.tree))
     files = temporary / "files"
     files.mkdir(mode=0o755)

@@ -222,7 +222,7 @@ class Templates:
 
     async def _build(self, name: MirrorName, shelf: Shelf, commit: CommitId) -> str:
         temporary = shelf.building("trees")
-        known = [layer for layer in shelf.known() if files_path(shelf.trees, layer).is_dir()]
+        known = shelf.known(set(await anyio.to_thread.run_sync(os.listdir, shelf.trees)))
         try:
             layer: Layer = await self._workers.call(
                 _BUILD, self._mirrors_path(name), commit, shelf.trees, temporary, known, timeout=_TIMEOUT
