@@ -390,3 +390,10 @@ def test_a_git_that_was_killed_says_nothing_about_objects() -> None:
     error = failure(doing="fetch", status=-9, stderr="error: bad object", upstream=True, http=HttpAnswer())
     assert isinstance(error, GitKilledError)
     assert not blames_objects(error)
+
+
+def test_a_git_that_crashed_met_something_damaged() -> None:
+    """`index-pack --verify` aborts at some packs: that one is reported and healed, not the audit given up."""
+    error = failure(doing="verify pack-1.idx", status=-6, stderr="", upstream=False, http=HttpAnswer())
+    assert isinstance(error, GitFailedError)
+    assert "signal 6" in error.message

@@ -7,6 +7,7 @@ went through `masked_url`.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -96,6 +97,8 @@ _LOCAL_RULES = (
         "audit the mirror; a heal brings damaged objects back",
     ),
 )
+_CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
+"""How git dies of what it reads: `index-pack` (2.39) aborts at some damaged packs. Whoever kills it takes another signal."""
 _INNER_DEATH = re.compile(r"^error: (\S.* died of signal (?:9|15))$", re.MULTILINE)
 """What git says of a git of its own; other signals are what a hostile pack can make of one."""
 _SILENT_INDEX_PACK = "fatal: fetch-pack: invalid index-pack output"
@@ -122,7 +125,7 @@ def failure(
 ) -> MirrordError:
     """The error for a git that ended with `status`. `upstream` says that it talked to another repository."""
     fact = masked_url(_fact(stderr) or _death(status), secrets)
-    how = _death(status) if status < 0 else _inner_death(stderr)
+    how = _death(status) if status < 0 and -status not in _CRASHES else _inner_death(stderr)
     if how:
         return GitKilledError(f"cannot {doing}: {how}", hint="was memory short? see the kernel's log", git_status=status)
     if http.status == 429 or (http.status == 503 and http.retry_after):
