@@ -366,6 +366,10 @@ class Reset(Operation):
         assert lease["commit"] == self._to
         return AFTER
 
+    def is_sound(self, outcome: str) -> bool:
+        """Until it is reset its tree is as its owner left it."""
+        return outcome == AFTER
+
     def settle(self) -> None:
         self.run()  # waits for the reset that a start took up again
         assert self.outcome() == AFTER
