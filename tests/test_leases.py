@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -110,3 +111,26 @@ def test_a_reset_that_had_not_begun_leaves_the_lease_as_it_was(leases: Leases, t
     leases.save(replace(lease, commit=CommitId("c" * 40), state=LeaseState.RESETTING))
     (lease.directory / "lease.json").write_bytes(whole)
     assert again(leases, tmp_path) == ([lease], [])
+
+
+def test_a_lease_that_cannot_be_ended_stands(leases: Leases, tmp_path: Path) -> None:
+    """Whoever released it is told, and it is still listed."""
+    lease = new_lease(leases)
+    (tmp_path / "checkouts" / f"{GONE}{lease.id}" / "in the way").mkdir(parents=True)
+    with pytest.raises(OSError, match="not empty"):
+        leases.drop(lease)
+    assert leases.get(lease.id) == lease
+
+
+def test_a_change_that_cannot_be_written_leaves_nothing(leases: Leases) -> None:
+    """No half file, and the lease as it was."""
+    lease = new_lease(leases)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            leases.save(replace(lease, commit=CommitId("c" * 40)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in lease.directory.iterdir()] == ["lease.json"]
+    assert leases.get(lease.id) == lease

@@ -85,6 +85,39 @@ def test_a_call_runs_in_another_process() -> None:
     run(body)
 
 
+def test_a_call_that_no_worker_takes_is_given_up() -> None:
+    """As when one was killed while it took it; the next call has new workers."""
+
+    async def main() -> None:
+        workers = Workers(size=1, take=timedelta(seconds=4))
+        try:
+            stopped = await workers.call(own_pid, timeout=LONG)
+            os.kill(stopped, signal.SIGSTOP)
+            with pytest.raises(WorkerCrashedError):
+                await workers.call(own_pid, timeout=LONG)
+            assert await workers.call(own_pid, timeout=LONG) != stopped
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+            await workers.close()
+
+    anyio.run(main)
+
+
+def test_a_call_waits_while_all_workers_are_busy() -> None:
+    """However long that takes."""
+
+    async def main() -> None:
+        workers = Workers(size=1, take=timedelta(seconds=4))
+        try:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(4):
+                    tasks.start_soon(lambda: workers.call(time.sleep, 1.8, timeout=LONG))
+        finally:
+            await workers.close()
+
+    anyio.run(main)
+
+
 def test_a_function_may_be_named() -> None:
     """Its module is loaded in the worker only."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
@@ -122,8 +123,9 @@ class Leases:
 
     def drop(self, lease: Lease) -> Path:
         """End the lease at once, by renaming its directory; answers what is left to delete."""
+        gone = self.discard(lease.directory)
         self._live.pop(lease.id, None)
-        return self.discard(lease.directory)
+        return gone
 
     def discard(self, directory: Path) -> Path:
         """Mark a directory as rubbish. A mount inside goes along: only the mount point itself could not be renamed."""
@@ -171,8 +173,13 @@ def _read(directory: Path, state: LeaseState) -> Lease | None:
 
 def _write(path: str, lease: Lease) -> None:
     data = json.dumps(_to_json(lease)).encode()
-    with opened(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)) as fd:
-        write_all(fd, data)
+    try:
+        with opened(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)) as fd:
+            write_all(fd, data)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(path)
+        raise
 
 
 def _to_json(lease: Lease) -> dict[str, object]:

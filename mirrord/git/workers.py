@@ -35,15 +35,22 @@ log = structlog.get_logger()
 class Workers:
     """A pool of processes for sync, importable functions with picklable arguments and results.
 
-    `on_start` runs in each new worker (to set up its logging). One pool belongs to one event loop.
+    `on_start` runs in each new worker (to set up its logging). A call that no worker begins within `take`, though one is free, is
+    lost. One pool belongs to one event loop.
     """
 
     def __init__(
-        self, *, size: int = 2, idle: timedelta = timedelta(seconds=15), on_start: Callable[[], None] | None = None
+        self,
+        *,
+        size: int = 2,
+        idle: timedelta = timedelta(seconds=15),
+        take: timedelta = timedelta(seconds=20),
+        on_start: Callable[[], None] | None = None,
     ) -> None:
         self._size = size
         self._idle = idle
         self._on_start = on_start
+        self._take = take
         self._pool: ProcessPool | None = None
         self._running = 0
         self._futures: set[Future[Any]] = set()
@@ -67,7 +74,7 @@ class Workers:
         try:
             context = structlog.contextvars.get_contextvars()
             future = pool.schedule(_perform, args=(context, function, args, kwargs), timeout=timeout.total_seconds())
-            return await self._result(future)
+            return await self._result(pool, future)
         except TimeoutError as error:
             log.warning("worker.killed", function=_name(function), timeout_s=timeout.total_seconds())
             raise DeadlineError(
@@ -97,9 +104,10 @@ class Workers:
             await asyncio.to_thread(pool.join)
         await asyncio.gather(*self._retiring)
 
-    async def _result(self, future: Future[T]) -> T:
+    async def _result(self, pool: ProcessPool, future: Future[T]) -> T:
         """Wait for one call. Stopping a pebble pool leaves its futures open for ever, so `close` cancels them."""
         self._futures.add(future)
+        watch = asyncio.create_task(self._give_up_when_lost(pool, future))
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError as error:
@@ -108,7 +116,22 @@ class Workers:
                 raise
             raise _stopping() from error
         finally:
+            watch.cancel()
             self._futures.discard(future)
+
+    async def _give_up_when_lost(self, pool: ProcessPool, future: Future[Any]) -> None:
+        """End a pool in which nobody takes a call though a worker is free.
+
+        One that was killed while it took the call has it, and the pool's lock, for ever.
+        """
+        while not future.running():
+            await asyncio.sleep(self._take.total_seconds())
+            busy = sum(other.running() for other in self._futures)
+            if not future.running() and not future.done() and busy < self._size:
+                self._forget(pool)
+                expired = ProcessExpired("no worker takes the call", code=-signal.SIGKILL)  # type: ignore[no-untyped-call]
+                future.set_exception(expired)
+                return
 
     def _enter(self) -> ProcessPool:
         if self._closed:

@@ -50,7 +50,7 @@ def leftovers(state: Path) -> list[str]:
         found += [str((Path(directory) / name).relative_to(state)) for name in wrong]
     checkouts = state / "checkouts"
     found += [f"checkouts/{p.name} without a lease" for p in checkouts.iterdir() if not p.name.startswith(".warm-")
-              and not (p / "lease.json").exists()]  # fmt: skip
+              and not (p / "lease.json").exists() and not (p / "resetting.json").exists()]  # fmt: skip
     return found
 
 
