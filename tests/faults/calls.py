@@ -83,6 +83,8 @@ def fail_at(lab: Lab, kind: type[Operation], call: str, number: int, error: str)
             assert not refused.is_bug, f"a failing disk is not a bug: {refused}"
     assert lab.daemon.process is not None and lab.daemon.process.poll() is None, "the daemon died of it"
     met = "INJECTED" in log.read_text(errors="replace")
+    lab.kill()
+    lab.restart()
     outcome = end_of(lab, operation)
     fault, step = f"{error} at a system call", _step(call, number)
     return Row(fault, kind.name, step, f"{said}; {outcome}") if met else Row(fault, kind.name, step, NOT_MET, count=0)

@@ -53,6 +53,8 @@ def _fill_once(lab: Lab, disk: SmallDisk, kind: type[Operation], free_bytes: int
         assert not refused.is_bug, f"a full disk is not a bug: {refused}"
     finally:
         disk.empty()
+    lab.kill()
+    lab.restart()
     return Row(_FAULT, kind.name, f"{free_bytes >> 10} KiB free", f"{said}; {end_of(lab, operation)}")
 
 
