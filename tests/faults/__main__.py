@@ -44,7 +44,7 @@ def main() -> int:
             _append(options.resume, part, rows)
     rows = [row for part in chosen for row in done[part.name]]
     if options.document:
-        write_document(options.document, rows, plan.seed)
+        write_document(options.document, rows, plan.seed, plan.share)
     return 8 if any(row.lost != NOTHING for row in rows) else 0
 
 

@@ -19,6 +19,7 @@ What was done to mirrord while it worked, and what it lost. Written by `make fau
 | faults | {count} |
 | something was lost | {lost} |
 | seed | {seed} |
+| share of each part that was tried, at least | {share:g} |
 | ended | {ended} UTC |
 
 After every fault the daemon is started again, at once, and judged: nothing is left behind, `git fsck` is content with every
@@ -58,7 +59,7 @@ class Row(NamedTuple):
     count: int = 1
 
 
-def write_document(path: Path, rows: Sequence[Row], seed: int) -> None:
+def write_document(path: Path, rows: Sequence[Row], seed: int, share: float) -> None:
     """Summary, then one table."""
     lost = sum(row.count for row in rows if row.lost != NOTHING)
     head = _HEAD.format(
@@ -66,6 +67,7 @@ def write_document(path: Path, rows: Sequence[Row], seed: int) -> None:
         count=sum(row.count for row in rows),
         lost=lost,
         seed=seed,
+        share=share,
         ended=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         summary="\n".join(_summary(rows)),
     )
