@@ -12,8 +12,8 @@ METHOD = """# Benchmarks
 Written by `make bench DOCS=1 REPO=…`; do not edit. Each row does both sides one after the other, round by round, in one run
 on one machine; the figures are medians, with the fastest and slowest round, and the ratio of the medians. Ours is always the
 whole way: a Python client, the socket, the daemon, the answer. Theirs is the git command alone, without a client around it.
-Making room again (removing the rival's worktree, releasing the checkout) is outside the time of both. What keeps a figure from its
-goal is told in [limits.md](limits.md).
+Making room again (removing the rival's worktree, releasing the checkout) is outside the time of both. What keeps a figure from
+its goal is told in [limits.md](limits.md).
 """
 
 
