@@ -107,7 +107,7 @@ class Rubbish:
 
 def remove_unwritten(layer: Path) -> bool:
     """Remove an overlay's layer; False where something was written to it, or it is none. `git status` alone makes `.git`."""
-    kernels = f"{layer}/work/work"  # what overlayfs leaves in a volatile work directory (Linux 6.18)
+    kernels = os.path.join(layer, "work", "work")  # what overlayfs leaves in a volatile work directory (Linux 6.18)
     try:
         _remove_upper(f"{layer}/upper")
         with suppress(FileNotFoundError):
