@@ -85,6 +85,7 @@ class Engine:
         """Build and open every part."""
         await self._open_stores()
         await self._open_checkouts()
+        await self._open_audits()
         await self._open_jobs()
         self._opened.set()
         self.events.publish("daemon.opened", duration_s=(utc_now() - self.started_at).total_seconds())
@@ -171,8 +172,8 @@ class Engine:
             self.backend = self._settings.checkouts.backend
             self.condition.note("backend", error.message)
 
-    async def _open_jobs(self) -> None:
-        """Last, because jobs use everything: configured mirrors, the clock, the watched places."""
+    async def _open_audits(self) -> None:
+        """What looks for damage, and what repairs it."""
         self.heals = Heals(
             settings=self.settings,
             mirrors=self.mirrors,
@@ -192,6 +193,9 @@ class Engine:
             repair=self.heals.repair,
             scrub=self.templates.scrub_mirror,
         )
+
+    async def _open_jobs(self) -> None:
+        """Last, because jobs use everything: configured mirrors, the clock, the watched places."""
         self.work = Work(
             operations=self.operations,
             mirrors=self.mirrors,

@@ -22,7 +22,8 @@ What was done to mirrord while it worked, and what it lost. Written by `make fau
 | share of each part that was tried, at least | {share:g} |
 | ended | {ended} UTC |
 
-After every fault the daemon is started again, at once, and judged: nothing is left behind, `git fsck` is content with every
+After every fault the daemon is judged, and started again before that, at once, where the fault killed it or the disk was full or
+failed at a call: nothing is left behind, `git fsck` is content with every
 mirror, every pin and tip that was ever answered is there whole, catalog and refs agree, every lease that was answered stands with
 its owner's work, the audit is clean, and the same operation works again. The steps are those that a run without a fault showed.
 
