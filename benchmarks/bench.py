@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -319,8 +320,10 @@ def _area(parent: str | None) -> Iterator[Path]:
         yield Path(name)
 
 
-def _machine() -> dict[str, object]:
+def _machine(area: Path) -> dict[str, object]:
+    disk = subprocess.run(["findmnt", "-no", "FSTYPE,OPTIONS", "-T", area], capture_output=True, text=True, check=True).stdout
     return {
+        "disk": " ".join(disk.split()),
         "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "kernel": platform.release(),
         "cpus": os.cpu_count(),
@@ -354,7 +357,7 @@ def run(source: Path, parent: str | None, rounds: int, cases: list[str]) -> dict
         files = len(git("ls-tree", "-r", "--name-only", bench.line[0], cwd=bench.git.mirror).splitlines())
         rows = [{**asdict(row), "ratio": row.ratio} for row in bench.rows]
         subject = {"name": source.name, "files": files, "commits": len(bench.line)}
-        return {"machine": _machine(), "repository": subject, "rows": rows, "figures": [asdict(f) for f in bench.figures]}
+        return {"machine": _machine(area), "repository": subject, "rows": rows, "figures": [asdict(f) for f in bench.figures]}
 
 
 def _generated(area: Path) -> Path:

@@ -62,9 +62,8 @@ def write_docs(results: list[dict[str, Any]], docs: Path) -> None:
     text = METHOD
     for result in results:
         machine = result["machine"]
-        text += (
-            f"\n## {_title(result)}\n\n{machine['at']}, Linux {machine['kernel']}, {machine['cpus']} CPUs, {machine['git']}\n\n"
-        )
+        text += f"\n## {_title(result)}\n\n{machine['at']}, Linux {machine['kernel']}, {machine['cpus']} CPUs, {machine['git']}, "
+        text += f"on {machine['disk']}\n\n"
         text += "| work | against | mirrord, ms | theirs, ms | theirs / ours | goal |\n|---|---|---|---|---|---|\n"
         text += "".join("| " + " | ".join(row) + " |\n" for row in _rows(result))
         if result["figures"]:
