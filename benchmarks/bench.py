@@ -273,7 +273,7 @@ class Bench:
     def _rest(self, what: str, commits: list[str], floor: int, goal: str) -> None:
         """What stays on disk of templates that nobody asks for any more, and what it costs to ask again."""
         dropped = self.daemon.rest()
-        self._weigh(f"{what}, a day after the last was asked for", self.daemon.templates_bytes(), floor, goal)
+        self._weigh(f"{what}, a week after the last was asked for", self.daemon.templates_bytes(), floor, goal)
         self.figures.append(Figure("of them still warm then", len(commits) - min(dropped, len(commits)), "commits"))
         self._check_out(commits[-1:])
         some = commits[:: max(1, len(commits) // 10)][:10]

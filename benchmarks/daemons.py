@@ -74,9 +74,9 @@ class Daemon:
         self.start()
 
     def rest(self) -> int:
-        """As after two days in which nobody asked for anything; answers how many templates the daemon dropped."""
+        """As after eight days in which nobody asked for anything; answers how many templates the daemon dropped."""
         self.stop()
-        long_ago = time.time() - timedelta(days=2).total_seconds()
+        long_ago = time.time() - timedelta(days=8).total_seconds()
         for record in (self.state / "templates").glob("*/gits/*.json"):
             os.utime(record, (long_ago, long_ago))
         evicted = asyncio.run(_evict(self.state))

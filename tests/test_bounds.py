@@ -61,7 +61,7 @@ def test_the_least_used_goes_first_and_what_is_held_stays(make_upstream: Callabl
 def test_what_nobody_asks_for_rests_within_a_share(
     make_upstream: Callable[[str], Upstream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a day without use the oldest go, with layers and packs that nobody else needs; each comes back when asked for."""
+    """After a week without use the oldest go, with layers and packs that nobody else needs; each comes back when asked for."""
     monkeypatch.setattr(bounds, "_REST_BYTES", 0)
     upstream = make_upstream("up")
     commits = [upstream.commit({f"d{n}/f": os.urandom(9999).hex() for n in range(30)})]

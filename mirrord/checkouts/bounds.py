@@ -1,7 +1,7 @@
 """How much is kept of the templates: whole ones go, the least recently used first.
 
 Owns the two bounds of the store. `template_bytes` is for all of it, and only what a checkout holds may exceed it. What nobody
-asked for within a day stays only while its mirror takes little more than one whole tree and one whole closure do. A sealed store
+asked for within a week stays only while its mirror takes little more than one whole tree and one whole closure do. A sealed store
 goes, and with it the layers and the closure packs that no other store needs. All of it can be made again from the mirror, in
 tens of milliseconds where its neighbours are there.
 """
@@ -24,7 +24,7 @@ from .gitdirs import Gitdirs
 from .shelf import Shelf
 from .shelves import Shelves
 
-REST = timedelta(days=1)
+REST = timedelta(days=7)
 _REST_SHARE = 0.25  # of one whole tree and closure, beside them
 _REST_BYTES = 4 * 1024**2  # or that much, where it is more
 _FULL_SHARE = 0.9
