@@ -28,6 +28,7 @@ from .checkouts.trial import find_overlay
 from .condition import Condition, HealthReport
 from .config import Settings
 from .datasets.service import Datasets
+from .duties.mend import Mend
 from .duties.prewarm import Prewarm
 from .duties.table import Jobs
 from .duties.work import Work
@@ -227,6 +228,7 @@ class Engine:
             work=self.work,
             heals=self.heals,
             prewarm=prewarm,
+            mend=Mend([self.mirrors.mend, self.datasets.mend]),  # in this order: datasets drop pins that mirrors adopt
             find_unfinished=self.audits.find_unfinished,
             watches=watches,
         )

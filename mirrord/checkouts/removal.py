@@ -1,7 +1,8 @@
 """Removing what released checkouts leave, in the background and within a bound.
 
-Owns the tasks that delete; at most a few at a time, and whoever releases faster than that waits. A crash or a stop in between
-leaves directories called `.gone-…`, which the next start removes.
+Owns the tasks that delete; at most a few at a time, and whoever releases faster than that waits. What cannot be deleted is tried
+again, with pauses that double, and holds nobody up. A crash or a stop in between leaves directories called `.gone-…`, which the
+next start removes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _AT_A_TIME = 8
 _BACKLOG = 64
 _TRIES = 3
 _PAUSE_S = 0.5
+_LONG_PAUSE_S = 10.0
+_LONGEST_PAUSE_S = 600.0
 
 log = structlog.get_logger()
 
@@ -31,6 +34,7 @@ class Removal:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
+        self._late: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Semaphore(_AT_A_TIME)
         self._has_room = asyncio.Event()
 
@@ -48,24 +52,42 @@ class Removal:
 
     async def close(self, bound: timedelta) -> None:
         """Finish what can be finished within `bound`; the rest is left for the next start."""
-        if not self._tasks:
-            return
-        _, late = await asyncio.wait(self._tasks, timeout=bound.total_seconds())
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=bound.total_seconds())
+        late = [*self._tasks, *self._late]
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
 
     def _end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._late.discard(task)
         self._has_room.set()
 
     async def _remove(self, directory: Path, lease: Lease | None, backends: Sequence[CheckoutBackend]) -> None:
-        async with self._turn:
-            for backend in backends:
-                await self._destroy(backend, directory, lease)
+        pause_s = _LONG_PAUSE_S
+        while not await self._is_destroyed(directory, lease, backends):
+            self._step_aside()
+            await anyio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _destroy(self, backend: CheckoutBackend, directory: Path, lease: Lease | None) -> None:
-        """Try a few times: a process that still writes into the tree can make a directory come back while it is removed."""
+    def _step_aside(self) -> None:
+        """Whoever releases need not wait for what is stuck."""
+        task = asyncio.current_task()
+        if task in self._tasks:
+            self._tasks.discard(task)
+            self._late.add(task)
+            self._has_room.set()
+
+    async def _is_destroyed(self, directory: Path, lease: Lease | None, backends: Sequence[CheckoutBackend]) -> bool:
+        async with self._turn:
+            return all([await self._destroy(backend, directory, lease) for backend in backends])
+
+    async def _destroy(self, backend: CheckoutBackend, directory: Path, lease: Lease | None) -> bool:
+        """Try a few times: a process that still writes into the tree can make a directory come back while it is removed.
+
+        Answers whether it is gone.
+        """
         for attempt in range(1, _TRIES + 1):
             try:
                 await backend.destroy(directory, lease)
@@ -73,4 +95,5 @@ class Removal:
                 log.warning("checkout.stuck", directory=directory.name, attempt=attempt, error=str(error))
                 await anyio.sleep(_PAUSE_S)
             else:
-                return
+                return True
+        return False

@@ -3,7 +3,8 @@
 Owns what that may cost the daemon. A layer to which nothing was written goes in a dozen system calls, on a few threads: a file
 system that tells the disk of each freed block (ext4 with `discard`, without a journal) lets every `rmdir` wait for it. Whatever
 else there is goes in batches to a worker: deleting trees on a thread would make every request wait for the interpreter. What is
-not removed when the daemon ends, or is killed, has a name that says what it is, and is found again.
+not removed when the daemon ends, or is killed, has a name that says what it is, and is found again. What the disk does not let
+go is tried again, with pauses that double.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from .calls import discard_all
 
 _THREADS = 8
 _PAUSE_S = 0.05
+_LONG_PAUSE_S = 10.0
+_LONGEST_PAUSE_S = 600.0
 _BATCH = 64
 _BACKLOG = 256
 _TIMEOUT = timedelta(minutes=10)
@@ -40,6 +43,7 @@ class Rubbish:
         self._workers = workers
         self._threads = ThreadPoolExecutor(_THREADS, "rubbish")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._late: set[asyncio.Task[None]] = set()
         self._waiting: dict[Path, asyncio.Future[str | None]] = {}
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -47,7 +51,7 @@ class Rubbish:
         """Remove a layer soon; one that is not there is fine. Whoever resets is answered first: it may take as long."""
         task = asyncio.get_running_loop().create_task(self._remove_layer(layer))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._forget)
 
     async def remove(self, directory: Path, quickly: Callable[[Path], bool]) -> None:
         """Remove a directory, whatever its modes and flags, unless `quickly`, in a thread, says that it did.
@@ -57,7 +61,7 @@ class Rubbish:
         if await self._in_thread(quickly, directory):
             return
         if problem := await self._enqueue(directory):
-            raise ResourceError(f"cannot remove {directory.name}: {problem}", hint="it is tried again when the daemon starts")
+            raise ResourceError(f"cannot remove {directory.name}: {problem}", hint="it is tried again")
 
     async def keep_up(self) -> None:
         """Wait while there is too much of it."""
@@ -70,6 +74,7 @@ class Rubbish:
         running = [*self._tasks, *([self._sweeper] if self._sweeper else [])]
         if running:
             await asyncio.wait(running, timeout=_CLOSE_BOUND.total_seconds())
+        running += self._late
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -77,8 +82,24 @@ class Rubbish:
 
     async def _remove_layer(self, layer: Path) -> None:
         await asyncio.sleep(_PAUSE_S)
-        if not await self._in_thread(remove_unwritten, layer):
-            self._enqueue(layer)
+        if await self._in_thread(remove_unwritten, layer):
+            return
+        removal, pause_s = self._enqueue(layer), _LONG_PAUSE_S
+        self._step_aside()
+        while await removal:
+            await asyncio.sleep(pause_s)
+            removal, pause_s = self._enqueue(layer), min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _step_aside(self) -> None:
+        """What waits for the sweep is counted there, and what is stuck holds up nobody."""
+        task = asyncio.current_task()
+        if task in self._tasks:
+            self._tasks.discard(task)
+            self._late.add(task)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._late.discard(task)
 
     def _in_thread(self, work: Callable[[Path], bool], directory: Path) -> asyncio.Future[bool]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work, directory)

@@ -128,8 +128,9 @@ class Pinner:
             refused |= await self._mirrors.pin(name, group, owner=owner_of(dataset), reason=reason)
         return refused
 
-    async def unpin(self, rows: Collection[PinRow]) -> None:
-        """Remove pins; those of a mirror that fails stay, and are stale until the next start."""
+    async def unpin(self, rows: Collection[PinRow]) -> bool:
+        """Remove pins; those of a mirror that fails stay. Answers whether all are removed."""
+        is_done = True
         groups: dict[tuple[MirrorName, str], list[CommitId]] = {}
         for row in rows:
             groups.setdefault((row.mirror, row.owner), []).append(row.commit)
@@ -138,5 +139,7 @@ class Pinner:
                 await self._mirrors.unpin(name, commits, owner=owner)
             except StoppingError:
                 raise
-            except MirrordError as error:
-                log.warning("pins.left", mirror=str(name), owner=owner, count=len(commits), detail=error.message)
+            except (MirrordError, OSError) as error:
+                log.warning("pins.left", mirror=str(name), owner=owner, count=len(commits), detail=str(error))
+                is_done = False
+        return is_done

@@ -2,8 +2,9 @@
 
 An import reads the file in a worker into a private spool, makes every commit it records servable and pinned, and only then
 replaces the dataset in the catalog, in one transaction; pins of rows that went away are removed last. So a crash at any moment
-leaves the old dataset whole with all its pins, at worst with pins too many, and the next start removes exactly those; importing
-again repairs whatever is missing. A dataset never claims a pin it has not: which commits are unpinned is what the pins say.
+leaves the old dataset whole with all its pins, at worst with pins too many, and the next start removes exactly those; where the
+disk does not let them go, that is tried again. Importing again repairs whatever is missing. A dataset never claims a pin it has
+not: which commits are unpinned is what the pins say.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import structlog
 
 from ..catalog import Catalog, DatasetHead, InstanceRow, PinRow
 from ..config import Settings
-from ..errors import DatasetNotFoundError, InstanceNotFoundError, InvalidNameError
+from ..errors import DatasetNotFoundError, InstanceNotFoundError, InvalidNameError, MirrordError, StoppingError
 from ..git.workers import Workers
 from ..jobs.events import Events
 from ..mirrors.pins import ADOPTED
@@ -56,7 +57,8 @@ class Datasets:
         self._catalog = catalog
         self._workers = workers
         self._events = events
-        self._spools = Spools(state_dir / "quarantine")
+        self._spools = Spools(mirrors.quarantine)
+        self._left: dict[str, Before] = {}
         self._pinner = Pinner(catalog=catalog, mirrors=mirrors, concurrency=lambda: settings().sync.concurrency)
         self._cache = InstanceCache(catalog.find_instance)
         self._locks: dict[str, anyio.Lock] = {}
@@ -72,10 +74,19 @@ class Datasets:
         stale = await self._catalog.list_stale_pins()
         undone = [row for row in stale if row.owner in begun and place_of(row) not in begun[row.owner]]
         adopted = {row.owner for row in stale if row.reason == ADOPTED and row not in undone}
-        await self._unpin(stale, [row for row in stale if row in undone or row.owner not in adopted])
+        for owner in sorted({row.owner for row in stale}):
+            but = [row for row in stale if row.owner == owner and row not in undone] if owner in adopted else []
+            await self._drop_stale_pins(owner, frozenset(map(place_of, but)))
         if undone:
             log.warning("import.undone", owners=sorted({row.owner for row in undone}), pins=len(undone))
-        await anyio.to_thread.run_sync(self._spools.clear)
+        await self._spools.clear()
+
+    async def mend(self) -> bool:
+        """Remove the pins that could not be removed before; answers whether none is left."""
+        for owner, but in list(self._left.items()):
+            async with self._locked(owner):
+                await self._drop_stale_pins(owner, but)
+        return not self._left
 
     def on_change(self, listener: Callable[[DatasetName], None]) -> None:
         """Call `listener` with the name of each dataset that was imported or removed."""
@@ -99,14 +110,10 @@ class Datasets:
         """
         dataset = parse_dataset_name(name) if name else name_from(source)
         source = _storable(source)
-        async with self._locked(dataset):
-            with self._spools.directory() as directory:
-                spool = directory / "rows.jsonl"
-                read = await self._workers.call(
-                    read_dataset, path, Path(source).name or source, format, spool, timeout=_READ_TIMEOUT
-                )
-                answer = await self._take(dataset, read, source, spool, progress)
-        return answer
+        async with self._locked(owner_of(dataset)), self._spools.directory() as directory:
+            spool = directory / "rows.jsonl"
+            read = await self._workers.call(read_dataset, path, Path(source).name or source, format, spool, timeout=_READ_TIMEOUT)
+            return await self._take(dataset, read, source, spool, progress)
 
     async def _take(
         self, dataset: DatasetName, read: ReadResult, source: str, spool: Path, progress: ProgressSink | None
@@ -119,11 +126,11 @@ class Datasets:
             change = await self._catalog.replace_dataset(_head(dataset, read, source, refused), spool)
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await self._drop_stale_pins(dataset, but=before)
+                await self._drop_stale_pins(owner, but=before)
             raise
         finally:
             self._cache.forget()
-        await self._drop_stale_pins(dataset)
+        await self._drop_stale_pins(owner)
         self._changed(
             "dataset.imported",
             dataset,
@@ -148,10 +155,10 @@ class Datasets:
         return count
 
     async def _repin(self, dataset: DatasetName, name: MirrorName, commits: dict[CommitId, str]) -> Refused:
-        async with self._locked(dataset):
+        async with self._locked(owner_of(dataset)):
             refused = await self._pinner.pin_all(dataset, {name.key: name}, {name.key: commits}, None)
             await self._catalog.put_refused(dataset, name.key, {str(c): why for c, why in refused.get(name.key, {}).items()})
-            await self._drop_stale_pins(dataset)  # an import may have changed the dataset before the lock was ours
+            await self._drop_stale_pins(owner_of(dataset))  # an import may have changed the dataset before the lock was ours
         return refused.get(name.key, {})
 
     def rows_changed(self, names: Iterable[str]) -> None:
@@ -163,11 +170,11 @@ class Datasets:
     async def remove(self, name: str) -> None:
         """Forget a dataset and remove its pins. Raises DatasetNotFoundError."""
         dataset = parse_dataset_name(name)
-        async with self._locked(dataset):
+        async with self._locked(owner_of(dataset)):
             if not await self._catalog.delete_dataset(dataset):
                 raise _no_dataset(name)
             self._cache.forget()
-            await self._drop_stale_pins(dataset)
+            await self._drop_stale_pins(owner_of(dataset))
         self._changed("dataset.removed", dataset)
 
     # -- looking up ---------------------------------------------------------------------------------------------------
@@ -213,23 +220,35 @@ class Datasets:
     # -- how ----------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _locked(self, dataset: DatasetName) -> AsyncIterator[None]:
-        async with self._locks.setdefault(dataset, anyio.Lock()):
+    async def _locked(self, owner: str) -> AsyncIterator[None]:
+        async with self._locks.setdefault(owner, anyio.Lock()):
             yield
 
-    async def _drop_stale_pins(self, dataset: DatasetName, but: Before = frozenset()) -> None:
-        """Remove the dataset's pins of commits that it does not record. The dataset's lock must be held."""
-        stale = [row for row in await self._catalog.list_stale_pins() if row.owner == owner_of(dataset)]
-        await self._unpin(stale, [row for row in stale if place_of(row) not in but])
+    async def _drop_stale_pins(self, owner: str, but: Before = frozenset()) -> None:
+        """Remove the dataset's pins of commits that it does not record. The dataset's lock must be held.
 
-    async def _unpin(self, stale: Collection[PinRow], doomed: Collection[PinRow]) -> None:
+        Whatever happened to the dataset has happened: pins that cannot be removed now are noted, and no error.
+        """
+        but &= self._left.get(owner, but)
+        self._left[owner] = but
+        try:
+            stale = [row for row in await self._catalog.list_stale_pins() if row.owner == owner]
+            is_done = await self._unpin(owner, [row for row in stale if place_of(row) not in but], but & {*map(place_of, stale)})
+        except StoppingError:
+            raise
+        except (MirrordError, OSError) as error:
+            log.warning("pins.left", owner=owner, detail=str(error))
+            return
+        if is_done:
+            self._left.pop(owner, None)
+
+    async def _unpin(self, owner: str, doomed: Collection[PinRow], left: Before) -> bool:
         """Remove pins, on record: killed between their rows and their refs, they would look like those of a lost catalog."""
-        for owner in sorted({row.owner for row in doomed}):
-            rows = [row for row in doomed if row.owner == owner]
-            left = frozenset(place_of(row) for row in stale if row.owner == owner and row not in rows)
-            with self._spools.directory() as directory:
-                await anyio.to_thread.run_sync(record, directory, owner, left)
-                await self._pinner.unpin(rows)
+        if not doomed:
+            return True
+        async with self._spools.directory() as directory:
+            await anyio.to_thread.run_sync(record, directory, owner, left)
+            return await self._pinner.unpin(doomed)
 
     def _changed(self, event: str, dataset: DatasetName, **fields: int) -> None:
         self._events.publish(event, dataset=dataset, **fields)

@@ -8,17 +8,16 @@ what it lists is left alone at a start, and other pins of its dataset are those 
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import anyio
 import structlog
 
 from ..catalog import PinRow
 from ..host.files import sync_directory
-from ..mirrors.quarantine import SPOOL_PREFIX
+from ..mirrors.quarantine import SPOOL_PREFIX, Quarantine
 from ..mirrors.transaction import write_durably
 
 _RECORD = "pins-before.json"
@@ -32,27 +31,26 @@ log = structlog.get_logger()
 class Spools:
     """The directories of the imports that are going on, or were when the daemon died."""
 
-    def __init__(self, quarantine: Path) -> None:
+    def __init__(self, quarantine: Quarantine) -> None:
         self._quarantine = quarantine
 
-    @contextmanager
-    def directory(self) -> Iterator[Path]:
+    @asynccontextmanager
+    async def directory(self) -> AsyncIterator[Path]:
         """A new one, removed at the end. Not in the watched directory, where its files would be imported."""
-        self._quarantine.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=SPOOL_PREFIX, dir=self._quarantine, ignore_cleanup_errors=True) as made:
-            yield Path(made)
+        async with self._quarantine.directory(SPOOL_PREFIX.rstrip("-")) as made:
+            yield made
 
     def begun(self) -> Mapping[str, Before]:
         """The owners of pins whose work never ended, each with the pins that are to stay by all its records."""
         found: dict[str, Before] = {}
-        for owner, pins in filter(None, map(_read, self._quarantine.glob(f"{SPOOL_PREFIX}*/{_RECORD}"))):
+        for owner, pins in filter(None, map(_read, self._quarantine.root.glob(f"{SPOOL_PREFIX}*/{_RECORD}"))):
             found[owner] = found.get(owner, pins) & pins
         return found
 
-    def clear(self) -> None:
+    async def clear(self) -> None:
         """Remove what a killed daemon left. Its imports must have been undone."""
-        for path in self._quarantine.glob(f"{SPOOL_PREFIX}*"):
-            shutil.rmtree(path, ignore_errors=True)
+        for path in await anyio.to_thread.run_sync(lambda: list(self._quarantine.root.glob(f"{SPOOL_PREFIX}*"))):
+            await self._quarantine.remove(path)
 
 
 def record(directory: Path, owner: str, before: Before) -> None:

@@ -23,10 +23,12 @@ from ..jobs.schedule import Job
 from ..jobs.watch import Watch
 from ..model import AuditLevel, MirrorName
 from ..protocol import Audit, Operation, StartAudit
+from .mend import Mend
 from .prewarm import Prewarm
 from .work import Work
 
 EXPIRE_INTERVAL = timedelta(seconds=2)
+MEND_INTERVAL = timedelta(seconds=5)
 EVICT_INTERVAL = timedelta(minutes=5)
 LOOK_INTERVAL = timedelta(minutes=1)
 TRIM_INTERVAL = timedelta(minutes=1)
@@ -49,6 +51,7 @@ class Jobs:
         work: Work,
         heals: Heals,
         prewarm: Prewarm,
+        mend: Mend,
         find_unfinished: Callable[[AuditLevel], Awaitable[datetime | None]],
         watches: list[Watch],
     ) -> None:
@@ -61,6 +64,7 @@ class Jobs:
         self._work = work
         self._heals = heals
         self._prewarm = prewarm
+        self._mend = mend
         self._find_unfinished = find_unfinished
         self._watches = watches
 
@@ -110,6 +114,7 @@ class Jobs:
     def _housekeeping(self) -> list[Job]:
         return [
             Job("checkouts.expire", EXPIRE_INTERVAL, self._expire, since=self._started_at),
+            Job("state.mend", MEND_INTERVAL, self._mend.take_turn, since=self._started_at),
             Job("templates.evict", EVICT_INTERVAL, self._evict, since=self._started_at),
             Job("watch.look", LOOK_INTERVAL, self._look, since=self._started_at),
             Job("memory.trim", TRIM_INTERVAL, self._trim, since=self._started_at),

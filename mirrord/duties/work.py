@@ -145,7 +145,7 @@ class Work:
             name = (await self._mirrors.get(mirror)).name
             await anyio.to_thread.run_sync(read_header, bundle)
         except BaseException:
-            bundle.unlink(missing_ok=True)
+            await self._mirrors.quarantine.remove(bundle)
             raise
         request = StartAudit(mirrors=[str(name)], level=AuditLevel.CONTENT, heal=True)
 
@@ -164,7 +164,8 @@ class Work:
             try:
                 return await run(progress)
             finally:
-                path.unlink(missing_ok=True)
+                with anyio.CancelScope(shield=True):
+                    await self._mirrors.quarantine.remove(path)
 
         try:
             return self._operations.start(kind, subject, run_and_remove, owner_uid=owner_uid)

@@ -2,15 +2,18 @@
 
 Owns `refs/mirrord/pins/OWNER/COMMIT`. A pin is a proof: the ref is written only after everything the commit reaches was found in
 the mirror. `update-ref` alone would pin a commit whose tree lacks a blob. The refs are the truth; the catalog follows them. An
-error leaves both as they were; a crash leaves a ref without a row at worst, and a start brings them in line.
+error leaves both as they were, or, where the disk does not let that be, a debt that is settled later; a crash leaves a ref
+without a row at worst, and a start brings them in line.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import anyio
+import structlog
 
 from ..catalog.catalog import Catalog
 from ..catalog.rows import PinRow
@@ -18,7 +21,7 @@ from ..errors import GitFailedError, InvalidRequestError, MirrordError, Resource
 from ..model import CommitId, shown
 from .isolation import isolate
 from .repository import PINS, Refs, Repository
-from .transaction import Transaction, commit
+from .transaction import Transaction, commit, recover
 
 _OWNER = re.compile(r"dataset/[A-Za-z0-9][A-Za-z0-9._-]{0,99}|person/\d{1,10}")
 _FAILURES = 400
@@ -28,6 +31,19 @@ ADOPTED = "found in the mirror"
 
 PERSON = "person/"
 """What no dataset records: only the pin itself and the catalog know of it."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Debt:
+    """What an operation that failed still owes: of an owner's `commits`, those whose ref stands get their row of `rows` back, and
+    those without one lose their ref.
+    """
+
+    owner: str
+    commits: frozenset[CommitId]
+    rows: tuple[PinRow, ...] = ()
 
 
 def check_owner(owner: str) -> None:
@@ -63,8 +79,11 @@ def _blames_commits(error: MirrordError) -> bool:
     return isinstance(error, GitFailedError) or not isinstance(error, ResourceError)
 
 
-async def keep(repository: Repository, catalog: Catalog, rows: Sequence[PinRow], owner: str) -> None:
-    """Make pins of commits that were verified: refs, then their rows. Where the rows cannot be written no ref is left."""
+async def keep(repository: Repository, catalog: Catalog, rows: Sequence[PinRow], owner: str, debts: list[Debt]) -> None:
+    """Make pins of commits that were verified: refs, then their rows. Where the rows cannot be written no ref is left.
+
+    What cannot be undone at once is added to `debts`.
+    """
     present = await repository.all_refs()
     fresh = [row.commit for row in rows if f"{PINS}{owner}/{row.commit}" not in present]
     with anyio.CancelScope(shield=True):
@@ -72,14 +91,14 @@ async def keep(repository: Repository, catalog: Catalog, rows: Sequence[PinRow],
         try:
             await catalog.put_pins(rows)
         except Exception:
-            await _delete_refs(repository, fresh, owner)
+            await _settle_or_owe(repository, catalog, Debt(owner, frozenset(fresh)), debts)
             raise
 
 
-async def give_up(repository: Repository, catalog: Catalog, commits: Collection[CommitId], owner: str) -> None:
+async def give_up(repository: Repository, catalog: Catalog, commits: Collection[CommitId], owner: str, debts: list[Debt]) -> None:
     """Remove pins: rows, then refs, so that a crash leaves a pin too many, never one that is only said.
 
-    Where the refs cannot be removed the rows are put back.
+    Where the refs cannot be removed the rows are put back; what cannot be undone at once is added to `debts`.
     """
     wanted = set(commits)
     rows = [row for row in await catalog.list_pins(repository.name.key, owner=owner) if row.commit in wanted]
@@ -88,8 +107,28 @@ async def give_up(repository: Repository, catalog: Catalog, commits: Collection[
         try:
             await _delete_refs(repository, commits, owner)
         except Exception:  # a disk that fails is an OSError
-            await catalog.put_pins(rows)
+            await _settle_or_owe(repository, catalog, Debt(owner, frozenset(wanted), tuple(rows)), debts)
             raise
+
+
+async def settle(repository: Repository, catalog: Catalog, debt: Debt) -> None:
+    """Bring refs and rows of a debt in line, as they are now: what was pinned since stays pinned."""
+    await recover(repository)
+    refs = await repository.all_refs()
+    said = {row.commit for row in await catalog.list_pins(repository.name.key, owner=debt.owner)}
+    open_ones = {oid for oid in debt.commits if f"{PINS}{debt.owner}/{oid}" in refs and oid not in said}
+    back = [row for row in debt.rows if row.commit in open_ones]
+    if back:
+        await catalog.put_pins(back)
+    await _delete_refs(repository, open_ones - {row.commit for row in back}, debt.owner)
+
+
+async def _settle_or_owe(repository: Repository, catalog: Catalog, debt: Debt, debts: list[Debt]) -> None:
+    try:
+        await settle(repository, catalog, debt)
+    except Exception as error:  # noqa: BLE001 the caller hears of what came first
+        log.warning("pins.owed", mirror=str(repository.name), owner=debt.owner, count=len(debt.commits), detail=str(error))
+        debts.append(debt)
 
 
 async def _write_refs(repository: Repository, commits: Collection[CommitId], owner: str) -> None:

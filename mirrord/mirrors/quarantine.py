@@ -2,7 +2,8 @@
 
 Owns `quarantine/` of the state directory. A killed git leaves its `tmp_pack_*` here and not in a mirror. Nothing here is needed
 after a restart, so a start removes everything that no process holds open, but for `damaged/`: what heals took out of mirrors
-stays until a person removes it; and for the spools of imports, which the datasets still have to undo.
+stays until a person removes it; and for the spools of imports, which the datasets still have to undo. What the disk does not let
+go is tried again while the daemon runs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -33,6 +34,7 @@ class Quarantine:
         self.root = root
         self._active: set[Path] = set()
         self._left: set[Path] | None = None
+        self._stuck: set[Path] = set()
 
     @asynccontextmanager
     async def directory(self, kind: str) -> AsyncIterator[Path]:
@@ -46,7 +48,7 @@ class Quarantine:
         finally:
             self._active.discard(path)
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(_remove_tree, path)
+                await self.remove(path)
 
     @contextmanager
     def holding(self, path: Path) -> Iterator[None]:
@@ -61,15 +63,29 @@ class Quarantine:
         """Remove a tree from its place at once and its files later: a crash in between leaves them here."""
         away = self.root / f"removed-{secrets.token_hex(8)}"
         path.rename(away)
-        await anyio.to_thread.run_sync(_remove_tree, away)
+        await self.remove(away)
 
-    async def clean(self) -> None:
-        """Remove what killed processes left, unless one of them is still at it: then a later call does.
+    async def remove(self, path: Path) -> None:
+        """Remove something in here; `clean` tries again where the disk does not let it go."""
+        if not await anyio.to_thread.run_sync(_is_removed, path):
+            log.warning("quarantine.stuck", path=path.name)
+            self._stuck.add(path)
+
+    async def clean(self) -> bool:
+        """Remove what killed processes left, unless one of them is still at it, and what could not be removed before: then a
+        later call does. Answers whether nothing is left for one.
 
         Only a start tells leftovers from the files of others, as of an import that is running.
         """
-        found = set(await anyio.to_thread.run_sync(lambda: list(self.root.iterdir()))) if self._left is None else self._left
-        self._left = await anyio.to_thread.run_sync(_clean, self.root, found - self._active)
+        if self._left is None:
+            there = await anyio.to_thread.run_sync(lambda: list(self.root.iterdir()))
+            self._left = {path for path in there if path.name != DAMAGED and not path.name.startswith(SPOOL_PREFIX)}
+        found = (self._left | self._stuck) - self._active
+        if found:
+            gone = found - await anyio.to_thread.run_sync(_clean, self.root, found)
+            self._left -= gone
+            self._stuck -= gone
+        return not self._left and not self._stuck
 
 
 def accept_objects(source: Path, destination: Path) -> None:
@@ -94,23 +110,29 @@ def _move(file: Path, target: Path) -> None:
         file.rename(target)
 
 
-def _remove_tree(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
+def _is_removed(path: Path) -> bool:
+    """Remove a file or a tree, as far as the disk lets; answers whether it is gone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+    return not os.path.lexists(path)
 
 
 def _clean(root: Path, left: Collection[Path]) -> set[Path]:
-    """Remove what nobody holds; answers what somebody does."""
-    held = held_files(root) if left else set()
+    """Remove what nobody holds; answers what is still there."""
+    held = held_files(root)
     kept = set()
     for path in left:
-        if path.name == DAMAGED or path.name.startswith(SPOOL_PREFIX):
-            continue
         if any(path == file or path in file.parents for file in held):
             kept.add(path)
             log.warning("quarantine.held", path=path.name)
-        else:
-            _remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        elif _is_removed(path):
             log.info("quarantine.cleaned", path=path.name)
+        else:
+            kept.add(path)
+            log.warning("quarantine.stuck", path=path.name)
     return kept
 
 

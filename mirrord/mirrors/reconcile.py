@@ -1,8 +1,9 @@
-"""After a start: what the disk holds is the truth, and the catalog follows.
+"""After a start, and after an operation that failed: what the disk holds is the truth, and the catalog follows.
 
-Owns the one pass over all mirrors at the start. It finishes interrupted transactions, removes locks and temporary files of gits
-that died with the last daemon, adopts mirrors and pins that the catalog does not know, and drops pins of datasets that no ref
-keeps: those are known from what the dataset records. A person's pin stays in the catalog until a heal has made it again.
+Owns the one pass over all mirrors at the start, and the same for one mirror later. It finishes interrupted transactions, removes
+locks and temporary files of gits that died, adopts mirrors and pins that the catalog does not know, and drops pins of datasets
+that no ref keeps: those are known from what the dataset records. A person's pin stays in the catalog until a heal has made it
+again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import structlog
 from ..catalog.catalog import Catalog
 from ..catalog.rows import MirrorRow, PinRow
 from ..errors import InvalidNameError, MirrordError
+from ..host.files import disk_error
 from ..model import MirrorName, utc_now
 from .fetch import unmark
 from .halves import mend_halves
@@ -32,8 +34,8 @@ log = structlog.get_logger()
 
 async def reconcile(
     catalog: Catalog, root: Path, repository: Callable[[MirrorName], Repository], default_url: Callable[[MirrorName], str]
-) -> None:
-    """Bring disk and catalog in line. One mirror that cannot be is marked as failed and does not stop the others."""
+) -> list[MirrorName]:
+    """Bring disk and catalog in line; answers the mirrors that cannot be, which are marked as failed and stop no other."""
     rows = {row.name.key: row for row in await catalog.list_mirrors()}
     on_disk = _names(root)
     for name in on_disk:
@@ -41,11 +43,19 @@ async def reconcile(
             await catalog.put_mirror(MirrorRow(name=name, url=default_url(name), added_at=utc_now()))
             log.warning("mirror.adopted", mirror=str(name))
     limiter = anyio.CapacityLimiter(_AT_ONCE)
+    failed: list[MirrorName] = []
+
+    async def work(name: MirrorName) -> None:
+        async with limiter:
+            if not await _reconcile_one(catalog, repository(name)):
+                failed.append(name)
+
     async with anyio.create_task_group() as group:
         for name in on_disk:
-            group.start_soon(_reconcile_one, catalog, repository(name), limiter)
+            group.start_soon(work, name)
     for key in rows.keys() - {name.key for name in on_disk}:
         await _forget_state(catalog, rows[key])
+    return failed
 
 
 def _names(root: Path) -> list[MirrorName]:
@@ -58,18 +68,29 @@ def _names(root: Path) -> list[MirrorName]:
     return names
 
 
-async def _reconcile_one(catalog: Catalog, repository: Repository, limiter: anyio.CapacityLimiter) -> None:
+async def _reconcile_one(catalog: Catalog, repository: Repository) -> bool:
     try:
-        async with limiter:
-            # no git of ours runs at a start, so age says nothing; who still holds a file does
-            await anyio.to_thread.run_sync(remove_leftovers, repository.path, timedelta())
-            await mend_halves(repository)
-            await recover(repository)
-            await unmark(repository)
-            await _follow_pins(catalog, repository)
-    except MirrordError as error:
-        await catalog.update_mirror(repository.name.key, error=error.problem())
-        log.warning("mirror.damaged", mirror=str(repository.name), code=error.code, detail=error.message)
+        await put_in_line(catalog, repository)
+    except (MirrordError, OSError) as error:
+        problem = error if isinstance(error, MirrordError) else disk_error(error, f"open mirror {repository.name}")
+        if problem is None:
+            raise
+        await catalog.update_mirror(repository.name.key, error=problem.problem())
+        log.warning("mirror.damaged", mirror=str(repository.name), code=problem.code, detail=problem.message)
+        return False
+    return True
+
+
+async def put_in_line(catalog: Catalog, repository: Repository) -> None:
+    """Finish what was interrupted in one mirror. No git of ours runs in it: the caller holds its lock, or the daemon starts.
+
+    So age says nothing of what lies about; who still holds a file does.
+    """
+    await anyio.to_thread.run_sync(remove_leftovers, repository.path, timedelta())
+    await mend_halves(repository)
+    await recover(repository)
+    await unmark(repository)
+    await _follow_pins(catalog, repository)
 
 
 async def _follow_pins(catalog: Catalog, repository: Repository) -> None:

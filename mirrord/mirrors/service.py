@@ -30,6 +30,7 @@ from . import history, pins
 from .aging import age
 from .flights import Flights, ProgressSink
 from .maintenance import maintain, size_bytes
+from .mending import Mending
 from .present import shown_mirror
 from .quarantine import Quarantine
 from .reconcile import reconcile
@@ -58,6 +59,7 @@ class Mirrors:
         self._sources = Sources(settings=settings, git=git, quarantine=self._quarantine)
         self._names: dict[str, MirrorName] = {}
         self._locks: dict[str, anyio.Lock] = {}
+        self._mending = Mending(catalog, self.repository, self.lock)
         self._syncs: Flights[SyncResult] = Flights()
 
     async def open(self) -> None:
@@ -65,7 +67,7 @@ class Mirrors:
         for path in (self._root, self._quarantine.root):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._quarantine.clean()
-        await reconcile(self._catalog, self._root, self.repository, self._sources.default_url)
+        self._mending.note(await reconcile(self._catalog, self._root, self.repository, self._sources.default_url))
         self._names = {row.name.key: row.name for row in await self._catalog.list_mirrors()}
 
     async def close(self) -> None:
@@ -130,9 +132,13 @@ class Mirrors:
             await self._must_be_unused(row)
             path = self.path(row.name)
             await self._catalog.delete_mirror(row.name.key)
+            try:
+                if path.exists():
+                    await self._quarantine.discard(path)
+            except OSError:  # the disk does not let it go: it is not removed
+                await self._catalog.put_mirror(row)
+                raise
             self._names.pop(row.name.key, None)
-            if path.exists():
-                await self._quarantine.discard(path)
         self._events.publish("mirror.removed", mirror=str(row.name))
 
     async def _must_be_unused(self, row: MirrorRow) -> None:
@@ -160,9 +166,15 @@ class Mirrors:
 
     @asynccontextmanager
     async def lock(self, name: MirrorName) -> AsyncIterator[None]:
-        """Exclude syncs, pins, maintenance, heals and removal of one mirror."""
+        """Exclude syncs, pins, maintenance, heals and removal of one mirror. What fails meanwhile is looked over by `mend`."""
         async with self._locks.setdefault(name.key, anyio.Lock()):
-            yield
+            with self._mending.watched(name):
+                yield
+
+    async def mend(self) -> bool:
+        """Bring in line what failed, and remove what could not be removed, as a start does; answers whether nothing is left."""
+        cleaned = await self._quarantine.clean()
+        return await self._mending.run() and cleaned
 
     # -- following upstream -------------------------------------------------------------------------------------------
 
@@ -281,7 +293,8 @@ class Mirrors:
             refused |= await pins.verify(repository, set(commits) - refused.keys())
             proven = sorted(set(commits) - refused.keys())
             now = utc_now()
-            await pins.keep(repository, self._catalog, [PinRow(row.name, commit, owner, reason, now) for commit in proven], owner)
+            rows = [PinRow(row.name, commit, owner, reason, now) for commit in proven]
+            await pins.keep(repository, self._catalog, rows, owner, self._mending.debts(row.name))
         if proven:
             self._events.publish("commits.pinned", mirror=str(row.name), owner=owner, count=len(proven), refused=len(refused))
         return refused
@@ -291,7 +304,7 @@ class Mirrors:
         pins.check_owner(owner)
         row = await self.get(str(name))
         async with self.lock(row.name):
-            await pins.give_up(self.repository(row.name), self._catalog, commits, owner)
+            await pins.give_up(self.repository(row.name), self._catalog, commits, owner, self._mending.debts(row.name))
         self._events.publish("commits.unpinned", mirror=str(row.name), owner=owner, count=len(commits))
 
     async def list_pins(self, name: MirrorName | None = None) -> builtins.list[Pin]:
