@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,6 +32,10 @@ def own_pid() -> int:
     return os.getpid()
 
 
+def loaded_and_parent(module: str) -> tuple[bool, int]:
+    return module in sys.modules, os.getppid()
+
+
 def refuse() -> None:
     raise CommitNotFoundError("cannot find commit x: it is not there", hint="sync", commit="x")
 
@@ -39,6 +45,7 @@ def die() -> None:
 
 
 def hang(pid_file: str) -> None:
+    Path(f"{pid_file}.parent").write_text(str(os.getppid()), encoding="ascii")
     Path(pid_file).write_text(str(os.getpid()), encoding="ascii")
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     while True:
@@ -58,6 +65,16 @@ def run(body: Callable[[Workers], Awaitable[None]], *, idle: timedelta = LONG, s
             await workers.close()
 
     anyio.run(main)
+
+
+@contextmanager
+def fork_server_of_our_own() -> Iterator[None]:
+    """This process may have one already, with nothing loaded."""
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -126,6 +143,44 @@ def test_a_function_may_be_named() -> None:
         assert "nturl2path" not in sys.modules
 
     run(body)
+
+
+def test_what_is_preloaded_is_loaded_once() -> None:
+    """Every worker is forked from one process that has it, and that outlives them."""
+
+    async def main() -> None:
+        parents = []
+        for _ in range(2):
+            workers = Workers(size=1, preload=("nturl2path",))
+            workers.prepare()
+            was_loaded, parent = await workers.call(loaded_and_parent, "nturl2path", timeout=LONG)
+            assert was_loaded
+            parents.append(parent)
+            await workers.close()
+        assert parents[0] == parents[1] != os.getpid()
+
+    with fork_server_of_our_own():
+        anyio.run(main)
+
+
+def test_the_end_of_the_fork_server_costs_calls_and_no_more(tmp_path: Path) -> None:
+    """Its workers end with it, hanging or not; the next call has a new one."""
+
+    async def body(workers: Workers) -> None:
+        _, server = await workers.call(loaded_and_parent, "os", timeout=LONG)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: _crashes(workers.call(hang, str(tmp_path / "pid"), timeout=LONG)))
+            await until(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()))
+            os.kill(server, signal.SIGKILL)
+        await until(lambda: is_gone(int((tmp_path / "pid").read_text(encoding="ascii"))))
+        assert await workers.call(add, 1, 1, timeout=LONG) == 2
+
+    run(body)
+
+
+async def _crashes(call: Awaitable[object]) -> None:
+    with pytest.raises(WorkerCrashedError):
+        await call
 
 
 def test_an_error_crosses_whole() -> None:
@@ -223,7 +278,7 @@ def test_the_logging_context_travels() -> None:
 
 
 def test_workers_die_with_the_daemon(tmp_path: Path) -> None:
-    """kill -9 of the parent leaves no worker, not even one that hangs."""
+    """kill -9 of the parent leaves no worker, not even one that hangs, and not the process that it was forked from."""
     script = tmp_path / "parent.py"
     script.write_text(
         textwrap.dedent(f"""
@@ -242,5 +297,5 @@ def test_workers_die_with_the_daemon(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, str(script)], cwd=Path(__file__).parent.parent) as parent:
         anyio.run(until, lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()))
         parent.kill()
-    pid = int((tmp_path / "pid").read_text(encoding="ascii"))
-    anyio.run(until, lambda: is_gone(pid))
+    pids = [int((tmp_path / name).read_text(encoding="ascii")) for name in ("pid", "pid.parent")]
+    anyio.run(until, lambda: all(map(is_gone, pids)))

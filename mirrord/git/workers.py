@@ -1,21 +1,23 @@
 """Worker processes: object work with a deadline, away from the daemon.
 
-Owns a `pebble` pool that starts with the first call and is retired when idle, so that an idle daemon has no workers. A call that
-misses its deadline costs its worker, which is killed and replaced; libgit2 can hang with the GIL held, so nothing less helps.
-Never keeps a result. Workers die with the daemon, whatever kills it.
+Owns a `pebble` pool that starts with the first call and is retired when idle, so that an idle daemon has no workers, and the fork
+server that they come from (`nursery.py`), which stays. A call that misses its deadline costs its worker, which is killed and
+replaced; libgit2 can hang with the GIL held, so nothing less helps. Never keeps a result. All of them die with the daemon,
+whatever kills it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+import gc
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from typing import Any, TypeVar, overload
 
 import structlog
@@ -26,6 +28,8 @@ from ..host.processes import die_with_parent, resident_bytes, trim_memory
 
 T = TypeVar("T")
 
+# Named, not imported: it changes the process that loads it.
+_NURSERY = "mirrord.git.nursery"
 _TRIM_STEP_BYTES = 32 * 1024**2
 _CRASH_HINT = "try again; if it happens each time, audit the mirror, and look for the kernel's out-of-memory killer"
 
@@ -35,8 +39,8 @@ log = structlog.get_logger()
 class Workers:
     """A pool of processes for sync, importable functions with picklable arguments and results.
 
-    `on_start` runs in each new worker (to set up its logging). A call that no worker begins within `take`, though one is free, is
-    lost. One pool belongs to one event loop.
+    `on_start` runs in each new worker (to set up its logging); `preload` are modules that the fork server has loaded before it
+    forks. A call that no worker begins within `take`, though one is free, is lost. One pool belongs to one event loop.
     """
 
     def __init__(
@@ -46,17 +50,28 @@ class Workers:
         idle: timedelta = timedelta(seconds=15),
         take: timedelta = timedelta(seconds=20),
         on_start: Callable[[], None] | None = None,
+        preload: Sequence[str] = (),
     ) -> None:
         self._size = size
         self._idle = idle
         self._on_start = on_start
         self._take = take
+        self._preload = [_NURSERY, __name__, *preload]
         self._pool: ProcessPool | None = None
+        self._has_started = False
         self._running = 0
         self._futures: set[Future[Any]] = set()
         self._retire_timer: asyncio.TimerHandle | None = None
         self._retiring: set[asyncio.Task[None]] = set()
         self._closed = False
+
+    def prepare(self) -> None:
+        """Have the fork server there, so that nobody waits for what it loads. Once for all pools of a process.
+
+        Call it in the thread that lives longest: the server dies with the *thread* that started it.
+        """
+        forkserver.set_forkserver_preload(self._preload)
+        forkserver.ensure_running()
 
     @overload
     async def call(self, function: Callable[..., T], /, *args: Any, timeout: timedelta, **kwargs: Any) -> T: ...
@@ -72,8 +87,7 @@ class Workers:
         """
         pool = self._enter()
         try:
-            context = structlog.contextvars.get_contextvars()
-            future = pool.schedule(_perform, args=(context, function, args, kwargs), timeout=timeout.total_seconds())
+            future = await self._schedule(pool, function, args, kwargs, timeout)
             return await self._result(pool, future)
         except TimeoutError as error:
             log.warning("worker.killed", function=_name(function), timeout_s=timeout.total_seconds())
@@ -104,6 +118,19 @@ class Workers:
             await asyncio.to_thread(pool.join)
         await asyncio.gather(*self._retiring)
 
+    async def _schedule(
+        self, pool: ProcessPool, function: Callable[..., T] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+        timeout: timedelta,
+    ) -> Future[T]:  # fmt: skip
+        """The first call of a pool starts its workers, and waits for a fork server that is still loading."""
+        context = structlog.contextvars.get_contextvars()
+        call = partial(pool.schedule, _perform, (context, function, args, kwargs), timeout=timeout.total_seconds())
+        if self._pool is pool and self._has_started:
+            return call()
+        future = await asyncio.to_thread(call)
+        self._has_started = self._pool is pool
+        return future
+
     async def _result(self, pool: ProcessPool, future: Future[T]) -> T:
         """Wait for one call. Stopping a pebble pool leaves its futures open for ever, so `close` cancels them."""
         self._futures.add(future)
@@ -128,9 +155,9 @@ class Workers:
             await asyncio.sleep(self._take.total_seconds())
             busy = sum(other.running() for other in self._futures)
             if not future.running() and not future.done() and busy < self._size:
-                self._forget(pool)
-                expired = ProcessExpired("no worker takes the call", code=-signal.SIGKILL)  # type: ignore[no-untyped-call]
-                future.set_exception(expired)
+                await asyncio.shield(self._forget(pool))
+                if not future.done():  # the pool may have said so itself while it ended
+                    future.set_exception(ProcessExpired("no worker takes the call", code=-signal.SIGKILL))  # type: ignore[no-untyped-call]
                 return
 
     def _enter(self) -> ProcessPool:
@@ -141,13 +168,10 @@ class Workers:
         if self._pool is not None and not self._pool.active:
             self._forget(self._pool)
         if self._pool is None:
-            # pebble starts processes in the thread that schedules first. It must be this one: PDEATHSIG is sent when the
-            # *thread* that forked ends, and helper threads come and go.
+            self.prepare()
+            self._has_started = False
             self._pool = ProcessPool(
-                max_workers=self._size,
-                initializer=_begin,
-                initargs=(os.getpid(), self._on_start),
-                context=get_context("spawn"),
+                max_workers=self._size, initializer=_begin, initargs=(self._on_start,), context=get_context("forkserver")
             )
         return self._pool
 
@@ -167,13 +191,14 @@ class Workers:
         if self._pool is not None:
             self._forget(self._pool)
 
-    def _forget(self, pool: ProcessPool) -> None:
+    def _forget(self, pool: ProcessPool) -> asyncio.Task[None]:
         """End a pool in the background. A pebble pool wakes up ten times a second even when it has nothing to do."""
         if self._pool is pool:
             self._pool = None
         task = asyncio.get_running_loop().create_task(asyncio.to_thread(_end, pool))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
+        return task
 
 
 def _name(function: Callable[..., Any] | str) -> str:
@@ -198,8 +223,10 @@ def _end(pool: ProcessPool) -> None:
 _trimmed_at_bytes = 0
 
 
-def _begin(parent_pid: int, on_start: Callable[[], None] | None) -> None:
-    die_with_parent(parent_pid)
+def _begin(on_start: Callable[[], None] | None) -> None:
+    die_with_parent(import_module(_NURSERY).PID)
+    gc.freeze()  # what the fork server loaded stays shared with it
+    gc.enable()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's own handler is Python and never runs while libgit2 holds the GIL
     if on_start is not None:
         on_start()
