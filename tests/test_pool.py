@@ -196,6 +196,23 @@ def test_a_linked_checkout_is_a_worktree_without_a_branch(run_pool: Callable[...
     run_pool(story)
 
 
+def test_a_tree_that_was_linked_serves_a_sealed_checkout_next(run_pool: Callable[..., None]) -> None:
+    """Its `.git` is a file, and becomes the directory of a sealed store; and a file again for the next one that is linked."""
+
+    async def story(pool: Pool, ids: list[str]) -> None:
+        inodes = set()
+        for history in (History.LINKED, History.SEALED, History.LINKED, History.SQUASHED):
+            lease = await pool.checkout(ids[1], uid=os.getuid(), history=history)
+            inodes.add(lease.tree_path.stat().st_ino)
+            assert (lease.tree_path / ".git").is_file() == (history is History.LINKED)
+            assert git(lease.tree_path, "status", "--porcelain", "--ignored") == ""
+            assert git(lease.tree_path, "write-tree") == lease.tree
+            await pool.backend.destroy(pool.leases.drop(lease), lease)
+        assert len(inodes) == 1
+
+    run_pool(story)
+
+
 def test_a_lost_manifest_means_a_tree_written_anew(run_pool: Callable[..., None]) -> None:
     """A reset without a whole manifest trusts nothing that is there."""
 

@@ -109,10 +109,10 @@ def discard_all(directories: list[Path]) -> dict[Path, str]:
 
 
 def _kept(manifest: Manifest, found: Changes) -> dict[bytes, Entry]:
-    """The recorded control files that a scan found unchanged; none, where `.git` itself is not."""
+    """The recorded control files that a scan found unchanged; none, where `.git` itself is not, or is a worktree's file."""
     differing = {*found.modified, *found.missing}
     kept = {path: entry for path, entry in manifest.control.items() if path not in differing}
-    return kept if _GIT in kept else {}
+    return kept if _GIT in kept and kept[_GIT].is_directory else {}
 
 
 def _keep(manifest: Manifest, found: Changes, store: Store, writer: TreeWriter) -> dict[bytes, Entry]:
