@@ -15,6 +15,7 @@ from anyone import BARE_PYTHON, NOBODY
 from daemons import Daemon, daemon, parse_response
 
 from mirrord.api.table import ENDPOINTS
+from mirrord.host.peers import Role
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +203,11 @@ for method, path in json.loads(sys.argv[2]):
     command = [BARE_PYTHON, "-c", script, str(path), json.dumps(requests)]
     done = subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_refusal_says_what_was_refused() -> None:
+    """A verb and a noun, out of the name of what would have answered."""
+    assert [e.name for e in ENDPOINTS if e.access is not Role.STRANGER and "_" not in e.name] == []
 
 
 def test_the_document_has_every_endpoint_of_the_table(running: Daemon) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -130,6 +131,7 @@ def test_every_verb_explains_itself_and_its_exit_statuses(verb: Verb, capsys: py
     assert verb.summary in text
     assert all(option in text for option in ("--json", "--config", "--socket"))
     assert all(f"{status}  {EXIT_STATUSES[status]}" in text for status in (0, 1, 2, *verb.ends))
+    assert not re.search(r"\w[.,]? {2,}\w", re.split("\nOptions|\nArguments", text)[0])
 
 
 def test_help_needs_none_of_the_heavy_libraries() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -263,6 +265,41 @@ def test_exec_leaves_the_patch_and_no_checkout(world: World, tmp_path: Path) -> 
     assert "+more" in (tmp_path / "p").read_text()
     assert ran.out.strip() not in world.run("checkouts").out
     assert not Path(ran.out.strip()).exists()
+
+
+def test_a_killed_exec_gives_its_checkout_back(world: World) -> None:
+    """Also where its whole process group was killed, long before the deadline; and the command is gone too."""
+    command = [sys.executable, "-m", "mirrord", "--socket", str(world.daemon.socket), "exec", "demo__project-1", "--"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    process = subprocess.Popen(
+        [*command, "sh", "-c", "pwd; exec sleep 1000"], stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    assert process.stdout is not None
+    held = process.stdout.readline().strip()
+    assert held in world.run("checkouts").out
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.stdout.read() == ""
+    process.stdout.close()
+    assert process.wait() == -signal.SIGKILL
+    for _ in range(200):
+        if held not in world.run("checkouts").out:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{held} is still held")
+
+
+def test_a_squashed_checkout_is_judged_by_the_mirror_of_its_lease(world: World, tmp_path: Path) -> None:
+    """Nobody has to name it; what somebody else wrote beside a repository is not believed."""
+    taken = world.run("checkout", "demo__project-1", "--history", "squashed")
+    tree = Path(taken.out.rstrip("\n"))
+    assert world.run("verify-seal", tree, "--base", world.commits[1]).status == 0
+    assert world.run("verify-seal", tree, "--base", world.commits[2]).status == 8
+    forged = tmp_path / "checkouts" / tree.parent.name
+    shutil.copytree(tree.parent.parent.parent, tmp_path, dirs_exist_ok=True, symlinks=True)
+    assert world.run("verify-seal", forged / "tree", "--base", world.commits[1]).status == 0
+    forged.chmod(0o777)
+    assert world.run("verify-seal", forged / "tree", "--base", world.commits[1]).status == 8
+    world.run("release", tree)
 
 
 def test_the_example_of_the_design_works(world: World) -> None:

@@ -84,6 +84,7 @@ def test_all_faults_are_listed_at_once_with_key_line_and_suggestion(tmp_path: Pa
         ('[audit]\nlevel = "closur"', "did you mean closure?"),
         ("state_dir = 5", "must be a string"),
         ("sync = 5", "must be a table"),
+        ("[upstream]\nrefs = []", "must not be empty"),
         ('[mirror]\nrepo = "a/b"', "must be an array"),
         ("[[mirror]]\nrepo = 5", "must be a string"),
         ('[[mirror]]\nrepo = "a/b"\n[[mirror]]\nrepo = "A/b"', "A/b is there twice"),

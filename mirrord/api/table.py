@@ -114,8 +114,8 @@ _FILE, _PATCH = "application/octet-stream", "text/x-diff"
 
 ENDPOINTS = (
     Endpoint("GET", f"{API}/health", OPEN, daemon.health, Health, early=True),
-    Endpoint("GET", f"{API}/status", MEMBER, daemon.status, Status),
-    Endpoint("POST", f"{API}/reload", ADMIN, daemon.reload, ReloadAnswer),
+    Endpoint("GET", f"{API}/status", MEMBER, daemon.get_status, Status),
+    Endpoint("POST", f"{API}/reload", ADMIN, daemon.reload_configuration, ReloadAnswer),
     Endpoint("GET", f"{API}/mirrors", MEMBER, mirrors.list_mirrors, list[Mirror]),
     Endpoint("POST", f"{API}/mirrors", ADMIN, mirrors.add_mirror, Operation, 202, body=AddMirror),
     Endpoint("GET", _MIRROR, MEMBER, mirrors.get_mirror, Mirror),
@@ -154,6 +154,6 @@ ENDPOINTS = (
     Endpoint("GET", f"{API}/operations/{{id}}", MEMBER, operations.get_operation, Operation),
     Endpoint("DELETE", f"{API}/operations/{{id}}", MEMBER, operations.cancel_operation, Operation),
     Endpoint("GET", f"{API}/events", MEMBER, operations.stream_events, "text/event-stream", query=EventsQuery),
-    Endpoint("GET", f"{API}/openapi.json", MEMBER, daemon.openapi, "application/json"),
-    Endpoint("GET", "/metrics", MEMBER, daemon.metrics, "text/plain"),
+    Endpoint("GET", f"{API}/openapi.json", MEMBER, daemon.get_openapi, "application/json"),
+    Endpoint("GET", "/metrics", MEMBER, daemon.get_metrics, "text/plain"),
 )

@@ -6,6 +6,7 @@ Every verb takes the shared options, before or after its name; they end up in th
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -63,7 +64,7 @@ def _load(verb: Verb, shared: list[Any]) -> Any:
     module, _, name = verb.at.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(f".{module}", __package__), name)
     app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=_SETTINGS)
-    details = f"\n\n{function.__doc__}" if function.__doc__ else ""
+    details = f"\n\n{inspect.getdoc(function)}" if function.__doc__ else ""
     ends = f"\b\nExit status:\n{exit_lines((0, 1, 2, *verb.ends))}"
     settings = getattr(function, "context_settings", None)
     app.command(verb.name, help=verb.summary + details, epilog=ends, context_settings={**_SETTINGS, **(settings or {})})(function)

@@ -1,7 +1,7 @@
 """`mirrord exec`: a checkout for the time of one command.
 
-The lease is short and renewed while the command runs, so that a killed `mirrord exec` leaves nothing behind for long; the
-command dies with it.
+When `mirrord exec` is killed, the command dies with it, and a process that stayed behind for this gives the checkout back. Where
+that one was killed too, the deadline does: the lease is short, and renewed while the command runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import MirrordError, NotFoundError, UsageError
-from ..host.processes import die_with_parent
+from ..host.processes import die_with_parent, when_killed
 from ..model import Backend, History, View
 from .session import Session
 
@@ -49,11 +49,18 @@ def execute(
     with (
         session.client() as client,
         client.checkout(instance, history=history, view=view, backend=backend, ttl=_LEASE) as checkout,
+        when_killed(partial(_give_back, session, checkout.id)),
     ):
         status = _run(session, checkout, command)
         if patch is not None:
             patch.write_bytes(checkout.diff())
     raise typer.Exit(status)
+
+
+def _give_back(session: Session, checkout: str) -> None:
+    """Over a connection of its own: the other one is the dead process's."""
+    with suppress(MirrordError), session.client() as client:
+        client.release_checkout(checkout)
 
 
 def _openable(path: Path) -> Path:

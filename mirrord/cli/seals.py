@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +15,8 @@ import typer
 from .. import config
 from ..checkouts.seal import verify_seal
 from ..errors import MirrorNotFoundError, PathNotFoundError
-from ..model import MirrorName, parse_commit
+from ..layout import Layout
+from ..model import History, MirrorName, parse_commit
 from .output import count
 from .session import Session
 
@@ -33,15 +38,42 @@ def verify(
     session = Session.of(ctx)
     if not path.exists():
         raise PathNotFoundError(f"cannot verify {path}: no such path")
-    report = verify_seal(path.absolute(), parse_commit(base), _mirror_path(session, mirror))
+    base_commit = parse_commit(base)
+    known_by = _mirror_of(path.resolve()) if mirror is None else _mirror_path(session, mirror)
+    report = verify_seal(path.absolute(), base_commit, known_by)
     session.answer(report, lambda: _lines(report))
     if not report.sealed:
         raise typer.Exit(_LEAK)
 
 
-def _mirror_path(session: Session, named: str | None) -> Path | None:
-    if named is None:
-        return None
+def _mirror_of(path: Path) -> Path | None:
+    """What a squashed checkout of ours was made from, which alone can judge it; None for all others.
+
+    Only what nobody but root or ourselves can have written is believed.
+    """
+    for directory in path.parents:
+        layout = Layout(directory.parent.parent)
+        if directory.parent == layout.checkouts and all(map(_is_ours, (directory, layout.checkouts, layout.root))):
+            return _mirror_in(directory / "lease.json", layout)
+    return None
+
+
+def _mirror_in(lease: Path, layout: Layout) -> Path | None:
+    """The mirror that a lease names, for whoever may read both."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        facts = json.loads(lease.read_text())
+        mirror = layout.mirrors / str(MirrorName.parse(facts["mirror"]))
+        if facts["history"] == History.SQUASHED and os.access(mirror / "HEAD", os.R_OK):
+            return mirror
+    return None
+
+
+def _is_ours(directory: Path) -> bool:
+    found = directory.stat()
+    return found.st_uid in {0, os.geteuid()} and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _mirror_path(session: Session, named: str) -> Path:
     if Path(named).is_dir():
         return Path(named).absolute()
     mirrors = config.load(session.config_path() or config.find_path()).state_dir / "mirrors"

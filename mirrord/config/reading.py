@@ -41,6 +41,7 @@ _KINDS = {
     "int_type": "must be a whole number",
     "bool_type": "must be true or false",
     "path_type": "must be a string",
+    "too_short": "must not be empty",
 }
 
 

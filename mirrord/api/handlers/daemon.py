@@ -20,20 +20,20 @@ async def health(call: Call) -> Response:
     return Response(report.body, 503 if report.is_degraded else 200, media_type="application/json")
 
 
-async def status(call: Call) -> Status:
+async def get_status(call: Call) -> Status:
     return await call.engine.status()
 
 
-async def reload(call: Call) -> ReloadAnswer:
+async def reload_configuration(call: Call) -> ReloadAnswer:
     return await call.engine.reload()
 
 
-async def metrics(call: Call) -> Response:
+async def get_metrics(call: Call) -> Response:
     body = await call.metrics.text(call.engine)
     return text_response(body, MEDIA_TYPE)
 
 
-async def openapi(call: Call) -> Response:
+async def get_openapi(call: Call) -> Response:
     """Written in a worker, which the daemon's size is spared."""
     document = await call.engine.workers.call(_DOCUMENT, timeout=_DOCUMENT_TIMEOUT)
     return text_response(document, "application/json")
