@@ -21,6 +21,7 @@ from mirrord.catalog.catalog import Catalog
 from mirrord.checkouts.backend import Target
 from mirrord.checkouts.calls import Place
 from mirrord.checkouts.gitdirs import Gitdirs
+from mirrord.checkouts.graves import new_grave
 from mirrord.checkouts.leases import Lease, Leases
 from mirrord.checkouts.pool import PoolBackend
 from mirrord.checkouts.service import Checkouts
@@ -68,7 +69,9 @@ class Pool:
     async def place(self, lease: Lease, commit: str) -> Place:
         """What a worker is told about a checkout that goes to `commit`."""
         gitdir = await self.gitdirs.ensure(NAME, CommitId(commit), lease.history)
-        return Place(lease.directory, self.mirror, gitdir.git, gitdir.head, (lease.owner_uid, lease.owner_gid))
+        return Place(
+            lease.directory, self.mirror, gitdir.git, gitdir.head, (lease.owner_uid, lease.owner_gid), new_grave(lease.directory)
+        )
 
     def target(self, commit: str) -> Target:
         return Target(CommitId(commit), git(self.mirror, "rev-parse", f"{commit}^{{tree}}"))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import stat
+import subprocess
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -225,3 +228,77 @@ def test_a_lost_manifest_means_a_tree_written_anew(run_pool: Callable[..., None]
         assert as_user(lease.tree_path, "status", "--porcelain", "--ignored") == ""
 
     run_pool(story)
+
+
+# -- what has to go ---------------------------------------------------------------------------------------------------
+
+
+def test_what_has_to_go_is_moved_away_whole(run_pool: Callable[..., None]) -> None:
+    """One rename for a directory of fifty files, one for each file that is replaced; nothing is deleted before the answer."""
+
+    async def story(pool: Pool, ids: list[str]) -> None:
+        lease = await pool.checkout(ids[1])
+        await settle(pool, lease)
+        place = await pool.place(lease, ids[1])
+        (lease.tree_path / "README").write_text("changed")
+        (lease.tree_path / "created").mkdir()
+        for number in range(50):
+            (lease.tree_path / f"created/{number}").write_text("created")
+        proof = pooled.reset(place, ids[1], lease.tree)
+        assert proof.files_removed == 1
+        assert stat.S_IMODE(place.grave.stat().st_mode) == 0o700
+        assert [len(list(path.iterdir())) for path in place.grave.iterdir() if path.is_dir()] == [50]
+        assert len(list(place.grave.iterdir())) == len(["created", "README", ".git/index"])
+
+    run_pool(story)
+
+
+def test_what_had_to_go_is_deleted_soon(run_pool: Callable[..., None]) -> None:
+    """After the answer; and what a killed daemon left of it, when its checkout is adopted."""
+
+    async def story(pool: Pool, ids: list[str]) -> None:
+        lease = await pool.checkout(ids[1])
+        (lease.tree_path / "created/deep").mkdir(parents=True)
+        await pool.backend.reset(lease, pool.target(ids[1]))
+        assert list(lease.directory.glob(".old-*"))
+        await until_gone(lease)
+        (lease.directory / ".old-left/0").mkdir(parents=True)
+        assert await pool.backend.adopt(lease)
+        await until_gone(lease)
+        assert as_user(lease.tree_path, "status", "--porcelain", "--ignored") == ""
+
+    run_pool(story)
+
+
+async def until_gone(lease: Lease) -> None:
+    with anyio.fail_after(20):
+        while list(lease.directory.glob(".old-*")):
+            await anyio.sleep(0.02)
+
+
+def test_a_full_disk_is_emptied_of_what_its_owner_filled_it_with(make_upstream: Callable[[str], Upstream]) -> None:
+    """Moved away it would still take the room that the reset needs."""
+
+    async def story(pool: Pool) -> None:
+        ids = git(pool.mirror, "rev-list", "HEAD").split()
+        lease = await pool.checkout(ids[0])
+        (lease.tree_path / "README").unlink()
+        with suppress(OSError), (lease.tree_path / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        proof = await pool.backend.reset(lease, pool.target(ids[0]))
+        assert (proof.files_restored, proof.files_removed) == (1, 1)
+        assert as_user(lease.tree_path, "status", "--porcelain", "--ignored") == ""
+
+    async def main(state: Path) -> None:
+        upstream = make_upstream("upstream")
+        upstream.history(2)
+        async with running_pool(state, upstream) as pool:
+            await story(pool)
+
+    with passable_directory() as directory:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=711", "tmpfs", str(directory)], check=True)
+        try:
+            anyio.run(main, directory)
+        finally:
+            subprocess.run(["umount", "--lazy", str(directory)], check=True)

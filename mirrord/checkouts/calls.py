@@ -16,13 +16,17 @@ from ..protocol import Proof
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a pooled checkout is and what it is made from. `store` is the sealed `.git`; None links to the mirror."""
+    """Where a pooled checkout is and what it is made from.
+
+    `store` is the sealed `.git`; None links to the mirror. What shall go is put into `grave`, for the caller to remove.
+    """
 
     directory: Path
     mirror: Path
     store: Path | None
     head: str
     owner: tuple[int, int]
+    grave: Path
 
     @property
     def tree(self) -> Path:

@@ -11,11 +11,13 @@ import errno
 import os
 import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..errors import MirrordError
 from ..host.files import open_directory, opened, remove
+from .graves import Graves
 from .manifest import DIRECTORY, NO_OBJECT, Entry, Manifest, blob_id
 from .scan import Changes, is_control
 from .writer import TreeWriter
@@ -70,13 +72,16 @@ def has_index(manifest: Manifest, found: Changes) -> bool:
     return _INDEX in _kept(manifest, found)
 
 
-def bring(tree: Path, manifest: Manifest, found: Changes, store: Store, index: bytes | None) -> Manifest:
+def bring(
+    tree: Path, manifest: Manifest, found: Changes, store: Store, index: bytes | None, graves: Graves | None = None
+) -> Manifest:
     """Make `.git` equal to the store, touching only what a scan `found` or what another store had; `index` None keeps it.
 
     Packs are shared by hard link with an owner who cannot write them; one with the daemon's own uid could, and gets copies.
     """
     contents = store.contents if index is None else store.contents | {_INDEX: index}
-    with opened(open_directory(tree)) as root, TreeWriter(root, owner=_owner(manifest), mtime_ns=time.time_ns()) as writer:
+    owner, now_ns = _owner(manifest), time.time_ns()
+    with opened(open_directory(tree)) as root, TreeWriter(root, owner=owner, mtime_ns=now_ns, graves=graves) as writer:
         kept = _keep(manifest, found, store, writer)
         fresh = {path: _directory(path, writer) for path in store.directories if path not in kept}
         fresh |= {path: _write(path, data, writer) for path, data in contents.items() if not _holds(kept.get(path), data)}
@@ -85,7 +90,8 @@ def bring(tree: Path, manifest: Manifest, found: Changes, store: Store, index: b
         control, files = kept | fresh, dict(manifest.files)
         for path in writer.touched:
             where = control if is_control(path) else files
-            where[path] = where[path].with_stat(writer.get_stat(path))
+            if path in where:
+                where[path] = where[path].with_stat(writer.get_stat(path))
     if not writer.touched:
         return manifest
     return replace(manifest, files=files, control=control, index=manifest.index if index is None else index[-20:].hex())
@@ -93,7 +99,7 @@ def bring(tree: Path, manifest: Manifest, found: Changes, store: Store, index: b
 
 def discard(directory: Path) -> None:
     """Remove a directory with all that is in it, whatever its modes and flags; nothing there is fine."""
-    with opened(open_directory(directory.parent)) as above:
+    with suppress(FileNotFoundError), opened(open_directory(directory.parent)) as above:
         remove(above, os.fsencode(directory.name))
 
 

@@ -12,7 +12,6 @@ lease has one `layer`; whatever is called `.old-…` beside it is rubbish.
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +31,7 @@ from ..model import Backend, CheckoutId, CommitId, MirrorName
 from ..protocol import Proof
 from .backend import Made, Target
 from .calls import list_overlay_changes
+from .graves import OLD, new_grave
 from .leases import Lease, LeaseState
 from .proof import require
 from .rubbish import Rubbish, remove_untouched
@@ -43,7 +43,6 @@ _TIMEOUT = timedelta(minutes=10)
 _IDMAPS_MAX = 256
 _SIGHTS_MAX = 4096
 _LAYER = "layer"
-_OLD = ".old-"
 _EMPTY_NLINK = 2
 
 log = structlog.get_logger()
@@ -132,7 +131,7 @@ class OverlayBackend:
     async def adopt(self, lease: Lease) -> bool:
         is_mounted = str(lease.tree_path) in self._mounted
         self._mounted.discard(str(lease.tree_path))
-        for old in lease.directory.glob(f"{_OLD}*"):
+        for old in lease.directory.glob(f"{OLD}*"):
             self._rubbish.add(old)
         if lease.state is LeaseState.RESETTING:  # whatever is there, it is reset next
             return True
@@ -281,7 +280,7 @@ class OverlayBackend:
 
 def _set_aside(directory: Path, name: str = _LAYER) -> Path:
     """Rename something in a checkout's directory out of the way; it need not be there."""
-    old = directory / f"{_OLD}{secrets.token_hex(8)}"
+    old = new_grave(directory)
     with suppress(FileNotFoundError):
         os.rename(f"{directory}/{name}", old)
     return old

@@ -7,7 +7,8 @@ otherwise be a file that two clients share. What is done to one tree is `pooled.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from .backend import Made, Target
 from .calls import Place, make_checkout, reset_checkout, scan_checkout
 from .control import discard
 from .gitdirs import Gitdirs
+from .graves import OLD, new_grave
 from .leases import Lease, LeaseState
+from .rubbish import Rubbish
 
 _TIMEOUT = timedelta(minutes=10)
 _WARM = ".warm-"
@@ -44,6 +47,7 @@ class PoolBackend:
         self._workers = workers
         self._gitdirs = gitdirs
         self._mirrors_path = mirrors_path
+        self._rubbish = Rubbish(workers)
         self._warm: list[tuple[tuple[int, str], Path]] = []
         self._closed = False
 
@@ -54,20 +58,26 @@ class PoolBackend:
 
     async def close(self) -> None:
         self._closed = True
+        await self._rubbish.close()
 
     async def create(self, lease: Lease) -> Made:
         began = time.perf_counter()
         place = await self._place(lease, lease.commit)
         sealed = time.perf_counter()
         warm = self._take_warm(lease)
-        tree, timings = await self._workers.call(make_checkout, place, lease.commit, lease.tree, warm, timeout=_TIMEOUT)
+        with self._removed_after(place.grave):
+            tree, timings = await self._workers.call(make_checkout, place, lease.commit, lease.tree, warm, timeout=_TIMEOUT)
         return Made(tree, {"seal": round(sealed - began, 6), **timings})
 
     async def reset(self, lease: Lease, to: Target) -> Proof:
+        await self._rubbish.keep_up()
         place = await self._place(lease, to.commit)
-        return await self._workers.call(reset_checkout, place, to.commit, to.tree, timeout=_TIMEOUT)
+        with self._removed_after(place.grave):
+            return await self._workers.call(reset_checkout, place, to.commit, to.tree, timeout=_TIMEOUT)
 
     async def adopt(self, lease: Lease) -> bool:
+        for grave in lease.directory.glob(f"{OLD}*"):
+            self._rubbish.add(grave)
         return (lease.directory / "manifest").exists()
 
     async def destroy(self, directory: Path, lease: Lease | None) -> None:
@@ -87,7 +97,15 @@ class PoolBackend:
             gitdir = await self._gitdirs.ensure(lease.mirror, commit, lease.history)
             store, head = gitdir.git, gitdir.head
         owner = (lease.owner_uid, lease.owner_gid)
-        return Place(lease.directory, self._mirrors_path(lease.mirror), store, head, owner)
+        return Place(lease.directory, self._mirrors_path(lease.mirror), store, head, owner, new_grave(lease.directory))
+
+    @contextmanager
+    def _removed_after(self, grave: Path) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if grave.exists():
+                self._rubbish.add(grave)
 
     # -- kept trees ---------------------------------------------------------------------------------------------------
 

@@ -10,17 +10,18 @@ import os
 import stat
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import ProofFailedError
+from ..errors import DiskFullError, ProofFailedError
 from ..host.files import full_disk_named, open_directory, opened, remove
 from ..protocol import Proof
 from . import control, linked
 from .calls import Place
 from .control import Store, read_store
+from .graves import Graves
 from .hashing import hash_tree, prove_directories
 from .index import index_bytes
 from .manifest import DIRECTORY, Manifest
@@ -47,19 +48,21 @@ def make(place: Place, commit: str, tree: str, warm: Path | None) -> tuple[str, 
 
 
 def reset(place: Place, commit: str, tree: str) -> Proof:
-    """Bring the checkout to `commit`, whatever was done to it, and prove it."""
+    """Bring the checkout to `commit`, whatever was done to it, and prove it. What had to go is left in `place.grave`."""
     with full_disk_named(f"checkout {place.directory.name}"):
         store = _store(place)
         before = _find_manifest(place) if _has_top(place) else None
-        if before is None:
-            found, method = Changes(), "written anew, read back"
-            after = _bring(place, store, commit, _write_anew(place, commit, tree), found)
-        else:
-            found, method = scan(place.tree, before), _METHOD
-            after = _bring(place, store, commit, before, found)
-            method += ", moved by the tree difference" if before.commit != commit else ""
+        found = scan(place.tree, before) if before else Changes()
+
+        def bring(graves: Graves | None) -> Manifest:
+            return _bring(place, store, commit, before or _write_anew(place, commit, tree, graves), found, graves)
+
+        after = _with_room(place, bring)
         if after is not before:
             after.save(place.manifest)
+    method = _METHOD if before else "written anew, read back"
+    if before and before.commit != commit:
+        method += ", moved by the tree difference"
     proof = Proof(
         head=place.head,
         tree=after.tree,
@@ -75,6 +78,16 @@ def reset(place: Place, commit: str, tree: str) -> Proof:
     return require(proof, head=place.head, tree=tree)
 
 
+def _with_room(place: Place, bring: Callable[[Graves | None], Manifest]) -> Manifest:
+    """Do it with what shall go only moved away; once more without, where that is what fills the disk."""
+    try:
+        with closing(Graves(place.grave)) as graves, full_disk_named("the tree"):
+            return bring(graves)
+    except DiskFullError:
+        control.discard(place.grave)
+        return bring(None)
+
+
 def changed_paths(place: Place) -> list[bytes]:
     """What may differ from the clean state; everything, where the tree's top is not what it was."""
     manifest = Manifest.load(place.manifest)
@@ -83,7 +96,9 @@ def changed_paths(place: Place) -> list[bytes]:
     return sorted(path for path in scan(place.tree, manifest).in_tree() if path)
 
 
-def _bring(place: Place, store: Store | None, commit: str, before: Manifest, found: Changes) -> Manifest:
+def _bring(
+    place: Place, store: Store | None, commit: str, before: Manifest, found: Changes, graves: Graves | None = None
+) -> Manifest:
     """Undo what was found and move on; then look again at all that was touched, and so on until nothing differs.
 
     The answer is `before` itself where there is nothing to do, and nothing to record.
@@ -91,7 +106,7 @@ def _bring(place: Place, store: Store | None, commit: str, before: Manifest, fou
     manifest = _proven(before.settled(found.began_ns) if found.unsettled or found.in_tree() else before, found)
     for _ in range(_ROUNDS):
         begun = manifest
-        manifest = _step(place, store, commit, manifest, found)
+        manifest = _step(place, store, commit, manifest, found, graves)
         found = examine(place.tree, manifest, _touched(begun, manifest))
         if found.is_empty:
             return manifest
@@ -110,18 +125,18 @@ def _proven(manifest: Manifest, found: Changes) -> Manifest:
     return replace(manifest, files=files, control=control)
 
 
-def _step(place: Place, store: Store | None, commit: str, manifest: Manifest, found: Changes) -> Manifest:
+def _step(place: Place, store: Store | None, commit: str, manifest: Manifest, found: Changes, graves: Graves | None) -> Manifest:
     """One round over tree and `.git`, which ends with a record of what was left there."""
     begun = manifest
     if found.in_tree():
-        manifest = repair(place.mirror, manifest, found, place.tree)
+        manifest = repair(place.mirror, manifest, found, place.tree, graves)
     if manifest.commit != commit:
-        before, manifest = manifest, move(place.mirror, manifest, commit, place.tree)
+        before, manifest = manifest, move(place.mirror, manifest, commit, place.tree, graves)
         prove_directories(manifest, _changed_directories(before, manifest))
     if store is None:
         return linked.link(place.directory, place.mirror, manifest, index_bytes(manifest))
     is_new = manifest is not begun or not control.has_index(manifest, found)
-    return control.bring(place.tree, manifest, found, store, index_bytes(manifest) if is_new else None)
+    return control.bring(place.tree, manifest, found, store, index_bytes(manifest) if is_new else None, graves)
 
 
 def _store(place: Place) -> Store | None:
@@ -139,10 +154,10 @@ def _changed_directories(before: Manifest, after: Manifest) -> list[bytes]:
     return [path for path, entry in trees if path not in before.files or before.files[path].oid != entry.oid]
 
 
-def _write_anew(place: Place, commit: str, tree: str) -> Manifest:
+def _write_anew(place: Place, commit: str, tree: str, graves: Graves | None = None) -> Manifest:
     """Write the whole tree into a new directory, and read it back."""
     with opened(open_directory(place.directory)) as above:
-        remove(above, b"tree")
+        (graves.bury if graves else remove)(above, b"tree")
     manifest = materialise(place.mirror, commit, place.tree, owner=place.owner)
     written_ns = time.time_ns()
     seen = hash_tree(place.tree, manifest)

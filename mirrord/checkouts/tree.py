@@ -18,6 +18,7 @@ from ..errors import CommitUnservableError
 from ..git.objects import Conversions, Objects, TreeChange, TreeEntry, changes, open_objects, read_commit, walk
 from ..host.files import full_disk_named, open_directory, opened
 from .entries import conversions_for, is_attributes, mtime_for, record_directories, recorded, unrecorded, write_entries
+from .graves import Graves
 from .manifest import DIRECTORY, Entry, Manifest
 from .scan import Changes, is_control
 from .writer import TreeWriter
@@ -44,13 +45,13 @@ def materialise(git_dir: Path, commit: str, dest: Path, *, owner: Owner | None =
             return recorded(info, files, writer)
 
 
-def move(git_dir: Path, manifest: Manifest, commit: str, dest: Path) -> Manifest:
+def move(git_dir: Path, manifest: Manifest, commit: str, dest: Path, graves: Graves | None = None) -> Manifest:
     """Bring the clean tree that `manifest` records to `commit`, touching only what differs. `.git` stays as it is."""
     with open_objects(git_dir) as objects, _opened_tree(dest, commit) as root:
         info = read_commit(objects, commit)
         steps = list(changes(objects, manifest.tree, info.tree))
         files = dict(manifest.files)
-        with TreeWriter(root, owner=_owner(manifest), mtime_ns=mtime_for(info.time)) as writer:
+        with TreeWriter(root, owner=_owner(manifest), mtime_ns=mtime_for(info.time), graves=graves) as writer:
             _remove_old(steps, files, writer)
             new = [step.new for step in steps if step.new]
             after = conversions_for(objects, info.commit, files | {entry.path: unrecorded(entry) for entry in new})
@@ -63,7 +64,7 @@ def move(git_dir: Path, manifest: Manifest, commit: str, dest: Path) -> Manifest
             return replace(manifest, commit=info.commit, tree=info.tree, files=files)
 
 
-def repair(git_dir: Path, manifest: Manifest, found: Changes, dest: Path) -> Manifest:
+def repair(git_dir: Path, manifest: Manifest, found: Changes, dest: Path, graves: Graves | None = None) -> Manifest:
     """Undo in the tree what a scan found: remove what is extra, write again what is gone or changed, each as a new file.
 
     Control files are left to whoever builds `.git`.
@@ -72,7 +73,7 @@ def repair(git_dir: Path, manifest: Manifest, found: Changes, dest: Path) -> Man
         info = read_commit(objects, manifest.commit)
         damaged = sorted(path for path in (*found.modified, *found.missing) if path in manifest.files)
         conversions = conversions_for(objects, info.commit, manifest.files)
-        with TreeWriter(root, owner=_owner(manifest), mtime_ns=mtime_for(info.time)) as writer:
+        with TreeWriter(root, owner=_owner(manifest), mtime_ns=mtime_for(info.time), graves=graves) as writer:
             writer.make_directory(b"")
             for path in found.extra:
                 if not is_control(path):

@@ -17,6 +17,7 @@ from typing import Self
 from ..errors import CheckoutBusyError
 from ..host.files import find_stat, is_locked, make_whiteout, opened, remove, set_owner, unlock, write_all
 from .descent import Descent, busy, enter
+from .graves import Graves
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_ONLY = 0o444
@@ -27,14 +28,16 @@ class TreeWriter:
     """Writes below the directory `root`, a descriptor that stays the caller's.
 
     New files belong to `owner` (uid, gid; the daemon's own when None) and have `mtime_ns`. Paths are bytes without a leading
-    slash; they must come from a checked tree. `touched` are the directories that were made, mended or written in.
+    slash; they must come from a checked tree. `touched` are the directories that were made, mended or written in. What is
+    replaced or removed is deleted, or put into `graves`.
     """
 
-    def __init__(self, root: int, *, owner: tuple[int, int] | None = None, mtime_ns: int) -> None:
+    def __init__(self, root: int, *, owner: tuple[int, int] | None = None, mtime_ns: int, graves: Graves | None = None) -> None:
         self.touched: set[bytes] = set()
         self._root = root
         self._descent = Descent(root)
         self._mtime = (mtime_ns, mtime_ns)
+        self._take_away = graves.bury if graves else remove
         self._owner = owner if owner != (os.geteuid(), os.getegid()) else None
 
     def __enter__(self) -> Self:
@@ -147,10 +150,10 @@ class TreeWriter:
         try:
             return os.open(name, _CREATE, permissions, dir_fd=directory)
         except FileExistsError:
-            remove(directory, name)
+            self._take_away(directory, name)
         except PermissionError:
             unlock(directory, name)
-            remove(directory, name)
+            self._take_away(directory, name)
         return os.open(name, _CREATE, permissions, dir_fd=directory)
 
     def _finish(self, fd: int, permissions: int) -> os.stat_result:
@@ -166,7 +169,7 @@ class TreeWriter:
 
     def _clear(self, directory: int, path: bytes, name: bytes) -> None:
         self._descent.leave(path)
-        remove(directory, name)
+        self._take_away(directory, name)
 
     def _adopt(self, directory: int, path: bytes, name: bytes) -> None:
         """Give a directory that we just made its mode and owner, unless somebody put another in its place."""

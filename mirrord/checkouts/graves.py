@@ -1,0 +1,51 @@
+"""Where a reset puts what shall go: moved away at once, deleted later by whoever asked for the reset.
+
+Owns one private directory beside a checkout's tree, made when it is needed first. A rename costs the same for a file and for
+a directory with thousands; deleting waits for the disk. What cannot be moved is deleted there and then. A crash leaves the
+directory, whose name says that it is rubbish.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from ..host.files import open_directory, remove
+
+OLD = ".old-"
+
+
+def new_grave(directory: Path) -> Path:
+    """A name in a checkout's directory for what shall go; nothing is there yet."""
+    return directory / f"{OLD}{secrets.token_hex(8)}"
+
+
+class Graves:
+    """Takes names out of directories that belong to somebody else. To be closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+        self._count = 0
+
+    def bury(self, directory: int, name: bytes) -> None:
+        """Take away whatever `name` is; nothing there is fine."""
+        try:
+            os.rename(name, b"%d" % self._count, src_dir_fd=directory, dst_dir_fd=self._opened())
+        except FileNotFoundError:
+            return
+        except OSError:  # a flag or mode that keeps it, something mounted, a full disk
+            remove(directory, name)
+        self._count += 1
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _opened(self) -> int:
+        if self._fd is None:
+            os.mkdir(self._path, 0o700)
+            self._fd = open_directory(self._path)
+        return self._fd
