@@ -26,6 +26,7 @@ class Forge:
         self.redirect_to: str | None = None
         self.renamed: dict[str, str] = {}
         self.delay_s = 0.0
+        self.packs_cut = 0  # so many answers with a pack lose their second half
         self.requests: list[str] = []
         self.active = 0
         self.most_active = 0
@@ -80,6 +81,9 @@ class Forge:
         head, _, content = done.stdout.partition(b"\r\n\r\n")
         headers = dict(line.split(": ", 1) for line in head.decode().split("\r\n") if ": " in line)
         status = int(headers.pop("Status", "200").split()[0])
+        if self.packs_cut and b"packfile\n" in content:
+            self.packs_cut -= 1
+            content = content[: len(content) // 2]
         return status, headers, content
 
 
@@ -125,6 +129,8 @@ def serving(root: Path) -> Iterator[Forge]:
         forge.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
-        yield forge
-        server.shutdown()
-        thread.join()
+        try:
+            yield forge
+        finally:
+            server.shutdown()
+            thread.join()

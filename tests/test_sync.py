@@ -9,6 +9,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from forge import serving
 from gitrepos import Upstream, git
 
 from mirrord.errors import MirrordError, UpstreamEmptyError, UpstreamNotFoundError
@@ -219,6 +220,22 @@ def test_a_damaged_ref_does_not_block_the_rest(site: Site) -> None:
     assert not [ref for ref in site.refs() if ref.startswith(INCOMING)]
     assert not list(site.quarantine.root.iterdir())
     site.fsck()
+
+
+def test_a_connection_that_breaks_once_is_no_fault_of_the_only_new_object(site: Site) -> None:
+    """It is asked for again at once: blamed, its refs would stay behind until the next sync, while the others move."""
+    with serving(site.upstream.path.parent) as forge:
+        url = f"{forge.url}/{site.upstream.path.name}/.git"
+        site.sync(url=url)
+        new = site.upstream.commit({"new": "1"})
+        forge.packs_cut = 1
+        assert not site.sync(url=url).faults
+        assert forge.packs_cut == 0
+        assert site.refs()["refs/heads/main"] == new
+        site.upstream.commit({"new": "2"})
+        forge.packs_cut = 2
+        assert [fault.ref for fault in site.sync(url=url).faults] == ["refs/heads/main"]
+        assert site.refs()["refs/heads/main"] == new
 
 
 def test_a_ref_that_breaks_later_stays_where_it_was(site: Site) -> None:

@@ -86,6 +86,8 @@ async def _fetch_missing(fetcher: Fetcher, offer: Offer, present: Refs, known_fa
     fresh = [oid for oid in wanted if oid not in known_faults]
     again = [oid for oid in wanted if oid in known_faults]
     failed = await fetcher.fetch(fresh) if fresh else {}
+    if failed and len(fresh) == 1:  # asked for only once: perhaps the connection broke, which says nothing of the object
+        failed = await fetcher.fetch(fresh)
     return failed | (await fetcher.fetch(again) if again else {})
 
 
