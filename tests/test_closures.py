@@ -18,6 +18,7 @@ from mirrord.checkouts.chains import CHAIN_LIMIT, MARGINS, STRIDES, Layer, choos
 from mirrord.checkouts.closures import BUILDING, Closures, remove_leftovers
 from mirrord.checkouts.packing import Packer
 from mirrord.errors import CommitNotFoundError, CommitUnservableError
+from mirrord.git import command as command_module
 from mirrord.git.command import Git
 from mirrord.git.packs import PackIndex
 from mirrord.git.workers import Workers
@@ -337,6 +338,59 @@ def test_a_large_pack_is_copied_only_from_packs_that_are_whole(site: Site, monke
     site.run(body)
 
 
+def count_processes(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
+    """Note the command of every git that is started from here on."""
+    start = command_module._start
+
+    async def counted(argv: list[str], *args: Any) -> Any:
+        started.append(next(word for word in argv if word in ("rev-list", "pack-objects", "verify-pack", "cat-file")))
+        return await start(argv, *args)
+
+    monkeypatch.setattr(command_module, "_start", counted)
+
+
+def test_the_first_closure_costs_three_processes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One walks, one packs what the first lists while it lists it, one verifies; where the root lies a worker finds."""
+    line = [CommitId(oid) for oid in site.upstream.history(3)]
+    site.clone()
+    started: list[str] = []
+
+    async def body(closures: Closures) -> None:
+        count_processes(monkeypatch, started)
+        assert objects_of(await closures.ensure(NAME, line[2])) == site.closure(line[2])
+
+    site.run(body)
+    assert sorted(started) == ["pack-objects", "rev-list", "verify-pack"]
+
+
+def test_a_walk_that_fails_leaves_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packer has had half of the list by then."""
+    line = [CommitId(oid) for oid in site.upstream.history(3)]
+    site.clone()
+    monkeypatch.setattr(packing_module, "_WALK", (*packing_module._WALK, "--stdin", "--no-such-option"))
+
+    async def body(closures: Closures) -> None:
+        with pytest.raises(CommitUnservableError):
+            await closures.ensure(NAME, line[2])
+        assert not list(closures.directory(NAME).iterdir())
+
+    site.run(body)
+
+
+def test_a_packer_that_ends_early_does_not_hang_the_walk(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list longer than a pipe holds, and nobody reads it."""
+    site.upstream.history(1)
+    many = CommitId(site.upstream.commit({f"many/{number}.txt": f"{number}\n" for number in range(4000)}))
+    site.clone()
+    monkeypatch.setattr(packing_module, "_PACK", (*packing_module._PACK, "no-such-command"))
+
+    async def body(closures: Closures) -> None:
+        with anyio.fail_after(60), pytest.raises(CommitUnservableError):
+            await closures.ensure(NAME, many)
+
+    site.run(body)
+
+
 def test_a_near_closure_costs_no_process(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pack of a few commits is walked, written and read back by a worker; git is not started."""
     line = [CommitId(oid) for oid in site.upstream.history(30)]
@@ -345,13 +399,7 @@ def test_a_near_closure_costs_no_process(site: Site, monkeypatch: pytest.MonkeyP
 
     async def body(closures: Closures) -> None:
         await closures.ensure(NAME, line[10])
-        run = Git.run
-
-        async def counted(self: Git, *args: str, **kwargs: Any) -> Any:
-            started.append(args[0])
-            return await run(self, *args, **kwargs)
-
-        monkeypatch.setattr(Git, "run", counted)
+        count_processes(monkeypatch, started)
         for commit in (line[20], line[15], line[29]):
             packs = await closures.ensure(NAME, commit)
             assert objects_of(packs) == site.closure(commit)

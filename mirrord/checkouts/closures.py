@@ -30,7 +30,7 @@ from ..git.packs import has_both_ends
 from ..git.packwriter import Packed
 from ..git.workers import Workers
 from ..model import CommitId, MirrorName
-from .chains import Layer, chain, choose_root, is_short, is_waypoint, plan
+from .chains import MARGINS, Layer, chain, choose_root, is_short, is_waypoint, plan
 from .packing import TIMEOUT, Packer, PackFile, together, unservable
 
 BUILDING = ".building-"
@@ -141,17 +141,20 @@ class Closures:
         with ExitStack() as stack:
             places = [(step, stack.enter_context(building(directory))) for step in steps]
             limit = anyio.Semaphore(_AT_ONCE)
-            long = [self._pack(name, step, place, limit) for step, place in places if not is_short(layers, step)]
+            long = [
+                self._pack(name, step, place, limit, quick=step.commit == commit and step.base is not None)
+                for step, place in places
+                if not is_short(layers, step)
+            ]
             packed = {layer.commit: layer for layer in await together(*long)}
             for step, place in places:
                 self._publish(name, packed.get(step.commit) or await self._pack_short(name, step, place, limit), place)
 
-    async def _pack(self, name: MirrorName, step: Layer, place: Path, limit: anyio.Semaphore) -> Layer:
+    async def _pack(self, name: MirrorName, step: Layer, place: Path, limit: anyio.Semaphore, *, quick: bool = False) -> Layer:
         """Write the pack of a planned layer; it needs the objects of its base from the mirror, not the pack."""
+        quick = quick or not is_waypoint(step.depth)
         async with limit:
-            packed = await self._packer.pack_range(
-                self._mirrors_path(name), step.commit, step.base, into=place, quick=not is_waypoint(step.depth)
-            )
+            packed = await self._packer.pack_range(self._mirrors_path(name), step.commit, step.base, into=place, quick=quick)
         return replace(step, pack=packed.path.name, object_count=packed.object_count, size_bytes=packed.size_bytes)
 
     async def _pack_short(self, name: MirrorName, step: Layer, place: Path, limit: anyio.Semaphore) -> Layer:
@@ -177,17 +180,21 @@ class Closures:
 
     async def _line_to_base(self, name: MirrorName, commit: CommitId) -> list[CommitId]:
         """First parents from `commit` back to the first one that has a layer, or to where a root is to lie."""
-        if self._known(name) and (near := self._to_known(name, await self._near(name, commit))):
-            return near
+        known = self._known(name)
+        near = await self._near(name, commit, _NEAR if known else MARGINS[0] + 1)
+        if found := self._to_known(name, near):
+            return found
         recorded = frozenset(await self._recorded(name))
+        if near and not known and not recorded:
+            return near[: choose_root(known, near, recorded) + 1]
         line = list[CommitId]()
-        for limit in _REACHES if recorded or self._known(name) else _REACHES[:1]:
+        for limit in _REACHES if recorded or known else _REACHES[:1]:
             line = await self._first_parents(name, commit, limit)
             if found := self._to_known(name, line):
                 return found
             if limit and len(line) < limit:
                 break
-        return line[: choose_root(self._known(name), line, recorded) + 1]
+        return line[: choose_root(known, line, recorded) + 1]
 
     def _to_known(self, name: MirrorName, line: list[CommitId]) -> list[CommitId] | None:
         for position, at in enumerate(line):
@@ -195,11 +202,11 @@ class Closures:
                 return line[: position + 1]
         return None
 
-    async def _near(self, name: MirrorName, commit: CommitId) -> list[CommitId]:
+    async def _near(self, name: MirrorName, commit: CommitId, limit: int) -> list[CommitId]:
         """A few first parents; none where they cannot be read, and then git says why."""
         try:
             line: list[CommitId] = await self._workers.call(
-                _FIRST_PARENTS, self._mirrors_path(name), commit, _NEAR, timeout=_QUICK_TIMEOUT
+                _FIRST_PARENTS, self._mirrors_path(name), commit, limit, timeout=_QUICK_TIMEOUT
             )
         except (CorruptObjectError, DeadlineError):
             return []

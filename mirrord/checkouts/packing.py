@@ -1,15 +1,18 @@
 """One closure pack: the objects of a commit that an already packed ancestor does not have, and no other object.
 
-git walks the closure once, ignoring commit-graphs and bitmaps, and packs what that walk listed. The finished pack is held
-against the list, so no object outside a closure can get in, whatever the mirror's caches say, and none is left out; and its
-content is proven before anybody gets it (`survey.py`). Writes only below the directory it is given; the caller removes that when
-it fails.
+git walks the closure once, ignoring commit-graphs and bitmaps, and packs what that walk lists while it lists it. The finished
+pack is held against the list, so no object outside a closure can get in, whatever the mirror's caches say, and none is left out;
+and its content is proven before anybody gets it (`survey.py`). Writes only below the directory it is given; the caller removes
+that when it fails.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
+import os
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +24,7 @@ from ..errors import CommitUnservableError, CorruptObjectError, GitFailedError
 from ..git.command import Git
 from ..git.packs import PackIndex
 from ..git.workers import Workers
+from ..host.files import write_all
 from ..model import CommitId
 from .survey import HINT, VERIFIED_WHOLE, Sources, Survey, check_loose, digest_of, survey
 
@@ -75,32 +79,39 @@ class Packer:
         self, objects: Path, tip: CommitId, base: CommitId | None, *, into: Path, extra: Path | None, quick: bool
     ) -> tuple[Path, Survey]:
         listing = into / "listing"
-        await self._git.run(
-            *_WALK,
-            *((tip, f"^{base}") if base else (tip,)),
-            git_dir=objects,
-            stdout_path=listing,
-            timeout=TIMEOUT,
-            quarantine_objects=extra,
-            doing=f"walk {tip}",
-        )
-        packed, expected = await together(
-            self._write(objects, tip, listing, into=into, extra=extra, quick=quick), self._survey(listing)
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        expected, packed = await together(
+            self._list(objects, (tip, f"^{base}") if base else (tip,), listing, io.FileIO(writing, "wb"), extra=extra),
+            self._write(objects, tip, io.FileIO(reading), into=into, extra=extra, quick=quick),
         )
         listing.unlink()
         return packed, expected
 
-    async def _write(self, objects: Path, tip: CommitId, listing: Path, *, into: Path, extra: Path | None, quick: bool) -> Path:
-        done = await self._git.run(
-            *_PACK,
-            *(_QUICK if quick else ()),
-            *("pack-objects", "-q", "--delta-base-offset", str(into / "pack")),
-            git_dir=objects,
-            stdin=listing,
-            timeout=TIMEOUT,
-            quarantine_objects=extra,
-            doing=f"pack {tip}",
-        )
+    async def _list(
+        self, objects: Path, tips: tuple[str, ...], listing: Path, packer: io.FileIO, *, extra: Path | None
+    ) -> Survey:
+        """Walk, keep the list, and hand it on as it comes to the one that packs it."""
+        walk = self._git.stream(*_WALK, *tips, git_dir=objects, quarantine_objects=extra, doing=f"walk {tips[0]}")
+        with packer, listing.open("wb", 0) as file:
+            async with walk as lines:
+                async for piece in lines:
+                    await anyio.to_thread.run_sync(_write_both, piece, file, packer)
+        return await self._survey(listing)
+
+    async def _write(
+        self, objects: Path, tip: CommitId, listing: io.FileIO, *, into: Path, extra: Path | None, quick: bool
+    ) -> Path:
+        with listing:
+            done = await self._git.run(
+                *_PACK,
+                *(_QUICK if quick else ()),
+                *("pack-objects", "-q", "--delta-base-offset", str(into / "pack")),
+                git_dir=objects,
+                stdin=listing,
+                timeout=TIMEOUT,
+                quarantine_objects=extra,
+                doing=f"pack {tip}",
+            )
         if "bad packed object" in done.stderr or "corrupt" in done.stderr:
             raise CorruptObjectError(f"cannot pack {tip}: {done.stderr.strip().splitlines()[0]}", hint=HINT)
         return into / f"pack-{done.stdout.decode().strip()}.pack"
@@ -127,6 +138,12 @@ class Packer:
         else:
             await self._check_packs(stores)
         return PackFile(pack, index.count, pack.stat().st_size + index.path.stat().st_size)
+
+
+def _write_both(piece: bytes, file: io.FileIO, packer: io.FileIO) -> None:
+    write_all(file.fileno(), piece)
+    with suppress(BrokenPipeError):  # it ended early, and says why itself
+        write_all(packer.fileno(), piece)
 
 
 async def together(*works: Coroutine[Any, Any, Any]) -> list[Any]:
