@@ -8,13 +8,16 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gitrepos import ENV, Upstream
 from templatelab import NAME, Mounted, Store, assert_equals_commit, run
 
 from mirrord.checkouts.layer import read_record
+from mirrord.checkouts.layers import build_layer
 from mirrord.errors import CommitNotFoundError
+from mirrord.git.workers import Workers
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
@@ -88,6 +91,58 @@ def test_a_template_is_built_once_however_many_ask(make_upstream: Callable[[str]
         assert store.find(commit) == rest[0].result()
 
     run(tmp_path, upstream, test)
+
+
+def test_a_near_template_costs_one_call_for_its_tree_and_index(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside those for its closure. Another owner's index is one more."""
+    upstream = make_upstream("a")
+    commits = upstream.history(3)
+    called: list[object] = []
+    call = Workers.call
+
+    async def counted(self: Workers, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        called.append(str(function).rpartition(":")[2])
+        return await call(self, function, *args, **kwargs)
+
+    async def body(store: Store) -> None:
+        await store.ensure(commits[1])
+        monkeypatch.setattr(Workers, "call", counted)
+        near = await store.ensure(commits[2])
+        assert sorted(called) == ["build_layer", "commit_info", "first_parents", "pack_increment"]
+        assert_equals_commit(near, tmp_path / "mounted", upstream.git("rev-parse", f"{commits[2]}^{{tree}}"))
+        called.clear()
+        await store.ensure(commits[2], owner=(12345, 12345))
+        assert called == ["write_index"]
+
+    run(tmp_path, upstream, body)
+
+
+def test_a_delta_makes_each_of_its_directories_once(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many files change in them, whatever vanishes from them."""
+    upstream = make_upstream("a")
+    names = [f"{above}/{number}.txt" for above in ("deep/one", "deep/two", "flat") for number in range(20)]
+    first = upstream.commit(dict.fromkeys(names, "one\n" * 2000))
+    second = upstream.commit({name: f"{name}\n" if number % 3 else None for number, name in enumerate(names)})
+    trees = tmp_path / "store/trees"
+    trees.mkdir(parents=True)
+    base, _ = build_layer(upstream.path / ".git", first, trees, trees / ".building-1", [])
+    (trees / ".building-1").rename(trees / base.name)
+    made: list[str] = []
+    mkdir = os.mkdir
+
+    def counted(path: Any, *args: Any, **kwargs: Any) -> None:
+        made.append(os.fsdecode(path).rpartition("/")[2])
+        mkdir(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "mkdir", counted)
+    layer, _ = build_layer(upstream.path / ".git", second, trees, trees / ".building-2", [base])
+    assert layer.base == base.tree
+    assert layer.removed
+    assert sorted(name for name in made if name in ("deep", "one", "two", "flat")) == ["deep", "flat", "one", "two"]
 
 
 def test_an_unknown_commit_is_said_and_leaves_nothing(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:

@@ -211,11 +211,11 @@ class Gitdirs:
         if history is History.SQUASHED:
             return await self._squashed(name, *await self._read_commit(name, commit), scratch)
         mirror = self._mirrors_path(name)
-        (tree, _), packs, _ = await together(
+        (tree, _), packs, tags = await together(
             self._read_commit(name, commit), self._closures.ensure(name, commit), self._tags.list(mirror)
         )
-        tags = await self._tags.within(mirror, [pack.index for pack in packs])
-        return _Contents(commit, tree, packs, tuple(tags), self._graphs.find(packs))
+        shown = await self._tags.within(tags, [pack.index for pack in packs])
+        return _Contents(commit, tree, packs, tuple(shown), self._graphs.find(packs))
 
     async def _read_commit(self, name: MirrorName, commit: CommitId) -> tuple[str, int]:
         """Tree and committer time, of bytes that were hashed when they were read."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..git.objects import CommitInfo, Objects, TreeChange, changes, open_objects, read_commit
@@ -21,7 +21,8 @@ from .hashing import hash_tree, tree_id
 from .layer import Layer, blobs_path, chain_of, write_record
 from .layerproof import prove_delta, prove_nothing_else, prove_tree_id
 from .manifest import Manifest
-from .stacks import laid_on, read_manifest
+from .shelf import Owner
+from .stacks import laid_on, parents, read_manifest, write_index_of
 from .tree import materialise, reconverted, root_entry
 from .writer import TreeWriter
 
@@ -34,22 +35,25 @@ _BLOCK_BYTES = 4096
 _FIRST_SHARED = 2  # links: ours, and that among the shared files
 
 
-def build_layer(git_dir: Path, commit: str, trees: Path, temporary: Path, known: Sequence[Layer]) -> Layer:
-    """Build and verify the layer of a commit's tree in the directory `temporary`: on the nearest of the `known` layers when
-    that is small, else whole.
+def build_layer(
+    git_dir: Path, commit: str, trees: Path, temporary: Path, known: Sequence[Layer], index: tuple[Owner, Path] | None = None
+) -> tuple[Layer, int]:
+    """Build and verify the layer of a commit's tree in the directory `temporary`: on the nearest of the `known` layers that are
+    still in `trees` when that is small, else whole. `index` asks for an index layer too, for whom and where; answers its size.
 
     Raises CommitUnservableError, CorruptObjectError, ProofFailedError, DiskFullError.
     """
     with open_objects(git_dir) as objects, full_disk_named(f"a template of {commit[:12]}"):
         info = read_commit(objects, commit)
         temporary.mkdir(mode=0o700)
-        base = _choose_base(objects, info, known, Blobs(blobs_path(trees)))
+        there = set(os.listdir(trees))
+        base = _choose_base(objects, info, [layer for layer in known if layer.name in there], Blobs(blobs_path(trees)))
         if base is None:
-            layer = _build_keyframe(git_dir, info, temporary)
+            layer, whole = _build_keyframe(git_dir, info, temporary)
         else:
-            layer = _build_delta(objects, info, trees, temporary, base, known)
+            layer, whole = _build_delta(objects, info, trees, temporary, base, known)
         write_record(temporary, layer)
-    return layer
+        return layer, write_index_of(whole, *index) if index else 0
 
 
 # -- which base ---------------------------------------------------------------------------------------------------------
@@ -101,16 +105,19 @@ def _find_cost(objects: Objects, old: str, new: str, limit: int, shared: Blobs) 
 # -- building -----------------------------------------------------------------------------------------------------------
 
 
-def _build_keyframe(git_dir: Path, info: CommitInfo, temporary: Path) -> Layer:
+def _build_keyframe(git_dir: Path, info: CommitInfo, temporary: Path) -> tuple[Layer, Manifest]:
     manifest = materialise(git_dir, info.commit, temporary / "files")
     prove_tree_id(hash_tree(temporary / "files", manifest), info.tree)
     prove_nothing_else(temporary / "files", set(manifest.files))
     manifest.save(temporary / "manifest")
     size, _ = _weigh(temporary)
-    return Layer(info.tree, None, info.commit, info.time, 1, size, 0, size)
+    return Layer(info.tree, None, info.commit, info.time, 1, size, 0, size), manifest
 
 
-def _build_delta(objects: Objects, info: CommitInfo, trees: Path, temporary: Path, base: Layer, known: Sequence[Layer]) -> Layer:
+def _build_delta(
+    objects: Objects, info: CommitInfo, trees: Path, temporary: Path, base: Layer, known: Sequence[Layer]
+) -> tuple[Layer, Manifest]:
+    """The layer, and the manifest of all that it shows."""
     below = read_manifest(trees, chain_of(base, {layer.tree: layer for layer in known}))
     steps = list(changes(objects, base.tree, info.tree))
     files = temporary / "files"
@@ -118,6 +125,7 @@ def _build_delta(objects: Objects, info: CommitInfo, trees: Path, temporary: Pat
     with opened(open_directory(files)) as root, TreeWriter(root, mtime_ns=mtime_for(info.time)) as writer:
         manifest = _write_delta(objects, info, below, steps, writer, Blobs(blobs_path(trees)))
         whiteouts = _whiteouts(steps)
+        _make_directories(whiteouts, writer)
         for path in whiteouts:
             writer.write_whiteout(path)
     manifest.save(temporary / "manifest")
@@ -134,8 +142,9 @@ def _build_delta(objects: Objects, info: CommitInfo, trees: Path, temporary: Pat
         removed=tuple(path.decode("latin-1") for path in _removed(steps, whiteouts)),
     )
     prove_delta(files, manifest, whiteouts)
-    prove_tree_id(tree_id(laid_on(below, manifest, layer)), info.tree)
-    return layer
+    whole = laid_on(below, manifest, layer)
+    prove_tree_id(tree_id(whole), info.tree)
+    return layer, whole
 
 
 def _write_delta(
@@ -147,11 +156,17 @@ def _write_delta(
     after = conversions_for(objects, info.commit, kept | {entry.path: unrecorded(entry) for entry in new})
     if any(is_attributes(step.path) for step in steps):
         new += reconverted(objects, below, after, kept)
+    directories = {entry.path: unrecorded(entry) for entry in new if entry.is_tree or entry.is_submodule}
     writer.make_directory(b"")
-    for entry in new:
-        writer.make_directories(entry.path.rpartition(b"/")[0])
-    files = {b"": root_entry(info.tree), **write_entries(objects, after, new, writer, shared)}
-    return recorded(info, files, writer)
+    _make_directories([*(entry.path for entry in new), *(path + b"/" for path in directories)], writer)
+    files = write_entries(objects, after, [entry for entry in new if entry.path not in directories], writer, shared)
+    return recorded(info, {b"": root_entry(info.tree), **directories, **files}, writer)
+
+
+def _make_directories(paths: Iterable[bytes], writer: TreeWriter) -> None:
+    """Make the directories above paths of a new layer, each once."""
+    for directory in sorted({above for path in paths for above in parents(path)} - writer.touched):
+        writer.make_directory(directory)
 
 
 def _whiteouts(steps: list[TreeChange]) -> list[bytes]:

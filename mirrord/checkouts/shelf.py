@@ -13,7 +13,6 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -67,9 +66,9 @@ class Shelf:
         """A layer and those it lies on, top first."""
         return chain_of(self.layers[tree], self.layers)
 
-    def known(self, there: Collection[str]) -> list[Layer]:
-        """What a new layer may lie on: what is proven and, by the names in `trees`, still there; whole chains only."""
-        return [layer for tree, layer in self.layers.items() if layer.name in there and self.is_whole(tree)]
+    def known(self) -> list[Layer]:
+        """What a new layer may lie on, unless it was deleted behind our back: what is proven; whole chains only."""
+        return [layer for tree, layer in self.layers.items() if self.is_whole(tree)]
 
     def is_whole(self, tree: str) -> bool:
         """Whether a layer and all below it are proven and there."""

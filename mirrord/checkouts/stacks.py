@@ -45,7 +45,12 @@ def laid_on(below: Manifest, delta: Manifest, layer: Layer) -> Manifest:
 
 def write_index(trees: Path, chain: Sequence[Layer], owner: tuple[int, int], temporary: Path) -> int:
     """Make the directory `temporary` an index layer: `.git/index`, valid in the mounted chain for `owner`; its size in bytes."""
-    data = index_bytes(read_manifest(trees, chain), owner=owner)
+    return write_index_of(read_manifest(trees, chain), owner, temporary)
+
+
+def write_index_of(manifest: Manifest, owner: tuple[int, int], temporary: Path) -> int:
+    """The same for the stack that `manifest` is of."""
+    data = index_bytes(manifest, owner=owner)
     with full_disk_named("an index"):
         temporary.mkdir(mode=0o755)
         (temporary / ".git").mkdir(mode=0o755)

@@ -53,9 +53,8 @@ class Tags:
             self._listed[mirror] = stamp, found
         return found
 
-    async def within(self, mirror: Path, indexes: Sequence[Path]) -> set[Tag]:
-        """The tags of `mirror` whose commit is in one of the packs with these `indexes`."""
-        tags = await self.list(mirror)
+    async def within(self, tags: tuple[Tag, ...], indexes: Sequence[Path]) -> set[Tag]:
+        """Of all tags of a mirror, as `list` has them, those whose commit is in one of the packs with these `indexes`."""
         found = set[Tag]()
         for index in indexes:
             known = self._within.get(index)

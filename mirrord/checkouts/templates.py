@@ -196,7 +196,7 @@ class Templates:
             if known and known.tree in shelf.layers and await self._is_usable(shelf, known.tree):
                 tree = known.tree
             else:
-                tree = await self._build(name, shelf, commit)
+                tree = await self._build(name, shelf, commit, owner)
             return tree, () if owner is None else (await self._index(shelf, tree, owner),)
 
     async def _is_usable(self, shelf: Shelf, tree: str) -> bool:
@@ -220,22 +220,26 @@ class Templates:
         shelf.unproven.discard(layer.tree)
         return True
 
-    async def _build(self, name: MirrorName, shelf: Shelf, commit: CommitId) -> str:
-        temporary = shelf.building("trees")
-        known = shelf.known(set(await anyio.to_thread.run_sync(os.listdir, shelf.trees)))
+    async def _build(self, name: MirrorName, shelf: Shelf, commit: CommitId, owner: Owner | None) -> str:
+        """Have a worker build a layer, and its index while it has all of it at hand."""
+        at, index_at = shelf.building("trees"), shelf.building("indexes")
+        index = None if owner is None else (owner, index_at)
         try:
-            layer: Layer = await self._workers.call(
-                _BUILD, self._mirrors_path(name), commit, shelf.trees, temporary, known, timeout=_TIMEOUT
+            layer, index_bytes = await self._workers.call(
+                _BUILD, self._mirrors_path(name), commit, shelf.trees, at, shelf.known(), index, timeout=_TIMEOUT
             )
             if layer.tree in shelf.layers and await self._is_usable(shelf, layer.tree):
-                return layer.tree
-            shelf.add_layer(temporary, layer)
+                return str(layer.tree)
+            shelf.add_layer(at, layer)
+            if owner is not None:
+                shelf.add_index(index_at, layer.tree, owner, index_bytes)
         finally:
-            await anyio.to_thread.run_sync(remove, temporary)
+            await _remove_rest(at, index_at)
+        await self._shelves.trim_indexes()
         self._events.publish(
             "template.built", mirror=str(name), commit=commit, tree=layer.tree, base=layer.base, size_bytes=layer.size_bytes
         )
-        return layer.tree
+        return str(layer.tree)
 
     async def _index(self, shelf: Shelf, tree: str, owner: Owner) -> Path:
         target = shelf.index(tree, owner)
@@ -246,7 +250,7 @@ class Templates:
             size: int = await self._workers.call(_INDEX, shelf.trees, shelf.chain(tree), owner, temporary, timeout=_TIMEOUT)
             shelf.add_index(temporary, tree, owner, size)
         finally:
-            await anyio.to_thread.run_sync(remove, temporary)
+            await _remove_rest(temporary)
         await self._shelves.trim_indexes()
         return target
 
@@ -254,6 +258,13 @@ class Templates:
         self._flights.pop(key, None)
         if not done.cancelled():
             done.exception()  # each waiter gets it; with none left it is not an error that nobody saw
+
+
+async def _remove_rest(*paths: Path) -> None:
+    """Delete what was not renamed to where it belongs."""
+    for path in paths:
+        if path.exists():
+            await anyio.to_thread.run_sync(remove, path)
 
 
 async def _both(

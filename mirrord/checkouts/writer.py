@@ -95,8 +95,7 @@ class TreeWriter:
         os.link(name, target, src_dir_fd=directory, follow_symlinks=False)
 
     def write_whiteout(self, path: bytes) -> None:
-        """Hide a name of the overlay layers below; its directories are made. For layers only."""
-        self.make_directories(path.rpartition(b"/")[0])
+        """Hide a name of the overlay layers below. For layers only."""
         make_whiteout(*self.locate(path))
 
     def make_directory(self, path: bytes) -> None:
