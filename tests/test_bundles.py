@@ -164,6 +164,18 @@ def test_a_kill_in_an_import_leaves_what_the_same_import_finishes(pair: Pair, mo
         assert {(pin.mirror, pin.commit, pin.owner, pin.reason) for pin in one.list_pins()} <= ours
 
 
+def test_an_import_makes_a_mirror_that_was_registered_and_never_synced(pair: Pair) -> None:
+    """As a crash of the first import leaves one: it knows its branch and when its upstream was last seen."""
+    pair.bundle()
+    pair.other.json("POST", "/v1/mirrors", {"repo": NAME, "url": pair.upstream.url.replace("file://", "file:///nonexistent")})
+    result = pair.take()
+    assert result["created"]
+    with Client(pair.one.socket) as one, Client(pair.other.socket) as other:
+        shown = other.get_mirror(NAME)
+        assert shown.default_branch == "main"
+        assert shown.synced_at == one.log_refs(NAME)[0].at
+
+
 def test_plain_git_reads_a_bundle(pair: Pair) -> None:
     """It verifies it, clones it, and shows the records."""
     pair.bundle()

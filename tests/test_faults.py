@@ -26,9 +26,12 @@ _STEPS = (
     ("unpin", "`mirrors/o__r/mirrord-transaction.new` made"),
     ("import", "`quarantine/dataset-*/rows.jsonl` made"),
     ("import", "`mirrors/o__r/mirrord-transaction` in place"),
+    ("bundle import (new mirror)", "`mirrors/o__bundled` in place"),
+    ("migration of the catalog", "`catalog.sqlite3-wal` made"),
     ("maintenance", "`mirrors/o__r/packed-refs.new` made"),
     ("template build", "`templates/o__r/trees/.building-*` made"),
     ("checkout (pool)", "`checkouts/*/lease.json` made"),
+    ("tree creation (pool)", "`checkouts/*/tree` made"),
     ("reset (overlay)", "`checkouts/*/lease.json` in place"),
     ("release (overlay)", "`checkouts/.gone-*` in place"),
 )

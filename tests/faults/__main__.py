@@ -11,14 +11,16 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from . import calls, crowd, damages, full, kills, power, undamaged, upstreams
 from .plan import Part, Plan, what_went_wrong
-from .report import NOTHING, Row, write_document
+from .report import NOTHING, Ended, Row, write_document
 
 PARTS: tuple[Part, ...] = (
     *kills.parts(),
@@ -37,14 +39,14 @@ def main() -> int:
     plan = Plan(options.seed, options.share)
     chosen = [part for part in PARTS if options.only in part.name]
     done = _read(options.resume)
-    for part, rows in _run([part for part in chosen if part.name not in done], plan, options.jobs):
-        done[part.name] = rows
-        _show(part, rows)
+    for ended in _run([part for part in chosen if part.name not in done], plan, options.jobs):
+        done[ended.part] = ended
+        _show(ended)
         if options.resume:
-            _append(options.resume, part, rows)
-    rows = [row for part in chosen for row in done[part.name]]
+            _append(options.resume, ended)
+    rows = [row for part in chosen for row in done[part.name].rows]
     if options.document:
-        write_document(options.document, rows, plan.seed, plan.share)
+        write_document(options.document, [done[part.name] for part in chosen], plan.seed, plan.share)
     return 8 if any(row.lost != NOTHING for row in rows) else 0
 
 
@@ -59,12 +61,12 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(parts: list[Part], plan: Plan, jobs: int) -> Iterator[tuple[Part, list[Row]]]:
-    """The parts with their rows, as they end."""
+def _run(parts: list[Part], plan: Plan, jobs: int) -> Iterator[Ended]:
+    """The parts as they end."""
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), initializer=_end_tidily) as pool:
-        running = {pool.submit(_run_part, PARTS.index(part), plan): part for part in parts}
+        running = [pool.submit(_run_part, PARTS.index(part), plan) for part in parts]
         for future in as_completed(running):
-            yield running[future], future.result()
+            yield future.result()
 
 
 def _end_tidily() -> None:
@@ -72,34 +74,41 @@ def _end_tidily() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
-def _run_part(number: int, plan: Plan) -> list[Row]:
+def _run_part(number: int, plan: Plan) -> Ended:
     part = PARTS[number]
-    rows = []
+    commit, began = _commit(), time.monotonic()
+    rows: list[Row] = []
     try:
         rows.extend(part.rows(plan))
     except SystemExit:  # everything is taken away by now; the pool would wait for more work
         os._exit(143)
     except Exception as error:  # what is wrong with a part is told, and the others are run
         rows.append(Row("the suite itself", part.name, "", "", what_went_wrong(error)))
-    return rows
+    return Ended(part.name, rows, commit, round(time.monotonic() - began, 1))
 
 
-def _show(part: Part, rows: list[Row]) -> None:
-    print(f"{part.name}: {sum(row.count for row in rows)} faults")
-    for row in rows:
+def _commit() -> str:
+    """Which mirrord it is that is struck."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _show(ended: Ended) -> None:
+    print(f"{ended.part}: {sum(row.count for row in ended.rows)} faults in {ended.took_s:.0f} s")
+    for row in ended.rows:
         print("", row.count, row.fault, row.step, row.did, row.lost, sep="\t", flush=True)
 
 
-def _read(path: Path | None) -> dict[str, list[Row]]:
+def _read(path: Path | None) -> dict[str, Ended]:
     if path is None or not path.exists():
         return {}
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return {line["part"]: [Row(*row) for row in line["rows"]] for line in lines}
+    return {line["part"]: Ended(**{**line, "rows": [Row(*row) for row in line["rows"]]}) for line in lines}
 
 
-def _append(path: Path, part: Part, rows: list[Row]) -> None:
+def _append(path: Path, ended: Ended) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"part": part.name, "rows": rows}) + "\n")
+        file.write(json.dumps(ended._asdict()) + "\n")
 
 
 if __name__ == "__main__":

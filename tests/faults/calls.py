@@ -18,7 +18,8 @@ from pathlib import Path
 
 from .kills import descendants
 from .lab import Lab, Refused, laboratory
-from .operations import OPERATIONS, Operation
+from .operation import Operation
+from .operations import OPERATIONS
 from .plan import Part, Plan
 from .report import Row
 from .series import Strike, end_of, in_series
@@ -81,9 +82,11 @@ def fail_at(lab: Lab, kind: type[Operation], call: str, number: int, error: str)
         except Refused as refused:
             said = f"answered {refused.code}"
             assert not refused.is_bug, f"a failing disk is not a bug: {refused}"
-    assert lab.daemon.process is not None and lab.daemon.process.poll() is None, "the daemon died of it"
+    assert lab.is_up or operation.may_end_daemon, "the daemon died of it"
     met = "INJECTED" in log.read_text(errors="replace")
     lab.kill()
+    lab.wait_for_end()
+    operation.look()
     lab.restart()
     outcome = end_of(lab, operation)
     fault, step = f"{error} at a system call", _step(call, number)

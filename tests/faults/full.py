@@ -13,7 +13,8 @@ from gitrepos import git
 from .disks import SmallDisk, unmount, unreadable
 from .judge import judge, nothing_left
 from .lab import Lab, Refused, laboratory
-from .operations import OPERATIONS, Operation
+from .operation import Operation
+from .operations import OPERATIONS
 from .plan import Part, Plan
 from .report import Row
 from .series import Strike, end_of, in_series
@@ -54,6 +55,8 @@ def _fill_once(lab: Lab, disk: SmallDisk, kind: type[Operation], free_bytes: int
     finally:
         disk.empty()
     lab.kill()
+    lab.wait_for_end()
+    operation.look()
     lab.restart()
     return Row(_FAULT, kind.name, f"{free_bytes >> 10} KiB free", f"{said}; {end_of(lab, operation)}")
 

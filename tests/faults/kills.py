@@ -18,7 +18,8 @@ from pathlib import Path
 
 from .judge import no_process_left, nothing_left
 from .lab import Background, Lab, Refused, laboratory
-from .operations import AFTER, BEFORE, OPERATIONS, Operation
+from .operation import Operation
+from .operations import OPERATIONS
 from .plan import Part, Plan
 from .report import Row
 from .series import Strike, end_of, in_series
@@ -50,9 +51,7 @@ def _anywhere(kind: type[Operation], plan: Plan) -> Iterator[Row]:
     """Its children, each kind once, and the daemon at moments of the time that a run takes."""
     seed = plan.choices(f"{kind.name}: killed anywhere")
     with laboratory() as lab:
-        began = time.monotonic()
-        children = children_of(lab, kind)
-        took_s = time.monotonic() - began
+        children, took_s = children_of(lab, kind)
     delays = [seed.uniform(0, took_s) for _ in range(_ANY_MOMENT)]
     strikes = [
         *(
@@ -124,10 +123,12 @@ def _strike_while(lab: Lab, operation: Operation, is_struck: Callable[[], bool])
 def _after_kill(lab: Lab, operation: Operation, where: str, family: set[int]) -> Row:
     """Start again and see what is left."""
     log_before = len(lab.daemon.log)
+    lab.wait_for_end()
+    operation.look()
     lab.restart()
     no_process_left(family)
     outcome = end_of(lab, operation)
-    assert outcome in {BEFORE, AFTER}, outcome
+    assert outcome in operation.after_kill, outcome
     return Row(_DAEMON, operation.name, where, f"{outcome}{_told(lab.daemon.log[log_before:])}")
 
 
@@ -173,16 +174,18 @@ def kind_of(pid: int) -> str:
     return f"git {plain[0]}" if plain else Path(words[0]).name
 
 
-def children_of(lab: Lab, kind: type[Operation]) -> list[str]:
-    """The kinds of children that an operation has."""
+def children_of(lab: Lab, kind: type[Operation]) -> tuple[list[str], float]:
+    """The kinds of children that an operation has, and how long it takes."""
     operation = kind(lab)
+    began = time.monotonic()
     work = Background(operation.run)
     seen: set[str] = set()
     while work.is_running:
         seen |= {kind_of(pid) for pid in descendants(lab.daemon.pid)}
+    took_s = time.monotonic() - began
     operation.settle()
     operation.clean()
-    return sorted(seen - {"", "git"})
+    return sorted(seen - {"", "git"}), took_s
 
 
 def kill_child(lab: Lab, kind: type[Operation], victim: str, seed: random.Random) -> Row:
@@ -193,8 +196,10 @@ def kill_child(lab: Lab, kind: type[Operation], victim: str, seed: random.Random
         work = Background(operation.run)
         struck = _kill_first(pid, victim, work, seed.choice((0.0, 0.002, 0.01)))
         work.join()
-        assert lab.daemon.process is not None and lab.daemon.process.poll() is None, "the daemon died with its child"
+        assert lab.is_up or operation.may_end_daemon, "the daemon died with its child"
         if struck:
+            if not lab.is_up:
+                lab.restart()
             assert work.error is None or isinstance(work.error, Refused), f"not one of our errors: {work.error!r}"
             said = f"answered {work.error.code}" if isinstance(work.error, Refused) else "went on"
             return Row(_fault_of(victim), kind.name, f"`{victim}`", f"{said}; {end_of(lab, operation)}")

@@ -171,10 +171,17 @@ class Lab:
         with suppress(ProcessLookupError):
             os.kill(self.daemon.pid, signal.SIGKILL)
 
-    def restart(self, **how: Any) -> None:
-        """Start again after a kill, at once: what the dead daemon's children still do is part of the fault."""
+    @property
+    def is_up(self) -> bool:
+        return self.daemon.process is not None and self.daemon.process.poll() is None
+
+    def wait_for_end(self) -> None:
         assert self.daemon.process is not None
         self.daemon.process.wait(30)
+
+    def restart(self, **how: Any) -> None:
+        """Start again after a kill, at once: what the dead daemon's children still do is part of the fault."""
+        self.wait_for_end()
         self.daemon.start(**how)
 
 

@@ -16,7 +16,10 @@ from gitrepos import git
 from .disks import CutDisk, unmount
 from .judge import judge, nothing_left, nothing_lost, works_again
 from .lab import Background, Lab, Refused, laboratory
-from .operations import Import, Operation, Pin, PoolCheckout, Sync
+from .on_checkouts import PoolCheckout
+from .on_datasets import Import
+from .on_mirrors import Pin, Sync
+from .operation import Operation
 from .plan import Plan
 from .report import Row
 from .series import Strike, in_series

@@ -21,6 +21,7 @@ What was done to mirrord while it worked, and what it lost. Written by `make fau
 | seed | {seed} |
 | share of each part that was tried, at least | {share:g} |
 | ended | {ended} UTC |
+| mirrord | {commits} |
 
 After every fault the daemon is judged, and started again before that, at once, where the fault killed it or the disk was full or
 failed at a call: nothing is left behind, `git fsck` is content with every
@@ -60,8 +61,18 @@ class Row(NamedTuple):
     count: int = 1
 
 
-def write_document(path: Path, rows: Sequence[Row], seed: int, share: float) -> None:
+class Ended(NamedTuple):
+    """A part that was run, at which commit of mirrord, and how long it took."""
+
+    part: str
+    rows: list[Row]
+    commit: str
+    took_s: float
+
+
+def write_document(path: Path, parts: Sequence[Ended], seed: int, share: float) -> None:
     """Summary, then one table."""
+    rows = [row for part in parts for row in part.rows]
     lost = sum(row.count for row in rows if row.lost != NOTHING)
     head = _HEAD.format(
         end="Nothing was lost." if not lost else "**Something was lost: see below.**",
@@ -70,9 +81,18 @@ def write_document(path: Path, rows: Sequence[Row], seed: int, share: float) -> 
         seed=seed,
         share=share,
         ended=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        commits=_named_commits(parts),
         summary="\n".join(_summary(rows)),
     )
     path.write_text(head + "\n".join(_table(rows)) + "\n", encoding="utf-8")
+
+
+def _named_commits(parts: Sequence[Ended]) -> str:
+    """A run that was gone on with may have struck several."""
+    counts = Counter(part.commit for part in parts)
+    if len(counts) == 1:
+        return f"`{parts[0].commit}`"
+    return ", ".join(f"`{commit}` ({count} parts of {len(parts)})" for commit, count in counts.items())
 
 
 def _summary(rows: Iterable[Row]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .judge import judge, nothing_left
 from .lab import Lab, laboratory
-from .operations import Operation
+from .operation import Operation
 from .plan import told
 from .report import NOTHING, Row
 

@@ -155,19 +155,20 @@ class Bundles:
         """Everything is proven; from here on the mirror changes. The catalog goes first: rows without pins are told, pins
         without rows would be dropped."""
         name = scratch.name
-        is_known = await self._catalog.find_mirror(name.key) is not None
-        if not is_known:
+        found = await self._catalog.find_mirror(name.key)
+        if found is None:
             await self._mirrors.add(str(name), records.url)
+        is_new = found is None or found.synced_at is None  # or a crash ended its first import after it was registered
         async with self._mirrors.lock(name):
             path = self._mirrors.path(name)
             restored, refused = await merge_datasets(self._catalog, records, spools)
             pins = _pin_rows(name, contents, records, refused, owner_uid)
             made = await self._move(scratch, path, contents, pins, records)
             await self._catalog.put_pins(pins)
-            await self._record(name, is_new=not is_known)
+            await self._record(name, is_new=is_new)
         return Imported(
             mirror=str(name),
-            created=not is_known,
+            created=is_new,
             summary=summarise(made.changes),
             kept=sorted(made.kept),
             pins=len(pins),

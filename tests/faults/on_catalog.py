@@ -1,0 +1,148 @@
+"""The migration of the catalog as an operation: a daemon starts on one that an older mirrord left.
+
+That catalog is made by the older migrations themselves and holds the rows there are. The daemon waits, stopped, before its first
+step, so that whoever strikes is there from the beginning: all of a start is struck, not the migration alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+
+from mirrord.catalog.database import Database
+from mirrord.catalog.schema import HEAD
+from mirrord.catalog.upgrade import MIGRATIONS
+
+from .lab import Lab, Refused
+from .operation import AFTER, BEFORE, Operation
+
+_OLD = "0001"
+_STOPPED = ("sh", "-c", 'kill -STOP $$; exec "$@"', "sh")
+_FILES = ("catalog.sqlite3", "catalog.sqlite3-wal", "catalog.sqlite3-shm")
+_START_S = 30.0
+_BUG = 1
+
+Rows = dict[str, list[tuple[object, ...]]]
+
+
+class Migration(Operation):
+    name = "migration of the catalog"
+    may_end_daemon = True
+
+    def __init__(self, lab: Lab) -> None:
+        super().__init__(lab)
+        lab.daemon.stop()
+        self._rows = make_old(lab.state)
+        self._left = ""
+        lab.daemon.start(wait=False, prefix=_STOPPED)
+        _wait_until_stopped(lab.daemon.pid)
+
+    def run(self) -> None:
+        daemon = self.lab.daemon
+        os.kill(daemon.pid, signal.SIGCONT)
+        try:
+            daemon.wait_until_healthy(_START_S)
+        except AssertionError as error:
+            status = daemon.process.poll() if daemon.process else None
+            if status is None or status <= _BUG:
+                raise
+            raise Refused({"code": f"exit-status-{status}", "detail": str(error)[-300:]}) from error
+
+    def look(self) -> None:
+        """The whole old schema or the whole new one, and every row."""
+        self._left = {_OLD: BEFORE, HEAD: AFTER}[self._revision()]
+
+    def outcome(self) -> str:
+        """A start that goes well has migrated it."""
+        revision = self._revision()
+        assert revision == HEAD, f"started on a catalog of revision {revision}"
+        return self._left or AFTER
+
+    def _revision(self) -> str:
+        with _copied(self.lab.state) as catalog:
+            revision, rows = _read(catalog)
+        lost = {table for table, before in self._rows.items() if not {*before} <= {*rows[table]}}
+        assert not lost, f"rows were lost: {lost}"
+        return revision
+
+    def settle(self) -> None:
+        self._left = ""
+        assert self.outcome() == AFTER
+
+
+def make_old(state: Path) -> Rows:
+    """Replace the catalog by one of the oldest revision with the same rows; answers those."""
+    catalog = state / _FILES[0]
+    with closing(sqlite3.connect(catalog)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    new = catalog.rename(state / "new.sqlite3")
+    try:
+        _migrate_to(_OLD, catalog)
+        with closing(sqlite3.connect(catalog)) as connection:
+            connection.execute("ATTACH ? AS new", (str(new),))
+            for table in _tables(connection):
+                connection.execute(f"INSERT INTO {table} SELECT * FROM new.{table}")
+            connection.commit()
+            connection.execute("DETACH new")
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return _read(catalog)[1]
+    finally:
+        new.unlink()
+        for name in _FILES[1:]:
+            (state / name).unlink(missing_ok=True)
+
+
+def _migrate_to(revision: str, catalog: Path) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    database = Database.at(catalog)
+    try:
+        with database.write() as connection:
+            config.attributes["connection"] = connection
+            command.upgrade(config, revision)
+    finally:
+        database.close()
+
+
+def _tables(connection: sqlite3.Connection) -> list[str]:
+    found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+    return sorted(name for (name,) in found if not name.startswith(("sqlite_", "alembic_")))
+
+
+def _read(catalog: Path) -> tuple[str, Rows]:
+    with closing(sqlite3.connect(catalog)) as connection:
+        [[verdict]] = connection.execute("PRAGMA integrity_check").fetchall()
+        assert verdict == "ok", verdict
+        [[revision]] = connection.execute("SELECT version_num FROM alembic_version").fetchall()
+        rows = {table: connection.execute(f"SELECT * FROM {table}").fetchall() for table in _tables(connection)}
+        return revision, rows
+
+
+@contextmanager
+def _copied(state: Path) -> Iterator[Path]:
+    """To look at it changes nothing."""
+    place = state.parent / "looked-at"
+    place.mkdir()
+    try:
+        for name in _FILES:
+            if (state / name).exists():
+                shutil.copyfile(state / name, place / name)
+        yield place / _FILES[0]
+    finally:
+        shutil.rmtree(place)
+
+
+def _wait_until_stopped(pid: int) -> None:
+    deadline = time.monotonic() + _START_S
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline, "the daemon does not wait"
+        time.sleep(0.002)

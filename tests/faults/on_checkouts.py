@@ -1,0 +1,146 @@
+"""Work on checkouts as operations, by either backend: templates, checkouts, resets, releases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gitrepos import git
+
+from .judge import must_be_usable
+from .lab import Lab
+from .operation import AFTER, BEFORE, Operation
+
+
+class Checkout(Operation):
+    """Of a commit that nobody asked for yet, so its template is built. Whoever was not answered may have a lease that expires."""
+
+    name = "template build"
+    backend = "overlay"
+
+    def __init__(self, lab: Lab) -> None:
+        super().__init__(lab)
+        self.commit = lab.upstream.commit({f"src/mod{lab.number() % 5}.py": f"made = {lab.number()}\n"})
+        lab.sync()
+        self._before = {lease["id"] for lease in lab.call("GET", "checkouts")}
+
+    def run(self) -> None:
+        self.lab.checkout(self.commit, self.backend)
+
+    def outcome(self) -> str:
+        return AFTER if self._made() else BEFORE
+
+    def _made(self) -> list[dict[str, Any]]:
+        made = [lease for lease in self.lab.call("GET", "checkouts") if lease["id"] not in self._before]
+        for lease in made:
+            assert lease["commit"] == self.commit
+            must_be_usable(self.lab, lease)
+            tree = git(Path(lease["path"]), "write-tree")
+            assert tree == git(self.lab.upstream.path, "rev-parse", f"{self.commit}^{{tree}}")
+        return made
+
+    def clean(self) -> None:
+        for lease in self._made():
+            self.lab.release(lease["id"])
+
+
+class WarmCheckout(Checkout):
+    name = "checkout (overlay)"
+
+    def __init__(self, lab: Lab) -> None:
+        super().__init__(lab)
+        lab.release(lab.checkout(self.commit, self.backend)["id"])
+
+
+class PoolCheckout(WarmCheckout):
+    name = "checkout (pool)"
+    backend = "pool"
+
+
+class PoolTree(Checkout):
+    """Of a commit that nobody asked for yet, with no warm tree to start from: its tree is written."""
+
+    name = "tree creation (pool)"
+    backend = "pool"
+
+    def __init__(self, lab: Lab) -> None:
+        super().__init__(lab)
+        self._takers: list[str] = []
+        while any((lab.state / "checkouts").glob(".warm-*")):
+            self._takers.append(lab.checkout(lab.commits[1], self.backend)["id"])
+        self._before.update(self._takers)
+
+    def clean(self) -> None:
+        super().clean()
+        for lease in self._takers:
+            self.lab.release(lease)
+
+
+class Reset(Operation):
+    """A dirty checkout goes on to another commit."""
+
+    name = "reset (overlay)"
+    backend = "overlay"
+
+    def __init__(self, lab: Lab) -> None:
+        super().__init__(lab)
+        self._from, self._to = lab.commits[1], lab.commits[3 + lab.number() % 3]
+        self._lease = lab.checkout(self._from, self.backend)
+        tree = Path(self._lease["path"])
+        (tree / "README").write_text("dirty\n")
+        (tree / "src/extra").mkdir()
+        (tree / ".git/config").write_text("[core]\n\tbare = true\n")
+        lab.truth.leases.pop(self._lease["id"])
+
+    def run(self) -> None:
+        self.lab.call("POST", f"checkouts/{self._lease['id']}/reset", {"commit": self._to})
+
+    def outcome(self) -> str:
+        lease = self.lab.call("GET", f"checkouts/{self._lease['id']}")
+        tree = Path(lease["path"])
+        if lease["commit"] == self._from:
+            assert (tree / "README").read_text() == "dirty\n", "neither as its owner left it nor reset"
+            return BEFORE
+        assert lease["commit"] == self._to
+        return AFTER
+
+    def is_sound(self, outcome: str) -> bool:
+        """Until it is reset its tree is as its owner left it."""
+        return outcome == AFTER
+
+    def settle(self) -> None:
+        self.run()  # waits for the reset that a start took up again
+        assert self.outcome() == AFTER
+        must_be_usable(self.lab, self.lab.call("GET", f"checkouts/{self._lease['id']}"))
+
+    def clean(self) -> None:
+        self.lab.release(self._lease["id"])
+
+
+class PoolReset(Reset):
+    name = "reset (pool)"
+    backend = "pool"
+
+
+class Release(Operation):
+    name = "release (overlay)"
+    backend = "overlay"
+
+    def __init__(self, lab: Lab) -> None:
+        super().__init__(lab)
+        self._lease = lab.checkout(lab.commits[2], self.backend)
+
+    def run(self) -> None:
+        self.lab.release(self._lease["id"])
+
+    def outcome(self) -> str:
+        if self._lease["id"] in {lease["id"] for lease in self.lab.call("GET", "checkouts")}:
+            must_be_usable(self.lab, self._lease)
+            return BEFORE
+        assert not (Path(self._lease["path"]) / ".git").exists(), "released, and still there"
+        return AFTER
+
+
+class PoolRelease(Release):
+    name = "release (pool)"
+    backend = "pool"
