@@ -137,9 +137,10 @@ def test_after_a_reboot_the_layer_is_mounted_again(service: Service, checkout: C
     assert status(checkout) == ""
 
 
-def test_rubbish_of_a_killed_daemon_is_removed(service: Service, checkout: Checkout) -> None:
-    """An old layer whose removal was cut short goes at the next start."""
-    old = Path(checkout.path).parent / ".old-0123456789abcdef"
+@pytest.mark.parametrize("kind", ["old", "gone"])
+def test_rubbish_of_a_killed_daemon_is_removed(service: Service, checkout: Checkout, kind: str) -> None:
+    """An old layer whose removal was cut short goes at the next start, and so does what the removal had moved out of it."""
+    old = Path(checkout.path).parent / f".{kind}-0123456789abcdef"
     (old / "upper/some").mkdir(parents=True)
     service.restart()
     service.call(service.checkouts.close)

@@ -263,6 +263,7 @@ def test_what_had_to_go_is_deleted_soon(run_pool: Callable[..., None]) -> None:
         assert list(lease.directory.glob(".old-*"))
         await until_gone(lease)
         (lease.directory / ".old-left/0").mkdir(parents=True)
+        (lease.directory / ".gone-left/0").mkdir(parents=True)
         assert await pool.backend.adopt(lease)
         await until_gone(lease)
         assert as_user(lease.tree_path, "status", "--porcelain", "--ignored") == ""
@@ -272,7 +273,7 @@ def test_what_had_to_go_is_deleted_soon(run_pool: Callable[..., None]) -> None:
 
 async def until_gone(lease: Lease) -> None:
     with anyio.fail_after(20):
-        while list(lease.directory.glob(".old-*")):
+        while any(path.name.startswith((".old-", ".gone-")) for path in lease.directory.iterdir()):
             await anyio.sleep(0.02)
 
 

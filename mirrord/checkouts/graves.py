@@ -11,7 +11,7 @@ import os
 import secrets
 from pathlib import Path
 
-from ..host.files import open_directory, remove
+from ..host.files import GRAVE, open_directory, remove
 
 OLD = ".old-"
 
@@ -19,6 +19,11 @@ OLD = ".old-"
 def new_grave(directory: Path) -> Path:
     """A name in a checkout's directory for what shall go; nothing is there yet."""
     return directory / f"{OLD}{secrets.token_hex(8)}"
+
+
+def find_graves(directory: Path) -> list[Path]:
+    """What a crash left in a checkout's directory of things that had to go; a removal that it ended is one of them."""
+    return [*directory.glob(f"{OLD}*"), *directory.glob(f"{GRAVE}*")]
 
 
 class Graves:

@@ -6,7 +6,7 @@ same after the old layer was renamed away. That is done on the event loop: it ta
 things down again waits for the disk, and is done by threads.
 
 Mounts outlive the daemon. After a crash a lease is found mounted as it was; after a reboot its layer is mounted again. A LIVE
-lease has one `layer`; whatever is called `.old-…` beside it is rubbish.
+lease has one `layer`; whatever is called `.old-…` or `.gone-…` beside it is rubbish.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..model import Backend, CheckoutId, CommitId, MirrorName
 from ..protocol import Proof
 from .backend import Made, Target
 from .calls import list_overlay_changes
-from .graves import OLD, new_grave
+from .graves import find_graves, new_grave
 from .leases import Lease, LeaseState
 from .proof import require
 from .rubbish import Rubbish, remove_untouched
@@ -131,7 +131,7 @@ class OverlayBackend:
     async def adopt(self, lease: Lease) -> bool:
         is_mounted = str(lease.tree_path) in self._mounted
         self._mounted.discard(str(lease.tree_path))
-        for old in lease.directory.glob(f"{OLD}*"):
+        for old in find_graves(lease.directory):
             self._rubbish.add(old)
         if lease.state is LeaseState.RESETTING:  # whatever is there, it is reset next
             return True

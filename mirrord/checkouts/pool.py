@@ -23,7 +23,7 @@ from .backend import Made, Target
 from .calls import Place, make_checkout, reset_checkout, scan_checkout
 from .control import discard
 from .gitdirs import Gitdirs
-from .graves import OLD, new_grave
+from .graves import find_graves, new_grave
 from .leases import Lease, LeaseState
 from .rubbish import Rubbish
 
@@ -76,7 +76,7 @@ class PoolBackend:
             return await self._workers.call(reset_checkout, place, to.commit, to.tree, timeout=_TIMEOUT)
 
     async def adopt(self, lease: Lease) -> bool:
-        for grave in lease.directory.glob(f"{OLD}*"):
+        for grave in find_graves(lease.directory):
             self._rubbish.add(grave)
         return (lease.directory / "manifest").exists()
 

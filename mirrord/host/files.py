@@ -20,6 +20,9 @@ from pathlib import Path
 from ..errors import CheckoutBusyError, DiskFailedError, DiskFullError, ResourceError
 from ..model import shown
 
+GRAVE = ".gone-"
+"""How the names begin that `remove` makes on its way."""
+
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -191,7 +194,7 @@ def _empty(directory: int, name: bytes) -> list[bytes]:
         for child in names_in(fd):
             if _remove_one(fd, child):
                 continue
-            grave = b".gone-" + secrets.token_hex(8).encode()
+            grave = os.fsencode(GRAVE) + secrets.token_hex(8).encode()
             unlock(fd, child)
             os.rename(child, grave, src_dir_fd=fd, dst_dir_fd=directory)
             graves.append(grave)
