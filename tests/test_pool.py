@@ -261,19 +261,33 @@ def test_what_had_to_go_is_deleted_soon(run_pool: Callable[..., None]) -> None:
         (lease.tree_path / "created/deep").mkdir(parents=True)
         await pool.backend.reset(lease, pool.target(ids[1]))
         assert list(lease.directory.glob(".old-*"))
-        await until_gone(lease)
+        await until_gone(lease.directory)
         (lease.directory / ".old-left/0").mkdir(parents=True)
         (lease.directory / ".gone-left/0").mkdir(parents=True)
         assert await pool.backend.adopt(lease)
-        await until_gone(lease)
+        await until_gone(lease.directory)
         assert as_user(lease.tree_path, "status", "--porcelain", "--ignored") == ""
 
     run_pool(story)
 
 
-async def until_gone(lease: Lease) -> None:
+def test_what_had_to_go_is_deleted_where_the_checkout_is_released_at_once(run_pool: Callable[..., None]) -> None:
+    """Its tree is kept under another name, and what is to be deleted is in there."""
+
+    async def story(pool: Pool, ids: list[str]) -> None:
+        lease = await pool.checkout(ids[1])
+        (lease.tree_path / "created/deep").mkdir(parents=True)
+        await pool.backend.reset(lease, pool.target(ids[1]))
+        assert list(lease.directory.glob(".old-*"))
+        await pool.backend.destroy(pool.leases.drop(lease), lease)
+        await until_gone(lease.directory.with_name(f".warm-{lease.id}"))
+
+    run_pool(story)
+
+
+async def until_gone(directory: Path) -> None:
     with anyio.fail_after(20):
-        while any(path.name.startswith((".old-", ".gone-")) for path in lease.directory.iterdir()):
+        while any(path.name.startswith((".old-", ".gone-")) for path in directory.iterdir()):
             await anyio.sleep(0.02)
 
 

@@ -135,6 +135,8 @@ class PoolBackend:
             directory.rename(warm)
         except OSError:
             return False
+        for grave in find_graves(warm):  # a reset's, which was to go from under the former name
+            self._rubbish.add(grave)
         self._warm.append((key, warm))
         return True
 
