@@ -180,6 +180,33 @@ def test_wrong_usage_ends_with_two(words: list[str], capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--json", "bogus"],
+        ["checkout", "i", "--histroy", "sealed", "--json"],
+        ["checkout", "--json"],
+        ["mirror", "--json"],
+        ["checkout", "i", "--ttl", "soon", "--json"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_as_json_is_a_problem_like_any_other(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """One object on stderr, wherever --json stands."""
+    assert run(words) == 2
+    shown = capsys.readouterr()
+    problem = json.loads(shown.err)
+    assert (shown.out, problem["status"]) == ("", 400)
+    assert problem["detail"].startswith("cannot ")
+    assert problem["hint"]
+
+
+def test_json_of_another_command_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    """Behind `--` is what `exec` runs."""
+    assert run(["exec", "--histroy", "i", "--", "jq", "--json"]) == 2
+    assert "No such option" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ttl", ["soon", "0", "-1s", "5"])
 def test_a_ttl_that_is_no_duration_is_wrong_usage(ttl: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Before the daemon is asked."""
@@ -203,6 +230,8 @@ def test_a_bug_is_told_in_short_and_with_debug_in_full(
     assert "Traceback" not in capsys.readouterr().err
     assert run(["status", "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
+    assert run(["status", "--json"]) == 1
+    assert json.loads(capsys.readouterr().err)["code"] == "internal"
 
 
 def test_a_reader_that_hangs_up_is_no_traceback() -> None:

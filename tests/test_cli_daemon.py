@@ -7,11 +7,12 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import chdir, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import chdir, closing, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,6 +92,13 @@ def _write_dataset(file: Path, upstream: Upstream, commits: list[str]) -> None:
         for n in (1, 2)
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"repo": "demo/project"}\n')
+
+
+@pytest.fixture
+def upstream_of_two(make_upstream: Callable[..., Upstream]) -> Upstream:
+    made = make_upstream("demo+project")
+    made.history(2)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +230,21 @@ def test_what_cannot_be_done_ends_with_its_status(world: World, words: list[str]
     ran = world.run(*words)
     assert ran.status == status, ran
     assert "cannot" in ran.err
+
+
+def test_a_bug_of_the_daemon_and_a_limit_end_with_one_and_seven(upstream_of_two: Upstream) -> None:
+    """The two that no verb alone provokes: the catalog holds what nobody wrote, and all checkouts are held."""
+    text = f'[upstream]\nurl = "file://{upstream_of_two.path.parent}/{{owner}}+{{name}}"\n[checkouts]\nmax = 1\n'
+    with daemon(text) as running:
+        assert _spawn(running, "mirror", "add", "demo/project").status == 0
+        with closing(sqlite3.connect(running.state_dir / "catalog.sqlite3")) as connection:
+            connection.execute("UPDATE mirrors SET ref_faults = '[{}]'")
+            connection.commit()
+        ran = _spawn(running, "mirror", "show", "demo/project", "--json")
+        assert (ran.status, json.loads(ran.err)["code"], ran.out) == (1, "internal", "")
+        assert _spawn(running, "checkout", "demo/project@main").status == 0
+        ran = _spawn(running, "checkout", "demo/project@main", "--json")
+        assert (ran.status, json.loads(ran.err)["code"], ran.out) == (7, "too-many-checkouts", "")
 
 
 def test_pins_have_an_owner_and_a_way_out(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -70,6 +71,24 @@ def test_what_a_process_holds_stays(mirror: Path) -> None:
         assert (mirror / "packed-refs.new").exists()
     remove_leftovers(mirror, timedelta())
     assert not (mirror / "packed-refs.new").exists()
+
+
+def test_a_pack_of_a_repack_that_died_just_now_is_not_in_the_way(house: Builder, mirror: Path) -> None:
+    """Its name says which process it was; one that lives may be about to rename it, and holds nothing open then."""
+
+    async def body(it: House) -> None:
+        command = ["git", "-C", str(mirror), "cat-file", "--batch-check"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as living:
+            assert living.stdin and living.stdout
+            living.stdin.write(b"HEAD\n")
+            assert b"commit" in living.stdout.readline()  # it is git by now
+            of_living = mirror / f"objects/pack/.tmp-{living.pid}-pack-{'1' * 40}.pack"
+            of_living.write_bytes(b"PACK")
+            assert remove_leftovers(mirror, timedelta()) == 0
+        await it.mirrors.maintain(NAME)
+        assert not of_living.exists()
+
+    house.run(body)
 
 
 def test_the_locks_of_linked_worktrees_are_their_owners(mirror: Path) -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 import typer
 from typer.exceptions import TyperException
 
-from ..errors import MirrordError
+from ..errors import InternalError, MirrordError, UsageError
 from .commands import build
 from .session import Session
 
@@ -27,14 +27,15 @@ def main(args: Sequence[str] | None = None) -> None:
 def run(args: Sequence[str] | None = None) -> int:
     """Run one verb; answers its exit status."""
     session = Session()
+    words = sys.argv[1:] if args is None else args
     _stand_where_the_shell_is()
     try:
-        status = build().main(args, prog_name="mirrord", standalone_mode=False, obj=session)
+        status = build().main(words, prog_name="mirrord", standalone_mode=False, obj=session)
         sys.stdout.flush()
     except BrokenPipeError:
         return _reader_gone()
     except TyperException as error:
-        return _misused(error)
+        return _misused(session, words, error)
     except MirrordError as error:
         session.fail(error)
         _show_traceback(session)
@@ -55,11 +56,24 @@ def _stand_where_the_shell_is() -> None:
             os.chdir(os.environ.get("PWD", "/"))
 
 
-def _misused(error: TyperException) -> int:
+def _misused(session: Session, words: Sequence[str], error: TyperException) -> int:
+    """What could not be parsed may have stood before `--json`; what is behind `--` is not ours."""
+    session.json |= "--json" in words[: words.index("--") if "--" in words else None]
     show = getattr(error, "show", None)
-    if show is not None:
+    if session.json:
+        session.fail(_misuse(error))
+    elif show is not None:
         show()
     return error.exit_code
+
+
+def _misuse(error: TyperException) -> UsageError:
+    """Without a verb there is no sentence but the whole help."""
+    said = error.format_message()
+    fact = "a verb is missing" if "\n" in said else said.rstrip(".")
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "mirrord"
+    return UsageError(f"cannot read the command line: {fact}", hint=f"`{command} --help` says what there is")
 
 
 def _reader_gone() -> int:
@@ -69,11 +83,10 @@ def _reader_gone() -> int:
 
 
 def _bug(session: Session, error: Exception) -> int:
-    print(f"mirrord: a bug: {type(error).__name__}: {error}", file=sys.stderr)
-    if not session.debug:
-        print("hint: report it with what --debug shows", file=sys.stderr)
+    hint = None if session.debug else "report it with what --debug shows"
+    session.fail(InternalError(f"a bug: {type(error).__name__}: {error}", hint=hint))
     _show_traceback(session)
-    return 1
+    return InternalError.exit_status
 
 
 def _show_traceback(session: Session) -> None:

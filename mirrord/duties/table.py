@@ -34,6 +34,7 @@ LOOK_INTERVAL = timedelta(minutes=1)
 TRIM_INTERVAL = timedelta(minutes=1)
 RETRY_INTERVAL = timedelta(minutes=1)
 SYNC_RETRY = timedelta(minutes=1)
+MAINTENANCE_RETRY = timedelta(minutes=10)
 
 
 class Jobs:
@@ -100,7 +101,7 @@ class Jobs:
 
     def _maintenance(self) -> Job:
         interval = self._settings().maintenance.interval
-        return Job("maintenance", interval, self._maintain_all, since=self._early(interval))
+        return Job("maintenance", interval, self._maintain_all, since=self._early(interval), retry=MAINTENANCE_RETRY)
 
     def _scrubbing(self) -> Job:
         """Templates are proven by content as often as mirrors are."""

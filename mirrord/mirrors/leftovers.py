@@ -1,7 +1,8 @@
 """What gits that were killed leave in a mirror: locks and temporary files that stop the next one, or take space for ever.
 
 Owns their names. One is removed only when nobody holds it, and when it is old or nobody can be at it: at a start, or while the
-lock of the mirror is held by the one whose git died. The locks of linked worktrees are their owners'.
+lock of the mirror is held by the one whose git died. Some names say which process is at it: then whether that lives counts, and
+not how old the file is. The locks of linked worktrees are their owners'.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ import structlog
 from .quarantine import held_files
 
 _NAMES = re.compile(
-    r"tmp_(pack|idx|rev|obj|midx|graph|bitmap)_\w+|\.tmp-\d+-pack-.*|.*\.lock|gc\.pid|mirrord-transaction\.new"
+    r"tmp_(pack|idx|rev|obj|midx|graph|bitmap)_\w+|.*\.lock|gc\.pid|mirrord-transaction\.new"
     r"|packed-refs\.new"  # while there is one, git (2.39) deletes and packs no ref
     r"|(refs|packs)_\w{6}"  # of update-server-info, which repack runs
 )
+_OF_PROCESS = re.compile(r"\.tmp-(\d+)-pack-.*")  # a finished pack of `git repack`, which opens none of them and renames them all
+_REUSED = timedelta(hours=1)
+"""A process with the number of the one that made a file may be another by then."""
 _OWNERS = "worktrees"
 
 log = structlog.get_logger()
@@ -57,8 +61,21 @@ def _iter_leftovers(path: Path, before: float) -> Iterator[Path]:
             below.remove(_OWNERS)
         for name in files:
             file = Path(directory) / name
-            if _NAMES.fullmatch(name) and _is_older(file, before):
+            if _is_over(file, before):
                 yield file
+
+
+def _is_over(file: Path, before: float) -> bool:
+    if maker := _OF_PROCESS.fullmatch(file.name):
+        return not _is_git(maker[1]) or _is_older(file, time.time() - _REUSED.total_seconds())
+    return bool(_NAMES.fullmatch(file.name)) and _is_older(file, before)
+
+
+def _is_git(process: str) -> bool:
+    try:
+        return Path("/proc", process, "comm").read_text().startswith("git")
+    except OSError:
+        return False
 
 
 def _is_older(file: Path, before: float) -> bool:
