@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,9 +34,9 @@ class Condition:
 
     def __init__(self, state_dir: Path, access: Access, *, is_open: Callable[[], bool]) -> None:
         self._state_dir = state_dir
-        self._access = access
         self._is_open = is_open
         self._notes: dict[str, str] = {}
+        self._warn: list[Callable[[], Sequence[str]]] = [lambda: access.warnings]
         self._report: HealthReport | None = None
         self._reported_at = 0.0
 
@@ -44,6 +44,10 @@ class Condition:
         """Degrade the daemon until `clear(key)`."""
         self._notes[key] = reason
         self._report = None
+
+    def warn_by(self, source: Callable[[], Sequence[str]]) -> None:
+        """Have warnings told as they are when somebody asks."""
+        self._warn.append(source)
 
     def clear(self, key: str) -> None:
         if self._notes.pop(key, None):
@@ -64,7 +68,7 @@ class Condition:
     def _look(self) -> HealthReport:
         reasons = [] if self._is_open() else ["the daemon is still opening its state directory"]
         reasons += [*self._disk_reasons(), *self._notes.values()]
-        warnings = [f"warning: {text}" for text in self._access.warnings]
+        warnings = [f"warning: {text}" for source in self._warn for text in source()]
         health = Health(status="degraded" if reasons else "ok", reasons=reasons + warnings, version=__version__)
         return HealthReport(health, health.model_dump_json().encode(), bool(reasons))
 

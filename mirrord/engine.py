@@ -122,6 +122,7 @@ class Engine:
             state_dir=self.layout.root,
         )
         await self.datasets.open()
+        self.condition.warn_by(self.datasets.warnings)
 
     async def _open_checkouts(self) -> None:
         """What checkouts are made from, then the checkouts that an earlier daemon left."""

@@ -14,7 +14,7 @@ from ..catalog.catalog import Catalog
 from ..catalog.rows import RecordedRow
 from ..git.workers import Workers
 from ..jobs.events import Events
-from ..mirrors.pins import PERSON
+from ..mirrors.pins import stands_alone
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, CommitId, CommitState, MirrorName, Reach
 from ..protocol import AuditPart, Progress, Repair
@@ -61,7 +61,7 @@ class Judge:
         persons: bool,
         progress: ProgressSink | None,
     ) -> AuditPart:
-        """The rows' commits, those that persons pinned where asked, and the mirror itself."""
+        """The rows' commits, those that persons pinned or that outlived a catalog where asked, and the mirror itself."""
         look = partial(self._examine, name, rows, persons)
         judged = await self._judged(Judged(name, rows, await look(level)), look, level, self._repair if heal else None, progress)
         stores = await self._scrub(name) if self._scrub and level is AuditLevel.CONTENT else {}
@@ -88,8 +88,9 @@ class Judge:
 
     async def _examine(self, name: MirrorName, rows: Collection[RecordedRow], persons: bool, level: AuditLevel) -> Examined:
         path = self._mirrors.path(name)
-        pins = [pin for pin in await self._catalog.list_pins(name.key) if pin.owner.startswith(PERSON)]
-        commits = sorted({row.commit for row in rows} | {pin.commit for pin in pins if persons})
+        recorded = {row.commit for row in rows}
+        pins = [pin for pin in await self._catalog.list_pins(name.key) if stands_alone(pin)]
+        commits = sorted(recorded | {pin.commit for pin in pins if persons})
         if not path.exists():
             return _not_mirrored(name, commits)
         owned = [f"{pin.owner}/{pin.commit}" for pin in pins]

@@ -59,6 +59,7 @@ class Datasets:
         self._events = events
         self._spools = Spools(mirrors.quarantine)
         self._left: dict[str, Before] = {}
+        self._unknown: set[str] = set()
         self._pinner = Pinner(catalog=catalog, mirrors=mirrors, concurrency=lambda: settings().sync.concurrency)
         self._cache = InstanceCache(catalog.find_instance)
         self._locks: dict[str, anyio.Lock] = {}
@@ -77,6 +78,9 @@ class Datasets:
         for owner in sorted({row.owner for row in stale}):
             but = [row for row in stale if row.owner == owner and row not in undone] if owner in adopted else []
             await self._drop_stale_pins(owner, frozenset(map(place_of, but)))
+        self._unknown = {owner.removeprefix(owner_of("")) for owner in adopted}
+        if self._unknown:
+            log.warning("datasets.unknown", datasets=sorted(self._unknown))
         if undone:
             log.warning("import.undone", owners=sorted({row.owner for row in undone}), pins=len(undone))
         await self._spools.clear()
@@ -87,6 +91,11 @@ class Datasets:
             async with self._locked(owner):
                 await self._drop_stale_pins(owner, but)
         return not self._left
+
+    def warnings(self) -> builtins.list[str]:
+        """What a person should know: datasets of which only pins are left."""
+        names = ", ".join(sorted(self._unknown))
+        return [f"commits are pinned for what the catalog does not record; import again: {names}"] if names else []
 
     def on_change(self, listener: Callable[[DatasetName], None]) -> None:
         """Call `listener` with the name of each dataset that was imported or removed."""
@@ -252,6 +261,7 @@ class Datasets:
 
     def _changed(self, event: str, dataset: DatasetName, **fields: int) -> None:
         self._events.publish(event, dataset=dataset, **fields)
+        self._unknown.discard(dataset)
         for listener in self._listeners:
             listener(dataset)
 

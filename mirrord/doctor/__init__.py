@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..config import Settings
 from ..errors import MirrordError
-from . import access, kernel, programs, state
+from . import access, catalog, kernel, programs, state
 from .asking import Result, Verdict
 
 __all__ = ["Check", "examine"]
@@ -59,7 +59,7 @@ _CHECKS: tuple[tuple[str, Callable[[Settings], Result]], ...] = (
     ("its parts", state.one_file_system),
     ("space", state.space),
     ("inodes", state.inodes),
-    ("catalog", state.catalog),
+    ("catalog", catalog.catalog),
     ("leftovers", state.leftovers),
     ("socket", access.socket_path),
     ("daemon", access.daemon),

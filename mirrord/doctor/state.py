@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import stat
 import time
-from contextlib import closing
 from pathlib import Path
 
 from ..config import Settings
 from .asking import Result, entries, existing, file_system_of, judge
 
 _GIB = 1024**3
-_REBUILD = (
-    "start the daemon: it adopts mirrors and pins, and imports the files in datasets/ again; import other dataset files by hand,"
-    " and add mirrors again that had a URL of their own"
-)
 _DIRECTORIES = ("mirrors", "templates", "checkouts", "quarantine", "datasets", "bundles")
 _POOR_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "vfat", "overlay", "tmpfs"}
 
@@ -80,24 +74,6 @@ def inodes(settings: Settings) -> Result:
         "make room: each template holds a file for every file of its tree",
         otherwise="warn",
     )
-
-
-def catalog(settings: Settings) -> Result:
-    """The catalog can be made again from what the mirrors hold; the daemon does most of it when it starts."""
-    mirrors = [entry.name for entry in entries(settings.state_dir / "mirrors")]
-    path = settings.state_dir / "catalog.sqlite3"
-    if not path.exists() or not path.stat().st_size:
-        return judge(not mirrors, f"there is none, and {len(mirrors)} mirrors", _REBUILD)
-    try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
-            said = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-            known = {row[0].lower() for row in connection.execute("SELECT name FROM mirrors")}
-    except sqlite3.DatabaseError as error:
-        return "fail", f"it is damaged: {error}", f"stop the daemon, move {path}* away, start it again; then: {_REBUILD}"
-    if said != "ok":
-        return "fail", f"it is damaged: {said}", f"stop the daemon, move {path}* away, start it again; then: {_REBUILD}"
-    unknown = [name for name in mirrors if name.lower() not in known]
-    return judge(not unknown, f"{len(known)} mirrors, {len(unknown)} on disk that it does not know", _REBUILD, otherwise="warn")
 
 
 def leftovers(settings: Settings) -> Result:

@@ -35,6 +35,11 @@ PERSON = "person/"
 log = structlog.get_logger()
 
 
+def stands_alone(row: PinRow) -> bool:
+    """Whether nothing but the pin says that its commit is wanted: a person's, or one whose dataset went with a catalog."""
+    return row.owner.startswith(PERSON) or row.reason == ADOPTED
+
+
 @dataclass(frozen=True, slots=True)
 class Debt:
     """What an operation that failed still owes: of an owner's `commits`, those whose ref stands get their row of `rows` back, and

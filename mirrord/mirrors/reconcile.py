@@ -2,8 +2,8 @@
 
 Owns the one pass over all mirrors at the start, and the same for one mirror later. It finishes interrupted transactions, removes
 locks and temporary files of gits that died, adopts mirrors and pins that the catalog does not know, and drops pins of datasets
-that no ref keeps: those are known from what the dataset records. A person's pin stays in the catalog until a heal has made it
-again.
+that no ref keeps: those are known from what the dataset records. A pin that only the catalog knows of stays in it until a heal
+has made it again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..model import MirrorName, utc_now
 from .fetch import unmark
 from .halves import mend_halves
 from .leftovers import remove_leftovers
-from .pins import ADOPTED, PERSON, read_pins
+from .pins import ADOPTED, read_pins, stands_alone
 from .repository import Repository
 from .transaction import recover
 
@@ -95,21 +95,25 @@ async def put_in_line(catalog: Catalog, repository: Repository) -> None:
 
 async def _follow_pins(catalog: Catalog, repository: Repository) -> None:
     there = set(read_pins(await repository.all_refs()))
-    said = {(row.owner, row.commit) for row in await catalog.list_pins(repository.name.key)}
+    said = {(row.owner, row.commit): row for row in await catalog.list_pins(repository.name.key)}
     now = utc_now()
-    adopted = [PinRow(repository.name, commit, owner, ADOPTED, now) for owner, commit in sorted(there - said)]
+    adopted = [PinRow(repository.name, commit, owner, ADOPTED, now) for owner, commit in sorted(there - said.keys())]
     if adopted:
         await catalog.put_pins(adopted)
-    for owner, commit in sorted(said - there):
+        owners = sorted({row.owner for row in adopted})
+        log.warning("pins.adopted", mirror=str(repository.name), count=len(adopted), owners=owners)
+    for owner, commit in sorted(said.keys() - there):
         log.warning("pin.lost", mirror=str(repository.name), commit=commit, owner=owner)
-        if not owner.startswith(PERSON):  # an unpin forgets the row first, so this one was lost, and a heal makes it again
+        if not stands_alone(
+            said[owner, commit]
+        ):  # an unpin forgets the row first, so this one was lost, and a heal makes it again
             await catalog.delete_pins(repository.name.key, [commit], owner)
 
 
 async def _forget_state(catalog: Catalog, row: MirrorRow) -> None:
     """A mirror without a directory was never synced, or somebody deleted it: the next sync clones it again."""
     for pin in await catalog.list_pins(row.name.key):
-        if not pin.owner.startswith(PERSON):
+        if not stands_alone(pin):
             await catalog.delete_pins(row.name.key, [pin.commit], pin.owner)
     if row.synced_at is not None:
         log.warning("mirror.gone", mirror=str(row.name))

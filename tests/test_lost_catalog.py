@@ -1,0 +1,152 @@
+"""A catalog that is lost, damaged or older than the mirrors, with a whole daemon: what each part says; nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemons import Daemon, daemon
+from gitrepos import Upstream, git
+
+
+class World:
+    """Two datasets of two commits each and a person's pin; the catalog was copied before the second dataset came."""
+
+    def __init__(self, running: Daemon, commits: list[str]) -> None:
+        self.daemon = running
+        self.commits = commits
+        self.catalog = running.state_dir / "catalog.sqlite3"
+        self.older = running.root / "older.sqlite3"
+
+    def furnish(self) -> None:
+        self.bring("first", self.commits[0:2])
+        paper = {"mirror": "owner/name", "commit": self.commits[4], "reason": "paper"}
+        assert self.daemon.request("POST", "/v1/pins", paper)[0] == 201
+        self.daemon.stop()
+        shutil.copy(self.catalog, self.older)
+        self.daemon.start()
+        self.bring("second", self.commits[2:4])
+        self.daemon.stop()
+
+    def bring(self, name: str, commits: list[str]) -> None:
+        rows = [
+            {"instance_id": oid[:9], "repo": "owner/name", "base_commit": oid, "patch": "", "test_patch": ""} for oid in commits
+        ]
+        body = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+        answer = self.daemon.json("POST", f"/v1/datasets?name={name}&filename={name}.jsonl", body)
+        while answer["state"] == "running":
+            time.sleep(0.02)
+            answer = self.daemon.json("GET", f"/v1/operations/{answer['id']}")
+        assert answer["state"] == "done"
+
+    def remove_catalog(self) -> None:
+        for file in self.catalog.parent.glob("catalog.sqlite3*"):
+            file.unlink()
+
+    def call(self, *words: str) -> tuple[int, Any]:
+        """The command line, answering in JSON."""
+        command = [sys.executable, "-m", "mirrord", "--config", str(self.daemon.config), "--json", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.returncode, json.loads(done.stdout or "null")
+
+    def doctor(self) -> dict[str, str]:
+        return next(check for check in self.call("doctor")[1] if check["name"] == "catalog")
+
+    def pins(self) -> set[str]:
+        """As refs, which are the truth."""
+        refs = git(self.mirror, "for-each-ref", "--format=%(refname)", "refs/mirrord/pins")
+        return {ref.removeprefix("refs/mirrord/pins/") for ref in refs.splitlines()}
+
+    @property
+    def mirror(self) -> Path:
+        return self.daemon.state_dir / "mirrors/owner__name"
+
+
+@pytest.fixture
+def world(make_upstream: Callable[..., Upstream]) -> Iterator[World]:
+    upstream = make_upstream("owner+name")
+    with _running(upstream) as running:
+        made = World(running, upstream.history(5))
+        made.furnish()
+        yield made
+
+
+@contextmanager
+def _running(upstream: Upstream) -> Iterator[Daemon]:
+    text = f'[upstream]\nurl = "file://{upstream.path.parent}/{{owner}}+{{name}}"\n[audit]\nheal = false\n'
+    with daemon(text) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("loss", "unknown"), [("deleted", ["first", "second"]), ("older", ["second"])])
+def test_what_the_mirrors_pin_and_the_catalog_lacks_is_told_until_it_is_imported(
+    world: World, loss: str, unknown: list[str]
+) -> None:
+    """By the doctor before and after the start, in the log, and by health; no pin goes."""
+    before = world.pins()
+    world.remove_catalog()
+    if loss == "older":
+        shutil.copy(world.older, world.catalog)
+    told = world.doctor()
+    assert told["verdict"] == ("fail" if loss == "deleted" else "warn")
+    assert all(f"mirrord dataset import FILE --name {name}" in told["remedy"] for name in unknown)
+
+    world.daemon.start()
+    assert any(line["event"] == "datasets.unknown" and line["datasets"] == unknown for line in world.daemon.log_lines)
+    assert world.doctor()["verdict"] == "warn"
+    assert f"import again: {', '.join(unknown)}" in str(world.daemon.json("GET", "/v1/health")["reasons"])
+    assert world.pins() == before
+
+    world.bring("first", world.commits[0:2])
+    world.bring("second", world.commits[2:4])
+    assert world.doctor()["verdict"] == "ok"
+    assert "import again" not in str(world.daemon.json("GET", "/v1/health")["reasons"])
+    assert world.pins() == before
+    status, audit = world.call("audit", "--level", "content")
+    assert (status, audit["counts"], audit["findings"]) == (0, {"ok": 4}, [])
+
+
+def test_an_audit_looks_at_what_only_pins_still_tell(world: World) -> None:
+    """No dataset records it now; that an object of it is missing is told all the same."""
+    world.remove_catalog()
+    world.daemon.start()
+    git(world.mirror, "unpack-objects", "-q", stdin=_taken_apart(world.mirror))
+    tree = git(world.mirror, "rev-parse", f"{world.commits[3]}^{{tree}}")
+    (world.mirror / f"objects/{tree[:2]}/{tree[2:]}").unlink()
+    _, audit = world.call("audit", "--no-heal")
+    assert world.commits[3] in {finding["commit"] for finding in audit["findings"]}
+
+
+def test_a_truncated_catalog_is_refused_and_made_again(world: World) -> None:
+    """The daemon says what to do and changes nothing; done, it is as if the catalog had been deleted."""
+    before = world.pins()
+    world.remove_catalog()
+    world.catalog.write_bytes(world.older.read_bytes()[:20_000])
+    told = world.doctor()
+    assert (told["verdict"], "damaged" in told["fact"], "move" in told["remedy"]) == ("fail", True, True)
+    world.daemon.start(wait=False)
+    assert world.daemon.process is not None
+    assert world.daemon.process.wait(20) == 8
+    assert "move the file away" in world.daemon.log
+    assert (world.catalog.stat().st_size, world.pins()) == (20_000, before)
+    world.remove_catalog()
+    world.daemon.start()
+    assert world.pins() == before
+
+
+def _taken_apart(mirror: Path) -> bytes:
+    """Take the packs out of a mirror; answers one of them, which has everything."""
+    git(mirror, "repack", "-adq")
+    (pack,) = (mirror / "objects/pack").glob("*.pack")
+    content = pack.read_bytes()
+    for file in (mirror / "objects/pack").iterdir():
+        file.unlink()
+    return content
