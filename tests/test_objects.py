@@ -12,7 +12,7 @@ from gitrepos import Upstream, git
 from trees import awkward, tree_of
 
 from mirrord.errors import CommitNotFoundError, CorruptObjectError, MirrorNotFoundError
-from mirrord.git.objects import commit_info, is_ancestor, open_objects, resolve, tree_changes, tree_entries
+from mirrord.git.objects import is_ancestor, open_objects, read_commit, resolve, tree_and_time, tree_changes, tree_entries
 
 Make = Callable[[str], Upstream]
 
@@ -93,9 +93,11 @@ def test_ancestry_and_facts_of_commits(make_upstream: Make) -> None:
     assert is_ancestor(git_dir(upstream), first, third)
     assert is_ancestor(git_dir(upstream), third, third)
     assert not is_ancestor(git_dir(upstream), third, first)
-    info = commit_info(git_dir(upstream), second)
+    with open_objects(git_dir(upstream)) as objects:
+        info = read_commit(objects, second)
     assert (info.tree, info.parents) == (tree_of(upstream, second), (first,))
     assert info.time == int(upstream.git("log", "-1", "--format=%ct", second))
+    assert tree_and_time(git_dir(upstream), second) == (info.tree, info.time)
 
 
 def test_tree_entries_are_gits(make_upstream: Make) -> None:
@@ -164,7 +166,7 @@ def test_objects_that_arrive_later_are_seen(make_upstream: Make, tmp_path: Path)
     git(mirror, "fetch", "-q")
     assert resolve(mirror, "HEAD")[0] == new
     git(mirror, "repack", "-adq")
-    assert commit_info(mirror, new).commit == new
+    assert tree_and_time(mirror, new)[0] == git(mirror, "rev-parse", f"{new}^{{tree}}")
 
 
 def test_no_repository_is_said(tmp_path: Path) -> None:

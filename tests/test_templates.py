@@ -110,7 +110,7 @@ def test_a_near_template_costs_one_call_for_its_tree_and_index(
         await store.ensure(commits[1])
         monkeypatch.setattr(Workers, "call", counted)
         near = await store.ensure(commits[2])
-        assert sorted(called) == ["build_layer", "commit_info", "first_parents", "pack_increment"]
+        assert sorted(called) == ["build_layer", "first_parents", "pack_increment", "tree_and_time"]
         assert_equals_commit(near, tmp_path / "mounted", upstream.git("rev-parse", f"{commits[2]}^{{tree}}"))
         called.clear()
         await store.ensure(commits[2], owner=(12345, 12345))

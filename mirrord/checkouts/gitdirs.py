@@ -42,7 +42,7 @@ base of this task
 The history before this commit is not part of the checkout.
 """
 # Named, not imported: it loads libgit2, which only workers do.
-_COMMIT_INFO = "mirrord.git.objects:commit_info"
+_TREE_AND_TIME = "mirrord.git.objects:tree_and_time"
 _READ_TIMEOUT = timedelta(seconds=30)
 _DIRECTORIES = ("info", "objects/info", "objects/pack", "refs/heads", "refs/tags")
 
@@ -220,7 +220,9 @@ class Gitdirs:
     async def _read_commit(self, name: MirrorName, commit: CommitId) -> tuple[str, int]:
         """Tree and committer time, of bytes that were hashed when they were read."""
         try:
-            info = await self._workers.call(_COMMIT_INFO, self._mirrors_path(name), commit, timeout=_READ_TIMEOUT)
+            found: tuple[str, int] = await self._workers.call(
+                _TREE_AND_TIME, self._mirrors_path(name), commit, timeout=_READ_TIMEOUT
+            )
         except CommitNotFoundError as error:
             raise CommitNotFoundError(
                 f"cannot find commit {commit}: {name} does not have it",
@@ -232,7 +234,7 @@ class Gitdirs:
             raise CommitUnservableError(
                 f"cannot serve commit {commit}: its object is damaged", hint="audit and heal the mirror", commit=commit
             ) from error
-        return info.tree, info.time
+        return found
 
     async def _squashed(self, name: MirrorName, tree: str, time: int, scratch: Path) -> _Contents:
         body = _SQUASHED.format(tree=tree, time=time).encode()

@@ -34,7 +34,7 @@ _PACK = (
     "-c", "pack.threads=2", "-c", "core.fsync=none", "-c", "pack.writeReverseIndex=false",
 )  # fmt: skip
 _QUICK = ("-c", "pack.compression=1", "-c", "pack.window=0")
-_SMALL_LIST_BYTES = 1024**2
+_SMALL_LIST_BYTES = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True)

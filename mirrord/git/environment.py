@@ -7,7 +7,7 @@ command and nothing else; both outrank every configuration file. Never reads a f
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -76,6 +76,19 @@ _HELPER = (
 )
 
 
+_OURS = (*_SAFE, *((f"fetch.fsck.{name}", "ignore") for name in _HARMLESS))
+
+
+def _configured(config: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """The variables that hand a configuration to git."""
+    keys = {f"GIT_CONFIG_KEY_{number}": key for number, (key, _) in enumerate(config)}
+    values = {f"GIT_CONFIG_VALUE_{number}": value for number, (_, value) in enumerate(config)}
+    return {**keys, **values, "GIT_CONFIG_COUNT": str(len(config))}
+
+
+_CONFIG = _configured(_OURS)
+
+
 @dataclass(frozen=True, slots=True)
 class Remote:
     """An upstream as git gets it: a URL without secrets for the command line, and the secrets apart."""
@@ -95,8 +108,7 @@ class Remote:
 
 def child_environment(*, home: Path, remote: Remote | None = None, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The whole environment of one git child. `remote` adds its credentials, for that host only."""
-    config = [*_SAFE, *((f"fetch.fsck.{name}", "ignore") for name in _HARMLESS)]
-    environment = {
+    environment = _CONFIG | {
         "PATH": os.environ.get("PATH", os.defpath),
         "HOME": str(home),
         "LC_ALL": "C.UTF-8",
@@ -117,18 +129,15 @@ def child_environment(*, home: Path, remote: Remote | None = None, extra: Mappin
     }
     if remote is not None:
         environment |= {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        environment |= _credentials(remote, config)
+        environment |= _credentials(remote)
         environment |= {"GIT_TRACE_CURL": "1", "GIT_TRACE_CURL_NO_DATA": "1"} if remote.is_http else {}
-    for number, (key, value) in enumerate(config):
-        environment |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
-    environment["GIT_CONFIG_COUNT"] = str(len(config))
     return environment | dict(extra or {})
 
 
-def _credentials(remote: Remote, config: list[tuple[str, str]]) -> dict[str, str]:
+def _credentials(remote: Remote) -> dict[str, str]:
     """A helper bound to scheme, host and port: a redirect to another host gets nothing."""
     if remote.username is None:
         return {}
     parts = urlsplit(remote.url)
-    config.append((f"credential.{parts.scheme}://{parts.netloc}.helper", _HELPER))
-    return {"MIRRORD_UPSTREAM_USERNAME": remote.username, "MIRRORD_UPSTREAM_PASSWORD": remote.password or ""}
+    helper = _configured((*_OURS, (f"credential.{parts.scheme}://{parts.netloc}.helper", _HELPER)))
+    return helper | {"MIRRORD_UPSTREAM_USERNAME": remote.username, "MIRRORD_UPSTREAM_PASSWORD": remote.password or ""}

@@ -94,10 +94,11 @@ def _not_found(commitish: str, fact: str, hint: str = "sync the mirror, or check
     return CommitNotFoundError(f"cannot resolve commit {shown(commitish)}: {fact}", hint=hint, commit=commitish[:200])
 
 
-def commit_info(git_dir: Path, commit: str) -> CommitInfo:
-    """Read one commit; raises CommitNotFoundError."""
+def tree_and_time(git_dir: Path, commit: str) -> tuple[str, int]:
+    """Of one commit; raises CommitNotFoundError. For the daemon, which would load libgit2 with a class of this package."""
     with open_objects(git_dir) as objects:
-        return read_commit(objects, commit)
+        found = read_commit(objects, commit)
+        return found.tree, found.time
 
 
 def read_commit(objects: Objects, commit: str) -> CommitInfo:
