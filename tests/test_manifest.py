@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import awkward, record_control
 
-from mirrord.checkouts.manifest import Entry, Manifest
+from mirrord.checkouts.manifest import Manifest
+from mirrord.checkouts.records import Entry, Records
 from mirrord.checkouts.tree import materialise
 from mirrord.errors import ProofFailedError
 
@@ -26,7 +27,7 @@ ENTRIES = st.dictionaries(
 @given(ENTRIES, ENTRIES)
 def test_what_is_written_is_read(files: dict[bytes, Entry], control: dict[bytes, Entry]) -> None:
     """Any names and numbers, in their order."""
-    manifest = Manifest("1" * 40, "2" * 40, 3, files, control)
+    manifest = Manifest("1" * 40, "2" * 40, 3, Records(files), control)
     read = Manifest.from_bytes(manifest.to_bytes())
     assert read == manifest
     assert list(read.files) == list(files)
@@ -50,7 +51,7 @@ def test_a_real_tree_survives_its_file(make_upstream: Callable[[str], Upstream],
 def test_a_torn_manifest_is_refused(tmp_path: Path, damage: bytes | None) -> None:
     """Cut short, empty or altered: an error, never half a record."""
     path = tmp_path / "manifest"
-    whole = Manifest("1" * 40, "2" * 40, 3, {b"a": Entry(0, bytes(20), bytes(20), 0, 0, 0, 0, 0, 0, 0)}).to_bytes()
+    whole = Manifest("1" * 40, "2" * 40, 3, Records({b"a": Entry(0, bytes(20), bytes(20), 0, 0, 0, 0, 0, 0, 0)})).to_bytes()
     path.write_bytes(whole[:-30] + b"x" * 30 if damage is None else damage)
     with pytest.raises(ProofFailedError):
         Manifest.load(path)

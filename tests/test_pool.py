@@ -20,6 +20,7 @@ from mirrord.checkouts import pooled
 from mirrord.checkouts.calls import Place
 from mirrord.checkouts.leases import Lease
 from mirrord.checkouts.manifest import Manifest
+from mirrord.checkouts.records import Records
 from mirrord.model import History
 
 
@@ -161,7 +162,7 @@ def forge_record(place: Place) -> None:
         {path: entry.with_stat(os.lstat(os.fsencode(place.tree) + b"/" + path)) for path, entry in part.items()}
         for part in (manifest.files, manifest.control)
     ]
-    replace(manifest, files=parts[0], control=parts[1], recorded_ns=time.time_ns() + 10**9).save(place.manifest)
+    replace(manifest, files=Records(parts[0]), control=parts[1], recorded_ns=time.time_ns() + 10**9).save(place.manifest)
 
 
 def test_a_released_tree_serves_the_same_user_again(run_pool: Callable[..., None]) -> None:

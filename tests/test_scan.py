@@ -16,6 +16,7 @@ from gitrepos import Upstream, git
 from trees import awkward, contents, record_control
 
 from mirrord.checkouts.manifest import Manifest
+from mirrord.checkouts.records import Records
 from mirrord.checkouts.scan import Changes, iter_extra, scan
 from mirrord.checkouts.tree import materialise, repair
 
@@ -84,7 +85,7 @@ def test_whole_seconds_prove_less(checkout: Checkout) -> None:
     """Where a file system keeps whole seconds only, a file is too young for longer."""
     coarse = {path: entry._replace(ctime_ns=entry.ctime_ns // 10**9 * 10**9) for path, entry in checkout.manifest.files.items()}
     fine = checkout.manifest.recorded_ns - checkout.manifest.racy_from_ns
-    assert checkout.manifest.recorded_ns - replace(checkout.manifest, files=coarse).racy_from_ns > 10 * fine
+    assert checkout.manifest.recorded_ns - replace(checkout.manifest, files=Records(coarse)).racy_from_ns > 10 * fine
 
 
 def test_a_rehash_reads_every_file(checkout: Checkout) -> None:

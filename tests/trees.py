@@ -11,7 +11,8 @@ from pathlib import Path
 
 from gitrepos import Upstream, git
 
-from mirrord.checkouts.manifest import DIRECTORY, NO_OBJECT, Entry, Manifest, blob_id
+from mirrord.checkouts.manifest import Manifest, blob_id
+from mirrord.checkouts.records import DIRECTORY, NO_OBJECT, Entry
 
 
 def awkward(upstream: Upstream) -> list[str]:

@@ -11,14 +11,17 @@ import errno
 import os
 import stat
 import time
-from contextlib import suppress
+from collections.abc import MutableMapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..errors import MirrordError
-from ..host.files import open_directory, opened, remove
+from ..errors import CheckoutBusyError, MirrordError
+from ..host.files import open_directory, open_regular, opened, remove
+from .descent import Descent
 from .graves import Graves
-from .manifest import DIRECTORY, NO_OBJECT, Entry, Manifest, blob_id
+from .manifest import Manifest, blob_id
+from .records import DIRECTORY, NO_OBJECT, Entry
 from .scan import Changes, is_control
 from .writer import TreeWriter
 
@@ -72,6 +75,22 @@ def has_index(manifest: Manifest, found: Changes) -> bool:
     return _INDEX in _kept(manifest, found)
 
 
+def read_index(tree: Path, manifest: Manifest) -> bytes:
+    """As many bytes as the index had that was written, of whatever is there now; nothing where it cannot be read."""
+    entry = manifest.control.get(_INDEX)
+    if entry is None:
+        return b""
+    try:
+        with (
+            opened(open_directory(tree)) as root,
+            closing(Descent(root)) as descent,
+            opened(open_regular(*descent.locate(_INDEX))) as fd,
+        ):
+            return os.read(fd, entry.size)
+    except (OSError, CheckoutBusyError):
+        return b""
+
+
 def bring(
     tree: Path, manifest: Manifest, found: Changes, store: Store, index: bytes | None, graves: Graves | None = None
 ) -> Manifest:
@@ -87,9 +106,9 @@ def bring(
         fresh |= {path: _write(path, data, writer) for path, data in contents.items() if not _holds(kept.get(path), data)}
         lacking = {path: pack for path, pack in store.packs.items() if path not in kept or not _is_copy(kept[path], pack)}
         fresh |= {path: _put_pack(path, pack, manifest.owner_uid, writer) for path, pack in lacking.items()}
-        control, files = kept | fresh, dict(manifest.files)
+        control, files = kept | fresh, manifest.files.copy()
         for path in writer.touched:
-            where = control if is_control(path) else files
+            where: MutableMapping[bytes, Entry] = control if is_control(path) else files
             if path in where:
                 where[path] = where[path].with_stat(writer.get_stat(path))
     if not writer.touched:

@@ -7,11 +7,12 @@ entries, and in which order: a directory before what is in it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 
 from ..git.objects import CommitInfo, Conversions, Objects, TreeEntry
 from .blobs import Blobs
-from .manifest import DIRECTORY, NO_OBJECT, SUBMODULE, Entry, Manifest, blob_id
+from .manifest import Manifest, blob_id
+from .records import DIRECTORY, NO_OBJECT, SUBMODULE, Entry, Records
 from .writer import TreeWriter
 
 _OLDEST_NS = 315_619_200 * 10**9  # 1980-01-02: zip files know no earlier time
@@ -81,7 +82,7 @@ def is_attributes(path: bytes) -> bool:
     return path.rpartition(b"/")[2] == _ATTRIBUTES
 
 
-def record_directories(files: dict[bytes, Entry], writer: TreeWriter) -> None:
+def record_directories(files: MutableMapping[bytes, Entry], writer: TreeWriter) -> None:
     """Look at the directories that were made or written in, once everything in them is written."""
     for path in sorted(writer.touched):
         entry = files.get(path)
@@ -92,4 +93,4 @@ def record_directories(files: dict[bytes, Entry], writer: TreeWriter) -> None:
 def recorded(info: CommitInfo, files: dict[bytes, Entry], writer: TreeWriter) -> Manifest:
     """The manifest of a tree that was just written."""
     record_directories(files, writer)
-    return Manifest(info.commit, info.tree, time.time_ns(), files)
+    return Manifest(info.commit, info.tree, time.time_ns(), Records(files))

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from ..errors import CheckoutBusyError, ProofFailedError
 from ..host.files import open_directory, opened, shown_path
-from .manifest import DIRECTORY, Entry, Manifest
+from .manifest import Manifest
+from .records import DIRECTORY, Entry
 from .scan import content_id
 from .writer import TreeWriter
 
@@ -26,11 +27,12 @@ def hash_tree(dest: Path, manifest: Manifest) -> str:
 
     A converted file is compared with the bytes that its conversion gave, and stands for its blob.
     """
-    prove_files(dest, manifest.files, manifest.files)
+    files = manifest.files.decoded()
+    prove_files(dest, files, files)
     return tree_id(manifest)
 
 
-def prove_files(dest: Path, files: dict[bytes, Entry], paths: Iterable[bytes]) -> None:
+def prove_files(dest: Path, files: Mapping[bytes, Entry], paths: Iterable[bytes]) -> None:
     """Compare files on disk with their entries: kind, mode, bytes."""
     with opened(open_directory(dest)) as root, TreeWriter(root, mtime_ns=0) as reader:
         for path in paths:
@@ -60,11 +62,10 @@ def _is_empty(reader: TreeWriter, path: bytes) -> bool:
 
 def tree_id(manifest: Manifest) -> str:
     """git's id of the tree that the entries make, computed from the leaves up."""
-    below: dict[bytes, list[tuple[bytes, bytes]]] = {
-        path: [] for path, entry in manifest.files.items() if entry.mode == DIRECTORY
-    }
-    for path in sorted(filter(None, manifest.files), key=lambda path: path.count(b"/"), reverse=True):
-        entry = manifest.files[path]
+    files = manifest.files.decoded()
+    below: dict[bytes, list[tuple[bytes, bytes]]] = {path: [] for path, entry in files.items() if entry.mode == DIRECTORY}
+    for path in sorted(filter(None, files), key=lambda path: path.count(b"/"), reverse=True):
+        entry = files[path]
         above, _, name = path.rpartition(b"/")
         oid, order = (_hash(below[path]), name + b"/") if entry.mode == DIRECTORY else (entry.oid, name)
         below[above].append((order, b"%o %s\0%s" % (entry.mode, name, oid)))
@@ -74,9 +75,10 @@ def tree_id(manifest: Manifest) -> str:
 def prove_directories(manifest: Manifest, changed: Collection[bytes]) -> None:
     """Hash the trees of the directories `changed` from the entries in them; raises ProofFailedError where git has another."""
     below: dict[bytes, list[tuple[bytes, bytes]]] = {path: [] for path in changed}
-    for path, entry in manifest.files.items():
+    for path in manifest.files:
         above, _, name = path.rpartition(b"/")
         if path and above in below:
+            entry = manifest.files[path]
             order = name + b"/" if entry.mode == DIRECTORY else name
             below[above].append((order, b"%o %s\0%s" % (entry.mode, name, entry.oid)))
     for path, lines in below.items():

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import Counter
+from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Self
 
-from .manifest import DIRECTORY, SUBMODULE, Entry, Manifest
+from .cachedtrees import cached_trees, spliced_trees
+from .manifest import Manifest
+from .records import DIRECTORY, SUBMODULE, Entry
 
 _ENTRY = struct.Struct(">10I20sH")
+_HEADER_BYTES = 12
+_CHECKSUM_BYTES = 20
 _LOW = 0xFFFFFFFF
 _LONGEST_NAME = 0xFFF
 _EXECUTABLE = 0o100
@@ -25,20 +32,66 @@ def index_bytes(manifest: Manifest, *, owner: tuple[int, int] | None = None) -> 
     """The index. `owner` (uid, gid) is who the files will seem to belong to, where that is not whom the manifest has (idmapped
     mounts): git compares it.
     """
-    paths = sorted(path for path, entry in manifest.files.items() if entry.mode != DIRECTORY)
-    trees = _cached_trees(manifest.files, paths)
+    files = manifest.files.decoded()
+    paths = sorted(path for path, entry in files.items() if entry.mode != DIRECTORY)
     parts = [b"DIRC", struct.pack(">II", 2, len(paths))]
-    parts += _packed_entries(manifest.files, paths, owner)
-    parts += [b"TREE", struct.pack(">I", len(trees)), trees]
+    parts += _packed_entries(files, paths, owner)
+    parts.append(cached_trees(files, paths))
     body = b"".join(parts)
     return body + hashlib.sha1(body).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Former:
+    """An index that was written from `manifest`, as it is on disk."""
+
+    manifest: Manifest
+    index: bytes
+
+    @classmethod
+    def proven(cls, manifest: Manifest, index: bytes) -> Self | None:
+        """None where the bytes are not those that were written."""
+        return cls(manifest, index) if hashlib.sha1(index[:-_CHECKSUM_BYTES]).hexdigest() == manifest.index else None
+
+
+def spliced_index(former: Former, manifest: Manifest) -> bytes:
+    """What `index_bytes` gives, for a manifest that goes back to the former's: what both have is copied."""
+    old, files = former.index, manifest.files
+    names, offsets = _located(old)
+    pieces, done, count = [], 0, len(names)
+    for path in sorted(files.changed_since(former.manifest.files)):
+        place = bisect_left(names, path)
+        was_there = names[place : place + 1] == [path]
+        is_there = path in files and files[path].mode != DIRECTORY
+        if was_there or is_there:
+            pieces.append(old[offsets[done] : offsets[place]])
+            pieces += _packed_entries(files, [path], None) if is_there else []
+            done = place + was_there
+            count += is_there - was_there
+    pieces.append(old[offsets[done] : offsets[-1]])
+    trees = spliced_trees(old[offsets[-1] : -_CHECKSUM_BYTES], former.manifest.files, files)
+    body = b"".join([b"DIRC", struct.pack(">II", 2, count), *pieces, trees])
+    return body + hashlib.sha1(body).digest()
+
+
+def _located(index: bytes) -> tuple[list[bytes], list[int]]:
+    """The paths in an index that we wrote, and where each entry begins; last where the entries end."""
+    names, offsets, at = [], [], _HEADER_BYTES
+    for _ in range(int.from_bytes(index[8:_HEADER_BYTES], "big")):
+        begin = at + _ENTRY.size
+        length = int.from_bytes(index[begin - 2 : begin], "big")
+        if length == _LONGEST_NAME:
+            length = index.index(b"\0", begin) - begin
+        names.append(index[begin : begin + length])
+        offsets.append(at)
+        at = begin + length + 8 - (_ENTRY.size + length) % 8
+    return names, [*offsets, at]
 
 
 def _packed_entries(files: Mapping[bytes, Entry], paths: list[bytes], owner: tuple[int, int] | None) -> list[bytes]:
     """The entries, each padded with NULs to a multiple of eight; st_dev is left 0, git ignores it (USE_STDEV is off)."""
     parts: list[bytes] = []
     pack = _ENTRY.pack
-    modes = {entry.mode: _canonical(entry.mode) for entry in files.values()}
     for path in paths:
         mode, oid, _, _, size, ino, mtime_ns, ctime_ns, uid, gid = files[path]
         if owner:
@@ -49,34 +102,14 @@ def _packed_entries(files: Mapping[bytes, Entry], paths: list[bytes], owner: tup
         else:
             ctime, mtime = ctime_ns // _SECOND_NS & _LOW, mtime_ns // _SECOND_NS & _LOW
             times = ctime, ctime_ns % _SECOND_NS, mtime, mtime_ns % _SECOND_NS
-            fixed = pack(*times, 0, ino & _LOW, modes[mode], uid, gid, size & _LOW, oid, length)
+            fixed = pack(*times, 0, ino & _LOW, _canonical(mode), uid, gid, size & _LOW, oid, length)
         parts += (fixed, path, _PADDING[len(path) & 7])
     return parts
 
 
+@cache
 def _canonical(mode: int) -> int:
     """Old trees hold modes like 100664; an index knows two kinds of file."""
     if mode & 0o170000 != 0o100000:
         return mode
     return 0o100755 if mode & _EXECUTABLE else 0o100644
-
-
-def _cached_trees(files: Mapping[bytes, Entry], paths: list[bytes]) -> bytes:
-    """The TREE extension: each directory before those in it, with the number of index entries below it and of its subtrees."""
-    counts = Counter([path.rpartition(b"/")[0] for path in paths])
-    below: dict[bytes, list[bytes]] = {path: [] for path, entry in files.items() if entry.mode == DIRECTORY}
-    for path in sorted(below, reverse=True):  # what is in a directory comes before it
-        if path:
-            above = path.rpartition(b"/")[0]
-            counts[above] += counts[path]
-            below[above].append(path)
-    parts: list[bytes] = []
-    pending = [b""]
-    while pending:
-        path = pending.pop()
-        subtrees = below[path]
-        parts.append(b"%s\0%d %d\n%s" % (path.rpartition(b"/")[2], counts[path], len(subtrees), files[path].oid))
-        subtrees.sort(reverse=True)
-        subtrees.sort(key=len, reverse=True)  # git's own order: shorter names first; the last of the pending is next
-        pending += subtrees
-    return b"".join(parts)

@@ -152,7 +152,9 @@ def _write_delta(
 ) -> Manifest:
     new = [step.new for step in steps if step.new]
     gone = {step.path for step in steps if step.old}
-    kept = {path: entry for path, entry in below.files.items() if path not in gone}
+    kept = below.files.copy()
+    for path in gone:
+        del kept[path]
     after = conversions_for(objects, info.commit, kept | {entry.path: unrecorded(entry) for entry in new})
     if any(is_attributes(step.path) for step in steps):
         new += reconverted(objects, below, after, kept)

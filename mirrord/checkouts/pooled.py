@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +23,10 @@ from .calls import Place
 from .control import Store, read_store
 from .graves import Graves
 from .hashing import hash_tree, prove_directories
-from .index import index_bytes
-from .manifest import DIRECTORY, Manifest
+from .index import Former, index_bytes, spliced_index
+from .manifest import Manifest
 from .proof import require, unsettled
+from .records import DIRECTORY, Entry
 from .scan import Changes, examine, is_control, scan
 from .tree import materialise, move, repair
 
@@ -118,9 +119,9 @@ def _proven(manifest: Manifest, found: Changes) -> Manifest:
     """The record with the stat of the directories that only look changed."""
     if not found.proven:
         return manifest
-    files, control = dict(manifest.files), dict(manifest.control)
+    files, control = manifest.files.copy(), dict(manifest.control)
     for path, seen in found.proven.items():
-        where = control if is_control(path) else files
+        where: MutableMapping[bytes, Entry] = control if is_control(path) else files
         where[path] = where[path].with_stat(seen)
     return replace(manifest, files=files, control=control)
 
@@ -136,7 +137,14 @@ def _step(place: Place, store: Store | None, commit: str, manifest: Manifest, fo
     if store is None:
         return linked.link(place.directory, place.mirror, manifest, index_bytes(manifest))
     is_new = manifest is not begun or not control.has_index(manifest, found)
-    return control.bring(place.tree, manifest, found, store, index_bytes(manifest) if is_new else None, graves)
+    index = _index(place, begun, manifest) if is_new else None
+    return control.bring(place.tree, manifest, found, store, index, graves)
+
+
+def _index(place: Place, begun: Manifest, manifest: Manifest) -> bytes:
+    """The index of `manifest`: that of `begun` with what differs, where it lies there still."""
+    former = Former.proven(begun, control.read_index(place.tree, begun))
+    return spliced_index(former, manifest) if former else index_bytes(manifest)
 
 
 def _store(place: Place) -> Store | None:
@@ -145,13 +153,13 @@ def _store(place: Place) -> Store | None:
 
 def _touched(before: Manifest, after: Manifest) -> list[bytes]:
     """What was recorded anew."""
-    old, new = before.files | before.control, after.files | after.control
-    return [path for path, entry in new.items() if old.get(path) is not entry]
+    control = [path for path, entry in after.control.items() if before.control.get(path) is not entry]
+    return after.files.recorded_since(before.files) + control
 
 
 def _changed_directories(before: Manifest, after: Manifest) -> list[bytes]:
-    trees = [(path, entry) for path, entry in after.files.items() if entry.mode == DIRECTORY]
-    return [path for path, entry in trees if path not in before.files or before.files[path].oid != entry.oid]
+    trees = [path for path in after.files.recorded_since(before.files) if after.files[path].mode == DIRECTORY]
+    return [path for path in trees if path not in before.files or before.files[path].oid != after.files[path].oid]
 
 
 def _write_anew(place: Place, commit: str, tree: str, graves: Graves | None = None) -> Manifest:

@@ -16,12 +16,14 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from ..errors import CheckoutBusyError
 from ..host.files import find_stat, is_locked, names_in, open_child, open_directory, open_regular, opened
 from .descent import Descent
-from .manifest import Entry, Manifest, look
+from .manifest import Manifest
+from .records import Entry, Records, look
 
 _CHUNK_BYTES = 1 << 20
 _LARGE_BYTES = 4 << 20
@@ -71,7 +73,7 @@ def scan(root: Path, manifest: Manifest, *, rehash: bool | None = None) -> Chang
     found = Changes(began_ns=time.time_ns())
     with opened(open_directory(root)) as fd:
         entries = manifest.files | manifest.control
-        paths = entries.keys() if every else _suspects(fd, manifest, entries, found)
+        paths = entries.keys() if every else _suspects(fd, manifest, found)
         _examine(fd, manifest, entries, paths, every, found)
     found.looked_at = len(entries) - 1
     return found
@@ -85,7 +87,7 @@ def examine(root: Path, manifest: Manifest, paths: Collection[bytes]) -> Changes
     return found
 
 
-def _suspects(root: int, manifest: Manifest, entries: dict[bytes, Entry], found: Changes) -> list[bytes]:
+def _suspects(root: int, manifest: Manifest, found: Changes) -> list[bytes]:
     """The paths whose stat is not what it was, or too young to prove anything.
 
     A directory above a path may have become a link, and the stat then be of another file. That directory is a suspect itself,
@@ -94,23 +96,22 @@ def _suspects(root: int, manifest: Manifest, entries: dict[bytes, Entry], found:
     suspects = []
     racy_from_ns = manifest.racy_from_ns
     lstat = os.lstat
-    for path, entry in entries.items():
+    control = [(path, entry[3:]) for path, entry in manifest.control.items()]
+    for path, was in chain(manifest.files.iter_seen(), control):
         try:
-            seen = lstat(path or b".", dir_fd=root)
+            now = look(lstat(path or b".", dir_fd=root))
         except OSError:
             suspects.append(path)
             continue
-        if look(seen) != entry[3:]:
+        if now != was:
             suspects.append(path)
-        elif entry.ctime_ns >= racy_from_ns:
+        elif was[4] >= racy_from_ns:
             suspects.append(path)
             found.unsettled = True
     return suspects
 
 
-def _examine(
-    root: int, manifest: Manifest, entries: dict[bytes, Entry], paths: Collection[bytes], every: bool, found: Changes
-) -> None:
+def _examine(root: int, manifest: Manifest, entries: Records, paths: Collection[bytes], every: bool, found: Changes) -> None:
     if paths:
         with _Examination(root, manifest, entries, every, found) as examination:
             examination.judge(paths)
@@ -140,7 +141,7 @@ def _read(fd: int, size: int) -> bytes:
 class _Examination:
     """One closer look. A path is judged after the directories above it; `_lost` is what cannot be there any more."""
 
-    def __init__(self, root: int, manifest: Manifest, entries: dict[bytes, Entry], every: bool, found: Changes) -> None:
+    def __init__(self, root: int, manifest: Manifest, entries: Records, every: bool, found: Changes) -> None:
         self._root = root
         self._entries = entries
         self._owner_uid = manifest.owner_uid

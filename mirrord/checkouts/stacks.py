@@ -13,6 +13,7 @@ from ..host.files import full_disk_named
 from .index import index_bytes
 from .layer import Layer
 from .manifest import Manifest
+from .records import Records
 
 
 def read_manifest(trees: Path, chain: Sequence[Layer]) -> Manifest:
@@ -40,7 +41,7 @@ def laid_on(below: Manifest, delta: Manifest, layer: Layer) -> Manifest:
         return Manifest(delta.commit, delta.tree, delta.recorded_ns, below.files | delta.files)
     inside = tuple(path + b"/" for path in gone)
     files = {path: entry for path, entry in below.files.items() if path not in gone and not path.startswith(inside)}
-    return Manifest(delta.commit, delta.tree, delta.recorded_ns, files | delta.files)
+    return Manifest(delta.commit, delta.tree, delta.recorded_ns, Records(files) | delta.files)
 
 
 def write_index(trees: Path, chain: Sequence[Layer], owner: tuple[int, int], temporary: Path) -> int:

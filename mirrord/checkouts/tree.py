@@ -19,7 +19,8 @@ from ..git.objects import Conversions, Objects, TreeChange, TreeEntry, changes, 
 from ..host.files import full_disk_named, open_directory, opened
 from .entries import conversions_for, is_attributes, mtime_for, record_directories, recorded, unrecorded, write_entries
 from .graves import Graves
-from .manifest import DIRECTORY, Entry, Manifest
+from .manifest import Manifest
+from .records import DIRECTORY, Entry, Records
 from .scan import Changes, is_control
 from .writer import TreeWriter
 
@@ -50,7 +51,7 @@ def move(git_dir: Path, manifest: Manifest, commit: str, dest: Path, graves: Gra
     with open_objects(git_dir) as objects, _opened_tree(dest, commit) as root:
         info = read_commit(objects, commit)
         steps = list(changes(objects, manifest.tree, info.tree))
-        files = dict(manifest.files)
+        files = manifest.files.copy()
         with TreeWriter(root, owner=_owner(manifest), mtime_ns=mtime_for(info.time), graves=graves) as writer:
             _remove_old(steps, files, writer)
             new = [step.new for step in steps if step.new]
@@ -88,7 +89,7 @@ def root_entry(tree: str) -> Entry:
     return unrecorded(TreeEntry(b"", DIRECTORY, tree))
 
 
-def reconverted(objects: Objects, manifest: Manifest, after: Conversions, kept: dict[bytes, Entry]) -> list[TreeEntry]:
+def reconverted(objects: Objects, manifest: Manifest, after: Conversions, kept: Records) -> list[TreeEntry]:
     """Of the files that stay, those that a changed `.gitattributes` writes in another way."""
     before = conversions_for(objects, manifest.commit, manifest.files)
     regular = [path for path, entry in kept.items() if entry.mode & 0o170000 == 0o100000]
@@ -96,7 +97,7 @@ def reconverted(objects: Objects, manifest: Manifest, after: Conversions, kept: 
     return [TreeEntry(path, kept[path].mode, kept[path].oid.hex()) for path in regular if old[path] != after.find(path)]
 
 
-def _remove_old(steps: list[TreeChange], files: dict[bytes, Entry], writer: TreeWriter) -> None:
+def _remove_old(steps: list[TreeChange], files: Records, writer: TreeWriter) -> None:
     """Remove what the new tree does not have. What changes its kind is replaced when it is written, but for a submodule, which
     would keep what is in the directory that it becomes.
     """
