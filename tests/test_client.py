@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -292,6 +293,17 @@ def test_a_checkout_is_released_at_the_end_of_its_block(path: Path) -> None:
             assert checkout.renew().hour == 3
         assert server.asked[-1] == ("DELETE", CHECKOUT)
     assert b"psf__requests-2317" in server.seen[0].body
+
+
+@pytest.mark.parametrize("ttl", [timedelta(minutes=5), 300, 300.0, "5m", "300s"])
+def test_a_lease_is_asked_for_in_any_spelling_of_a_duration(path: Path, ttl: timedelta | float | str) -> None:
+    """In seconds on the wire; what is no duration is an error of ours before anything is sent."""
+    with serving(path, CHECKOUT_ROUTES) as server, Client(path) as client:
+        with client.checkout("x", ttl=ttl) as checkout:
+            checkout.renew(ttl)
+        assert [json.loads(seen.body)["ttl"] for seen in server.seen if seen.body] == [300, 300]
+        with pytest.raises(mirrord.MirrordError, match="cannot read a ttl: 'soon' is not a duration"):
+            client.checkout("x", ttl="soon")
 
 
 def test_a_checkout_is_released_when_its_block_fails(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import anyio
 import pytest
+from structlog.testing import capture_logs
 
 from mirrord.jobs.events import Events
 from mirrord.protocol import Event
@@ -30,6 +31,14 @@ async def test_numbers_grow_by_one_within_a_boot() -> None:
     assert [event.id for event in found] == [1, 2, 3]
     assert {event.boot for event in found} == {events.boot}
     assert found[0].fields == {"x": 1}
+
+
+async def test_what_was_refused_or_failed_is_a_warning_in_the_log() -> None:
+    """So that it is there where only warnings are logged."""
+    with capture_logs() as logged:
+        for name in ("config.reloaded", "config.refused", "mirror.failed", "operation.progressed"):
+            Events().publish(name)
+    assert [entry["log_level"] for entry in logged] == ["info", "warning", "warning", "debug"]
 
 
 async def test_a_follower_gets_what_comes_after_it_asked() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from anyone import BARE_PYTHON, NOBODY
+from structlog.testing import capture_logs
 
 from mirrord.config import AccessSettings, Settings
 from mirrord.host.peers import Access, Peer, Role, peer_of
@@ -42,6 +43,20 @@ def test_root_and_the_daemons_user_are_administrators() -> None:
     access = Access(settings, own_uid=42)
     assert access.role(Peer(0, 0, 1)) is Role.ADMIN
     assert access.role(Peer(42, 42, 1)) is Role.ADMIN
+
+
+def test_a_name_that_this_host_does_not_know_is_logged_once() -> None:
+    """At a start, and when the configuration comes to name it; not at each look."""
+    named: dict[str, object] = {"group": "no-such-group"}
+    with capture_logs() as logged:
+        access = Access(lambda: settings(**named), own_uid=42)
+        access.refresh()
+        named["admins"] = ["no-such-user"]
+        access.refresh()
+    assert [(entry["event"], entry["log_level"], entry["detail"]) for entry in logged] == [
+        ("access.warned", "warning", "the group no-such-group does not exist: only administrators are admitted"),
+        ("access.warned", "warning", "the administrator no-such-user does not exist"),
+    ]
 
 
 def test_administrators_are_named_by_name_or_uid() -> None:

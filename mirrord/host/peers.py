@@ -70,6 +70,7 @@ class Access:
     def __init__(self, settings: Callable[[], Settings], *, own_uid: int | None = None) -> None:
         self._settings = settings
         self._own_uid = os.geteuid() if own_uid is None else own_uid
+        self._told: frozenset[str] = frozenset()
         self.refresh()
 
     def role(self, peer: Peer) -> Role:
@@ -90,12 +91,16 @@ class Access:
         return unknown + [f"the administrator {name} does not exist" for name in access.admins if _find_uid(name) is None]
 
     def refresh(self) -> None:
-        """Look the names up again."""
+        """Look the names up again, and log once those that this host does not know."""
         access = self._settings().access
         found = (_find_uid(name) for name in access.admins)
         self._admins: frozenset[int] = frozenset(uid for uid in found if uid is not None)
         self._group = _find_gid(access.group)
         self._looked_up_at = time.monotonic()
+        warnings = frozenset(self.warnings)
+        for warning in sorted(warnings - self._told):
+            log.warning("access.warned", detail=warning)
+        self._told = warnings
 
 
 def _find_uid(name: str | int) -> int | None:

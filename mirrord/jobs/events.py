@@ -8,6 +8,7 @@ again under another boot id.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
@@ -53,8 +54,7 @@ class Events:
         self.counts[name] += 1
         self._ring.append(_Entry(self._last, self._clock(), name, fields))
         self._wake()
-        write = log.debug if name == "operation.progressed" else log.info
-        write(name, **{f"{key}_" if key in _RESERVED else key: value for key, value in fields.items()})
+        log.log(_level(name), name, **{f"{key}_" if key in _RESERVED else key: value for key, value in fields.items()})
 
     def position(self, last_event_id: str | None) -> int:
         """Where a follower stands who last saw `last_event_id` (`BOOT:ID`, or the id alone); None is the end.
@@ -114,3 +114,10 @@ class Events:
     def _gap(self, position: int, first: int) -> Event:
         fields = {"after": position, "count": first - position - 1}
         return Event(id=first - 1, boot=self.boot, at=self._clock(), name="events.dropped", fields=fields)
+
+
+def _level(name: str) -> int:
+    """How loud an event is in the log."""
+    if name == "operation.progressed":
+        return logging.DEBUG
+    return logging.WARNING if name.endswith((".failed", ".refused")) else logging.INFO

@@ -114,7 +114,7 @@ class Watch:
         try:
             await self._handle(path)
         except MirrordError as error:
-            log.info("watch.failed", path=str(path), detail=error.message)
+            log.warning("watch.failed", path=str(path), detail=error.message)
         except Exception:
             log.exception("watch.crashed", path=str(path))
 

@@ -88,7 +88,7 @@ class Checkout:
         """Bring files of a pinned commit into the tree (grader view); answers the paths written."""
         return self._client.restore_paths(self.id, commit, *paths)
 
-    def renew(self, ttl: timedelta | None = None) -> datetime:
+    def renew(self, ttl: timedelta | float | str | None = None) -> datetime:
         """Move the deadline to `ttl` from now, by default to what was asked for first; answers it."""
         self.lease = self._client.renew_checkout(self.id, ttl)
         return self.lease.expires_at

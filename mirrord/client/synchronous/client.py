@@ -12,8 +12,9 @@ from typing import Self
 from urllib.parse import quote
 
 from ... import protocol
-from ...errors import CancelledError, DeadlineError, NoDaemonError, OperationNotFoundError, from_problem
+from ...errors import CancelledError, DeadlineError, NoDaemonError, OperationNotFoundError, UsageError, from_problem
 from ...model import AuditLevel, Backend, History, View
+from ...units import parse_duration
 from ..answers import read_list, read_one, retry_pauses
 from ..events import EventReader
 from ..sockets import socket_path
@@ -233,9 +234,12 @@ class Client:
         history: History | None = None,
         view: View = View.AGENT,
         backend: Backend | None = None,
-        ttl: timedelta | None = None,
+        ttl: timedelta | float | str | None = None,
     ) -> Checkout:
-        """Lease a working tree at an instance's base commit, at NAME@COMMITISH, or at `commit` of `mirror`."""
+        """Lease a working tree at an instance's base commit, at NAME@COMMITISH, or at `commit` of `mirror`.
+
+        `ttl` is how long it is held unless renewed: a timedelta, seconds, or a duration such as "30m".
+        """
         body = protocol.StartCheckout(
             instance=instance, mirror=mirror, commit=commit, history=history, view=view, backend=backend, ttl=_seconds(ttl)
         )
@@ -260,7 +264,7 @@ class Client:
         answer = self._connection.request("POST", f"checkouts/{quote(checkout, safe='')}/reset", body=body)
         return read_one(answer, protocol.ResetAnswer)
 
-    def renew_checkout(self, checkout: str, ttl: timedelta | None = None) -> protocol.Checkout:
+    def renew_checkout(self, checkout: str, ttl: timedelta | float | str | None = None) -> protocol.Checkout:
         body = protocol.RenewCheckout(ttl=_seconds(ttl))
         return read_one(
             self._connection.request("POST", f"checkouts/{quote(checkout, safe='')}/renew", body=body), protocol.Checkout
@@ -364,8 +368,12 @@ def _mirror(name: str) -> str:
     return quote(name.replace("/", "__", 1), safe="")
 
 
-def _seconds(duration: timedelta | None) -> float | None:
-    return None if duration is None else duration.total_seconds()
+def _seconds(duration: timedelta | float | str | None) -> float | None:
+    try:
+        read = parse_duration(duration) if isinstance(duration, str) else duration
+    except ValueError as error:
+        raise UsageError(f"cannot read a ttl: {error}") from error
+    return read.total_seconds() if isinstance(read, timedelta) else read
 
 
 def _forgotten(identity: str) -> CancelledError:
