@@ -13,12 +13,14 @@ import os
 import shutil
 import struct
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _EXT4_IOC_SHUTDOWN = 0x8004587D  # linux/ext4.h, _IOR('X', 125, __u32)
 _NO_LOG_FLUSH = 2
+_FREE_S = 10.0
 
 
 def run(*command: str | Path) -> None:
@@ -31,6 +33,14 @@ def unmount(path: Path) -> None:
     targets = [line.split()[4] for line in lines]
     for target in sorted((t for t in targets if t == str(path) or t.startswith(f"{path}/")), reverse=True):
         subprocess.run(["umount", "--lazy", target], check=False, capture_output=True)
+
+
+def _unmount_when_free(path: Path) -> None:
+    """Not lazily, because the device is to be free; somebody who looks at all mounts may hold it for a moment."""
+    deadline = time.monotonic() + _FREE_S
+    while subprocess.run(["umount", path], check=False, capture_output=True).returncode:
+        assert time.monotonic() < deadline, f"{path} stays busy"
+        time.sleep(0.05)
 
 
 class SmallDisk:
@@ -97,7 +107,7 @@ class CutDisk:
         self._image.unlink()
         self._image = copy
         self.mount(self._path)
-        run("umount", self._path)
+        _unmount_when_free(self._path)
         run("fsck.ext4", "-f", "-n", copy)
         self.mount(self._path)
 

@@ -62,6 +62,7 @@ def _cut_once(lab: Lab, disk: CutDisk, kind: type[Operation], seed: random.Rando
     works_again(lab)
     _torn_templates_go(lab)
     judge(lab, level="content")
+    operation.clean()
     _release_all(lab)
     return Row(_FAULT, kind.name, "any moment", "started again; leases stand whole, or of the last seconds are gone")
 
