@@ -99,9 +99,7 @@ class Engine:
         """What is recorded, and the mirrors that hold it."""
         log_settings = self._settings.log
         self.git = Git(home=self.layout.home)
-        on_start = partial(telemetry.configure, log_settings.level, log_settings.format)
-        self.workers = Workers(on_start=on_start, preload=["mirrord.checkouts.preloaded"])
-        self.workers.prepare()
+        self.workers = Workers(on_start=partial(telemetry.configure, log_settings.level, log_settings.format))
         self._closing.push_async_callback(self.workers.close)
         # the catalog first: opening the mirrors brings it in line with their refs
         self.catalog = await Catalog.open(self.layout.catalog, self.workers)

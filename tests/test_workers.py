@@ -10,7 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import pytest
 import structlog
 
 from mirrord.errors import CommitNotFoundError, DeadlineError, StoppingError, WorkerCrashedError
+from mirrord.git.forking import prepare_workers
 from mirrord.git.workers import Workers
 
 LONG = timedelta(seconds=30)
@@ -114,7 +115,8 @@ def test_a_call_that_no_worker_takes_is_given_up() -> None:
                 await workers.call(own_pid, timeout=LONG)
             assert await workers.call(own_pid, timeout=LONG) != stopped
         finally:
-            os.kill(stopped, signal.SIGCONT)
+            with suppress(ProcessLookupError):  # its pool has killed it
+                os.kill(stopped, signal.SIGCONT)
             await workers.close()
 
     anyio.run(main)
@@ -151,8 +153,8 @@ def test_what_is_preloaded_is_loaded_once() -> None:
     async def main() -> None:
         parents = []
         for _ in range(2):
-            workers = Workers(size=1, preload=("nturl2path",))
-            workers.prepare()
+            prepare_workers(["nturl2path"])
+            workers = Workers(size=1)
             was_loaded, parent = await workers.call(loaded_and_parent, "nturl2path", timeout=LONG)
             assert was_loaded
             parents.append(parent)

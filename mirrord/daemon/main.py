@@ -6,8 +6,6 @@ Prints what it cannot start for on stderr and ends with the error's exit status;
 from __future__ import annotations
 
 import argparse
-import os
-import resource
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,19 +20,15 @@ from .listener import open_listeners
 from .lock import StateLock
 from .service import Service
 
-_UMASK = 0o022  # what must be private says so itself; a checkout's files are as git would make them
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the daemon in the foreground; answers its exit status."""
     chosen = _parse(arguments)
-    os.umask(_UMASK)
     try:
         path = chosen.config.absolute() if chosen.config else config.find_path()
         load = partial(_load, path, chosen.socket)
         settings = load()
         telemetry.configure(settings.log.level, settings.log.format)
-        _raise_file_limit()
         return _serve(Engine(settings, config_path=path, load=load))
     except MirrordError as error:
         _explain(error)
@@ -64,13 +58,6 @@ def _serve(engine: Engine) -> int:
         finally:
             for listener in listeners:
                 listener.remove()
-
-
-def _raise_file_limit() -> None:
-    """1,000 clients and their checkouts need more than the 1,024 descriptors that a login gives."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _explain(error: MirrordError) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from multiprocessing import forkserver, get_context
+from multiprocessing import get_context
 from typing import Any, TypeVar, overload
 
 import structlog
@@ -25,6 +25,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from ..errors import DeadlineError, StoppingError, WorkerCrashedError
 from ..host.processes import die_with_parent, resident_bytes, trim_memory
+from .forking import prepare_workers
 
 T = TypeVar("T")
 
@@ -39,8 +40,8 @@ log = structlog.get_logger()
 class Workers:
     """A pool of processes for sync, importable functions with picklable arguments and results.
 
-    `on_start` runs in each new worker (to set up its logging); `preload` are modules that the fork server has loaded before it
-    forks. A call that no worker begins within `take`, though one is free, is lost. One pool belongs to one event loop.
+    `on_start` runs in each new worker (to set up its logging). A call that no worker begins within `take`, though one is free, is
+    lost. One pool belongs to one event loop.
     """
 
     def __init__(
@@ -50,13 +51,11 @@ class Workers:
         idle: timedelta = timedelta(seconds=15),
         take: timedelta = timedelta(seconds=20),
         on_start: Callable[[], None] | None = None,
-        preload: Sequence[str] = (),
     ) -> None:
         self._size = size
         self._idle = idle
         self._on_start = on_start
         self._take = take
-        self._preload = [_NURSERY, __name__, *preload]
         self._pool: ProcessPool | None = None
         self._has_started = False
         self._running = 0
@@ -64,14 +63,6 @@ class Workers:
         self._retire_timer: asyncio.TimerHandle | None = None
         self._retiring: set[asyncio.Task[None]] = set()
         self._closed = False
-
-    def prepare(self) -> None:
-        """Have the fork server there, so that nobody waits for what it loads. Once for all pools of a process.
-
-        Call it in the thread that lives longest: the server dies with the *thread* that started it.
-        """
-        forkserver.set_forkserver_preload(self._preload)
-        forkserver.ensure_running()
 
     @overload
     async def call(self, function: Callable[..., T], /, *args: Any, timeout: timedelta, **kwargs: Any) -> T: ...
@@ -168,7 +159,7 @@ class Workers:
         if self._pool is not None and not self._pool.active:
             self._forget(self._pool)
         if self._pool is None:
-            self.prepare()
+            prepare_workers()
             self._has_started = False
             self._pool = ProcessPool(
                 max_workers=self._size, initializer=_begin, initargs=(self._on_start,), context=get_context("forkserver")
