@@ -69,6 +69,9 @@ class Service:
         connection.settimeout(30)
         return connection
 
+    def open_files(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
     def ask(self, message: bytes) -> dict[str, Any]:
         """One raw message, and what is said to it."""
         with self.connect() as connection:
@@ -106,6 +109,19 @@ def as_uid(uid: int, script: str, *args: str) -> str:
 
 
 # -- what it is for -----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_read_is_torn_down_when_nobody_asks(lab: Lab, service: Service, mounter: RemoteMounter) -> None:
+    """Not before the answer, and not before the mount that a reset asks for next."""
+    order = lab.checkout()
+    mounter.mount(order)
+    before = service.open_files()
+    mounter.umount(order.checkout, was_used=True)
+    assert mounted_below(lab.state) == []
+    deadline = time.monotonic() + 20
+    while service.open_files() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_the_daemons_user_mounts_and_unmounts(lab: Lab, service: Service) -> None:

@@ -34,7 +34,7 @@ from .calls import list_overlay_changes
 from .graves import find_graves, new_grave
 from .leases import Lease, LeaseState
 from .proof import require
-from .rubbish import Rubbish, remove_untouched
+from .rubbish import Rubbish, remove_untouched, remove_unwritten
 from .sights import Sight, look_at
 from .templates import Template, Templates
 
@@ -151,8 +151,13 @@ class OverlayBackend:
 
     def _take_down(self, directory: Path) -> bool:
         """Unmount a checkout and remove what is quickly removed, in a thread: it is nearly all waiting, for the kernel."""
-        self._mounter.umount(directory.name, was_used=_is_written(f"{directory}/{_LAYER}"))
+        self._mounter.umount(directory.name)
         return remove_untouched(directory)
+
+    def _remove_layer(self, layer: Path) -> bool:
+        """Take a layer away that a reset replaced, in a thread; False where something was written to it."""
+        self._mounter.tear_down()
+        return remove_unwritten(layer)
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:
         template = self._held.get(lease.id)
@@ -213,7 +218,7 @@ class OverlayBackend:
         except BaseException:
             self._put_back(lease, old)
             raise
-        self._rubbish.add(old)
+        self._rubbish.add(old, self._remove_layer)
 
     def _put_back(self, lease: Lease, old: Path) -> None:
         self._rubbish.add(_set_aside(lease.directory))

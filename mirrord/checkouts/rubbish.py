@@ -47,9 +47,12 @@ class Rubbish:
         self._waiting: dict[Path, asyncio.Future[str | None]] = {}
         self._sweeper: asyncio.Task[None] | None = None
 
-    def add(self, layer: Path) -> None:
-        """Remove a layer soon; one that is not there is fine. Whoever resets is answered first: it may take as long."""
-        task = asyncio.get_running_loop().create_task(self._remove_layer(layer))
+    def add(self, layer: Path, quickly: Callable[[Path], bool] | None = None) -> None:
+        """Remove a layer soon, unless `quickly`, in a thread, says that it did; one that is not there is fine.
+
+        Whoever resets is answered first: until then not even a thread is woken, which would take its turn of the interpreter.
+        """
+        task = asyncio.get_running_loop().create_task(self._remove_layer(layer, quickly or remove_unwritten))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
 
@@ -80,9 +83,9 @@ class Rubbish:
         await asyncio.gather(*running, return_exceptions=True)
         self._threads.shutdown(wait=False)
 
-    async def _remove_layer(self, layer: Path) -> None:
+    async def _remove_layer(self, layer: Path, quickly: Callable[[Path], bool]) -> None:
         await asyncio.sleep(_PAUSE_S)
-        if await self._in_thread(remove_unwritten, layer):
+        if await self._in_thread(quickly, layer):
             return
         removal, pause_s = self._enqueue(layer), _LONG_PAUSE_S
         self._step_aside()

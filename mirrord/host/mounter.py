@@ -26,7 +26,7 @@ from typing import Any, cast
 from ..errors import AccessError, BackendUnavailableError, InvalidRequestError, MirrordError, ResourceError
 from . import mounts
 from .files import open_directory, opened
-from .mounting import MESSAGE_MAX_BYTES, PROBE_LAYER, OverlayOrder, make_idmap, templates_for
+from .mounting import MESSAGE_MAX_BYTES, PROBE_LAYER, Held, OverlayOrder, make_idmap, templates_for
 from .systemd import take_sockets
 from .userns import Owner
 
@@ -41,6 +41,7 @@ _LAYER = re.compile(
 _LAYERS_MAX = 64
 _ID_MAX = 2**32 - 2
 _CONNECTIONS_MAX = 64
+_TEARDOWN_PAUSE_S = 0.02
 _PEERCRED = struct.Struct("3i")
 
 
@@ -50,6 +51,7 @@ class GuardedMounter:
     def __init__(self, state_dir: Path, uid: int) -> None:
         self._state = open_directory(state_dir)
         self._uid = uid
+        self.held = Held()
 
     def mount(self, order: OverlayOrder) -> None:
         directory = f"checkouts/{order.checkout}"
@@ -66,7 +68,8 @@ class GuardedMounter:
 
     def umount(self, checkout: str, *, was_used: bool) -> None:
         with suppress(FileNotFoundError), ExitStack() as stack:
-            mounts.umount(mounts.descriptor_path(self._open(stack, f"checkouts/{checkout}/tree")), was_used=was_used)
+            tree = self._open(stack, f"checkouts/{checkout}/tree")
+            mounts.umount(mounts.descriptor_path(tree), held=self.held.take() if was_used else None)
 
     def make_idmap(self, owner: Owner) -> None:
         self._must_be_ordinary(owner)
@@ -165,7 +168,10 @@ class Service:
 
     def run(self) -> None:
         while True:
-            for key, _ in self._selector.select():
+            ready = self._selector.select(_TEARDOWN_PAUSE_S if self._mounter.held else None)
+            if not ready:
+                self._mounter.held.close()
+            for key, _ in ready:
                 connection = cast("socket.socket", key.fileobj)
                 if connection is self._listener:
                     self._accept()

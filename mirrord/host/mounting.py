@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,7 @@ from .userns import Owner, opened_userns
 PROBE_LAYER = ".probe"
 MESSAGE_MAX_BYTES = 64 * 1024
 _TIMEOUT = timedelta(seconds=5)
+_HELD_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,13 @@ class Mounter(Protocol):
         """Mount a checkout's tree; `layer/work` must be fresh."""
 
     def umount(self, checkout: str, *, was_used: bool = False) -> None:
-        """Take its tree away, whoever is inside; fine where nothing is mounted. `was_used` is a guess that files were read."""
+        """Take its tree away, whoever is inside; fine where nothing is mounted.
+
+        `was_used` is a guess that files were read: then most of the work is left for `tear_down`.
+        """
+
+    def tear_down(self) -> None:
+        """Do what is left of unmounting, when nobody waits; any thread may."""
 
     def make_idmap(self, owner: Owner) -> None:
         """Have the templates a second time, with `owner` in the daemon's place; anew where there was one."""
@@ -62,11 +70,31 @@ def templates_for(owner: Owner | None) -> str:
     return f"idmaps/{owner[0]}-{owner[1]}" if owner else "templates"
 
 
+class Held:
+    """Descriptors that keep what was unmounted from being torn down yet; not too many."""
+
+    def __init__(self) -> None:
+        self._descriptors: list[int] = []
+
+    def take(self) -> list[int] | None:
+        """Where to put one more."""
+        return self._descriptors if len(self._descriptors) < _HELD_MAX else None
+
+    def close(self) -> None:
+        while self._descriptors:
+            with suppress(IndexError):  # another thread was quicker
+                os.close(self._descriptors.pop())
+
+    def __len__(self) -> int:
+        return len(self._descriptors)
+
+
 class LocalMounter:
     """Mounts in this process; trusts its caller and the state directory."""
 
     def __init__(self, state_dir: Path) -> None:
         self._state = str(state_dir)
+        self._held = Held()
 
     def mount(self, order: OverlayOrder) -> None:
         directory = f"{self._state}/checkouts/{order.checkout}"
@@ -75,7 +103,10 @@ class LocalMounter:
         mounts.mount_overlay(f"{directory}/tree", lower, f"{directory}/layer/upper", f"{directory}/layer/work")
 
     def umount(self, checkout: str, *, was_used: bool = False) -> None:
-        mounts.umount(f"{self._state}/checkouts/{checkout}/tree", was_used=was_used)
+        mounts.umount(f"{self._state}/checkouts/{checkout}/tree", held=self._held.take() if was_used else None)
+
+    def tear_down(self) -> None:
+        self._held.close()
 
     def make_idmap(self, owner: Owner) -> None:
         self.drop_idmap(owner)
@@ -88,7 +119,7 @@ class LocalMounter:
         mounts.umount(f"{self._state}/{templates_for(owner)}")
 
     def close(self) -> None:
-        """Nothing is held."""
+        self.tear_down()
 
 
 def make_idmap(source: int, target: int, owner: Owner) -> None:
@@ -112,6 +143,9 @@ class RemoteMounter:
 
     def umount(self, checkout: str, *, was_used: bool = False) -> None:
         self._ask("umount", checkout=checkout, was_used=was_used)
+
+    def tear_down(self) -> None:
+        """The service does it by itself."""
 
     def make_idmap(self, owner: Owner) -> None:
         self._ask("make_idmap", owner=owner)

@@ -11,12 +11,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import queue
 import re
-import threading
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 from ..errors import BackendUnavailableError, DiskFullError, MirrordError, ResourceError
 from .files import opened
@@ -35,8 +32,6 @@ _RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x2, 0x4, 0x8
 _OPTIONS_MAX = 4095  # mount(2) takes one page
 _SPECIAL = re.compile(r"[,:\\]")
 _STACKED_MAX = 8
-_TEARDOWNS_MAX = 64
-_TEARDOWN_PAUSE_S = 0.01
 
 # redirect_dir: rename(2) of a directory below must not give EXDEV, which git mv does not survive. volatile: an unmount would else
 # flush the whole file system. The rest would make files mean something only together with one mount.
@@ -70,20 +65,18 @@ def mount_overlay(target: str, lower: Sequence[str], upper: str, work: str) -> N
         _mount(target, options)
 
 
-def umount(target: str, *, was_used: bool = False) -> None:
+def umount(target: str, *, held: list[int] | None = None) -> None:
     """Take away everything that is mounted at `target`, whoever is inside; fine where nothing is.
 
-    It is gone at once for whoever comes by the path. Where it `was_used`, what the kernel has to tear down (15 ms for 5,000 files
-    that were looked at) is left to another thread, which lets go of it last; for little that costs more than it saves.
+    It is gone at once for whoever comes by the path. What the kernel has to tear down (15 ms for 5,000 files that were looked at)
+    is left to whoever closes the descriptor that is added to `held`, where there is one.
     """
-    for depth in range(_STACKED_MAX):
-        last = _find_open(target) if was_used and depth == 0 else None
-        detached = _libc.umount2(os.fsencode(target), _MNT_DETACH) == 0
-        number = ctypes.get_errno()
-        if last is not None:
-            _teardown.close(last) if detached else os.close(last)
-        if detached:
+    if held is not None and (last := _find_open(target)) is not None:
+        held.append(last)
+    for _ in range(_STACKED_MAX):
+        if _libc.umount2(os.fsencode(target), _MNT_DETACH) == 0:
             continue
+        number = ctypes.get_errno()
         if number in (errno.EINVAL, errno.ENOENT):
             return
         raise _refused("unmount", target, number)
@@ -140,38 +133,6 @@ def is_private_namespace() -> bool:
         return os.stat("/proc/self/ns/mnt").st_ino != os.stat("/proc/1/ns/mnt").st_ino
     except (PermissionError, FileNotFoundError):
         return False
-
-
-class _Teardown:
-    """Closes descriptors in a thread of its own, started when first needed; in the caller's when that falls behind.
-
-    It begins a moment later: whoever resets is answered first, and on few processors the two would share one.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: queue.Queue[int] = queue.Queue(_TEARDOWNS_MAX)
-        self._thread: threading.Thread | None = None
-
-    def close(self, fd: int) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="teardown", daemon=True)
-            self._thread.start()
-        try:
-            self._waiting.put_nowait(fd)
-        except queue.Full:
-            os.close(fd)
-
-    def _run(self) -> None:
-        while True:
-            first = self._waiting.get()
-            time.sleep(_TEARDOWN_PAUSE_S)
-            os.close(first)
-            with suppress(queue.Empty):
-                while True:
-                    os.close(self._waiting.get_nowait())
-
-
-_teardown = _Teardown()
 
 
 def _find_open(path: str) -> int | None:
