@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from dataclasses import replace
 from datetime import timedelta
@@ -71,6 +72,22 @@ def test_a_path_into_a_checkout_names_it(leases: Leases) -> None:
     for text in ("/etc/passwd", "../../etc", "nonsense", "", "\0"):
         with pytest.raises(CheckoutNotFoundError):
             leases.get(text)
+
+
+def test_a_renewal_is_on_the_disk_before_it_replaces_the_lease(
+    leases: Leases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems would else bring an empty file back after a power cut, and with it lose work that is hours old."""
+    lease = new_lease(leases)
+    leases.save(lease)
+    flushed: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(os.readlink(f"/proc/self/fd/{fd}")))
+    renewed = replace(lease, expires_at=lease.expires_at + timedelta(hours=1))
+    leases.prepare(renewed)
+    assert again(leases, tmp_path)[0] == [lease]
+    leases.put(renewed)
+    assert flushed == [f"{lease.directory}/lease.json.new"]
+    assert again(leases, tmp_path)[0] == [renewed]
 
 
 def test_an_ended_lease_is_not_found(leases: Leases) -> None:

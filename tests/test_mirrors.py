@@ -10,9 +10,11 @@ from pathlib import Path
 
 import anyio
 import pytest
+import structlog
 from forge import Forge, serving
 from gitrepos import ENV, Upstream, git
 
+from mirrord.audit.names import read_names
 from mirrord.catalog.catalog import Catalog
 from mirrord.config import Settings
 from mirrord.errors import (
@@ -29,6 +31,7 @@ from mirrord.errors import (
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
 from mirrord.jobs.events import Events
+from mirrord.mirrors.repository import Repository
 from mirrord.mirrors.service import Mirrors
 from mirrord.model import CommitId, MirrorName
 
@@ -104,6 +107,19 @@ def test_a_mirror_is_added_synced_and_found_in_any_spelling(house: Builder, upst
         head = upstream.git("rev-parse", "HEAD"), upstream.git("rev-parse", "HEAD^{tree}")
         assert await it.mirrors.resolve(NAME, "main") == head
         assert len(await it.mirrors.list()) == 1
+
+    house.run(body)
+
+
+def test_a_mirror_is_made_by_one_git_with_all_that_protects_it(house: Builder, tmp_path: Path) -> None:
+    """A process for each key of the configuration was most of what a first sync of a small repository cost."""
+
+    async def body(_: House) -> None:
+        repository = Repository(Git(home=tmp_path / "home"), NAME, tmp_path / "made")
+        with structlog.testing.capture_logs() as told:
+            await repository.create()
+        assert [line["event"] for line in told] == ["git.ended"]
+        assert read_names(repository.path).faults == []
 
     house.run(body)
 

@@ -66,6 +66,20 @@ def test_an_untouched_checkout_is_proven_by_lstat_alone(checkout: Checkout) -> N
     assert found.looked_at == len(checkout.manifest.files) + len(checkout.manifest.control) - 1
 
 
+def test_nothing_is_believed_of_another_boot(checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut can leave a file with its whole stat and other bytes: here one whose record is of other bytes."""
+    path, entry = next((path, entry) for path, entry in checkout.manifest.files.items() if stat.S_ISREG(entry.mode))
+    other = entry._replace(content=bytes(20))
+    files = Records({**checkout.manifest.files.decoded(), path: other})
+    replace(checkout.manifest, files=files).save(tmp_path / "manifest")
+    checkout.manifest = Manifest.load(tmp_path / "manifest")
+    assert checkout.scan().is_empty
+    monkeypatch.setattr("mirrord.checkouts.manifest.boot_id", lambda: "another")
+    checkout.manifest = Manifest.load(tmp_path / "manifest")
+    found = checkout.scan()
+    assert (found.modified, found.hashed > 1) == ([path], True)
+
+
 def test_reading_changes_nothing(checkout: Checkout) -> None:
     """A user who only looks leaves a clean checkout."""
     contents(checkout.root)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import anyio.to_thread
 import structlog
 
 from ..errors import BackendUnavailableError, MirrordError, ProofFailedError
@@ -106,6 +107,12 @@ class Keeper:
         """Take the lease away at once; its files go in the background."""
         backend = self._find_backend(lease)
         self.removal.start(self.leases.drop(lease), lease, [backend] if backend else self._backends)
+
+    async def renew(self, lease: Lease) -> None:
+        """Give a live lease another deadline. A power cut leaves the old one or the new one."""
+        with full_disk_named(f"the lease of checkout {lease.id}"):
+            await anyio.to_thread.run_sync(self.leases.prepare, lease)
+            self.leases.put(lease)
 
     def save(self, lease: Lease) -> None:
         with full_disk_named(f"the lease of checkout {lease.id}"):

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..host.processes import boot_id
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -73,7 +75,3 @@ def read_record(directory: Path) -> tuple[Layer, bool] | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return (layer, proven) if layer.name == directory.name else None
-
-
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

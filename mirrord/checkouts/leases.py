@@ -3,7 +3,7 @@
 The directory `checkouts/<id>` is the truth: no database knows a lease. A lease is `lease.json` there, or `resetting.json` while a
 reset runs. A directory without a whole one is half-made; one called `.gone-<id>` was released; both are only rubbish. A new lease
 is one write, a change is a rename; neither is flushed: after a power cut a lease that was seconds old may be gone, but never half
-there. Never touches what is inside the tree.
+there. Only what replaces a lease that has stood for long, a renewal, is flushed first. Never touches what is inside the tree.
 """
 
 from __future__ import annotations
@@ -106,6 +106,15 @@ class Leases:
     def find(self, checkout: CheckoutId) -> Lease | None:
         return self._live.get(checkout)
 
+    def prepare(self, lease: Lease) -> None:
+        """Write durably what `put` puts in the place of the lease's file. For a thread: the disk may take its time."""
+        _write(f"{lease.directory}/{lease.state}.new", lease, durably=True)
+
+    def put(self, lease: Lease) -> None:
+        """Make the lease stand as it was prepared."""
+        os.rename(f"{lease.directory}/{lease.state}.new", f"{lease.directory}/{lease.state}")
+        self._live[lease.id] = lease
+
     def save(self, lease: Lease) -> None:
         """Make the lease stand as it now is."""
         before = self._live.get(lease.id)
@@ -171,11 +180,13 @@ def _read(directory: Path, state: LeaseState) -> Lease | None:
     return lease if lease.id == directory.name else None
 
 
-def _write(path: str, lease: Lease) -> None:
+def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
     data = json.dumps(_to_json(lease)).encode()
     try:
         with opened(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)) as fd:
             write_all(fd, data)
+            if durably:
+                os.fsync(fd)
     except OSError:
         with suppress(OSError):
             os.unlink(path)

@@ -2,7 +2,8 @@
 
 Owns the form of that record and its file. It lies outside the checkout, so that its user can neither read nor forge it; what
 is on disk is compared with it by `scan.py`. Never touches the tree itself. A torn file is noticed by its checksum and refused:
-the checkout it belongs to is then made again.
+the checkout it belongs to is then made again. What was recorded before another boot is read, whatever its stat: trees are not
+flushed, and a file system may bring a file back in its old size without its old bytes.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..errors import ProofFailedError
+from ..host.processes import boot_id
 from .records import Entry, Records
 
-_MAGIC = b"mirrord manifest 3\n"
+_MAGIC = b"mirrord manifest 4\n"
 _RACY_NS = 50_000_000
 _COARSE_RACY_NS = 2 * 10**9  # ext4 with inodes of 128 bytes keeps whole seconds
 
@@ -70,7 +72,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         parts = [self.files.to_bytes(), Records(self.control).to_bytes()]
         header = {"commit": self.commit, "tree": self.tree, "recorded_ns": self.recorded_ns, "index": self.index}
-        sections = {"sections": [len(part) for part in parts]}
+        sections = {"boot": boot_id(), "sections": [len(part) for part in parts]}
         body = b"".join([_MAGIC, json.dumps(header | sections).encode(), b"\n", *parts])
         return body + hashlib.sha1(body).digest()
 
@@ -96,6 +98,8 @@ class Manifest:
         header_end = body.index(b"\n", len(_MAGIC))
         header = json.loads(body[len(_MAGIC) : header_end])
         files_length, _ = header.pop("sections")
+        if header.pop("boot") != boot_id():
+            header["recorded_ns"] = 0
         files = body[header_end + 1 : header_end + 1 + files_length]
         control = body[header_end + 1 + files_length :]
         return cls(**header, files=Records.from_bytes(files), control=Records.from_bytes(control).decoded())

@@ -133,7 +133,7 @@ class Checkouts:
         """Move the deadline to the time to live from now; a shorter one is taken too."""
         async with self._held(checkout, peer) as lease:
             lease = replace(lease, expires_at=self._deadline(request.ttl))
-            self._keeper.save(lease)
+            await self._keeper.renew(lease)
         return _answer(lease)
 
     async def release(self, checkout: str, peer: Peer) -> None:

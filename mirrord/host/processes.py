@@ -103,3 +103,8 @@ def trim_memory() -> None:
     """Give freed memory back to the kernel: glibc keeps it after libgit2 has walked large trees."""
     if trim := getattr(_libc, "malloc_trim", None):
         trim(0)
+
+
+def boot_id() -> str:
+    """What tells one boot of this machine from another."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -50,9 +50,7 @@ class Repository:
         """Make an empty repository at `path`."""
         doing = f"create mirror {self.name}"
         await self.git.run("init", "--quiet", "--bare", "--object-format=sha1", str(self.path), doing=doing)
-        for key, value in PROTECTION.items():
-            await self.git.run("config", key, value, git_dir=self.path, doing=doing)
-        await anyio.to_thread.run_sync(sync_tree, self.path)  # git flushes objects and refs, and neither HEAD nor config (2.39)
+        await anyio.to_thread.run_sync(_protect, self.path)
 
     async def all_refs(self) -> Refs:
         """Every ref, ours included."""
@@ -125,3 +123,11 @@ class Repository:
             stdin="".join(f"{commit}\n" for commit in commits).encode("ascii"),
             doing=f"verify the closure in mirror {self.name}",
         )  # fmt: skip
+
+
+def _protect(path: Path) -> None:
+    """Add PROTECTION to a configuration that nobody else has yet, and flush all: git (2.39) flushes neither that nor HEAD."""
+    lines = (f"[{section}]\n\t{key} = {value}\n" for name, value in PROTECTION.items() for section, key in [name.split(".")])
+    with (path / "config").open("a", encoding="ascii") as config:
+        config.writelines(lines)
+    sync_tree(path)
