@@ -161,17 +161,41 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def kind_of(pid: int) -> str:
-    """What a child is: `worker`, or the git command it runs."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    if "spawn_main" in " ".join(words):
-        return "worker"
+    """What a child is: `worker`, the `fork server` of those, or the git command it runs."""
+    words = _command(pid)
+    if _is_forkserver(words):
+        return "worker" if _is_forkserver(_command(_parent(pid))) else "fork server"
     if not words or Path(words[0]).name not in {"git", "git-upload-pack"}:
         return ""
     plain = [word for word in words[1:] if word and not word.startswith("-") and "=" not in word and "/" not in word]
     return f"git {plain[0]}" if plain else Path(words[0]).name
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def _is_at_work(pid: int) -> bool:
+    """Rather than waiting for some."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in {"R", "D"}
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _is_forkserver(words: list[str]) -> bool:
+    """So are the workers called that it forks."""
+    return any("multiprocessing.forkserver" in word for word in words)
 
 
 def children_of(lab: Lab, kind: type[Operation]) -> tuple[list[str], float]:
@@ -202,7 +226,7 @@ def kill_child(lab: Lab, kind: type[Operation], victim: str, seed: random.Random
                 lab.restart()
             assert work.error is None or isinstance(work.error, Refused), f"not one of our errors: {work.error!r}"
             said = f"answered {work.error.code}" if isinstance(work.error, Refused) else "went on"
-            if victim == "worker":
+            if victim in {"worker", "fork server"}:
                 _next_call(lab)
             return Row(_fault_of(victim), kind.name, f"`{victim}`", f"{said}; {end_of(lab, operation)}")
         operation.settle()
@@ -218,13 +242,13 @@ def _next_call(lab: Lab) -> None:
 
 
 def _fault_of(victim: str) -> str:
-    return "kill -9 of a worker" if victim == "worker" else "kill -9 of a git"
+    return f"kill -9 of a {'git' if victim.startswith('git') else victim}"
 
 
 def _kill_first(daemon: int, victim: str, work: Background, delay_s: float) -> bool:
     while work.is_running:
         for pid in descendants(daemon):
-            if kind_of(pid) == victim:
+            if kind_of(pid) == victim and (victim != "worker" or _is_at_work(pid)):
                 time.sleep(delay_s)
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
