@@ -236,6 +236,16 @@ _ADMINISTRATION = (
 )  # fmt: skip
 
 
+def test_a_dataset_is_sent_with_its_name_or_that_of_its_file(world: World) -> None:
+    """One of them is enough, as a client that has no file at hand would do; with neither nothing is begun."""
+    sent = world.finished(world.daemon.json("POST", "/v1/datasets?name=streamed", world.dataset + b"{}\n"))
+    assert sent["result"]["dataset"]["source"] == "streamed"
+    assert [fault["file"] for fault in sent["result"]["dataset"]["faults"]] == ["streamed"]
+    status, _, body = world.daemon.request("POST", "/v1/datasets", world.dataset)
+    assert (status, json.loads(body)["code"]) == (400, "invalid-request")
+    world.daemon.request("DELETE", "/v1/datasets/streamed")
+
+
 def test_a_member_uses_checkouts_and_no_more(as_member: Callable[..., list[tuple[int, str]]]) -> None:
     """In the group: status and checkouts; the rest is for administrators."""
     allowed = [("GET", path) for path in ("status", "mirrors", "pins", "datasets", "checkouts", "instances/o__r-0", "operations")]

@@ -39,8 +39,10 @@ class UnpinQuery(Request):
 
 
 class ImportQuery(Request):
-    filename: Annotated[str, Field(min_length=1, max_length=255)]
-    name: _Name | None = None
+    filename: Annotated[str, Field(min_length=1, max_length=255, description="what faults are told of; default: name")] | None = (
+        None
+    )
+    name: Annotated[_Name, Field(description="of the dataset; default: filename without its endings")] | None = None
     format: _Name | None = None
 
 

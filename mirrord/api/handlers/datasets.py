@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...errors import AccessError
+from ...errors import AccessError, InvalidRequestError
 from ...model import View, parse_dataset_name
 from ...protocol import Dataset, FormatInfo, Instance, InstanceName, Operation
 from ..bodies import DATASET_LIMIT_BYTES, spool_body
@@ -22,10 +22,11 @@ async def import_dataset(call: Call) -> Operation:
     """The file is taken whole before the answer; reading and fetching are the operation."""
     query: ImportQuery = call.query
     name = parse_dataset_name(query.name) if query.name else None
+    filename = query.filename or query.name
+    if filename is None:
+        raise InvalidRequestError("cannot name the dataset: neither `name` nor `filename` is given", hint="add ?name=NAME")
     path = await spool_body(call.request, call.engine.layout.quarantine, DATASET_LIMIT_BYTES)
-    return call.engine.work.import_upload(
-        path, filename=query.filename, name=name, format_name=query.format, owner_uid=call.peer.uid
-    )
+    return call.engine.work.import_upload(path, filename=filename, name=name, format_name=query.format, owner_uid=call.peer.uid)
 
 
 async def remove_dataset(call: Call) -> None:
