@@ -409,6 +409,22 @@ def test_a_near_closure_costs_no_process(site: Site, monkeypatch: pytest.MonkeyP
     assert not started
 
 
+def test_the_first_neighbour_below_costs_no_process(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root lies further away than neighbours do; a worker reads as far as that, and makes the way-points."""
+    line = [CommitId(oid) for oid in site.upstream.history(100)]
+    site.clone()
+    started: list[str] = []
+
+    async def body(closures: Closures) -> None:
+        await closures.ensure(NAME, line[99])
+        count_processes(monkeypatch, started)
+        packs = await closures.ensure(NAME, line[80])
+        assert objects_of(packs) == site.closure(line[80])
+
+    site.run(body)
+    assert not started
+
+
 def test_what_turns_out_large_is_packed_by_git(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """One commit may bring thousands of files: the worker gives up within its bounds."""
     line = site.upstream.history(2)

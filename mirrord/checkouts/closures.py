@@ -34,7 +34,7 @@ from .chains import MARGINS, Layer, chain, choose_root, is_short, is_waypoint, p
 from .packing import TIMEOUT, Packer, PackFile, together, unservable
 
 BUILDING = ".building-"
-_NEAR = 64  # first parents that a worker looks at before git is asked for more
+_NEAR = (64, MARGINS[0] + 1)  # first parents that a worker looks at before git is asked for more
 _REACHES = (2048, None)
 _QUICK_TIMEOUT = timedelta(seconds=30)
 # Named, not imported: they load libgit2, which only workers do.
@@ -181,9 +181,13 @@ class Closures:
     async def _line_to_base(self, name: MirrorName, commit: CommitId) -> list[CommitId]:
         """First parents from `commit` back to the first one that has a layer, or to where a root is to lie."""
         known = self._known(name)
-        near = await self._near(name, commit, _NEAR if known else MARGINS[0] + 1)
-        if found := self._to_known(name, near):
-            return found
+        near = list[CommitId]()
+        for few in _NEAR if known else _NEAR[-1:]:
+            near = await self._near(name, commit, few)
+            if found := self._to_known(name, near):
+                return found
+            if len(near) < few:
+                break
         recorded = frozenset(await self._recorded(name))
         if near and not known and not recorded:
             return near[: choose_root(known, near, recorded) + 1]
