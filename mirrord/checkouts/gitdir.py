@@ -6,6 +6,7 @@ of that file says when the store was asked for last. What a power cut tore is no
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ CONFIG = (
     b"\ttrustctime = false\n[gc]\n\tauto = 0\n"
 )
 GRAPH = "objects/info/commit-graph"
+_CONTROL = ("HEAD", "config", "packed-refs", "info/exclude")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ def save(gitdir: Gitdir) -> None:
     """Write the record of a store that is whole."""
     facts = asdict(gitdir)
     del facts["path"], facts["mirror"]
+    facts["control"] = _control_sum(gitdir.git)
     temporary = gitdir.record.with_suffix(".json.new")
     temporary.write_text(json.dumps(facts))
     temporary.rename(gitdir.record)
@@ -78,12 +81,31 @@ def read_record(path: Path, name: MirrorName) -> Gitdir | None:
     """What is recorded of the store at `path`, which may be torn or gone."""
     try:
         facts = json.loads(path.with_suffix(".json").read_text())
+        del facts["control"]
         facts |= {"path": path, "mirror": name, "history": History(facts["history"])}
         facts["packs"] = tuple(map(sys.intern, facts["packs"]))  # neighbours name the same ones
         facts["pack_sizes"] = tuple(facts["pack_sizes"])
         return Gitdir(**facts)
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def is_as_built(gitdir: Gitdir) -> bool:
+    """Whether every control file has the bytes it was written with, and every pack is there. What packs hold is not looked at."""
+    try:
+        control = json.loads(gitdir.record.read_text())["control"]
+        packs = [gitdir.git / "objects/pack" / name for name in gitdir.packs]
+        return control == _control_sum(gitdir.git) and all(pack.exists() and pack.with_suffix(".idx").exists() for pack in packs)
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _control_sum(git: Path) -> str:
+    digest = hashlib.sha1()
+    for name in _CONTROL:
+        content = (git / name).read_bytes()
+        digest.update(b"%d %b" % (len(content), content))
+    return digest.hexdigest()
 
 
 def read_records(directory: Path, name: MirrorName) -> dict[Path, tuple[Gitdir, float]]:

@@ -1,4 +1,4 @@
-"""Proving again, by content, what checkouts of one mirror are made from: layers, and the packs of sealed stores.
+"""Proving again, by content, what checkouts of one mirror are made from: layers, indexes, sealed stores and their packs.
 
 What is damaged goes out of use, so that the next checkout builds it again; what a checkout holds stays until it lets go. Never
 touches a mirror or a checkout.
@@ -17,6 +17,7 @@ from ..git.workers import Workers
 from ..host.processes import lower_priority
 from ..jobs.events import Events
 from ..model import CommitId, History, MirrorName
+from .gitdir import is_as_built, read_records
 from .gitdirs import Gitdirs
 from .shelf import Shelf
 from .shelves import Shelves, remove
@@ -39,6 +40,7 @@ class Scrub:
         """What was damaged, with what became of it."""
         shelf = self._shelves.get(name)
         found = await self._layers(shelf) | await self._packs(name, shelf)
+        found |= await self._stores(name, shelf) | await self._indexes(shelf)
         await self._shelves.sweep()
         return found
 
@@ -59,6 +61,23 @@ class Scrub:
             self._events.publish("closure.damaged", mirror=str(name), pack=path.name)
             is_gone = await self._drop(name, path.relative_to(shelf.directory).parts)
             found[f"closure pack {path.name}"] = f"its bytes are not what they were; {_REBUILT if is_gone else _HELD}"
+        return found
+
+    async def _stores(self, name: MirrorName, shelf: Shelf) -> dict[str, str]:
+        found = {}
+        for path in await self._workers.call(find_bad_stores, shelf.directory, name, timeout=_TIMEOUT):
+            self._events.publish("store.damaged", mirror=str(name), store=path.name)
+            is_gone = await self._drop(name, path.relative_to(shelf.directory).parts)
+            found[f"sealed store {path.name}"] = f"its files are not what they were; {_REBUILT if is_gone else _HELD}"
+        return found
+
+    async def _indexes(self, shelf: Shelf) -> dict[str, str]:
+        found = {}
+        for path in await self._workers.call(find_bad_indexes, shelf.directory, timeout=_TIMEOUT):
+            self._events.publish("index.damaged", mirror=shelf.directory.name, index=path.name)
+            async with self._shelves.lock(shelf):
+                await self._shelves.retire_index(shelf, path)
+            found[f"index {path.name}"] = f"its bytes are not what they were; {_REBUILT}"
         return found
 
     async def _drop(self, name: MirrorName, parts: tuple[str, ...]) -> bool:
@@ -98,4 +117,39 @@ def _find_bad_packs(directory: Path) -> list[Path]:
                 continue
             if not sound[inode]:
                 bad.append(file)
-    return bad
+    return bad + [pack for layer in directory.glob("packs/[!.]*") for pack in _halves(layer)]
+
+
+def _halves(layer: Path) -> list[Path]:
+    """Packs of a layer that is on record, which or whose index is not there."""
+    if not (layer / "layer.json").exists():
+        return []
+    stems = {file.with_suffix("") for file in layer.glob("pack-*")} or {layer / "pack"}
+    pairs = [(stem.with_suffix(".pack"), stem.with_suffix(".idx")) for stem in sorted(stems)]
+    return [pack for pack, index in pairs if not (pack.exists() and index.exists())]
+
+
+def find_bad_stores(directory: Path, name: MirrorName) -> list[Path]:
+    """Sealed stores of one mirror with other control files than they were built with, or without one of their packs.
+
+    Looked at twice: one may be built again meanwhile.
+    """
+    found = _altered(directory, name)
+    return sorted(found & _altered(directory, name)) if found else []
+
+
+def _altered(directory: Path, name: MirrorName) -> set[Path]:
+    records = read_records(directory / "gits", name)
+    return {path for path, (gitdir, _) in records.items() if path.exists() and not is_as_built(gitdir)}
+
+
+def find_bad_indexes(directory: Path) -> list[Path]:
+    """Indexes that checkouts show whose bytes have another checksum than they end with."""
+    return sorted(path for path in directory.glob("indexes/[!.]*") if not _is_whole_index(path / ".git/index"))
+
+
+def _is_whole_index(file: Path) -> bool:
+    try:
+        return pack_is_whole(file)
+    except OSError:
+        return not file.parent.parent.exists()

@@ -109,6 +109,11 @@ class Shelves:
                 self._retired += shelf.retire_index(*key)
         await self.sweep()
 
+    async def retire_index(self, shelf: Shelf, path: Path) -> None:
+        """Take the index at `path` out of use; whatever holds it keeps it until it lets go."""
+        for key in [key for key in shelf.indexes if shelf.index(*key) == path]:
+            self._retired += shelf.retire_index(*key)
+
     async def is_sound(self, shelf: Shelf, tree: str) -> bool:
         """Read a layer again and compare it with its record."""
         known = list(shelf.layers.values())
