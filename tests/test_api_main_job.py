@@ -236,6 +236,17 @@ _ADMINISTRATION = (
 )  # fmt: skip
 
 
+def test_only_commits_are_pinned(world: World) -> None:
+    """A tree or a tag is no commit that cannot be served: it is none."""
+    world.upstream.git("tag", "--annotate", "--message", "m", "signed", world.commits[0])
+    world.finished(world.daemon.json("POST", "/v1/mirrors/o__r/sync"))
+    for name in (f"{world.commits[0]}^{{tree}}", "signed"):
+        oid = world.upstream.git("rev-parse", name)
+        status, _, body = world.daemon.request("POST", "/v1/pins", {"mirror": "o/r", "commit": oid})
+        assert (status, json.loads(body)["code"]) == (404, "commit-not-found"), body
+    assert json.loads(body)["hint"] == f"pin {world.commits[0]}"
+
+
 def test_a_dataset_is_sent_with_its_name_or_that_of_its_file(world: World) -> None:
     """One of them is enough, as a client that has no file at hand would do; with neither nothing is begun."""
     sent = world.finished(world.daemon.json("POST", "/v1/datasets?name=streamed", world.dataset + b"{}\n"))

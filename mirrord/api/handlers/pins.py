@@ -29,6 +29,9 @@ async def add_pin(call: Call) -> Pin:
             mirror=str(name),
             commit=commit,
         )
+    named, _ = await mirrors.resolve(name, commit)
+    if named != commit:
+        raise CommitNotFoundError(f"cannot pin {commit} of {name}: it is a tag, not a commit", hint=f"pin {named}")
     if refused := await mirrors.pin(name, [commit], owner=_own(call), reason=body.reason):
         raise CommitUnservableError(
             f"cannot pin {commit} of {name}: {refused[commit]}", hint=f"sync or audit {name}", mirror=str(name), commit=commit

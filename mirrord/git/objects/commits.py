@@ -53,7 +53,7 @@ def _resolve(repository: pygit2.Repository, commitish: str) -> pygit2.Commit:
             commitish, "it could mean two different commits", hint="give the whole id, or refs/heads/… or refs/tags/…"
         )
     if not found:
-        raise _not_found(commitish, "nothing in the mirror has that name")
+        raise _not_found(commitish, "no commit of the mirror has that name")
     (start,) = found
     return _step(repository, commitish, f"{start}{steps}")
 
