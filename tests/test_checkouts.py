@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ from gitrepos import Upstream
 
 from mirrord.errors import (
     AccessError,
+    CheckoutBusyError,
     CheckoutNotFoundError,
     CommitNotFoundError,
     InstanceNotFoundError,
@@ -24,7 +26,7 @@ from mirrord.errors import (
     TooManyCheckoutsError,
 )
 from mirrord.host.peers import Peer, Role
-from mirrord.model import History, View
+from mirrord.model import Backend, History, View
 from mirrord.protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, StartCheckout
 
 OTHER_PEER = Peer(uid=USER + 1, gid=USER + 1, pid=1)
@@ -228,6 +230,29 @@ def test_a_failed_reset_leaves_the_checkout_where_it_was(service: Service) -> No
         reset(service, checkout, commit="nowhere")
     assert service.call(service.checkouts.get, checkout.id, USER_PEER).commit == checkout.commit
     assert (Path(checkout.path) / "mine").exists()
+
+
+def test_nobody_works_on_a_tree_that_a_reset_left_half_way(service: Service) -> None:
+    """The pool cannot undo one: the checkout is to be reset again, which a restart does by itself."""
+    checkout = start(service, instance="psf__requests@v2", backend=Backend.POOL)
+    tree = Path(checkout.path)
+    (tree / "mine").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tree / "mine"], check=True)
+    with pytest.raises(CheckoutBusyError, match="mounted"):
+        reset(service, checkout, commit="v1")
+    with pytest.raises(CheckoutBusyError, match="half-way"):
+        service.call(service.checkouts.diff, checkout.id, USER_PEER)
+    subprocess.run(["umount", tree / "mine"], check=True)
+    service.restart()
+    service.call(service.checkouts.renew, checkout.id, RenewCheckout(), USER_PEER)  # waits for the lock
+    assert service.call(service.checkouts.diff, checkout.id, USER_PEER) == b""
+    (tree / "mine").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tree / "mine"], check=True)
+    with pytest.raises(CheckoutBusyError, match="mounted"):
+        reset(service, checkout, commit="v2")
+    subprocess.run(["umount", tree / "mine"], check=True)
+    assert reset(service, checkout, commit="v1").commit != checkout.commit
+    assert as_user(tree, "status", "--porcelain", "--ignored") == ""
 
 
 def test_a_restart_adopts_leases_and_removes_rubbish(service: Service) -> None:

@@ -44,6 +44,11 @@ class CheckoutBackend(Protocol):
     @property
     def name(self) -> Backend: ...
 
+    @property
+    def undoes_resets(self) -> bool:
+        """Whether a reset that fails leaves tree and `.git` as their owner left them."""
+        ...
+
     async def open(self) -> None:
         """Get ready; called once, before any other method."""
 
@@ -57,6 +62,9 @@ class CheckoutBackend(Protocol):
         CommitUnservableError, DiskFullError, BackendUnavailableError.
         """
         ...
+
+    async def prepare(self, lease: Lease, to: Target) -> None:
+        """Make what a reset to `to` needs, and touch nothing of the checkout."""
 
     async def reset(self, lease: Lease, to: Target) -> Proof:
         """Bring tree and `.git` to `to`, whatever was done to them; `lease.tree_path` stays the same path.

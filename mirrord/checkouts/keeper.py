@@ -85,19 +85,22 @@ class Keeper:
     async def reset(self, lease: Lease, target: Target, instance: str | None) -> tuple[Lease, Proof]:
         """Bring a checkout to `target`.
 
-        One that fails for another reason than its proof leaves the lease as it was; the tree may be anything, as it may at any
-        time under its owner's hands.
+        One that fails for another reason than its proof leaves everything as it was, or, where the backend cannot undo it, the
+        lease RESETTING: nobody works on half a tree, and the next reset, or a start, brings it to where it was going.
         """
+        backend = self.backend_of(lease)
+        await backend.prepare(lease, target)
         going = resetting(lease, target.commit, target.tree, instance)
         self.save(going)
         try:
-            proof = await self.backend_of(lease).reset(lease, target)
+            proof = await backend.reset(lease, target)
         except ProofFailedError as error:
             self._count_failure(going, error)
             self.end(going)
             raise
         except BaseException:
-            self.save(lease)
+            if backend.undoes_resets:
+                self.save(lease)
             raise
         arrived = replace(going, state=LeaseState.LIVE)
         self.save(arrived)

@@ -52,6 +52,7 @@ class OverlayBackend:
     """Checkouts as overlay mounts below `state_dir/checkouts`. All methods belong to the event loop's thread."""
 
     name = Backend.OVERLAY
+    undoes_resets = True
 
     def __init__(
         self,
@@ -109,6 +110,9 @@ class OverlayBackend:
         template = await self._with_template(lease, lease.commit, mount)
         template_s = time.perf_counter() - began - mounting_s
         return Made(template.tree, {"template": round(template_s, 6), "mount": round(mounting_s, 6)})
+
+    async def prepare(self, lease: Lease, to: Target) -> None:
+        """A reset makes it before it touches anything."""
 
     async def reset(self, lease: Lease, to: Target) -> Proof:
         await self._rubbish.keep_up()

@@ -39,6 +39,7 @@ class PoolBackend:
     """Checkouts as plain directories below `state_dir/checkouts`."""
 
     name = Backend.POOL
+    undoes_resets = False
 
     def __init__(
         self, *, state_dir: Path, workers: Workers, gitdirs: Gitdirs, mirrors_path: Callable[[MirrorName], Path]
@@ -68,6 +69,9 @@ class PoolBackend:
         with self._removed_after(place.grave):
             tree, timings = await self._workers.call(make_checkout, place, lease.commit, lease.tree, warm, timeout=_TIMEOUT)
         return Made(tree, {"seal": round(sealed - began, 6), **timings})
+
+    async def prepare(self, lease: Lease, to: Target) -> None:
+        await self._place(lease, to.commit)
 
     async def reset(self, lease: Lease, to: Target) -> Proof:
         await self._rubbish.keep_up()

@@ -37,7 +37,7 @@ from ..protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, Rest
 from .backend import CheckoutBackend
 from .gitdirs import Gitdirs
 from .keeper import Keeper
-from .leases import Lease, not_found
+from .leases import Lease, LeaseState, not_found
 from .pool import PoolBackend
 from .requests import Instances, Requests, Wanted
 from .revisions import Revisions
@@ -152,7 +152,7 @@ class Checkouts:
 
     async def diff(self, checkout: str, peer: Peer) -> bytes:
         """What changed since the base commit, untracked files included, as a patch that `git apply` takes."""
-        async with self._held(checkout, peer) as lease:
+        async with self._held_whole(checkout, peer) as lease:
             changed = await self._keeper.backend_of(lease).changed_paths(lease)
             return await self._revisions.diff(lease, changed)
 
@@ -160,7 +160,7 @@ class Checkouts:
         self, checkout: str, peer: Peer, *, patch: bytes | None, named: str | None = None, reverse: bool = False
     ) -> Checkout:
         """Apply a patch to the files, or the instance's own `@patch` or `@test_patch` (grader view): all of it or nothing."""
-        async with self._held(checkout, peer) as lease:
+        async with self._held_whole(checkout, peer) as lease:
             if patch is None:
                 patch = await self._revisions.named_patch(lease, named or "")
             changed = await self._keeper.backend_of(lease).changed_paths(lease)
@@ -170,7 +170,7 @@ class Checkouts:
 
     async def restore(self, checkout: str, peer: Peer, request: RestorePaths) -> RestoreAnswer:
         """Write files of a pinned commit into the checkout (grader view)."""
-        async with self._held(checkout, peer) as lease:
+        async with self._held_whole(checkout, peer) as lease:
             paths = await self._revisions.restore(lease, request)
         self._publish("checkout.restored", lease, files=len(paths))
         return RestoreAnswer(paths=paths)
@@ -191,6 +191,16 @@ class Checkouts:
             lease = self._leases.find(wanted.id)
             if lease is None:
                 raise not_found(checkout)
+            yield lease
+
+    @asynccontextmanager
+    async def _held_whole(self, checkout: str, peer: Peer) -> AsyncIterator[Lease]:
+        """One whose tree is its commit's, or its owner's work on it."""
+        async with self._held(checkout, peer) as lease:
+            if lease.state is LeaseState.RESETTING:
+                raise CheckoutBusyError(
+                    f"cannot work on checkout {lease.id}: its last reset failed half-way", hint="reset it again, or release it"
+                )
             yield lease
 
     @asynccontextmanager
