@@ -69,7 +69,9 @@ def spliced_index(former: Former, manifest: Manifest) -> bytes:
             done = place + was_there
             count += is_there - was_there
     pieces.append(old[offsets[done] : offsets[-1]])
-    trees = spliced_trees(old[offsets[-1] : -_CHECKSUM_BYTES], former.manifest.files, files)
+    trees = old[offsets[-1] : -_CHECKSUM_BYTES]
+    if manifest.tree != former.manifest.tree:
+        trees = spliced_trees(trees, former.manifest.files, files)
     body = b"".join([b"DIRC", struct.pack(">II", 2, count), *pieces, trees])
     return body + hashlib.sha1(body).digest()
 
