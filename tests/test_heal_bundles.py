@@ -172,6 +172,31 @@ def test_a_ref_history_that_nobody_has_begins_anew_and_says_so(furnished: Furnis
     furnished.live(body)
 
 
+def test_a_bundle_that_is_found_later_brings_the_old_records_back(furnished: Furnished, tmp_path: Path) -> None:
+    """Below those that were made since the ref history began anew; once, however often it is imported."""
+    file = tmp_path / "found.bundle"
+
+    async def body(house: House) -> None:
+        await house.bundle(file)
+        repository = house.mirrors.repository(house.name)
+        old = [record.id for record in await list_records(repository)]
+        furnished.lose("refs/mirrord/history", "refs/mirrord/history~1")
+        await house.heal()
+        house.upstream.commit({"later": "1"})
+        await house.mirrors.sync(house.name)
+        since = await list_records(repository)
+        assert len(since) == 2
+        for _ in range(2):
+            await house.bundles.import_file(file)
+            records = await list_records(repository)
+            assert [record.id for record in records[2:]] == old
+            assert [record.was for record in records[:2]] == [[record.id] for record in since]
+        healed = await house.heal()
+        assert (healed.counts, healed.findings) == SOUND
+
+    furnished.live(body)
+
+
 def test_a_lent_bundle_is_a_donor_for_its_time(furnished: Furnished, tmp_path: Path) -> None:
     async def body(house: House) -> None:
         await house.bundle(tmp_path / "lent")

@@ -22,7 +22,7 @@ from ..errors import CorruptObjectError, DiskFullError, GitFailedError, MirrordE
 from ..git.command import Git
 from ..git.workers import Workers
 from ..mirrors.flights import ProgressSink
-from ..mirrors.history import write_record
+from ..mirrors.history import BEGUN_ANEW, write_record
 from ..mirrors.refs import theirs
 from ..mirrors.repository import HISTORY, Repository
 from ..model import AuditLevel, MirrorName
@@ -125,7 +125,7 @@ class Treatment:
             self.outcome.history = f"its records were lost; it goes on from those of {past.at:%Y-%m-%d} in {past.donor}"
         else:
             self.outcome.history = "its records were lost, and no bundle has them; it begins anew"
-        parent, why = (past.record, "continued by a heal") if past else (None, "begun anew by a heal")
+        parent, why = (past.record, "continued by a heal") if past else (None, BEGUN_ANEW)
         scratch = Repository(self.git, self.name, self.work / "history")
         await anyio.to_thread.run_sync(make_repository, scratch.path)
         borrow_from(scratch.path, self._view)

@@ -8,19 +8,16 @@ All of it is one transaction; a crash before it leaves objects that nothing name
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from ..protocol import RefRecord
-from .history import WAS, list_records, read_refs
+from .history import EVERY_RECORD, list_records, read_refs, write_again
 from .repository import HISTORY, KEPT, Refs, Repository
 from .transaction import Transaction, commit
 
-_ALL = 1_000_000
 _AT_ONCE = 4  # a fold gives every later record a new id: it waits until a quarter of the time more has come together
-_PARENTS = re.compile(rb"^parent [0-9a-f]{40}\n", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +31,7 @@ class Aged:
 async def age(repository: Repository, kept_for: timedelta, now: datetime, recorded: Collection[str]) -> Aged | None:
     """Fold what is due; None where nothing is. `recorded` are commits that must stay reachable. The caller holds the lock."""
     present = await repository.all_refs()
-    records = await list_records(repository, limit=_ALL) if HISTORY in present else []
+    records = await list_records(repository, limit=EVERY_RECORD) if HISTORY in present else []
     end = now - kept_for
     staying = next((n + 1 for n, record in enumerate(records) if record.at <= end), len(records))
     if staying == len(records) or records[-2].at > end - kept_for / _AT_ONCE:
@@ -43,7 +40,7 @@ async def age(repository: Repository, kept_for: timedelta, now: datetime, record
     transaction = Transaction()
     for ref in going:
         transaction.delete(ref, present[ref])
-    transaction.move(HISTORY, present[HISTORY], await _written_again(repository, records[:staying]))
+    transaction.move(HISTORY, present[HISTORY], await write_again(repository, records[:staying], parent=None))
     await commit(repository, transaction)
     return Aged(len(records) - staying, len(going))
 
@@ -71,18 +68,3 @@ async def _needed(repository: Repository, tip: str, others: Collection[str], rec
         doing=f"look what a kept ref of mirror {repository.name} keeps",
     )  # fmt: skip
     return not set(recorded).isdisjoint(walked.lines)
-
-
-async def _written_again(repository: Repository, records: Sequence[RefRecord]) -> str:
-    """The records as a history of their own; answers the newest one's new id."""
-    parent: str | None = None
-    for record in reversed(records):
-        shown = await repository.git.run(
-            "cat-file", "commit", record.id, git_dir=repository.path, doing=f"read a ref record of mirror {repository.name}"
-        )
-        header, _, message = _PARENTS.sub(b"", shown.stdout).partition(b"\n\n")
-        tree, _, rest = header.partition(b"\n")
-        lines = [tree, *([f"parent {parent}".encode()] if parent else []), rest]
-        body = b"\n".join(lines) + b"\n\n" + message.rstrip(b"\n") + f"\n{WAS}: {record.id}\n".encode()
-        parent = await repository.write_object("commit", body)
-    return str(parent)

@@ -21,8 +21,13 @@ _ID = re.compile(r"[0-9a-f]{7,40}")
 WAS = "Was"
 """The trailer with an id that a record had before older ones were folded away."""
 
+BEGUN_ANEW = "begun anew by a heal"
+"""Why the first record was made, where those before it were lost and no bundle had them."""
+
+_PARENTS = re.compile(rb"^parent [0-9a-f]{40}\n", re.MULTILINE)
 _FORMAT = "--format=%H%x00%ct%x00%s" + "".join(f"%x00%(trailers:key={key},valueonly,separator=%x2C)" for key in ("Refs", WAS))
 _MAX_RECORDS = 1000
+EVERY_RECORD = 1_000_000
 
 
 async def write_record(
@@ -40,6 +45,20 @@ async def write_record(
         doing=f"record the refs of mirror {repository.name}",
     )  # fmt: skip
     return made.lines[0]
+
+
+async def write_again(repository: Repository, records: Sequence[RefRecord], *, parent: str | None) -> str:
+    """Store records, the newest first, on another one or on none; answers the newest one's new id. Each keeps its old one too."""
+    for record in reversed(records):
+        shown = await repository.git.run(
+            "cat-file", "commit", record.id, git_dir=repository.path, doing=f"read a ref record of mirror {repository.name}"
+        )
+        header, _, message = _PARENTS.sub(b"", shown.stdout).partition(b"\n\n")
+        tree, _, rest = header.partition(b"\n")
+        lines = [tree, *([f"parent {parent}".encode()] if parent else []), rest]
+        body = b"\n".join(lines) + b"\n\n" + message.rstrip(b"\n") + f"\n{WAS}: {record.id}\n".encode()
+        parent = await repository.write_object("commit", body)
+    return str(parent)
 
 
 async def list_records(repository: Repository, limit: int = _MAX_RECORDS, start: str = HISTORY) -> list[RefRecord]:
@@ -63,7 +82,7 @@ def _record(commit: str, seconds: str, subject: str, count: str, was: str) -> Re
 
 async def find_record(repository: Repository, at: str) -> RefRecord:
     """The record named by its id (at least 7 digits), by `latest`, or the one that stood at a time in ISO 8601."""
-    records = await list_records(repository, limit=1_000_000)
+    records = await list_records(repository, limit=EVERY_RECORD)
     if at == "latest" and records:
         return records[0]
     if _ID.fullmatch(at):

@@ -1,7 +1,8 @@
 """What a bundle does to the refs of a mirror. Decides and writes a transaction; asks git only about ancestry and records.
 
 A ref of the bundle that the mirror has not is made; one that goes on from the mirror's moves forward; any other stays where it
-is, and the bundle's tip is kept. Pins are added. The ref history goes on from the longer of the two.
+is, and the bundle's tip is kept. Pins are added. The ref history goes on from the longer of the two; one that had to begin anew
+is put on top of what the bundle has from before.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from ...errors import InvalidBundleError, MirrordError
 from ...model import CommitId, MirrorName
 from ...protocol import RefChange
-from ..history import list_records, read_refs, write_record
+from ..history import BEGUN_ANEW, EVERY_RECORD, list_records, read_refs, write_again, write_record
 from ..pins import read_pins
 from ..refs import drop_shadowed, is_followed, theirs
 from ..repository import HISTORY, KEPT, OURS, PINS, Refs, Repository
@@ -118,15 +119,24 @@ def _create(made: Merge, present: Refs, ref: str, oid: str) -> None:
 
 
 async def _follow_history(repository: Repository, made: Merge, own: str | None, offered: str | None, head: str | None) -> None:
-    """The bundle's history where it goes on from ours, or ours is empty; and a record of what differs from its end."""
+    """The bundle's history where it goes on from ours, ours is empty, or below ours; and a record of what differs from it."""
     parent = own
     if offered is not None and (own is None or await repository.is_ancestor(own, offered)):
         parent = offered
+    elif own is not None and offered is not None and await _is_before(repository, offered, own):
+        parent = await write_again(repository, await list_records(repository, EVERY_RECORD), parent=offered)
     recorded = (await read_refs(repository, parent))[0] if parent else None
     if recorded != made.target:
         parent = await write_record(repository, made.target, head, made.changes, parent=parent, why="import")
     if parent != own:
         made.transaction.move(HISTORY, own, parent)
+
+
+async def _is_before(repository: Repository, offered: str, own: str) -> bool:
+    """Whether our history began anew after what is offered: nobody had the records then that are offered now."""
+    first = (await list_records(repository, EVERY_RECORD, start=own))[-1]
+    last = (await list_records(repository, limit=1, start=offered))[0]
+    return first.summary.startswith(BEGUN_ANEW) and last.at <= first.at
 
 
 async def must_be_history(repository: Repository, offered: str) -> None:
