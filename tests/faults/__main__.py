@@ -36,7 +36,7 @@ PARTS: tuple[Part, ...] = (
 
 def main() -> int:
     options = _options()
-    plan = Plan(options.seed, options.share)
+    plan = Plan(options.seed, options.share, options.crowd_s)
     chosen = [part for part in PARTS if options.only in part.name]
     done = _read(options.resume)
     for ended in _run([part for part in chosen if part.name not in done], plan, options.jobs):
@@ -55,6 +55,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="parts whose name holds this")
     parser.add_argument("--share", type=float, default=1.0, help="how much of each part, chosen by the seed")
+    parser.add_argument("--crowd-s", type=float, default=Plan.crowd_s, help="seconds that everything at once goes on")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="parts at the same time")
     parser.add_argument("--resume", type=Path, help="a file of parts that have ended; those are not run again")
     parser.add_argument("--document", type=Path, help="where the table goes")

@@ -22,7 +22,7 @@ from .operation import Operation
 from .operations import OPERATIONS
 from .plan import Part, Plan
 from .report import Row
-from .series import Strike, end_of, in_series
+from .series import Strike, end_of, in_series, must_mend_itself
 
 WRITES = (
     "fsync", "fdatasync", "rename", "renameat2", "link", "linkat", "mkdir", "mkdirat", "symlinkat", "unlink", "unlinkat",
@@ -84,6 +84,7 @@ def fail_at(lab: Lab, kind: type[Operation], call: str, number: int, error: str)
             assert not refused.is_bug, f"a failing disk is not a bug: {refused}"
     assert lab.is_up or operation.may_end_daemon, "the daemon died of it"
     met = "INJECTED" in log.read_text(errors="replace")
+    must_mend_itself(lab, operation)
     lab.kill()
     lab.wait_for_end()
     operation.look()

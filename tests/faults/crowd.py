@@ -27,7 +27,6 @@ from .visitor import must_be
 DOCUMENTED = frozenset({"checkout-busy", "too-many-checkouts"})
 _CLIENTS, _VISITORS = 6, 2
 STRANGER = 65534
-_DURATION_S = 180.0
 
 
 class Crowd:
@@ -142,7 +141,7 @@ class Crowd:
 def rows(plan: Plan) -> Iterator[Row]:
     """One row of everything at once."""
     with laboratory() as lab:
-        yield everything_at_once(lab, plan.seed, _DURATION_S * plan.share)
+        yield everything_at_once(lab, plan.seed, plan.crowd_s)
 
 
 def everything_at_once(lab: Lab, seed: int, duration_s: float) -> Row:

@@ -17,7 +17,7 @@ from .operation import Operation
 from .operations import OPERATIONS
 from .plan import Part, Plan
 from .report import Row
-from .series import Strike, end_of, in_series
+from .series import Strike, end_of, in_series, must_mend_itself
 
 FREE_BYTES = (8 << 10, 64 << 10, 256 << 10, 1 << 20)
 _SIZE_BYTES = 96 * 1024**2
@@ -54,6 +54,7 @@ def _fill_once(lab: Lab, disk: SmallDisk, kind: type[Operation], free_bytes: int
         assert not refused.is_bug, f"a full disk is not a bug: {refused}"
     finally:
         disk.empty()
+    must_mend_itself(lab, operation)
     lab.kill()
     lab.wait_for_end()
     operation.look()

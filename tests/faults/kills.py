@@ -22,7 +22,7 @@ from .operation import Operation
 from .operations import OPERATIONS
 from .plan import Part, Plan
 from .report import Row
-from .series import Strike, end_of, in_series
+from .series import Strike, end_of, in_series, must_mend_itself
 from .tripwire import Tripwire
 
 _TRIES = 3
@@ -228,6 +228,7 @@ def kill_child(lab: Lab, kind: type[Operation], victim: str, seed: random.Random
             said = f"answered {work.error.code}" if isinstance(work.error, Refused) else "went on"
             if victim in {"worker", "fork server"}:
                 _next_call(lab)
+            must_mend_itself(lab, operation)
             return Row(_fault_of(victim), kind.name, f"`{victim}`", f"{said}; {end_of(lab, operation)}")
         operation.settle()
         operation.clean()

@@ -12,10 +12,11 @@ from .report import Row
 
 @dataclass(frozen=True)
 class Plan:
-    """What one part is asked for. `share` is how much of it, from 0 to 1."""
+    """What one part is asked for. `share` is how much of it, from 0 to 1; `crowd_s` is how long a crowd works."""
 
     seed: int
     share: float = 1.0
+    crowd_s: float = 180.0
 
     def choices(self, part: str) -> random.Random:
         """The same for the same part, whatever else is run."""

@@ -23,10 +23,11 @@ What was done to mirrord while it worked, and what it lost. Written by `make fau
 | ended | {ended} UTC |
 | mirrord | {commits} |
 
-After every fault the daemon is judged, and started again before that, at once, where the fault killed it or the disk was full or
-failed at a call: nothing is left behind, `git fsck` is content with every
-mirror, every pin and tip that was ever answered is there whole, catalog and refs agree, every lease that was answered stands with
-its owner's work, the audit is clean, and the same operation works again. The steps are those that a run without a fault showed.
+After every fault the daemon is judged: after a kill at once when it was started again; where the disk was full or failed at a
+call, or a child was killed, while it lives on, for which it has 30 s, and after a disk's fault once more when it was killed and
+started again. Nothing is left behind, `git fsck` is content with every mirror, every pin and tip that was ever answered is there
+whole, catalog and refs agree, every lease that was answered stands with its owner's work, the audit is clean, and the same
+operation works again. The steps are those that a run without a fault showed.
 
 - **kill -9** strikes at a named change in the state directory, seen by inotify; or a child of the daemon, by its kind.
 - **disk full** is a tmpfs with so much room left.

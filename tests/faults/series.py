@@ -6,16 +6,19 @@ then works again is proven by its own end, and once for all of them by the judge
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from .judge import judge, nothing_left
+from .judge import audit_is_clean, judge, leftovers, nothing_left, nothing_lost
 from .lab import Lab, laboratory
 from .operation import Operation
 from .plan import told
 from .report import NOTHING, Row
+
+_MENDS_S = 30.0
 
 
 class Strike(NamedTuple):
@@ -40,6 +43,28 @@ def in_series(strikes: Iterable[Strike], lab_of: Callable[[], AbstractContextMan
             if last and last.lost == NOTHING:
                 end = told(last.fault, last.operation, "after all of them", lambda lab=lab: _judged(lab))  # type: ignore[misc]
                 yield from [end] if end.lost != NOTHING else []
+
+
+def must_mend_itself(lab: Lab, operation: Operation) -> None:
+    """Judge what a fault left while the daemon lives on: what it owes, it tries again every few seconds."""
+    deadline = time.monotonic() + _MENDS_S
+    while lab.is_up:
+        try:
+            _judge_alive(lab, operation)
+        except (AssertionError, FileNotFoundError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.3)
+        else:
+            return
+
+
+def _judge_alive(lab: Lab, operation: Operation) -> None:
+    left = leftovers(lab.state)
+    assert not left, f"left behind, and the daemon lives: {left[:5]}"
+    if operation.is_sound(operation.outcome()):
+        nothing_lost(lab)
+        audit_is_clean(lab, "closure")
 
 
 def end_of(lab: Lab, operation: Operation) -> str:
