@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import os
 import shutil
 import sqlite3
@@ -506,6 +507,13 @@ def test_a_multi_pack_index_hides_nothing(site: Site) -> None:
         file.unlink()
     for level in ALL_LEVELS:
         assert set(site.states(level)) == {CommitState.MISSING}
+
+
+@pytest.mark.parametrize("content", [b"MIDX\1\1\0\0" + bytes(60), b"MIDX\1\1\x09\0" + bytes(8)], ids=["no names", "cut"])
+def test_a_multi_pack_index_of_no_sense_is_a_finding(site: Site, content: bytes) -> None:
+    """Its checksum is right: somebody made it so."""
+    (site.path / "objects/pack/multi-pack-index").write_bytes(content + hashlib.sha1(content).digest())
+    assert list(site.examine(AuditLevel.CLOSURE).faults) == ["multi-pack-index"]
 
 
 def test_slips_that_real_histories_have_are_no_damage(site: Site) -> None:

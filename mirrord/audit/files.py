@@ -200,10 +200,13 @@ def _names_its_packs(file: Path) -> bool:
     if not _ends_with_checksum(file):
         return False
     data = file.read_bytes()
-    table = [_CHUNK.unpack_from(data, _CHUNKS_AT + n * _CHUNK.size) for n in range(data[_CHUNK_COUNT_AT] + 1)]
-    start, end = next((at, table[n + 1][1]) for n, (identity, at) in enumerate(table) if identity == b"PNAM")
-    names = data[start:end].rstrip(b"\0").split(b"\0")
-    return all((file.parent / os.fsdecode(name)).exists() for name in names)
+    try:
+        table = [_CHUNK.unpack_from(data, _CHUNKS_AT + n * _CHUNK.size) for n in range(data[_CHUNK_COUNT_AT] + 1)]
+    except (struct.error, IndexError):
+        return False
+    chunks = [(at, table[n + 1][1]) for n, (identity, at) in enumerate(table[:-1]) if identity == b"PNAM"]
+    names = [name for start, end in chunks for name in data[start:end].rstrip(b"\0").split(b"\0")]
+    return bool(names) and all((file.parent / os.fsdecode(name)).exists() for name in names)
 
 
 def _names_its_graphs(chain: Path) -> bool:

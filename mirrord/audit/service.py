@@ -158,6 +158,10 @@ class Audits:
                 log.warning("audit.failed", mirror=str(name), detail=reason)
                 current.failures.append(unjudged(name, reason))
                 continue
+            except Exception:  # a bug costs the one mirror
+                log.exception("audit.crashed", mirror=str(name))
+                current.failures.append(unjudged(name, "an unexpected error; the daemon's log has the details"))
+                continue
             current.parts[name.key] = part
             del current.left[name.key]
             # a quick one has nothing to go on with
