@@ -318,7 +318,9 @@ def test_a_squashed_checkout_is_judged_by_the_mirror_of_its_lease(world: World, 
     assert world.run("verify-seal", tree, "--base", world.commits[1]).status == 0
     assert world.run("verify-seal", tree, "--base", world.commits[2]).status == 8
     forged = tmp_path / "checkouts" / tree.parent.name
-    shutil.copytree(tree.parent.parent.parent, tmp_path, dirs_exist_ok=True, symlinks=True)
+    for part in (Path("checkouts", tree.parent.name, "tree"), Path("mirrors", "demo__project")):
+        shutil.copytree(world.daemon.state_dir / part, tmp_path / part, symlinks=True)
+    shutil.copy(tree.parent / "lease.json", forged)
     assert world.run("verify-seal", forged / "tree", "--base", world.commits[1]).status == 0
     forged.chmod(0o777)
     assert world.run("verify-seal", forged / "tree", "--base", world.commits[1]).status == 8
