@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import misfortunes
 import pytest
 from forge import Forge, serving
 from gitrepos import Upstream, git
+from misfortunes import BRANCHES, Misfortune, furnish
 from test_mirrors import NAME, Builder, House
 
 from mirrord.errors import (
@@ -24,19 +25,11 @@ from mirrord.mirrors.sync import SyncResult
 from mirrord.model import CommitId
 from mirrord.protocol import RefFault, RefRecord
 
-BRANCHES = 30
-
 
 @pytest.fixture
 def upstream(make_upstream: Callable[..., Upstream]) -> Upstream:
-    """Branches of their own, a tag nobody else reaches, a branch that is a name and not yet a directory."""
     made = make_upstream("owner+name")
-    made.history(3)
-    for n in range(BRANCHES):
-        made.git("checkout", "--quiet", "-b", f"topic{n}", "main")
-        made.commit({f"topic{n}": f"{n}"})
-    made.git("tag", "-a", "v1", "-m", "one")
-    made.git("checkout", "--quiet", "main")
+    furnish(made)
     return made
 
 
@@ -77,46 +70,17 @@ class Story:
         assert {pin.commit for pin in await self.it.mirrors.list_pins(NAME)} == set(self.commits)
 
 
-Misfortune = Callable[[Upstream, Forge], None]
-
-
-def _force_push(upstream: Upstream, _: Forge) -> None:
-    upstream.git("reset", "--quiet", "--hard", "main~2")
-    upstream.commit({"rewritten": "1"})
-
-
-def _delete_some(upstream: Upstream, _: Forge) -> None:
-    upstream.git("branch", "-D", *(f"topic{n}" for n in range(8)))
-    upstream.git("tag", "-d", "v1")
-
-
-def _rename_to_directory(upstream: Upstream, _: Forge) -> None:
-    upstream.git("branch", "-m", "topic1", "moving")
-    upstream.git("branch", "-m", "moving", "topic1/a")
-
-
-def _redirect(_: Upstream, forge: Forge) -> None:
-    forge.root.joinpath("owner+name").rename(forge.root / "elsewhere")
-    forge.renamed = {"/owner+name/": "/elsewhere/"}
-
-
-def _damage(upstream: Upstream, _: Forge) -> None:
-    raw = upstream.git("cat-file", "commit", "main").replace("author A U Thor", "author  A\0U")
-    bad = upstream.git("hash-object", "-t", "commit", "-w", "--stdin", "--literally", stdin=f"tree {'0' * 40}\n{raw}".encode())
-    upstream.path.joinpath(".git/refs/heads/bad").write_text(f"{bad}\n")
-
-
-def _another_project(upstream: Upstream, _: Forge) -> None:
-    shutil.rmtree(upstream.path)
-    other = Upstream(upstream.path)
-    for n in range(BRANCHES):
-        other.git("checkout", "--quiet", "--orphan", f"topic{n}")
-        other.commit({"README": f"another project {n}"})
-    other.git("checkout", "--quiet", "--orphan", "main")
-    other.commit({"README": "another project"})
-
-
-@pytest.mark.parametrize("misfortune", [_force_push, _delete_some, _rename_to_directory, _redirect, _another_project, _damage])
+@pytest.mark.parametrize(
+    "misfortune",
+    [
+        misfortunes.force_push,
+        misfortunes.delete_some,
+        misfortunes.rename_to_directory,
+        misfortunes.redirect,
+        misfortunes.another_project,
+        misfortunes.break_objects,
+    ],
+)
 def test_what_a_mirror_follows_loses_nothing(house: Builder, upstream: Upstream, forge: Forge, misfortune: Misfortune) -> None:
     """Upstream did what upstreams do: the mirror goes along, and keeps."""
 
@@ -126,44 +90,22 @@ def test_what_a_mirror_follows_loses_nothing(house: Builder, upstream: Upstream,
         misfortune(upstream, forge)
         result = await story.sync()
         assert isinstance(result, SyncResult), result
-        if misfortune is _redirect:
-            assert result.redirected_to == f"{forge.url}/elsewhere/.git"
+        if misfortune is misfortunes.redirect:
+            assert result.redirected_to == f"{forge.url}/owner+name-new/.git"
             assert it.events.counts["mirror.redirected"] == 1
-        if misfortune is _damage:
+        if misfortune is misfortunes.break_objects:
             assert [fault.ref for fault in result.faults] == ["refs/heads/bad"]
         await story.end()
 
     house.run(body)
 
 
-def _delete_repository(upstream: Upstream, _: Forge) -> None:
-    shutil.rmtree(upstream.path)
-
-
-def _make_private(_: Upstream, forge: Forge) -> None:
-    forge.password = "secret"
-
-
-def _empty(upstream: Upstream, _: Forge) -> None:
-    shutil.rmtree(upstream.path)
-    git(upstream.path.parent, "init", "--quiet", str(upstream.path))
-
-
-def _most_refs_vanish(upstream: Upstream, _: Forge) -> None:
-    upstream.git("branch", "-D", *(f"topic{n}" for n in range(BRANCHES - 1)))
-
-
-def _all_branches_vanish(upstream: Upstream, _: Forge) -> None:
-    upstream.git("checkout", "--quiet", "--detach")
-    upstream.git("branch", "-D", "main", *(f"topic{n}" for n in range(BRANCHES)))
-
-
 REFUSED = [
-    (_delete_repository, UpstreamNotFoundError),
-    (_make_private, UpstreamAuthError),
-    (_empty, UpstreamEmptyError),
-    (_most_refs_vanish, UpstreamLossError),
-    (_all_branches_vanish, UpstreamLossError),
+    (misfortunes.delete_repository, UpstreamNotFoundError),
+    (misfortunes.make_private, UpstreamAuthError),
+    (misfortunes.empty, UpstreamEmptyError),
+    (misfortunes.most_refs_vanish, UpstreamLossError),
+    (misfortunes.all_branches_vanish, UpstreamLossError),
 ]
 
 
@@ -199,7 +141,7 @@ def test_the_last_branch_is_guarded_however_few_refs_there_are() -> None:
     must_not_vanish(NAME, tags, Offer({}, None, []))
 
 
-@pytest.mark.parametrize("misfortune", [_empty, _most_refs_vanish, _all_branches_vanish])
+@pytest.mark.parametrize("misfortune", [misfortunes.empty, misfortunes.most_refs_vanish, misfortunes.all_branches_vanish])
 def test_an_accepted_loss_is_followed_and_kept(house: Builder, upstream: Upstream, forge: Forge, misfortune: Misfortune) -> None:
     """Once a person said so: the refs are upstream's, all that it left is kept, the record says that it was accepted."""
 

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-import shutil
-import tempfile
 from collections.abc import Collection, Iterator
 from functools import partial
-from pathlib import Path
 
-from anyio.from_thread import start_blocking_portal
 from gitrepos import git
 from heallab import refs_of, snapshot
 
@@ -25,47 +21,27 @@ from mirrord.protocol import Audit, StartAudit
 from .injuries import Injury, some_injury
 from .objects import readable
 from .patient import ALL_DONORS, Patient, some_donors
-from .plan import Part, Plan, told
+from .plan import Part, told
 from .report import Row
+from .rounds import living, parts_of
 
-ROUNDS, _PARTS = 1000, 8
 _FAULT = "damage"
 
 
 def parts() -> list[Part]:
-    """All rounds, in parts that can go side by side."""
-    share = ROUNDS // _PARTS
-    return [
-        Part(f"damage {n * share} to {(n + 1) * share - 1}", partial(_some_rounds, range(n * share, (n + 1) * share)))
-        for n in range(_PARTS)
-    ]
-
-
-def _some_rounds(numbers: range, plan: Plan) -> Iterator[Row]:
-    yield from rounds(plan.seed, numbers[: plan.some(len(numbers))])
+    return parts_of("damage", rounds)
 
 
 def rounds(seed: int, numbers: Collection[int]) -> Iterator[Row]:
     """One row for each number; the same seed and number are the same kind of damage and the same donors. Where it strikes may
     differ: records of the ref history hold the time, so their ids and those of packs do too.
     """
-    root = Path(tempfile.mkdtemp(prefix="md-"))
-    try:
-        with start_blocking_portal() as portal:
-            patient = Patient(root)
-            portal.call(patient.open)
-            try:
-                portal.call(patient.furnish)
-                for number in numbers:
-                    chance = random.Random(f"{seed} damage {number}")
-                    injury, donors = some_injury(chance), some_donors(chance)
-                    trial = Trial(patient, injury, donors)
-                    place = ", ".join(donors) or "nobody"
-                    yield told(_FAULT, injury.name, place, lambda trial=trial, chance=chance: portal.call(trial.run, chance))  # type: ignore[misc]
-            finally:
-                portal.call(patient.close)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    with living(Patient) as (patient, portal):
+        for number in numbers:
+            chance = random.Random(f"{seed} damage {number}")
+            injury, donors = some_injury(chance), some_donors(chance)
+            trial = Trial(patient, injury, donors)
+            yield told(_FAULT, injury.name, ", ".join(donors) or "nobody", partial(portal.call, trial.run, chance))
 
 
 class Trial:

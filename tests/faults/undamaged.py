@@ -7,59 +7,36 @@ work, or killed, leaves; then it is audited at a level that chance chose, and he
 from __future__ import annotations
 
 import random
-import shutil
-import tempfile
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 
-from anyio.from_thread import start_blocking_portal
 from gitrepos import Upstream, git
 from heallab import Daemon
 
 from mirrord.model import AuditLevel, CommitId, CommitState
 from mirrord.protocol import StartAudit
 
-from .plan import Part, Plan, told
+from .plan import Part, told
 from .report import Row
+from .rounds import living, parts_of
 
-ROUNDS, _PARTS = 1000, 8
 _FAULT = "none: an undamaged mirror is audited"
 _PERSON = "person/7"
 
 
 def parts() -> list[Part]:
-    """All rounds, in parts that can go side by side."""
-    share = ROUNDS // _PARTS
-    return [
-        Part(f"undamaged {n * share} to {(n + 1) * share - 1}", partial(_some_rounds, range(n * share, (n + 1) * share)))
-        for n in range(_PARTS)
-    ]
-
-
-def _some_rounds(numbers: range, plan: Plan) -> Iterator[Row]:
-    yield from rounds(plan.seed, numbers[: plan.some(len(numbers))])
+    return parts_of("undamaged", rounds)
 
 
 def rounds(seed: int, numbers: Collection[int]) -> Iterator[Row]:
     """One row for each number; the same seed and numbers are the same states."""
-    root = Path(tempfile.mkdtemp(prefix="mu-"))
-    try:
-        with start_blocking_portal() as portal:
-            life = Life(root)
-            portal.call(life.open)
-            try:
-                portal.call(life.begin)
-                for number in numbers:
-                    chance = random.Random(f"{seed} undamaged {number}")
-                    name = chance.choice(list(CHANGES))
-                    level = chance.choice(list(AuditLevel))
-                    work = partial(portal.call, life.live_on, name, chance, level)
-                    yield told(_FAULT, f"audit, level {level}", name, work)
-            finally:
-                portal.call(life.close)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    with living(Life) as (life, portal):
+        for number in numbers:
+            chance = random.Random(f"{seed} undamaged {number}")
+            name = chance.choice(list(CHANGES))
+            level = chance.choice(list(AuditLevel))
+            yield told(_FAULT, f"audit, level {level}", name, partial(portal.call, life.live_on, name, chance, level))
 
 
 class Life(Daemon):
@@ -74,7 +51,7 @@ class Life(Daemon):
     def mirror(self) -> Path:
         return self.mirrors.path(self.name)
 
-    async def begin(self) -> None:
+    async def furnish(self) -> None:
         commits = self.upstream.history(6)
         await self.mirror_and_pin({f"owner__name-{n}": CommitId(oid) for n, oid in enumerate(commits[:4])})
 
