@@ -33,10 +33,9 @@ def test_every_check_answers_and_what_is_not_well_has_a_remedy(tmp_path: Path) -
 
 def test_nothing_is_changed(tmp_path: Path) -> None:
     """Not even the state directory is made, and no mount is left."""
-    before = read_overlays()
     _checks(tmp_path / "state")
     assert list(tmp_path.iterdir()) == []
-    assert read_overlays() == before
+    assert not [path for path in read_overlays() if Path(path).is_relative_to(tmp_path)]
 
 
 def test_an_overlay_is_tried_and_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
