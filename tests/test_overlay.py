@@ -149,6 +149,14 @@ def test_rubbish_of_a_killed_daemon_is_removed(service: Service, checkout: Check
     assert status(checkout) == ""
 
 
+def test_rubbish_of_a_trial_that_was_killed_is_removed(service: Service) -> None:
+    """Each start tries an overlay, and removes what it tried it with."""
+    left = service.state / "templates/.gone-0123456789abcdef"
+    (left / "directory").mkdir(parents=True)
+    service.restart()
+    assert not left.exists()
+
+
 def test_a_store_that_was_deleted_is_made_again(service: Service) -> None:
     """Also under the view of it that another owner has."""
     before = start(service)

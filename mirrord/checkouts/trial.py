@@ -20,6 +20,7 @@ from ..host.mounting import PROBE_LAYER, Mounter, OverlayOrder, choose_mounter
 from ..host.userns import Owner
 from ..model import MirrorName, new_checkout_id
 from .control import discard
+from .graves import find_graves
 from .overlay import OverlayBackend
 from .templates import Templates
 
@@ -71,7 +72,8 @@ def try_overlay(state_dir: Path, mounter: Mounter) -> Trial:
     except FileNotFoundError as error:
         raise BackendUnavailableError(f"cannot mount an overlay in {state_dir}: {error.strerror}") from error
     finally:
-        discard(layer)
+        for left in [layer, *find_graves(layer.parent)]:  # an earlier daemon may have been killed here
+            discard(left)
 
 
 def _try_other(state_dir: Path, mounter: Mounter) -> Trial:
