@@ -25,7 +25,6 @@ import structlog
 
 from ..errors import DeadlineError, GitFailedError, MirrordError, ResourceError, UpstreamError, UpstreamTimeoutError
 from ..protocol import Progress
-from .children import Child, start_child
 from .environment import Remote, child_environment
 from .failures import HttpAnswer, failure, masked_url
 from .output import StderrReader
@@ -144,7 +143,7 @@ _HUNG_UP = (BrokenPipeError, ConnectionResetError, RuntimeError)
 class _Reading:
     """The three streams of one child, read at the same time and within bounds."""
 
-    def __init__(self, child: Child, stdin: bytes | None, stderr: StderrReader, limit_bytes: int) -> None:
+    def __init__(self, child: asyncio.subprocess.Process, stdin: bytes | None, stderr: StderrReader, limit_bytes: int) -> None:
         self._child = child
         self._stdin = stdin
         self._limit_bytes = limit_bytes
@@ -218,14 +217,22 @@ def _extend(scope: anyio.CancelScope, end: float, quiet_timeout: timedelta | Non
 
 async def _start(
     argv: list[str], environment: dict[str, str], cwd: Path | None, stdin: BinaryIO | int, stdout: BinaryIO | int
-) -> Child:
+) -> asyncio.subprocess.Process:
     try:
-        return await start_child(argv, environment=environment, cwd=str(cwd or "/"), stdin=stdin, stdout=stdout)
+        return await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=asyncio.subprocess.PIPE,
+            env=environment,
+            cwd=str(cwd or "/"),
+            start_new_session=True,  # an own process group, and no terminal to ask anybody on
+        )
     except OSError as error:
         raise _cannot_start(error) from error
 
 
-async def _kill(child: Child) -> None:
+async def _kill(child: asyncio.subprocess.Process) -> None:
     """End the whole group: politely, so that git removes its temporary files, then for good."""
     if child.returncode is None:
         _signal(child, signal.SIGTERM)
@@ -233,10 +240,9 @@ async def _kill(child: Child) -> None:
             await asyncio.wait_for(child.wait(), _GRACE.total_seconds())
     _signal(child, signal.SIGKILL)
     await child.wait()
-    child.close()
 
 
-def _signal(child: Child, number: signal.Signals) -> None:
+def _signal(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, number)
 
