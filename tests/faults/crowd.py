@@ -148,7 +148,7 @@ def everything_at_once(lab: Lab, seed: int, duration_s: float) -> Row:
     """Raises AssertionError with what went wrong first."""
     crowd = Crowd(lab, seed)
     crowd.run(duration_s)
-    assert not crowd.wrong, crowd.wrong[:3]
+    assert not crowd.wrong, [*crowd.wrong[:3], *lab.bugs()]
     with suppress(Refused):
         lab.finish(lab.call("POST", f"mirrors/{NAME}/sync"))
     judge(lab, level="content")

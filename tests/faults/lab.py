@@ -166,6 +166,10 @@ class Lab:
             made = self.checkout(self.commits[2], backend)
             (Path(made["path"]) / "work").write_text("the owner's\n")
 
+    def bugs(self) -> list[str]:
+        """The ends of the tracebacks in the daemon's log."""
+        return [part.strip()[-600:] for part in self.daemon.log.split("Traceback (most recent call last)")[1:]]
+
     def kill(self) -> None:
         """SIGKILL, however the daemon fares."""
         with suppress(ProcessLookupError):
