@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from faults.calls import fail_at
 from faults.crowd import everything_at_once
 from faults.damages import rounds
 from faults.full import fill_up
@@ -75,6 +76,11 @@ def test_a_kill_at_a_step_loses_nothing_and_leaves_nothing(lab: Lab, name: str, 
 def test_a_killed_child_costs_one_operation_and_not_the_daemon(lab: Lab, name: str, victim: str) -> None:
     """It is answered with one of our errors, or done all the same."""
     assert kill_child(lab, _BY_NAME[name], victim, random.Random(1)).did != NOT_HIT
+
+
+def test_a_lock_that_git_cannot_remove_stops_nobody(lab: Lab) -> None:
+    """git only warns of it; it goes while the daemon lives on, or every later git would stop at it."""
+    assert fail_at(lab, _BY_NAME["unpin"], "unlink", 4, "EIO").count == 1
 
 
 def test_everything_at_once_is_right_and_loses_nothing(lab: Lab) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import anyio
 import structlog
 
 from ..host.files import full_disk_named, sync_directory
-from .leftovers import removed_on_failure
+from .leftovers import remove_leftovers, removed_on_failure
 from .repository import Repository
 
 JOURNAL = "mirrord-transaction"
@@ -110,7 +111,7 @@ def _directories(ref: str) -> list[str]:
 async def _update(repository: Repository, moves: Moves) -> None:
     many = len(moves) >= _MANY
     flush = ("-c", "core.fsync=none") if many else ()
-    await repository.git.run(
+    done = await repository.git.run(
         *flush,
         "update-ref",
         "--stdin",
@@ -118,6 +119,8 @@ async def _update(repository: Repository, moves: Moves) -> None:
         stdin=f"start\n{_text(moves)}prepare\ncommit\n".encode(),
         doing=f"move refs of mirror {repository.name}",
     )
+    if done.stderr:  # a lock that it cannot remove it only warns of, and the next one stops at it
+        await anyio.to_thread.run_sync(remove_leftovers, repository.path, timedelta())
     if many:
         await repository.pack_refs()
 
