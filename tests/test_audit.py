@@ -8,6 +8,7 @@ import hashlib
 import os
 import shutil
 import sqlite3
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from heallab import Daemon
 
 from mirrord.audit import content as audit_content
 from mirrord.audit.examine import Examined, examine
+from mirrord.audit.files import find_bad_files
 from mirrord.errors import AuditNotFoundError, DatasetNotFoundError, MirrorNotFoundError
 from mirrord.mirrors.repository import PROTECTION
 from mirrord.model import AuditLevel, CommitId, CommitState, MirrorName, Reach
@@ -241,6 +243,18 @@ def test_a_deleted_pack_is_found(site: Site, level: AuditLevel) -> None:
     result = site.examine(level)
     assert result.faults[name] == "its index is there and it is not"
     assert {verdict.state for verdict in result.verdicts.values()} == {CommitState.MISSING}
+
+
+def test_a_pack_that_git_is_removing_is_no_damage(site: Site) -> None:
+    """git (2.39) takes the pack away before its index, and a big one takes a while."""
+    copy = site.pack.with_name("pack-" + "1" * 40)
+    for suffix in (".pack", ".idx"):
+        shutil.copy(site.pack.with_suffix(suffix), copy.with_suffix(suffix))
+    copy.with_suffix(".pack").unlink()
+    removal = threading.Timer(0.5, copy.with_suffix(".idx").unlink)
+    removal.start()
+    assert find_bad_files(site.path, AuditLevel.QUICK) == []
+    removal.join()
 
 
 def test_a_truncated_loose_object_hangs_nobody(site: Site) -> None:

@@ -37,15 +37,14 @@ class Site:
         self.room = 100
         self.settings = config.load(None)
         self.operations = Operations(Events())
-        workers = Workers(size=1)
+        self.workers = Workers(size=1)
         self.gitdirs = Gitdirs(
-            state_dir=root, git=Git(home=root / "home"), workers=workers, mirrors_path=lambda name: root / "mirror.git"
+            state_dir=root, git=Git(home=root / "home"), workers=self.workers, mirrors_path=lambda name: root / "mirror.git"
         )
 
     async def run(self, *, then_room: int = 0) -> dict[str, int]:
         """The result of the last operation; `then_room` is the room there is when it is resumed."""
-        workers = Workers(size=1)
-        catalog = await Catalog.open(self.root / "catalog.sqlite3", workers)
+        catalog = await Catalog.open(self.root / "catalog.sqlite3", self.workers)
         try:
             await self._record(catalog)
             prewarm = Prewarm(
@@ -70,7 +69,7 @@ class Site:
             return ended.result
         finally:
             await catalog.close()
-            await workers.close()
+            await self.workers.close()
 
     async def _record(self, catalog: Catalog) -> None:
         await catalog.put_mirror(MirrorRow(name=NAME, url="file:///nowhere", added_at=NOW))

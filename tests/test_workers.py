@@ -70,12 +70,15 @@ def run(body: Callable[[Workers], Awaitable[None]], *, idle: timedelta = LONG, s
 
 @contextmanager
 def fork_server_of_our_own() -> Iterator[None]:
-    """This process may have one already, with nothing loaded."""
-    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    """This process may have one already, with nothing loaded; it is left alone, because its end would be waited for."""
+    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    before = vars(server).copy()
+    server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
     try:
         yield
     finally:
-        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        server._stop()
+        vars(server).update(before)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import struct
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -32,6 +33,7 @@ _PLANTED = {
     "info/grafts": "it gives commits other parents",
     "shallow": "it takes the parents of commits away",
 }
+_HALF_S = 2.0
 _BITMAP_AT = 12  # signature, version, flags and count come before the checksum of its pack
 
 
@@ -90,12 +92,22 @@ def _packs(directory: Path, level: AuditLevel) -> Iterator[BadFile]:
         try:
             yield from _pair(pack, index, level)
         except FileNotFoundError:
-            if index.exists() and not pack.exists():
-                yield BadFile(f"objects/pack/{pack.name}", FileKind.PACK, "its index is there and it is not")
-            elif pack.exists() and not index.exists():
-                yield BadFile(f"objects/pack/{index.name}", FileKind.INDEX, "it is gone, and its pack is there")
+            yield from _half(pack, index)
         except OSError as error:
             yield _unreadable(error, f"objects/pack/{pack.name}", FileKind.PACK)
+
+
+def _half(pack: Path, index: Path) -> Iterator[BadFile]:
+    """One of the two is not there. git (2.39) removes a pack before its index, and a big one takes its time."""
+    ends = time.monotonic() + _HALF_S
+    while pack.exists() != index.exists():
+        if time.monotonic() > ends:
+            if index.exists():
+                yield BadFile(f"objects/pack/{pack.name}", FileKind.PACK, "its index is there and it is not")
+            else:
+                yield BadFile(f"objects/pack/{index.name}", FileKind.INDEX, "it is gone, and its pack is there")
+            return
+        time.sleep(_HALF_S / 20)
 
 
 def _pair(pack: Path, index: Path, level: AuditLevel) -> Iterator[BadFile]:

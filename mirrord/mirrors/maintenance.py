@@ -18,7 +18,7 @@ import anyio
 from ..git.priority import giving_way
 from ..protocol import Progress
 from .halves import mend_halves
-from .leftovers import remove_leftovers, removed_on_failure
+from .leftovers import remove_leftovers
 from .repository import Repository
 
 _FULL_EVERY = timedelta(days=30)
@@ -33,14 +33,14 @@ async def maintain(repository: Repository, progress: Callable[[Progress], None] 
     """Do what is due. The caller holds the mirror's lock."""
     await anyio.to_thread.run_sync(remove_leftovers, repository.path, _OLD)
     try:
-        async with removed_on_failure(repository.path):
-            await repository.pack_refs()
-            full = await anyio.to_thread.run_sync(_needs_full, repository.path)
-            with giving_way():
-                await _repack(repository, full=full, progress=progress)
-                await _write_commit_graph(repository, replace=full)
+        await repository.pack_refs()
+        full = await anyio.to_thread.run_sync(_needs_full, repository.path)
+        with giving_way():
+            await _repack(repository, full=full, progress=progress)
+            await _write_commit_graph(repository, replace=full)
     finally:
-        with anyio.CancelScope(shield=True):
+        with anyio.CancelScope(shield=True):  # git that ends well may have left something too: it only warns
+            await anyio.to_thread.run_sync(remove_leftovers, repository.path, timedelta())
             await mend_halves(repository)
     if full:
         await anyio.to_thread.run_sync((repository.path / _STAMP).touch)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
+from datetime import timedelta
 
+import anyio
 import structlog
 
 from ..catalog.catalog import Catalog
 from ..errors import MirrordError, StoppingError, UpstreamError
 from ..model import MirrorName
 from . import pins
+from .leftovers import remove_leftovers
 from .reconcile import put_in_line
 from .repository import Repository
 
@@ -70,6 +73,7 @@ class Mending:
         repository, debts = self._repository(name), self.debts(name)
         if not repository.path.exists():
             return
+        await anyio.to_thread.run_sync(remove_leftovers, repository.path, timedelta())  # a lock stops what is owed
         while debts:
             await pins.settle(repository, self._catalog, debts[0])
             del debts[0]
