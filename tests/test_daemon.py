@@ -119,6 +119,21 @@ def test_after_kill_9_it_starts_again_over_the_stale_socket() -> None:
         assert running.get("/v1/health")[0] == 200
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+@pytest.mark.parametrize("inodes", [10, 18])
+def test_a_disk_without_room_for_a_start_is_said_and_ends_with_7(inodes: int) -> None:
+    """No traceback; what is there stays as it is, for a start with room."""
+    with daemon(start=False) as made:
+        made.state_dir.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"nr_inodes={inodes}", "none", made.state_dir], check=True)
+        try:
+            status, log = ended(made)
+        finally:
+            subprocess.run(["umount", made.state_dir], check=True)
+        assert (status, "Traceback" in log) == (7, False)
+        assert "cannot start the daemon: No space left on device" in log
+
+
 def test_an_ordinary_user_can_run_it() -> None:
     """With a state directory and a socket of their own."""
     with daemon(user=NOBODY, environment={"HOME": "/nonexistent"}) as running:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -45,9 +46,11 @@ class StateLock:
         os.close(self._fd)
 
     def _write_holder(self) -> None:
+        """A full disk holds nobody up: the lock is held all the same."""
         facts = {"pid": os.getpid(), "uid": os.geteuid(), "started_at": utc_now().isoformat(timespec="seconds")}
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(facts).encode() + b"\n", 0)
+        with suppress(OSError):
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps(facts).encode() + b"\n", 0)
 
     def _holder(self) -> dict[str, Any]:
         """Empty where the holder has not written it yet."""

@@ -15,6 +15,7 @@ import uvloop
 from .. import config, telemetry
 from ..engine import Engine
 from ..errors import MirrordError
+from ..host.files import disk_error
 from ..host.systemd import Notifier
 from .listener import open_listeners
 from .lock import StateLock
@@ -33,6 +34,11 @@ def main(arguments: list[str] | None = None) -> int:
     except MirrordError as error:
         _explain(error)
         return error.exit_status
+    except OSError as error:
+        if (problem := disk_error(error, "start the daemon")) is None:
+            raise
+        _explain(problem)
+        return problem.exit_status
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

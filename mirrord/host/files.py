@@ -287,9 +287,10 @@ def sync_file(path: Path) -> None:
 def sync_tree(path: Path) -> None:
     """Make a directory with everything below it survive a power failure: a flush for each file and directory, so for few."""
     for directory, _, names in os.walk(path):
-        for name in names:
-            with opened(os.open(os.path.join(directory, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
-                os.fsync(fd)
+        for file in (os.path.join(directory, name) for name in names):
+            if not os.path.islink(file):  # which is in its directory
+                with opened(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
+                    os.fsync(fd)
         sync_directory(Path(directory))
 
 
