@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 from datetime import timedelta
@@ -85,6 +86,10 @@ def test_a_pack_of_a_repack_that_died_just_now_is_not_in_the_way(house: Builder,
             of_living = mirror / f"objects/pack/.tmp-{living.pid}-pack-{'1' * 40}.pack"
             of_living.write_bytes(b"PACK")
             assert remove_leftovers(mirror, timedelta()) == 0
+            living.stdin.close()
+            os.waitid(os.P_PID, living.pid, os.WEXITED | os.WNOWAIT)
+            assert remove_leftovers(mirror, timedelta()) == 1  # dead, and nobody has taken note of it yet
+            of_living.write_bytes(b"PACK")
         await it.mirrors.maintain(NAME)
         assert not of_living.exists()
 

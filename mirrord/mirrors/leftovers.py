@@ -72,10 +72,12 @@ def _is_over(file: Path, before: float) -> bool:
 
 
 def _is_git(process: str) -> bool:
+    """Whether it lives: a container without an init keeps the dead ones."""
     try:
-        return Path("/proc", process, "comm").read_text().startswith("git")
+        name, state = Path("/proc", process, "stat").read_text().partition("(")[2].rsplit(") ", 1)
     except OSError:
         return False
+    return name.startswith("git") and state[0] not in "ZX"
 
 
 def _is_older(file: Path, before: float) -> bool:
