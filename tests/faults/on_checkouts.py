@@ -9,7 +9,7 @@ from gitrepos import git
 
 from .judge import must_be_usable
 from .lab import Lab
-from .operation import AFTER, BEFORE, Operation
+from .operation import AFTER, BEFORE, HALF, Operation
 
 
 class Checkout(Operation):
@@ -81,6 +81,7 @@ class Reset(Operation):
 
     name = "reset (overlay)"
     backend = "overlay"
+    after_kill = frozenset({BEFORE, AFTER, HALF})
 
     def __init__(self, lab: Lab) -> None:
         super().__init__(lab)
@@ -98,6 +99,8 @@ class Reset(Operation):
     def outcome(self) -> str:
         lease = self.lab.call("GET", f"checkouts/{self._lease['id']}")
         tree = Path(lease["path"])
+        if (tree.parent / "resetting.json").exists():
+            return HALF
         if lease["commit"] == self._from:
             assert (tree / "README").read_text() == "dirty\n", "neither as its owner left it nor reset"
             return BEFORE
@@ -105,7 +108,7 @@ class Reset(Operation):
         return AFTER
 
     def is_sound(self, outcome: str) -> bool:
-        """Until it is reset its tree is as its owner left it."""
+        """Until it is reset its tree is as its owner left it, or neither; then nothing but a reset is done with it."""
         return outcome == AFTER
 
     def settle(self) -> None:

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from .lab import Lab
 
 BEFORE, AFTER = "the state before", "the state after"
+HALF = "to be reset again, and nothing else till then"
 UNPINNED = "the dataset says which commits have no pin, and why"
 
 
