@@ -78,9 +78,10 @@ def test_a_killed_child_costs_one_operation_and_not_the_daemon(lab: Lab, name: s
     assert kill_child(lab, _BY_NAME[name], victim, random.Random(1)).did != NOT_HIT
 
 
-def test_a_lock_that_git_cannot_remove_stops_nobody(lab: Lab) -> None:
-    """git only warns of it; it goes while the daemon lives on, or every later git would stop at it."""
-    assert fail_at(lab, _BY_NAME["unpin"], "unlink", 4, "EIO").count == 1
+@pytest.mark.parametrize(("name", "call", "number"), [("unpin", "unlink", 4), ("checkout (pool)", "rename", 1)])
+def test_what_a_failing_disk_leaves_goes_while_the_daemon_lives(lab: Lab, name: str, call: str, number: int) -> None:
+    """A lock of which git only warns, and at which every later git would stop; a checkout that cannot be renamed away."""
+    assert fail_at(lab, _BY_NAME[name], call, number, "EIO").count == 1
 
 
 def test_everything_at_once_is_right_and_loses_nothing(lab: Lab) -> None:

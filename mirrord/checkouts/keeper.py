@@ -108,8 +108,18 @@ class Keeper:
 
     def end(self, lease: Lease) -> None:
         """Take the lease away at once; its files go in the background."""
+        self._remove(self.leases.drop(lease), lease)
+
+    def _undo(self, lease: Lease) -> None:
+        """Take away what nobody was told of; where it cannot even be renamed, under the name it has."""
+        try:
+            self.end(lease)
+        except OSError:
+            self._remove(lease.directory, lease)
+
+    def _remove(self, directory: Path, lease: Lease) -> None:
         backend = self._find_backend(lease)
-        self.removal.start(self.leases.drop(lease), lease, [backend] if backend else self._backends)
+        self.removal.start(directory, lease, [backend] if backend else self._backends)
 
     async def renew(self, lease: Lease) -> None:
         """Give a live lease another deadline. A power cut leaves the old one or the new one."""
@@ -131,7 +141,7 @@ class Keeper:
         except BaseException as error:
             half_made = replace(lease, state=LeaseState.RESETTING)
             self._count_failure(half_made, error)
-            self.end(half_made)
+            self._undo(half_made)
             raise
         return lease, made
 

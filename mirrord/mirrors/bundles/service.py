@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ...jobs.events import Events
 from ...model import CommitId, MirrorName, utc_now
 from ..flights import ProgressSink
 from ..history import find_record, list_records, read_refs
+from ..leftovers import remove_leftovers
 from ..maintenance import size_bytes
 from ..quarantine import accept_objects
 from ..refs import count_refs, summarise, theirs
@@ -186,6 +187,7 @@ class Bundles:
             if head in made.target:
                 await scratch.set_head(head)
             await scratch.pack_refs()
+            await anyio.to_thread.run_sync(remove_leftovers, scratch.path, timedelta())  # git only warns of what it cannot remove
             await anyio.to_thread.run_sync(sync_tree, scratch.path)
             scratch.path.rename(path)
             await anyio.to_thread.run_sync(sync_directory, path.parent)
