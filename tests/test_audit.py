@@ -255,6 +255,12 @@ def test_a_pack_that_git_is_removing_is_no_damage(site: Site) -> None:
     removal.join()
 
 
+def test_a_directory_that_git_is_removing_is_no_damage(site: Site) -> None:
+    """It was listed, and is gone when it is looked into; so is what a dangling link names."""
+    (site.path / "objects/f8").symlink_to("gone")
+    assert find_bad_files(site.path, AuditLevel.CLOSURE) == []
+
+
 def test_a_truncated_loose_object_hangs_nobody(site: Site) -> None:
     """libgit2 1.9.7 spins on it for ever; git does not."""
     site.explode()

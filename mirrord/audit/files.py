@@ -236,7 +236,7 @@ def _is_whole_graph(file: Path) -> bool:
 
 def _loose(objects: Path, is_sound: Callable[[Path, str], bool]) -> Iterator[BadFile]:
     for directory in sorted(objects.glob("[0-9a-f][0-9a-f]")):
-        for file in sorted(directory.iterdir()):
+        for file in _files_in(directory):
             oid = directory.name + file.name
             if not _LOOSE_NAME.fullmatch(file.name):
                 continue
@@ -249,6 +249,14 @@ def _loose(objects: Path, is_sound: Callable[[Path, str], bool]) -> Iterator[Bad
                 continue
             if not sound:
                 yield BadFile(f"objects/{directory.name}/{file.name}", FileKind.LOOSE, "its bytes do not hash to its name")
+
+
+def _files_in(directory: Path) -> list[Path]:
+    """None where it went: git removes the directory of loose objects that it packed."""
+    try:
+        return sorted(directory.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 def _is_sound_loose(file: Path, oid: str) -> bool:
