@@ -43,10 +43,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def step_name(verb: str, path: str) -> str:
     """A change without what is random in its path; everything inside a working tree, or that is thrown away, is one step."""
     if verb == "removed":
-        path = _THROWN_AWAY.sub(r"\1/…", path)
+        path = _THROWN_AWAY.sub(r"\1…", path)
     for pattern, replacement in _RANDOM:
         path = pattern.sub(replacement, path)
-    return f"`{_OPAQUE.sub(lambda match: match[1] + '/…', path)}` {verb}"
+    return f"`{_OPAQUE.sub(lambda match: match[1] + '…', path)}` {verb}"
 
 
 class Tripwire:
