@@ -34,6 +34,7 @@ from mirrord.jobs.events import Events
 from mirrord.mirrors.repository import Repository
 from mirrord.mirrors.service import Mirrors
 from mirrord.model import CommitId, MirrorName
+from mirrord.protocol import Progress
 
 NAME = MirrorName("owner", "name")
 SECRET = "s3cretpassword"
@@ -152,6 +153,45 @@ def test_syncs_of_one_mirror_at_the_same_time_run_once(house: Builder) -> None:
                 group.start_soon(one)
         assert len(results) == 8
         assert len({id(result) for result in results}) == 1
+        assert it.events.counts["mirror.synced"] == 1
+
+    house.run(body)
+
+
+def test_a_sync_brings_what_was_pushed_before_it_was_asked_for(house: Builder, upstream: Upstream) -> None:
+    """One that runs has asked upstream already; all who ask meanwhile share one more."""
+
+    async def body(it: House) -> None:
+        await it.mirrors.add("owner/name")
+        pushed: list[str] = []
+        heads: list[str] = []
+
+        async def later() -> None:
+            await it.mirrors.sync(NAME)
+            heads.append((await it.mirrors.resolve(NAME, "main"))[0])
+
+        async with anyio.create_task_group() as group:
+
+            def push(_: Progress) -> None:
+                if not pushed:
+                    pushed.append(upstream.commit({"pushed": "while the first sync fetches\n"}))
+                    for _ in range(4):
+                        group.start_soon(later)
+
+            await it.mirrors.sync(NAME, push)
+        assert heads == pushed * 4
+        assert it.events.counts["mirror.synced"] == 2
+
+    house.run(body)
+
+
+def test_whoever_needs_a_mirror_waits_for_its_first_sync(house: Builder) -> None:
+    """And asks for none of his own."""
+
+    async def body(it: House) -> None:
+        await it.mirrors.add("owner/name")
+        async with anyio.create_task_group() as group:
+            await it.mirrors.sync(NAME, lambda _: group.start_soon(it.mirrors.resolve, NAME, "main"))
         assert it.events.counts["mirror.synced"] == 1
 
     house.run(body)

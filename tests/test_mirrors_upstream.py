@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import anyio
@@ -9,7 +10,7 @@ import pytest
 
 from mirrord.errors import GitFailedError, InvalidUrlError, MirrordError, UpstreamAuthError, UpstreamThrottledError
 from mirrord.mirrors.backoff import Hosts
-from mirrord.mirrors.flights import Flights
+from mirrord.mirrors.flights import Flight, Flights
 from mirrord.mirrors.isolation import isolate
 from mirrord.mirrors.refs import is_safe_ref, read_offer
 from mirrord.mirrors.upstream import parse_upstream, upstream_url
@@ -182,11 +183,11 @@ def test_passengers_share_progress_and_the_last_one_cancels() -> None:
         runs: list[str] = []
         seen: list[int] = []
 
-        async def run(progress):  # type: ignore[no-untyped-def]
+        async def run(flight: Flight[int]) -> int:
             runs.append("started")
-            progress(Progress(done=1))
+            flight.tell(Progress(done=1))
             try:
-                await anyio.sleep(60)
+                return await anyio.sleep_forever()
             except BaseException:
                 runs.append("cancelled")
                 raise
@@ -201,5 +202,68 @@ def test_passengers_share_progress_and_the_last_one_cancels() -> None:
             outer.cancel_scope.cancel()
         assert runs == ["started", "cancelled"]
         assert seen == [1]
+
+    anyio.run(main)
+
+
+def test_who_comes_after_the_departure_shares_the_next_flight() -> None:
+    """Whatever was seen before one asked is nobody's answer; the end of all cancels those that wait and those that fly."""
+
+    async def main() -> None:
+        flights: Flights[int] = Flights()
+        turn = anyio.Lock()
+        facts = [0]
+        answers: list[tuple[str, int]] = []
+        go_on = anyio.Event()
+
+        async def run(flight: Flight[int]) -> int:
+            async with turn:
+                flight.depart()
+                seen = facts[-1]
+                await go_on.wait()
+                return seen
+
+        async def ask(who: str) -> None:
+            answers.append((who, await flights.join("k", run)))
+
+        async with anyio.create_task_group() as group:
+            for who in ("first", "at once"):
+                group.start_soon(ask, who)
+            await anyio.wait_all_tasks_blocked()
+            facts.append(1)
+            for who in ("later", "later too"):
+                group.start_soon(ask, who)
+            await anyio.wait_all_tasks_blocked()
+            go_on.set()
+        assert answers == [("first", 0), ("at once", 0), ("later", 1), ("later too", 1)]
+
+        go_on = anyio.Event()
+        left = []
+        for _ in range(2):
+            left.append(asyncio.ensure_future(flights.join("k", run)))
+            await anyio.wait_all_tasks_blocked()
+        await flights.close()
+        await asyncio.wait(left)
+        assert all(task.cancelled() for task in left)
+        assert not turn.statistics().locked
+
+    anyio.run(main)
+
+
+def test_a_flight_that_was_given_up_takes_nobody_more() -> None:
+    """Also one that was given up before it began."""
+
+    async def main() -> None:
+        flights: Flights[int] = Flights()
+
+        async def run(flight: Flight[int]) -> int:
+            await anyio.sleep(0)
+            return 7
+
+        for _ in range(2):
+            given_up = asyncio.ensure_future(flights.join("k", run))
+            await asyncio.sleep(0)
+            given_up.cancel()
+            assert await flights.join("k", run) == 7
 
     anyio.run(main)

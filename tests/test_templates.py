@@ -16,7 +16,7 @@ from templatelab import NAME, Mounted, Store, assert_equals_commit, run
 
 from mirrord.checkouts.layer import read_record
 from mirrord.checkouts.layers import build_layer
-from mirrord.errors import CommitNotFoundError
+from mirrord.errors import CommitNotFoundError, CommitUnservableError
 from mirrord.git.workers import Workers
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
@@ -91,6 +91,39 @@ def test_a_template_is_built_once_however_many_ask(make_upstream: Callable[[str]
         assert store.find(commit) == rest[0].result()
 
     run(tmp_path, upstream, test)
+
+
+def test_whoever_asks_later_does_not_get_an_earlier_failure(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a build failed of may have been healed before the others asked: they share one more build."""
+    upstream = make_upstream("up")
+    commit = upstream.history(1)[-1]
+    call = Workers.call
+    asked = asyncio.Event()
+    failures: list[object] = []
+
+    async def failing_once(self: Workers, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if str(function).endswith(":build_layer") and not failures:
+            failures.append(function)
+            await asked.wait()
+            raise CommitUnservableError("cannot serve it: a blob is missing")
+        return await call(self, function, *args, **kwargs)
+
+    async def body(store: Store) -> None:
+        monkeypatch.setattr(Workers, "call", failing_once)
+        first = asyncio.create_task(store.ensure(commit))
+        while not failures:
+            await asyncio.sleep(0.01)
+        later = [asyncio.create_task(store.ensure(commit)) for _ in range(4)]
+        await asyncio.sleep(0)
+        asked.set()
+        with pytest.raises(CommitUnservableError):
+            await first
+        assert len(set(await asyncio.gather(*later))) == 1
+        assert store.events.counts["template.built"] == 1
+
+    run(tmp_path, upstream, body)
 
 
 def test_a_near_template_costs_one_call_for_its_tree_and_index(

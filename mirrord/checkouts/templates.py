@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +24,7 @@ import anyio.to_thread
 import structlog
 
 from ..config import Settings
-from ..errors import CheckoutBusyError, IntegrityError
+from ..errors import CheckoutBusyError, IntegrityError, MirrordError
 from ..git.workers import Workers
 from ..jobs.events import Events
 from ..model import CommitId, History, MirrorName
@@ -113,6 +114,9 @@ class Templates:
         key = (name.key, commit, history, owner)
         if (known := self._found.get(key)) and not all(map(os.path.isdir, known.layers)):  # evicted, or deleted behind our back
             del self._found[key]
+        if older := self._flights.get(key):
+            with suppress(MirrordError, OSError):  # what it failed of may be over since before this was asked for
+                await asyncio.shield(older)
         while (found := self.find(name, commit, history, owner)) is None:
             flight = self._flights.get(key)
             if flight is None:

@@ -1,14 +1,15 @@
 """One flight for many passengers: work that several ask for at the same time runs once.
 
-Owns running work by key. Each passenger gets the progress and the result; one that is cancelled leaves, and when the last has
-left the work is cancelled.
+Owns work by key. Who asks joins a flight that has not departed, which is when the work looks at what its result is about. All
+who ask later share the next one, so nobody gets what was seen before he asked; the work's own lock has it wait for the first.
+Each passenger gets the progress and the result; one that is cancelled leaves, and when the last has left the work is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -18,10 +19,15 @@ from ..protocol import Progress
 
 T = TypeVar("T")
 ProgressSink = Callable[[Progress], None]
+Run = Callable[["Flight[T]"], Coroutine[None, None, T]]
 
 
 @dataclass(slots=True, eq=False)
-class _Flight(Generic[T]):
+class Flight(Generic[T]):
+    """What the work sees of those who wait for it."""
+
+    depart: Callable[[], None]
+    """Called before the work looks at anything that may have changed for whoever asks from then on."""
     sinks: list[ProgressSink] = field(default_factory=list)
     passengers: int = 0
     task: asyncio.Task[T] | None = None
@@ -35,11 +41,12 @@ class Flights(Generic[T]):
     """Work by key."""
 
     def __init__(self) -> None:
-        self._flights: dict[str, _Flight[T]] = {}
+        self._boarding: dict[str, Flight[T]] = {}
+        self._flights: set[Flight[T]] = set()
 
-    async def join(self, key: str, run: Callable[[ProgressSink], Awaitable[T]], progress: ProgressSink | None = None) -> T:
-        """Wait for the running work of that key, or start it with `run`."""
-        flight = self._flights.get(key) or self._start(key, run)
+    async def join(self, key: str, run: Run[T], progress: ProgressSink | None = None) -> T:
+        """Wait for the work of that key that has not departed, or begin it with `run`."""
+        flight = self._boarding.get(key) or self._begin(key, run)
         task = flight.task
         assert task is not None
         flight.passengers += 1
@@ -54,29 +61,29 @@ class Flights(Generic[T]):
             if not flight.passengers and not task.done():
                 await self._cancel(flight)
 
-    def _start(self, key: str, run: Callable[[ProgressSink], Awaitable[T]]) -> _Flight[T]:
-        flight: _Flight[T] = _Flight()
-        self._flights[key] = flight
-
-        async def fly() -> T:
-            try:
-                return await run(flight.tell)
-            finally:
-                self._forget(key, flight)
-
-        flight.task = asyncio.get_running_loop().create_task(fly())
+    def _begin(self, key: str, run: Run[T]) -> Flight[T]:
+        flight: Flight[T] = Flight(depart=lambda: self._close_doors(key, flight))
+        flight.task = asyncio.get_running_loop().create_task(run(flight))
+        flight.task.add_done_callback(lambda _: self._land(flight))
+        self._boarding[key] = flight
+        self._flights.add(flight)
         return flight
 
-    def _forget(self, key: str, flight: _Flight[T]) -> None:
-        if self._flights.get(key) is flight:
-            del self._flights[key]
+    def _close_doors(self, key: str, flight: Flight[T]) -> None:
+        if self._boarding.get(key) is flight:
+            del self._boarding[key]
+
+    def _land(self, flight: Flight[T]) -> None:
+        flight.depart()
+        self._flights.discard(flight)
 
     async def close(self) -> None:
         """Cancel everything and wait for its end."""
-        for flight in list(self._flights.values()):
+        for flight in list(self._flights):
             await self._cancel(flight)
 
-    async def _cancel(self, flight: _Flight[T]) -> None:
+    async def _cancel(self, flight: Flight[T]) -> None:
+        flight.depart()
         if flight.task is None:
             return
         flight.task.cancel()

@@ -28,7 +28,7 @@ from ..model import CommitId, MirrorName, shown, utc_now
 from ..protocol import Mirror, Pin, RefDiff, RefRecord
 from . import history, pins
 from .aging import age
-from .flights import Flights, ProgressSink
+from .flights import Flight, Flights, ProgressSink
 from .maintenance import maintain, size_bytes
 from .mending import Mending
 from .present import shown_mirror
@@ -179,24 +179,26 @@ class Mirrors:
     # -- following upstream -------------------------------------------------------------------------------------------
 
     async def sync(self, name: MirrorName, progress: ProgressSink | None = None, *, accept_loss: bool = False) -> SyncResult:
-        """Bring a mirror up to date; joins the sync that runs already. Raises the UpstreamError that also lands in its row.
+        """Bring a mirror up to date with what upstream has now; joins a sync that has yet to ask it.
 
-        An upstream that lost most of what it had is an UpstreamLossError, unless the loss is accepted.
+        Raises the UpstreamError that also lands in its row. An upstream that lost most of what it had is an UpstreamLossError,
+        unless the loss is accepted.
         """
-        row = await self.get(str(name))
-        key = f"{row.name.key}{' accepted' if accept_loss else ''}"
-        return await self._syncs.join(key, lambda sink: self._sync(row, sink, accept_loss=accept_loss), progress)
+        found = self.get_name(str(name))
+        key = f"{found.key}{' accepted' if accept_loss else ''}"
+        return await self._syncs.join(key, lambda flight: self._sync(found, flight, accept_loss=accept_loss), progress)
 
-    async def _sync(self, row: MirrorRow, progress: ProgressSink, *, accept_loss: bool) -> SyncResult:
+    async def _sync(self, name: MirrorName, flight: Flight[SyncResult], *, accept_loss: bool) -> SyncResult:
         started_at = utc_now()
         try:
-            async with self.lock(row.name):
-                row = await self.get(str(row.name))
-                result = await self._sources.sync(row, self.path(row.name), progress, accept_loss=accept_loss)
+            async with self.lock(name):
+                row = await self.get(str(name))
+                path = self.path(row.name)
+                result = await self._sources.sync(row, path, flight.tell, asking=flight.depart, accept_loss=accept_loss)
                 await self._record(row, result)
         except MirrordError as error:
-            await self._catalog.update_mirror(row.name.key, attempted_at=started_at, error=error.problem())
-            self._events.publish("mirror.failed", mirror=str(row.name), code=error.code, detail=error.message)
+            await self._catalog.update_mirror(name.key, attempted_at=started_at, error=error.problem())
+            self._events.publish("mirror.failed", mirror=str(name), code=error.code, detail=error.message)
             raise
         if result.redirected_to:
             self._events.publish("mirror.redirected", mirror=str(row.name), url=masked_url(row.url), to=result.redirected_to)
@@ -346,10 +348,13 @@ class Mirrors:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     async def _synced(self, name: MirrorName, progress: ProgressSink | None = None) -> MirrorRow:
-        """The row of a mirror that is on disk; one that is not yet is synced now."""
+        """The row of a mirror that is on disk; one that is not yet is synced now, unless somebody is at it."""
         row = await self.get(str(name))
         if not self.path(row.name).exists():
-            await self.sync(row.name, progress)
+            async with self.lock(row.name):
+                is_filled = self.path(row.name).exists()
+            if not is_filled:
+                await self.sync(row.name, progress)
         return row
 
 

@@ -52,10 +52,16 @@ class Sources:
 
     # -- refs ---------------------------------------------------------------------------------------------------------
 
-    async def sync(self, row: MirrorRow, path: Path, progress: ProgressSink | None, *, accept_loss: bool = False) -> SyncResult:
-        """Sync the mirror at `path`; the first time it is built in quarantine and renamed when it is complete."""
+    async def sync(
+        self, row: MirrorRow, path: Path, progress: ProgressSink | None, *, asking: Callable[[], None], accept_loss: bool = False
+    ) -> SyncResult:
+        """Sync the mirror at `path`; the first time it is built in quarantine and renamed when it is complete.
+
+        `asking` is called when the host's turn has come, before it is asked for anything.
+        """
         upstream = parse_upstream(row.url)
         async with self._hosts.turn(upstream.host):
+            asking()
             if path.exists():
                 return await self._sync(row, path, upstream, progress, accept_loss=accept_loss)
             async with self._quarantine.directory("clone") as directory:

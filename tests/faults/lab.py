@@ -103,13 +103,9 @@ class Lab:
         return operation["result"] or {}
 
     def sync(self) -> None:
-        """Until the mirror has what upstream offers: one that the schedule began before is joined, and may have asked earlier."""
-        for _ in range(2):
-            result = self.finish(self.call("POST", f"mirrors/{NAME}/sync"))
-            if result["faults"]:  # a fetch that dies is told as refs that could not be had
-                raise Refused({"code": "ref-faults", "detail": str(result["faults"])})
-            if refs_of(self.mirror, "refs/heads", "refs/tags") == self.offered():
-                break
+        result = self.finish(self.call("POST", f"mirrors/{NAME}/sync"))
+        if result["faults"]:  # a fetch that dies is told as refs that could not be had
+            raise Refused({"code": "ref-faults", "detail": str(result["faults"])})
         self.truth.tips |= set(self.offered().values())
 
     def offered(self) -> dict[str, str]:
