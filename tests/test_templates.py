@@ -186,7 +186,7 @@ def test_an_unknown_commit_is_said_and_leaves_nothing(make_upstream: Callable[[s
     async def test(store: Store) -> None:
         with pytest.raises(CommitNotFoundError):
             await store.ensure("1" * 40)
-        assert list(store.trees.iterdir()) == []
+        assert list((store.state_dir / "templates").rglob("*")) == []
 
     run(tmp_path, upstream, test)
 

@@ -44,6 +44,7 @@ The history before this commit is not part of the checkout.
 # Named, not imported: it loads libgit2, which only workers do.
 _TREE_AND_TIME = "mirrord.git.objects:tree_and_time"
 _READ_TIMEOUT = timedelta(seconds=30)
+_FACTS_KEPT = 64
 _DIRECTORIES = ("info", "objects/info", "objects/pack", "refs/heads", "refs/tags")
 
 log = structlog.get_logger()
@@ -81,6 +82,7 @@ class Gitdirs:
             store=self._store, git=git, workers=workers, packer=self._packer, mirrors_path=mirrors_path, recorded=recorded
         )
         self._found: dict[tuple[str, CommitId, History], Gitdir] = {}
+        self._facts: dict[tuple[str, CommitId], tuple[str, int]] = {}
         self._locks: dict[tuple[str, CommitId, History], anyio.Lock] = {}
         self._stores: dict[str, dict[Path, tuple[Gitdir, float]]] = {}
         self._read: set[str] = set()
@@ -122,6 +124,36 @@ class Gitdirs:
                 return await self._build(name, commit, history)
             finally:
                 self._building[name.key] -= 1
+
+    async def facts(self, name: MirrorName, commit: CommitId) -> tuple[str, int]:
+        """Tree and committer time of a commit, of bytes that were hashed when they were read.
+
+        Raises CommitNotFoundError, CommitUnservableError.
+        """
+        key = (name.key, commit)
+        found = self._facts.pop(key, None) or await self._read_commit(name, commit)
+        self._facts[key] = found
+        while len(self._facts) > _FACTS_KEPT:
+            del self._facts[next(iter(self._facts))]
+        return found
+
+    async def _read_commit(self, name: MirrorName, commit: CommitId) -> tuple[str, int]:
+        try:
+            found: tuple[str, int] = await self._workers.call(
+                _TREE_AND_TIME, self._mirrors_path(name), commit, timeout=_READ_TIMEOUT
+            )
+        except CommitNotFoundError as error:
+            raise CommitNotFoundError(
+                f"cannot find commit {commit}: {name} does not have it",
+                hint="sync the mirror, or pin the commit so that it is fetched",
+                commit=commit,
+                mirror=str(name),
+            ) from error
+        except CorruptObjectError as error:
+            raise CommitUnservableError(
+                f"cannot serve commit {commit}: its object is damaged", hint="audit and heal the mirror", commit=commit
+            ) from error
+        return found
 
     async def oldest_first(self, name: MirrorName, commits: Collection[CommitId]) -> list[CommitId]:
         """The order in which stores share most; commits that the mirror lacks come last."""
@@ -209,32 +241,13 @@ class Gitdirs:
 
     async def _contents(self, name: MirrorName, commit: CommitId, history: History, scratch: Path) -> _Contents:
         if history is History.SQUASHED:
-            return await self._squashed(name, *await self._read_commit(name, commit), scratch)
+            return await self._squashed(name, *await self.facts(name, commit), scratch)
         mirror = self._mirrors_path(name)
         (tree, _), packs, tags = await together(
-            self._read_commit(name, commit), self._closures.ensure(name, commit), self._tags.list(mirror)
+            self.facts(name, commit), self._closures.ensure(name, commit), self._tags.list(mirror)
         )
         shown = await self._tags.within(tags, [pack.index for pack in packs])
         return _Contents(commit, tree, packs, tuple(shown), self._graphs.find(packs))
-
-    async def _read_commit(self, name: MirrorName, commit: CommitId) -> tuple[str, int]:
-        """Tree and committer time, of bytes that were hashed when they were read."""
-        try:
-            found: tuple[str, int] = await self._workers.call(
-                _TREE_AND_TIME, self._mirrors_path(name), commit, timeout=_READ_TIMEOUT
-            )
-        except CommitNotFoundError as error:
-            raise CommitNotFoundError(
-                f"cannot find commit {commit}: {name} does not have it",
-                hint="sync the mirror, or pin the commit so that it is fetched",
-                commit=commit,
-                mirror=str(name),
-            ) from error
-        except CorruptObjectError as error:
-            raise CommitUnservableError(
-                f"cannot serve commit {commit}: its object is damaged", hint="audit and heal the mirror", commit=commit
-            ) from error
-        return found
 
     async def _squashed(self, name: MirrorName, tree: str, time: int, scratch: Path) -> _Contents:
         body = _SQUASHED.format(tree=tree, time=time).encode()

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import ProofFailedError
 from ..host.files import open_directory, opened, shown_path
 from .hashing import hash_tree, prove_files, tree_id
-from .layer import Layer, chain_of, files_path
+from .layer import Layer, files_path
 from .manifest import Manifest
 from .scan import iter_extra
 from .stacks import laid_on, parents, read_manifest
@@ -22,8 +22,9 @@ from .writer import TreeWriter
 _HINT = "it will be built again"
 
 
-def verify_layer(trees: Path, layer: Layer, known: Sequence[Layer]) -> None:
-    """Read a layer again and compare it with its record; raises ProofFailedError."""
+def verify_layer(trees: Path, chain: Sequence[Layer]) -> None:
+    """Read the top layer of a chain again and compare it with its record; raises ProofFailedError."""
+    layer = chain[0]
     files = files_path(trees, layer)
     try:
         manifest = Manifest.load(trees / layer.name / "manifest")
@@ -31,11 +32,11 @@ def verify_layer(trees: Path, layer: Layer, known: Sequence[Layer]) -> None:
             prove_tree_id(hash_tree(files, manifest), layer.tree)
             prove_nothing_else(files, set(manifest.files))
         else:
-            below = read_manifest(trees, chain_of(layer, {each.tree: each for each in known})[1:])
+            below = read_manifest(trees, chain[1:])
             whole = laid_on(below, manifest, layer)
             prove_delta(files, manifest, [p for p in layer.whiteouts if p not in manifest.files])
             prove_tree_id(tree_id(whole), layer.tree)
-    except (OSError, KeyError) as error:
+    except OSError as error:
         raise ProofFailedError(f"cannot prove template layer {layer.name}: {error}", hint=_HINT) from error
 
 

@@ -23,11 +23,11 @@ from .layerproof import prove_delta, prove_nothing_else, prove_tree_id
 from .manifest import Manifest
 from .shelf import Owner
 from .stacks import laid_on, parents, read_manifest, write_index_of
+from .stock import NEAR
 from .tree import materialise, reconverted, root_entry
 from .writer import TreeWriter
 
 DEPTH_MAX = 16
-_CANDIDATES = 2
 _DELTA_SHARE = 2  # a delta on a whole tree may be at most half of it
 _DEPTH_RATIO = 1.2  # and that much less with each layer that it lies on
 _DEPTH_COST_BYTES = 64 * 1024  # what one more layer to look names up in is worth
@@ -46,8 +46,8 @@ def build_layer(
     with open_objects(git_dir) as objects, full_disk_named(f"a template of {commit[:12]}"):
         info = read_commit(objects, commit)
         temporary.mkdir(mode=0o700)
-        there = set(os.listdir(trees))
-        base = _choose_base(objects, info, [layer for layer in known if layer.name in there], Blobs(blobs_path(trees)))
+        there = [layer for layer in known if (trees / layer.name).is_dir()]
+        base = _choose_base(objects, info, there, Blobs(blobs_path(trees)))
         if base is None:
             layer, whole = _build_keyframe(git_dir, info, temporary)
         else:
@@ -81,7 +81,7 @@ def _candidates(known: Sequence[Layer], time: int) -> list[Layer]:
     seen: Counter[int] = Counter()
     found: list[Layer] = []
     for layer in sorted(known, key=lambda layer: abs(layer.time - time)):
-        if layer.depth < DEPTH_MAX and seen[layer.depth] < _CANDIDATES:
+        if layer.depth < DEPTH_MAX and seen[layer.depth] < NEAR:
             seen[layer.depth] += 1
             found.append(layer)
     return found

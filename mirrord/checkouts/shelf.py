@@ -20,6 +20,7 @@ from typing import NamedTuple
 from .blobs import Blobs
 from .layer import Layer, blobs_path, chain_of, read_record
 from .manifest import Manifest
+from .stock import Stock
 
 _BUILDING, _RETIRED = ".building-", ".retired-"
 _INDEX_NAME = re.compile(r"([0-9a-f]{40})-(\d+)-(\d+)")
@@ -41,7 +42,7 @@ class Shelf:
     """
 
     directory: Path
-    layers: dict[str, Layer] = field(default_factory=dict)
+    layers: Stock = field(default_factory=Stock)
     unproven: set[str] = field(default_factory=set)
     indexes: dict[tuple[str, Owner], int] = field(default_factory=dict)
     used_at: dict[Path, float] = field(default_factory=dict)
@@ -66,23 +67,13 @@ class Shelf:
         """A layer and those it lies on, top first."""
         return chain_of(self.layers[tree], self.layers)
 
-    def known(self) -> list[Layer]:
-        """What a new layer may lie on, unless it was deleted behind our back: what is proven; whole chains only."""
-        return [layer for tree, layer in self.layers.items() if self.is_whole(tree)]
+    def near(self, time: int) -> list[Layer]:
+        """What a new layer of that time may lie on, with what that lies on; one may have been deleted behind our back."""
+        return self.layers.near(time, self.unproven)
 
     def is_whole(self, tree: str) -> bool:
         """Whether a layer and all below it are proven and there."""
-        try:
-            return all(each.tree not in self.unproven for each in self.chain(tree))
-        except KeyError:
-            return False
-
-    def above(self, tree: str) -> set[str]:
-        """A tree and those whose layers lie on it, however high."""
-        found = {tree}
-        while more := {layer.tree for layer in self.layers.values() if layer.base in found} - found:
-            found |= more
-        return found
+        return self.layers.is_whole(tree, self.unproven)
 
     def used(self, path: Path) -> None:
         self.used_at[path] = time.time()
@@ -97,7 +88,7 @@ class Shelf:
         target = self.trees / layer.name
         shutil.rmtree(target, ignore_errors=True)
         built.rename(target)
-        self.layers[layer.tree] = layer
+        self.layers.add(layer)
         self.shared_bytes += layer.shared_bytes
         self.unproven.discard(layer.tree)
         self.used(self.files(layer.tree))
@@ -116,11 +107,11 @@ class Shelf:
         A mounted overlay keeps the directories it has open, whatever they are called now.
         """
         retired: list[Retired] = []
-        for each in self.above(tree) & self.layers.keys():
+        for each in self.layers.above(tree) & self.layers.keys():
             for key in [key for key in self.indexes if key[0] == each]:
                 retired += self.retire_index(*key)
             origin = self.files(each)
-            self.layers.pop(each)
+            self.layers.remove(each)
             self.unproven.discard(each)
             self.used_at.pop(origin, None)
             retired += _rename_away(origin, origin.parent)
@@ -134,8 +125,7 @@ class Shelf:
         return _rename_away(path, path)
 
     def size_bytes(self) -> int:
-        layers = sum(layer.size_bytes for layer in self.layers.values())
-        return layers + self.shared_bytes + sum(self.indexes.values())
+        return self.layers.size_bytes + self.shared_bytes + sum(self.indexes.values())
 
 
 class Holds:
@@ -168,7 +158,7 @@ def load_shelf(directory: Path) -> Shelf:
             shutil.rmtree(path, ignore_errors=True)
             continue
         layer, proven = record
-        shelf.layers[layer.tree] = layer
+        shelf.layers.add(layer)
         shelf.used_at[shelf.files(layer.tree)] = (path / "layer.json").stat().st_mtime
         if not proven:
             shelf.unproven.add(layer.tree)

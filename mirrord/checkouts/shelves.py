@@ -76,11 +76,11 @@ class Shelves:
     def is_bare(self, shelf: Shelf, tree: str) -> bool:
         """Whether nothing lies on a layer that is there, and no checkout uses it."""
         there = tree in shelf.layers and not self.is_held(shelf, tree)
-        return there and not any(layer.base == tree for layer in shelf.layers.values())
+        return there and not shelf.layers.carries(tree)
 
     def is_held(self, shelf: Shelf, tree: str) -> bool:
         """Whether a checkout uses a layer or one that lies on it."""
-        return any(shelf.files(each) in self.holds for each in shelf.above(tree) if each in shelf.layers)
+        return any(shelf.files(each) in self.holds for each in shelf.layers.above(tree) if each in shelf.layers)
 
     async def retire(self, shelf: Shelf, tree: str) -> None:
         """Take a layer and all that lies on it out of use; what a checkout holds stays on disk until it lets go."""
@@ -116,10 +116,9 @@ class Shelves:
 
     async def is_sound(self, shelf: Shelf, tree: str) -> bool:
         """Read a layer again and compare it with its record."""
-        known = list(shelf.layers.values())
         try:
-            await self._workers.call(_VERIFY, shelf.trees, shelf.layers[tree], known, timeout=_TIMEOUT)
-        except (IntegrityError, NotFoundError) as error:
+            await self._workers.call(_VERIFY, shelf.trees, shelf.chain(tree), timeout=_TIMEOUT)
+        except (IntegrityError, NotFoundError, KeyError) as error:  # KeyError: what it lies on is gone
             log.warning("template.refused", mirror=shelf.directory.name, tree=tree, error=str(error))
             return False
         return True

@@ -176,8 +176,10 @@ class Templates:
 
     async def _make(self, name: MirrorName, commit: CommitId, history: History, owner: Owner | None) -> Template:
         """The sealed `.git` and the layers, both at once: they need different things of the disk and the processors."""
+        known = self._gitdirs.find(name, commit, history)
+        tree = known.tree if known else (await self._gitdirs.facts(name, commit))[0]
         store = self._gitdirs.ensure(name, commit, history)
-        gitdir, (tree, index) = await _both(store, self._layers(name, commit, history, owner))
+        gitdir, index = await _both(store, self._layers(name, commit, tree, owner))
         if gitdir.tree != tree:
             raise IntegrityError(f"cannot make a template of {commit}: its store and its layer have different trees")
         shelf = self._shelves.get(name)
@@ -190,18 +192,13 @@ class Templates:
         self._found[name.key, commit, history, owner] = template
         return template
 
-    async def _layers(
-        self, name: MirrorName, commit: CommitId, history: History, owner: Owner | None
-    ) -> tuple[str, tuple[Path, ...]]:
-        """Have the layer of a commit's tree, and those it lies on, proven and on disk, and its index; answers the tree."""
+    async def _layers(self, name: MirrorName, commit: CommitId, tree: str, owner: Owner | None) -> tuple[Path, ...]:
+        """Have the layer of a commit's tree, and those it lies on, proven and on disk; answers the index layer."""
         shelf = self._shelves.get(name)
         async with self._shelves.lock(shelf):
-            known = self._gitdirs.find(name, commit, history)
-            if known and known.tree in shelf.layers and await self._is_usable(shelf, known.tree):
-                tree = known.tree
-            else:
-                tree = await self._build(name, shelf, commit, owner)
-            return tree, () if owner is None else (await self._index(shelf, tree, owner),)
+            if tree not in shelf.layers or not await self._is_usable(shelf, tree):
+                await self._build(name, shelf, commit, owner)
+            return () if owner is None else (await self._index(shelf, tree, owner),)
 
     async def _is_usable(self, shelf: Shelf, tree: str) -> bool:
         """Whether a layer is there and proven; proves what was built before the last boot, retires what is not sound."""
@@ -224,16 +221,15 @@ class Templates:
         shelf.unproven.discard(layer.tree)
         return True
 
-    async def _build(self, name: MirrorName, shelf: Shelf, commit: CommitId, owner: Owner | None) -> str:
+    async def _build(self, name: MirrorName, shelf: Shelf, commit: CommitId, owner: Owner | None) -> None:
         """Have a worker build a layer, and its index while it has all of it at hand."""
+        _, time = await self._gitdirs.facts(name, commit)
         at, index_at = shelf.building("trees"), shelf.building("indexes")
         index = None if owner is None else (owner, index_at)
         try:
             layer, index_bytes = await self._workers.call(
-                _BUILD, self._mirrors_path(name), commit, shelf.trees, at, shelf.known(), index, timeout=_TIMEOUT
+                _BUILD, self._mirrors_path(name), commit, shelf.trees, at, shelf.near(time), index, timeout=_TIMEOUT
             )
-            if layer.tree in shelf.layers and await self._is_usable(shelf, layer.tree):
-                return str(layer.tree)
             shelf.add_layer(at, layer)
             if owner is not None:
                 shelf.add_index(index_at, layer.tree, owner, index_bytes)
@@ -243,7 +239,6 @@ class Templates:
         self._events.publish(
             "template.built", mirror=str(name), commit=commit, tree=layer.tree, base=layer.base, size_bytes=layer.size_bytes
         )
-        return str(layer.tree)
 
     async def _index(self, shelf: Shelf, tree: str, owner: Owner) -> Path:
         target = shelf.index(tree, owner)
@@ -271,9 +266,7 @@ async def _remove_rest(*paths: Path) -> None:
             await anyio.to_thread.run_sync(remove, path)
 
 
-async def _both(
-    store: Awaitable[Gitdir], layers: Coroutine[None, None, tuple[str, tuple[Path, ...]]]
-) -> tuple[Gitdir, tuple[str, tuple[Path, ...]]]:
+async def _both(store: Awaitable[Gitdir], layers: Coroutine[None, None, tuple[Path, ...]]) -> tuple[Gitdir, tuple[Path, ...]]:
     """Wait for both; when one fails, let the other end first, so that nothing is built behind the error."""
     other = asyncio.get_running_loop().create_task(layers)
     try:
