@@ -215,7 +215,7 @@ class Engine:
             operations=self.operations,
             prepare=self._prepare,
             oldest_first=self.gitdirs.oldest_first,
-            is_full=self.templates.is_full,
+            room=self.templates,
         )
         self.datasets.on_change(prewarm.start)
         watches = await self._watches()

@@ -1,29 +1,44 @@
-"""What is kept of the templates: within two bounds, the least recently used goes first, and what was dropped comes back."""
+"""What is kept of the templates: within two bounds; what is cheap to make again goes soon, and what was dropped comes back."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-import time
 from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 from gitrepos import Upstream
 from templatelab import NAME, Store, assert_equals_commit, disk_bytes, run
 
-from mirrord.checkouts import bounds
+from mirrord.checkouts import account
+from mirrord.checkouts.account import STAY_MAX, STAY_MIN, Account, Departures, stay
+from mirrord.checkouts.gitdir import Gitdir
+from mirrord.checkouts.layer import Layer
+from mirrord.checkouts.shelf import Shelf
 from mirrord.errors import CheckoutBusyError
 from mirrord.model import CommitId, History
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
 
-def age(store: Store, commits: list[str]) -> None:
-    """As if nobody had asked for these for two days."""
-    long_ago = time.time() - 2 * bounds.REST.total_seconds()
+def record(store: Store, commit: str) -> Path:
+    return store.trees.parent / "gits" / f"sealed-{commit}.json"
+
+
+def age(store: Store, commits: list[str], by: timedelta = 2 * STAY_MAX) -> None:
+    """As if nobody had asked for these for so long."""
+    long_ago = (datetime.now(timezone.utc) - by).timestamp()
     for commit in commits:
-        os.utime(store.trees.parent / "gits" / f"sealed-{commit}.json", (long_ago, long_ago))
+        os.utime(record(store, commit), (long_ago, long_ago))
+
+
+def made_in(store: Store, commit: str, seconds: float) -> None:
+    """As if the store of a commit had taken so long to make."""
+    facts = json.loads(record(store, commit).read_text())
+    record(store, commit).write_text(json.dumps(facts | {"seconds": seconds}))
 
 
 def whole_trees(upstream: Upstream, count: int) -> list[str]:
@@ -62,7 +77,7 @@ def test_what_nobody_asks_for_rests_within_a_share(
     make_upstream: Callable[[str], Upstream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a week without use the oldest go, with layers and packs that nobody else needs; each comes back when asked for."""
-    monkeypatch.setattr(bounds, "_REST_BYTES", 0)
+    monkeypatch.setattr(account, "_REST_BYTES", 0)
     upstream = make_upstream("up")
     commits = [upstream.commit({f"d{n}/f": os.urandom(9999).hex() for n in range(30)})]
     for number in range(24):
@@ -94,7 +109,7 @@ def test_a_day_of_use_is_remembered_over_a_restart(
     make_upstream: Callable[[str], Upstream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was asked for lately is kept by the next daemon too, however long ago it was made."""
-    monkeypatch.setattr(bounds, "_REST_BYTES", 0)
+    monkeypatch.setattr(account, "_REST_BYTES", 0)
     upstream = make_upstream("up")
     commits = whole_trees(upstream, 4)
 
@@ -130,5 +145,135 @@ def test_a_store_that_is_being_built_keeps_its_packs(make_upstream: Callable[[st
         fresh.gitdirs._building[NAME.key] -= 1
         await fresh.gitdirs.drop_unneeded_packs(NAME)
         assert list((store.trees.parent / "packs").glob("*/*.pack")) == []
+
+    run(tmp_path, upstream, test)
+
+
+# -- how long a template stays ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "stays"),
+    [
+        (0.0, timedelta(hours=1)),
+        (0.03, timedelta(hours=1)),
+        (0.25, timedelta(hours=6)),
+        (2.0, timedelta(days=2)),
+        (7.0, timedelta(days=7)),
+        (600.0, timedelta(days=7)),
+    ],
+)
+def test_what_takes_long_to_make_stays_long(seconds: float, stays: timedelta) -> None:
+    """A day for each second, from an hour to a week."""
+    assert stay(seconds) == stays
+
+
+class Books:
+    """An account of stores that are on no disk: a whole tree that took 5 seconds, and variants of it."""
+
+    def __init__(self) -> None:
+        self.shelf = Shelf(Path("/nowhere"))
+        self.stores: list[tuple[Gitdir, float]] = []
+        self.shelf.layers.add(self._layer("whole", None, 5.0))
+
+    def variant(self, name: str, *, seconds: float, used_at: float = 0.0) -> Gitdir:
+        self.shelf.layers.add(self._layer(name, "whole", 0.02))
+        return self.store(name, seconds=seconds, used_at=used_at)
+
+    def store(self, tree: str, *, seconds: float, used_at: float = 0.0) -> Gitdir:
+        commit = CommitId(tree)
+        facts = Gitdir(Path(f"/nowhere/{tree}"), NAME, commit, History.SEALED, commit, tree, (), (), 0, seconds)
+        self.stores.append((facts, used_at))
+        return facts
+
+    def gone_by(self, after: timedelta) -> list[str]:
+        """The stores whose time is over so long after the epoch, in their order."""
+        account = Account(NAME, self.shelf, self.stores)
+        departures, gone = Departures(account), list[str]()
+        while store := departures.next(after.total_seconds()):
+            gone.append(store.tree)
+            account.forget(store)
+        return gone
+
+    @staticmethod
+    def _layer(tree: str, base: str | None, seconds: float) -> Layer:
+        return Layer(tree, base, tree, 0, 2 if base else 1, 0, 0, 0, seconds=seconds)
+
+
+def test_variants_go_after_an_hour_and_what_they_lie_on_stays() -> None:
+    """The store of the whole tree took as long as its layer."""
+    books = Books()
+    books.store("whole", seconds=1.0)
+    for number in range(3):
+        books.variant(f"v{number}", seconds=0.03, used_at=float(number))
+    assert books.gone_by(STAY_MIN - timedelta(seconds=1)) == []
+    assert books.gone_by(STAY_MIN + timedelta(seconds=9)) == ["v0", "v1", "v2"]
+    assert books.gone_by(timedelta(days=4.9)) == ["v0", "v1", "v2"]
+    assert books.gone_by(timedelta(days=5.1)) == ["v0", "v1", "v2", "whole"]
+
+
+def test_the_last_one_on_a_whole_tree_stays_as_long_as_that_is_worth() -> None:
+    """It would take the tree with it, and the next one would pay for both."""
+    books = Books()
+    for number in range(3):
+        books.variant(f"v{number}", seconds=0.03, used_at=float(number))
+    assert books.gone_by(timedelta(hours=2)) == ["v0", "v1"]
+    assert books.gone_by(timedelta(days=5.1)) == ["v0", "v1", "v2"]
+
+
+def test_a_costly_store_outlives_one_that_was_asked_for_later() -> None:
+    """Time since the last use is not all that counts."""
+    books = Books()
+    books.store("whole", seconds=1.0)
+    books.variant("slow", seconds=3.0, used_at=0.0)
+    books.variant("quick", seconds=0.03, used_at=timedelta(days=1).total_seconds())
+    assert books.gone_by(timedelta(days=2)) == ["whole", "quick"]
+
+
+def test_what_it_took_to_make_is_known_to_the_next_daemon(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After three hours the quick ones are gone and the slow one is there."""
+    monkeypatch.setattr(account, "_REST_SHARE", -1)
+    monkeypatch.setattr(account, "_REST_BYTES", -(10**9))
+    upstream = make_upstream("up")
+    commits = whole_trees(upstream, 5)
+
+    async def test(store: Store) -> None:
+        for commit in commits:
+            await store.ensure(commit)
+        assert all(json.loads(record(store, commit).read_text())["seconds"] > 0 for commit in commits)
+        assert all(json.loads(path.read_text())["seconds"] > 0 for path in store.trees.glob("*/layer.json"))
+        for commit in commits:
+            made_in(store, commit, 0.01)
+        made_in(store, commits[1], 2.0)
+        age(store, commits, timedelta(hours=50))
+        age(store, commits[:2], timedelta(hours=3))
+        again = Store(tmp_path / "state", upstream, store.templates._workers)
+        await again.templates.open()
+        assert await again.templates.evict() == 4
+        assert record(store, commits[1]).exists()
+
+    run(tmp_path, upstream, test)
+
+
+def test_the_time_to_stay_begins_when_the_last_checkout_lets_go(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when it was made."""
+    monkeypatch.setattr(account, "_REST_BYTES", 0)
+    upstream = make_upstream("up")
+    commits = whole_trees(upstream, 3)
+
+    async def test(store: Store) -> None:
+        made = [await store.ensure(commit) for commit in commits]
+        store.templates.hold(made[0])
+        age(store, commits)
+        again = Store(tmp_path / "state", upstream, store.templates._workers)
+        await again.templates.open()
+        again.templates.hold(made[0])
+        again.templates.drop(made[0])
+        await again.templates.evict()
+        assert [record(store, commit).exists() for commit in commits] == [True, False, False]
 
     run(tmp_path, upstream, test)

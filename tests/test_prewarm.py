@@ -11,6 +11,7 @@ from gitrepos import Upstream, git
 from mirrord import config
 from mirrord.catalog import Catalog, DatasetHead, InstanceRow, MirrorRow, spooled
 from mirrord.checkouts.gitdirs import Gitdirs
+from mirrord.duties import prewarm
 from mirrord.duties.prewarm import Prewarm
 from mirrord.git.command import Git
 from mirrord.git.priority import before_git
@@ -35,6 +36,8 @@ class Site:
         self.prepared: list[CommitId] = []
         self.priorities: set[tuple[str, ...]] = set()
         self.room = 100
+        self.stays = 100
+        self.slow: set[CommitId] = set()
         self.settings = config.load(None)
         self.operations = Operations(Events())
         self.workers = Workers(size=1)
@@ -53,7 +56,7 @@ class Site:
                 operations=self.operations,
                 prepare=self._prepare,
                 oldest_first=self.gitdirs.oldest_first,
-                is_full=self._is_full,
+                room=self,
             )
             prewarm.start(DatasetName("tiny"))
             (operation,) = self.operations.list()
@@ -90,8 +93,14 @@ class Site:
         await self.gitdirs.ensure(name, commit, history)
         self.prepared.append(commit)
 
-    async def _is_full(self) -> bool:
+    async def is_full(self) -> bool:
         return len(self.prepared) >= self.room
+
+    async def is_plenty(self, name: MirrorName) -> bool:
+        return len(self.prepared) > self.stays
+
+    def is_brief(self, name: MirrorName, commit: CommitId, history: History) -> bool:
+        return commit not in self.slow
 
 
 async def test_base_commits_are_prepared_oldest_first(tmp_path: Path) -> None:
@@ -112,11 +121,25 @@ async def test_nothing_is_prepared_where_it_would_push_out_the_old(tmp_path: Pat
     assert await site.run() == {"prepared": 0, "failed": 0, "left": 5}
 
 
-async def test_it_goes_on_when_there_is_room_again(tmp_path: Path) -> None:
-    """After an eviction, say; as long as there is none it is not tried."""
+async def test_it_goes_on_when_there_is_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an eviction, say; as long as there is none it is not tried. What was prepared before is not prepared again."""
+    monkeypatch.setattr(prewarm, "_LOOK_EVERY", 1)
     site = Site(tmp_path)
-    site.room = 0
-    assert await site.run(then_room=100) == {"prepared": 4, "failed": 1, "left": 0}
+    site.room = 1
+    assert await site.run(then_room=100) == {"prepared": 3, "failed": 1, "left": 0}
+    assert site.prepared == site.line
+
+
+@pytest.mark.parametrize(("stays", "slow", "left"), [(1, 0, 2), (2, 0, 1), (1, 3, 0), (100, 0, 0)])
+async def test_what_would_be_let_go_soon_is_not_prepared_by_the_thousand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: int, slow: int, left: int
+) -> None:
+    """Two in a row that are made in a moment, and more than may stay: the rest is left to whoever asks."""
+    monkeypatch.setattr(prewarm, "_BRIEF_ONES", 2)
+    site = Site(tmp_path)
+    site.stays, site.slow = stays, set(site.line[:slow])
+    assert await site.run() == {"prepared": 4 - left, "failed": int(left == 0), "left": left + int(left > 0)}
+    assert site.prepared == site.line[: 4 - left]
 
 
 async def test_nothing_starts_where_the_settings_say_no(tmp_path: Path) -> None:
@@ -125,6 +148,6 @@ async def test_nothing_starts_where_the_settings_say_no(tmp_path: Path) -> None:
     site.settings = site.settings.model_copy(update={"checkouts": checkouts})
     Prewarm(
         settings=lambda: site.settings, catalog=None, operations=site.operations,  # type: ignore[arg-type]
-        prepare=site._prepare, oldest_first=site.gitdirs.oldest_first, is_full=site._is_full,
+        prepare=site._prepare, oldest_first=site.gitdirs.oldest_first, room=site,
     ).start(DatasetName("tiny"))  # fmt: skip
     assert site.operations.list() == []

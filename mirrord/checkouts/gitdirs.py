@@ -14,8 +14,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -178,13 +177,19 @@ class Gitdirs:
 
     async def drop(self, gitdir: Gitdir) -> None:
         """Remove one store that nobody uses; its packs stay."""
+        await anyio.to_thread.run_sync(_remove, self.retire(gitdir))
+
+    def retire(self, gitdir: Gitdir) -> Path:
+        """Take one store out of use at once; answers what to delete. Frees no block itself, which may wait for the disk."""
         self._found.pop((gitdir.mirror.key, gitdir.commit, gitdir.history), None)
         self._stores.get(gitdir.mirror.key, {}).pop(gitdir.path, None)
-        gitdir.record.unlink(missing_ok=True)
         gone = gitdir.path.with_name(f"{BUILDING}{secrets.token_hex(8)}")
-        with suppress(FileNotFoundError):
+        try:
             gitdir.path.rename(gone)  # at once, so that nobody mounts half of it
-        await anyio.to_thread.run_sync(_remove, gone)
+            gitdir.record.rename(gone / gitdir.record.name)
+        except FileNotFoundError:
+            gitdir.record.unlink(missing_ok=True)
+        return gone
 
     async def drop_unneeded_packs(self, name: MirrorName) -> None:
         """Remove the closure packs that no store has; not while one is being built, which has not linked its own yet."""
@@ -220,6 +225,7 @@ class Gitdirs:
     # -- building -----------------------------------------------------------------------------------------------------
 
     async def _build(self, name: MirrorName, commit: CommitId, history: History) -> Gitdir:
+        began = time.monotonic()
         directory = self._directory(name)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         with building(directory) as temporary:
@@ -230,7 +236,7 @@ class Gitdirs:
             shutil.rmtree(scratch)
             target = self._path(name, commit, history)
             publish(temporary, target)
-        gitdir = _describe(target, name, commit, history, contents)
+        gitdir = replace(_describe(target, name, commit, history, contents), seconds=time.monotonic() - began)
         save(gitdir)
         self._found[name.key, commit, history] = gitdir
         self._stores.setdefault(name.key, {})[gitdir.path] = gitdir, time.time()

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..git.objects import CommitInfo, Objects, TreeChange, changes, open_objects, read_commit
@@ -43,6 +45,7 @@ def build_layer(
 
     Raises CommitUnservableError, CorruptObjectError, ProofFailedError, DiskFullError.
     """
+    began = time.monotonic()
     with open_objects(git_dir) as objects, full_disk_named(f"a template of {commit[:12]}"):
         info = read_commit(objects, commit)
         temporary.mkdir(mode=0o700)
@@ -52,6 +55,7 @@ def build_layer(
             layer, whole = _build_keyframe(git_dir, info, temporary)
         else:
             layer, whole = _build_delta(objects, info, trees, temporary, base, known)
+        layer = replace(layer, seconds=time.monotonic() - began)
         write_record(temporary, layer)
         return layer, write_index_of(whole, *index) if index else 0
 

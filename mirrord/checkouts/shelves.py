@@ -84,8 +84,12 @@ class Shelves:
 
     async def retire(self, shelf: Shelf, tree: str) -> None:
         """Take a layer and all that lies on it out of use; what a checkout holds stays on disk until it lets go."""
-        self._retired += shelf.retire(tree)
+        self.take_out(shelf, tree)
         await self.sweep()
+
+    def take_out(self, shelf: Shelf, tree: str) -> None:
+        """The same, and leave it to the next `sweep` to delete it."""
+        self._retired += shelf.retire(tree)
 
     async def sweep(self) -> None:
         """Delete what was retired and is no longer held."""

@@ -99,9 +99,7 @@ class Templates:
         template = self._found.get((name.key, commit, history, owner))
         if template is None:
             return None
-        shelf = self._shelves.get(name)
-        for path in template.layers:
-            shelf.used(path)
+        self._note_use(template)
         return template
 
     async def ensure(self, name: MirrorName, commit: CommitId, history: History, owner: Owner | None) -> Template:
@@ -130,8 +128,9 @@ class Templates:
         self._shelves.holds.add(template.layers)
 
     def drop(self, template: Template) -> None:
-        """The other half of `hold`."""
+        """The other half of `hold`: its time to stay begins now."""
         self._shelves.holds.drop(template.layers)
+        self._note_use(template)
 
     def size_bytes(self) -> int:
         """What trees and indexes take, packs left out."""
@@ -143,12 +142,20 @@ class Templates:
         """Whether little is left of `template_bytes`, so that making more would soon drop something."""
         return await self._bounds.is_full()
 
+    async def is_plenty(self, name: MirrorName) -> bool:
+        """Whether a mirror has more than what may stay of what nobody asks for."""
+        return await self._bounds.is_plenty(name)
+
+    def is_brief(self, name: MirrorName, commit: CommitId, history: History) -> bool:
+        """Whether a template was made so quickly that it is let go within hours unless somebody asks for it."""
+        return self._bounds.is_brief(name, commit, history)
+
     async def evict(self) -> int:
         """Drop what is over the bounds, never what a checkout holds; answers how many went."""
         evicted = await self._bounds.evict()
         if evicted:
-            self._found = {key: template for key, template in self._found.items() if all(map(os.path.isdir, template.layers))}
-        return evicted
+            self._found = {key: each for key, each in self._found.items() if evicted.isdisjoint(each.layers)}
+        return len(evicted)
 
     async def scrub(self) -> int:
         """Prove everything again by content, and take what is damaged out of use; answers how much was."""
@@ -252,6 +259,11 @@ class Templates:
             await _remove_rest(temporary)
         await self._shelves.trim_indexes()
         return target
+
+    def _note_use(self, template: Template) -> None:
+        shelf = self._shelves.get(template.mirror)
+        for path in template.layers:
+            shelf.used(path)
 
     def _land(self, key: _Key, done: asyncio.Task[Template]) -> None:
         self._flights.pop(key, None)

@@ -2,14 +2,16 @@
 
 One commit after the other, so that it takes at most one worker from those who wait for an answer, and giving way to whatever else
 wants the processors; oldest first, so that each is built on what is there. One that cannot be prepared is counted and left:
-whoever checks it out gets the error. It ends where it would push out what others use, and goes on when there is room again.
-Being killed costs nothing; what is built is found again.
+whoever checks it out gets the error. It ends where it would push out what others use, and goes on from there when there is room
+again: what was prepared once and let go is not prepared again. Of thousands that are made in a moment each, few are made: they
+would be let go long before most of them are asked for. Being killed costs nothing; what is built is found again.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -24,9 +26,24 @@ from ..protocol import Progress
 log = structlog.get_logger()
 
 _LOOK_EVERY = 16
+_BRIEF_ONES = 64  # of a mirror, one after the other
 
+_Wanted = tuple[MirrorName, CommitId]
 Prepare = Callable[[MirrorName, CommitId, History], Awaitable[object]]
 Order = Callable[[MirrorName, Collection[CommitId]], Awaitable[Sequence[CommitId]]]
+
+
+class Room(Protocol):
+    """What is said of the templates there are."""
+
+    async def is_full(self) -> bool:
+        """Whether making more would soon drop something."""
+
+    async def is_plenty(self, name: MirrorName) -> bool:
+        """Whether a mirror has more than what may stay of what nobody asks for."""
+
+    def is_brief(self, name: MirrorName, commit: CommitId, history: History) -> bool:
+        """Whether a template was made so quickly that it is let go within hours unless somebody asks for it."""
 
 
 class Prewarm:
@@ -40,43 +57,52 @@ class Prewarm:
         operations: Operations,
         prepare: Prepare,
         oldest_first: Order,
-        is_full: Callable[[], Awaitable[bool]],
+        room: Room,
     ) -> None:
         self._settings = settings
         self._catalog = catalog
         self._operations = operations
         self._prepare = prepare
         self._oldest_first = oldest_first
-        self._is_full = is_full
-        self._unfinished: set[DatasetName] = set()
+        self._room = room
+        self._unfinished: dict[DatasetName, list[_Wanted]] = {}
 
     def start(self, dataset: DatasetName) -> None:
         """To be called when a dataset was imported or removed."""
-        checkouts = self._settings().checkouts
-        if checkouts.prewarm and checkouts.history is not History.LINKED and not self._operations.is_stopping:
-            self._operations.start("prewarm", dataset, lambda progress: self._run(dataset, progress))
+        self._unfinished.pop(dataset, None)
+        self._start(dataset, None)
 
     async def resume(self) -> None:
-        """Go on where there was no room for a dataset, once there is: what was made is found again."""
-        if self._unfinished and not await self._is_full():
-            unfinished, self._unfinished = self._unfinished, set()
-            for dataset in sorted(unfinished):
-                self.start(dataset)
+        """Go on where there was no room for a dataset, once there is."""
+        if self._unfinished and not await self._room.is_full():
+            unfinished, self._unfinished = self._unfinished, {}
+            for dataset, wanted in sorted(unfinished.items()):
+                self._start(dataset, wanted)
 
-    async def _run(self, dataset: DatasetName, progress: ProgressSink) -> dict[str, Any]:
+    def _start(self, dataset: DatasetName, wanted: list[_Wanted] | None) -> None:
+        checkouts = self._settings().checkouts
+        if checkouts.prewarm and checkouts.history is not History.LINKED and not self._operations.is_stopping:
+            self._operations.start("prewarm", dataset, lambda progress: self._run(dataset, wanted, progress))
+
+    async def _run(self, dataset: DatasetName, wanted: list[_Wanted] | None, progress: ProgressSink) -> dict[str, Any]:
+        """Prepare what is wanted; all base commits of the dataset when that is None."""
         history = self._settings().checkouts.history
-        wanted = await self._wanted(dataset)
+        wanted = await self._wanted(dataset) if wanted is None else wanted
         prepared = failed = 0
+        brief: Counter[MirrorName] = Counter()  # in a row
         for number, (name, commit) in enumerate(wanted):
             progress(Progress(done=number, total=len(wanted), unit="commits", note=str(name)))
-            if number % _LOOK_EVERY == 0 and await self._is_full():
+            if number % _LOOK_EVERY == 0 and await self._room.is_full():
                 log.info("prewarm.stopped", dataset=dataset, prepared=prepared, left=len(wanted) - number)
-                self._unfinished.add(dataset)
+                self._unfinished[dataset] = wanted[number:]
                 break
+            if brief[name] >= _BRIEF_ONES and await self._room.is_plenty(name):
+                continue
             try:
                 with giving_way():
                     await self._prepare(name, commit, history)
                 prepared += 1
+                brief[name] = brief[name] + 1 if self._room.is_brief(name, commit, history) else 0
             except DiskFullError:
                 raise
             except MirrordError as error:
@@ -85,7 +111,7 @@ class Prewarm:
         progress(Progress(done=prepared + failed, total=len(wanted), unit="commits"))
         return {"prepared": prepared, "failed": failed, "left": len(wanted) - prepared - failed}
 
-    async def _wanted(self, dataset: DatasetName) -> list[tuple[MirrorName, CommitId]]:
+    async def _wanted(self, dataset: DatasetName) -> list[_Wanted]:
         """The base commits of a dataset, mirror by mirror, each mirror's oldest first."""
         commits: dict[str, tuple[MirrorName, set[CommitId]]] = {}
         for row in await self._catalog.list_recorded(dataset=dataset):
