@@ -35,7 +35,7 @@ demo: setup ## do the main job once, on real repositories, in a scratch director
 	@$(BIN)/python benchmarks/demo.py $(if $(UPSTREAM),--upstream '$(UPSTREAM)')
 
 test: debian setup lint ## run every test and check
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 faults: debian setup ## break it everywhere while it works, and write docs/reliability.md; SEED=number
 	PYTHONPATH=tests $(BIN)/python -m faults --seed $(SEED) --document docs/reliability.md $(FAULTS_ARGS)
