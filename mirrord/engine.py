@@ -229,7 +229,8 @@ class Engine:
             work=self.work,
             heals=self.heals,
             prewarm=prewarm,
-            mend=Mend([self.mirrors.mend, self.datasets.mend]),  # in this order: datasets drop pins that mirrors adopt
+            # in this order: datasets drop pins that mirrors adopt
+            mend=Mend([self.mirrors.mend, self.datasets.mend, self.templates.mend]),
             find_unfinished=self.audits.find_unfinished,
             watches=watches,
         )

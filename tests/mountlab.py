@@ -75,3 +75,17 @@ def mountlab(uid: int = 0) -> Iterator[Lab]:
         for path in mounted_below(state):
             subprocess.run(["umount", "--lazy", path], check=False)
         shutil.rmtree(state)
+
+
+@contextmanager
+def busy(path: Path) -> Iterator[None]:
+    """Something mounted on it: it can be neither removed nor renamed, though what it is in can."""
+    what = ["-t", "tmpfs", "tmpfs"] if path.is_dir() else ["--bind", str(path)]
+    subprocess.run(["mount", *what, str(path)], check=True)
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        yield
+    finally:
+        now = os.readlink(f"/proc/self/fd/{descriptor}")
+        os.close(descriptor)
+        subprocess.run(["umount", now], check=True)

@@ -19,6 +19,7 @@ from mirrord.checkouts.gitdir import Gitdir
 from mirrord.checkouts.layer import Layer
 from mirrord.checkouts.shelf import Shelf
 from mirrord.errors import CheckoutBusyError
+from mirrord.host.remains import Remains
 from mirrord.model import CommitId, History
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
@@ -172,7 +173,7 @@ class Books:
     """An account of stores that are on no disk: a whole tree that took 5 seconds, and variants of it."""
 
     def __init__(self) -> None:
-        self.shelf = Shelf(Path("/nowhere"))
+        self.shelf = Shelf(Path("/nowhere"), Remains())
         self.stores: list[tuple[Gitdir, float]] = []
         self.shelf.layers.add(self._layer("whole", None, 5.0))
 

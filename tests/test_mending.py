@@ -7,7 +7,7 @@ import sqlite3
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,13 @@ import anyio
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
+from mountlab import busy
+from starlette.requests import Request
 from test_mirrors import NAME, Builder, House
 
+from mirrord.api.bodies import spool_body
 from mirrord.duties.mend import Mend
+from mirrord.errors import InvalidRequestError
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.model import CommitId
 
@@ -135,16 +139,6 @@ def test_a_mirror_that_cannot_be_moved_away_is_not_removed(house: Builder, tmp_p
 # -- directories ------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def busy(directory: Path) -> Iterator[None]:
-    """A file system on it: it can be neither removed nor renamed."""
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(directory)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(directory)], check=True)
-
-
 def test_what_quarantine_cannot_remove_goes_later(tmp_path: Path) -> None:
     async def body() -> None:
         quarantine = Quarantine(tmp_path)
@@ -158,6 +152,31 @@ def test_what_quarantine_cannot_remove_goes_later(tmp_path: Path) -> None:
         mounted.__exit__(None, None, None)
         assert await quarantine.clean()
         assert not directory.exists()
+
+    anyio.run(body)
+
+
+def test_an_upload_that_was_cut_off_and_does_not_go_goes_later(tmp_path: Path) -> None:
+    """Its client hears of the upload, not of our disk."""
+
+    async def body() -> None:
+        quarantine = Quarantine(tmp_path)
+        await quarantine.clean()
+        messages = iter([{"type": "http.request", "body": b"half", "more_body": True}, {"type": "http.disconnect"}])
+        mounted = ExitStack()
+
+        async def receive() -> dict[str, Any]:
+            message = next(messages)
+            if message["type"] == "http.disconnect":
+                mounted.enter_context(busy(*tmp_path.iterdir()))
+            return message
+
+        with pytest.raises(InvalidRequestError, match="hung up"):
+            await spool_body(Request({"type": "http", "headers": []}, receive), quarantine, 100)
+        assert not await quarantine.clean()
+        mounted.close()
+        assert await quarantine.clean()
+        assert not any(tmp_path.iterdir())
 
     anyio.run(body)
 

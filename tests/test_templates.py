@@ -7,11 +7,13 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gitrepos import ENV, Upstream
+from mountlab import busy
 from templatelab import NAME, Mounted, Store, assert_equals_commit, run
 
 from mirrord.checkouts.layer import read_record
@@ -122,6 +124,34 @@ def test_whoever_asks_later_does_not_get_an_earlier_failure(
             await first
         assert len(set(await asyncio.gather(*later))) == 1
         assert store.events.counts["template.built"] == 1
+
+    run(tmp_path, upstream, body)
+
+
+def test_what_the_disk_does_not_let_go_goes_later(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+    """Of layers, indexes, stores, closure packs and shared files, without a start."""
+    upstream = make_upstream("up")
+    first = upstream.commit({f"d{n % 9}/f{n}": f"{n}\n" * 50 for n in range(90)})
+    commits = first, upstream.commit({"d1/f1": "new\n"})
+
+    async def body(store: Store) -> None:
+        for commit in commits:
+            await store.ensure(commit)
+        shelf = store.trees.parent
+        stuck = [next(shelf.glob(f"{kind}/*/")) / "stuck" for kind in ("trees", "indexes", "gits", "packs")]
+        for directory in stuck:
+            directory.mkdir()
+        with ExitStack() as mounts:
+            for path in (*stuck, next((shelf / "blobs").iterdir())):
+                mounts.enter_context(busy(path))
+            await store.templates.forget(NAME)
+            left = [path for kind in ("trees", "indexes", "gits", "packs") for path in (shelf / kind).iterdir()]
+            assert len(left) == len(stuck)
+            assert not await store.templates.mend()
+            assert [file for file in (shelf / "blobs").iterdir() if file.stat().st_nlink == 1]
+        assert await store.templates.mend()
+        await store.templates.evict()
+        assert not [path for path in shelf.rglob("*") if path.parent != shelf]
 
     run(tmp_path, upstream, body)
 

@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import anyio
 import anyio.to_thread
 from starlette.requests import ClientDisconnect, Request
 
 from ..errors import BodyTooLargeError, DiskFullError, InvalidRequestError
+from ..mirrors.quarantine import Quarantine
 
 JSON_LIMIT_BYTES = 1024**2
 PATCH_LIMIT_BYTES = 64 * 1024**2
@@ -48,14 +50,15 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     return bytes(body)
 
 
-async def spool_body(request: Request, directory: Path, limit_bytes: int) -> Path:
-    """The body as a private file in `directory`, which is the caller's to remove."""
-    descriptor, name = await anyio.to_thread.run_sync(partial(tempfile.mkstemp, prefix="upload-", dir=directory))
+async def spool_body(request: Request, quarantine: Quarantine, limit_bytes: int) -> Path:
+    """The body as a private file in the quarantine, which is the caller's to remove."""
+    descriptor, name = await anyio.to_thread.run_sync(partial(tempfile.mkstemp, prefix="upload-", dir=quarantine.root))
     path = Path(name)
     try:
         await _spool(request, descriptor, limit_bytes)
     except BaseException:
-        path.unlink()
+        with anyio.CancelScope(shield=True):
+            await quarantine.remove(path)
         raise
     finally:
         os.close(descriptor)

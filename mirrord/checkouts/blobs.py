@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ProofFailedError
+from ..host.remains import is_removed
 from .manifest import Manifest
 from .scan import content_id
 from .writer import TreeWriter
@@ -57,12 +58,19 @@ class Blobs:
             writer.share_file(path, self._path(content, executable=executable))
         return writer.get_stat(path)
 
-    def let_go(self, layer: Path) -> int:
-        """Forget what only the layer in this directory has, which is removed next; answers the bytes that frees."""
+    def let_go(self, layer: Path) -> int | None:
+        """Forget what only the layer in this directory has, which is removed next; answers the bytes that frees.
+
+        None where it is not known, or could not be: `weigh` finds out later.
+        """
         try:
-            manifest = Manifest.load(layer / "manifest")
-        except (OSError, ProofFailedError):
+            return self._let_go(layer, Manifest.load(layer / "manifest"))
+        except FileNotFoundError:  # an index
             return 0
+        except (OSError, ProofFailedError):
+            return None
+
+    def _let_go(self, layer: Path, manifest: Manifest) -> int:
         freed = 0
         for path, entry in manifest.files.items():
             if not entry.is_directory and not entry.is_symlink:
@@ -70,21 +78,21 @@ class Blobs:
                 freed += self._forget(os.fsencode(layer / "files") + b"/" + path, entry.content.hex(), executable=executable)
         return freed
 
-    def weigh(self) -> int:
-        """The bytes that the files take; removes those that no layer has."""
-        total = 0
+    def weigh(self) -> tuple[int, bool]:
+        """The bytes that the files take; removes those that no layer has. Answers also whether all of these went."""
+        total, is_clean = 0, True
         with suppress(FileNotFoundError), os.scandir(self._directory) as listed:
             for item in listed:
                 found = item.stat(follow_symlinks=False)
                 if found.st_nlink > _ALONE:
                     total += found.st_blocks * _BLOCK_BYTES
                 else:
-                    os.unlink(item.path)
-        return total
+                    is_clean &= is_removed(Path(item.path))
+        return total, is_clean
 
     def _forget(self, file: bytes, content: str, *, executable: bool) -> int:
         blob = self._path(content, executable=executable)
-        with suppress(OSError):
+        with suppress(FileNotFoundError):
             found, kept = os.lstat(file), blob.lstat()
             if found.st_ino == kept.st_ino and found.st_nlink == _ALONE + 1:
                 blob.unlink()

@@ -21,7 +21,7 @@ from ..model import CommitId, History, MirrorName
 from .account import STAY_MIN, Account, Departures, stay
 from .gitdir import Gitdir, note_uses
 from .gitdirs import Gitdirs
-from .shelves import Shelves, remove
+from .shelves import Shelves
 
 _FULL_SHARE = 0.9
 _BRIEF = timedelta(hours=6)
@@ -108,7 +108,7 @@ class Bounds:
             shelf.used_at.pop(store.path, None)
             gone = self._gitdirs.retire(store)
             self._drop_layers(account, store.tree)
-        await anyio.to_thread.run_sync(remove, gone)
+        await self._gitdirs.remove(gone)
         await self._shelves.sweep()
 
     def _drop_layers(self, account: Account, tree: str | None) -> None:

@@ -29,6 +29,7 @@ from ..git.command import Git
 from ..git.packs import has_both_ends
 from ..git.packwriter import Packed
 from ..git.workers import Workers
+from ..host.remains import Remains
 from ..model import CommitId, MirrorName
 from .chains import MARGINS, Layer, chain, choose_root, is_short, is_waypoint, plan
 from .packing import TIMEOUT, Packer, PackFile, together, unservable
@@ -62,10 +63,12 @@ class Closures:
         git: Git,
         workers: Workers,
         packer: Packer,
+        remains: Remains,
         mirrors_path: Callable[[MirrorName], Path],
         recorded: Recorded = nothing_recorded,
     ) -> None:
         self._store = store
+        self._remains = remains
         self._git = git
         self._workers = workers
         self._packer = packer
@@ -95,7 +98,7 @@ class Closures:
             gone = [layer for layer in layers.values() if layer.pack not in names]
             for layer in gone:
                 del layers[layer.commit]
-            await anyio.to_thread.run_sync(_remove_all, [self.directory(name) / layer.commit for layer in gone])
+            await anyio.to_thread.run_sync(remove_all, [self.directory(name) / layer.commit for layer in gone], self._remains)
             log.info("closures.dropped", mirror=str(name), count=len(gone), left=len(layers))
 
     def forget(self, name: MirrorName) -> None:
@@ -139,7 +142,7 @@ class Closures:
         steps = plan(self._known(name), line)
         layers = {**self._known(name), **{step.commit: step for step in steps}}
         with ExitStack() as stack:
-            places = [(step, stack.enter_context(building(directory))) for step in steps]
+            places = [(step, stack.enter_context(building(directory, self._remains))) for step in steps]
             limit = anyio.Semaphore(_AT_ONCE)
             long = [
                 self._pack(name, step, place, limit, quick=step.commit == commit and step.base is not None)
@@ -238,7 +241,7 @@ class Closures:
 
 
 @contextmanager
-def building(directory: Path) -> Iterator[Path]:
+def building(directory: Path, remains: Remains) -> Iterator[Path]:
     """A temporary directory beside the result; gone afterwards unless it was renamed."""
     temporary = Path(tempfile.mkdtemp(prefix=BUILDING, dir=directory))
     try:
@@ -247,7 +250,7 @@ def building(directory: Path) -> Iterator[Path]:
         raise_disk_full(error, directory)
         raise
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remains.remove(temporary)
 
 
 def publish(temporary: Path, target: Path) -> None:
@@ -275,19 +278,19 @@ def raise_disk_full(error: OSError, directory: Path) -> None:
         ) from error
 
 
-def remove_leftovers(directory: Path) -> int:
+def remove_leftovers(directory: Path, remains: Remains) -> int:
     """Remove what a killed build left; nobody builds before this ran."""
     leftovers = list(directory.glob(f"{BUILDING}*"))
     for path in leftovers:
-        shutil.rmtree(path, ignore_errors=True)
+        remains.remove(path)
     return len(leftovers)
 
 
-def _remove_all(directories: Iterable[Path]) -> None:
-    """Remove layers, each by a rename first: what a crash leaves is a leftover and no half of a layer."""
+def remove_all(directories: Iterable[Path], remains: Remains) -> None:
+    """Remove layers or stores, each by a rename first: what a crash leaves is a leftover and no half of one."""
     for path in directories:
         with suppress(FileNotFoundError):
-            shutil.rmtree(path.rename(path.with_name(f"{BUILDING}{secrets.token_hex(8)}")), ignore_errors=True)
+            remains.remove(path.rename(path.with_name(f"{BUILDING}{secrets.token_hex(8)}")))
 
 
 def _load(directory: Path) -> Iterator[Layer]:

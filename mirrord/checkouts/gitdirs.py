@@ -14,6 +14,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,8 +26,19 @@ import structlog
 from ..errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError, InvalidRequestError
 from ..git.command import Git
 from ..git.workers import Workers
+from ..host.remains import Remains
 from ..model import CommitId, History, MirrorName
-from .closures import BUILDING, Closures, Recorded, building, link_or_copy, nothing_recorded, publish, remove_leftovers
+from .closures import (
+    BUILDING,
+    Closures,
+    Recorded,
+    building,
+    link_or_copy,
+    nothing_recorded,
+    publish,
+    remove_all,
+    remove_leftovers,
+)
 from .gitdir import CONFIG, GRAPH, Gitdir, load, read_records, save
 from .graphs import Graphs
 from .packing import Packer, PackFile, together
@@ -75,10 +87,17 @@ class Gitdirs:
         self._workers = workers
         self._packer = Packer(git, workers)
         self._tags = Tags(git)
-        self._graphs = Graphs(git)
+        self._remains = Remains()
+        self._graphs = Graphs(git, self._remains)
         self._mirrors_path = mirrors_path
         self._closures = Closures(
-            store=self._store, git=git, workers=workers, packer=self._packer, mirrors_path=mirrors_path, recorded=recorded
+            store=self._store,
+            git=git,
+            workers=workers,
+            packer=self._packer,
+            remains=self._remains,
+            mirrors_path=mirrors_path,
+            recorded=recorded,
         )
         self._found: dict[tuple[str, CommitId, History], Gitdir] = {}
         self._facts: dict[tuple[str, CommitId], tuple[str, int]] = {}
@@ -90,6 +109,10 @@ class Gitdirs:
     async def open(self) -> None:
         """Remove what a killed build left."""
         await anyio.to_thread.run_sync(self._remove_leftovers)
+
+    async def mend(self) -> bool:
+        """Remove what could not be removed before; answers whether nothing is left."""
+        return await anyio.to_thread.run_sync(self._remains.retry)
 
     async def close(self) -> None:
         """Cancel what is written in the background."""
@@ -177,19 +200,27 @@ class Gitdirs:
 
     async def drop(self, gitdir: Gitdir) -> None:
         """Remove one store that nobody uses; its packs stay."""
-        await anyio.to_thread.run_sync(_remove, self.retire(gitdir))
+        await self.remove(self.retire(gitdir))
+
+    async def remove(self, retired: Path) -> None:
+        """Delete what `retire` answered."""
+        await anyio.to_thread.run_sync(self._remains.remove, retired)
 
     def retire(self, gitdir: Gitdir) -> Path:
         """Take one store out of use at once; answers what to delete. Frees no block itself, which may wait for the disk."""
-        self._found.pop((gitdir.mirror.key, gitdir.commit, gitdir.history), None)
-        self._stores.get(gitdir.mirror.key, {}).pop(gitdir.path, None)
         gone = gitdir.path.with_name(f"{BUILDING}{secrets.token_hex(8)}")
         try:
             gitdir.path.rename(gone)  # at once, so that nobody mounts half of it
             gitdir.record.rename(gone / gitdir.record.name)
         except FileNotFoundError:
             gitdir.record.unlink(missing_ok=True)
+        self._found.pop((gitdir.mirror.key, gitdir.commit, gitdir.history), None)
+        self._stores.get(gitdir.mirror.key, {}).pop(gitdir.path, None)
         return gone
+
+    async def discard(self, place: Path) -> None:
+        """Remove one store, or one layer of closures, that is worth nothing; gone already is fine."""
+        await anyio.to_thread.run_sync(remove_all, [place], self._remains)
 
     async def drop_unneeded_packs(self, name: MirrorName) -> None:
         """Remove the closure packs that no store has; not while one is being built, which has not linked its own yet."""
@@ -209,7 +240,7 @@ class Gitdirs:
         self._read.discard(name.key)
         self._closures.forget(name)
         for directory in (self._directory(name), self._closures.directory(name)):
-            await anyio.to_thread.run_sync(_remove, directory)
+            await anyio.to_thread.run_sync(_clear, directory, self._remains)
 
     def _path(self, name: MirrorName, commit: CommitId, history: History) -> Path:
         return self._directory(name) / f"{history}-{commit}"
@@ -219,7 +250,7 @@ class Gitdirs:
 
     def _remove_leftovers(self) -> None:
         for directory in (*self._store.glob("*/gits"), *self._store.glob("*/packs")):
-            if removed := remove_leftovers(directory):
+            if removed := remove_leftovers(directory, self._remains):
                 log.info("leftovers.removed", directory=str(directory), count=removed)
 
     # -- building -----------------------------------------------------------------------------------------------------
@@ -228,7 +259,7 @@ class Gitdirs:
         began = time.monotonic()
         directory = self._directory(name)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with building(directory) as temporary:
+        with building(directory, self._remains) as temporary:
             scratch = temporary / "scratch"
             scratch.mkdir()
             contents = await self._contents(name, commit, history, scratch)
@@ -282,8 +313,11 @@ def _write(git: Path, contents: _Contents) -> None:
     (git / "packed-refs").write_bytes(packed_refs(contents.tags))
 
 
-def _remove(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
+def _clear(directory: Path, remains: Remains) -> None:
+    """Remove all that is in it, and it, unless something stays."""
+    remove_all(directory.glob("*"), remains)
+    with suppress(OSError):
+        directory.rmdir()
 
 
 def _describe(target: Path, name: MirrorName, commit: CommitId, history: History, contents: _Contents) -> Gitdir:

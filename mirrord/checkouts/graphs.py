@@ -18,6 +18,7 @@ from ..errors import MirrordError
 from ..git import commitgraph
 from ..git.command import Git
 from ..git.priority import giving_way
+from ..host.remains import Remains
 from .closures import building, link_or_copy
 from .packing import TIMEOUT, PackFile
 
@@ -29,8 +30,9 @@ log = structlog.get_logger()
 class Graphs:
     """Writes graphs in the background. Belongs to one event loop."""
 
-    def __init__(self, git: Git) -> None:
+    def __init__(self, git: Git, remains: Remains) -> None:
         self._git = git
+        self._remains = remains
         self._writing: dict[Path, asyncio.Task[None]] = {}
 
     async def close(self) -> None:
@@ -56,7 +58,7 @@ class Graphs:
     async def _write(self, graph: Path, chain: Sequence[PackFile]) -> None:
         tip = graph.parent.name
         try:
-            with building(graph.parent.parent) as scratch, giving_way():
+            with building(graph.parent.parent, self._remains) as scratch, giving_way():
                 _lay_out(scratch, chain)
                 await self._git.run(
                     *("-c", "core.fsync=none", "commit-graph", "write", "--stdin-commits", "--no-progress"),

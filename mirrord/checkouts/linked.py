@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,8 +42,9 @@ def link(directory: Path, mirror: Path, manifest: Manifest, index: bytes) -> Man
 
 
 def unlink(mirror: Path, checkout: str) -> None:
-    """Forget the worktree of a checkout; idempotent."""
-    shutil.rmtree(_admin(mirror, checkout), ignore_errors=True)
+    """Forget the worktree of a checkout; idempotent. Raises OSError where the disk does not let it go."""
+    with suppress(FileNotFoundError):
+        shutil.rmtree(_admin(mirror, checkout))
 
 
 def prune(mirrors: Path) -> int:

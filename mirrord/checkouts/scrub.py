@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
-import anyio.to_thread
-
 from ..git.packs import pack_is_whole
 from ..git.workers import Workers
 from ..host.processes import lower_priority
@@ -20,7 +18,7 @@ from ..model import CommitId, History, MirrorName
 from .gitdir import is_as_built, read_records
 from .gitdirs import Gitdirs
 from .shelf import Shelf
-from .shelves import Shelves, remove
+from .shelves import Shelves
 
 _TIMEOUT = timedelta(hours=1)
 _REBUILT = "it is out of use, and the next checkout builds it again"
@@ -91,7 +89,7 @@ class Scrub:
             if gitdir := self._gitdirs.find(name, CommitId(commit), History(history)):
                 await self._gitdirs.drop(gitdir)
                 return True
-        await anyio.to_thread.run_sync(remove, place)  # gone already where the index was bad, too
+        await self._gitdirs.discard(place)  # gone already where the index was bad, too
         return True
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from ..host.remains import Remains
 from .blobs import Blobs
 from .layer import Layer, blobs_path, chain_of, read_record
 from .manifest import Manifest
@@ -42,6 +43,7 @@ class Shelf:
     """
 
     directory: Path
+    remains: Remains
     layers: Stock = field(default_factory=Stock)
     unproven: set[str] = field(default_factory=set)
     indexes: dict[tuple[str, Owner], int] = field(default_factory=dict)
@@ -86,7 +88,7 @@ class Shelf:
     def add_layer(self, built: Path, layer: Layer) -> None:
         """Publish a built layer: from here on it is there."""
         target = self.trees / layer.name
-        shutil.rmtree(target, ignore_errors=True)
+        _put_away(target, self.remains)
         built.rename(target)
         self.layers.add(layer)
         self.shared_bytes += layer.shared_bytes
@@ -95,7 +97,7 @@ class Shelf:
 
     def add_index(self, built: Path, tree: str, owner: Owner, size_bytes: int) -> Path:
         target = self.index(tree, owner)
-        shutil.rmtree(target, ignore_errors=True)
+        _put_away(target, self.remains)
         built.rename(target)
         self.indexes[tree, owner] = size_bytes
         self.used(target)
@@ -145,17 +147,17 @@ class Holds:
         return path in self._counts
 
 
-def load_shelf(directory: Path) -> Shelf:
+def load_shelf(directory: Path, remains: Remains) -> Shelf:
     """Read what is on disk, and remove what is not whole."""
-    shelf = Shelf(directory)
+    shelf = Shelf(directory, remains)
     for kind in ("trees", "indexes"):
         for path in _children(directory / kind):
             if path.name.startswith((_BUILDING, _RETIRED)):
-                shutil.rmtree(path, ignore_errors=True)
+                remains.remove(path)
     for path in _children(shelf.trees):
         record = read_record(path)
         if record is None or not (path / "files").is_dir() or not Manifest.is_current(path / "manifest"):
-            shutil.rmtree(path, ignore_errors=True)
+            _put_away(path, remains)
             continue
         layer, proven = record
         shelf.layers.add(layer)
@@ -171,7 +173,7 @@ def _load_indexes(shelf: Shelf) -> None:
     for path in _children(shelf.directory / "indexes"):
         named = _INDEX_NAME.fullmatch(path.name)
         if not named or not shelf.is_whole(named[1]) or not (path / ".git" / "index").is_file():
-            shutil.rmtree(path, ignore_errors=True)
+            _put_away(path, shelf.remains)
             continue
         found = (path / ".git" / "index").stat()
         shelf.indexes[named[1], (int(named[2]), int(named[3]))] = found.st_size
@@ -193,3 +195,10 @@ def _rename_away(origin: Path, path: Path) -> list[Retired]:
     except FileNotFoundError:
         return []
     return [Retired(origin, target)]
+
+
+def _put_away(path: Path, remains: Remains) -> None:
+    """Remove what lies where something else may come to lie; a disk that does not even rename it is asked again then."""
+    with suppress(OSError):
+        for each in _rename_away(path, path):
+            remains.remove(each.path)

@@ -7,7 +7,6 @@ store within its bounds and takes what is damaged out of use; never builds.
 from __future__ import annotations
 
 import asyncio
-import shutil
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import structlog
 
 from ..errors import IntegrityError, InvalidNameError, NotFoundError
 from ..git.workers import Workers
+from ..host.remains import Remains
 from ..model import MirrorName
 from .blobs import Blobs
 from .layer import blobs_path
@@ -33,6 +33,7 @@ class Shelves:
 
     def __init__(self, store: Path, workers: Workers) -> None:
         self.holds = Holds()
+        self.remains = Remains()
         self._store = store
         self._workers = workers
         self._shelves: dict[str, Shelf] = {}
@@ -42,7 +43,7 @@ class Shelves:
     async def open(self) -> None:
         """Read what is on disk."""
         self._store.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._shelves = await anyio.to_thread.run_sync(_load_all, self._store)
+        self._shelves = await anyio.to_thread.run_sync(_load_all, self._store, self.remains)
 
     def names(self) -> list[MirrorName]:
         """The mirrors of which anything is there."""
@@ -50,7 +51,7 @@ class Shelves:
         return [name for name in map(_parse, found) if name]
 
     def get(self, name: MirrorName) -> Shelf:
-        return self._shelves.setdefault(name.key, Shelf(self._store / str(name)))
+        return self._shelves.setdefault(name.key, Shelf(self._store / str(name), self.remains))
 
     def all(self) -> list[Shelf]:
         return list(self._shelves.values())
@@ -64,12 +65,15 @@ class Shelves:
         return sum(shelf.size_bytes() for shelf in self._shelves.values())
 
     async def weigh(self) -> None:
-        """See what shared files take that an earlier daemon left, and remove those that no layer has."""
+        """See what shared files take where that is not known, as of an earlier daemon, and remove those that no layer has."""
         for shelf in self.all():
             if not shelf.is_weighed:
                 async with self.lock(shelf):
-                    shelf.shared_bytes = await anyio.to_thread.run_sync(shelf.blobs.weigh)
-                    shelf.is_weighed = True
+                    shelf.shared_bytes, shelf.is_weighed = await anyio.to_thread.run_sync(shelf.blobs.weigh)
+
+    async def mend(self) -> bool:
+        """Remove what could not be removed before; answers whether nothing is left."""
+        return await anyio.to_thread.run_sync(self.remains.retry)
 
     # -- going ------------------------------------------------------------------------------------------------------------
 
@@ -96,8 +100,10 @@ class Shelves:
         free = [each for each in self._retired if each.origin not in self.holds]
         self._retired = [each for each in self._retired if each.origin in self.holds]
         for each in free:
-            freed = await anyio.to_thread.run_sync(_remove_layer, each.path)
-            self._shelves[each.path.parent.parent.name.lower()].shared_bytes -= freed
+            shelf = self._shelves[each.path.parent.parent.name.lower()]
+            freed = await anyio.to_thread.run_sync(_remove_layer, each.path, self.remains)
+            shelf.shared_bytes -= freed or 0
+            shelf.is_weighed = shelf.is_weighed and freed is not None
 
     async def trim_indexes(self, unused_since: float = 0.0) -> None:
         """Keep few indexes that no checkout uses: one is as big as a hundred one-file deltas; none that was not used since."""
@@ -128,15 +134,10 @@ class Shelves:
         return True
 
 
-def remove(path: Path) -> None:
-    """Delete a directory of the store; one that is gone is fine."""
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def _remove_layer(path: Path) -> int:
-    """Delete a layer that is out of use, or an index; answers the bytes of shared files that nothing else had."""
+def _remove_layer(path: Path, remains: Remains) -> int | None:
+    """Delete a layer that is out of use, or an index; answers the bytes of shared files that nothing else had, where known."""
     freed = Blobs(blobs_path(path.parent)).let_go(path)
-    remove(path)
+    remains.remove(path)
     return freed
 
 
@@ -147,5 +148,5 @@ def _parse(directory: str) -> MirrorName | None:
         return None
 
 
-def _load_all(store: Path) -> dict[str, Shelf]:
-    return {path.name.lower(): load_shelf(path) for path in sorted(store.iterdir()) if path.is_dir()}
+def _load_all(store: Path, remains: Remains) -> dict[str, Shelf]:
+    return {path.name.lower(): load_shelf(path, remains) for path in sorted(store.iterdir()) if path.is_dir()}

@@ -34,7 +34,7 @@ from .gitdirs import Gitdirs
 from .layer import Layer, files_path, write_record
 from .scrub import Scrub
 from .shelf import Owner, Shelf
-from .shelves import Shelves, remove
+from .shelves import Shelves
 
 _Key = tuple[str, CommitId, History, Owner | None]
 
@@ -93,6 +93,10 @@ class Templates:
         for flight in flights:
             flight.cancel()
         await asyncio.gather(*flights, return_exceptions=True)
+
+    async def mend(self) -> bool:
+        """Remove what the disk did not let go before; answers whether nothing is left."""
+        return await self._shelves.mend() & await self._gitdirs.mend()
 
     def find(self, name: MirrorName, commit: CommitId, history: History, owner: Owner | None) -> Template | None:
         """A template that was ready when it was last looked at, from memory: mounting says whether it is still there."""
@@ -241,7 +245,7 @@ class Templates:
             if owner is not None:
                 shelf.add_index(index_at, layer.tree, owner, index_bytes)
         finally:
-            await _remove_rest(at, index_at)
+            await self._remove_rest(at, index_at)
         await self._shelves.trim_indexes()
         self._events.publish(
             "template.built", mirror=str(name), commit=commit, tree=layer.tree, base=layer.base, size_bytes=layer.size_bytes
@@ -256,7 +260,7 @@ class Templates:
             size: int = await self._workers.call(_INDEX, shelf.trees, shelf.chain(tree), owner, temporary, timeout=_TIMEOUT)
             shelf.add_index(temporary, tree, owner, size)
         finally:
-            await _remove_rest(temporary)
+            await self._remove_rest(temporary)
         await self._shelves.trim_indexes()
         return target
 
@@ -265,17 +269,16 @@ class Templates:
         for path in template.layers:
             shelf.used(path)
 
+    async def _remove_rest(self, *paths: Path) -> None:
+        """Delete what was not renamed to where it belongs."""
+        for path in paths:
+            if path.exists():
+                await anyio.to_thread.run_sync(self._shelves.remains.remove, path)
+
     def _land(self, key: _Key, done: asyncio.Task[Template]) -> None:
         self._flights.pop(key, None)
         if not done.cancelled():
             done.exception()  # each waiter gets it; with none left it is not an error that nobody saw
-
-
-async def _remove_rest(*paths: Path) -> None:
-    """Delete what was not renamed to where it belongs."""
-    for path in paths:
-        if path.exists():
-            await anyio.to_thread.run_sync(remove, path)
 
 
 async def _both(store: Awaitable[Gitdir], layers: Coroutine[None, None, tuple[Path, ...]]) -> tuple[Gitdir, tuple[Path, ...]]:

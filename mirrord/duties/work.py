@@ -80,7 +80,7 @@ class Work:
 
         return self._operations.start("refs.restore", str(name), run, owner_uid=owner_uid)
 
-    def import_bundle(self, path: Path, *, mirror: str | None, owner_uid: int = 0) -> Operation:
+    async def import_bundle(self, path: Path, *, mirror: str | None, owner_uid: int = 0) -> Operation:
         """Take a bundle file that is ours; it is removed at the end, whatever the end is."""
 
         async def run(progress: ProgressSink) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Work:
             await self._on_mirrors_changed()
             return result
 
-        return self._start_with("bundle.import", mirror or "a bundle", path, run, owner_uid)
+        return await self._start_with("bundle.import", mirror or "a bundle", path, run, owner_uid)
 
     async def remove_mirror(self, name: MirrorName) -> None:
         """Remove a mirror, and what was built from it. Raises MirrorInUseError while something recorded needs it."""
@@ -100,7 +100,7 @@ class Work:
 
     # -- datasets -----------------------------------------------------------------------------------------------------
 
-    def import_upload(
+    async def import_upload(
         self, path: Path, *, filename: str, name: DatasetName | None, format_name: str | None, owner_uid: int = 0
     ) -> Operation:
         """Import a file that is ours; it is removed at the end, whatever the end is."""
@@ -108,7 +108,7 @@ class Work:
         async def run(progress: ProgressSink) -> dict[str, Any]:
             return await self._import(path, name, format_name, filename, progress)
 
-        return self._start_with("dataset.import", name or filename, path, run, owner_uid)
+        return await self._start_with("dataset.import", name or filename, path, run, owner_uid)
 
     def import_watched(self, path: Path) -> Operation:
         """Import a file of the watched directory, which stays where it is."""
@@ -153,9 +153,9 @@ class Work:
             with self._mirrors.quarantine.holding(bundle), self._heals.lending(bundle):
                 return _plain(await self._audits.run(request, progress))
 
-        return self._start_with("heal", str(name), bundle, run, owner_uid)
+        return await self._start_with("heal", str(name), bundle, run, owner_uid)
 
-    def _start_with(
+    async def _start_with(
         self, kind: str, subject: str, path: Path, run: Callable[[ProgressSink], Awaitable[dict[str, Any]]], owner_uid: int
     ) -> Operation:
         """Start work on a file that is removed at its end, also when it does not begin."""
@@ -170,7 +170,7 @@ class Work:
         try:
             return self._operations.start(kind, subject, run_and_remove, owner_uid=owner_uid)
         except BaseException:
-            path.unlink(missing_ok=True)
+            await self._mirrors.quarantine.remove(path)
             raise
 
 

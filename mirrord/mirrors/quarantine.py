@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import anyio
 import structlog
 
 from ..host.files import full_disk_named, sync_directory
+from ..host.remains import Remains, is_removed
 
 log = structlog.get_logger()
 
@@ -34,7 +34,7 @@ class Quarantine:
         self.root = root
         self._active: set[Path] = set()
         self._left: set[Path] | None = None
-        self._stuck: set[Path] = set()
+        self._remains = Remains()
 
     @asynccontextmanager
     async def directory(self, kind: str) -> AsyncIterator[Path]:
@@ -67,9 +67,7 @@ class Quarantine:
 
     async def remove(self, path: Path) -> None:
         """Remove something in here; `clean` tries again where the disk does not let it go."""
-        if not await anyio.to_thread.run_sync(_is_removed, path):
-            log.warning("quarantine.stuck", path=path.name)
-            self._stuck.add(path)
+        await anyio.to_thread.run_sync(self._remains.remove, path)
 
     async def clean(self) -> bool:
         """Remove what killed processes left, unless one of them is still at it, and what could not be removed before: then a
@@ -80,12 +78,10 @@ class Quarantine:
         if self._left is None:
             there = await anyio.to_thread.run_sync(lambda: list(self.root.iterdir()))
             self._left = {path for path in there if path.name != DAMAGED and not path.name.startswith(SPOOL_PREFIX)}
-        found = (self._left | self._stuck) - self._active
+        found = self._left - self._active
         if found:
-            gone = found - await anyio.to_thread.run_sync(_clean, self.root, found)
-            self._left -= gone
-            self._stuck -= gone
-        return not self._left and not self._stuck
+            self._left -= found - await anyio.to_thread.run_sync(_clean, self.root, found)
+        return await anyio.to_thread.run_sync(self._remains.retry) and not self._left
 
 
 def accept_objects(source: Path, destination: Path) -> None:
@@ -110,16 +106,6 @@ def _move(file: Path, target: Path) -> None:
         file.rename(target)
 
 
-def _is_removed(path: Path) -> bool:
-    """Remove a file or a tree, as far as the disk lets; answers whether it is gone."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-    return not os.path.lexists(path)
-
-
 def _clean(root: Path, left: Collection[Path]) -> set[Path]:
     """Remove what nobody holds; answers what is still there."""
     held = held_files(root)
@@ -128,7 +114,7 @@ def _clean(root: Path, left: Collection[Path]) -> set[Path]:
         if any(path == file or path in file.parents for file in held):
             kept.add(path)
             log.warning("quarantine.held", path=path.name)
-        elif _is_removed(path):
+        elif is_removed(path):
             log.info("quarantine.cleaned", path=path.name)
         else:
             kept.add(path)

@@ -32,5 +32,5 @@ async def start_heal(call: Call) -> Operation:
 
 async def heal_with_bundle(call: Call) -> Operation:
     """A heal of one mirror that may also take objects from the bundle in the body, which is forgotten afterwards."""
-    path = await spool_body(call.request, call.engine.layout.quarantine, BUNDLE_LIMIT_BYTES)
+    path = await spool_body(call.request, call.engine.mirrors.quarantine, BUNDLE_LIMIT_BYTES)
     return await call.engine.work.heal_with(path, call.path["name"], owner_uid=call.peer.uid)

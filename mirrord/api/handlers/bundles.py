@@ -26,8 +26,8 @@ async def create_bundle(call: Call) -> Response:
 async def import_bundle(call: Call) -> Operation:
     """The file is taken whole before the answer; checking it and what follows are the operation."""
     query: ImportBundleQuery = call.query
-    path = await spool_body(call.request, call.engine.layout.quarantine, BUNDLE_LIMIT_BYTES)
-    return call.engine.work.import_bundle(path, mirror=query.mirror, owner_uid=call.peer.uid)
+    path = await spool_body(call.request, call.engine.mirrors.quarantine, BUNDLE_LIMIT_BYTES)
+    return await call.engine.work.import_bundle(path, mirror=query.mirror, owner_uid=call.peer.uid)
 
 
 class _ClosedStream(StreamingResponse):

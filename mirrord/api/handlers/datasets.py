@@ -25,8 +25,10 @@ async def import_dataset(call: Call) -> Operation:
     filename = query.filename or query.name
     if filename is None:
         raise InvalidRequestError("cannot name the dataset: neither `name` nor `filename` is given", hint="add ?name=NAME")
-    path = await spool_body(call.request, call.engine.layout.quarantine, DATASET_LIMIT_BYTES)
-    return call.engine.work.import_upload(path, filename=filename, name=name, format_name=query.format, owner_uid=call.peer.uid)
+    path = await spool_body(call.request, call.engine.mirrors.quarantine, DATASET_LIMIT_BYTES)
+    return await call.engine.work.import_upload(
+        path, filename=filename, name=name, format_name=query.format, owner_uid=call.peer.uid
+    )
 
 
 async def remove_dataset(call: Call) -> None:
