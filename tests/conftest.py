@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from anyio.from_thread import start_blocking_portal
+from checkoutlab import rich_upstream
 from gitrepos import Upstream
 from heallab import Furnished, House
 
@@ -36,6 +37,14 @@ def _own_git_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: py
 def make_upstream(tmp_path: Path) -> Callable[[str], Upstream]:
     """Build an upstream by name, below the test's own directory."""
     return lambda name="upstream": Upstream(tmp_path / "upstreams" / name)
+
+
+@pytest.fixture(scope="module")
+def rich(tmp_path_factory: pytest.TempPathFactory) -> Upstream:
+    """Three commits with everything a tree can hold, for reading only."""
+    repository = Upstream(tmp_path_factory.mktemp("upstream") / "rich")
+    rich_upstream(repository)
+    return repository
 
 
 @pytest.fixture(scope="module")

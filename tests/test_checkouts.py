@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
-from checkoutlab import NAME, ROOT_PEER, USER, USER_PEER, Service, as_user, rich_upstream, running_service
+from checkoutlab import NAME, ROOT_PEER, USER, USER_PEER, Service, as_user, running_service
 from gitrepos import Upstream
 
 from mirrord.errors import (
@@ -33,15 +33,8 @@ OTHER_PEER = Peer(uid=USER + 1, gid=USER + 1, pid=1)
 
 
 @pytest.fixture(scope="module")
-def upstream(tmp_path_factory: pytest.TempPathFactory) -> Upstream:
-    repository = Upstream(tmp_path_factory.mktemp("upstream") / "rich")
-    rich_upstream(repository)
-    return repository
-
-
-@pytest.fixture(scope="module")
-def running(upstream: Upstream) -> Iterator[Service]:
-    with running_service(upstream) as service:
+def running(rich: Upstream) -> Iterator[Service]:
+    with running_service(rich) as service:
         yield service
 
 
@@ -72,11 +65,11 @@ def reset(service: Service, checkout: Checkout, peer: Peer = USER_PEER, **onto: 
         {"mirror": "psf__requests", "commit": "main~1"},
     ],
 )
-def test_every_name_of_a_commit_answers_with_the_full_one(service: Service, upstream: Upstream, request_: dict[str, str]) -> None:
+def test_every_name_of_a_commit_answers_with_the_full_one(service: Service, rich: Upstream, request_: dict[str, str]) -> None:
     """Branches, tags and ancestors; the answer has the mirror's own spelling."""
     checkout = start(service, **request_)
-    assert checkout.commit == upstream.git("rev-parse", "v2")
-    assert checkout.tree == upstream.git("rev-parse", "v2^{tree}")
+    assert checkout.commit == rich.git("rev-parse", "v2")
+    assert checkout.tree == rich.git("rev-parse", "v2^{tree}")
     assert checkout.mirror == str(NAME)
     assert (checkout.history, checkout.owner_uid) == (History.SEALED, USER)
     assert as_user(Path(checkout.path), "rev-parse", "HEAD") == checkout.commit

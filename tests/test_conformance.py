@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkoutlab import ROOT_PEER, USER, USER_PEER, Service, as_user, rich_upstream, running_service
+from checkoutlab import ROOT_PEER, USER, USER_PEER, Service, as_user, running_service
 from gitrepos import ENV, Upstream, git
 
 from mirrord.host.peers import Peer
@@ -91,15 +91,8 @@ BY_ROOT = {
 
 
 @pytest.fixture(scope="module")
-def upstream(tmp_path_factory: pytest.TempPathFactory) -> Upstream:
-    repository = Upstream(tmp_path_factory.mktemp("upstream") / "rich")
-    rich_upstream(repository)
-    return repository
-
-
-@pytest.fixture(scope="module")
-def service(upstream: Upstream) -> Iterator[Service]:
-    with running_service(upstream, with_overlay=True) as running:
+def service(rich: Upstream) -> Iterator[Service]:
+    with running_service(rich, with_overlay=True) as running:
         (running.state / "space").mkdir(mode=0o777)
         (running.state / "space").chmod(0o777)
         yield running
@@ -238,7 +231,7 @@ def test_reset_undoes_many_things_at_once(service: Service, backend: Backend, hi
 
 @pytest.mark.parametrize("history", [History.SEALED, History.SQUASHED])
 def test_nothing_outside_its_history_is_in_a_checkout(
-    service: Service, backend: Backend, upstream: Upstream, history: History
+    service: Service, backend: Backend, rich: Upstream, history: History
 ) -> None:
     """Its objects are exactly the closure of its HEAD: no tag object, no later commit, no remote, no alternate."""
     checkout, peer = start(service, backend, history)
@@ -246,7 +239,7 @@ def test_nothing_outside_its_history_is_in_a_checkout(
     present = {line.split()[0] for line in as_user(tree, "cat-file", "--batch-all-objects", "--batch-check").splitlines()}
     closure = {line.split()[0] for line in as_user(tree, "rev-list", "--objects", "HEAD").splitlines()}
     assert present == closure
-    assert upstream.git("rev-parse", "v3") not in present
+    assert rich.git("rev-parse", "v3") not in present
     assert as_user(tree, "remote") == ""
     assert as_user(tree, "reflog") == ""
     assert not (tree / ".git/objects/info/alternates").exists()

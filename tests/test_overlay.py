@@ -13,7 +13,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from checkoutlab import NAME, USER, USER_PEER, Service, as_user, rich_upstream, running_service
+from checkoutlab import NAME, USER, USER_PEER, Service, as_user, running_service
 from gitrepos import ENV, Upstream, git
 
 from mirrord.checkouts.backend import Target
@@ -28,15 +28,8 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
 
 @pytest.fixture(scope="module")
-def upstream(tmp_path_factory: pytest.TempPathFactory) -> Upstream:
-    repository = Upstream(tmp_path_factory.mktemp("upstream") / "rich")
-    rich_upstream(repository)
-    return repository
-
-
-@pytest.fixture(scope="module")
-def service(upstream: Upstream) -> Iterator[Service]:
-    with running_service(upstream, with_overlay=True) as running:
+def service(rich: Upstream) -> Iterator[Service]:
+    with running_service(rich, with_overlay=True) as running:
         yield running
 
 
@@ -193,13 +186,13 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_diff_says_all_of_it(service: Service, checkout: Checkout, upstream: Upstream, tmp_path: Path, what: str) -> None:
+def test_diff_says_all_of_it(service: Service, checkout: Checkout, rich: Upstream, tmp_path: Path, what: str) -> None:
     """Applied to the base commit, the patch gives the tree that `git add --all` gives in the checkout."""
     shell(checkout, CHANGES[what])
     patch = service.call(service.checkouts.diff, checkout.id, USER_PEER)
     as_user(Path(checkout.path), "add", "--all", ":!vendor")
     wanted = as_user(Path(checkout.path), "write-tree")
-    git(tmp_path, "clone", "--quiet", upstream.url, "clone")
+    git(tmp_path, "clone", "--quiet", rich.url, "clone")
     git(tmp_path / "clone", "checkout", "--quiet", "v2")
     git(tmp_path / "clone", "apply", "--index", "-", stdin=patch)
     assert git(tmp_path / "clone", "write-tree") == wanted

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkoutlab import NAME, ROOT_PEER, USER_PEER, Service, as_user, rich_upstream, running_service
+from checkoutlab import NAME, ROOT_PEER, USER_PEER, Service, as_user, running_service
 from gitrepos import Upstream, git
 from test_conformance import run_as
 
@@ -46,21 +46,14 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def upstream(tmp_path_factory: pytest.TempPathFactory) -> Upstream:
-    repository = Upstream(tmp_path_factory.mktemp("upstream") / "rich")
-    rich_upstream(repository)
-    return repository
-
-
-@pytest.fixture(scope="module")
-def service(upstream: Upstream) -> Iterator[Service]:
-    with running_service(upstream) as running:
+def service(rich: Upstream) -> Iterator[Service]:
+    with running_service(rich) as running:
         (running.state / "space").mkdir(mode=0o777)
-        base, gold = upstream.git("rev-parse", "v2"), upstream.git("rev-parse", "v3")
+        base, gold = rich.git("rev-parse", "v2"), rich.git("rev-parse", "v3")
         running.call(running.mirrors.pin, NAME, [CommitId(gold)], owner="person/0", reason="gold")
         running.import_instances(
             [{"instance_id": "psf__requests-1", "repo": "psf/requests", "base_commit": base, "problem_statement": "it breaks",
-              "patch": upstream.git("diff", "v2", "v3") + "\n", "test_patch": "", "version": "1", "FAIL_TO_PASS": "[]",
+              "patch": rich.git("diff", "v2", "v3") + "\n", "test_patch": "", "version": "1", "FAIL_TO_PASS": "[]",
               "PASS_TO_PASS": "[]", "created_at": "2020-01-01", "hints_text": ""}]
         )  # fmt: skip
         yield running
@@ -81,10 +74,10 @@ def grading(service: Service) -> Iterator[Checkout]:
     service.call(service.checkouts.release, made.id, ROOT_PEER)
 
 
-def tree_of_patch(upstream: Upstream, tmp_path: Path, patch: bytes) -> str:
+def tree_of_patch(rich: Upstream, tmp_path: Path, patch: bytes) -> str:
     """git's tree of the base commit with the patch applied."""
     clone = tmp_path / "clone"
-    git(tmp_path, "clone", "--quiet", "--no-checkout", upstream.url, str(clone))
+    git(tmp_path, "clone", "--quiet", "--no-checkout", rich.url, str(clone))
     git(clone, "checkout", "--quiet", "--detach", "v2")
     if patch:
         git(clone, "apply", "--index", "-", stdin=patch)
@@ -97,18 +90,18 @@ def apply(service: Service, checkout: Checkout, patch: bytes, peer: object = USE
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_the_diff_gives_the_tree_that_git_add_would(
-    service: Service, checkout: Checkout, upstream: Upstream, tmp_path: Path, what: str
+    service: Service, checkout: Checkout, rich: Upstream, tmp_path: Path, what: str
 ) -> None:
     """`git apply --index` of the diff on the base commit gives the tree of `git add --all` in the dirty checkout."""
     tree = Path(checkout.path)
     run_as(USER_PEER.uid, CHANGES[what], tree, service)
     patch = service.call(service.checkouts.diff, checkout.id, USER_PEER)
     as_user(tree, "add", "--all")
-    assert tree_of_patch(upstream, tmp_path, patch) == as_user(tree, "write-tree")
+    assert tree_of_patch(rich, tmp_path, patch) == as_user(tree, "write-tree")
 
 
 def test_the_diff_has_the_files_of_a_nested_repository(
-    service: Service, checkout: Checkout, upstream: Upstream, tmp_path: Path
+    service: Service, checkout: Checkout, rich: Upstream, tmp_path: Path
 ) -> None:
     """As files, without their history."""
     script = "git init -q nested; cd nested; echo 1 >f; git add f; git commit -qm n"
@@ -147,11 +140,11 @@ def test_a_tree_replaced_by_a_link_has_no_diff(service: Service, checkout: Check
         service.call(service.checkouts.diff, checkout.id, USER_PEER)
 
 
-def test_apply_and_its_reverse(service: Service, checkout: Checkout, upstream: Upstream) -> None:
+def test_apply_and_its_reverse(service: Service, checkout: Checkout, rich: Upstream) -> None:
     """A patch goes in as the owner's files, over changes elsewhere, and comes out again."""
     tree = Path(checkout.path)
     run_as(USER_PEER.uid, "echo mine >mine; echo y >>docs/page.txt", tree, service)
-    patch = upstream.git("diff", "--binary", "v2", "v3").encode()
+    patch = rich.git("diff", "--binary", "v2", "v3").encode()
     apply(service, checkout, patch)
     assert (tree / "docs/new3.txt").stat().st_uid == USER_PEER.uid
     assert as_user(tree, "diff", "--stat", "v2", "--", "README") != ""
@@ -196,21 +189,19 @@ def test_a_patch_that_does_not_apply_changes_nothing(
     assert not list(outside.iterdir())
 
 
-def test_named_patches_are_the_graders(service: Service, checkout: Checkout, grading: Checkout, upstream: Upstream) -> None:
+def test_named_patches_are_the_graders(service: Service, checkout: Checkout, grading: Checkout, rich: Upstream) -> None:
     """`@patch` brings the gold tree in a grader's checkout, and is refused in an agent's."""
     with pytest.raises(AccessError):
         service.call(service.checkouts.apply, checkout.id, USER_PEER, patch=None, named="@patch")
     service.call(service.checkouts.apply, grading.id, ROOT_PEER, patch=None, named="@patch")
     tree = Path(grading.path)
     git(tree, "add", "--all")
-    assert git(tree, "write-tree") == upstream.git("rev-parse", "v3^{tree}")
+    assert git(tree, "write-tree") == rich.git("rev-parse", "v3^{tree}")
 
 
-def test_restore_writes_files_of_a_pinned_commit(
-    service: Service, checkout: Checkout, grading: Checkout, upstream: Upstream
-) -> None:
+def test_restore_writes_files_of_a_pinned_commit(service: Service, checkout: Checkout, grading: Checkout, rich: Upstream) -> None:
     """Files and directories; only the grader's, only pinned commits, only paths of the checkout."""
-    gold, other = upstream.git("rev-parse", "v3"), upstream.git("rev-parse", "v1")
+    gold, other = rich.git("rev-parse", "v3"), rich.git("rev-parse", "v1")
 
     def restore(where: Checkout, commit: str, *paths: str) -> list[str]:
         peer = ROOT_PEER if where is grading else USER_PEER
