@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
@@ -18,7 +18,7 @@ from mirrord.checkouts.chains import CHAIN_LIMIT, MARGINS, STRIDES, Layer, choos
 from mirrord.checkouts.closures import BUILDING, Closures, remove_leftovers
 from mirrord.checkouts.packing import Packer
 from mirrord.errors import CommitNotFoundError, CommitUnservableError
-from mirrord.git import command as command_module
+from mirrord.git.children import Command
 from mirrord.git.command import Git
 from mirrord.git.packs import PackIndex
 from mirrord.git.workers import Workers
@@ -342,13 +342,13 @@ def test_a_large_pack_is_copied_only_from_packs_that_are_whole(site: Site, monke
 
 def count_processes(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
     """Note the command of every git that is started from here on."""
-    start = command_module._start
+    start = Command.start
 
-    async def counted(argv: list[str], *args: Any) -> Any:
-        started.append(next(word for word in argv if word in ("rev-list", "pack-objects", "verify-pack", "cat-file")))
-        return await start(argv, *args)
+    def counted(command: Command) -> subprocess.Popen[bytes]:
+        started.append(next(word for word in command.argv if word in ("rev-list", "pack-objects", "verify-pack", "cat-file")))
+        return start(command)
 
-    monkeypatch.setattr(command_module, "_start", counted)
+    monkeypatch.setattr(Command, "start", counted)
 
 
 def test_the_first_closure_costs_three_processes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,20 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import os
 import signal
-import subprocess
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO
 
 import anyio
 import structlog
 
-from ..errors import DeadlineError, GitFailedError, MirrordError, ResourceError, UpstreamError, UpstreamTimeoutError
+from ..errors import DeadlineError, GitFailedError, MirrordError, UpstreamError, UpstreamTimeoutError
 from ..protocol import Progress
+from .children import NOTHING, PIPE, Child, Command, Stream, in_memory, run_to_end
 from .environment import Remote, child_environment
 from .failures import HttpAnswer, failure, masked_url
 from .output import StderrReader
@@ -34,8 +32,7 @@ __all__ = ["DEFAULT_TIMEOUT", "Git", "GitResult", "Remote", "masked_url", "run_g
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _LIMIT_BYTES = 256 * 1024**2
-_GRACE = timedelta(seconds=2)
-_CHUNK = 1 << 16
+_NOWHERE = Path("/")
 # util-linux; a preexec_fn may deadlock in a process that has threads. What systemd lets the daemon do to files is not for git.
 _DIE_WITH_PARENT = ("setpriv", "--ambient-caps=-all", "--pdeathsig", "KILL")
 
@@ -93,16 +90,17 @@ class Git:
         environment |= _quarantine(quarantine_objects, git_dir)
         with _files(stdin, stdout_path) as (source, sink):
             argv = [*_bounded(memory_bytes), *_argv(args, git_dir, work_tree)]
-            child = await _start(argv, environment, work_tree or git_dir, source, sink)
-            reading = _Reading(child, stdin if isinstance(stdin, bytes) else None, StderrReader(progress), stdout_limit_bytes)
-            started = anyio.current_time()
-            finished = await reading.finish(timeout, quiet_timeout)
-        log.debug("git.ended", command=doing, status=child.returncode, duration_s=round(anyio.current_time() - started, 3))
+            command = Command(argv, environment, work_tree or git_dir or _NOWHERE, source, sink)
+            began = anyio.current_time()
+            async with Child(command) as child:
+                reading = _Reading(child, StderrReader(progress), stdout_limit_bytes)
+                finished = await reading.finish(timeout, quiet_timeout)
+        log.debug("git.ended", command=doing, status=child.status, duration_s=round(anyio.current_time() - began, 3))
         if not finished:
             raise _late(doing, timeout, quiet_timeout, upstream=remote is not None)
         if reading.overflowed:
             raise GitFailedError(f"cannot {doing}: its output is larger than {stdout_limit_bytes} bytes")
-        result = GitResult(child.returncode or 0, bytes(reading.stdout), reading.stderr.text())
+        result = GitResult(child.status or 0, bytes(reading.stdout), reading.stderr.text())
         if result.status not in ok:
             raise _failure(doing, result, remote, reading.stderr.http)
         if remote is not None and reading.stderr.http.is_garbage:
@@ -125,27 +123,18 @@ class Git:
         """
         doing = doing or f"run git {args[0]}"
         environment = child_environment(home=self._home) | _quarantine(quarantine_objects, git_dir)
-        child = await _start(_argv(args, git_dir, None), environment, git_dir, subprocess.PIPE, subprocess.PIPE)
-        reading = _Reading(child, stdin, StderrReader(), 0)
-        pieces = reading.pieces(quiet_timeout, doing)
-        try:
-            yield pieces
-        finally:
-            with anyio.CancelScope(shield=True):
-                await pieces.aclose()
-                await _kill(child)
-
-
-_HUNG_UP = (BrokenPipeError, ConnectionResetError, RuntimeError)
-"""What a write to a child that ended raises; the last where uvloop (0.23) noticed before us, and has closed the pipe."""
+        with _files(stdin, None) as (source, sink):
+            async with Child(Command(_argv(args, git_dir, None), environment, git_dir, source, sink)) as child:
+                pieces = _Reading(child, StderrReader(), 0).pieces(quiet_timeout, doing)
+                async with contextlib.aclosing(pieces):
+                    yield pieces
 
 
 class _Reading:
-    """The three streams of one child, read at the same time and within bounds."""
+    """What one child writes, both streams at the same time and within bounds."""
 
-    def __init__(self, child: asyncio.subprocess.Process, stdin: bytes | None, stderr: StderrReader, limit_bytes: int) -> None:
+    def __init__(self, child: Child, stderr: StderrReader, limit_bytes: int) -> None:
         self._child = child
-        self._stdin = stdin
         self._limit_bytes = limit_bytes
         self._touch: Callable[[], None] = lambda: None
         self.stdout = bytearray()
@@ -153,98 +142,52 @@ class _Reading:
         self.overflowed = False
 
     async def finish(self, timeout: timedelta, quiet_timeout: timedelta | None) -> bool:
-        """Wait for the end. False when a deadline passed; the child and its children are gone either way."""
+        """Read to the end. False when a deadline passed before it."""
         end = anyio.current_time() + timeout.total_seconds()
         with anyio.CancelScope() as scope:
             self._touch = lambda: _extend(scope, end, quiet_timeout)
             self._touch()
-            try:
-                await asyncio.gather(self._write(), self._read_stdout(), self._read_stderr())
-                await self._child.wait()
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await _kill(self._child)
+            await asyncio.gather(self._read_stdout(), self._read_stderr())
+            await self._child.wait()
         return not scope.cancelled_caught
 
     async def pieces(self, quiet_timeout: timedelta, doing: str) -> AsyncGenerator[bytes]:
         """What comes on stdout, as it comes; at the end the error that stderr asks for."""
-        pipe = self._child.stdout
-        beside = asyncio.gather(self._write(), self._read_stderr())
+        beside = asyncio.ensure_future(self._read_stderr())
         try:
-            while pipe is not None and (chunk := await asyncio.wait_for(pipe.read(_CHUNK), quiet_timeout.total_seconds())):
-                yield chunk
+            while piece := await self._next(quiet_timeout):
+                yield piece
             await beside
-            await self._child.wait()
+            status = await self._child.wait()
         except TimeoutError as error:
             raise _late(doing, quiet_timeout, None, upstream=False) from error
         finally:
             beside.cancel()
-        if self._child.returncode:
-            raise _failure(doing, GitResult(self._child.returncode, b"", self.stderr.text()), None, HttpAnswer())
+        if status:
+            raise _failure(doing, GitResult(status, b"", self.stderr.text()), None, HttpAnswer())
 
-    async def _write(self) -> None:
-        pipe = self._child.stdin
-        if pipe is None:
-            return
-        with contextlib.suppress(*_HUNG_UP):  # it ended early; its status says why
-            pipe.write(self._stdin or b"")
-            await pipe.drain()
-        with contextlib.suppress(*_HUNG_UP):
-            pipe.close()
-            await pipe.wait_closed()
+    async def _next(self, quiet_timeout: timedelta) -> bytes:
+        with anyio.fail_after(quiet_timeout.total_seconds()):
+            return await self._child.read_stdout()
 
     async def _read_stdout(self) -> None:
-        pipe = self._child.stdout
-        while pipe is not None and (chunk := await pipe.read(_CHUNK)):
+        while piece := await self._child.read_stdout():
             self._touch()
-            if len(self.stdout) + len(chunk) > self._limit_bytes:
+            if len(self.stdout) + len(piece) > self._limit_bytes:
                 self.overflowed = True
-                _signal(self._child, signal.SIGKILL)
+                self._child.signal(signal.SIGKILL)
                 return
-            self.stdout += chunk
+            self.stdout += piece
 
     async def _read_stderr(self) -> None:
-        pipe = self._child.stderr
-        while pipe is not None and (chunk := await pipe.read(_CHUNK)):
+        while piece := await self._child.read_stderr():
             self._touch()
-            self.stderr.feed(chunk)
+            self.stderr.feed(piece)
 
 
 def _extend(scope: anyio.CancelScope, end: float, quiet_timeout: timedelta | None) -> None:
     quiet_end = end if quiet_timeout is None else anyio.current_time() + quiet_timeout.total_seconds()
     scope.deadline = min(end, quiet_end)
-
-
-async def _start(
-    argv: list[str], environment: dict[str, str], cwd: Path | None, stdin: BinaryIO | int, stdout: BinaryIO | int
-) -> asyncio.subprocess.Process:
-    try:
-        return await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=asyncio.subprocess.PIPE,
-            env=environment,
-            cwd=str(cwd or "/"),
-            start_new_session=True,  # an own process group, and no terminal to ask anybody on
-        )
-    except OSError as error:
-        raise _cannot_start(error) from error
-
-
-async def _kill(child: asyncio.subprocess.Process) -> None:
-    """End the whole group: politely, so that git removes its temporary files, then for good."""
-    if child.returncode is None:
-        _signal(child, signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(child.wait(), _GRACE.total_seconds())
-    _signal(child, signal.SIGKILL)
-    await child.wait()
-
-
-def _signal(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, number)
 
 
 # -- the same without an event loop -----------------------------------------------------------------------------------
@@ -267,43 +210,17 @@ def run_git_sync(
     doing = doing or f"run git {args[0]}"
     environment = child_environment(home=home, extra=env) | _quarantine(quarantine_objects, git_dir)
     with _files(stdin, stdout_path) as (source, sink):
-        result = _run_to_end(_argv(args, git_dir, work_tree), environment, work_tree or git_dir, stdin, source, sink, timeout)
-    if result is None:
+        command = Command(_argv(args, git_dir, work_tree), environment, work_tree or git_dir or _NOWHERE, source, sink)
+        ended = run_to_end(command, timeout)
+    if ended is None:
         raise _late(doing, timeout, None, upstream=False)
+    status, stdout, stderr = ended
+    reader = StderrReader()
+    reader.feed(stderr)
+    result = GitResult(status, stdout, reader.text())
     if result.status not in ok:
         raise _failure(doing, result, None, HttpAnswer())
     return result
-
-
-def _run_to_end(
-    argv: list[str],
-    environment: dict[str, str],
-    cwd: Path | None,
-    stdin: bytes | Path | None,
-    source: BinaryIO | int,
-    sink: BinaryIO | int,
-    timeout: timedelta,
-) -> GitResult | None:
-    try:
-        child = subprocess.Popen(
-            argv, stdin=source, stdout=sink, stderr=subprocess.PIPE, env=environment, cwd=cwd or "/", start_new_session=True
-        )
-    except OSError as error:
-        raise _cannot_start(error) from error
-    reader = StderrReader()
-    try:
-        stdout, stderr = child.communicate(stdin if isinstance(stdin, bytes) else None, timeout=timeout.total_seconds())
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        for pipe in (child.stdin, child.stdout, child.stderr):
-            if pipe is not None:
-                pipe.close()
-    reader.feed(stderr)
-    return GitResult(child.returncode, stdout or b"", reader.text())
 
 
 # -- parts of both ----------------------------------------------------------------------------------------------------
@@ -332,19 +249,16 @@ def _quarantine(objects: Path | None, git_dir: Path | None) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _files(
-    stdin: bytes | Path | io.RawIOBase | None, stdout_path: Path | None
-) -> Iterator[tuple[BinaryIO | int, BinaryIO | int]]:
+def _files(stdin: bytes | Path | io.RawIOBase | None, stdout_path: Path | None) -> Iterator[tuple[Stream, Stream]]:
     with contextlib.ExitStack() as stack:
-        source: BinaryIO | int = subprocess.DEVNULL if stdin is None else subprocess.PIPE
-        if isinstance(stdin, Path):
+        source: Stream = NOTHING
+        if isinstance(stdin, bytes):
+            source = stack.enter_context(in_memory(stdin))
+        elif isinstance(stdin, Path):
             source = stack.enter_context(stdin.open("rb"))
-        elif isinstance(stdin, io.RawIOBase):
+        elif stdin is not None:
             source = stdin.fileno()
-        sink: BinaryIO | int = subprocess.PIPE
-        if stdout_path is not None:
-            sink = stack.enter_context(stdout_path.open("wb"))
-        yield source, sink
+        yield source, stack.enter_context(stdout_path.open("wb")) if stdout_path else PIPE
 
 
 def _failure(doing: str, result: GitResult, remote: Remote | None, http: HttpAnswer) -> MirrordError:
@@ -368,7 +282,3 @@ def _late(doing: str, timeout: timedelta, quiet_timeout: timedelta | None, *, up
             hint="try again later, or raise upstream.timeout",
         )
     return DeadlineError(f"cannot {doing}: no end after {seconds:g} s", hint="the disk may be slow or the repository damaged")
-
-
-def _cannot_start(error: OSError) -> ResourceError:
-    return ResourceError(f"cannot start git: {error}", hint="install git and util-linux (setpriv); see `mirrord doctor`")

@@ -1,0 +1,240 @@
+"""Child processes on the event loop: what they write, how they end, and that nothing of them stays open."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import anyio
+import pytest
+import uvloop
+
+from mirrord.errors import ResourceError
+from mirrord.git.children import NOTHING, Child, Command, Stream, in_memory, run_to_end
+
+LOOPS = {"uvloop": uvloop.run, "asyncio": asyncio.run}
+
+
+@pytest.fixture(params=LOOPS.values(), ids=LOOPS)
+def run(request: pytest.FixtureRequest) -> Callable[[Callable[[], Awaitable[None]]], None]:
+    def start(body: Callable[[], Awaitable[None]]) -> None:
+        async def main() -> None:
+            with anyio.fail_after(60):
+                await body()
+
+        request.param(main())
+
+    return start
+
+
+def shell(script: str, stdin: Stream = NOTHING) -> Command:
+    return Command(["sh", "-c", script], {"PATH": os.environ["PATH"]}, Path("/"), stdin)
+
+
+async def read_all(child: Child) -> bytes:
+    out = bytearray()
+    while piece := await child.read_stdout():
+        out += piece
+    return bytes(out)
+
+
+def open_files() -> set[str]:
+    """Without those of rubbish that earlier tests left."""
+    gc.collect()
+    return set(os.listdir("/proc/self/fd"))
+
+
+def children() -> set[str]:
+    """Zombies too. Workers of other tests are among them."""
+    return {pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+
+
+def runs(pid: int) -> bool:
+    """Whose parent has gone is there until the machine's first process looks at it, which may take long."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@contextmanager
+def others_at_work(threads: int = 3) -> Iterator[None]:
+    """Threads that open and close files all the time, and look whether what they opened is still theirs."""
+    stop, wrong = threading.Event(), list[str]()
+
+    def work() -> None:
+        while not stop.is_set():
+            with tempfile.TemporaryFile() as mine:
+                number = os.fstat(mine.fileno()).st_ino
+                stop.wait(0.0005)
+                try:
+                    if os.fstat(mine.fileno()).st_ino != number:
+                        wrong.append("somebody else's file")
+                except OSError as error:
+                    wrong.append(str(error))
+
+    working = [threading.Thread(target=work) for _ in range(threads)]
+    for thread in working:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in working:
+            thread.join()
+    assert wrong == []
+
+
+def test_what_goes_in_comes_out_and_the_status_is_told(run) -> None:  # type: ignore[no-untyped-def]
+    async def body() -> None:
+        data = os.urandom(300_000)
+        with in_memory(data) as stdin:
+            async with Child(shell("cat; echo told >&2; exit 3", stdin)) as child:
+                assert await read_all(child) == data
+                assert await child.read_stderr() == b"told\n"
+                assert await child.wait() == child.status == 3
+
+    run(body)
+
+
+def test_hundreds_leave_no_descriptor_no_process_and_everybody_their_own(run) -> None:  # type: ignore[no-untyped-def]
+    """Read to the end, left half-read, killed and cancelled ones, while other threads open and close files."""
+
+    async def read() -> None:
+        async with Child(shell("echo out; echo err >&2")) as child:
+            assert await read_all(child) == b"out\n"
+
+    async def leave() -> None:
+        async with Child(shell("sleep 60 & yes")) as child:
+            assert await child.read_stdout()
+
+    async def kill() -> None:
+        async with Child(shell("sleep 60")) as child:
+            child.signal(signal.SIGKILL)
+            assert await child.wait() == -signal.SIGKILL
+
+    async def cancel() -> None:
+        async def hang() -> None:
+            async with Child(shell("sleep 60")) as child:
+                await asyncio.gather(child.read_stdout(), child.read_stderr())
+
+        task = asyncio.ensure_future(hang())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def body() -> None:
+        await asyncio.gather(read(), leave(), kill(), cancel())  # what the loop opens once is open now
+        before = open_files(), children()
+        with others_at_work():
+            for _ in range(20):
+                await asyncio.gather(*(each() for each in (read, leave, kill, cancel) for _ in range(4)))
+        assert (open_files(), children()) == before
+
+    run(body)
+
+
+def test_one_that_is_cancelled_again_while_it_ends_leaves_nothing(run) -> None:  # type: ignore[no-untyped-def]
+    async def body() -> None:
+        before = open_files(), children()
+
+        async def hang() -> None:
+            async with Child(shell("trap '' TERM; echo ready; sleep 60; sleep 60")) as child:
+                await child.read_stdout()
+                ready.set()
+                await child.wait()
+
+        ready = asyncio.Event()
+        task = asyncio.ensure_future(hang())
+        await ready.wait()
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.05)
+        assert task.done()
+        while (open_files(), children()) != before:
+            await asyncio.sleep(0.01)
+
+    run(body)
+
+
+def test_one_that_ends_takes_its_group_along_and_is_reaped_though_nobody_waits(run) -> None:  # type: ignore[no-untyped-def]
+    """The end of its output is no end: a child of its own may hold the pipe."""
+
+    async def body() -> None:
+        before = children()
+        async with Child(shell("sleep 300 & echo $!")) as child:
+            orphan = int(await child.read_stdout())
+            assert await child.read_stdout() == b""
+            while children() != before:
+                await asyncio.sleep(0.01)
+            assert child.status == 0
+        while runs(orphan):
+            await asyncio.sleep(0.01)
+
+    run(body)
+
+
+def test_who_is_not_read_waits(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Back-pressure: a pipe's worth is written, and no more."""
+
+    async def body() -> None:
+        async with Child(shell(f"i=0; while :; do printf %1024s x; i=$((i+1)); echo $i > {tmp_path}/count; done")) as child:
+            before, now = -1, 0
+            while now != before or not now:
+                await asyncio.sleep(0.2)
+                before, now = now, int((tmp_path / "count").read_text() or 0)
+            assert now <= 64
+            assert await child.read_stdout()
+
+    run(body)
+
+
+def test_who_ends_when_asked_may_clean_up(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    async def body() -> None:
+        async with Child(
+            shell(f"trap 'touch {tmp_path}/cleaned; exit 0' TERM; echo ready; while :; do sleep 0.01; done")
+        ) as child:
+            await child.read_stdout()
+        assert child.status == 0
+        assert (tmp_path / "cleaned").exists()
+
+    run(body)
+
+
+def test_one_that_does_not_read_what_it_is_given_does_not_matter(run) -> None:  # type: ignore[no-untyped-def]
+    async def body() -> None:
+        with in_memory(b"x" * 1_000_000) as stdin:
+            async with Child(shell("exec <&-; echo done", stdin)) as child:
+                assert await read_all(child) == b"done\n"
+                assert await child.wait() == 0
+
+    run(body)
+
+
+def test_what_cannot_be_started_is_an_error_and_leaves_nothing(run) -> None:  # type: ignore[no-untyped-def]
+    async def body() -> None:
+        before = open_files()
+        with pytest.raises(ResourceError, match="no/such/program"):
+            Child(Command(["/no/such/program"], {}, Path("/")))
+        assert open_files() == before
+
+    run(body)
+
+
+def test_without_a_loop_a_deadline_ends_the_whole_group(tmp_path: Path) -> None:
+    before = open_files(), children()
+    with in_memory(b"in") as stdin:
+        assert run_to_end(shell("cat; echo err >&2; exit 2", stdin), timedelta(seconds=20)) == (2, b"in", b"err\n")
+    assert run_to_end(shell(f"sleep 300 & echo $! > {tmp_path}/pid; wait"), timedelta(milliseconds=300)) is None
+    while runs(int((tmp_path / "pid").read_text())):
+        time.sleep(0.01)
+    assert (open_files(), children()) == before
