@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,8 @@ from rivals import Git, dirty, git
 from mirrord import Client
 from mirrord.host.mounts import mount_overlay, umount
 from mirrord.model import AuditLevel, Backend
+
+_INDEXES_KEPT = 50  # of the templates that were asked for last, an index is there
 
 
 @dataclass
@@ -256,25 +258,38 @@ class Bench:
         self._rest(what, commits, floor, "under 2")
 
     def variants(self, count: int = 5000) -> None:
-        """One-file variants of one commit, SWE-smith's shape."""
+        """One-file variants of one commit, SWE-smith's shape; each is checked out once, and then once more."""
         tip = self.line[0]
         floor = self.git.floor_bytes(tip)
         commits = self.git.write_variants(self.daemon.mirror, tip, count)
         self.daemon.forget_templates()
         self._check_out([tip])
         alone = self.daemon.templates_bytes()
-        self._check_out(commits)
+        first, last = commits[: count // 10], commits[-count // 10 :]
+        began = timed(partial(self._check_out, first))
+        self._check_out(commits[len(first) : -len(last)])
+        ended = timed(partial(self._check_out, last))
         warm = self.daemon.templates_bytes()
+        busy = self.daemon.memory()
+        again = timed(partial(self._check_out, last[-_INDEXES_KEPT:])) / len(last[-_INDEXES_KEPT:])
         what = f"{count:,} one-file variants"
-        self.figures.append(Figure("disk of each one-file variant that is warm", (warm - alone) / count / 1024, "KiB"))
+        self.figures += [
+            Figure("first checkout of a one-file variant, of the first tenth", began / len(first) * 1000, "ms"),
+            Figure("first checkout of a one-file variant, of the last tenth", ended / len(last) * 1000, "ms"),
+            Figure("checkout and release of one that is warm beside all the others", again * 1000, "ms"),
+            Figure("disk of each one-file variant that is warm", (warm - alone) / count / 1024, "KiB"),
+            Figure(f"daemon memory just after {what}, workers included", busy["rss_mib"], "MiB resident"),
+        ]
         self._weigh(f"{what}, all warm", warm, floor)
         self._rest(what, commits, floor, "under 1.5")
 
     def _rest(self, what: str, commits: list[str], floor: int, goal: str) -> None:
         """What stays on disk of templates that nobody asks for any more, and what it costs to ask again."""
-        dropped = self.daemon.rest()
-        self._weigh(f"{what}, a week after the last was asked for", self.daemon.templates_bytes(), floor, goal)
-        self.figures.append(Figure("of them still warm then", len(commits) - min(dropped, len(commits)), "commits"))
+        left = len(commits)
+        for after, spoken in ((timedelta(hours=4), "four hours"), (timedelta(days=8), "eight days")):
+            left -= min(self.daemon.rest(after), left)
+            self._weigh(f"{what}, {spoken} after the last was asked for", self.daemon.templates_bytes(), floor, goal)
+            self.figures.append(Figure("of them still warm then", left, "commits"))
         self._check_out(commits[-1:])
         some = commits[:: max(1, len(commits) // 10)][:10]
         again = [timed(partial(self._check_out, [commit])) for commit in some]

@@ -73,12 +73,13 @@ class Daemon:
         shutil.rmtree(self.state / "templates")
         self.start()
 
-    def rest(self) -> int:
-        """As after eight days in which nobody asked for anything; answers how many templates the daemon dropped."""
+    def rest(self, after: timedelta) -> int:
+        """As so long after the last was asked for; answers how many templates the daemon dropped."""
         self.stop()
-        long_ago = time.time() - timedelta(days=8).total_seconds()
-        for record in (self.state / "templates").glob("*/gits/*.json"):
-            os.utime(record, (long_ago, long_ago))
+        then = time.time() - after.total_seconds()
+        for pattern in ("gits/*.json", "trees/*/layer.json", "indexes/*/.git/index"):
+            for record in (self.state / "templates").glob(f"*/{pattern}"):
+                os.utime(record, (then, then))
         evicted = asyncio.run(_evict(self.state))
         self.start()
         return evicted

@@ -91,12 +91,12 @@ class Git:
         entries = [entry.partition("\t") for entry in listed if entry.startswith("100644 blob")]
         plain = [(meta.split()[2], path) for meta, _, path in entries if path.isascii() and '"' not in path and "\n" not in path]
         chosen = plain[:: max(1, len(plain) // count)]
+        blobs = _read_blobs(mirror, [oid for oid, _ in chosen])
         stream = self.area / "variants"
         with stream.open("wb") as out:
             for number in range(count):
                 oid, path = chosen[number % len(chosen)]
-                blob = subprocess.run(["git", "cat-file", "blob", oid], cwd=mirror, capture_output=True, check=True).stdout
-                blob += b"# variant %d\n" % number
+                blob = blobs[oid] + b"# variant %d\n" % number
                 head = f"commit refs/variants/{number}\ncommitter b <b@localhost> {number} +0000\ndata 1\nv\nfrom {commit}\n"
                 out.write(f"{head}M 100644 inline {path}\ndata {len(blob)}\n".encode() + blob + b"\n")
         with stream.open("rb") as source:
@@ -127,6 +127,19 @@ class Git:
     def remove(self, path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
         git("worktree", "prune", cwd=self.mirror)
+
+
+def _read_blobs(repository: Path, oids: list[str]) -> dict[str, bytes]:
+    asked = "".join(f"{oid}\n" for oid in oids).encode()
+    command = ["git", "cat-file", "--batch"]
+    out = subprocess.run(command, cwd=repository, env=ENV, input=asked, capture_output=True, check=True).stdout
+    found, at = {}, 0
+    for oid in oids:
+        begin = out.index(b"\n", at) + 1
+        at = begin + int(out[at:begin].split()[2])
+        found[oid] = out[begin:at]
+        at += 1
+    return found
 
 
 def disk_bytes(*paths: Path) -> int:

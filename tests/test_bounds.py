@@ -158,24 +158,24 @@ def test_a_store_that_is_being_built_keeps_its_packs(make_upstream: Callable[[st
     [
         (0.0, timedelta(hours=1)),
         (0.03, timedelta(hours=1)),
-        (0.25, timedelta(hours=6)),
-        (2.0, timedelta(days=2)),
-        (7.0, timedelta(days=7)),
+        (0.25, timedelta(hours=3)),
+        (2.0, timedelta(days=1)),
+        (14.0, timedelta(days=7)),
         (600.0, timedelta(days=7)),
     ],
 )
 def test_what_takes_long_to_make_stays_long(seconds: float, stays: timedelta) -> None:
-    """A day for each second, from an hour to a week."""
+    """Half a day for each second, from an hour to a week."""
     assert stay(seconds) == stays
 
 
 class Books:
-    """An account of stores that are on no disk: a whole tree that took 5 seconds, and variants of it."""
+    """An account of stores that are on no disk: a whole tree that took 10 seconds, and variants of it."""
 
     def __init__(self) -> None:
         self.shelf = Shelf(Path("/nowhere"), Remains())
         self.stores: list[tuple[Gitdir, float]] = []
-        self.shelf.layers.add(self._layer("whole", None, 5.0))
+        self.shelf.layers.add(self._layer("whole", None, 10.0))
 
     def variant(self, name: str, *, seconds: float, used_at: float = 0.0) -> Gitdir:
         self.shelf.layers.add(self._layer(name, "whole", 0.02))
@@ -204,7 +204,7 @@ class Books:
 def test_variants_go_after_an_hour_and_what_they_lie_on_stays() -> None:
     """The store of the whole tree took as long as its layer."""
     books = Books()
-    books.store("whole", seconds=1.0)
+    books.store("whole", seconds=2.0)
     for number in range(3):
         books.variant(f"v{number}", seconds=0.03, used_at=float(number))
     assert books.gone_by(STAY_MIN - timedelta(seconds=1)) == []
@@ -225,8 +225,8 @@ def test_the_last_one_on_a_whole_tree_stays_as_long_as_that_is_worth() -> None:
 def test_a_costly_store_outlives_one_that_was_asked_for_later() -> None:
     """Time since the last use is not all that counts."""
     books = Books()
-    books.store("whole", seconds=1.0)
-    books.variant("slow", seconds=3.0, used_at=0.0)
+    books.store("whole", seconds=2.0)
+    books.variant("slow", seconds=6.0, used_at=0.0)
     books.variant("quick", seconds=0.03, used_at=timedelta(days=1).total_seconds())
     assert books.gone_by(timedelta(days=2)) == ["whole", "quick"]
 
@@ -247,7 +247,7 @@ def test_what_it_took_to_make_is_known_to_the_next_daemon(
         assert all(json.loads(path.read_text())["seconds"] > 0 for path in store.trees.glob("*/layer.json"))
         for commit in commits:
             made_in(store, commit, 0.01)
-        made_in(store, commits[1], 2.0)
+        made_in(store, commits[1], 4.0)
         age(store, commits, timedelta(hours=50))
         age(store, commits[:2], timedelta(hours=3))
         again = Store(tmp_path / "state", upstream, store.templates._workers)

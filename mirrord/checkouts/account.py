@@ -18,14 +18,14 @@ from .shelf import Shelf
 
 STAY_MIN = timedelta(hours=1)
 STAY_MAX = timedelta(days=7)
-_STAY_PER_SECOND = timedelta(days=1)
+_STAY_PER_SECOND = timedelta(hours=12)
 _REST_SHARE = 0.25  # of one whole tree and closure, beside them
 _REST_BYTES = 4 * 1024**2  # or that much, where it is more
 _STORE_BYTES = 64 * 1024  # what a store takes beside what is in its packs: directories and small files, a block each
 
 
 def stay(seconds: float) -> timedelta:
-    """How long what takes so many seconds to make stays while nobody asks for it: a day for each, from an hour to a week."""
+    """How long what takes so many seconds to make stays while nobody asks for it: half a day for each, from an hour to a week."""
     return min(max(seconds * _STAY_PER_SECOND, STAY_MIN), STAY_MAX)
 
 

@@ -24,7 +24,7 @@ from .gitdirs import Gitdirs
 from .shelves import Shelves
 
 _FULL_SHARE = 0.9
-_BRIEF = timedelta(hours=6)
+_BRIEF = timedelta(hours=3)
 _NEW = timedelta(minutes=10)  # a layer without a store may be one whose store is being built
 
 
