@@ -21,7 +21,7 @@ STAY_MAX = timedelta(days=7)
 _STAY_PER_SECOND = timedelta(hours=12)
 _REST_SHARE = 0.25  # of one whole tree and closure, beside them
 _REST_BYTES = 4 * 1024**2  # or that much, where it is more
-_STORE_BYTES = 64 * 1024  # what a store takes beside what is in its packs: directories and small files, a block each
+_STORE_BYTES = 56 * 1024  # what a store takes beside what is in its packs: directories and small files, a block each
 
 
 def stay(seconds: float) -> timedelta:

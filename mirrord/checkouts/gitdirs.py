@@ -2,7 +2,8 @@
 
 Owns `templates/<mirror>/gits/<history>-<commit>/.git`: a detached HEAD, a configuration of a few lines, the tags that point at
 ancestors, closure packs as hard links; no remote, no alternates, no reflog, no hook, no index (whoever writes the tree writes
-that). Built in a temporary directory and renamed; the JSON file beside it is written last, and what has none does not exist.
+that). What stores have alike is on disk once (`common.py`). Built in a temporary directory and renamed; the JSON file beside it
+is written last, and what has none does not exist.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from .closures import (
     remove_all,
     remove_leftovers,
 )
+from .common import let_go, remove_unused, write_common
 from .gitdir import CONFIG, GRAPH, Gitdir, load, read_records, save
 from .graphs import Graphs
 from .packing import Packer, PackFile, together
@@ -55,6 +57,7 @@ The history before this commit is not part of the checkout.
 # Named, not imported: it loads libgit2, which only workers do.
 _TREE_AND_TIME = "mirrord.git.objects:tree_and_time"
 _READ_TIMEOUT = timedelta(seconds=30)
+_COMMON = ("config", "packed-refs")
 _FACTS_KEPT = 64
 _DIRECTORIES = ("info", "objects/info", "objects/pack", "refs/heads", "refs/tags")
 
@@ -204,7 +207,7 @@ class Gitdirs:
 
     async def remove(self, retired: Path) -> None:
         """Delete what `retire` answered."""
-        await anyio.to_thread.run_sync(self._remains.remove, retired)
+        await anyio.to_thread.run_sync(_remove, retired, self._remains)
 
     def retire(self, gitdir: Gitdir) -> Path:
         """Take one store out of use at once; answers what to delete. Frees no block itself, which may wait for the disk."""
@@ -250,7 +253,7 @@ class Gitdirs:
 
     def _remove_leftovers(self) -> None:
         for directory in (*self._store.glob("*/gits"), *self._store.glob("*/packs")):
-            if removed := remove_leftovers(directory, self._remains):
+            if removed := remove_leftovers(directory, self._remains) + remove_unused(directory, self._remains):
                 log.info("leftovers.removed", directory=str(directory), count=removed)
 
     # -- building -----------------------------------------------------------------------------------------------------
@@ -263,7 +266,7 @@ class Gitdirs:
             scratch = temporary / "scratch"
             scratch.mkdir()
             contents = await self._contents(name, commit, history, scratch)
-            await anyio.to_thread.run_sync(_write, temporary / ".git", contents)
+            await anyio.to_thread.run_sync(_write, directory, temporary / ".git", contents)
             shutil.rmtree(scratch)
             target = self._path(name, commit, history)
             publish(temporary, target)
@@ -299,7 +302,7 @@ class Gitdirs:
 # -- on disk ----------------------------------------------------------------------------------------------------------
 
 
-def _write(git: Path, contents: _Contents) -> None:
+def _write(stores: Path, git: Path, contents: _Contents) -> None:
     for directory in _DIRECTORIES:
         (git / directory).mkdir(parents=True)
     for pack in contents.packs:
@@ -308,9 +311,15 @@ def _write(git: Path, contents: _Contents) -> None:
     if contents.graph:
         link_or_copy(contents.graph, git / GRAPH)
     (git / "HEAD").write_text(f"{contents.head}\n")
-    (git / "config").write_bytes(CONFIG)
     (git / "info/exclude").write_bytes(b"")
-    (git / "packed-refs").write_bytes(packed_refs(contents.tags))
+    for name, content in zip(_COMMON, (CONFIG, packed_refs(contents.tags)), strict=True):
+        write_common(stores, git / name, content)
+
+
+def _remove(store: Path, remains: Remains) -> None:
+    for name in _COMMON:
+        let_go(store.parent, store / ".git" / name)
+    remains.remove(store)
 
 
 def _clear(directory: Path, remains: Remains) -> None:
