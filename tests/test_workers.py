@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.forkserver
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +19,7 @@ from pathlib import Path
 import anyio
 import pytest
 import structlog
+from pebble.pool.channel import WorkerChannel
 
 from mirrord.errors import CommitNotFoundError, DeadlineError, StoppingError, WorkerCrashedError
 from mirrord.git.forking import prepare_workers
@@ -123,6 +126,37 @@ def test_a_call_that_no_worker_takes_is_given_up() -> None:
             await workers.close()
 
     anyio.run(main)
+
+
+def die_with_the_lock() -> int:
+    """Be idle in a moment, and killed while taking the lock that goes with taking a call."""
+    gc.unfreeze()
+    [channel] = [each for each in gc.get_objects() if isinstance(each, WorkerChannel)]
+
+    def die_later() -> None:
+        time.sleep(0.2)
+        channel.mutex.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=die_later).start()
+    return os.getpid()
+
+
+def test_an_idle_worker_that_is_killed_costs_nothing(tmp_path: Path) -> None:
+    """Whatever it holds, and whatever others do meanwhile."""
+
+    async def body(workers: Workers) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: workers.call(hang, str(tmp_path / "pid"), timeout=LONG))
+            await until(lambda: (tmp_path / "pid").exists())
+            dying = await workers.call(die_with_the_lock, timeout=LONG)
+            await until(lambda: is_gone(dying))
+            await anyio.sleep(0.5)  # pebble looks ten times a second
+            with anyio.fail_after(10):
+                assert await workers.call(own_pid, timeout=LONG) != dying
+            tasks.cancel_scope.cancel()
+
+    run(body, size=2)
 
 
 def test_a_call_waits_while_all_workers_are_busy() -> None:

@@ -1,9 +1,12 @@
 """Worker processes: object work with a deadline, away from the daemon.
 
-Owns a `pebble` pool that starts with the first call and is retired when idle, so that an idle daemon has no workers, and the fork
-server that they come from (`nursery.py`), which stays. A call that misses its deadline costs its worker, which is killed and
-replaced; libgit2 can hang with the GIL held, so nothing less helps. Never keeps a result. All of them die with the daemon,
-whatever kills it.
+Owns a `pebble` pool of one process for each call that runs at the same time: started when a call finds none free, retired when
+nothing ran for a while, so that an idle daemon has no workers; and the fork server that they come from (`nursery.py`), which
+stays. A call that misses its deadline costs its worker, which is killed and replaced; libgit2 can hang with the GIL held, so
+nothing less helps. Never keeps a result. All of them die with the daemon, whatever kills it.
+
+One process to a pool, because processes that share one share its lock: one that is killed while it holds that has it for ever. A
+pool of one is given up with its process.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
-from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
 from typing import Any, TypeVar, overload
@@ -38,10 +40,10 @@ log = structlog.get_logger()
 
 
 class Workers:
-    """A pool of processes for sync, importable functions with picklable arguments and results.
+    """Processes for sync, importable functions with picklable arguments and results; at most `size` calls run, the others wait.
 
-    `on_start` runs in each new worker (to set up its logging). A call that no worker begins within `take`, though one is free, is
-    lost. One pool belongs to one event loop.
+    `on_start` runs in each new worker (to set up its logging). A call that its worker does not begin within `take` is lost.
+    Belongs to one event loop.
     """
 
     def __init__(
@@ -52,12 +54,11 @@ class Workers:
         take: timedelta = timedelta(seconds=20),
         on_start: Callable[[], None] | None = None,
     ) -> None:
-        self._size = size
+        self._turns = asyncio.Semaphore(size)
         self._idle = idle
         self._on_start = on_start
         self._take = take
-        self._pool: ProcessPool | None = None
-        self._has_started = False
+        self._free: list[ProcessPool] = []
         self._running = 0
         self._futures: set[Future[Any]] = set()
         self._retire_timer: asyncio.TimerHandle | None = None
@@ -76,23 +77,15 @@ class Workers:
         Raises what it raised; DeadlineError when it took longer than `timeout`; WorkerCrashedError when the worker died.
         Cancelling kills the worker.
         """
-        pool = self._enter()
+        self._enter()
         try:
-            future = await self._schedule(pool, function, args, kwargs, timeout)
-            return await self._result(pool, future)
-        except TimeoutError as error:
-            log.warning("worker.killed", function=_name(function), timeout_s=timeout.total_seconds())
-            raise DeadlineError(
-                f"cannot finish {_name(function)}: it took longer than {timeout.total_seconds():g} s",
-                hint="the repository may hold a damaged object; audit the mirror",
-            ) from error
-        except ProcessExpired as error:
-            log.warning("worker.crashed", function=_name(function), status=error.exitcode)
-            raise _crashed(function) from error
-        except (BrokenProcessPool, RuntimeError) as error:
-            if pool.active:
-                raise
-            self._forget(pool)
+            async with self._turns:
+                try:
+                    return await self._call(function, args, kwargs, timeout)
+                except BrokenProcessPool:  # an idle worker was killed, or the fork server: nobody has begun the call
+                    log.warning("worker.missed", function=_name(function))
+                    return await self._call(function, args, kwargs, timeout)
+        except BrokenProcessPool as error:
             raise _crashed(function) from error
         finally:
             self._leave()
@@ -103,72 +96,88 @@ class Workers:
         self._cancel_timer()
         for future in list(self._futures):
             future.cancel()
-        if self._pool is not None:
-            pool, self._pool = self._pool, None
-            pool.stop()  # type: ignore[no-untyped-call]
-            await asyncio.to_thread(pool.join)
+        self._retire()
         await asyncio.gather(*self._retiring)
 
-    async def _schedule(
-        self, pool: ProcessPool, function: Callable[..., T] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-        timeout: timedelta,
-    ) -> Future[T]:  # fmt: skip
-        """The first call of a pool starts its workers, and waits for a fork server that is still loading."""
-        context = structlog.contextvars.get_contextvars()
-        call = partial(pool.schedule, _perform, (context, function, args, kwargs), timeout=timeout.total_seconds())
-        if self._pool is pool and self._has_started:
-            return call()
-        future = await asyncio.to_thread(call)
-        self._has_started = self._pool is pool
-        return future
+    async def _call(
+        self, function: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any], timeout: timedelta
+    ) -> Any:
+        """Raises BrokenProcessPool when the worker died before it took the call."""
+        pool = await self._get_pool()
+        is_sound = False
+        try:
+            work = (structlog.contextvars.get_contextvars(), function, args, kwargs)
+            result = await self._result(_schedule(pool, work, timeout))
+            is_sound = True
+            return result
+        except TimeoutError as error:
+            is_sound = True
+            log.warning("worker.killed", function=_name(function), timeout_s=timeout.total_seconds())
+            raise DeadlineError(
+                f"cannot finish {_name(function)}: it took longer than {timeout.total_seconds():g} s",
+                hint="the repository may hold a damaged object; audit the mirror",
+            ) from error
+        except ProcessExpired as error:
+            log.warning("worker.crashed", function=_name(function), status=error.exitcode)
+            raise _crashed(function) from error
+        except Exception:
+            is_sound = pool.active
+            raise
+        finally:
+            self._give_back(pool, is_sound=is_sound)
 
-    async def _result(self, pool: ProcessPool, future: Future[T]) -> T:
+    async def _result(self, future: Future[T]) -> T:
         """Wait for one call. Stopping a pebble pool leaves its futures open for ever, so `close` cancels them."""
         self._futures.add(future)
-        watch = asyncio.create_task(self._give_up_when_lost(pool, future))
+        answer = asyncio.wrap_future(future)
         try:
-            return await asyncio.wrap_future(future)
+            await asyncio.wait([answer], timeout=self._take.total_seconds())
+            if not answer.done() and not future.running():
+                raise ProcessExpired("the worker does not take the call", code=-signal.SIGKILL)  # type: ignore[no-untyped-call]
+            return await answer
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             raise _stopping() from error
         finally:
-            watch.cancel()
+            answer.cancel()
             self._futures.discard(future)
 
-    async def _give_up_when_lost(self, pool: ProcessPool, future: Future[Any]) -> None:
-        """End a pool in which nobody takes a call though a worker is free.
+    async def _get_pool(self) -> ProcessPool:
+        """The one that was busy last; or a new one, which may have to wait for a fork server that is still loading."""
+        if self._closed:
+            raise _stopping()
+        while self._free:
+            if (pool := self._free.pop()).active:
+                return pool
+            self._forget(pool)
+        prepare_workers()
+        pool = ProcessPool(max_workers=1, initializer=_begin, initargs=(self._on_start,), context=get_context("forkserver"))
+        starting = asyncio.get_running_loop().create_task(asyncio.to_thread(_start, pool))
+        try:
+            await asyncio.shield(starting)
+        except BaseException:
+            self._forget(pool, starting)
+            raise
+        return pool
 
-        One that was killed while it took the call has it, and the pool's lock, for ever.
-        """
-        while not future.running():
-            await asyncio.sleep(self._take.total_seconds())
-            busy = sum(other.running() for other in self._futures)
-            if not future.running() and not future.done() and busy < self._size:
-                await asyncio.shield(self._forget(pool))
-                if not future.done():  # the pool may have said so itself while it ended
-                    future.set_exception(ProcessExpired("no worker takes the call", code=-signal.SIGKILL))  # type: ignore[no-untyped-call]
-                return
+    def _give_back(self, pool: ProcessPool, *, is_sound: bool) -> None:
+        """One whose process died, or has a call that nobody waits for, is of no more use."""
+        if is_sound and not self._closed:
+            self._free.append(pool)
+        else:
+            self._forget(pool)
 
-    def _enter(self) -> ProcessPool:
+    def _enter(self) -> None:
         if self._closed:
             raise _stopping()
         self._cancel_timer()
         self._running += 1
-        if self._pool is not None and not self._pool.active:
-            self._forget(self._pool)
-        if self._pool is None:
-            prepare_workers()
-            self._has_started = False
-            self._pool = ProcessPool(
-                max_workers=self._size, initializer=_begin, initargs=(self._on_start,), context=get_context("forkserver")
-            )
-        return self._pool
 
     def _leave(self) -> None:
         self._running -= 1
-        if self._running == 0 and self._pool is not None and not self._closed:
+        if self._running == 0 and self._free and not self._closed:
             loop = asyncio.get_running_loop()
             self._retire_timer = loop.call_later(self._idle.total_seconds(), self._retire)
 
@@ -179,17 +188,20 @@ class Workers:
 
     def _retire(self) -> None:
         self._retire_timer = None
-        if self._pool is not None:
-            self._forget(self._pool)
+        while self._free:
+            self._forget(self._free.pop())
 
-    def _forget(self, pool: ProcessPool) -> asyncio.Task[None]:
+    def _forget(self, pool: ProcessPool, starting: asyncio.Task[None] | None = None) -> None:
         """End a pool in the background. A pebble pool wakes up ten times a second even when it has nothing to do."""
-        if self._pool is pool:
-            self._pool = None
-        task = asyncio.get_running_loop().create_task(asyncio.to_thread(_end, pool))
+
+        async def end() -> None:
+            if starting is not None:
+                await asyncio.wait([starting])
+            await asyncio.to_thread(_end, pool)
+
+        task = asyncio.get_running_loop().create_task(end())
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
-        return task
 
 
 def _name(function: Callable[..., Any] | str) -> str:
@@ -202,6 +214,19 @@ def _crashed(function: Callable[..., Any] | str) -> WorkerCrashedError:
 
 def _stopping() -> StoppingError:
     return StoppingError("cannot do the work: the daemon is stopping", hint="try again when it is back")
+
+
+def _start(pool: ProcessPool) -> None:
+    """Pebble starts a pool when it is first asked for anything. Raises BrokenProcessPool."""
+    if not pool.active:
+        raise BrokenProcessPool("it ended at once")
+
+
+def _schedule(pool: ProcessPool, work: tuple[Any, ...], timeout: timedelta) -> Future[Any]:
+    try:
+        return pool.schedule(_perform, work, timeout=timeout.total_seconds())
+    except RuntimeError as error:  # it ended since it was looked at
+        raise BrokenProcessPool(str(error)) from error
 
 
 def _end(pool: ProcessPool) -> None:
