@@ -129,9 +129,32 @@ def test_a_disk_without_room_for_a_start_is_said_and_ends_with_7(inodes: int) ->
         try:
             status, log = ended(made)
         finally:
-            subprocess.run(["umount", "--lazy", made.state_dir], check=True)
+            subprocess.run(["umount", made.state_dir], check=True)
         assert (status, "Traceback" in log) == (7, False)
         assert "cannot start the daemon: No space left on device" in log
+
+
+def test_a_killed_daemon_leaves_nothing_where_temporary_files_are_but_for_the_next_start(scratch: Path) -> None:
+    """The fork server's socket lies in a directory that the next start knows for a dead one's; a living one's stays."""
+    place = scratch / "tmp"
+    place.mkdir()
+    environment = {"TMPDIR": str(place), "RUNTIME_DIRECTORY": "", "XDG_RUNTIME_DIR": ""}
+    with daemon(environment=environment) as killed, daemon(environment=environment) as other:
+        assert len(list(place.rglob("listener-*"))) == 2
+        killed.kill()
+        assert len(list(place.iterdir())) == 2
+        killed.start()
+        assert len(list(place.iterdir())) == len(list(place.rglob("listener-*"))) == 2
+        assert killed.stop() == other.stop() == 0
+        assert list(place.iterdir()) == []
+
+
+def test_what_workers_come_from_is_in_no_directory_of_a_disk(scratch: Path) -> None:
+    """A disk can be unmounted as soon as the daemon on it has ended."""
+    with daemon() as running:
+        children = subprocess.run(["pgrep", "-P", str(running.pid)], capture_output=True, check=True, text=True).stdout.split()
+        assert len(children) >= 2  # the fork server, and what tracks its semaphores
+        assert {os.readlink(f"/proc/{child}/cwd") for child in children} == {"/"}
 
 
 def test_an_ordinary_user_can_run_it() -> None:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from multiprocessing import forkserver
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver, util
+from pathlib import Path
 
 _loaded = ["mirrord.git.nursery", "mirrord.git.workers"]
 
 
-def prepare_workers(preload: Sequence[str] = ()) -> None:
+def prepare_workers(preload: Sequence[str] = (), *, nest: Path | None = None) -> None:
     """Have the fork server there, so that nobody waits for what it loads: `preload` too. Once for all pools of a process.
 
-    Call it in the thread that lives longest: the server dies with the *thread* that started it. It keeps the umask and the limits
-    of this moment.
+    Its socket lies below `nest`, where one is given the first time. Call it in the thread that lives longest: the server dies
+    with the *thread* that started it. It keeps the umask and the limits of this moment.
     """
     _loaded.extend(preload)
     forkserver.set_forkserver_preload(_loaded)
+    with _temporary_files_in(nest):
+        util.get_temp_dir()
     forkserver.ensure_running()
+
+
+@contextmanager
+def _temporary_files_in(directory: Path | None) -> Iterator[None]:
+    before, tempfile.tempdir = tempfile.tempdir, str(directory) if directory else tempfile.tempdir
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
