@@ -141,14 +141,14 @@ class Gitdirs:
             raise InvalidRequestError(
                 "cannot seal a linked checkout: it shows all of its mirror", hint="ask for sealed or squashed"
             )
-        async with self._locks.setdefault((name.key, commit, history), anyio.Lock()):
-            if found := self.find(name, commit, history):
-                return found
-            self._building[name.key] += 1
-            try:
-                return await self._build(name, commit, history)
-            finally:
-                self._building[name.key] -= 1
+        key = (name.key, commit, history)
+        lock = self._locks.setdefault(key, anyio.Lock())
+        try:
+            async with lock:
+                return self.find(name, commit, history) or await self._build(name, commit, history)
+        finally:
+            if not lock.locked():  # nobody else waits for it
+                self._locks.pop(key, None)
 
     async def facts(self, name: MirrorName, commit: CommitId) -> tuple[str, int]:
         """Tree and committer time of a commit, of bytes that were hashed when they were read.
@@ -259,6 +259,13 @@ class Gitdirs:
     # -- building -----------------------------------------------------------------------------------------------------
 
     async def _build(self, name: MirrorName, commit: CommitId, history: History) -> Gitdir:
+        self._building[name.key] += 1
+        try:
+            return await self._build_new(name, commit, history)
+        finally:
+            self._building[name.key] -= 1
+
+    async def _build_new(self, name: MirrorName, commit: CommitId, history: History) -> Gitdir:
         began = time.monotonic()
         directory = self._directory(name)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ..host.remains import Remains
 from .blobs import Blobs
-from .layer import Layer, blobs_path, chain_of, read_record
+from .layer import Layer, blobs_path, chain_of, files_path, read_record
 from .manifest import Manifest
 from .stock import Stock
 
@@ -50,6 +50,7 @@ class Shelf:
     used_at: dict[Path, float] = field(default_factory=dict)
     shared_bytes: int = 0
     is_weighed: bool = False
+    _files: dict[str, Path] = field(default_factory=dict)  # one path for all templates that show it
 
     @property
     def blobs(self) -> Blobs:
@@ -60,7 +61,11 @@ class Shelf:
         return self.directory / "trees"
 
     def files(self, tree: str) -> Path:
-        return self.trees / self.layers[tree].name / "files"
+        """The directory of a layer that overlayfs gets."""
+        found = self._files.get(tree)
+        if found is None:
+            found = self._files[tree] = files_path(self.trees, self.layers[tree])
+        return found
 
     def index(self, tree: str, owner: Owner) -> Path:
         return self.directory / "indexes" / f"{tree}-{owner[0]}-{owner[1]}"
@@ -91,6 +96,7 @@ class Shelf:
         _put_away(target, self.remains)
         built.rename(target)
         self.layers.add(layer)
+        self._files.pop(layer.tree, None)
         self.shared_bytes += layer.shared_bytes
         self.unproven.discard(layer.tree)
         self.used(self.files(layer.tree))
@@ -114,6 +120,7 @@ class Shelf:
                 retired += self.retire_index(*key)
             origin = self.files(each)
             self.layers.remove(each)
+            self._files.pop(each, None)
             self.unproven.discard(each)
             self.used_at.pop(origin, None)
             retired += _rename_away(origin, origin.parent)

@@ -79,8 +79,7 @@ class Shelves:
 
     def is_bare(self, shelf: Shelf, tree: str) -> bool:
         """Whether nothing lies on a layer that is there, and no checkout uses it."""
-        there = tree in shelf.layers and not self.is_held(shelf, tree)
-        return there and not shelf.layers.carries(tree)
+        return tree in shelf.layers and not shelf.layers.carries(tree) and shelf.files(tree) not in self.holds
 
     def is_held(self, shelf: Shelf, tree: str) -> bool:
         """Whether a checkout uses a layer or one that lies on it."""

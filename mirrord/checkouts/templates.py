@@ -31,7 +31,7 @@ from ..model import CommitId, History, MirrorName
 from .bounds import Bounds
 from .gitdir import Gitdir
 from .gitdirs import Gitdirs
-from .layer import Layer, files_path, write_record
+from .layer import Layer, write_record
 from .scrub import Scrub
 from .shelf import Owner, Shelf
 from .shelves import Shelves
@@ -82,6 +82,7 @@ class Templates:
         self._scrub = Scrub(shelves=self._shelves, gitdirs=gitdirs, workers=workers, events=events)
         self._found: dict[_Key, Template] = {}
         self._flights: dict[_Key, asyncio.Task[Template]] = {}
+        self._trimming: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Find what is there; remove what a killed build left."""
@@ -92,7 +93,7 @@ class Templates:
         flights = list(self._flights.values())
         for flight in flights:
             flight.cancel()
-        await asyncio.gather(*flights, return_exceptions=True)
+        await asyncio.gather(*flights, *filter(None, [self._trimming]), return_exceptions=True)
 
     async def mend(self) -> bool:
         """Remove what the disk did not let go before; answers whether nothing is left."""
@@ -197,7 +198,7 @@ class Templates:
         if not shelf.is_whole(tree):  # evicted while the store was built
             return await self._make(name, commit, history, owner)
         chain = shelf.chain(tree)
-        layers = (*index, gitdir.path, *(files_path(shelf.trees, layer) for layer in chain))
+        layers = (*index, gitdir.path, *(shelf.files(layer.tree) for layer in chain))
         size = sum(layer.size_bytes for layer in chain)
         template = Template(name, commit, history, gitdir.head, tree, owner, layers, size)
         self._found[name.key, commit, history, owner] = template
@@ -219,7 +220,7 @@ class Templates:
             await self._shelves.retire(shelf, tree)
             return False
         for layer in reversed(chain):
-            there = files_path(shelf.trees, layer).is_dir()
+            there = shelf.files(layer.tree).is_dir()
             if not there or (layer.tree in shelf.unproven and not await self._prove(shelf, layer)):
                 await self._shelves.retire(shelf, layer.tree)
                 return False
@@ -246,7 +247,7 @@ class Templates:
                 shelf.add_index(index_at, layer.tree, owner, index_bytes)
         finally:
             await self._remove_rest(at, index_at)
-        await self._shelves.trim_indexes()
+        self._trim()
         self._events.publish(
             "template.built", mirror=str(name), commit=commit, tree=layer.tree, base=layer.base, size_bytes=layer.size_bytes
         )
@@ -261,8 +262,13 @@ class Templates:
             shelf.add_index(temporary, tree, owner, size)
         finally:
             await self._remove_rest(temporary)
-        await self._shelves.trim_indexes()
+        self._trim()
         return target
+
+    def _trim(self) -> None:
+        """Have fewer indexes; nobody waits until the disk has let them go."""
+        if self._trimming is None or self._trimming.done():
+            self._trimming = asyncio.get_running_loop().create_task(self._shelves.trim_indexes())
 
     def _note_use(self, template: Template) -> None:
         shelf = self._shelves.get(template.mirror)
