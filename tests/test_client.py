@@ -17,7 +17,6 @@ from typing import Any
 
 import anyio
 import anyone
-import httpcore
 import pytest
 import unasync
 from anyone import NOBODY
@@ -25,8 +24,6 @@ from httpserver import Handler, serving
 
 import mirrord
 from mirrord import AsyncClient, Client, errors
-from mirrord.client import answers
-from mirrord.client.synchronous import wire
 from mirrord.model import View
 from mirrord.protocol import Progress
 
@@ -111,7 +108,7 @@ def _loaded(code: str) -> set[str]:
 
 def test_importing_mirrord_loads_nothing_but_itself() -> None:
     """The package is imported by everything, so it must cost nothing."""
-    assert not {"pygit2", "httpcore", "pydantic", "anyio", "mirrord.client"} & _loaded("import mirrord")
+    assert not {"pygit2", "httpx", "pydantic", "anyio", "mirrord.client"} & _loaded("import mirrord")
 
 
 def test_the_client_loads_nothing_of_the_daemon() -> None:
@@ -432,12 +429,12 @@ def test_waiting_has_a_bound_if_one_is_given(path: Path) -> None:
         client.wait("op1", timeout=timedelta(milliseconds=30))
 
 
-def _events(*numbers: int, follow: bool = True) -> Any:
+def _events(*numbers: int) -> Any:
+    """With what Unicode calls the end of a line within each, which ends none."""
+
     def stream(handler: Handler) -> None:
-        text = "".join(
-            f'id: boot:{n}\ndata: {{"id": {n}, "boot": "boot", "at": "2026-01-01T00:00:00Z", "name": "a.b", "fields": {{}}}}\n\n'
-            for n in numbers
-        )
+        facts = '"boot": "boot", "at": "2026-01-01T00:00:00Z", "name": "a.b", "fields": {"text": "a\u2028b\x85c"}'
+        text = "".join(f'id: boot:{n}\ndata: {{"id": {n}, {facts}}}\n\n' for n in numbers)
         handler.die(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n: following\n\n" + text.encode())
 
     return stream
@@ -467,40 +464,3 @@ def test_events_without_following_are_what_is_remembered(path: Path) -> None:
         assert anyio.run(scene) == [1, 2, 3]
     assert server.seen[0].path == "/v1/events?follow=false"
     assert "last-event-id" not in server.seen[0].headers
-
-
-class Recorded(httpcore.NetworkStream):
-    """Where a request is written to, and an answer read from."""
-
-    def __init__(self) -> None:
-        self.written: list[bytes] = []
-
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self.written.append(buffer)
-
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return b"HTTP/1.1 204 No Content\r\n\r\n"
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class Recording(wire.Backend):
-    def __init__(self, end: Recorded) -> None:
-        self.end = end
-
-    def connect_unix_socket(self, *_: Any, **__: Any) -> httpcore.NetworkStream:
-        return wire.Stream(self.end)
-
-
-@pytest.mark.parametrize(("body", "writes"), [(None, 1), (b"one", 1), ([b"one", b"two"], 3)])
-def test_a_request_leaves_in_one_write(body: Any, writes: int) -> None:
-    """With its body; of one in pieces the first goes along, and the end of the last is written too."""
-    end = Recorded()
-    with httpcore.ConnectionPool(uds="/nowhere", network_backend=Recording(end)) as pool:
-        for _ in range(2):  # the second on the same connection
-            headers = answers.headers_of(body, "text/plain")
-            pool.request("POST", "http://mirrord/", headers=list(headers.items()), content=body)
-    whole = [written for written in end.written if written]
-    assert len(whole) == 2 * writes
-    assert [n for n, written in enumerate(whole) if written.startswith(b"POST ")] == [0, writes]

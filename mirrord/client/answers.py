@@ -1,4 +1,4 @@
-"""What goes over the socket and what comes back, or does not: messages of the protocol, or errors. Pure: reads, never sends."""
+"""What came back over the socket, or did not, as messages of the protocol or as errors. Pure: reads, never sends."""
 
 from __future__ import annotations
 
@@ -6,91 +6,68 @@ import errno
 import json
 import socket
 import traceback
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
-from urllib.parse import urlencode
+from typing import Any, TypeVar
 
-import httpcore
+import httpx
 from pydantic import BaseModel, ValidationError
 
 from ..errors import AccessError, DeadlineError, MirrordError, NoDaemonError, UsageError, from_problem
-from ..protocol import API
 
 A = TypeVar("A", bound=BaseModel)
-Failure = httpcore.TimeoutException | httpcore.NetworkError | httpcore.ProtocolError
-FAILURES = (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError)
-"""Why there is no answer."""
-
-ERRORS_FROM = 400
 
 _START = "start it with `mirrord serve` or `systemctl start mirrord`, or name its socket with --socket or MIRRORD_SOCKET"
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A whole answer. `asked` is the request in words; names of headers are in lower case."""
-
-    asked: str
-    status: int
-    headers: Mapping[str, str]
-    content: bytes
-
-
-def reply_of(request: httpcore.Request, response: httpcore.Response, content: bytes) -> Reply:
-    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers}
-    return Reply(_asked(request), response.status, headers, content)
-
-
-def read_one(reply: Reply, model: type[A]) -> A:
+def read_one(response: httpx.Response, model: type[A]) -> A:
     """The answer as one message; raises NoDaemonError where something else than mirrord speaks."""
     try:
-        return model.model_validate_json(reply.content)
+        return model.model_validate_json(response.content)
     except ValidationError as error:
-        raise _not_mirrord(reply, str(error)) from error
+        raise _not_mirrord(response, str(error)) from error
 
 
-def read_list(reply: Reply, model: type[A]) -> list[A]:
+def read_list(response: httpx.Response, model: type[A]) -> list[A]:
     """The answer as a bare array of messages."""
     try:
-        items = json.loads(reply.content)
+        items = json.loads(response.content)
         return [model.model_validate(item) for item in items]
     except (ValueError, TypeError) as error:
-        raise _not_mirrord(reply, str(error)) from error
+        raise _not_mirrord(response, str(error)) from error
 
 
-def is_error(reply: Reply, accepted: tuple[int, ...]) -> bool:
+def is_error(response: httpx.Response, accepted: tuple[int, ...]) -> bool:
     """Whether it is to be raised: 503 is also how a degraded daemon answers with its health, which is no problem document."""
-    if reply.status < ERRORS_FROM:
+    if response.status_code < httpx.codes.BAD_REQUEST:
         return False
-    return reply.status not in accepted or reply.headers.get("content-type", "").startswith("application/problem+json")
+    return response.status_code not in accepted or response.headers.get("content-type", "").startswith("application/problem+json")
 
 
-def problem_of(reply: Reply) -> MirrordError:
+def problem_of(response: httpx.Response) -> MirrordError:
     """The error an answer of 400 and above carries, as the class that the daemon raised."""
     try:
-        problem = json.loads(reply.content)
+        problem = json.loads(response.content)
     except ValueError as error:
-        return _not_mirrord(reply, str(error))
+        return _not_mirrord(response, str(error))
     if not isinstance(problem, dict) or "code" not in problem:
-        return _not_mirrord(reply, "an error without a code")
-    return from_problem({"status": reply.status, **problem})
+        return _not_mirrord(response, "an error without a code")
+    return from_problem({"status": response.status_code, **problem})
 
 
-def _not_mirrord(reply: Reply, why: str) -> NoDaemonError:
+def _not_mirrord(response: httpx.Response, why: str) -> NoDaemonError:
     return NoDaemonError(
-        f"cannot read the answer to {reply.asked}: status {reply.status} and not a message of mirrord",
+        f"cannot read the answer to {_asked(response.request)}: status {response.status_code} and not a message of mirrord",
         hint="is it mirrord that listens at this socket, and of the same version as this client?",
         reason=why[:500],
     )
 
 
-def failure_of(error: Failure, request: httpcore.Request, path: Path) -> MirrordError:
+def failure_of(error: httpx.TransportError, request: httpx.Request, path: Path) -> MirrordError:
     """Why no answer came, as an error whose hint says what to do."""
-    if isinstance(error, httpcore.ConnectError | httpcore.ConnectTimeout):
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return _unreachable(_os_error(error), path)
-    if isinstance(error, httpcore.TimeoutException):
+    if isinstance(error, httpx.TimeoutException):
         return DeadlineError(
             f"cannot wait for the answer to {_asked(request)}: the daemon at {path} took longer than this client allows",
             hint="give the client a longer timeout; what was asked for may still be done",
@@ -123,18 +100,18 @@ def _reason(cause: OSError | None) -> str:
 
 
 def _os_error(error: BaseException) -> OSError | None:
-    """The system's own error, which httpcore wraps."""
+    """The system's own error: httpx and httpcore each wrap it once."""
     chain: BaseException | None = error
     while chain is not None and not isinstance(chain, OSError):
         chain = chain.__cause__ or chain.__context__
     return chain
 
 
-def _asked(request: httpcore.Request) -> str:
-    return f"{request.method.decode()} {request.url.target.decode()}"
+def _asked(request: httpx.Request) -> str:
+    return f"{request.method} {request.url.raw_path.decode('ascii', 'replace')}"
 
 
-def close_leaked(error: Failure) -> None:
+def close_leaked(error: httpx.TransportError) -> None:
     """Close the socket of a failed connect, which httpcore 1.0's synchronous backend leaves to the garbage collector.
 
     May go when `connect_unix_socket` there closes it itself.
@@ -146,9 +123,9 @@ def close_leaked(error: Failure) -> None:
             leaked.close()
 
 
-def is_unsent(error: Failure) -> bool:
+def is_unsent(error: httpx.TransportError) -> bool:
     """True where the request never left this process, so that sending it again cannot do it twice."""
-    return isinstance(error, httpcore.ConnectError | httpcore.ConnectTimeout)
+    return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
 
 
 def retry_pauses(patience_seconds: float) -> Iterator[float]:
@@ -166,20 +143,11 @@ def body_of(request: BaseModel) -> bytes | None:
     return None if body == "{}" else body.encode()
 
 
-def target_of(path: str, query: Mapping[str, object]) -> bytes:
-    """What the request line names: a path below the version, or from the root, with the parameters that were given."""
-    given = {name: str(value).lower() if isinstance(value, bool) else value for name, value in query.items() if value is not None}
-    place = path if path.startswith("/") else f"{API}/{path}"
-    return f"{place}?{urlencode(given, errors='surrogateescape')}".encode() if given else place.encode()
-
-
-def headers_of(content: object, kind: str) -> dict[str, str]:
-    """What every request says, and of its body, if it has one: of bytes the length, of anything else that it comes in chunks."""
-    headers = {"host": "mirrord"}
-    if content is not None:
-        headers["content-type"] = kind
-    if isinstance(content, bytes):
-        headers["content-length"] = str(len(content))
-    elif content is not None:
-        headers["transfer-encoding"] = "chunked"
-    return headers
+def query_of(**members: Any) -> dict[str, str]:
+    """Query parameters, without those that were not given."""
+    shown = {True: "true", False: "false"}
+    return {
+        name: shown.get(value, str(value)) if isinstance(value, bool) else str(value)
+        for name, value in members.items()
+        if value is not None
+    }

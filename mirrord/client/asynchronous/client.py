@@ -71,7 +71,7 @@ class AsyncClient:
 
     async def metrics(self) -> str:
         """All metrics in Prometheus text."""
-        return (await self._connection.request("GET", "/metrics")).content.decode()
+        return (await self._connection.request("GET", "/metrics")).text
 
     # -- mirrors ------------------------------------------------------------------------------------------------------
 
@@ -123,13 +123,13 @@ class AsyncClient:
 
         `since` is the record (an id, a time, `latest`) that whoever gets it has. The file appears when it is whole.
         """
-        async with self._connection.stream(f"mirrors/{_mirror(name)}/bundle", since=since) as (headers, chunks):
+        async with self._connection.stream(f"mirrors/{_mirror(name)}/bundle", since=since) as response:
             size = await async_write(
                 Path(file),
-                chunks,
+                response.aiter_bytes(),
                 lambda done: progress and progress(protocol.Progress(done=done, unit="bytes")),
             )
-            mirror, record = headers["x-mirrord-mirror"], headers["x-mirrord-record"]
+            mirror, record = response.headers["x-mirrord-mirror"], response.headers["x-mirrord-record"]
         return protocol.BundleFile(mirror=mirror, file=str(file), size_bytes=size, record=record or None, since=since)
 
     async def import_bundle(
@@ -365,9 +365,9 @@ class AsyncClient:
     async def _stream_events(self, last: str | None, follow: bool) -> AsyncGenerator[protocol.Event]:
         reader = EventReader()
         headers = {"accept": "text/event-stream", **({"last-event-id": last} if last else {})}
-        async with self._connection.stream("events", headers=headers, follow=follow) as (_, chunks):
-            async for chunk in chunks:
-                for event in reader.feed(chunk):
+        async with self._connection.stream("events", headers=headers, follow=follow) as response:
+            async for piece in response.aiter_bytes():
+                for event in reader.feed(piece):
                     yield event
 
 

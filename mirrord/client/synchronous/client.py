@@ -69,7 +69,7 @@ class Client:
 
     def metrics(self) -> str:
         """All metrics in Prometheus text."""
-        return (self._connection.request("GET", "/metrics")).content.decode()
+        return (self._connection.request("GET", "/metrics")).text
 
     # -- mirrors ------------------------------------------------------------------------------------------------------
 
@@ -119,13 +119,13 @@ class Client:
 
         `since` is the record (an id, a time, `latest`) that whoever gets it has. The file appears when it is whole.
         """
-        with self._connection.stream(f"mirrors/{_mirror(name)}/bundle", since=since) as (headers, chunks):
+        with self._connection.stream(f"mirrors/{_mirror(name)}/bundle", since=since) as response:
             size = write(
                 Path(file),
-                chunks,
+                response.iter_bytes(),
                 lambda done: progress and progress(protocol.Progress(done=done, unit="bytes")),
             )
-            mirror, record = headers["x-mirrord-mirror"], headers["x-mirrord-record"]
+            mirror, record = response.headers["x-mirrord-mirror"], response.headers["x-mirrord-record"]
         return protocol.BundleFile(mirror=mirror, file=str(file), size_bytes=size, record=record or None, since=since)
 
     def import_bundle(
@@ -357,9 +357,9 @@ class Client:
     def _stream_events(self, last: str | None, follow: bool) -> Generator[protocol.Event, None, None]:
         reader = EventReader()
         headers = {"accept": "text/event-stream", **({"last-event-id": last} if last else {})}
-        with self._connection.stream("events", headers=headers, follow=follow) as (_, chunks):
-            for chunk in chunks:
-                for event in reader.feed(chunk):
+        with self._connection.stream("events", headers=headers, follow=follow) as response:
+            for piece in response.iter_bytes():
+                for event in reader.feed(piece):
                     yield event
 
 

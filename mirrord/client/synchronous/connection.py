@@ -7,35 +7,20 @@ under it. Only a client that reached its daemon once waits for it to come back; 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
-import httpcore
+import httpx
 from pydantic import BaseModel
 
 from ...errors import StoppingError
-from ..answers import (
-    ERRORS_FROM,
-    FAILURES,
-    Failure,
-    Reply,
-    body_of,
-    close_leaked,
-    failure_of,
-    headers_of,
-    is_error,
-    is_unsent,
-    problem_of,
-    reply_of,
-    retry_pauses,
-    target_of,
-)
+from ...protocol import API
+from ..answers import body_of, close_leaked, failure_of, is_error, is_unsent, problem_of, query_of, retry_pauses
 from ..twins import pause
-from .wire import Backend
 
 _KEEP_SECONDS = 60.0  # less than the daemon's 75, so that we never write into a connection that it is closing
-_KEEP_CONNECTIONS = 64
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEEP_SECONDS)
 _CONNECT_SECONDS = 10.0
 
 
@@ -44,20 +29,14 @@ class Connection:
 
     def __init__(self, socket: Path, *, timeout: timedelta, patience: timedelta) -> None:
         self.socket = socket
-        self._pool = httpcore.ConnectionPool(
-            uds=str(socket),
-            network_backend=Backend(),
-            max_connections=None,
-            max_keepalive_connections=_KEEP_CONNECTIONS,
-            keepalive_expiry=_KEEP_SECONDS,
-        )
+        # `verify`, although nobody speaks TLS here: httpx would read the machine's certificates for each client, 55 ms
+        self._transport = httpx.HTTPTransport(uds=str(socket), limits=_LIMITS, verify=False)
         self._patience_seconds = patience.total_seconds()
-        silence = timeout.total_seconds()
-        self._timeout = {"connect": _CONNECT_SECONDS, "read": silence, "write": silence, "pool": silence}
+        self._timeout = httpx.Timeout(timeout.total_seconds(), connect=_CONNECT_SECONDS).as_dict()
         self._reached = False
 
     def close(self) -> None:
-        self._pool.close()
+        self._transport.close()
 
     def request(
         self,
@@ -68,69 +47,75 @@ class Connection:
         content: bytes | Iterator[bytes] | None = None,
         accepted: tuple[int, ...] = (),
         **query: object,
-    ) -> Reply:
+    ) -> httpx.Response:
         """Send and read the whole answer; an error is raised. A status of 400 and above that is `accepted` is none."""
         kind = "application/octet-stream" if body is None else "application/json"
-        sent = content if body is None else body_of(body)
-        request = self._build(method, target_of(path, query), headers_of(sent, kind), sent)
+        headers = {} if body is None and content is None else {"content-type": kind}
+        request = self._build(method, path, content if body is None else body_of(body), query, headers)
         pauses = retry_pauses(self._patience_seconds)
         while True:
             try:
                 return self._send(request, accepted)
             except StoppingError:
-                if method != "GET" or (seconds := next(pauses, None)) is None:
+                if request.method != "GET" or (seconds := next(pauses, None)) is None:
                     raise
-            except FAILURES as error:
+            except httpx.TransportError as error:
                 if not self._may_retry(request, error) or (seconds := next(pauses, None)) is None:
                     raise failure_of(error, request, self.socket) from error
             pause(seconds)
 
     @contextlib.contextmanager
-    def stream(
-        self, path: str, *, headers: dict[str, str] | None = None, **query: object
-    ) -> Iterator[tuple[Mapping[str, str], Iterator[bytes]]]:
-        """The headers of an answer, and its body, that is read while it comes, however slowly; one try."""
-        request = self._build("GET", target_of(path, query), headers_of(None, "") | (headers or {}))
+    def stream(self, path: str, *, headers: dict[str, str] | None = None, **query: object) -> Iterator[httpx.Response]:
+        """An answer that is read while it comes, however slowly; one try."""
+        request = self._build("GET", path, None, query, headers)
         request.extensions["timeout"] = {**self._timeout, "read": None}
         try:
             response = self._open(request)
             try:
-                if response.status >= ERRORS_FROM:
-                    raise problem_of(reply_of(request, response, response.read()))
-                yield reply_of(request, response, b"").headers, response.iter_stream()
+                if response.status_code >= httpx.codes.BAD_REQUEST:
+                    response.read()
+                    raise problem_of(response)
+                yield response
             finally:
                 response.close()
-        except FAILURES as error:
+        except httpx.TransportError as error:
             raise failure_of(error, request, self.socket) from error
 
     def _build(
-        self, method: str, target: bytes, headers: dict[str, str], content: bytes | Iterator[bytes] | None = None
-    ) -> httpcore.Request:
-        url = httpcore.URL(scheme=b"http", host=b"mirrord", target=target)
-        return httpcore.Request(
-            method, url, headers=list(headers.items()), content=content, extensions={"timeout": self._timeout}
+        self,
+        method: str,
+        path: str,
+        content: bytes | Iterator[bytes] | None,
+        query: dict[str, object],
+        headers: dict[str, str] | None = None,
+    ) -> httpx.Request:
+        return httpx.Request(
+            method,
+            f"http://mirrord{path if path.startswith('/') else f'{API}/{path}'}",
+            params=query_of(**query) or None,
+            content=content,
+            headers=headers,
+            extensions={"timeout": self._timeout},
         )
 
-    def _send(self, request: httpcore.Request, accepted: tuple[int, ...]) -> Reply:
+    def _send(self, request: httpx.Request, accepted: tuple[int, ...]) -> httpx.Response:
         response = self._open(request)
-        try:
-            reply = reply_of(request, response, response.read())
-        finally:
-            response.close()
-        if is_error(reply, accepted):
-            raise problem_of(reply)
-        return reply
+        response.read()
+        if is_error(response, accepted):
+            raise problem_of(response)
+        return response
 
-    def _open(self, request: httpcore.Request) -> httpcore.Response:
+    def _open(self, request: httpx.Request) -> httpx.Response:
         try:
-            response = self._pool.handle_request(request)
-        except httpcore.ConnectError as error:
+            response = self._transport.handle_request(request)
+        except httpx.ConnectError as error:
             close_leaked(error)
             raise
+        response.request = request
         self._reached = True
         return response
 
-    def _may_retry(self, request: httpcore.Request, error: Failure) -> bool:
-        if not self._reached or isinstance(error, httpcore.TimeoutException):
+    def _may_retry(self, request: httpx.Request, error: httpx.TransportError) -> bool:
+        if not self._reached or isinstance(error, httpx.TimeoutException):
             return False
-        return request.method == b"GET" or is_unsent(error)
+        return request.method == "GET" or is_unsent(error)
