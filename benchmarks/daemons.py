@@ -57,10 +57,11 @@ class Daemon:
         while time.monotonic() < deadline:
             try:
                 with Client(self.socket, patience=timedelta()) as client:
-                    client.health()
-                    return
+                    if client.health().status == "ok":  # until then it answers, and opens its state directory
+                        return
             except MirrordError:
-                time.sleep(0.02)
+                pass
+            time.sleep(0.02)
         raise RuntimeError((self.area / "daemon.log").read_text())
 
     def stop(self) -> None:

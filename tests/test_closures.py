@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from pathlib import Path
 
 import anyio
@@ -14,10 +15,12 @@ from gitrepos import Upstream, git
 from mirrord.checkouts import chains as chains_module
 from mirrord.checkouts import closures as module
 from mirrord.checkouts import packing as packing_module
+from mirrord.checkouts.afterwards import Afterwards
 from mirrord.checkouts.chains import CHAIN_LIMIT, MARGINS, STRIDES, Layer, choose_root, grid, plan, previous
 from mirrord.checkouts.closures import BUILDING, Closures, remove_leftovers
 from mirrord.checkouts.packing import Packer
-from mirrord.errors import CommitNotFoundError, CommitUnservableError
+from mirrord.checkouts.survey import check_written
+from mirrord.errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError
 from mirrord.git.children import Command
 from mirrord.git.command import Git
 from mirrord.git.packs import PackIndex
@@ -36,6 +39,7 @@ class Site:
         self.root = root
         self.mirror = root / "mirror.git"
         self.recorded: list[CommitId] = []
+        self.pause = timedelta(hours=1)
 
     def clone(self) -> None:
         shutil.rmtree(self.mirror, ignore_errors=True)
@@ -44,6 +48,7 @@ class Site:
     def run(self, body: Callable[[Closures], Awaitable[None]]) -> None:
         async def main() -> None:
             workers = Workers(size=1)
+            afterwards = Afterwards(self.pause)
             try:
                 git = Git(home=self.root / "home")
                 await body(
@@ -53,11 +58,13 @@ class Site:
                         workers=workers,
                         packer=Packer(git, workers),
                         remains=Remains(),
+                        afterwards=afterwards,
                         mirrors_path=lambda name: self.mirror,
                         recorded=self._recorded,
                     )
                 )
             finally:
+                await afterwards.close()
                 await workers.close()
 
         anyio.run(main)
@@ -351,8 +358,8 @@ def count_processes(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None
     monkeypatch.setattr(Command, "start", counted)
 
 
-def test_the_first_closure_costs_three_processes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One walks, one packs what the first lists while it lists it, one verifies; where the root lies a worker finds."""
+def test_the_first_closure_costs_two_processes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One walks, one packs what the first lists while it lists it; a worker finds where the root lies, a thread reads the sources."""
     line = [CommitId(oid) for oid in site.upstream.history(3)]
     site.clone()
     started: list[str] = []
@@ -362,7 +369,72 @@ def test_the_first_closure_costs_three_processes(site: Site, monkeypatch: pytest
         assert objects_of(await closures.ensure(NAME, line[2])) == site.closure(line[2])
 
     site.run(body)
+    assert sorted(started) == ["pack-objects", "rev-list"]
+
+
+def test_a_small_pack_whose_sources_nobody_read_is_hashed_itself(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a start of the daemon, which knows of no pack that it was read."""
+    monkeypatch.setattr(chains_module, "STRIDES", (16, 4))
+    line = [CommitId(oid) for oid in site.upstream.history(20)]
+    site.clone()
+    site.recorded = line[:1]
+    started: list[str] = []
+
+    async def root(closures: Closures) -> None:
+        await closures.ensure(NAME, line[0])
+
+    async def wide_step(closures: Closures) -> None:
+        count_processes(monkeypatch, started)
+        assert objects_of(await closures.ensure(NAME, line[16])) == site.closure(line[16])
+
+    site.run(root)
+    site.run(wide_step)
     assert sorted(started) == ["pack-objects", "rev-list", "verify-pack"]
+
+
+@pytest.mark.parametrize("suffix", [".pack", ".idx"])
+def test_what_was_written_is_read_back(site: Site, suffix: str) -> None:
+    line = [CommitId(oid) for oid in site.upstream.history(3)]
+    site.clone()
+
+    async def body(closures: Closures) -> None:
+        pack = (await closures.ensure(NAME, line[2]))[0]
+        check_written(PackIndex(pack.index))
+        file = pack.path.with_suffix(suffix)
+        file.chmod(0o644)
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(CorruptObjectError):
+            check_written(PackIndex(pack.index))
+
+    site.run(body)
+
+
+def test_neighbours_of_a_first_commit_find_waypoints_laid(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answer waits for a root and one wide step; what is between follows, and then a neighbour costs one layer."""
+    monkeypatch.setattr(chains_module, "STRIDES", (16, 4))
+    monkeypatch.setattr(chains_module, "MARGINS", (16, 32))
+    monkeypatch.setattr(module, "_NEAR", (8, 17))
+    line = [CommitId(oid) for oid in site.upstream.history(20)]
+    site.clone()
+    site.pause = timedelta()
+
+    async def body(closures: Closures) -> None:
+        first = await closures.ensure(NAME, line[19])
+        assert [pack.path.parent.name for pack in first] == [line[3], line[19]]
+        waypoints = {line[7], line[11], line[15]}
+        with anyio.fail_after(60):
+            while laid(closures) != {line[3], line[19], *waypoints}:
+                await anyio.sleep(0.01)
+        assert objects_of(await closures.ensure(NAME, line[17])) == site.closure(line[17])
+        assert laid(closures) == {line[3], line[19], *waypoints, line[17]}
+
+    site.run(body)
+
+
+def laid(closures: Closures) -> set[str]:
+    return {file.parent.name for file in closures.directory(NAME).glob("[0-9a-f]*/layer.json")}
 
 
 def test_a_walk_that_fails_leaves_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

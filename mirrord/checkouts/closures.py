@@ -1,7 +1,8 @@
 """Closure packs of a mirror, layered along first-parent ancestry: hundreds of base commits cost little more than one.
 
 The layers of a chain (`chains.py`) together are exactly the closure of the commit at its end. A layer of a few commits is made
-by a worker that walks them (`git/objects/increments.py`), without a process of git; a longer one by git (`packing.py`). Owns
+by a worker that walks them (`git/objects/increments.py`), without a process of git; a longer one by git (`packing.py`). What
+only neighbours will need is made after the answer. Owns
 `templates/<mirror>/packs/`, a cache: a layer is built in a temporary directory and renamed after those it stands on, so a crash
 leaves whole layers or leftovers that `open` removes.
 """
@@ -18,6 +19,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -31,6 +33,7 @@ from ..git.packwriter import Packed
 from ..git.workers import Workers
 from ..host.remains import Remains
 from ..model import CommitId, MirrorName
+from .afterwards import Afterwards
 from .chains import MARGINS, Layer, chain, choose_root, is_short, is_waypoint, plan
 from .packing import TIMEOUT, Packer, PackFile, together, unservable
 
@@ -64,11 +67,13 @@ class Closures:
         workers: Workers,
         packer: Packer,
         remains: Remains,
+        afterwards: Afterwards,
         mirrors_path: Callable[[MirrorName], Path],
         recorded: Recorded = nothing_recorded,
     ) -> None:
         self._store = store
         self._remains = remains
+        self._afterwards = afterwards
         self._git = git
         self._workers = workers
         self._packer = packer
@@ -152,6 +157,18 @@ class Closures:
             packed = {layer.commit: layer for layer in await together(*long)}
             for step, place in places:
                 self._publish(name, packed.get(step.commit) or await self._pack_short(name, step, place, limit), place)
+        if [step.base for step in steps] == [None, line[-1]]:
+            self._afterwards.begin(("way-points", commit), partial(self._lay_waypoints, name, line[1:]))
+
+    async def _lay_waypoints(self, name: MirrorName, line: list[CommitId]) -> None:
+        """What the neighbours below a first commit will stand on, where its own pack went past it in one wide step."""
+        for step in plan(self._known(name), line)[:-1]:
+            async with self._locks[name.key]:
+                known = self._known(name)
+                if step.commit in known or step.base not in known:
+                    continue
+                with building(self.directory(name), self._remains) as place:
+                    self._publish(name, await self._pack_short(name, step, place, anyio.Semaphore(_AT_ONCE)), place)
 
     async def _pack(self, name: MirrorName, step: Layer, place: Path, limit: anyio.Semaphore, *, quick: bool = False) -> Layer:
         """Write the pack of a planned layer; it needs the objects of its base from the mirror, not the pack."""

@@ -29,6 +29,7 @@ from ..git.command import Git
 from ..git.workers import Workers
 from ..host.remains import Remains
 from ..model import CommitId, History, MirrorName
+from .afterwards import Afterwards
 from .closures import (
     BUILDING,
     Closures,
@@ -91,7 +92,8 @@ class Gitdirs:
         self._packer = Packer(git, workers)
         self._tags = Tags(git)
         self._remains = Remains()
-        self._graphs = Graphs(git, self._remains)
+        self._afterwards = Afterwards()
+        self._graphs = Graphs(git, self._remains, self._afterwards)
         self._mirrors_path = mirrors_path
         self._closures = Closures(
             store=self._store,
@@ -99,6 +101,7 @@ class Gitdirs:
             workers=workers,
             packer=self._packer,
             remains=self._remains,
+            afterwards=self._afterwards,
             mirrors_path=mirrors_path,
             recorded=recorded,
         )
@@ -119,7 +122,7 @@ class Gitdirs:
 
     async def close(self) -> None:
         """Cancel what is written in the background."""
-        await self._graphs.close()
+        await self._afterwards.close()
 
     def find(self, name: MirrorName, commit: CommitId, history: History) -> Gitdir | None:
         """The finished store, when there is one on disk."""

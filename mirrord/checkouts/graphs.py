@@ -1,24 +1,23 @@
 """Commit-graphs for sealed stores: with one, `log`, `blame` and `describe` need not inflate every commit of a long history.
 
 Owns `commit-graph` beside a large closure pack: the graph of that layer's closure, written by git in a repository of nothing but
-the packs of its chain, so it can name no other commit. Nobody waits for it: it is written when a store needed it and it was not
+the packs of its chain, so it can name no other commit. Nobody waits for it: it is written after a store needed it and it was not
 there, and stores that are built from then on link it. What is above it in a chain git reads as ever. Like the packs it is not
 flushed; one that is not whole is written again.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import structlog
 
-from ..errors import MirrordError
 from ..git import commitgraph
 from ..git.command import Git
-from ..git.priority import giving_way
 from ..host.remains import Remains
+from .afterwards import Afterwards
 from .closures import building, link_or_copy
 from .packing import TIMEOUT, PackFile
 
@@ -28,21 +27,15 @@ log = structlog.get_logger()
 
 
 class Graphs:
-    """Writes graphs in the background. Belongs to one event loop."""
+    """Finds graphs, and has missing ones written afterwards."""
 
-    def __init__(self, git: Git, remains: Remains) -> None:
+    def __init__(self, git: Git, remains: Remains, afterwards: Afterwards) -> None:
         self._git = git
         self._remains = remains
-        self._writing: dict[Path, asyncio.Task[None]] = {}
-
-    async def close(self) -> None:
-        tasks = list(self._writing.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._afterwards = afterwards
 
     def find(self, packs: Sequence[PackFile]) -> Path | None:
-        """The graph for a chain of packs, root first; one that is not there is begun."""
+        """The graph for a chain of packs, root first; one that is not there is asked for."""
         large = [number for number, pack in enumerate(packs, 1) if pack.object_count >= LARGE]
         if not large:
             return None
@@ -50,28 +43,22 @@ class Graphs:
         graph = chain[-1].path.with_name("commit-graph")
         if commitgraph.is_whole(graph):
             return graph
-        if graph not in self._writing:
-            task = self._writing[graph] = asyncio.get_running_loop().create_task(self._write(graph, chain))
-            task.add_done_callback(lambda _: self._writing.pop(graph, None))
+        self._afterwards.begin(("commit-graph", graph), partial(self._write, graph, chain))
         return None
 
     async def _write(self, graph: Path, chain: Sequence[PackFile]) -> None:
         tip = graph.parent.name
-        try:
-            with building(graph.parent.parent, self._remains) as scratch, giving_way():
-                _lay_out(scratch, chain)
-                await self._git.run(
-                    *("-c", "core.fsync=none", "commit-graph", "write", "--stdin-commits", "--no-progress"),
-                    git_dir=scratch,
-                    stdin=f"{tip}\n".encode(),
-                    timeout=TIMEOUT,
-                    doing=f"write the commit-graph of {tip}",
-                )
-                (scratch / "objects/info/commit-graph").rename(graph)
-        except (MirrordError, OSError) as error:  # the store may have been dropped meanwhile
-            log.info("graph.failed", commit=tip, error=str(error))
-        else:
-            log.info("graph.written", commit=tip, size_bytes=graph.stat().st_size)
+        with building(graph.parent.parent, self._remains) as scratch:
+            _lay_out(scratch, chain)
+            await self._git.run(
+                *("-c", "core.fsync=none", "commit-graph", "write", "--stdin-commits", "--no-progress"),
+                git_dir=scratch,
+                stdin=f"{tip}\n".encode(),
+                timeout=TIMEOUT,
+                doing=f"write the commit-graph of {tip}",
+            )
+            (scratch / "objects/info/commit-graph").rename(graph)
+        log.info("graph.written", commit=tip, size_bytes=graph.stat().st_size)
 
 
 def _lay_out(repository: Path, chain: Sequence[PackFile]) -> None:

@@ -1,9 +1,9 @@
 """One closure pack: the objects of a commit that an already packed ancestor does not have, and no other object.
 
-git walks the closure once, ignoring commit-graphs and bitmaps, and packs what that walk lists while it lists it. The finished
-pack is held against the list, so no object outside a closure can get in, whatever the mirror's caches say, and none is left out;
-and its content is proven before anybody gets it (`survey.py`). Writes only below the directory it is given; the caller removes
-that when it fails.
+git walks the closure once, ignoring commit-graphs and bitmaps, and another git packs what that walk lists while it lists it. The
+finished pack is held against the list, so no object outside a closure can get in, whatever the mirror's caches say, and none is
+left out; and its content is proven before anybody gets it (`survey.py`). Writes only below the directory it is given; the caller
+removes that when it fails.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import threading
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from ..git.packs import PackIndex
 from ..git.workers import Workers
 from ..host.files import write_all
 from ..model import CommitId
-from .survey import HINT, VERIFIED_WHOLE, Sources, Survey, check_loose, digest_of, survey
+from .survey import HINT, VERIFIED_WHOLE, Sources, Survey, check_loose, check_written, digest_of, survey
 
 TIMEOUT = timedelta(minutes=30)
 _WALK = ("-c", "core.commitGraph=false", "rev-list", "--objects", "--no-object-names")
@@ -35,6 +36,8 @@ _PACK = (
 )  # fmt: skip
 _QUICK = ("-c", "pack.compression=1", "-c", "pack.window=0")
 _SMALL_LIST_BYTES = 128 * 1024
+_PIECE_BYTES = 1 << 18
+_PACE_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,35 +82,42 @@ class Packer:
         self, objects: Path, tip: CommitId, base: CommitId | None, *, into: Path, extra: Path | None, quick: bool
     ) -> tuple[Path, Survey]:
         listing = into / "listing"
+        listing.touch()
+        walked = threading.Event()
         reading, writing = os.pipe2(os.O_CLOEXEC)
-        expected, packed = await together(
-            self._list(objects, (tip, f"^{base}") if base else (tip,), listing, io.FileIO(writing, "wb"), extra=extra),
-            self._write(objects, tip, io.FileIO(reading), into=into, extra=extra, quick=quick),
-        )
+        with io.FileIO(reading) as ids, io.FileIO(writing, "wb") as packer:
+            packed, expected, _ = await together(
+                self._write(objects, tip, ids, into=into, extra=extra, quick=quick),
+                self._list(objects, (tip, f"^{base}") if base else (tip,), listing, walked, extra=extra),
+                anyio.to_thread.run_sync(_hand_on, listing, packer, walked),
+            )
         listing.unlink()
         return packed, expected
 
     async def _list(
-        self, objects: Path, tips: tuple[str, ...], listing: Path, packer: io.FileIO, *, extra: Path | None
+        self, objects: Path, tips: tuple[str, ...], listing: Path, walked: threading.Event, *, extra: Path | None
     ) -> Survey:
-        """Walk, keep the list, and hand it on as it comes to the one that packs it."""
-        walk = self._git.stream(*_WALK, *tips, git_dir=objects, quarantine_objects=extra, doing=f"walk {tips[0]}")
-        with packer, listing.open("wb", 0) as file:
-            async with walk as lines:
-                async for piece in lines:
-                    await anyio.to_thread.run_sync(_write_both, piece, file, packer)
+        try:
+            await self._git.run(
+                *(*_WALK, *tips),
+                git_dir=objects,
+                stdout_path=listing,
+                timeout=TIMEOUT,
+                quarantine_objects=extra,
+                doing=f"walk {tips[0]}",
+            )
+        finally:
+            walked.set()
         return await self._survey(listing)
 
-    async def _write(
-        self, objects: Path, tip: CommitId, listing: io.FileIO, *, into: Path, extra: Path | None, quick: bool
-    ) -> Path:
-        with listing:
+    async def _write(self, objects: Path, tip: CommitId, ids: io.FileIO, *, into: Path, extra: Path | None, quick: bool) -> Path:
+        with ids:
             done = await self._git.run(
                 *_PACK,
                 *(_QUICK if quick else ()),
                 *("pack-objects", "-q", "--delta-base-offset", str(into / "pack")),
                 git_dir=objects,
-                stdin=listing,
+                stdin=ids,
                 timeout=TIMEOUT,
                 quarantine_objects=extra,
                 doing=f"pack {tip}",
@@ -133,17 +143,23 @@ class Packer:
             raise CorruptObjectError(f"cannot seal {pack.name}: it does not hold exactly the objects of the closure", hint=HINT)
         for store in stores:
             await anyio.to_thread.run_sync(check_loose, store, index)
-        if index.count <= VERIFIED_WHOLE:
-            await self._git.run("verify-pack", str(index.path), git_dir=objects, timeout=TIMEOUT, doing=f"verify {pack.name}")
-        else:
+        if index.count > VERIFIED_WHOLE:
             await self._check_packs(stores)
+        elif await anyio.to_thread.run_sync(self._sources.are_whole, stores):
+            await anyio.to_thread.run_sync(check_written, index)
+        else:
+            await self._git.run("verify-pack", str(index.path), git_dir=objects, timeout=TIMEOUT, doing=f"verify {pack.name}")
         return PackFile(pack, index.count, pack.stat().st_size + index.path.stat().st_size)
 
 
-def _write_both(piece: bytes, file: io.FileIO, packer: io.FileIO) -> None:
-    write_all(file.fileno(), piece)
-    with suppress(BrokenPipeError):  # it ended early, and says why itself
-        write_all(packer.fileno(), piece)
+def _hand_on(listing: Path, packer: io.FileIO, walked: threading.Event) -> None:
+    """Give the packer what a walk has written so far, until it has ended. Into a pipe git would write commit by commit."""
+    with packer, listing.open("rb", 0) as source, suppress(BrokenPipeError):  # it ended early, and says why itself
+        ended = False
+        while not ended:
+            ended = walked.wait(_PACE_S)
+            while piece := source.read(_PIECE_BYTES):
+                write_all(packer.fileno(), piece)
 
 
 async def together(*works: Coroutine[Any, Any, Any]) -> list[Any]:

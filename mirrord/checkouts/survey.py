@@ -1,24 +1,30 @@
 """Whether what a closure pack is copied from can be believed, and what the pack must hold.
 
-git copies packed objects after checking their CRC but reads others without hashing them, loose ones above all. A small pack is
-hashed after it was written; for a large one that takes longer than all else, so the packs it comes from are: their checksums are
-of bytes that were hashed object by object when they arrived. A pack found whole is not read again until its file changes.
+git copies packed objects after checking their CRC but reads others without hashing them, loose ones above all. So the packs that
+a closure pack comes from are read whole: their checksums are of bytes that were hashed object by object when they arrived. One
+that was found whole is not read again until its file changes. Where they were not read yet, and a pack is small, its own objects
+are hashed after it was written instead, which takes less.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CorruptObjectError
-from ..git.packs import PackIndex, pack_is_whole
+from ..git.packs import PackIndex, pack_is_whole, pack_trailer
 
 VERIFIED_WHOLE = 20_000
 HINT = "audit the mirror with --level content and heal it"
 _BLOCK = 1 << 20
 _KEPT_MAX = 10_000
+
+_Seen = tuple[str, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +49,26 @@ class Sources:
     """The packs that were read whole, by what would change with them. Methods are for threads."""
 
     def __init__(self) -> None:
-        self._whole: dict[tuple[str | int, ...], None] = {}
+        self._whole: dict[_Seen, None] = {}
+        self._lock = threading.Lock()
 
     def check_packs(self, store: Path) -> None:
         """Raises CorruptObjectError for a pack in `store` whose bytes do not have its checksum."""
-        for pack in (store / "pack").glob("pack-*.pack"):
+        with self._lock:
+            for pack in _packs(store):
+                with suppress(FileNotFoundError):  # repacked meanwhile
+                    self._check_pack(pack)
+
+    def are_whole(self, stores: Iterable[Path]) -> bool:
+        """Whether all packs in `stores` were read and found whole, as they are now; waits for a check that goes on."""
+        with self._lock:
             try:
-                self._check_pack(pack)
-            except FileNotFoundError:  # repacked meanwhile
-                continue
+                return all(_seen(pack) in self._whole for store in stores for pack in _packs(store))
+            except FileNotFoundError:
+                return False
 
     def _check_pack(self, pack: Path) -> None:
-        found = pack.stat()
-        key = (str(pack), found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
+        key = _seen(pack)
         if key in self._whole:
             return
         if not pack_is_whole(pack):
@@ -63,6 +76,22 @@ class Sources:
         while len(self._whole) >= _KEPT_MAX:
             self._whole.pop(next(iter(self._whole)), None)
         self._whole[key] = None
+
+
+def _packs(store: Path) -> Iterator[Path]:
+    return (store / "pack").glob("pack-*.pack")
+
+
+def _seen(pack: Path) -> _Seen:
+    found = pack.stat()
+    return str(pack), found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+
+
+def check_written(index: PackIndex) -> None:
+    """Raises CorruptObjectError unless a pack and its index have on disk what git wrote."""
+    pack = index.path.with_suffix(".pack")
+    if not (pack_is_whole(index.path) and pack_is_whole(pack) and pack_trailer(pack) == index.pack_checksum):
+        raise CorruptObjectError(f"cannot use {pack.name}: its bytes are not what was written", hint="check the disk")
 
 
 def check_loose(store: Path, packed: PackIndex) -> None:

@@ -126,6 +126,7 @@ def child_environment(*, home: Path, remote: Remote | None = None, extra: Mappin
         "GIT_NO_LAZY_FETCH": "1",
         "GIT_OPTIONAL_LOCKS": "0",
         "GIT_ADVICE": "0",
+        "GIT_FLUSH": "0",  # else `rev-list` writes commit by commit into a pipe
     }
     if remote is not None:
         environment |= {name: os.environ[name] for name in _PASSED_ON if name in os.environ}

@@ -129,7 +129,7 @@ def _tail(path: Path, size: int) -> bytes:
 
 
 def pack_is_whole(path: Path) -> bool:
-    """Whether the bytes of a pack can be read and have the checksum it ends with: half a second for 300 MB."""
+    """Whether the bytes of a pack, or of an index, can be read and have the checksum it ends with: half a second for 300 MB."""
     try:
         return _has_its_checksum(path)
     except OSError as error:
