@@ -359,7 +359,7 @@ def count_processes(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None
 
 
 def test_the_first_closure_costs_two_processes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One walks, one packs what the first lists while it lists it; a worker finds where the root lies, a thread reads the sources."""
+    """One walks, one packs what the first lists while it lists it; a worker finds the root, a thread reads the sources."""
     line = [CommitId(oid) for oid in site.upstream.history(3)]
     site.clone()
     started: list[str] = []
