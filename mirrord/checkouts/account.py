@@ -30,7 +30,10 @@ def stay(seconds: float) -> timedelta:
 
 
 class Account:
-    """The stores of one mirror, each with the time of its last use. `_needs` and `_packs` count the stores that need one."""
+    """The stores of one mirror, each with the time of its last use. `rest_bytes` is what may stay of what nobody asks for.
+
+    `_needs` and `_packs` count the stores that need one. To be made in a thread: it looks at everything.
+    """
 
     def __init__(self, name: MirrorName, shelf: Shelf, stores: Sequence[tuple[Gitdir, float]]) -> None:
         self.name = name
@@ -45,17 +48,11 @@ class Account:
             for pack, size in zip(store.packs, store.pack_sizes, strict=True):
                 self._packs_bytes += 0 if self._packs[pack] else size
                 self._packs[pack] += 1
+        self.rest_bytes = self._rest_bytes()
 
     @property
     def size_bytes(self) -> int:
         return self.shelf.size_bytes() + self._packs_bytes + len(self.stores) * _STORE_BYTES
-
-    @property
-    def rest_bytes(self) -> int:
-        """What may stay of what nobody asks for."""
-        layers = self.shelf.layers
-        one = max((layers[s.tree].whole_bytes + s.size_bytes for s in self.stores.values() if s.tree in layers), default=0)
-        return one + max(int(one * _REST_SHARE), _REST_BYTES)
 
     def needs(self, tree: str) -> bool:
         """Whether a store shows the layer of a tree, or one that lies on it."""
@@ -63,9 +60,8 @@ class Account:
 
     def seconds(self, store: Gitdir) -> float:
         """What making a store again would take, with the layers that go with it: both are made at once."""
-        layers = self.shelf.layers
-        lone = [tree for tree in self._chains[store.path] if self._needs[tree] == 1 and tree in layers]
-        return max(store.seconds, sum(layers[tree].seconds for tree in lone))
+        lone = [self.shelf.layers.get(tree) for tree in self._chains[store.path] if self._needs[tree] == 1]
+        return max(store.seconds, sum(layer.seconds for layer in lone if layer))
 
     def stays_until(self, store: Gitdir) -> float:
         return self.used_at[store.path] + stay(self.seconds(store)).total_seconds()
@@ -76,6 +72,11 @@ class Account:
         for pack, size in zip(store.packs, store.pack_sizes, strict=True):
             self._packs[pack] -= 1
             self._packs_bytes -= 0 if self._packs[pack] else size
+
+    def _rest_bytes(self) -> int:
+        shown = [(self.shelf.layers.get(store.tree), store) for store in self.stores.values()]
+        one = max((layer.whole_bytes + store.size_bytes for layer, store in shown if layer), default=0)
+        return one + max(int(one * _REST_SHARE), _REST_BYTES)
 
     def _chain(self, store: Gitdir) -> list[str]:
         try:
@@ -88,7 +89,7 @@ class Departures:
     """The stores of an account in the order in which their time is over.
 
     The last ones on a layer take it with them, so the others' going can prolong a store's time: it is asked for again when it is
-    that store's turn.
+    that store's turn. To be made in a thread, too.
     """
 
     def __init__(self, account: Account) -> None:

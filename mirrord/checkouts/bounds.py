@@ -84,8 +84,10 @@ class Bounds:
 
     async def _rest(self, account: Account) -> None:
         """Let go of what was not asked for in its time, as far as there is plenty."""
-        rest_bytes, departures = account.rest_bytes, Departures(account)
-        while account.size_bytes > rest_bytes and (store := departures.next()):
+        if account.size_bytes <= account.rest_bytes:
+            return
+        departures = await anyio.to_thread.run_sync(Departures, account)
+        while account.size_bytes > account.rest_bytes and (store := departures.next()):
             await self._drop(account, store)
 
     async def _make_room(self, accounts: list[Account]) -> None:

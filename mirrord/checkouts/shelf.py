@@ -148,7 +148,9 @@ class Holds:
 
     def drop(self, paths: tuple[Path, ...]) -> None:
         self._counts.subtract(paths)
-        self._counts = +self._counts
+        for path in paths:
+            if self._counts[path] <= 0:
+                del self._counts[path]
 
     def __contains__(self, path: Path) -> bool:
         return path in self._counts
