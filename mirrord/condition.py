@@ -78,6 +78,8 @@ class Condition:
         except OSError as error:
             return [f"the state directory {self._state_dir} cannot be read: {error.strerror}"]
         reasons = []
+        if disk.f_flag & os.ST_RDONLY:
+            reasons.append(f"the file system of {self._state_dir} is read-only")
         if disk.f_bavail * disk.f_frsize < LOW_DISK_BYTES:
             reasons.append(f"the disk of {self._state_dir} is nearly full: {disk.f_bavail * disk.f_frsize >> 20} MiB are free")
         if disk.f_files and disk.f_favail < LOW_INODES:  # file systems without a limit say 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_IMODE
 
 from .errors import ResourceError
 
@@ -54,13 +55,15 @@ class Layout:
         for private in (self.mirrors, self.datasets, self.bundles, self.templates, self.quarantine, self.home):
             self._make(private, 0o700)
         self._make(self.checkouts, 0o711)
-        self.catalog.touch(mode=0o600)  # SQLite gives its journals the mode of the database
+        if not self.catalog.exists():
+            self.catalog.touch(mode=0o600)  # SQLite gives its journals the mode of the database
 
     @staticmethod
     def _make(directory: Path, mode: int) -> None:
         try:
             directory.mkdir(mode=mode, parents=True, exist_ok=True)
-            directory.chmod(mode)
+            if S_IMODE(directory.stat().st_mode) != mode:
+                directory.chmod(mode)
         except OSError as error:
             raise ResourceError(
                 f"cannot use state directory {directory}: {error.strerror}",

@@ -11,6 +11,7 @@ import asyncio
 import builtins
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 
 import anyio
@@ -19,7 +20,7 @@ import structlog
 from ..catalog.catalog import Catalog
 from ..catalog.rows import JudgementRow, RecordedRow
 from ..config import Settings
-from ..errors import AuditNotFoundError, DatasetNotFoundError, MirrordError, StoppingError
+from ..errors import AuditNotFoundError, DatasetNotFoundError, DiskFailedError, DiskFullError, MirrordError, StoppingError
 from ..git.workers import Workers
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
@@ -167,10 +168,12 @@ class Audits:
             # a quick one has nothing to go on with
             if _is_of_everything(request) and level is not AuditLevel.QUICK:
                 row = JudgementRow(name.key, level, current.id, current.started_at, utc_now(), part)
-                await self._catalog.put_judgement(row)
+                with _unless_refused("judgement", name.key):
+                    await self._catalog.put_judgement(row)
 
     async def _put_on_record(self, audit: Audit) -> None:
-        await self._catalog.put_audit(audit)
+        with _unless_refused("audit", audit.id):
+            await self._catalog.put_audit(audit)
         self._events.publish(
             "audit.finished",
             audit=audit.id,
@@ -181,6 +184,15 @@ class Audits:
             healed=audit.healed,
             duration_s=(audit.finished_at - audit.started_at).total_seconds(),
         )
+
+
+@contextmanager
+def _unless_refused(what: str, name: str) -> Iterator[None]:
+    """What an audit saw is said also where no disk takes it down: then of all times somebody wants to know."""
+    try:
+        yield
+    except (DiskFullError, DiskFailedError) as error:
+        log.warning("audit.unrecorded", what=what, name=name, detail=error.message)
 
 
 def _is_of_everything(request: StartAudit) -> bool:

@@ -7,6 +7,7 @@ pins: those are refs in the mirrors, and the catalog follows. Committed means du
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from ..git.workers import Workers
 from ..model import AuditLevel, CommitId
 from ..protocol import Audit, Dataset, DatasetChange, DatasetSummary
 from . import audits, datasets, mirrors
-from .database import Database
+from .database import Database, Way
 from .rows import DatasetHead, InstanceRow, JudgementRow, MirrorRow, PinRow, RecordedRow
 from .spool import merge_dataset, replace_dataset, spool_rows
 from .upgrade import migrate, prepare
@@ -27,6 +28,7 @@ from .upgrade import migrate, prepare
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_THREADS = 4
 _LONG = timedelta(hours=1)
 
 
@@ -36,8 +38,9 @@ class Catalog:
     def __init__(self, database: Database, workers: Workers | None) -> None:
         self._database = database
         self._workers = workers
-        self._threads = anyio.CapacityLimiter(4)
+        self._threads = anyio.CapacityLimiter(_THREADS)
         self._writer = anyio.Lock()
+        self._widening = anyio.Lock()
 
     @classmethod
     async def open(cls, place: str | Path, workers: Workers | None = None) -> Self:
@@ -188,9 +191,22 @@ class Catalog:
                 return query(connection, *args, **kwargs)
 
         async with self._writer:
+            await self._widen()
             return await anyio.to_thread.run_sync(run, limiter=self._threads)
 
+    async def _widen(self) -> None:
+        """Open the database as it should be, where a full disk had no room for that: perhaps there is some now."""
+        if self._database.way is Way.SHARED:
+            return
+        async with self._widening, AsyncExitStack() as stack:
+            for _ in range(_THREADS):
+                reader = object()
+                await self._threads.acquire_on_behalf_of(reader)
+                stack.callback(self._threads.release_on_behalf_of, reader)
+            await anyio.to_thread.run_sync(self._database.widen)
+
     async def _long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        await self._widen()
         if self._workers is not None:
             return await self._workers.call(work, *args, timeout=_LONG, **kwargs)
         return await anyio.to_thread.run_sync(partial(work, *args, **kwargs))

@@ -1,31 +1,37 @@
 """Connections to the catalog's database, and its failures as our errors.
 
-Owns the engine: SQLite in WAL mode (a reader never waits, a crash loses nothing that was committed), or PostgreSQL by URL. Never
-holds a query. A read is one snapshot, a write is one transaction that takes SQLite's write lock when it begins, because a
-deferred one cannot wait for the lock once it has read (SQLITE_BUSY_SNAPSHOT).
+Owns the engine: SQLite in WAL mode (a reader never waits, a crash loses nothing that was committed), or PostgreSQL by URL. Where
+the disk has no room for the files that WAL needs beside the database, it does without, until it has. Never holds a query. A read
+is one snapshot, a write is one transaction that takes SQLite's write lock when it begins, because a deferred one cannot wait for
+the lock once it has read (SQLITE_BUSY_SNAPSHOT).
 """
 
 from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import quote
 
 import structlog
 from sqlalchemy import Connection, Engine, Table, create_engine, event
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
-from ..errors import CorruptCatalogError, DiskFullError, InvalidUrlError, ResourceError
+from ..errors import CorruptCatalogError, DiskFailedError, DiskFullError, InvalidUrlError, ResourceError
+from ..host.files import is_read_only
 
 BUSY_TIMEOUT_S = 60
 """How long a writer waits for another: the longest write is a dataset of some 100,000 rows."""
 
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_NO_ROOM = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL}
 _LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _PG_DISK_FULL = "53100"
 _DAMAGED_HINT = (
@@ -36,13 +42,28 @@ _DAMAGED_HINT = (
 log = structlog.get_logger()
 
 
+class Way(Enum):
+    """How a SQLite file is opened; each way needs less of the disk than the one before."""
+
+    SHARED = auto()
+    ALONE = auto()
+    """The index of the WAL is in memory: no `-shm` file, one connection at a time, and no other process."""
+    FROZEN = auto()
+    """Not even a WAL. Only where none was left, because what is in one would not be seen; nothing can be written."""
+
+
+_WAL = ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "journal_size_limit = 67108864")
+_UNWRITABLE = {Way.SHARED: {sqlite3.SQLITE_FULL}, Way.ALONE: _NO_ROOM, Way.FROZEN: _NO_ROOM}
+_PRAGMAS = {Way.SHARED: _WAL, Way.ALONE: ("locking_mode = EXCLUSIVE", *_WAL), Way.FROZEN: ("foreign_keys = ON",)}
+
+
 class Database:
     """A pool of connections. Sync and safe to use from several threads."""
 
     def __init__(self, url: URL) -> None:
         self.url = url
         self.is_sqlite = url.get_backend_name() == "sqlite"
-        self._engine = _make_engine(url)
+        self._engine, self.way = _open_sqlite(url, Way) if self.is_sqlite else (_make_engine(url), Way.SHARED)
 
     @classmethod
     def at(cls, place: str | Path) -> Database:
@@ -69,6 +90,11 @@ class Database:
             with connection.begin():
                 yield connection
 
+    def widen(self) -> None:
+        """Open it anew, in the first way that there is room for. Nobody may be using it."""
+        self._engine.dispose()
+        self._engine, self.way = _open_sqlite(self.url, Way)
+
     def close(self) -> None:
         self._engine.dispose()
 
@@ -82,7 +108,13 @@ class Database:
     def _raise(self, error: DBAPIError) -> NoReturn:
         code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF
         fact = str(error.orig).strip().partition("\n")[0]
-        if code == sqlite3.SQLITE_FULL or getattr(error.orig, "sqlstate", None) == _PG_DISK_FULL:
+        if code == sqlite3.SQLITE_READONLY and is_read_only(Path(self.label).parent):
+            self.way = Way.FROZEN  # it was opened for reading only, and has to be opened anew
+            raise DiskFailedError(
+                f"cannot write the catalog {self.label}: its file system is read-only",
+                hint="see the kernel's log; what is there is served meanwhile",
+            ) from error
+        if code in _UNWRITABLE[self.way] or getattr(error.orig, "sqlstate", None) == _PG_DISK_FULL:
             raise DiskFullError(
                 f"cannot write the catalog {self.label}: {fact}", hint="make room; nothing was changed"
             ) from error
@@ -120,6 +152,8 @@ def parse_place(place: str | Path) -> URL:
 def _create_private(url: URL) -> None:
     """SQLite gives its -wal and -shm files the mode of the database file."""
     path = Path(str(url.database))
+    if path.exists():
+        return
     try:
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     except OSError as error:
@@ -128,17 +162,43 @@ def _create_private(url: URL) -> None:
 
 
 def _make_engine(url: URL) -> Engine:
-    if url.get_backend_name() != "sqlite":
-        return create_engine(url, pool_size=4, pool_pre_ping=True, isolation_level="REPEATABLE READ")
-    engine = create_engine(url, pool_size=4, connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False})
-    event.listen(engine, "connect", _prepare_sqlite)
+    return create_engine(url, pool_size=4, pool_pre_ping=True, isolation_level="REPEATABLE READ")
+
+
+def _open_sqlite(url: URL, ways: Iterable[Way]) -> tuple[Engine, Way]:
+    """The first way that works; the last one's engine where none does, for whoever uses it to see why."""
+    for way in ways:
+        engine = _make_sqlite_engine(url, way)
+        try:
+            with engine.connect() as connection:
+                connection.exec_driver_sql("SELECT 1 FROM sqlite_master")
+        except DBAPIError as error:
+            code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF
+            if code not in _NO_ROOM or way is Way.FROZEN:
+                return engine, way
+            engine.dispose()
+            log.warning("catalog.narrowed", catalog=url.database, way=way.name.lower(), reason=str(error.orig))
+        else:
+            return engine, way
+        if way is Way.ALONE and Path(f"{url.database}-wal").exists():
+            break
+    return engine, way
+
+
+def _make_sqlite_engine(url: URL, way: Way) -> Engine:
+    arguments: dict[str, Any] = {"timeout": BUSY_TIMEOUT_S, "check_same_thread": False}
+    if way is Way.FROZEN:
+        url = url.set(database=f"file:{quote(str(url.database))}", query={"immutable": "1", "mode": "ro", "uri": "true"})
+    size = 4 if way is Way.SHARED else 1
+    engine = create_engine(url, pool_size=size, max_overflow=10 if size > 1 else 0, connect_args=arguments)
+    event.listen(engine, "connect", partial(_prepare_sqlite, _PRAGMAS[way]))
     event.listen(engine, "begin", _begin_sqlite)
     return engine
 
 
-def _prepare_sqlite(connection: sqlite3.Connection, _record: object) -> None:
+def _prepare_sqlite(pragmas: Sequence[str], connection: sqlite3.Connection, _record: object) -> None:
     connection.isolation_level = None  # the driver must not begin transactions by itself: it does so too late, and not for DDL
-    for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "journal_size_limit = 67108864"):
+    for pragma in pragmas:
         connection.execute(f"PRAGMA {pragma}")
 
 

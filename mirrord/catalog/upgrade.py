@@ -26,10 +26,11 @@ log = structlog.get_logger()
 def prepare(database: Database) -> bool:
     """Make a fresh catalog, or look at the one there is; answers whether it must be migrated."""
     _check_file(database)
+    with database.read() as connection:  # a full disk lets nobody write, and there is mostly nothing to write
+        if version.name in inspect(connection).get_table_names():
+            return _is_old(database, connection.execute(select(version.c.version_num)).scalar())
     with database.write() as connection:
         there = set(inspect(connection).get_table_names())
-        if version.name in there:
-            return _is_old(database, connection.execute(select(version.c.version_num)).scalar())
         if foreign := there & set(metadata.tables):
             raise CorruptCatalogError(
                 f"cannot use the catalog {database.label}: it has tables ({', '.join(sorted(foreign))}) but no schema version",

@@ -78,7 +78,6 @@ class Leases:
     def open(self) -> tuple[list[Lease], list[Path]]:
         """Read what an earlier daemon left: the leases that stand, and the directories that are rubbish."""
         self._directory.mkdir(mode=0o711, parents=True, exist_ok=True)
-        self._directory.chmod(0o711)
         found = [(path, _find(path)) for path in sorted(self._directory.iterdir())]
         self._live = {lease.id: lease for _, lease in found if lease is not None}
         return list(self._live.values()), [path for path, lease in found if lease is None]

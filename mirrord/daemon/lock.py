@@ -6,6 +6,7 @@ because a lock on a removed file excludes nobody.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -25,7 +26,7 @@ class StateLock:
     def __init__(self, state_dir: Path) -> None:
         self._path = state_dir / "daemon.lock"
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._fd = _open(self._path)
         except OSError as error:
             raise ResourceError(f"cannot lock state directory {state_dir}: {error.strerror}", hint="check its owner") from error
         try:
@@ -59,6 +60,16 @@ class StateLock:
             return {"pid": int(facts["pid"]), "uid": int(facts["uid"]), "started_at": _checked_time(facts["started_at"])}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
+
+
+def _open(path: Path) -> int:
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return os.open(path, os.O_RDONLY | flags)  # it can be locked, and what is there be served
 
 
 def _checked_time(text: str) -> str:

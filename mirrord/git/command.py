@@ -23,7 +23,7 @@ import structlog
 from ..errors import DeadlineError, GitFailedError, MirrordError, UpstreamError, UpstreamTimeoutError
 from ..protocol import Progress
 from .children import NOTHING, PIPE, Child, Command, Stream, in_memory, run_to_end
-from .environment import Remote, child_environment
+from .environment import Remote, child_environment, make_home
 from .failures import HttpAnswer, failure, masked_url
 from .output import StderrReader
 from .priority import before_git
@@ -56,9 +56,7 @@ class Git:
 
     def __init__(self, *, home: Path) -> None:
         self._home = home
-        home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # upload-pack of a local upstream gets none of our environment's configuration, and refuses a repository of another user
-        (home / ".gitconfig").write_text("[safe]\n\tdirectory = *\n", encoding="ascii")
+        make_home(home)
 
     async def run(
         self,

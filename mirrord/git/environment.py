@@ -1,7 +1,7 @@
 """The environment and configuration that every git child gets: nothing of the caller's, everything said aloud.
 
 Owns the table of safe configuration. It travels as GIT_CONFIG_COUNT and friends, not as `-c`, so that a process list shows the
-command and nothing else; both outrank every configuration file. Never reads a file.
+command and nothing else; both outrank every configuration file. The one file in HOME is for what gets no environment of ours.
 """
 
 from __future__ import annotations
@@ -142,3 +142,16 @@ def _credentials(remote: Remote) -> dict[str, str]:
     parts = urlsplit(remote.url)
     helper = _configured((*_OURS, (f"credential.{parts.scheme}://{parts.netloc}.helper", _HELPER)))
     return helper | {"MIRRORD_UPSTREAM_USERNAME": remote.username, "MIRRORD_UPSTREAM_PASSWORD": remote.password or ""}
+
+
+def make_home(home: Path) -> None:
+    """Make the directory that becomes HOME, once: written anew on a full disk its file would be empty.
+
+    upload-pack of a local upstream gets none of our environment's configuration, and refuses a repository of another user.
+    """
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file, text = home / ".gitconfig", "[safe]\n\tdirectory = *\n"
+    if not file.exists() or file.read_text(encoding="ascii") != text:
+        new = home / ".gitconfig.new"
+        new.write_text(text, encoding="ascii")
+        new.rename(file)

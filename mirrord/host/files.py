@@ -71,6 +71,11 @@ def disk_error(error: BaseException, doing: str) -> ResourceError | None:
     return None
 
 
+def is_read_only(path: Path) -> bool:
+    """Whether nobody can write there now: ext4 remounts itself when a disk fails."""
+    return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+
+
 def open_directory(path: Path) -> int:
     """Open a directory by path; only its last component may not be a symbolic link, so the path must be the daemon's own."""
     return os.open(path, _DIRECTORY)

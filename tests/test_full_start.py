@@ -1,0 +1,144 @@
+"""A daemon that is started on a disk that takes nothing more serves what it has, and all of it when there is room again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemons import Daemon
+from gitrepos import Upstream
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+
+_REFUSED = {"disk-full", "disk-failed"}
+
+
+class Disk:
+    """An ext4 of 64 MB with a daemon's state on it, that can be made to take nothing more."""
+
+    def __init__(self, root: Path, kind: str) -> None:
+        self.at = root / "disk"
+        self._kind = kind
+        self._ballast: list[Path] = []
+        image = root / "image"
+        subprocess.run(["truncate", "-s", "64M", image], check=True)
+        inodes = ["-N", "400"] if kind == "no inodes" else []
+        subprocess.run(["mkfs.ext4", "-q", "-m", "0", *inodes, image], check=True)
+        self.at.mkdir()
+        if subprocess.run(["mount", "-o", "loop", image, self.at], capture_output=True, check=False).returncode:
+            pytest.skip("this machine has no loop devices")
+
+    def shut(self) -> None:
+        if self._kind == "read-only":
+            subprocess.run(["mount", "-o", "remount,ro", self.at], check=True)
+        elif self._kind == "no blocks":
+            self._fill(self.at / "ballast")
+        else:
+            self._use_up()
+
+    def open(self) -> None:
+        if self._kind == "read-only":
+            subprocess.run(["mount", "-o", "remount,rw", self.at], check=True)
+        for path in self._ballast:
+            path.unlink()
+
+    def _fill(self, path: Path) -> None:
+        self._ballast.append(path)
+        with path.open("wb", 0) as file:
+            for size in (1 << 20, 4096, 1):
+                try:
+                    while True:
+                        file.write(bytes(size))
+                except OSError:
+                    continue
+
+    def _use_up(self) -> None:
+        try:
+            while True:
+                path = self.at / f"ballast-{len(self._ballast)}"
+                path.touch()
+                self._ballast.append(path)
+        except OSError:
+            return
+
+    def remove(self) -> None:
+        mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines() if f" {self.at}" in line]
+        for place in reversed(mounted):
+            subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """Short, because a socket's path must be."""
+    with tempfile.TemporaryDirectory(prefix="md-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture(params=["no blocks", "no inodes", "read-only"])
+def disk(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Disk]:
+    made = Disk(scratch, request.param)
+    try:
+        yield made
+    finally:
+        made.remove()
+
+
+def done(it: Daemon, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    """The answer, or what the operation that it is comes to."""
+    answer: dict[str, Any] = it.json(method, path, body)
+    while answer.get("state") == "running":
+        time.sleep(0.02)
+        answer = it.json("GET", f"/v1/operations/{answer['id']}")
+    return answer
+
+
+@pytest.mark.parametrize("end", [Daemon.stop, Daemon.kill], ids=["stopped", "killed"])
+def test_a_disk_that_takes_nothing_stops_new_work_and_nothing_else(
+    disk: Disk, scratch: Path, make_upstream: Callable[[str], Upstream], end: Callable[[Daemon], object]
+) -> None:
+    """Health, audits and checkouts that are held; then everything, without a restart."""
+    upstream = make_upstream("owner+name")
+    head = upstream.history(3)[-1]
+    it = Daemon(scratch)
+    it.state_dir = disk.at / "state"
+    it.write_config(f'[upstream]\nurl = "file://{upstream.path.parent}/{{owner}}+{{name}}"\n')
+    row = json.dumps({"instance_id": "a", "repo": "owner/name", "base_commit": head, "patch": "", "test_patch": ""}).encode()
+    writes = [
+        ("POST", "/v1/checkouts", {"instance": "a"}),
+        ("POST", "/v1/pins", {"mirror": "owner__name", "commit": head}),
+        ("POST", "/v1/datasets?name=more&filename=more.jsonl", row),
+    ]
+    try:
+        it.start()
+        assert done(it, "POST", "/v1/datasets?name=lite&filename=lite.jsonl", row)["state"] == "done"
+        held = it.json("POST", "/v1/checkouts", {"instance": "a"})
+        end(it)
+        disk.shut()
+        it.start()
+
+        assert it.request("GET", "/v1/health")[0] == 503
+        assert [mirror["state"] for mirror in it.json("GET", "/v1/mirrors")] == ["ready"]
+        assert (Path(held["path"]) / "README").read_text() == "number 2\n"
+        audit = done(it, "POST", "/v1/audits", {"level": "content"})
+        assert (audit["state"], audit["result"]["counts"]) == ("done", {"ok": 1})
+        for write in writes:
+            answer = done(it, *write)
+            assert {answer.get("code"), (answer.get("error") or {}).get("code")} & _REFUSED, answer
+
+        disk.open()
+        for write in writes:
+            answer = done(it, *write)
+            assert not answer.get("code") and not answer.get("error"), answer
+        assert it.request("DELETE", f"/v1/checkouts/{held['id']}")[0] == 204
+        audit = done(it, "POST", "/v1/audits", {"level": "content"})
+        assert (audit["result"]["counts"], audit["result"]["findings"]) == ({"ok": 1}, [])
+    finally:
+        if it.process is not None:
+            it.stop()
