@@ -255,7 +255,7 @@ class Bench:
         what = f"{len(commits)} sealed base commits"
         self._weigh(f"{what}, all warm", self.daemon.templates_bytes(), floor)
         self._weigh(f"{what}, every version of a file once, and one closure pack", self.git.least_bytes(commits), floor)
-        self._rest(what, commits, floor, "under 2")
+        self._rest(what, commits, floor, "under 2", timedelta(hours=24))
 
     def variants(self, count: int = 5000) -> None:
         """One-file variants of one commit, SWE-smith's shape; each is checked out once, and then once more."""
@@ -281,14 +281,15 @@ class Bench:
             Figure(f"daemon memory just after {what}, workers included", busy["rss_mib"], "MiB resident"),
         ]
         self._weigh(f"{what}, all warm", warm, floor)
-        self._rest(what, commits, floor, "under 1.5")
+        self._rest(what, commits, floor, "under 1.5", timedelta(hours=4))
 
-    def _rest(self, what: str, commits: list[str], floor: int, goal: str) -> None:
+    def _rest(self, what: str, commits: list[str], floor: int, goal: str, soon: timedelta) -> None:
         """What stays on disk of templates that nobody asks for any more, and what it costs to ask again."""
         left = len(commits)
-        for after, spoken in ((timedelta(hours=4), "four hours"), (timedelta(days=8), "eight days")):
+        for after in (soon, timedelta(days=8)):
             left -= min(self.daemon.rest(after), left)
-            self._weigh(f"{what}, {spoken} after the last was asked for", self.daemon.templates_bytes(), floor, goal)
+            hours = after // timedelta(hours=1)
+            self._weigh(f"{what}, {hours} hours after the last was asked for", self.daemon.templates_bytes(), floor, goal)
             self.figures.append(Figure("of them still warm then", left, "commits"))
         self._check_out(commits[-1:])
         some = commits[:: max(1, len(commits) // 10)][:10]
