@@ -274,10 +274,10 @@ class Gitdirs:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         with building(directory, self._remains) as temporary:
             scratch = temporary / "scratch"
-            scratch.mkdir()
             contents = await self._contents(name, commit, history, scratch)
             await anyio.to_thread.run_sync(_write, directory, temporary / ".git", contents)
-            shutil.rmtree(scratch)
+            if history is History.SQUASHED:
+                await anyio.to_thread.run_sync(shutil.rmtree, scratch)
             target = self._path(name, commit, history)
             publish(temporary, target)
         gitdir = replace(_describe(target, name, commit, history, contents), seconds=time.monotonic() - began)
