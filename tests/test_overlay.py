@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -280,6 +280,130 @@ def test_a_refused_reset_gives_back_what_was_there(service: Service, bench: Benc
 
     service.call(story)
     assert not lease.directory.exists()
+
+
+# -- layers made ahead --------------------------------------------------------------------------------------------------
+
+
+async def reset_often(bench: Bench, lease: Lease) -> None:
+    """Until a spare is there for the next one."""
+    deadline = anyio.current_time() + 10
+    while not bench.backend._spares._spares:
+        await bench.backend.reset(lease, bench.target)
+        await anyio.sleep(0.1)
+        assert anyio.current_time() < deadline
+
+
+def spares_in(bench: Bench) -> list[Path]:
+    return list(bench.leases._directory.glob(".spare-*"))
+
+
+async def until_none(bench: Bench) -> None:
+    with anyio.fail_after(10):
+        while spares_in(bench):
+            await anyio.sleep(0.05)
+
+
+def test_who_resets_often_gets_what_was_mounted_before(service: Service, bench: Bench) -> None:
+    """The next reset mounts nothing and makes no directory; each spare is a layer of its own, that nobody could look into."""
+    lease = bench.lease()
+
+    async def story() -> None:
+        await bench.backend.create(lease)
+        await reset_often(bench, lease)
+        (spare,) = spares_in(bench)
+        assert spare.stat().st_mode & 0o777 == 0o700
+        layer = (spare / "layer").stat().st_ino
+        (lease.tree_path / "mine").write_text("mine")
+        bench.mounter.refuses = True
+        proof = await bench.backend.reset(lease, bench.target)
+        bench.mounter.refuses = False
+        assert (proof.tree, proof.head) == (bench.tree, bench.commit)
+        assert (lease.directory / "layer").stat().st_ino == layer
+        assert (lease.tree_path.stat().st_uid, os.listdir(lease.directory / "layer/upper")) == (USER, [])
+        (lease.tree_path / "mine").write_text("again")
+        await bench.backend.reset(lease, bench.target)
+        assert not (lease.tree_path / "mine").exists()
+        await bench.backend.destroy(lease.directory, lease)
+        await bench.backend.close()
+        assert spares_in(bench) == []
+
+    service.call(story)
+
+
+def test_a_reset_now_and_then_has_nothing_made_ahead(service: Service, bench: Bench) -> None:
+    lease = bench.lease()
+
+    async def story() -> None:
+        await bench.backend.create(lease)
+        await bench.backend.reset(lease, bench.target)
+        await anyio.sleep(0.2)
+        assert spares_in(bench) == []
+        await bench.backend.destroy(lease.directory, lease)
+
+    service.call(story)
+
+
+def test_a_spare_that_cannot_be_put_on_gives_back_what_was_there(service: Service, bench: Bench) -> None:
+    """It is used up all the same."""
+    lease = bench.lease()
+
+    def refuse(mount: int, checkout: str) -> None:
+        raise DiskFullError("cannot mount an overlay: no space left on device")
+
+    async def story() -> None:
+        await bench.backend.create(lease)
+        await reset_often(bench, lease)
+        (lease.tree_path / "mine").write_text("mine")
+        bench.mounter.put_on = refuse  # type: ignore[method-assign]
+        with pytest.raises(DiskFullError):
+            await bench.backend.reset(lease, bench.target)
+        assert (lease.tree_path / "mine").read_text() == "mine"
+        await until_none(bench)
+        await bench.backend.reset(lease, bench.target)
+        assert not (lease.tree_path / "mine").exists()
+        await bench.backend.destroy(lease.directory, lease)
+        await bench.backend.close()
+
+    service.call(story)
+
+
+def test_a_spare_that_cannot_be_made_leaves_nothing(service: Service, bench: Bench) -> None:
+    """Neither a directory nor a mount; who resets hears nothing of it."""
+    lease = bench.lease()
+    refused: list[str] = []
+
+    def refuse(checkout: str) -> int:
+        bench.mounter.umount(checkout)
+        refused.append(checkout)
+        raise DiskFullError("cannot clone: no space left on device")
+
+    bench.mounter.take_off = refuse  # type: ignore[method-assign]
+
+    async def story() -> None:
+        await bench.backend.create(lease)
+        while not refused:
+            await bench.backend.reset(lease, bench.target)
+            await anyio.sleep(0.1)
+        await until_none(bench)
+        await bench.backend.destroy(lease.directory, lease)
+
+    service.call(story)
+
+
+def test_a_spare_of_a_template_that_was_made_anew_is_not_used(service: Service, bench: Bench) -> None:
+    """Equal as it is: its layers are gone."""
+    lease = bench.lease()
+
+    async def story() -> None:
+        await bench.backend.create(lease)
+        await reset_often(bench, lease)
+        template = bench.backend._held[lease.id]
+        assert bench.backend._spares.take(replace(template), (USER, USER)) is None
+        await bench.backend.destroy(lease.directory, lease)
+        await bench.backend.close()
+
+    service.call(story)
 
 
 def test_destroy_may_be_asked_again(service: Service, bench: Bench) -> None:

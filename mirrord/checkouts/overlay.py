@@ -36,6 +36,7 @@ from .leases import Lease, LeaseState
 from .proof import require
 from .rubbish import Rubbish, remove_untouched, remove_unwritten
 from .sights import Sight, look_at
+from .spares import Spares
 from .templates import Template, Templates
 
 _METHOD = "a fresh layer over a template that was verified by content"
@@ -79,6 +80,7 @@ class OverlayBackend:
         self._mapping = anyio.Lock()  # making one forks: 10 to 34 ms
         self._mounted: set[str] = set()
         self._rubbish = Rubbish(workers)
+        self._spares = Spares(self._checkouts, self._make_spare, lambda spare: self._rubbish.add(spare, self._take_down))
 
     async def open(self) -> None:
         """See what is mounted; drop the idmapped templates of an earlier daemon, which nothing needs."""
@@ -89,6 +91,7 @@ class OverlayBackend:
             self._drop_idmap((int(uid), int(gid)))
 
     async def close(self) -> None:
+        await self._spares.close()
         await self._rubbish.close()
         for owner in list(self._idmaps):
             self._drop_idmap(owner)
@@ -103,7 +106,7 @@ class OverlayBackend:
             ready = time.perf_counter()
             with full_disk_named(f"checkout {lease.id}"), suppress(FileExistsError):
                 os.mkdir(f"{lease.directory}/tree", 0o755)
-                self._make_layer(lease)
+                self._make_layer(lease.directory, _owner(lease))
             self._mount(lease, template)
             mounting_s = time.perf_counter() - ready
 
@@ -117,6 +120,8 @@ class OverlayBackend:
     async def reset(self, lease: Lease, to: Target) -> Proof:
         await self._rubbish.keep_up()
         template = await self._with_template(lease, to.commit, lambda template: self._swap(lease, template))
+        if self._mounter.keeps:
+            self._spares.note_reset(template, _owner(lease))
         sight = self._sights.get(template.layers) or await self._look_at(template)
         proof = Proof(
             head=_read_head(lease.tree_path),
@@ -179,7 +184,7 @@ class OverlayBackend:
         A template can vanish between the two, or be deleted behind our back: it is made again, once. A new checkout has nothing
         to lose and lets the mount find that out; a reset looks before it touches anything.
         """
-        owner = (lease.owner_uid, lease.owner_gid)
+        owner = _owner(lease)
         self._must_serve(owner)
         wanted = (lease.mirror, commit, lease.history, owner)
         for attempt in (1, 2):
@@ -215,13 +220,23 @@ class OverlayBackend:
     def _swap(self, lease: Lease, template: Template) -> None:
         """Put a fresh layer and mount into the place of what is there. Where that fails, what was there comes back."""
         old = _set_aside(lease.directory)
+        spare = self._spares.take(template, _owner(lease))
         try:
-            self._make_layer(lease)
+            if spare:
+                os.rename(f"{spare.directory}/{_LAYER}", f"{lease.directory}/{_LAYER}")
+            else:
+                self._make_layer(lease.directory, _owner(lease))
             self._mounter.umount(lease.id, was_used=_is_written(str(old)))
-            self._mount(lease, template)
+            if spare:
+                self._mounter.put_on(spare.mount, lease.id)
+            else:
+                self._mount(lease, template)
         except BaseException:
             self._put_back(lease, old)
             raise
+        finally:
+            if spare:
+                self._spares.spend(spare)
         self._rubbish.add(old, self._remove_layer)
 
     def _put_back(self, lease: Lease, old: Path) -> None:
@@ -244,19 +259,30 @@ class OverlayBackend:
         self._mount(lease, template)
         log.info("checkout.remounted", checkout=lease.id)
 
-    def _make_layer(self, lease: Lease) -> None:
-        layer = f"{lease.directory}/{_LAYER}"
-        with full_disk_named(f"checkout {lease.id}"):
+    def _make_layer(self, directory: Path, owner: Owner) -> None:
+        layer = f"{directory}/{_LAYER}"
+        with full_disk_named(f"checkout {directory.name}"):
             os.mkdir(layer, 0o700)
             os.mkdir(f"{layer}/upper", 0o755)
             os.mkdir(f"{layer}/work", 0o700)
-        if (owner := (lease.owner_uid, lease.owner_gid)) != self._me:
+        if owner != self._me:
             os.chown(f"{layer}/upper", *owner)
 
+    def _make_spare(self, directory: Path, template: Template, owner: Owner) -> int:
+        """An overlay as a checkout's in a directory that only the daemon enters, taken off there again. In a thread."""
+        with full_disk_named("a spare layer"):
+            os.mkdir(directory, 0o700)
+            os.mkdir(f"{directory}/tree", 0o755)
+        self._make_layer(directory, owner)
+        self._mounter.mount(self._order(directory.name, template, owner))
+        return self._mounter.take_off(directory.name)
+
     def _mount(self, lease: Lease, template: Template) -> None:
-        owner = (lease.owner_uid, lease.owner_gid)
+        self._mounter.mount(self._order(lease.id, template, _owner(lease)))
+
+    def _order(self, checkout: str, template: Template, owner: Owner) -> OverlayOrder:
         layers = tuple(str(path).removeprefix(self._store) for path in template.layers)
-        self._mounter.mount(OverlayOrder(lease.id, layers, None if owner == self._me else owner))
+        return OverlayOrder(checkout, layers, None if owner == self._me else owner)
 
     # -- owners -------------------------------------------------------------------------------------------------------
 
@@ -285,6 +311,10 @@ class OverlayBackend:
         self._mounter.drop_idmap(owner)
         with suppress(OSError):
             (self._idmaps_path / f"{owner[0]}-{owner[1]}").rmdir()
+
+
+def _owner(lease: Lease) -> Owner:
+    return lease.owner_uid, lease.owner_gid
 
 
 def _set_aside(directory: Path, name: str = _LAYER) -> Path:

@@ -44,6 +44,11 @@ class OverlayOrder:
 class Mounter(Protocol):
     """A path that is gone raises FileNotFoundError, everything else a ResourceError. Only `mount` must not be asked twice."""
 
+    @property
+    def keeps(self) -> bool:
+        """Whether it can `take_off` and `put_on`."""
+        ...
+
     def mount(self, order: OverlayOrder) -> None:
         """Mount a checkout's tree; `layer/work` must be fresh."""
 
@@ -52,6 +57,13 @@ class Mounter(Protocol):
 
         `was_used` is a guess that files were read: then most of the work is left for `tear_down`.
         """
+
+    def take_off(self, checkout: str) -> int:
+        """Unmount its tree in any case; a descriptor of what was mounted there."""
+        ...
+
+    def put_on(self, mount: int, checkout: str) -> None:
+        """Mount what was taken off somewhere; the descriptor stays the caller's."""
 
     def tear_down(self) -> None:
         """Do what is left of unmounting, when nobody waits; any thread may."""
@@ -92,6 +104,8 @@ class Held:
 class LocalMounter:
     """Mounts in this process; trusts its caller and the state directory."""
 
+    keeps = True
+
     def __init__(self, state_dir: Path) -> None:
         self._state = str(state_dir)
         self._held = Held()
@@ -104,6 +118,15 @@ class LocalMounter:
 
     def umount(self, checkout: str, *, was_used: bool = False) -> None:
         mounts.umount(f"{self._state}/checkouts/{checkout}/tree", held=self._held.take() if was_used else None)
+
+    def take_off(self, checkout: str) -> int:
+        try:
+            return mounts.clone(f"{self._state}/checkouts/{checkout}/tree")
+        finally:
+            self.umount(checkout)
+
+    def put_on(self, mount: int, checkout: str) -> None:
+        mounts.attach(mount, f"{self._state}/checkouts/{checkout}/tree")
 
     def tear_down(self) -> None:
         self._held.close()
@@ -132,6 +155,8 @@ def make_idmap(source: int, target: int, owner: Owner) -> None:
 class RemoteMounter:
     """Asks the mount service at a socket. Connects when it must; any thread may call; an answer that is late is an error."""
 
+    keeps = False
+
     def __init__(self, path: Path, *, timeout: timedelta = _TIMEOUT) -> None:
         self._path = path
         self._timeout = timeout
@@ -143,6 +168,12 @@ class RemoteMounter:
 
     def umount(self, checkout: str, *, was_used: bool = False) -> None:
         self._ask("umount", checkout=checkout, was_used=was_used)
+
+    def take_off(self, checkout: str) -> int:
+        raise BackendUnavailableError(f"cannot take off the tree of {checkout}: the mount service keeps none", hint="mount it")
+
+    def put_on(self, mount: int, checkout: str) -> None:
+        raise BackendUnavailableError(f"cannot put on the tree of {checkout}: the mount service keeps none", hint="mount it")
 
     def tear_down(self) -> None:
         """The service does it by itself."""

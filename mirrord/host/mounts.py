@@ -26,6 +26,7 @@ _OPEN_TREE_CLOEXEC = os.O_CLOEXEC
 _MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_T_EMPTY_PATH = 0x4, 0x40
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV, _MOUNT_ATTR_IDMAP = 0x1, 0x2, 0x4, 0x100000
 _AT_EMPTY_PATH = 0x1000
+_AT_FDCWD = -100
 _SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_OPENAT2, _SYS_MOUNT_SETATTR = 428, 429, 437, 442  # the same on every architecture
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x2, 0x4, 0x8
 
@@ -81,6 +82,17 @@ def umount(target: str, *, held: list[int] | None = None) -> None:
             return
         raise _refused("unmount", target, number)
     raise ResourceError(f"cannot unmount {target}: {_STACKED_MAX} mounts went and there are more", hint="unmount it by hand")
+
+
+def clone(target: str) -> int:
+    """What is mounted at `target`, once more and nowhere: it goes with the descriptor, unless it was attached. Linux 5.2."""
+    how = _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC
+    return _syscall("clone", target, _SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(target), how)
+
+
+def attach(mount: int, target: str) -> None:
+    """Mount a clone at `target`."""
+    _syscall("mount", target, _SYS_MOVE_MOUNT, mount, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH)
 
 
 def clone_idmapped(source: int, target: int, userns: int) -> None:
