@@ -127,6 +127,17 @@ def test_a_bundle_restores_the_whole_mirror_elsewhere(pair: Pair) -> None:
     assert not list((pair.one.state_dir / "quarantine").iterdir())
 
 
+def test_a_bundle_of_what_is_there_adds_no_pack(pair: Pair) -> None:
+    """Whatever packs it came in."""
+    pair.bundle()
+    directory = pair.mirror(pair.one) / "objects/pack"
+    packs, refs = set(directory.iterdir()), pair.refs(pair.one)
+    with Client(pair.one.socket) as client:
+        client.wait(client.import_bundle(pair.file))
+    assert set(directory.iterdir()) == packs
+    assert pair.refs(pair.one) == refs
+
+
 def test_what_was_restored_survives_a_restart(pair: Pair) -> None:
     """Pins of datasets are dropped at a start when no dataset records their commits: these are recorded."""
     pair.bundle()

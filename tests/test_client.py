@@ -24,6 +24,7 @@ from httpserver import Handler, serving
 
 import mirrord
 from mirrord import AsyncClient, Client, errors
+from mirrord.errors import InvalidRequestError
 from mirrord.model import View
 from mirrord.protocol import Progress
 
@@ -104,6 +105,15 @@ def _loaded(code: str) -> set[str]:
         [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"], capture_output=True, text=True, check=True
     )
     return set(done.stdout.split())
+
+
+def test_a_word_that_the_daemon_does_not_know_is_an_error_of_ours(tmp_path: Path) -> None:
+    """Said before anybody is asked: no daemon is there."""
+    with Client(tmp_path / "none") as client:
+        with pytest.raises(InvalidRequestError, match="history: Input should be 'sealed', 'squashed' or 'linked'"):
+            client.checkout("a", history="open")  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError, match="level"):
+            client.start_audit(level="deep")  # type: ignore[arg-type]
 
 
 def test_importing_mirrord_loads_nothing_but_itself() -> None:

@@ -41,6 +41,15 @@ def test_sample_marks_what_needs_a_restart() -> None:
     assert marked == [key.rpartition(".")[2] for key, restart in config.setting_keys() if restart]
 
 
+def test_a_mirror_that_is_there_twice_is_named_by_the_second_line(tmp_path: Path) -> None:
+    """The first one is right."""
+    path = tmp_path / "config.toml"
+    path.write_text('[[mirror]]\nrepo = "a/b"\n\n[[mirror]]\nrepo = "c/d"\n\n[[mirror]]\nrepo = "C/D"\n')
+    with pytest.raises(InvalidConfigError) as caught:
+        config.load(path)
+    assert [(fault["key"], fault["line"]) for fault in caught.value.facts["faults"]] == [("mirror[2].repo", 8)]
+
+
 def test_all_faults_are_listed_at_once_with_key_line_and_suggestion(tmp_path: Path) -> None:
     """One run of the daemon is enough to see everything that is wrong."""
     text = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,19 @@ def test_a_state_directory_that_others_may_write_to_fails(tmp_path: Path) -> Non
 def test_a_socket_path_that_is_too_long_fails(tmp_path: Path) -> None:
     """The kernel would refuse it only at the start."""
     assert _checks(tmp_path, Path("/" + "x" * 150))["socket"].verdict == "fail"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be somebody else")
+def test_it_is_judged_what_the_daemons_user_may_and_not_who_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody may ask how root's daemon is: that its socket's directory is not his is as it should be."""
+    state = tmp_path / "state"
+    state.mkdir()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert _checks(state, tmp_path / "s")["socket"].verdict == "fail"
+    monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    assert _checks(state, tmp_path / "s")["socket"].verdict == "ok"
+    os.chown(state, 65533, 65533)
+    assert _checks(state, tmp_path / "s")["socket"].verdict == "fail"
 
 
 def test_a_daemon_that_holds_the_state_directory_is_named(tmp_path: Path) -> None:

@@ -13,11 +13,20 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from ..errors import AccessError, DeadlineError, MirrordError, NoDaemonError, UsageError, from_problem
+from ..errors import AccessError, DeadlineError, InvalidRequestError, MirrordError, NoDaemonError, UsageError, from_problem
 
 A = TypeVar("A", bound=BaseModel)
 
 _START = "start it with `mirrord serve` or `systemctl start mirrord`, or name its socket with --socket or MIRRORD_SOCKET"
+
+
+def message(model: type[A], **fields: Any) -> A:
+    """A message to the daemon; raises InvalidRequestError, as the daemon would, for what it cannot be made of."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        raise InvalidRequestError(f"cannot ask the daemon: {faults}", hint="see the method's signature") from error
 
 
 def read_one(response: httpx.Response, model: type[A]) -> A:

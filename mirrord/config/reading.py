@@ -103,7 +103,7 @@ def _follows(error: ErrorDetails, errors: list[ErrorDetails]) -> bool:
 
 
 def _fault(error: ErrorDetails, text: str) -> Fault:
-    path = error["loc"]
+    path = (*error["loc"], *error.get("ctx", {}).get("place", ()))  # what is wrong of a whole list is so at one place
     key = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
     return Fault(key, _message(error), _line_of(list(path), text))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt
+from pydantic_core import PydanticCustomError
 
 from ..model import AuditLevel, Backend, History
 from .values import AbsolutePath, Duration, Lifetime, Period, RefPattern, Repo, Restart, Size, Url, UrlTemplate, User
@@ -75,7 +76,7 @@ def _distinct(mirrors: tuple[MirrorSettings, ...]) -> tuple[MirrorSettings, ...]
     """Two spellings that differ in letter case are one mirror, which has one URL."""
     for number, mirror in enumerate(mirrors):
         if any(mirror.repo.lower() == other.repo.lower() for other in mirrors[:number]):
-            raise ValueError(f"{mirror.repo} is there twice")
+            raise PydanticCustomError("twice", "{repo} is there twice", {"repo": mirror.repo, "place": (number, "repo")})
     return mirrors
 
 

@@ -19,8 +19,14 @@ def socket_path(settings: Settings) -> Result:
     if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
         return "fail", f"{path} is longer than {_SOCKET_PATH_BYTES} bytes", "choose a shorter `socket`"
     parent = existing(path.parent)
-    well = os.access(parent, os.W_OK)
-    return judge(well, f"{path}", f"{parent} is not writable for uid {os.geteuid()}: choose another `socket`")
+    uid = _daemons_uid(settings.state_dir)
+    well = os.access(parent, os.W_OK) if uid == os.geteuid() else parent.stat().st_uid == uid or uid == 0
+    return judge(well, f"{path}", f"{parent} is not writable for uid {uid}: choose another `socket`")
+
+
+def _daemons_uid(state_dir: Path) -> int:
+    """Whose daemon it is: somebody else's where the state directory is."""
+    return state_dir.stat().st_uid if state_dir.exists() else os.geteuid()
 
 
 def daemon(settings: Settings) -> Result:

@@ -15,7 +15,7 @@ from ... import protocol
 from ...errors import CancelledError, DeadlineError, NoDaemonError, OperationNotFoundError, UsageError, from_problem
 from ...model import AuditLevel, Backend, History, View
 from ...units import parse_duration
-from ..answers import read_list, read_one, retry_pauses
+from ..answers import message, read_list, read_one, retry_pauses
 from ..events import EventReader
 from ..sockets import socket_path
 from ..twins import Pending, async_chunks, async_pause, async_write
@@ -83,12 +83,12 @@ class AsyncClient:
 
     async def add_mirror(self, repo: str, url: str | None = None) -> protocol.Operation:
         """Add a mirror and sync it for the first time."""
-        body = protocol.AddMirror(repo=repo, url=url)
+        body = message(protocol.AddMirror, repo=repo, url=url)
         return read_one(await self._connection.request("POST", "mirrors", body=body), protocol.Operation)
 
     async def sync_mirror(self, name: str, *, accept_loss: bool = False) -> protocol.Operation:
         """Bring a mirror up to date; with `accept_loss` even where upstream lost most of what it had, which the mirror keeps."""
-        body = protocol.SyncMirror(accept_loss=accept_loss)
+        body = message(protocol.SyncMirror, accept_loss=accept_loss)
         return read_one(await self._connection.request("POST", f"mirrors/{_mirror(name)}/sync", body=body), protocol.Operation)
 
     async def remove_mirror(self, name: str) -> None:
@@ -104,7 +104,7 @@ class AsyncClient:
 
     async def restore_refs(self, name: str, at: str) -> protocol.Operation:
         """Put the mirror's refs back to a record of its history; tips that this moves away from are kept."""
-        body = protocol.RestoreRefs(at=at)
+        body = message(protocol.RestoreRefs, at=at)
         return read_one(
             await self._connection.request("POST", f"mirrors/{_mirror(name)}/refs/restore", body=body), protocol.Operation
         )
@@ -148,7 +148,7 @@ class AsyncClient:
 
     async def pin(self, mirror: str, commit: str, reason: str = "") -> protocol.Pin:
         """Keep a commit alive under your own name; its closure is verified first."""
-        body = protocol.AddPin(mirror=mirror, commit=commit, reason=reason)
+        body = message(protocol.AddPin, mirror=mirror, commit=commit, reason=reason)
         return read_one(await self._connection.request("POST", "pins", body=body), protocol.Pin)
 
     async def unpin(self, mirror: str, commit: str, owner: str | None = None) -> None:
@@ -204,7 +204,7 @@ class AsyncClient:
         heal: bool | None = None,
     ) -> protocol.Operation:
         """Check that recorded commits can be served: of these mirrors, of this dataset, or all."""
-        body = protocol.StartAudit(mirrors=list(mirrors), dataset=dataset, level=level, heal=heal)
+        body = message(protocol.StartAudit, mirrors=list(mirrors), dataset=dataset, level=level, heal=heal)
         return read_one(await self._connection.request("POST", "audits", body=body), protocol.Operation)
 
     async def list_audits(self) -> list[protocol.Audit]:
@@ -215,7 +215,7 @@ class AsyncClient:
 
     async def start_heal(self, *mirrors: str) -> protocol.Operation:
         """Audit all content of these mirrors, or of all, repair what is found, and audit again."""
-        body = protocol.StartHeal(mirrors=list(mirrors))
+        body = message(protocol.StartHeal, mirrors=list(mirrors))
         return read_one(await self._connection.request("POST", "heals", body=body), protocol.Operation)
 
     async def heal_with_bundle(
@@ -246,8 +246,15 @@ class AsyncClient:
 
         `ttl` is how long it is held unless renewed: a timedelta, seconds, or a duration such as "30m".
         """
-        body = protocol.StartCheckout(
-            instance=instance, mirror=mirror, commit=commit, history=history, view=view, backend=backend, ttl=_seconds(ttl)
+        body = message(
+            protocol.StartCheckout,
+            instance=instance,
+            mirror=mirror,
+            commit=commit,
+            history=history,
+            view=view,
+            backend=backend,
+            ttl=_seconds(ttl),
         )
         return Pending(self._check_out(body))
 
@@ -268,12 +275,12 @@ class AsyncClient:
     async def reset_checkout(
         self, checkout: str, instance: str | None = None, *, commit: str | None = None
     ) -> protocol.ResetAnswer:
-        body = protocol.ResetCheckout(instance=instance, commit=commit)
+        body = message(protocol.ResetCheckout, instance=instance, commit=commit)
         answer = await self._connection.request("POST", f"checkouts/{quote(checkout, safe='')}/reset", body=body)
         return read_one(answer, protocol.ResetAnswer)
 
     async def renew_checkout(self, checkout: str, ttl: timedelta | float | str | None = None) -> protocol.Checkout:
-        body = protocol.RenewCheckout(ttl=_seconds(ttl))
+        body = message(protocol.RenewCheckout, ttl=_seconds(ttl))
         return read_one(
             await self._connection.request("POST", f"checkouts/{quote(checkout, safe='')}/renew", body=body), protocol.Checkout
         )
@@ -290,7 +297,7 @@ class AsyncClient:
         return read_one(answer, protocol.Checkout)
 
     async def restore_paths(self, checkout: str, commit: str, *paths: str) -> list[str]:
-        body = protocol.RestorePaths(commit=commit, paths=list(paths))
+        body = message(protocol.RestorePaths, commit=commit, paths=list(paths))
         answer = await self._connection.request("POST", f"checkouts/{quote(checkout, safe='')}/restore", body=body)
         return read_one(answer, protocol.RestoreAnswer).paths
 

@@ -19,6 +19,7 @@ from ...catalog.catalog import Catalog
 from ...catalog.rows import MirrorRow, PinRow
 from ...errors import InvalidBundleError, MirrorNotFoundError
 from ...git.command import Git
+from ...git.packs import PackIndex
 from ...host.files import full_disk_named, sync_directory, sync_tree
 from ...jobs.events import Events
 from ...model import CommitId, MirrorName, utc_now
@@ -194,8 +195,9 @@ class Bundles:
             return made
         repository = self._mirrors.repository(scratch.name)
         with anyio.CancelScope(shield=True):
-            with full_disk_named(f"mirror {scratch.name}"):
-                await anyio.to_thread.run_sync(accept_objects, scratch.objects, repository.objects)
+            if await repository.absent(await _offered(scratch, contents)):
+                with full_disk_named(f"mirror {scratch.name}"):
+                    await anyio.to_thread.run_sync(accept_objects, scratch.objects, repository.objects)
             made = await merge(repository, contents, owners, await repository.head())
             await commit(repository, made.transaction)
         return made
@@ -276,3 +278,18 @@ async def _seen_at(repository: Repository) -> datetime:
     """When upstream was last seen as the mirror has it now."""
     records = await list_records(repository, limit=1)
     return records[0].at if records else utc_now()
+
+
+async def _offered(scratch: Repository, contents: Contents) -> set[str]:
+    """The objects that came, but for the records, of which a mirror keeps none."""
+    offered = await anyio.to_thread.run_sync(_packed, scratch)
+    if contents.records:
+        doing = "list the records of a bundle"
+        listed = await scratch.git.run("rev-list", "--objects", contents.records, git_dir=scratch.path, doing=doing)
+        offered -= {line.partition(" ")[0] for line in listed.lines}
+    return offered
+
+
+def _packed(repository: Repository) -> set[str]:
+    """Every object in the packs of a repository, which may borrow others."""
+    return {oid.hex() for index in (repository.objects / "pack").glob("*.idx") for oid in PackIndex(index)}
