@@ -79,11 +79,6 @@ def from_problem(problem: Mapping[str, Any]) -> MirrordError:
     return cls(str(problem.get("detail") or problem.get("title") or "unknown error"), hint=problem.get("hint"), **facts)
 
 
-def error_classes() -> dict[str, type[MirrordError]]:
-    """All classes by code: what the documents and the tests read."""
-    return dict(_CLASSES)
-
-
 # -- usage: exit 2 ----------------------------------------------------------------------------------------------------
 
 

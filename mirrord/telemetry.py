@@ -44,12 +44,6 @@ def bind_request(identity: str) -> None:
     structlog.contextvars.bind_contextvars(request_id=identity)
 
 
-def current_request_id() -> str | None:
-    """The id of the request that the present task or worker call serves."""
-    found: str | None = structlog.contextvars.get_contextvars().get("request_id")
-    return found
-
-
 # -- secrets ----------------------------------------------------------------------------------------------------------
 
 

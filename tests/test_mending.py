@@ -38,15 +38,7 @@ def upstream(make_upstream: Callable[..., Upstream]) -> Upstream:
 
 @pytest.fixture
 def house(tmp_path: Path, upstream: Upstream) -> Builder:
-    """With one synced mirror."""
-    builder = Builder(tmp_path, f"file://{upstream.path.parent}/{{owner}}+{{name}}")
-
-    async def prepare(it: House) -> None:
-        await it.mirrors.add("owner/name")
-        await it.mirrors.sync(NAME)
-
-    builder.run(prepare)
-    return builder
+    return Builder(tmp_path, f"file://{upstream.path.parent}/{{owner}}+{{name}}").synced()
 
 
 @contextmanager

@@ -74,6 +74,16 @@ class Builder:
 
         anyio.run(main)
 
+    def synced(self) -> Builder:
+        """With one synced mirror."""
+
+        async def prepare(it: House) -> None:
+            await it.mirrors.add("owner/name")
+            await it.mirrors.sync(NAME)
+
+        self.run(prepare)
+        return self
+
 
 @pytest.fixture
 def upstream(make_upstream: Callable[..., Upstream]) -> Upstream:

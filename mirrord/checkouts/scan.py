@@ -51,10 +51,6 @@ class Changes:
     def is_empty(self) -> bool:
         return not (self.modified or self.missing or self.extra)
 
-    def in_control(self) -> list[bytes]:
-        """All that differs below `.git`."""
-        return [path for path in (*self.modified, *self.missing, *self.extra) if is_control(path)]
-
     def in_tree(self) -> list[bytes]:
         """All that differs outside `.git`."""
         return [path for path in (*self.modified, *self.missing, *self.extra) if not is_control(path)]
