@@ -2,7 +2,7 @@
 
 Owns `templates/<mirror>/gits/<history>-<commit>/.git`: a detached HEAD, a configuration of a few lines, the tags that point at
 ancestors, closure packs as hard links; no remote, no alternates, no reflog, no hook, no index (whoever writes the tree writes
-that). What stores have alike is on disk once (`common.py`). Built in a temporary directory and renamed; the JSON file beside it
+that). What stores have alike is on disk once (`shared.py`). Built in a temporary directory and renamed; the JSON file beside it
 is written last, and what has none does not exist.
 """
 
@@ -41,10 +41,10 @@ from .closures import (
     remove_all,
     remove_leftovers,
 )
-from .common import let_go, remove_unused, write_common
 from .gitdir import CONFIG, GRAPH, Gitdir, load, read_records, save
 from .graphs import Graphs
 from .packing import Packer, PackFile, together
+from .shared import let_go, remove_unused, write_shared
 from .tags import Tag, Tags, packed_refs
 
 _SQUASHED = """tree {tree}
@@ -58,7 +58,7 @@ The history before this commit is not part of the checkout.
 # Named, not imported: it loads libgit2, which only workers do.
 _TREE_AND_TIME = "mirrord.git.objects:tree_and_time"
 _READ_TIMEOUT = timedelta(seconds=30)
-_COMMON = ("config", "packed-refs")
+_SHARED = ("config", "packed-refs")
 _FACTS_KEPT = 64
 _DIRECTORIES = ("info", "objects/info", "objects/pack", "refs/heads", "refs/tags")
 
@@ -322,12 +322,12 @@ def _write(stores: Path, git: Path, contents: _Contents) -> None:
         link_or_copy(contents.graph, git / GRAPH)
     (git / "HEAD").write_text(f"{contents.head}\n")
     (git / "info/exclude").write_bytes(b"")
-    for name, content in zip(_COMMON, (CONFIG, packed_refs(contents.tags)), strict=True):
-        write_common(stores, git / name, content)
+    for name, content in zip(_SHARED, (CONFIG, packed_refs(contents.tags)), strict=True):
+        write_shared(stores, git / name, content)
 
 
 def _remove(store: Path, remains: Remains) -> None:
-    for name in _COMMON:
+    for name in _SHARED:
         let_go(store.parent, store / ".git" / name)
     remains.remove(store)
 

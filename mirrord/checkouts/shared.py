@@ -1,6 +1,6 @@
 """Control files that many sealed stores have alike: each version of one is on disk once.
 
-Owns `.common-<id>` beside the stores of a mirror, a further link of each such file. Nothing writes to a store: overlays copy what
+Owns `.shared-<id>` beside the stores of a mirror, a further link of each such file. Nothing writes to a store: overlays copy what
 their users write to, pooled checkouts get files of their own. A file that is not what its name says is lent to nobody. A crash
 leaves files that no store has, which the next start removes.
 """
@@ -15,11 +15,11 @@ from pathlib import Path
 
 from ..host.remains import Remains
 
-COMMON = ".common-"
+SHARED = ".shared-"
 _ALONE = 1
 
 
-def write_common(directory: Path, file: Path, content: bytes) -> None:
+def write_shared(directory: Path, file: Path, content: bytes) -> None:
     """Write a file of a store; as a link, where a store in `directory` has the same."""
     kept = _path(directory, content)
     try:
@@ -47,11 +47,11 @@ def let_go(directory: Path, file: Path) -> None:
 
 def remove_unused(directory: Path, remains: Remains) -> int:
     """Remove what no store has."""
-    unused = [file for file in directory.glob(f"{COMMON}*") if file.stat().st_nlink == _ALONE]
+    unused = [file for file in directory.glob(f"{SHARED}*") if file.stat().st_nlink == _ALONE]
     for file in unused:
         remains.remove(file)
     return len(unused)
 
 
 def _path(directory: Path, content: bytes) -> Path:
-    return directory / f"{COMMON}{hashlib.sha1(content, usedforsecurity=False).hexdigest()}"
+    return directory / f"{SHARED}{hashlib.sha1(content, usedforsecurity=False).hexdigest()}"

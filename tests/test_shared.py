@@ -11,18 +11,18 @@ import pytest
 from gitrepos import Upstream
 from templatelab import Store, assert_equals_commit, run
 
-from mirrord.checkouts.common import COMMON, let_go, remove_unused, write_common
+from mirrord.checkouts.shared import SHARED, let_go, remove_unused, write_shared
 from mirrord.host.remains import Remains
 
 
 def kept(directory: Path) -> list[Path]:
-    return sorted(directory.glob(f"{COMMON}*"))
+    return sorted(directory.glob(f"{SHARED}*"))
 
 
 def test_equal_contents_are_one_file(tmp_path: Path) -> None:
     """Others are others."""
     for name, content in (("a", b"same"), ("b", b"same"), ("c", b"other")):
-        write_common(tmp_path, tmp_path / name, content)
+        write_shared(tmp_path, tmp_path / name, content)
         assert (tmp_path / name).read_bytes() == content
     assert (tmp_path / "a").samefile(tmp_path / "b")
     assert not (tmp_path / "a").samefile(tmp_path / "c")
@@ -31,10 +31,10 @@ def test_equal_contents_are_one_file(tmp_path: Path) -> None:
 
 def test_what_was_altered_is_not_lent(tmp_path: Path) -> None:
     """The next store gets what was asked for, and so do those after it."""
-    write_common(tmp_path, tmp_path / "a", b"same")
+    write_shared(tmp_path, tmp_path / "a", b"same")
     (tmp_path / "a").write_bytes(b"evil")
     for name in ("b", "c"):
-        write_common(tmp_path, tmp_path / name, b"same")
+        write_shared(tmp_path, tmp_path / name, b"same")
         assert (tmp_path / name).read_bytes() == b"same"
     assert (tmp_path / "b").samefile(tmp_path / "c")
 
@@ -42,14 +42,14 @@ def test_what_was_altered_is_not_lent(tmp_path: Path) -> None:
 def test_it_goes_with_the_last_that_has_it(tmp_path: Path) -> None:
     """Or at a start, where a crash came between."""
     for name in ("a", "b"):
-        write_common(tmp_path, tmp_path / name, b"same")
+        write_shared(tmp_path, tmp_path / name, b"same")
     let_go(tmp_path, tmp_path / "a")
     assert len(kept(tmp_path)) == 1
     (tmp_path / "a").unlink()
     assert remove_unused(tmp_path, Remains()) == 0
     let_go(tmp_path, tmp_path / "b")
     assert kept(tmp_path) == []
-    write_common(tmp_path, tmp_path / "d", b"same")
+    write_shared(tmp_path, tmp_path / "d", b"same")
     (tmp_path / "d").unlink()
     assert remove_unused(tmp_path, Remains()) == 1
     assert kept(tmp_path) == []
@@ -57,7 +57,7 @@ def test_it_goes_with_the_last_that_has_it(tmp_path: Path) -> None:
 
 def test_a_file_with_all_the_links_there_can_be_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ext4 allows 65,000."""
-    write_common(tmp_path, tmp_path / "a", b"same")
+    write_shared(tmp_path, tmp_path / "a", b"same")
 
     def refused(source: Path, target: Path) -> None:
         assert source == kept(tmp_path)[0] or target == kept(tmp_path)[0]
@@ -65,7 +65,7 @@ def test_a_file_with_all_the_links_there_can_be_is_written_again(tmp_path: Path,
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", refused)
-        write_common(tmp_path, tmp_path / "b", b"same")
+        write_shared(tmp_path, tmp_path / "b", b"same")
     assert (tmp_path / "b").read_bytes() == b"same"
     assert not (tmp_path / "a").samefile(tmp_path / "b")
 
