@@ -120,7 +120,7 @@ def test_after_kill_9_it_starts_again_over_the_stale_socket() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
-@pytest.mark.parametrize("inodes", [10, 18])
+@pytest.mark.parametrize("inodes", [10, 16])
 def test_a_disk_without_room_for_a_start_is_said_and_ends_with_7(inodes: int) -> None:
     """No traceback; what is there stays as it is, for a start with room."""
     with daemon(start=False) as made:
