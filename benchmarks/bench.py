@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from datetime import datetime, timedelta, timezone
+from dataclasses import asdict
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
@@ -28,38 +28,13 @@ from daemons import MIRROR, Daemon
 from load import kernel_alone, lean_clients, python_client
 from report import print_table, write_docs
 from resets import Holder, dirty_reset, held, holders, timed, to_and_fro
+from results import Figure, Row
 from rivals import Git, dirty, git
+from stores import Stores
 
 from mirrord import Client
 from mirrord.host.mounts import mount_overlay, umount
 from mirrord.model import AuditLevel, Backend
-
-_INDEXES_KEPT = 50  # of the templates that were asked for last, an index is there
-
-
-@dataclass
-class Row:
-    """One comparison. Times are seconds of each round; `goal` is the ratio theirs/ours to reach."""
-
-    work: str
-    against: str
-    ours: list[float] = field(default_factory=list)
-    theirs: list[float] = field(default_factory=list)
-    goal: float | None = None
-
-    @property
-    def ratio(self) -> float:
-        return statistics.median(self.theirs) / statistics.median(self.ours)
-
-
-@dataclass
-class Figure:
-    """A number that is not a comparison of times."""
-
-    name: str
-    value: float
-    unit: str
-    goal: str = ""
 
 
 class Bench:
@@ -245,56 +220,10 @@ class Bench:
             Figure("daemon memory while they are held, workers included", idle["rss_mib"], "MiB resident", "under 150"),
         ]
 
-    def disk(self, count: int = 300) -> None:
-        """Sealed base commits spread over 5,000 commits, oldest first, as they are prepared after an import."""
-        line = self.line[:5000]
-        commits = line[:: max(1, len(line) // count)][:count][::-1]
-        floor = self.git.floor_bytes(line[0])
-        self.daemon.forget_templates()
-        self._check_out(commits)
-        what = f"{len(commits)} sealed base commits"
-        self._weigh(f"{what}, all warm", self.daemon.templates_bytes(), floor)
-        self._weigh(f"{what}, every version of a file once, and one closure pack", self.git.least_bytes(commits), floor)
-        self._rest(what, commits, floor, "under 2", timedelta(hours=24))
-
-    def variants(self, count: int = 5000) -> None:
-        """One-file variants of one commit, SWE-smith's shape; each is checked out once, and then once more."""
-        tip = self.line[0]
-        floor = self.git.floor_bytes(tip)
-        commits = self.git.write_variants(self.daemon.mirror, tip, count)
-        self.daemon.forget_templates()
-        self._check_out([tip])
-        alone = self.daemon.templates_bytes()
-        first, last = commits[: count // 10], commits[-count // 10 :]
-        began = timed(partial(self._check_out, first))
-        self._check_out(commits[len(first) : -len(last)])
-        ended = timed(partial(self._check_out, last))
-        warm = self.daemon.templates_bytes()
-        busy = self.daemon.memory()
-        again = timed(partial(self._check_out, last[-_INDEXES_KEPT:])) / len(last[-_INDEXES_KEPT:])
-        what = f"{count:,} one-file variants"
-        self.figures += [
-            Figure("first checkout of a one-file variant, of the first tenth", began / len(first) * 1000, "ms"),
-            Figure("first checkout of a one-file variant, of the last tenth", ended / len(last) * 1000, "ms"),
-            Figure("checkout and release of one that is warm beside all the others", again * 1000, "ms"),
-            Figure("disk of each one-file variant that is warm", (warm - alone) / count / 1024, "KiB"),
-            Figure(f"daemon memory just after {what}, workers included", busy["rss_mib"], "MiB resident"),
-        ]
-        self._weigh(f"{what}, all warm", warm, floor)
-        self._rest(what, commits, floor, "under 1.5", timedelta(hours=4))
-
-    def _rest(self, what: str, commits: list[str], floor: int, goal: str, soon: timedelta) -> None:
-        """What stays on disk of templates that nobody asks for any more, and what it costs to ask again."""
-        left = len(commits)
-        for after in (soon, timedelta(days=8)):
-            left -= min(self.daemon.rest(after), left)
-            hours = after // timedelta(hours=1)
-            self._weigh(f"{what}, {hours} hours after the last was asked for", self.daemon.templates_bytes(), floor, goal)
-            self.figures.append(Figure("of them still warm then", left, "commits"))
-        self._check_out(commits[-1:])
-        some = commits[:: max(1, len(commits) // 10)][:10]
-        again = [timed(partial(self._check_out, [commit])) for commit in some]
-        self.figures.append(Figure("first checkout of one that had gone", statistics.median(again) * 1000, "ms"))
+    def weigh(self, case: Callable[[Stores], None]) -> None:
+        stores = Stores(self.daemon, self.git, self.line)
+        case(stores)
+        self.figures += stores.figures
 
     def audit(self) -> None:
         audited = Audited(self.daemon, self.git, self.line)
@@ -312,14 +241,6 @@ class Bench:
         took = statistics.median(audited.audit(AuditLevel.QUICK) for _ in range(self.rounds))
         recorded = f"{mirrors * len(audited.commits):,} recorded commits in {mirrors} mirrors"
         self.figures.append(Figure(f"audit, level quick, of {recorded}", took, "s", "under 2"))
-
-    def _check_out(self, commits: list[str]) -> None:
-        with self.daemon.client() as client:
-            for commit in commits:
-                client.checkout(mirror=MIRROR, commit=commit).release()
-
-    def _weigh(self, what: str, ours: float, floor: int, goal: str = "") -> None:
-        self.figures.append(Figure(f"disk of {what}", ours / floor, "times a full tree and a closure pack", goal))
 
     def _holders(self) -> Iterator[tuple[Backend, Holder]]:
         """The overlay, where the host allows it; the pool for each kind of owner, which costs it different work."""
@@ -360,8 +281,8 @@ def run(source: Path, parent: str | None, rounds: int, cases: list[str]) -> dict
                 "pool": bench.pool_move,
                 "throughput": bench.throughput,
                 "hold": lambda: bench.hold(1000),
-                "disk": bench.disk,
-                "variants": bench.variants,
+                "disk": partial(bench.weigh, Stores.base_commits),
+                "variants": partial(bench.weigh, Stores.variants),
                 "audit": bench.audit,
                 "quick-audit": bench.quick_audit,
             }

@@ -63,9 +63,10 @@ def write_docs(results: list[dict[str, Any]], docs: Path) -> None:
     for result in results:
         machine = result["machine"]
         text += f"\n## {_title(result)}\n\n{machine['at']}, Linux {machine['kernel']}, {machine['cpus']} CPUs, {machine['git']}, "
-        text += f"on {machine['disk']}\n\n"
-        text += "| work | against | mirrord, ms | theirs, ms | theirs / ours | goal |\n|---|---|---|---|---|---|\n"
-        text += "".join("| " + " | ".join(row) + " |\n" for row in _rows(result))
+        text += f"on {machine['disk']}\n"
+        if result["rows"]:
+            text += "\n| work | against | mirrord, ms | theirs, ms | theirs / ours | goal |\n|---|---|---|---|---|---|\n"
+            text += "".join("| " + " | ".join(row) + " |\n" for row in _rows(result))
         if result["figures"]:
             text += "\n| figure | value | goal |\n|---|---|---|\n"
             text += "".join(f"| {f['name']} | {f['value']:,.2f} {f['unit']} | {f['goal']} |\n" for f in result["figures"])
