@@ -16,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import anyio
 from sqlalchemy import Connection
 
+from ..errors import DiskFullError
 from ..git.workers import Workers
 from ..model import AuditLevel, CommitId
 from ..protocol import Audit, Dataset, DatasetChange, DatasetSummary
@@ -206,7 +207,13 @@ class Catalog:
             await anyio.to_thread.run_sync(self._database.widen)
 
     async def _long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """In another process, which has to open the database too."""
         await self._widen()
+        if self._database.way is not Way.SHARED:
+            raise DiskFullError(
+                f"cannot write the catalog {self._database.label}: there is no room beside it",
+                hint="make room; nothing was changed",
+            )
         if self._workers is not None:
             return await self._workers.call(work, *args, timeout=_LONG, **kwargs)
         return await anyio.to_thread.run_sync(partial(work, *args, **kwargs))
