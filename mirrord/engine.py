@@ -229,8 +229,7 @@ class Engine:
             work=self.work,
             heals=self.heals,
             prewarm=prewarm,
-            # in this order: datasets drop pins that mirrors adopt
-            mend=Mend([self.mirrors.mend, self.datasets.mend, self.templates.mend]),
+            mend=Mend([self.mirrors.mend, self.datasets.mend, self.templates.mend]),  # datasets drop pins that mirrors adopt
             find_unfinished=self.audits.find_unfinished,
             watches=watches,
         )

@@ -247,15 +247,9 @@ class AsyncClient:
         `ttl` is how long it is held unless renewed: a timedelta, seconds, or a duration such as "30m".
         """
         body = message(
-            protocol.StartCheckout,
-            instance=instance,
-            mirror=mirror,
-            commit=commit,
-            history=history,
-            view=view,
-            backend=backend,
+            protocol.StartCheckout, instance=instance, mirror=mirror, commit=commit, history=history, view=view, backend=backend,
             ttl=_seconds(ttl),
-        )
+        )  # fmt: skip
         return Pending(self._check_out(body))
 
     async def _check_out(self, body: protocol.StartCheckout) -> AsyncCheckout:

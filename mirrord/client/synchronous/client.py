@@ -241,15 +241,9 @@ class Client:
         `ttl` is how long it is held unless renewed: a timedelta, seconds, or a duration such as "30m".
         """
         body = message(
-            protocol.StartCheckout,
-            instance=instance,
-            mirror=mirror,
-            commit=commit,
-            history=history,
-            view=view,
-            backend=backend,
+            protocol.StartCheckout, instance=instance, mirror=mirror, commit=commit, history=history, view=view, backend=backend,
             ttl=_seconds(ttl),
-        )
+        )  # fmt: skip
         return self._check_out(body)
 
     def _check_out(self, body: protocol.StartCheckout) -> Checkout:
