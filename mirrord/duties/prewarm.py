@@ -26,7 +26,7 @@ from ..protocol import Progress
 log = structlog.get_logger()
 
 _LOOK_EVERY = 16
-_BRIEF_ONES = 64  # of a mirror, one after the other
+_BRIEF_ONES = 512  # of a mirror, one after the other: more than most datasets have of one
 
 _Wanted = tuple[MirrorName, CommitId]
 Prepare = Callable[[MirrorName, CommitId, History], Awaitable[object]]
