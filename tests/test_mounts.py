@@ -12,7 +12,8 @@ import anyone
 import pytest
 from mountlab import GIT, TREE, Lab, mounted_below, mountlab
 
-from mirrord.errors import BackendUnavailableError
+from mirrord.checkouts.control import discard
+from mirrord.errors import BackendUnavailableError, CheckoutBusyError
 from mirrord.host import mounts
 from mirrord.host.mounting import LocalMounter, OverlayOrder
 from mirrord.host.processes import Capability, has_capabilities
@@ -200,3 +201,19 @@ def test_a_process_knows_what_it_may_do() -> None:
         user=USER[0], group=USER[1], extra_groups=[], capture_output=True, text=True, check=True, env={},
     )  # fmt: skip
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_what_resists_a_removal_is_found_again_under_the_name_it_had(tmp_path: Path) -> None:
+    """Directories are moved up on the way; whoever tries again knows nothing of that."""
+    (held,) = make(tmp_path, "checkout/a/b/mount")
+    make(tmp_path, "checkout/a/c/d", "checkout/e/f")
+    subprocess.run(["mount", "-t", "tmpfs", "none", held], check=True)
+    try:
+        with pytest.raises(CheckoutBusyError):
+            discard(tmp_path / "checkout")
+    finally:
+        (at,) = tmp_path.rglob("mount")
+        subprocess.run(["umount", at], check=True)
+    assert os.listdir(tmp_path) == ["checkout"]
+    discard(tmp_path / "checkout")
+    assert os.listdir(tmp_path) == []

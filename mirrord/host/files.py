@@ -14,7 +14,7 @@ import secrets
 import stat
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import CheckoutBusyError, DiskFailedError, DiskFullError, ResourceError
@@ -139,14 +139,25 @@ def remove(directory: int, name: bytes) -> None:
     """Remove whatever `name` is, a whole directory included; nothing there is fine.
 
     A directory that is not empty is moved up beside `name` before it is emptied, so that no depth exhausts descriptors; a crash
-    leaves such a `.gone-…` in `directory`.
+    leaves such a `.gone-…` in `directory`. Where something resists, they are put back: whoever tries again knows only `name`.
     """
     graves = [name]
-    while graves:
-        if not _remove_one(directory, graves[-1]):
-            graves += _empty(directory, graves[-1])
-        else:
-            graves.pop()
+    try:
+        while graves:
+            if not _remove_one(directory, graves[-1]):
+                _empty(directory, graves[-1], graves)
+            else:
+                graves.pop()
+    except BaseException:
+        _put_back(directory, graves[1:], name)
+        raise
+
+
+def _put_back(directory: int, graves: list[bytes], name: bytes) -> None:
+    with suppress(OSError), opened(open_child(directory, name)) as fd:
+        for grave in graves:
+            with suppress(OSError):
+                os.rename(grave, grave, src_dir_fd=directory, dst_dir_fd=fd)
 
 
 def _remove_one(directory: int, name: bytes) -> bool:
@@ -186,13 +197,12 @@ def _rmdir(directory: int, name: bytes) -> bool:
     return True
 
 
-def _empty(directory: int, name: bytes) -> list[bytes]:
-    """Remove what is in the directory `name`; answers the names, now in `directory`, of what must be emptied first."""
-    graves = []
+def _empty(directory: int, name: bytes, graves: list[bytes]) -> None:
+    """Remove what is in the directory `name`; adds to `graves` the names, now in `directory`, of what must be emptied first."""
     try:
         fd = open_child(directory, name)
     except (FileNotFoundError, NotADirectoryError):
-        return []
+        return
     with opened(fd):
         _refuse_mount(directory, fd, name)
         _unlock(fd)
@@ -203,7 +213,6 @@ def _empty(directory: int, name: bytes) -> list[bytes]:
             unlock(fd, child)
             os.rename(child, grave, src_dir_fd=fd, dst_dir_fd=directory)
             graves.append(grave)
-    return graves
 
 
 def _refuse_mount(directory: int, fd: int, name: bytes) -> None:
