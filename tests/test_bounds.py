@@ -106,6 +106,27 @@ def test_what_nobody_asks_for_rests_within_a_share(
     run(tmp_path, upstream, test)
 
 
+def test_the_last_store_of_a_mirror_stays_though_it_alone_is_too_much(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it lies on may be more than a whole tree and closure; without it the next checkout would be a very first one."""
+    monkeypatch.setattr(account, "_REST_BYTES", -(10**12))
+    monkeypatch.setattr(account, "_REST_SHARE", -1000)
+    upstream = make_upstream("up")
+    commits = whole_trees(upstream, 3)
+
+    async def test(store: Store) -> None:
+        for commit in commits:
+            await store.ensure(commit)
+        age(store, commits)
+        again = Store(tmp_path / "state", upstream, store.templates._workers)
+        await again.templates.open()
+        assert await again.templates.evict() == 2
+        assert await again.templates.evict() == 0
+
+    run(tmp_path, upstream, test)
+
+
 def test_a_day_of_use_is_remembered_over_a_restart(
     make_upstream: Callable[[str], Upstream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

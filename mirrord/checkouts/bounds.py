@@ -83,11 +83,11 @@ class Bounds:
         return await anyio.to_thread.run_sync(Account, name, self._shelves.get(name), await self._gitdirs.stores(name))
 
     async def _rest(self, account: Account) -> None:
-        """Let go of what was not asked for in its time, as far as there is plenty."""
+        """Let go of what was not asked for in its time, as far as there is plenty; the last store stays, whatever it lies on."""
         if account.size_bytes <= account.rest_bytes:
             return
         departures = await anyio.to_thread.run_sync(Departures, account)
-        while account.size_bytes > account.rest_bytes and (store := departures.next()):
+        while len(account.stores) > 1 and account.size_bytes > account.rest_bytes and (store := departures.next()):
             await self._drop(account, store)
 
     async def _make_room(self, accounts: list[Account]) -> None:
