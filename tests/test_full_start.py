@@ -131,6 +131,8 @@ def test_a_disk_that_takes_nothing_stops_new_work_and_nothing_else(
         for write in writes:
             answer = done(it, *write)
             assert {answer.get("code"), (answer.get("error") or {}).get("code")} & _REFUSED, answer
+        assert it.get("/v1/status")[0] == 200
+        assert "Traceback" not in it.log and not [line for line in it.log_lines if line["event"].endswith("crashed")]
 
         disk.open()
         for write in writes:

@@ -40,9 +40,10 @@ def as_mirrord_error(error: Exception) -> MirrordError:
         if error.exit_status == InternalError.exit_status:
             log.error("request.crashed", detail=error.message, exc_info=error)
         return error
-    log.error("request.crashed", exc_info=error)
     if found := disk_error(error, "answer the request"):
+        log.error("disk.failed", detail=found.message)
         return found
+    log.error("request.crashed", exc_info=error)
     return InternalError("cannot answer the request: an unexpected error", hint="this is a bug; the daemon's log has the details")
 
 
