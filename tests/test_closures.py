@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Awaitable, Callable
-from datetime import timedelta
+from contextlib import nullcontext
 from pathlib import Path
 
 import anyio
@@ -15,7 +15,7 @@ from gitrepos import Upstream, git
 from mirrord.checkouts import chains as chains_module
 from mirrord.checkouts import closures as module
 from mirrord.checkouts import packing as packing_module
-from mirrord.checkouts.afterwards import Afterwards
+from mirrord.checkouts.afterwards import Afterwards, answering
 from mirrord.checkouts.chains import CHAIN_LIMIT, MARGINS, STRIDES, Layer, choose_root, grid, plan, previous
 from mirrord.checkouts.closures import BUILDING, Closures, remove_leftovers
 from mirrord.checkouts.packing import Packer
@@ -39,7 +39,7 @@ class Site:
         self.root = root
         self.mirror = root / "mirror.git"
         self.recorded: list[CommitId] = []
-        self.pause = timedelta(hours=1)
+        self.answers_at_once = False
 
     def clone(self) -> None:
         shutil.rmtree(self.mirror, ignore_errors=True)
@@ -48,21 +48,21 @@ class Site:
     def run(self, body: Callable[[Closures], Awaitable[None]]) -> None:
         async def main() -> None:
             workers = Workers(size=1)
-            afterwards = Afterwards(self.pause)
+            afterwards = Afterwards()
             try:
                 git = Git(home=self.root / "home")
-                await body(
-                    Closures(
-                        store=self.root / "templates",
-                        git=git,
-                        workers=workers,
-                        packer=Packer(git, workers),
-                        remains=Remains(),
-                        afterwards=afterwards,
-                        mirrors_path=lambda name: self.mirror,
-                        recorded=self._recorded,
-                    )
+                closures = Closures(
+                    store=self.root / "templates",
+                    git=git,
+                    workers=workers,
+                    packer=Packer(git, workers),
+                    remains=Remains(),
+                    afterwards=afterwards,
+                    mirrors_path=lambda name: self.mirror,
+                    recorded=self._recorded,
                 )
+                with nullcontext() if self.answers_at_once else answering():
+                    await body(closures)
             finally:
                 await afterwards.close()
                 await workers.close()
@@ -327,19 +327,21 @@ def test_leftovers_of_a_killed_build_are_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["1" * 40]
 
 
-def test_a_large_pack_is_copied_only_from_packs_that_are_whole(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where hashing the result would take too long, one altered byte anywhere in the source stops the build."""
+@pytest.mark.parametrize("suffix", [".pack", ".idx"])
+def test_a_large_pack_is_copied_only_from_packs_that_are_whole(site: Site, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    """Where hashing the result would take too long, one altered byte anywhere in the source stops the build; git does not look at
+    the end of an index."""
     monkeypatch.setattr(packing_module, "VERIFIED_WHOLE", 5)
     line = [CommitId(oid) for oid in site.upstream.history(3)]
     site.clone()
-    pack = next((site.mirror / "objects/pack").glob("*.pack"))
-    pack.chmod(0o644)
+    file = next((site.mirror / "objects/pack").glob(f"*{suffix}"))
+    file.chmod(0o644)
 
     async def body(closures: Closures) -> None:
         assert objects_of(await closures.ensure(NAME, line[1])) == site.closure(line[1])
-        data = bytearray(pack.read_bytes())
-        data[len(data) // 2] ^= 1
-        pack.write_bytes(data)
+        data = bytearray(file.read_bytes())
+        data[-1 if suffix == ".idx" else len(data) // 2] ^= 1
+        file.write_bytes(data)
         shutil.rmtree(site.root / "templates")
         with pytest.raises(CommitUnservableError):
             await closures.ensure(NAME, line[1])
@@ -418,7 +420,7 @@ def test_neighbours_of_a_first_commit_find_waypoints_laid(site: Site, monkeypatc
     monkeypatch.setattr(module, "_NEAR", (8, 17))
     line = [CommitId(oid) for oid in site.upstream.history(20)]
     site.clone()
-    site.pause = timedelta()
+    site.answers_at_once = True
 
     async def body(closures: Closures) -> None:
         first = await closures.ensure(NAME, line[19])

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from ..checkouts.afterwards import answering
 from ..engine import Engine
 from ..errors import CorruptCatalogError, InvalidRequestError
 from ..host.peers import Peer
@@ -49,9 +50,10 @@ class Application:
                 message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
             await send(message)
 
-        name, response = await self._answer(Request(scope, receive))
-        self._metrics.observe_request(name, response.status_code, perf_counter() - started)
-        await response(scope, receive, send_identified)
+        with answering():
+            name, response = await self._answer(Request(scope, receive))
+            self._metrics.observe_request(name, response.status_code, perf_counter() - started)
+            await response(scope, receive, send_identified)
 
     async def _answer(self, request: Request) -> tuple[str, Response]:
         """The answer, whatever happens, and the name to count it under."""

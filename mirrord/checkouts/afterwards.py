@@ -1,4 +1,4 @@
-"""Work for those who ask next: begun when the one who asked now has an answer, one piece after the other.
+"""Work for those who ask next: begun when the one who asked now has the answer, one piece after the other.
 
 Owns the tasks. Nobody waits for them, and nothing is lost where one fails or is cancelled: what it makes is only made sooner.
 """
@@ -6,8 +6,9 @@ Owns the tasks. Nobody waits for them, and nothing is lost where one fails or is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable
-from datetime import timedelta
+from collections.abc import Awaitable, Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import anyio
 import structlog
@@ -17,12 +18,25 @@ from ..git.priority import giving_way
 
 log = structlog.get_logger()
 
+_answered: ContextVar[asyncio.Event | None] = ContextVar("answered", default=None)
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """Work that is asked for inside, or in tasks begun there, waits until the block is left."""
+    answered = asyncio.Event()
+    token = _answered.set(answered)
+    try:
+        yield
+    finally:
+        _answered.reset(token)
+        answered.set()
+
 
 class Afterwards:
-    """Belongs to one event loop. `pause` lets what is asked now have the processors."""
+    """Belongs to one event loop."""
 
-    def __init__(self, pause: timedelta = timedelta(milliseconds=200)) -> None:
-        self._pause = pause
+    def __init__(self) -> None:
         self._tasks: dict[Hashable, asyncio.Task[None]] = {}
         self._turn = anyio.Lock()
 
@@ -39,7 +53,8 @@ class Afterwards:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _perform(self, what: tuple[str, Hashable], work: Callable[[], Awaitable[None]]) -> None:
-        await asyncio.sleep(self._pause.total_seconds())
+        if answered := _answered.get():
+            await answered.wait()
         try:
             async with self._turn:
                 with giving_way():

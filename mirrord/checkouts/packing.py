@@ -1,9 +1,9 @@
 """One closure pack: the objects of a commit that an already packed ancestor does not have, and no other object.
 
-git walks the closure once, ignoring commit-graphs and bitmaps, and another git packs what that walk lists while it lists it. The
-finished pack is held against the list, so no object outside a closure can get in, whatever the mirror's caches say, and none is
-left out; and its content is proven before anybody gets it (`survey.py`). Writes only below the directory it is given; the caller
-removes that when it fails.
+git walks the closure once, ignoring commit-graphs, bitmaps and multi-pack indexes, and another git packs what that walk lists
+while it lists it. The finished pack is held against the list, so no object outside a closure can get in, whatever the mirror's
+caches say, and none is left out; and its content is proven before anybody gets it (`survey.py`). Writes only below the directory
+it is given; the caller removes that when it fails.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from ..model import CommitId
 from .survey import HINT, VERIFIED_WHOLE, Sources, Survey, check_loose, check_written, digest_of, survey
 
 TIMEOUT = timedelta(minutes=30)
-_WALK = ("-c", "core.commitGraph=false", "rev-list", "--objects", "--no-object-names")
+UNTRUSTING = ("-c", "core.commitGraph=false", "-c", "core.multiPackIndex=false")
+_WALK = (*UNTRUSTING, "rev-list", "--objects", "--no-object-names")
 _PACK = (
-    "-c", "pack.threads=2", "-c", "core.fsync=none", "-c", "pack.writeReverseIndex=false",
+    *UNTRUSTING, "-c", "pack.threads=2", "-c", "core.fsync=none", "-c", "pack.writeReverseIndex=false",
 )  # fmt: skip
 _QUICK = ("-c", "pack.compression=1", "-c", "pack.window=0")
 _SMALL_LIST_BYTES = 128 * 1024

@@ -1,9 +1,10 @@
 """Whether what a closure pack is copied from can be believed, and what the pack must hold.
 
 git copies packed objects after checking their CRC but reads others without hashing them, loose ones above all. So the packs that
-a closure pack comes from are read whole: their checksums are of bytes that were hashed object by object when they arrived. One
-that was found whole is not read again until its file changes. Where they were not read yet, and a pack is small, its own objects
-are hashed after it was written instead, which takes less.
+a closure pack comes from are read whole, with their indexes, which say where each object is: their checksums are of bytes that
+were hashed object by object when they arrived, and git asks no other file (`packing.UNTRUSTING`). One that was found whole is not
+read again until it changes. Where they were not read yet, and a pack is small, its own objects are hashed after it was written
+instead, which takes less; where they were, a small pack is read back, so that the disk has what git wrote.
 """
 
 from __future__ import annotations
@@ -46,45 +47,46 @@ def digest_of(ids: bytes) -> bytes:
 
 
 class Sources:
-    """The packs that were read whole, by what would change with them. Methods are for threads."""
+    """The packs and indexes that were read whole, by what would change with them. Methods are for threads."""
 
     def __init__(self) -> None:
         self._whole: dict[_Seen, None] = {}
         self._lock = threading.Lock()
 
     def check_packs(self, store: Path) -> None:
-        """Raises CorruptObjectError for a pack in `store` whose bytes do not have its checksum."""
+        """Raises CorruptObjectError for a pack in `store`, or an index, whose bytes do not have its checksum."""
         with self._lock:
-            for pack in _packs(store):
+            for file in _files(store):
                 with suppress(FileNotFoundError):  # repacked meanwhile
-                    self._check_pack(pack)
+                    self._check(file)
 
     def are_whole(self, stores: Iterable[Path]) -> bool:
         """Whether all packs in `stores` were read and found whole, as they are now; waits for a check that goes on."""
         with self._lock:
             try:
-                return all(_seen(pack) in self._whole for store in stores for pack in _packs(store))
+                return all(_seen(file) in self._whole for store in stores for file in _files(store))
             except FileNotFoundError:
                 return False
 
-    def _check_pack(self, pack: Path) -> None:
-        key = _seen(pack)
+    def _check(self, file: Path) -> None:
+        key = _seen(file)
         if key in self._whole:
             return
-        if not pack_is_whole(pack):
-            raise CorruptObjectError(f"cannot pack out of {pack.name}: its bytes are not what they were", hint=HINT)
+        if not pack_is_whole(file):
+            raise CorruptObjectError(f"cannot pack out of {file.name}: its bytes are not what they were", hint=HINT)
         while len(self._whole) >= _KEPT_MAX:
             self._whole.pop(next(iter(self._whole)), None)
         self._whole[key] = None
 
 
-def _packs(store: Path) -> Iterator[Path]:
-    return (store / "pack").glob("pack-*.pack")
+def _files(store: Path) -> Iterator[Path]:
+    for kind in ("pack", "idx"):
+        yield from (store / "pack").glob(f"pack-*.{kind}")
 
 
-def _seen(pack: Path) -> _Seen:
-    found = pack.stat()
-    return str(pack), found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+def _seen(file: Path) -> _Seen:
+    found = file.stat()
+    return str(file), found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
 def check_written(index: PackIndex) -> None:

@@ -1,0 +1,70 @@
+"""What is prepared for those who ask next begins when the one who asks now has the answer, and not before."""
+
+from __future__ import annotations
+
+import asyncio
+
+import anyio
+import pytest
+
+from mirrord.checkouts.afterwards import Afterwards, answering
+
+
+class Work:
+    def __init__(self) -> None:
+        self.begun = anyio.Event()
+        self.count = 0
+
+    async def __call__(self) -> None:
+        self.count += 1
+        self.begun.set()
+
+
+async def turns() -> None:
+    """Let everything that can run run."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.anyio
+async def test_nothing_begins_before_the_answer_has_gone_and_then_it_does_at_once() -> None:
+    afterwards, work = Afterwards(), Work()
+
+    async def flight() -> None:
+        afterwards.begin(("kind", "which"), work)
+
+    with answering():
+        await asyncio.get_running_loop().create_task(flight())  # as a template is made: in a task of its own
+        await turns()
+        assert work.count == 0
+    await turns()
+    assert work.count == 1
+    await afterwards.close()
+
+
+@pytest.mark.anyio
+async def test_another_answer_that_takes_long_holds_nothing_up() -> None:
+    afterwards, work = Afterwards(), Work()
+    done = anyio.Event()
+
+    async def slow() -> None:
+        with answering():
+            await done.wait()
+
+    other = asyncio.get_running_loop().create_task(slow())
+    with answering():
+        afterwards.begin(("kind", "which"), work)
+    await turns()
+    assert work.count == 1
+    done.set()
+    await other
+    await afterwards.close()
+
+
+@pytest.mark.anyio
+async def test_what_nobody_waits_for_begins_at_once() -> None:
+    afterwards, work = Afterwards(), Work()
+    afterwards.begin(("kind", "which"), work)
+    await turns()
+    assert work.count == 1
+    await afterwards.close()
