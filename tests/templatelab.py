@@ -27,6 +27,7 @@ class Store:
 
     def __init__(self, state_dir: Path, upstream: Upstream, workers: Workers, template_bytes: str = "50GiB") -> None:
         self.state_dir = state_dir
+        self._upstream, self._workers = upstream, workers
         self.template_bytes = template_bytes
         self.events = Events()
         home = state_dir / "home"
@@ -42,6 +43,12 @@ class Store:
             gitdirs=self.gitdirs,
             events=self.events,
         )
+
+    async def reopened(self) -> Store:
+        """The same directory, as the next daemon finds it."""
+        again = Store(self.state_dir, self._upstream, self._workers)
+        await again.templates.open()
+        return again
 
     @property
     def trees(self) -> Path:

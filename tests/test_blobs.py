@@ -79,8 +79,7 @@ def test_shared_files_that_no_layer_has_go(make_upstream: Callable[[str], Upstre
         blobs = store.trees.parent / "blobs"
         kept = {blob.name for blob in blobs.iterdir()}
         (blobs / f"{'1' * 40}.644").write_text("left")
-        again = Store(tmp_path / "state", upstream, store.templates._workers)
-        await again.templates.open()
+        again = await store.reopened()
         assert not await again.templates.is_full()
         assert {blob.name for blob in blobs.iterdir()} == kept
         assert again.templates.size_bytes() == store.templates.size_bytes()

@@ -42,6 +42,12 @@ def made_in(store: Store, commit: str, seconds: float) -> None:
     record(store, commit).write_text(json.dumps(facts | {"seconds": seconds}))
 
 
+def layers_made_in(store: Store, seconds: float) -> None:
+    """As if each layer had taken so long to make."""
+    for path in store.trees.glob("*/layer.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"seconds": seconds}))
+
+
 def whole_trees(upstream: Upstream, count: int) -> list[str]:
     """Commits that share no file."""
     commits = []
@@ -90,8 +96,7 @@ def test_what_nobody_asks_for_rests_within_a_share(
         one = disk_bytes(made.layers[-1]) + disk_bytes(made.layers[1])
         assert await store.templates.evict() == 0
         age(store, commits[:-2])
-        again = Store(tmp_path / "state", upstream, store.templates._workers)
-        await again.templates.open()
+        again = await store.reopened()
         assert await again.templates.evict() >= 12
         kept = {path.name for path in (store.trees.parent / "gits").glob("*.json")}
         assert {f"sealed-{commit}.json" for commit in commits[-2:]} <= kept
@@ -102,6 +107,34 @@ def test_what_nobody_asks_for_rests_within_a_share(
             back = await again.ensure(commits[number])
             assert_equals_commit(back, tmp_path / str(number), upstream.git("rev-parse", f"{commits[number]}^{{tree}}"))
         assert await again.templates.scrub() == 0
+
+    run(tmp_path, upstream, test)
+
+
+def test_a_few_do_not_hold_on_to_the_chains_of_many(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that lie on one another, each of a third of a second: a day later they take less than two of one whole."""
+    monkeypatch.setattr(account, "_REST_BYTES", 0)
+    upstream = make_upstream("up")
+    commits = [upstream.commit({f"d{n}/f": os.urandom(1000).hex() for n in range(400)})]
+    for number in range(40):
+        commits.append(upstream.commit({f"d{n % 400}/f": os.urandom(1000).hex() for n in range(number * 30, number * 30 + 30)}))
+
+    async def test(store: Store) -> None:
+        await store.ensure(commits[0])
+        one = disk_bytes(store.trees.parent)
+        made = [await store.ensure(commit) for commit in commits]
+        assert max(len(each.layers) for each in made) > 8
+        for commit in commits:
+            made_in(store, commit, 0.3)
+        layers_made_in(store, 0.3)
+        assert disk_bytes(store.trees.parent) > 3 * one
+        age(store, commits, timedelta(days=1))
+        again = await store.reopened()
+        evicted = await again.templates.evict()
+        assert len(list(store.trees.glob("*"))) <= 2 * (len(commits) - evicted) < len(commits)
+        assert disk_bytes(store.trees.parent) < 2 * one
 
     run(tmp_path, upstream, test)
 
@@ -119,8 +152,7 @@ def test_the_last_store_of_a_mirror_stays_though_it_alone_is_too_much(
         for commit in commits:
             await store.ensure(commit)
         age(store, commits)
-        again = Store(tmp_path / "state", upstream, store.templates._workers)
-        await again.templates.open()
+        again = await store.reopened()
         assert await again.templates.evict() == 2
         assert await again.templates.evict() == 0
 
@@ -139,12 +171,10 @@ def test_a_day_of_use_is_remembered_over_a_restart(
         for commit in commits:
             await store.ensure(commit)
         age(store, commits)
-        again = Store(tmp_path / "state", upstream, store.templates._workers)
-        await again.templates.open()
+        again = await store.reopened()
         await again.ensure(commits[0])
         assert await again.templates.evict() >= 1
-        third = Store(tmp_path / "state", upstream, store.templates._workers)
-        await third.templates.open()
+        third = await store.reopened()
         await third.templates.evict()
         assert third.gitdirs.find(NAME, CommitId(commits[0]), History.SEALED)
 
@@ -160,7 +190,7 @@ def test_a_store_that_is_being_built_keeps_its_packs(make_upstream: Callable[[st
         await store.ensure(commits[0])
         packs = set((store.trees.parent / "packs").glob("*/*.pack"))
         shutil.rmtree(store.trees.parent / "gits")
-        fresh = Store(tmp_path / "state", upstream, store.templates._workers)
+        fresh = await store.reopened()
         fresh.gitdirs._building[NAME.key] += 1
         await fresh.gitdirs.drop_unneeded_packs(NAME)
         assert set((store.trees.parent / "packs").glob("*/*.pack")) == packs
@@ -190,6 +220,9 @@ def test_what_takes_long_to_make_stays_long(seconds: float, stays: timedelta) ->
     assert stay(seconds) == stays
 
 
+WHOLE_BYTES = 64 * 1024**2
+
+
 class Books:
     """An account of stores that are on no disk: a whole tree that took 10 seconds, and variants of it."""
 
@@ -198,8 +231,8 @@ class Books:
         self.stores: list[tuple[Gitdir, float]] = []
         self.shelf.layers.add(self._layer("whole", None, 10.0))
 
-    def variant(self, name: str, *, seconds: float, used_at: float = 0.0) -> Gitdir:
-        self.shelf.layers.add(self._layer(name, "whole", 0.02))
+    def variant(self, name: str, *, seconds: float, used_at: float = 0.0, on: str = "whole", size_bytes: int = 0) -> Gitdir:
+        self.shelf.layers.add(self._layer(name, on, 0.02, size_bytes))
         return self.store(name, seconds=seconds, used_at=used_at)
 
     def store(self, tree: str, *, seconds: float, used_at: float = 0.0) -> Gitdir:
@@ -217,9 +250,9 @@ class Books:
             account.forget(store)
         return gone
 
-    @staticmethod
-    def _layer(tree: str, base: str | None, seconds: float) -> Layer:
-        return Layer(tree, base, tree, 0, 2 if base else 1, 0, 0, 0, seconds=seconds)
+    def _layer(self, tree: str, base: str | None, seconds: float, size_bytes: int = 0) -> Layer:
+        depth = self.shelf.layers[base].depth + 1 if base else 1
+        return Layer(tree, base, tree, 0, depth, size_bytes, 0, WHOLE_BYTES, seconds=seconds)
 
 
 def test_variants_go_after_an_hour_and_what_they_lie_on_stays() -> None:
@@ -241,6 +274,42 @@ def test_the_last_one_on_a_whole_tree_stays_as_long_as_that_is_worth() -> None:
         books.variant(f"v{number}", seconds=0.03, used_at=float(number))
     assert books.gone_by(timedelta(hours=2)) == ["v0", "v1"]
     assert books.gone_by(timedelta(days=5.1)) == ["v0", "v1", "v2"]
+
+
+def test_what_lies_on_many_layers_is_made_again_as_one() -> None:
+    """They count as the longest of them, not as all."""
+    books = Books()
+    books.store("whole", seconds=2.0)
+    below = "whole"
+    for number in range(14):
+        books.shelf.layers.add(books._layer(f"l{number}", below, 0.2))
+        below = f"l{number}"
+    books.variant("top", on=below, seconds=0.03)
+    assert books.gone_by(timedelta(hours=2.3)) == []
+    assert books.gone_by(timedelta(hours=2.5)) == ["top"]
+
+
+def test_what_much_goes_with_goes_sooner() -> None:
+    """What frees a quarter of the tree stays an eighth of what its two seconds are worth; what frees a 32nd stays all of it."""
+    books = Books()
+    books.store("whole", seconds=10.0)
+    books.variant("light", seconds=2.0, size_bytes=WHOLE_BYTES // 33)
+    books.variant("heavy", seconds=2.0, size_bytes=WHOLE_BYTES // 4)
+    assert books.gone_by(timedelta(hours=2.9)) == []
+    assert books.gone_by(timedelta(hours=3.1)) == ["heavy"]
+    assert books.gone_by(timedelta(hours=23.9)) == ["heavy"]
+    assert books.gone_by(timedelta(hours=24.1)) == ["heavy", "light"]
+
+
+def test_what_two_hold_is_let_go_with_the_second() -> None:
+    """Each alone frees little; when one has gone the other frees what lay below both, and its own time is over, too."""
+    books = Books()
+    books.store("whole", seconds=10.0)
+    books.shelf.layers.add(books._layer("below", "whole", 0.2, WHOLE_BYTES // 4))
+    books.variant("first", on="below", seconds=1.0)
+    books.variant("second", on="below", seconds=2.0)
+    assert books.gone_by(timedelta(hours=11.9)) == []
+    assert books.gone_by(timedelta(hours=12.1)) == ["first", "second"]
 
 
 def test_a_costly_store_outlives_one_that_was_asked_for_later() -> None:
@@ -271,8 +340,7 @@ def test_what_it_took_to_make_is_known_to_the_next_daemon(
         made_in(store, commits[1], 4.0)
         age(store, commits, timedelta(hours=50))
         age(store, commits[:2], timedelta(hours=3))
-        again = Store(tmp_path / "state", upstream, store.templates._workers)
-        await again.templates.open()
+        again = await store.reopened()
         assert await again.templates.evict() == 4
         assert record(store, commits[1]).exists()
 
@@ -291,8 +359,7 @@ def test_the_time_to_stay_begins_when_the_last_checkout_lets_go(
         made = [await store.ensure(commit) for commit in commits]
         store.templates.hold(made[0])
         age(store, commits)
-        again = Store(tmp_path / "state", upstream, store.templates._workers)
-        await again.templates.open()
+        again = await store.reopened()
         again.templates.hold(made[0])
         again.templates.drop(made[0])
         await again.templates.evict()

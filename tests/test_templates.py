@@ -233,8 +233,7 @@ def test_a_restarted_store_finds_its_templates_and_drops_leftovers(
         leftover = store.trees / ".building-0123"
         leftover.mkdir()
         (store.trees / ("1" * 40)).mkdir()
-        again = Store(tmp_path / "state", upstream, store.templates._workers)
-        await again.templates.open()
+        again = await store.reopened()
         assert again.find(commit) is None
         await again.ensure(commit)
         assert again.events.counts["template.built"] == 0
@@ -257,8 +256,7 @@ def test_what_was_proven_before_the_last_boot_is_proven_again(make_upstream: Cal
         assert found[1]
         record.write_text(record.read_text().replace('"boot": "', '"boot": "another'))
         (template.layers[-1] / "README").write_text("numbex 1\n")
-        again = Store(tmp_path / "state", upstream, store.templates._workers)
-        await again.templates.open()
+        again = await store.reopened()
         rebuilt = await again.ensure(commit)
         assert (rebuilt.layers[-1] / "README").read_text() == "number 1\n"
 
@@ -274,8 +272,7 @@ def test_a_layer_of_another_version_is_built_again(make_upstream: Callable[[str]
     async def test(store: Store) -> None:
         layer = (await store.ensure(commits[0])).layers[-1].parent
         (layer / "manifest").write_bytes(b"mirrord manifest 0\n")
-        again = Store(tmp_path / "state", upstream, store.templates._workers)
-        await again.templates.open()
+        again = await store.reopened()
         assert_equals_commit(await again.ensure(commits[2]), tmp_path / "mounted", tree)
 
     run(tmp_path, upstream, test)

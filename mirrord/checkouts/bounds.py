@@ -1,9 +1,9 @@
 """How much is kept of the templates: whole ones go, and what is cheap to make again goes soon.
 
 Owns the two bounds of the store. `template_bytes` is for all of it: the least recently used go first, and only what a checkout
-holds may exceed it. What nobody asked for during a time that depends on what it took to make (`account.py`) stays only while its
-mirror takes little more than one whole tree and one whole closure do. A sealed store goes, and with it the layers and the closure
-packs that no other store needs. All of it can be made again from the mirror.
+holds may exceed it. What nobody asked for during a time that depends on what it took to make and what goes with it
+(`account.py`) stays only while its mirror takes little more than one whole tree and one whole closure do. A sealed store goes,
+and with it the layers and the closure packs that no other store needs. All of it can be made again from the mirror.
 """
 
 from __future__ import annotations
