@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,34 @@ ENTRIES = st.dictionaries(
 
 @given(ENTRIES, ENTRIES)
 def test_what_is_written_is_read(files: dict[bytes, Entry], control: dict[bytes, Entry]) -> None:
-    """Any names and numbers, in their order."""
+    """Any names and numbers, in the order of their names."""
     manifest = Manifest("1" * 40, "2" * 40, 3, Records(files), control)
     read = Manifest.from_bytes(manifest.to_bytes())
     assert read == manifest
-    assert list(read.files) == list(files)
+    assert list(read.files) == sorted(files)
+
+
+PATHS = st.lists(st.sampled_from([b"a", b"b", b"a.b", b"a-", b"ab", b"0"]), min_size=1, max_size=4).map(b"/".join)
+
+
+@given(st.sets(PATHS), st.dictionaries(PATHS, st.booleans()))
+def test_what_is_in_a_directory_is_found(read: set[bytes], later: dict[bytes, bool]) -> None:
+    """As looking at every path finds it, whatever was recorded or removed since; and again when that was written."""
+    entry = Entry(0, bytes(20), bytes(20), 0, 0, 0, 0, 0, 0, 0)
+    records = Records.from_bytes(Records(dict.fromkeys({b"", *read}, entry)).to_bytes())
+    for path, is_there in later.items():
+        if is_there:
+            records[path] = entry
+        elif path in records:
+            del records[path]
+    paths = {b"", *read} | {path for path, is_there in later.items() if is_there}
+    paths -= {path for path, is_there in later.items() if not is_there}
+    directories = {path.rpartition(b"/")[0] for path in paths}
+    expected = {above: sorted(path for path in paths if path and path.rpartition(b"/")[0] == above) for above in directories}
+    for each in (records, Records.from_bytes(records.to_bytes())):
+        assert set(each) == paths
+        assert len(each) == len(paths)
+        assert {above: sorted(found) for above, found in each.children(directories).items()} == expected
 
 
 def test_a_real_tree_survives_its_file(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
@@ -39,12 +63,12 @@ def test_a_real_tree_survives_its_file(make_upstream: Callable[[str], Upstream],
     manifest = materialise(upstream.path / ".git", awkward(upstream)[0], tmp_path / "tree")
     git(tmp_path / "tree", "init", "-q")
     manifest = record_control(tmp_path / "tree", manifest)
-    for _ in range(2):
-        manifest.save(tmp_path / "manifest")
-    assert Manifest.load(tmp_path / "manifest") == manifest
+    for record in (replace(manifest, index="longer"), manifest, manifest):
+        record.save(tmp_path / "manifest")
+        assert Manifest.load(tmp_path / "manifest") == record
     assert stat.S_IMODE((tmp_path / "manifest").stat().st_mode) == 0o600
     assert b".git/HEAD" in manifest.control
-    assert not list(tmp_path.glob("*.new"))
+    assert sorted(path.name for path in tmp_path.glob("manifest*")) == ["manifest", "manifest.spare"]
 
 
 @pytest.mark.parametrize("damage", [b"", b"mirrord manifest 1\n", b"garbage", None])

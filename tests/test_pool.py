@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -17,10 +18,12 @@ from checkoutlab import USER, Pool, as_user, deeds, passable_directory, running_
 from gitrepos import Upstream, git
 
 from mirrord.checkouts import pooled
+from mirrord.checkouts import scan as scanning
 from mirrord.checkouts.calls import Place
 from mirrord.checkouts.leases import Lease
-from mirrord.checkouts.manifest import Manifest
+from mirrord.checkouts.manifest import Manifest, clock_ns
 from mirrord.checkouts.records import Records
+from mirrord.checkouts.scan import Changes, examine, scan
 from mirrord.model import History
 
 
@@ -109,7 +112,7 @@ def test_a_move_writes_what_differs(run_pool: Callable[..., None], uid: int) -> 
         changed = git(pool.mirror, "diff", "--name-only", ids[1], ids[2]).split()
         new = packs_of(lease).keys() - packs.keys()
         put = {f"{'write' if uid == 0 else 'link'} {name}" for name in new}
-        written = {f"write {Path(name).name}" for name in (*changed, "HEAD", "index", "manifest.new")}
+        written = {f"write {Path(name).name}" for name in (*changed, "HEAD", "index", "manifest.spare")}
         assert set(done) == written | put
         assert packs.items() <= packs_of(lease).items()
 
@@ -127,9 +130,45 @@ def test_a_reset_of_one_file_writes_that_file(run_pool: Callable[..., None], uid
         (lease.tree_path / "README").write_text("changed")
         with deeds() as done:
             proof = pooled.reset(place, ids[1], lease.tree)
-        assert set(done) == {"write README", "write index", "write manifest.new"}
+        assert set(done) == {"write README", "write index", "write manifest.spare"}
         assert proof.files_restored == 1
         assert packs_of(lease) == packs
+
+    run_pool(story)
+
+
+def test_what_a_scan_saw_in_its_own_tick_stays_young(run_pool: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though what was written after it is read back later: a change in that tick would have the ctime that is on record."""
+
+    async def story(pool: Pool, ids: list[str]) -> None:
+        lease = await pool.checkout(ids[1])
+        place = await pool.place(lease, ids[2])
+        manifest = Manifest.load(place.manifest)
+        young_ns = manifest.files[b"docs/page0.txt"].ctime_ns
+        manifest.settled(young_ns).save(place.manifest)
+        ticks = iter([young_ns])
+        monkeypatch.setattr(scanning, "clock_ns", lambda: next(ticks, None) or clock_ns())
+        pooled.reset(place, ids[2], pool.target(ids[2]).tree)
+        after = Manifest.load(place.manifest)
+        assert after.files[b"docs/page0.txt"].ctime_ns == young_ns >= after.racy_from_ns
+
+    run_pool(story)
+
+
+def test_what_a_move_wrote_is_read_back_once(run_pool: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next scan reads none of it again, where it was written more than a tick of the clock before."""
+
+    def examine_later(*given: Any) -> Changes:
+        time.sleep(0.05)
+        return examine(*given)
+
+    async def story(pool: Pool, ids: list[str]) -> None:
+        lease = await pool.checkout(ids[0])
+        await settle(pool, lease)
+        place = await pool.place(lease, ids[3])
+        monkeypatch.setattr(pooled, "examine", examine_later)
+        pooled.reset(place, ids[3], pool.target(ids[3]).tree)
+        assert scan(place.tree, Manifest.load(place.manifest)).hashed == 0
 
     run_pool(story)
 

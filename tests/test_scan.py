@@ -15,7 +15,7 @@ import pytest
 from gitrepos import Upstream, git
 from trees import awkward, contents, record_control
 
-from mirrord.checkouts.manifest import Manifest
+from mirrord.checkouts.manifest import Manifest, clock_ns
 from mirrord.checkouts.records import Records
 from mirrord.checkouts.scan import Changes, iter_extra, scan
 from mirrord.checkouts.tree import materialise, repair
@@ -98,8 +98,17 @@ def test_what_only_looks_changed_is_proven_and_noted(checkout: Checkout) -> None
 def test_whole_seconds_prove_less(checkout: Checkout) -> None:
     """Where a file system keeps whole seconds only, a file is too young for longer."""
     coarse = {path: entry._replace(ctime_ns=entry.ctime_ns // 10**9 * 10**9) for path, entry in checkout.manifest.files.items()}
-    fine = checkout.manifest.recorded_ns - checkout.manifest.racy_from_ns
-    assert checkout.manifest.recorded_ns - replace(checkout.manifest, files=Records(coarse)).racy_from_ns > 10 * fine
+    assert checkout.manifest.racy_from_ns == checkout.manifest.recorded_ns
+    assert replace(checkout.manifest, files=Records(coarse)).racy_from_ns <= checkout.manifest.recorded_ns - 2 * 10**9
+
+
+def test_no_change_is_older_than_the_clock_before_it(tmp_path: Path) -> None:
+    """What makes a ctime prove something: the kernel stamps it with the clock that was asked, or a finer one."""
+    file = tmp_path / "file"
+    for _ in range(2000):
+        before_ns = clock_ns()
+        file.write_bytes(b"")
+        assert file.stat().st_ctime_ns >= before_ns
 
 
 def test_a_rehash_reads_every_file(checkout: Checkout) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 
 from ..git.objects import CommitInfo, Conversions, Objects, TreeEntry
 from .blobs import Blobs
-from .manifest import Manifest, blob_id
+from .manifest import Manifest, blob_id, clock_ns
 from .records import DIRECTORY, NO_OBJECT, SUBMODULE, Entry, Records
 from .writer import TreeWriter
 
@@ -93,4 +93,4 @@ def record_directories(files: MutableMapping[bytes, Entry], writer: TreeWriter) 
 def recorded(info: CommitInfo, files: dict[bytes, Entry], writer: TreeWriter) -> Manifest:
     """The manifest of a tree that was just written."""
     record_directories(files, writer)
-    return Manifest(info.commit, info.tree, time.time_ns(), Records(files))
+    return Manifest(info.commit, info.tree, clock_ns(), Records(files))

@@ -67,26 +67,27 @@ def tree_id(manifest: Manifest) -> str:
     for path in sorted(filter(None, files), key=lambda path: path.count(b"/"), reverse=True):
         entry = files[path]
         above, _, name = path.rpartition(b"/")
-        oid, order = (_hash(below[path]), name + b"/") if entry.mode == DIRECTORY else (entry.oid, name)
-        below[above].append((order, b"%o %s\0%s" % (entry.mode, name, oid)))
+        oid = _hash(below[path]) if entry.mode == DIRECTORY else entry.oid
+        below[above].append((_order(name, entry.mode), b"%o %s\0%s" % (entry.mode, name, oid)))
     return _hash(below[b""]).hex()
 
 
 def prove_directories(manifest: Manifest, changed: Collection[bytes]) -> None:
     """Hash the trees of the directories `changed` from the entries in them; raises ProofFailedError where git has another."""
-    below: dict[bytes, list[tuple[bytes, bytes]]] = {path: [] for path in changed}
-    for path in manifest.files:
-        above, _, name = path.rpartition(b"/")
-        if path and above in below:
-            entry = manifest.files[path]
-            order = name + b"/" if entry.mode == DIRECTORY else name
-            below[above].append((order, b"%o %s\0%s" % (entry.mode, name, entry.oid)))
-    for path, lines in below.items():
-        if _hash(lines) != manifest.files[path].oid:
-            raise ProofFailedError(f"cannot prove {shown_path(path)}: its entries are not what git has", hint=_HINT)
+    files = manifest.files
+    for directory, paths in files.children(changed).items():
+        entries = [(path.rpartition(b"/")[2], files[path]) for path in paths]
+        lines = [(_order(name, entry.mode), b"%o %s\0%s" % (entry.mode, name, entry.oid)) for name, entry in entries]
+        if _hash(lines) != files[directory].oid:
+            raise ProofFailedError(f"cannot prove {shown_path(directory)}: its entries are not what git has", hint=_HINT)
+
+
+def _order(name: bytes, mode: int) -> bytes:
+    """git sorts a directory as if its name ended in a slash."""
+    return name + b"/" if mode == DIRECTORY else name
 
 
 def _hash(lines: list[tuple[bytes, bytes]]) -> bytes:
-    """The id of one tree object; git sorts a directory as if its name ended in a slash."""
+    """The id of one tree object."""
     data = b"".join(line for _, line in sorted(lines))
     return hashlib.sha1(b"tree %d\0" % len(data) + data).digest()

@@ -11,16 +11,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..errors import ProofFailedError
+from ..host.files import exchange
 from ..host.processes import boot_id
 from .records import Entry, Records
 
-_MAGIC = b"mirrord manifest 4\n"
-_RACY_NS = 50_000_000
+_MAGIC = b"mirrord manifest 5\n"
 _COARSE_RACY_NS = 2 * 10**9  # ext4 with inodes of 128 bytes keeps whole seconds
+_CLOCK_REALTIME_COARSE = 5  # linux/time.h
+
+
+def clock_ns() -> int:
+    """The time by the clock that Linux stamps ctimes with, which stands still between its ticks: what is changed after this call
+    has a ctime that is not before it (from Linux 6.13 on it may be finer, and is then later).
+    """
+    return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
 
 
 def blob_id(data: bytes) -> bytes:
@@ -32,8 +41,9 @@ def blob_id(data: bytes) -> bytes:
 class Manifest:
     """`files` holds every path of the tree, directories and the root (`b""`) included; `control` every path from `.git` down.
 
-    `recorded_ns` is a time before everything was looked at: a file whose ctime is not older was perhaps changed afterwards in the
-    same tick of the clock, so a scan reads it. `index` is the checksum of the index that was written from `files`.
+    `recorded_ns` is a time by `clock_ns` before everything was looked at: a file whose ctime is not older was perhaps changed
+    afterwards in the same tick of the clock, so a scan reads it. `index` is the checksum of the index that was written
+    from `files`.
     """
 
     commit: str
@@ -55,19 +65,24 @@ class Manifest:
     def racy_from_ns(self) -> int:
         """A ctime from here on proves nothing."""
         has_fractions = any(seen[4] % 10**9 for _, seen in self.files.iter_seen())
-        return self.recorded_ns - (_RACY_NS if has_fractions else _COARSE_RACY_NS) + 1
+        return self.recorded_ns - (0 if has_fractions else _COARSE_RACY_NS)
 
     def settled(self, at_ns: int) -> Manifest:
-        """The same after a scan that began at `at_ns`: fewer files are racy."""
+        """The same after all was looked at from `at_ns` on: fewer files are racy."""
         return replace(self, recorded_ns=at_ns)
 
     def save(self, path: Path) -> None:
-        """Replace the file at `path`; private to the daemon. It is there whole or not at all."""
-        temporary = path.with_name(f"{path.name}.new")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        """Replace the file at `path`; private to the daemon. It is there whole or not at all.
+
+        The former file stays beside it, to be written over the next time: a disk that must free its blocks, or that is to
+        have the new ones before a rename (ext4), holds up whoever waits.
+        """
+        spare = path.with_name(f"{path.name}.spare")
+        fd = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with open(fd, "wb") as file:
             file.write(self.to_bytes())
-        temporary.rename(path)
+            file.truncate()
+        exchange(spare, path)
 
     def to_bytes(self) -> bytes:
         parts = [self.files.to_bytes(), Records(self.control).to_bytes()]

@@ -24,7 +24,7 @@ from .control import Store, read_store
 from .graves import Graves
 from .hashing import hash_tree, prove_directories
 from .index import Former, index_bytes, spliced_index
-from .manifest import Manifest
+from .manifest import Manifest, clock_ns
 from .proof import require, unsettled
 from .records import DIRECTORY, Entry
 from .scan import Changes, examine, is_control, scan
@@ -104,14 +104,16 @@ def _bring(
 
     The answer is `before` itself where there is nothing to do, and nothing to record.
     """
-    manifest = _proven(before.settled(found.began_ns) if found.unsettled or found.in_tree() else before, found)
-    for _ in range(_ROUNDS):
+    manifest, settled_ns = _proven(before, found), max(before.recorded_ns, found.began_ns)
+    for turn in range(_ROUNDS):
         begun = manifest
         manifest = _step(place, store, commit, manifest, found, graves)
-        found = examine(place.tree, manifest, _touched(begun, manifest))
-        if found.is_empty:
-            return manifest
-        manifest = _proven(manifest, found)
+        left = examine(place.tree, manifest, _touched(begun, manifest))
+        if turn == 0 and found.is_settled:
+            settled_ns = left.began_ns
+        if left.is_empty:
+            return manifest if manifest is before and not found.unsettled else manifest.settled(settled_ns)
+        found, manifest = left, _proven(manifest, left)
     raise unsettled(_ROUNDS, [*found.modified, *found.missing, *found.extra])
 
 
@@ -167,7 +169,7 @@ def _write_anew(place: Place, commit: str, tree: str, graves: Graves | None = No
     with opened(open_directory(place.directory)) as above:
         (graves.bury if graves else remove)(above, b"tree")
     manifest = materialise(place.mirror, commit, place.tree, owner=place.owner)
-    written_ns = time.time_ns()
+    written_ns = clock_ns()
     seen = hash_tree(place.tree, manifest)
     if seen != tree:
         raise ProofFailedError(

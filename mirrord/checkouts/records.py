@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import stat
 import struct
-from collections.abc import ItemsView, Iterator, Mapping, MutableMapping, ValuesView
+from bisect import bisect_left
+from collections.abc import Collection, ItemsView, Iterator, Mapping, MutableMapping, ValuesView
 from copy import copy
 from itertools import chain
 from operator import attrgetter
@@ -18,6 +19,8 @@ DIRECTORY = 0o040000
 SYMLINK = 0o120000
 SUBMODULE = 0o160000
 NO_OBJECT = bytes(20)
+
+_FIRST, _AFTER_SLASH = b"\1", b"0"
 
 _COUNT = struct.Struct("<I")
 _FIXED = struct.Struct("<I20s20sIQQQQII")
@@ -65,14 +68,13 @@ class Entry(NamedTuple):
 
 
 class Records(MutableMapping[bytes, Entry]):
-    """A mapping of paths to entries; `copy` and `|` share what was read from the file."""
+    """A mapping of paths to entries; `copy` and `|` share what was read from the file, where the paths are in order."""
 
-    __slots__ = ("_fixed", "_fresh", "_names", "_places")
+    __slots__ = ("_fixed", "_fresh", "_names")
 
     def __init__(self, entries: Mapping[bytes, Entry | None], names: list[bytes] | None = None, fixed: bytes = b"") -> None:
         """`names` and `fixed` as they were read; of `entries`, which come later, None is one that is gone."""
         self._names = names or []
-        self._places = dict(zip(self._names, range(len(self._names)), strict=True))
         self._fixed = fixed
         self._fresh = dict(entries)
 
@@ -84,19 +86,18 @@ class Records(MutableMapping[bytes, Entry]):
 
     def to_bytes(self) -> bytes:
         """A count, the fixed parts, and the paths, each ended by NUL, which no path can hold."""
-        names, fixed, gone = self._names.copy(), bytearray(self._fixed), []
-        for name, entry in self._fresh.items():
-            place = self._places.get(name)
-            if entry is None:
-                gone.append(self._places[name])
-            elif place is None:
+        names: list[bytes] = []
+        fixed, size, done = [], _FIXED.size, 0
+        for name in sorted(self._fresh):
+            entry, place = self._fresh[name], self._place(name)
+            names += self._names[done:place]
+            fixed.append(self._fixed[done * size : place * size])
+            if entry is not None:
                 names.append(name)
-                fixed += _FIXED.pack(*entry)
-            else:
-                _FIXED.pack_into(fixed, place * _FIXED.size, *entry)
-        for place in sorted(gone, reverse=True):
-            del names[place]
-        return b"".join([_COUNT.pack(len(names)), *_without(fixed, sorted(gone)), b"\0".join([*names, b""])])
+                fixed.append(_FIXED.pack(*entry))
+            done = place + self._is_at(place, name)
+        names += self._names[done:]
+        return b"".join([_COUNT.pack(len(names)), *fixed, self._fixed[done * size :], b"\0".join([*names, b""])])
 
     def copy(self) -> Self:
         twin = copy(self)
@@ -110,10 +111,13 @@ class Records(MutableMapping[bytes, Entry]):
 
     def __getitem__(self, path: bytes) -> Entry:
         if path in self._fresh:
-            if (entry := self._fresh[path]) is None:
-                raise KeyError(path)
-            return entry
-        return Entry._make(_FIXED.unpack_from(self._fixed, self._places[path] * _FIXED.size))
+            entry = self._fresh[path]
+        else:
+            place = self._place(path)
+            entry = Entry._make(_FIXED.unpack_from(self._fixed, place * _FIXED.size)) if self._is_at(place, path) else None
+        if entry is None:
+            raise KeyError(path)
+        return entry
 
     def __setitem__(self, path: bytes, entry: Entry) -> None:
         self._fresh[path] = entry
@@ -121,13 +125,15 @@ class Records(MutableMapping[bytes, Entry]):
     def __delitem__(self, path: bytes) -> None:
         if path not in self:
             raise KeyError(path)
-        if path in self._places:
+        if self._was_read(path):
             self._fresh[path] = None
         else:
             del self._fresh[path]
 
     def __contains__(self, path: object) -> bool:
-        return self._fresh[path] is not None if path in self._fresh else path in self._places
+        if path in self._fresh:
+            return self._fresh[path] is not None
+        return isinstance(path, bytes) and self._was_read(path)
 
     def decoded(self) -> dict[bytes, Entry]:
         """All of it at once, for those who go through all."""
@@ -153,7 +159,7 @@ class Records(MutableMapping[bytes, Entry]):
 
     def __len__(self) -> int:
         gone = sum(1 for entry in self._fresh.values() if entry is None)
-        return len(self._places) + sum(1 for name in self._fresh if name not in self._places) - gone
+        return len(self._names) + sum(1 for name in self._fresh if not self._was_read(name)) - gone
 
     def iter_seen(self) -> Iterator[tuple[bytes, Seen]]:
         """Each path with what lstat said of it, as `look` has it."""
@@ -175,11 +181,33 @@ class Records(MutableMapping[bytes, Entry]):
         """Of those the ones that are there."""
         return [path for path in self.changed_since(before) if path in self]
 
+    def children(self, directories: Collection[bytes]) -> dict[bytes, list[bytes]]:
+        """The paths directly below each of some directories."""
+        below = {above: [path for path in self._read_below(above) if path not in self._fresh] for above in directories}
+        for path, entry in self._fresh.items():
+            above = path.rpartition(b"/")[0]
+            if path and entry is not None and above in below:
+                below[above].append(path)
+        return below
 
-def _without(fixed: bytearray, gone: list[int]) -> Iterator[memoryview]:
-    """The fixed parts but for those at the places `gone`, which ascend."""
-    view, size, begin = memoryview(fixed), _FIXED.size, 0
-    for place in gone:
-        yield view[begin * size : place * size]
-        begin = place + 1
-    yield view[begin * size :]
+    def _read_below(self, directory: bytes) -> Iterator[bytes]:
+        """Of what was read. What is deeper is passed over by the directory that it is in: after `a` comes `a.b`, then `a/b`."""
+        names, prefix = self._names, directory + b"/" if directory else b""
+        place = self._place(prefix or _FIRST)
+        while place < len(names) and names[place].startswith(prefix):
+            name, is_deeper, _ = names[place][len(prefix) :].partition(b"/")
+            if is_deeper:
+                place = bisect_left(names, prefix + name + _AFTER_SLASH, place)
+            else:
+                yield names[place]
+                place += 1
+
+    def _place(self, path: bytes) -> int:
+        """Where a path is among those that were read, or would be."""
+        return bisect_left(self._names, path)
+
+    def _is_at(self, place: int, path: bytes) -> bool:
+        return place < len(self._names) and self._names[place] == path
+
+    def _was_read(self, path: bytes) -> bool:
+        return self._is_at(self._place(path), path)

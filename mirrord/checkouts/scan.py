@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import time
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ from pathlib import Path
 from ..errors import CheckoutBusyError
 from ..host.files import find_stat, is_locked, names_in, open_child, open_directory, open_regular, opened
 from .descent import Descent
-from .manifest import Manifest
+from .manifest import Manifest, clock_ns
 from .records import Entry, Records, look
 
 _CHUNK_BYTES = 1 << 20
@@ -35,7 +34,8 @@ class Changes:
     """Paths from the root of the tree; control files begin with `.git`.
 
     Of an extra directory only its own path is listed; of a missing one everything that was in it. `proven` are directories whose
-    stat changed, but nothing in them; `unsettled` says that something had to be read because its ctime was too young.
+    stat changed, but nothing in them; `unsettled` says that something had to be read because its ctime was too young, and
+    `youngest_ns` is the youngest ctime of what was found to be unchanged by looking closer.
     """
 
     modified: list[bytes] = field(default_factory=list)
@@ -43,9 +43,15 @@ class Changes:
     extra: list[bytes] = field(default_factory=list)
     proven: dict[bytes, os.stat_result] = field(default_factory=dict)
     unsettled: bool = False
+    youngest_ns: int = 0
     looked_at: int = 0
     hashed: int = 0
     began_ns: int = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a later change of anything that was found unchanged would show in its ctime."""
+        return self.youngest_ns < self.began_ns
 
     @property
     def is_empty(self) -> bool:
@@ -66,7 +72,7 @@ def scan(root: Path, manifest: Manifest, *, rehash: bool | None = None) -> Chang
     `rehash` reads every file, whatever its stat says; by default when the checkout belongs to root, who can set the clock.
     """
     every = manifest.owner_uid == 0 if rehash is None else rehash
-    found = Changes(began_ns=time.time_ns())
+    found = Changes(began_ns=clock_ns())
     with opened(open_directory(root)) as fd:
         entries = manifest.files | manifest.control
         paths = entries.keys() if every else _suspects(fd, manifest, found)
@@ -77,7 +83,7 @@ def scan(root: Path, manifest: Manifest, *, rehash: bool | None = None) -> Chang
 
 def examine(root: Path, manifest: Manifest, paths: Collection[bytes]) -> Changes:
     """Look closer at some of the paths, whatever their stat says: what was just written is read back."""
-    found = Changes(began_ns=time.time_ns(), looked_at=len(paths))
+    found = Changes(began_ns=clock_ns(), looked_at=len(paths))
     with opened(open_directory(root)) as fd:
         _examine(fd, manifest, manifest.files | manifest.control, paths, True, found)
     return found
@@ -104,6 +110,7 @@ def _suspects(root: int, manifest: Manifest, found: Changes) -> list[bytes]:
         elif was[4] >= racy_from_ns:
             suspects.append(path)
             found.unsettled = True
+            found.youngest_ns = max(found.youngest_ns, was[4])
     return suspects
 
 
@@ -145,7 +152,7 @@ class _Examination:
         self._racy_from_ns = manifest.racy_from_ns
         self._found = found
         self._descent = Descent(root)
-        self._children: dict[bytes, dict[bytes, bytes]] = {}
+        self._children: dict[bytes, list[bytes]] = {}
         self._lost: set[bytes] = set()
         self._large: dict[bytes, Future[bytes]] = {}
         self._readers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="hash")
@@ -163,7 +170,7 @@ class _Examination:
                     self._found.modified.append(path)
 
     def judge(self, paths: Collection[bytes]) -> None:
-        self._note_children({path for path in paths if self._entries[path].is_directory})
+        self._children = self._entries.children([path for path in paths if self._entries[path].is_directory])
         for path in sorted(paths):
             if path not in self._lost:
                 self._judge(path)
@@ -197,10 +204,11 @@ class _Examination:
                 self._found.modified.append(path)
             if self._has_names(fd, path) and sound and look(seen) != entry[3:]:
                 self._found.proven[path] = seen
+                self._found.youngest_ns = max(self._found.youngest_ns, seen.st_ctime_ns)
 
     def _has_names(self, fd: int, path: bytes) -> bool:
         """Compare the names in a directory with those that were; which of them are what they were is judged one by one."""
-        expected = self._children_of(path)
+        expected = {child.rpartition(b"/")[2]: child for child in self._children_of(path)}
         names = names_in(fd)
         prefix = path + b"/" if path else b""
         extra = [prefix + name for name in names if name not in expected]
@@ -242,21 +250,14 @@ class _Examination:
             self._miss_below(path)
 
     def _miss_below(self, path: bytes) -> None:
-        for child in self._children_of(path).values():
+        for child in self._children_of(path):
             self._miss(child)
 
-    def _children_of(self, path: bytes) -> dict[bytes, bytes]:
-        """The names that were in a directory, and their paths."""
+    def _children_of(self, path: bytes) -> list[bytes]:
+        """The paths that were in a directory."""
         if path not in self._children:
-            self._note_children({path for path, entry in self._entries.items() if entry.is_directory})
+            self._children |= self._entries.children([path])
         return self._children[path]
-
-    def _note_children(self, directories: set[bytes]) -> None:
-        self._children = {path: {} for path in directories}
-        for path in self._entries if directories else ():
-            above, _, name = path.rpartition(b"/")
-            if path and above in directories:
-                self._children[above][name] = path
 
 
 def _try_open(directory: int, name: bytes) -> int:

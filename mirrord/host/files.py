@@ -7,6 +7,7 @@ never opens a device or a pipe. Names are bytes.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -31,8 +32,11 @@ _FS_IOC_GETFLAGS = 0x80086601  # linux/fs.h
 _FS_IOC_SETFLAGS = 0x40086602
 _LOCKING_FLAGS = 0x10 | 0x20  # FS_IMMUTABLE_FL, FS_APPEND_FL
 _LOCKED = (errno.EPERM, errno.EACCES)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _FAILED = (errno.EIO, errno.EROFS, errno.EUCLEAN)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_libc = ctypes.CDLL(None)
 
 
 @contextmanager
@@ -69,6 +73,12 @@ def disk_error(error: BaseException, doing: str) -> ResourceError | None:
             f"cannot {doing}: {error.strerror}{place}", hint="see the kernel's log, then audit; a heal repairs"
         )
     return None
+
+
+def exchange(new: Path, old: Path) -> None:
+    """Put `new` in the place of `old`, at once, and `old` in its; only renamed where that cannot be."""
+    if _libc.renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE) != 0:
+        new.rename(old)
 
 
 def is_read_only(path: Path) -> bool:
