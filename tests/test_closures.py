@@ -414,8 +414,9 @@ def test_what_was_written_is_read_back(site: Site, suffix: str) -> None:
 
 
 def test_neighbours_of_a_first_commit_find_waypoints_laid(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first answer waits for a root and one wide step; what is between follows, and then a neighbour costs one layer."""
+    """The first answer waits for a root and one wide step; what is between follows, and then a neighbour costs one small layer."""
     monkeypatch.setattr(chains_module, "STRIDES", (16, 4))
+    monkeypatch.setattr(chains_module, "NARROW", 2)
     monkeypatch.setattr(chains_module, "MARGINS", (16, 32))
     monkeypatch.setattr(module, "_NEAR", (8, 17))
     line = [CommitId(oid) for oid in site.upstream.history(20)]
@@ -425,12 +426,14 @@ def test_neighbours_of_a_first_commit_find_waypoints_laid(site: Site, monkeypatc
     async def body(closures: Closures) -> None:
         first = await closures.ensure(NAME, line[19])
         assert [pack.path.parent.name for pack in first] == [line[3], line[19]]
-        waypoints = {line[7], line[11], line[15]}
+        waypoints = set(line[5:19:2])
         with anyio.fail_after(60):
             while laid(closures) != {line[3], line[19], *waypoints}:
                 await anyio.sleep(0.01)
-        assert objects_of(await closures.ensure(NAME, line[17])) == site.closure(line[17])
-        assert laid(closures) == {line[3], line[19], *waypoints, line[17]}
+        near = await closures.ensure(NAME, line[16])
+        assert objects_of(near) == site.closure(line[16])
+        assert [pack.path.parent.name for pack in near] == [line[3], line[7], line[11], line[15], line[16]]
+        assert laid(closures) == {line[3], line[19], *waypoints, line[16]}
 
     site.run(body)
 

@@ -14,6 +14,7 @@ from ..model import CommitId
 
 CHAIN_LIMIT = 48
 STRIDES = (65536, 4096, 256, 32)
+NARROW = 4  # way-points to a step of the narrowest grid where what a neighbour needs is laid ahead
 MARGINS = (256, 8192)
 
 
@@ -58,10 +59,11 @@ def choose_root(known: Layers, line: Sequence[CommitId], recorded: Collection[Co
     return oldest or min(MARGINS[min(roots, len(MARGINS) - 1)], len(line) - 1)
 
 
-def plan(known: Layers, line: Sequence[CommitId]) -> list[Layer]:
+def plan(known: Layers, line: Sequence[CommitId], *, ahead: bool = False) -> list[Layer]:
     """The layers to build for the first of `line`, each after those it stands on.
 
-    `line` is first parents, newest first; its last commit has a layer, or becomes a root.
+    `line` is first parents, newest first; its last commit has a layer, or becomes a root. `ahead` puts way-points all along it,
+    closer to each other than the grid: fewer objects are between a neighbour and the next.
     """
     planned: dict[CommitId, Layer] = {}
     layers = dict(known)
@@ -75,9 +77,11 @@ def plan(known: Layers, line: Sequence[CommitId]) -> list[Layer]:
     start = layers[line[-1]].depth
     end = start + len(line) - 1
     on_line = {start + steps: at for steps, at in enumerate(reversed(line))}
-    for depth in grid(start, end):
+    step = max(1, STRIDES[-1] // NARROW)
+    for depth in range(start - start % step + step, end + 1, step) if ahead else grid(start, end):
         if depth < end and on_line[depth] not in layers:
-            add(on_line[depth], _waypoint_at(layers, on_line, previous(depth)), depth)
+            below = previous(depth) if is_waypoint(depth) else depth - step
+            add(on_line[depth], _waypoint_at(layers, on_line, below), depth)
     if line[0] not in layers:
         base = _waypoint_at(layers, on_line, previous(end)) if is_waypoint(end) else _nearest(layers, line)
         if base.commit != line[1] and _has_sibling(known, base, end):

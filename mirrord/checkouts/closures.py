@@ -162,7 +162,7 @@ class Closures:
 
     async def _lay_waypoints(self, name: MirrorName, line: list[CommitId]) -> None:
         """What the neighbours below a first commit will stand on, where its own pack went past it in one wide step."""
-        for step in plan(self._known(name), line)[:-1]:
+        for step in plan(self._known(name), line, ahead=True)[:-1]:
             async with self._locks[name.key]:
                 known = self._known(name)
                 if step.commit in known or step.base not in known:
