@@ -414,7 +414,7 @@ def test_what_was_written_is_read_back(site: Site, suffix: str) -> None:
 
 
 def test_neighbours_of_a_first_commit_find_waypoints_laid(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first answer waits for a root and one wide step; what is between follows, and then a neighbour costs one small layer."""
+    """The first answer waits for a root and one wide step; what is between follows: a neighbour costs one small layer."""
     monkeypatch.setattr(chains_module, "STRIDES", (16, 4))
     monkeypatch.setattr(chains_module, "NARROW", 2)
     monkeypatch.setattr(chains_module, "MARGINS", (16, 32))

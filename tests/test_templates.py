@@ -208,6 +208,24 @@ def test_a_delta_makes_each_of_its_directories_once(
     assert sorted(name for name in made if name in ("deep", "one", "two", "flat")) == ["deep", "flat", "one", "two"]
 
 
+def test_a_delta_lies_where_it_has_few_names(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+    """A link to a file that is there takes no room, but time: a near delta is better than a keyframe that needs many."""
+    upstream = make_upstream("a")
+    upstream.commit({f"{number}.txt": f"{number}\n" for number in range(200)})
+    second = upstream.commit({f"{number}.txt": f"new {number}\n" for number in range(40)})
+    third = upstream.commit({"199.txt": "last\n"})
+
+    async def test(store: Store) -> None:
+        first = await store.ensure(upstream.git("rev-parse", f"{second}~1"))
+        near = await store.ensure(second)
+        template = await store.ensure(third)
+        assert template.layers[3:] == near.layers[2:]
+        assert near.layers[3:] == first.layers[2:]
+        assert [path.name for path in template.layers[2].iterdir()] == ["199.txt"]
+
+    run(tmp_path, upstream, test)
+
+
 def test_an_unknown_commit_is_said_and_leaves_nothing(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
     """The error is the caller's; no temporary directory stays."""
     upstream = make_upstream("up")

@@ -53,9 +53,13 @@ class Blobs:
 
     def keep(self, content: str, writer: TreeWriter, path: bytes, *, executable: bool) -> os.stat_result:
         """Remember a file that was just written; answers its stat, which this changes."""
-        self._directory.mkdir(mode=0o700, exist_ok=True)
+        shared = self._path(content, executable=executable)
         with suppress(FileExistsError):
-            writer.share_file(path, self._path(content, executable=executable))
+            try:
+                writer.share_file(path, shared)
+            except FileNotFoundError:
+                self._directory.mkdir(mode=0o700, exist_ok=True)
+                writer.share_file(path, shared)
         return writer.get_stat(path)
 
     def let_go(self, layer: Path) -> int | None:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ CONFIG = (
     b"\ttrustctime = false\n[gc]\n\tauto = 0\n"
 )
 GRAPH = "objects/info/commit-graph"
-_CONTROL = ("HEAD", "config", "packed-refs", "info/exclude")
+_CONTROL = ("HEAD", "config", "packed-refs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ class Gitdir:
         return self.path.with_suffix(".json")
 
 
-def save(gitdir: Gitdir) -> None:
-    """Write the record of a store that is whole."""
+def save(gitdir: Gitdir, control: Sequence[bytes]) -> None:
+    """Write the record of a store that is whole. `control` is what was written to HEAD, config and packed-refs."""
     facts = asdict(gitdir)
     del facts["path"], facts["mirror"]
-    facts["control"] = _control_sum(gitdir.git)
+    facts["control"] = _control_sum(control)
     temporary = gitdir.record.with_suffix(".json.new")
     temporary.write_text(json.dumps(facts))
     temporary.rename(gitdir.record)
@@ -97,15 +97,15 @@ def is_as_built(gitdir: Gitdir) -> bool:
     try:
         control = json.loads(gitdir.record.read_text())["control"]
         packs = [gitdir.git / "objects/pack" / name for name in gitdir.packs]
-        return control == _control_sum(gitdir.git) and all(pack.exists() and pack.with_suffix(".idx").exists() for pack in packs)
+        found = _control_sum((gitdir.git / name).read_bytes() for name in _CONTROL)
+        return control == found and all(pack.exists() and pack.with_suffix(".idx").exists() for pack in packs)
     except (OSError, ValueError, KeyError):
         return False
 
 
-def _control_sum(git: Path) -> str:
+def _control_sum(contents: Iterable[bytes]) -> str:
     digest = hashlib.sha1()
-    for name in _CONTROL:
-        content = (git / name).read_bytes()
+    for content in contents:
         digest.update(b"%d %b" % (len(content), content))
     return digest.hexdigest()
 

@@ -9,6 +9,7 @@ is written last, and what has none does not exist.
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 import shutil
 import time
@@ -60,7 +61,7 @@ _TREE_AND_TIME = "mirrord.git.objects:tree_and_time"
 _READ_TIMEOUT = timedelta(seconds=30)
 _SHARED = ("config", "packed-refs")
 _FACTS_KEPT = 64
-_DIRECTORIES = ("info", "objects/info", "objects/pack", "refs/heads", "refs/tags")
+_DIRECTORIES = ("", "info", "objects", "objects/pack", "refs")
 
 log = structlog.get_logger()
 
@@ -275,13 +276,13 @@ class Gitdirs:
         with building(directory, self._remains) as temporary:
             scratch = temporary / "scratch"
             contents = await self._contents(name, commit, history, scratch)
-            await anyio.to_thread.run_sync(_write, directory, temporary / ".git", contents)
+            control = await anyio.to_thread.run_sync(_write, directory, temporary / ".git", contents)
             if history is History.SQUASHED:
                 await anyio.to_thread.run_sync(shutil.rmtree, scratch)
             target = self._path(name, commit, history)
             publish(temporary, target)
         gitdir = replace(_describe(target, name, commit, history, contents), seconds=time.monotonic() - began)
-        save(gitdir)
+        save(gitdir, control)
         self._found[name.key, commit, history] = gitdir
         self._stores.setdefault(name.key, {})[gitdir.path] = gitdir, time.time()
         log.info(
@@ -312,18 +313,21 @@ class Gitdirs:
 # -- on disk ----------------------------------------------------------------------------------------------------------
 
 
-def _write(stores: Path, git: Path, contents: _Contents) -> None:
+def _write(stores: Path, git: Path, contents: _Contents) -> tuple[bytes, ...]:
+    """Answers the bytes of HEAD and of what is shared."""
     for directory in _DIRECTORIES:
-        (git / directory).mkdir(parents=True)
+        os.mkdir(f"{git}/{directory}", 0o755)
     for pack in contents.packs:
         for source in (pack.path, pack.index):
             link_or_copy(source, git / "objects/pack" / source.name)
     if contents.graph:
+        (git / GRAPH).parent.mkdir(mode=0o755)
         link_or_copy(contents.graph, git / GRAPH)
-    (git / "HEAD").write_text(f"{contents.head}\n")
-    (git / "info/exclude").write_bytes(b"")
-    for name, content in zip(_SHARED, (CONFIG, packed_refs(contents.tags)), strict=True):
+    head, *shared = control = f"{contents.head}\n".encode(), CONFIG, packed_refs(contents.tags)
+    (git / "HEAD").write_bytes(head)
+    for name, content in zip(_SHARED, shared, strict=True):
         write_shared(stores, git / name, content)
+    return control
 
 
 def _remove(store: Path, remains: Remains) -> None:

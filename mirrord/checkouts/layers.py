@@ -92,15 +92,19 @@ def _candidates(known: Sequence[Layer], time: int) -> list[Layer]:
 
 
 def _find_cost(objects: Objects, old: str, new: str, limit: int, shared: Blobs) -> int | None:
-    """The disk space of a delta, about a block for each directory, whole blocks for each file that no layer has; None over
-    `limit`. Whiteouts and further links take none.
+    """What a delta costs: the disk space of files that no layer has, and a block for each name in it. None over `limit`.
+
+    A directory takes a block. Another link to a shared file takes none, but about the time in which one is written; whiteouts are
+    few.
     """
     total = 0
     for step in changes(objects, old, new):
-        if step.new and (step.new.is_tree or step.new.is_submodule):
-            total += _BLOCK_BYTES
-        elif step.new and not shared.has(step.new.oid, executable=step.new.is_executable):
-            total += _BLOCK_BYTES + objects.blob_size(step.new.oid)
+        entry = step.new
+        if entry is None:
+            continue
+        total += _BLOCK_BYTES
+        if not entry.is_tree and not entry.is_submodule and not shared.has(entry.oid, executable=entry.is_executable):
+            total += objects.blob_size(entry.oid)
         if total > limit:
             return None
     return total

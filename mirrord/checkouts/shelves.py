@@ -106,6 +106,8 @@ class Shelves:
 
     async def trim_indexes(self, unused_since: float = 0.0) -> None:
         """Keep few indexes that no checkout uses: one is as big as a hundred one-file deltas; none that was not used since."""
+        if not unused_since and sum(len(shelf.indexes) for shelf in self._shelves.values()) <= _IDLE_INDEXES:
+            return
         idle: list[tuple[float, Shelf, tuple[str, Owner]]] = [
             (shelf.used_at.get(shelf.index(*key), 0.0), shelf, key)
             for shelf in self._shelves.values()
