@@ -48,6 +48,7 @@ class _Splice:
     def __init__(self, old: bytes, before: Records, files: Records) -> None:
         self._files = files
         self._nodes: list[tuple[bytes, bytes, bytes, bytes]] = _NODE.findall(old, _HEADER.size)
+        self._ends = _ends([int(node[3]) for node in self._nodes])
         self._growth: Counter[bytes] = Counter()
         self._changed = {b""}
         self._gone: defaultdict[bytes, set[bytes]] = defaultdict(set)
@@ -85,19 +86,22 @@ class _Splice:
             at = place + 1
             for _ in range(int(self._nodes[place][3])):
                 found[self._nodes[at][1]] = at
-                at = self._end(at)
+                at = self._ends[at]
         return found
 
     def _copied(self, place: int) -> bytes:
-        return b"".join([node[0] for node in self._nodes[place : self._end(place)]])
+        return b"".join([node[0] for node in self._nodes[place : self._ends[place]]])
 
-    def _end(self, place: int) -> int:
-        """The place after a node and all below it."""
-        pending = 1
-        while pending:
-            pending += int(self._nodes[place][3]) - 1
-            place += 1
-        return place
+
+def _ends(subtrees: list[int]) -> list[int]:
+    """For each node the place after it and all below it; `subtrees` says how many are directly below."""
+    ends = [0] * len(subtrees)
+    for place in reversed(range(len(subtrees))):
+        end = place + 1
+        for _ in range(subtrees[place]):
+            end = ends[end]
+        ends[place] = end
+    return ends
 
 
 def _node(path: bytes, count: int, subtrees: int, entry: Entry) -> bytes:

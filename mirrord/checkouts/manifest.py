@@ -13,6 +13,7 @@ import json
 import os
 import time
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from ..errors import ProofFailedError
@@ -21,6 +22,7 @@ from ..host.processes import boot_id
 from .records import Entry, Records
 
 _MAGIC = b"mirrord manifest 5\n"
+_CHECKSUM_BYTES = 20
 _COARSE_RACY_NS = 2 * 10**9  # ext4 with inodes of 128 bytes keeps whole seconds
 _CLOCK_REALTIME_COARSE = 5  # linux/time.h
 
@@ -80,16 +82,22 @@ class Manifest:
         spare = path.with_name(f"{path.name}.spare")
         fd = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with open(fd, "wb") as file:
-            file.write(self.to_bytes())
+            file.writelines(self._pieces())
             file.truncate()
         exchange(spare, path)
 
     def to_bytes(self) -> bytes:
-        parts = [self.files.to_bytes(), Records(self.control).to_bytes()]
+        return b"".join(self._pieces())
+
+    def _pieces(self) -> list[bytes | memoryview]:
+        sections = [self.files.pieces(), Records(self.control).pieces()]
         header = {"commit": self.commit, "tree": self.tree, "recorded_ns": self.recorded_ns, "index": self.index}
-        sections = {"boot": boot_id(), "sections": [len(part) for part in parts]}
-        body = b"".join([_MAGIC, json.dumps(header | sections).encode(), b"\n", *parts])
-        return body + hashlib.sha1(body).digest()
+        header |= {"boot": boot_id(), "sections": [sum(map(len, section)) for section in sections]}
+        pieces = [_MAGIC, json.dumps(header).encode(), b"\n", *chain(*sections)]
+        digest = hashlib.sha1()
+        for piece in pieces:
+            digest.update(piece)
+        return [*pieces, digest.digest()]
 
     @classmethod
     def load(cls, path: Path) -> Manifest:
@@ -107,14 +115,13 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str = "") -> Manifest:
-        body, checksum = data[:-20], data[-20:]
-        if not body.startswith(_MAGIC) or hashlib.sha1(body).digest() != checksum:
+        body = memoryview(data)[:-_CHECKSUM_BYTES]
+        if not data.startswith(_MAGIC) or hashlib.sha1(body).digest() != data[-_CHECKSUM_BYTES:]:
             raise ProofFailedError(f"cannot read manifest {name}: it is damaged", hint="release the checkout and ask for another")
-        header_end = body.index(b"\n", len(_MAGIC))
-        header = json.loads(body[len(_MAGIC) : header_end])
-        files_length, _ = header.pop("sections")
+        header_end = data.index(b"\n", len(_MAGIC))
+        header = json.loads(data[len(_MAGIC) : header_end])
+        files_end = header_end + 1 + header.pop("sections")[0]
         if header.pop("boot") != boot_id():
             header["recorded_ns"] = 0
-        files = body[header_end + 1 : header_end + 1 + files_length]
-        control = body[header_end + 1 + files_length :]
-        return cls(**header, files=Records.from_bytes(files), control=Records.from_bytes(control).decoded())
+        files, control = Records.from_bytes(body[header_end + 1 : files_end]), Records.from_bytes(body[files_end:])
+        return cls(**header, files=files, control=control.decoded())

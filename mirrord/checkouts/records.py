@@ -72,22 +72,25 @@ class Records(MutableMapping[bytes, Entry]):
 
     __slots__ = ("_fixed", "_fresh", "_names")
 
-    def __init__(self, entries: Mapping[bytes, Entry | None], names: list[bytes] | None = None, fixed: bytes = b"") -> None:
+    def __init__(
+        self, entries: Mapping[bytes, Entry | None], names: list[bytes] | None = None, fixed: bytes | memoryview = b""
+    ) -> None:
         """`names` and `fixed` as they were read; of `entries`, which come later, None is one that is gone."""
         self._names = names or []
         self._fixed = fixed
         self._fresh = dict(entries)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
+    def from_bytes(cls, data: bytes | memoryview) -> Self:
         (count,) = _COUNT.unpack_from(data)
         end = _COUNT.size + count * _FIXED.size
-        return cls({}, data[end:].split(b"\0")[:count], data[_COUNT.size : end])
+        return cls({}, bytes(data[end:]).split(b"\0")[:count], memoryview(data)[_COUNT.size : end])
 
-    def to_bytes(self) -> bytes:
-        """A count, the fixed parts, and the paths, each ended by NUL, which no path can hold."""
+    def pieces(self) -> list[bytes | memoryview]:
+        """Its bytes: a count, the fixed parts, and the paths, each ended by NUL, which no path can hold."""
         names: list[bytes] = []
-        fixed, size, done = [], _FIXED.size, 0
+        fixed: list[bytes | memoryview] = []
+        size, done = _FIXED.size, 0
         for name in sorted(self._fresh):
             entry, place = self._fresh[name], self._place(name)
             names += self._names[done:place]
@@ -97,7 +100,8 @@ class Records(MutableMapping[bytes, Entry]):
                 fixed.append(_FIXED.pack(*entry))
             done = place + self._is_at(place, name)
         names += self._names[done:]
-        return b"".join([_COUNT.pack(len(names)), *fixed, self._fixed[done * size :], b"\0".join([*names, b""])])
+        names.append(b"")
+        return [_COUNT.pack(len(names) - 1), *fixed, self._fixed[done * size :], b"\0".join(names)]
 
     def copy(self) -> Self:
         twin = copy(self)
@@ -154,8 +158,8 @@ class Records(MutableMapping[bytes, Entry]):
     def __iter__(self) -> Iterator[bytes]:
         if not self._fresh:
             return iter(self._names)
-        kept = [name for name in self._names if name not in self._fresh]
-        return iter(kept + [name for name, entry in self._fresh.items() if entry is not None])
+        kept = (name for name in self._names if name not in self._fresh)
+        return chain(kept, [name for name, entry in self._fresh.items() if entry is not None])
 
     def __len__(self) -> int:
         gone = sum(1 for entry in self._fresh.values() if entry is None)
