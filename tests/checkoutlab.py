@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,6 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from gitrepos import ENV, Upstream, git
 
 from mirrord.catalog.catalog import Catalog
-from mirrord.checkouts.backend import Target
 from mirrord.checkouts.calls import Place
 from mirrord.checkouts.gitdirs import Gitdirs
 from mirrord.checkouts.graves import new_grave
@@ -35,6 +35,7 @@ from mirrord.host.peers import Access, Peer
 from mirrord.jobs.events import Events
 from mirrord.mirrors.service import Mirrors
 from mirrord.model import Backend, CommitId, History, MirrorName, View, utc_now
+from mirrord.protocol import Proof
 
 NAME = MirrorName("psf", "requests")
 USER = 12345
@@ -53,11 +54,10 @@ class Pool:
 
     def lease(self, commit: str, *, uid: int = USER, history: History = History.SEALED) -> Lease:
         checkout, directory = self.leases.new_directory()
-        tree = git(self.mirror, "rev-parse", f"{commit}^{{tree}}")
         now = utc_now()
         return Lease(
-            checkout, directory, NAME, CommitId(commit), tree, None, history, View.AGENT, Backend.POOL, uid, uid, now,
-            now + timedelta(hours=1),
+            checkout, directory, NAME, CommitId(commit), self.tree_of(commit), None, history, View.AGENT, Backend.POOL, uid, uid,
+            now, now + timedelta(hours=1),
         )  # fmt: skip
 
     async def checkout(self, commit: str, **choices: object) -> Lease:
@@ -73,8 +73,11 @@ class Pool:
             lease.directory, self.mirror, gitdir.git, gitdir.head, (lease.owner_uid, lease.owner_gid), new_grave(lease.directory)
         )
 
-    def target(self, commit: str) -> Target:
-        return Target(CommitId(commit), git(self.mirror, "rev-parse", f"{commit}^{{tree}}"))
+    async def reset(self, lease: Lease, commit: str) -> Proof:
+        return await self.backend.reset(replace(lease, commit=CommitId(commit), tree=self.tree_of(commit)), self.leases)
+
+    def tree_of(self, commit: str) -> str:
+        return git(self.mirror, "rev-parse", f"{commit}^{{tree}}")
 
 
 @asynccontextmanager

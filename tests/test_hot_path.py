@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,10 @@ from daemons import Daemon, daemon
 from gitrepos import Upstream
 
 _ROUNDS = 5
-_CALLS = "mkdir,mkdirat,mount,umount2,rmdir,unlink,unlinkat,rename,renameat,renameat2,openat,write,fsync,fdatasync,sync,syncfs"
+_CALLS = (
+    "mkdir,mkdirat,mount,umount2,rmdir,unlink,unlinkat,rename,renameat,renameat2,link,linkat,chmod,fchmodat,chown,openat,write,"
+    "fsync,fdatasync,sync,syncfs"
+)
 _LINE = re.compile(r"(?P<thread>\d+) +(?P<name>\w+)\((?P<arguments>.*)")
 
 pytestmark = [
@@ -72,10 +75,7 @@ def checkout(running: Daemon) -> dict[str, str]:
 def release(running: Daemon, identity: str) -> None:
     """Taken away, and all its files removed."""
     assert running.request("DELETE", f"/v1/checkouts/{identity}")[0] == 204
-    deadline = time.monotonic() + 20
-    while list((running.state_dir / "checkouts").glob(f"*{identity}")):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not list((running.state_dir / "checkouts").glob(f"*{identity}")))
 
 
 @contextmanager
@@ -112,16 +112,43 @@ def test_a_warm_checkout_is_five_mkdirs_a_mount_and_one_small_file(running: Daem
     assert trace.all["unlink"] == 2 * _ROUNDS
 
 
-def test_a_reset_to_where_it_was_writes_no_file(running: Daemon, tmp_path: Path) -> None:
-    """The lease is renamed to say that a reset runs, the old layer out of the way, and the lease back."""
+def test_a_reset_is_a_checkout_that_changes_places_with_the_old_one(running: Daemon, tmp_path: Path) -> None:
+    """The lease's file is linked into it, and one rename makes all of it stand; nothing is taken down before the answer."""
     made = checkout(running)
     with traced(running, tmp_path / "trace") as found:
-        for _ in range(_ROUNDS):
-            (Path(made["path"]) / "mine").write_text("work")
-            assert running.request("POST", f"/v1/checkouts/{made['id']}/reset", {})[0] == 200
+        reset(running, made)
     (trace,) = found
-    assert trace.loop["rename"] == 3 * _ROUNDS
-    assert trace.loop["mkdir"] == 3 * _ROUNDS
-    assert trace.loop["mount"] == _ROUNDS
-    assert {"write", "rmdir", "unlink", "fsync", "fdatasync"}.isdisjoint(trace.loop)
+    assert trace.loop == {"mkdir": 5, "mount": 1, "read": 1, "link": 1, "chmod": 1, "renameat2": 1}
     release(running, made["id"])
+
+
+def test_a_second_reset_makes_nothing(running: Daemon, tmp_path: Path) -> None:
+    """Directories and mount are there already, in a place of their own, and HEAD was read there."""
+    made = checkout(running)
+    reset(running, made)
+    until(lambda: [spare for spare in (running.state_dir / "checkouts").glob(".next-*") if is_mounted(spare)])
+    time.sleep(0.1)
+    with traced(running, tmp_path / "trace") as found:
+        reset(running, made)
+    (trace,) = found
+    assert trace.loop == {"link": 1, "chmod": 1, "renameat2": 1}
+    release(running, made["id"])
+    until(lambda: not list((running.state_dir / "checkouts").iterdir()))
+
+
+def reset(running: Daemon, made: dict[str, str]) -> None:
+    (Path(made["path"]) / "mine").write_text("work")
+    assert running.request("POST", f"/v1/checkouts/{made['id']}/reset", {})[0] == 200
+    assert not (Path(made["path"]) / "mine").exists()
+
+
+def is_mounted(spare: Path) -> bool:
+    """What was replaced has a lease still; the kernel makes a directory for a mount."""
+    return not (spare / "lease.json").exists() and (spare / "layer/work/work").exists()
+
+
+def until(happens: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

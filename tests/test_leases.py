@@ -130,6 +130,22 @@ def test_a_reset_that_had_not_begun_leaves_the_lease_as_it_was(leases: Leases, t
     assert again(leases, tmp_path) == ([lease], [])
 
 
+@pytest.mark.parametrize("commit", ["a" * 40, "c" * 40])
+def test_a_lease_moves_into_what_was_made_for_it(leases: Leases, tmp_path: Path, commit: str) -> None:
+    """In one step, whether it says the same or not; what it had before is no lease."""
+    lease = new_lease(leases)
+    (lease.directory / "old").touch()
+    fresh = lease.directory.with_name(".next-x")
+    fresh.mkdir(mode=0o700)
+    (fresh / "new").touch()
+    moved = replace(lease, commit=CommitId(commit))
+    leases.move_in(moved, str(fresh))
+    assert leases.find(lease.id) == moved
+    assert sorted(os.listdir(lease.directory)) == ["lease.json", "new"]
+    assert lease.directory.stat().st_mode & 0o777 == 0o711
+    assert again(leases, tmp_path) == ([moved], [fresh])
+
+
 def test_a_lease_that_cannot_be_ended_stands(leases: Leases, tmp_path: Path) -> None:
     """Whoever released it is told, and it is still listed."""
     lease = new_lease(leases)

@@ -111,19 +111,6 @@ def as_uid(uid: int, script: str, *args: str) -> str:
 # -- what it is for -----------------------------------------------------------------------------------------------------
 
 
-def test_what_was_read_is_torn_down_when_nobody_asks(lab: Lab, service: Service, mounter: RemoteMounter) -> None:
-    """Not before the answer, and not before the mount that a reset asks for next."""
-    order = lab.checkout()
-    mounter.mount(order)
-    before = service.open_files()
-    mounter.umount(order.checkout, was_used=True)
-    assert mounted_below(lab.state) == []
-    deadline = time.monotonic() + 20
-    while service.open_files() > before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_the_daemons_user_mounts_and_unmounts(lab: Lab, service: Service) -> None:
     """A process without any capability sees its mount, and can delete all that the mount left."""
     order = lab.checkout()
@@ -231,7 +218,7 @@ def test_connections_are_bounded(service: Service) -> None:
     """Who holds many gets refusals, and the others still get answers."""
     held = [service.connect() for _ in range(80)]
     try:
-        held[0].send(b'{"request": "umount", "checkout": "%s", "was_used": false}' % NAME.encode())
+        held[0].send(b'{"request": "umount", "checkout": "%s"}' % NAME.encode())
         assert held[0].recv(4096) == b"{}"
         assert b"problem" in held[-1].recv(4096)
     finally:
@@ -250,7 +237,7 @@ def _wait_for_answer(service: Service) -> None:
 
 def _is_answered(service: Service) -> bool:
     try:
-        return service.ask(b'{"request": "umount", "checkout": "%s", "was_used": false}' % NAME.encode()) == {}
+        return service.ask(b'{"request": "umount", "checkout": "%s"}' % NAME.encode()) == {}
     except OSError:
         return False
 
@@ -277,7 +264,8 @@ HOSTILE: list[object] = [
         {"request": "mount", "checkout": name, "layers": [TREE], "owner": None}
         for name in (
             "", ".", "..", "../checkouts", f"{NAME}/../{NAME}", f"/{NAME}", f"{NAME}/tree", NAME.upper(), NAME[:-1], NAME + "a",
-            f"{NAME}\n", f"{NAME}\0", "1" * 16, ".warm-x", f".gone-{NAME}", None, 1, [NAME], {"a": NAME},
+            f"{NAME}\n", f"{NAME}\0", "1" * 16, ".warm-x", f".gone-{NAME}",
+            f".next-.next-{NAME}", ".next-", f"x.next-{NAME}", None, 1, [NAME], {"a": NAME},
         )
     ),
     *(
@@ -294,7 +282,7 @@ HOSTILE: list[object] = [
         for owner in BAD_OWNERS
     ),
     *(
-        {"request": "umount", "checkout": name, "was_used": False}
+        {"request": "umount", "checkout": name}
         for name in ("", ".", "..", "../idmaps", f"{NAME}/..", f"{NAME}/tree", "/", f"{NAME}\n", f"{NAME}\0", "a" * 256, None, 1)
     ),
     *({"request": kind} for kind in ("mount", "umount", "make_idmap", "drop_idmap", "", None, "exec", 1, ["mount"], {})),
@@ -319,7 +307,7 @@ def test_nothing_else_may_be_asked(lab: Lab, service: Service) -> None:
 def test_messages_that_are_no_requests(service: Service, message: bytes) -> None:
     """Neither deep, nor long, nor broken JSON ends the service."""
     assert isinstance(from_problem(service.ask(message)["problem"]), InvalidRequestError)
-    assert service.ask(b'{"request": "umount", "checkout": "%s", "was_used": false}' % NAME.encode()) == {}
+    assert service.ask(b'{"request": "umount", "checkout": "%s"}' % NAME.encode()) == {}
 
 
 @pytest.mark.parametrize("owner", [(0, 0), (0, 5), (5, 0), (DAEMON, DAEMON), (DAEMON, 5)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,22 +129,6 @@ def test_a_mount_with_a_process_inside_goes_away(lab: Lab, mounter: LocalMounter
         assert list(tree.iterdir()) == []
         tree.rmdir()
         inside.communicate()
-
-
-def test_what_was_read_is_torn_down_when_nobody_waits(lab: Lab, mounter: LocalMounter) -> None:
-    """The mount is gone at once; one descriptor and no thread keeps the kernel from the rest until it is told."""
-    order = lab.checkout()
-    mounter.mount(order)
-    threads, before = threading.active_count(), open_files()
-    mounter.umount(order.checkout, was_used=True)
-    assert mounted_below(lab.state) == []
-    assert (threading.active_count(), open_files()) == (threads, before + 1)
-    mounter.tear_down()
-    assert open_files() == before
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_everything_at_a_place_is_unmounted(lab: Lab, mounter: LocalMounter) -> None:

@@ -16,13 +16,13 @@ import pytest
 from checkoutlab import NAME, USER, USER_PEER, Service, as_user, running_service
 from gitrepos import ENV, Upstream, git
 
-from mirrord.checkouts.backend import Target
 from mirrord.checkouts.leases import Lease, Leases
 from mirrord.checkouts.overlay import OverlayBackend
 from mirrord.errors import BackendUnavailableError, DiskFullError
 from mirrord.host.mounting import LocalMounter, OverlayOrder
+from mirrord.host.mounts import read_overlays
 from mirrord.model import Backend, CommitId, History, View, utc_now
-from mirrord.protocol import Checkout, ResetCheckout, StartCheckout
+from mirrord.protocol import Checkout, Proof, ResetCheckout, StartCheckout
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
@@ -223,6 +223,13 @@ class Bench:
     commit: CommitId
     tree: str
 
+    async def create(self, lease: Lease) -> None:
+        await self.backend.create(lease)
+        self.leases.save(lease)
+
+    async def reset(self, lease: Lease) -> Proof:
+        return await self.backend.reset(lease, self.leases)
+
     def lease(self, uid: int = USER) -> Lease:
         checkout, directory = self.leases.new_directory()
         now = utc_now()
@@ -230,10 +237,6 @@ class Bench:
             checkout, directory, NAME, self.commit, self.tree, None, History.SEALED, View.AGENT, Backend.OVERLAY, uid, uid, now,
             now + timedelta(hours=1),
         )  # fmt: skip
-
-    @property
-    def target(self) -> Target:
-        return Target(self.commit, self.tree)
 
 
 @pytest.fixture
@@ -254,25 +257,25 @@ def test_a_refused_mount_leaves_nothing(service: Service, bench: Bench) -> None:
     async def story() -> None:
         bench.mounter.refuses = True
         with pytest.raises(DiskFullError):
-            await bench.backend.create(lease)
+            await bench.create(lease)
         await bench.backend.destroy(lease.directory, lease)
 
     service.call(story)
     assert not lease.directory.exists()
 
 
-def test_a_refused_reset_gives_back_what_was_there(service: Service, bench: Bench) -> None:
-    """The owner's work is mounted again, and the next reset goes through."""
+def test_a_refused_reset_leaves_what_was_there(service: Service, bench: Bench) -> None:
+    """Nobody touched the owner's work, and the next reset goes through."""
     lease = bench.lease()
 
     async def story() -> None:
-        await bench.backend.create(lease)
+        await bench.create(lease)
         (lease.tree_path / "mine").write_text("mine")
         bench.mounter.refuses = True
         with pytest.raises(DiskFullError):
-            await bench.backend.reset(lease, bench.target)
+            await bench.reset(lease)
         assert (lease.tree_path / "mine").read_text() == "mine"
-        proof = await bench.backend.reset(lease, bench.target)
+        proof = await bench.reset(lease)
         assert not (lease.tree_path / "mine").exists()
         assert (proof.tree, proof.head) == (bench.tree, bench.commit)
         assert (proof.files_checked, proof.files_restored, proof.files_removed) == (None, None, None)
@@ -285,17 +288,17 @@ def test_a_refused_reset_gives_back_what_was_there(service: Service, bench: Benc
 # -- layers made ahead --------------------------------------------------------------------------------------------------
 
 
-async def reset_often(bench: Bench, lease: Lease) -> None:
-    """Until a spare is there for the next one."""
-    deadline = anyio.current_time() + 10
-    while not bench.backend._spares._spares:
-        await bench.backend.reset(lease, bench.target)
-        await anyio.sleep(0.1)
-        assert anyio.current_time() < deadline
+async def reset_once(bench: Bench, lease: Lease) -> Path:
+    """Answers the spare that is there then."""
+    await bench.reset(lease)
+    with anyio.fail_after(10):
+        while lease.id not in bench.backend._spares._spares:
+            await anyio.sleep(0.02)
+    return Path(bench.backend._spares._spares[lease.id].directory)
 
 
 def spares_in(bench: Bench) -> list[Path]:
-    return list(bench.leases._directory.glob(".spare-*"))
+    return list(bench.leases._directory.glob(".next-*"))
 
 
 async def until_none(bench: Bench) -> None:
@@ -304,25 +307,24 @@ async def until_none(bench: Bench) -> None:
             await anyio.sleep(0.05)
 
 
-def test_who_resets_often_gets_what_was_mounted_before(service: Service, bench: Bench) -> None:
-    """The next reset mounts nothing and makes no directory; each spare is a layer of its own, that nobody could look into."""
+def test_who_resets_again_gets_what_was_mounted_before(service: Service, bench: Bench) -> None:
+    """The next reset mounts nothing and makes no directory; each spare is a tree of its own, that nobody could look into."""
     lease = bench.lease()
 
     async def story() -> None:
-        await bench.backend.create(lease)
-        await reset_often(bench, lease)
-        (spare,) = spares_in(bench)
+        await bench.create(lease)
+        spare = await reset_once(bench, lease)
         assert spare.stat().st_mode & 0o777 == 0o700
-        layer = (spare / "layer").stat().st_ino
+        tree = spare.stat().st_ino
         (lease.tree_path / "mine").write_text("mine")
         bench.mounter.refuses = True
-        proof = await bench.backend.reset(lease, bench.target)
+        proof = await bench.reset(lease)
         bench.mounter.refuses = False
         assert (proof.tree, proof.head) == (bench.tree, bench.commit)
-        assert (lease.directory / "layer").stat().st_ino == layer
+        assert lease.directory.stat().st_ino == tree
         assert (lease.tree_path.stat().st_uid, os.listdir(lease.directory / "layer/upper")) == (USER, [])
         (lease.tree_path / "mine").write_text("again")
-        await bench.backend.reset(lease, bench.target)
+        await bench.reset(lease)
         assert not (lease.tree_path / "mine").exists()
         await bench.backend.destroy(lease.directory, lease)
         await bench.backend.close()
@@ -331,12 +333,15 @@ def test_who_resets_often_gets_what_was_mounted_before(service: Service, bench: 
     service.call(story)
 
 
-def test_a_reset_now_and_then_has_nothing_made_ahead(service: Service, bench: Bench) -> None:
+def test_a_reset_to_elsewhere_has_nothing_made_ahead(service: Service, bench: Bench) -> None:
+    """The next one will not be to here either."""
     lease = bench.lease()
+    commit, tree = git(service.mirror, "rev-parse", "v1^{commit}", "v1^{tree}").split()
 
     async def story() -> None:
-        await bench.backend.create(lease)
-        await bench.backend.reset(lease, bench.target)
+        await bench.create(lease)
+        await bench.reset(replace(lease, commit=CommitId(commit), tree=tree))
+        await until_none(bench)
         await anyio.sleep(0.2)
         assert spares_in(bench) == []
         await bench.backend.destroy(lease.directory, lease)
@@ -344,23 +349,38 @@ def test_a_reset_now_and_then_has_nothing_made_ahead(service: Service, bench: Be
     service.call(story)
 
 
-def test_a_spare_that_cannot_be_put_on_gives_back_what_was_there(service: Service, bench: Bench) -> None:
+def test_a_released_checkout_has_nothing_made_ahead(service: Service, bench: Bench) -> None:
+    """Neither what is there already nor what is being made then."""
+    early, late = bench.lease(), bench.lease()
+
+    async def story() -> None:
+        await bench.create(early)
+        await reset_once(bench, early)
+        await bench.backend.destroy(early.directory, early)
+        await bench.create(late)
+        await bench.reset(late)
+        await bench.backend.destroy(late.directory, late)
+        await until_none(bench)
+        await bench.backend._spares.close()
+        await until_none(bench)
+
+    service.call(story)
+
+
+def test_a_spare_that_cannot_move_in_leaves_what_was_there(service: Service, bench: Bench) -> None:
     """It is used up all the same."""
     lease = bench.lease()
 
-    def refuse(mount: int, checkout: str) -> None:
-        raise DiskFullError("cannot mount an overlay: no space left on device")
-
     async def story() -> None:
-        await bench.backend.create(lease)
-        await reset_often(bench, lease)
+        await bench.create(lease)
+        spare = await reset_once(bench, lease)
         (lease.tree_path / "mine").write_text("mine")
-        bench.mounter.put_on = refuse  # type: ignore[method-assign]
-        with pytest.raises(DiskFullError):
-            await bench.backend.reset(lease, bench.target)
+        (spare / "lease.json").mkdir()
+        with pytest.raises(FileExistsError):
+            await bench.reset(lease)
         assert (lease.tree_path / "mine").read_text() == "mine"
         await until_none(bench)
-        await bench.backend.reset(lease, bench.target)
+        await bench.reset(lease)
         assert not (lease.tree_path / "mine").exists()
         await bench.backend.destroy(lease.directory, lease)
         await bench.backend.close()
@@ -371,24 +391,28 @@ def test_a_spare_that_cannot_be_put_on_gives_back_what_was_there(service: Servic
 def test_a_spare_that_cannot_be_made_leaves_nothing(service: Service, bench: Bench) -> None:
     """Neither a directory nor a mount; who resets hears nothing of it."""
     lease = bench.lease()
-    refused: list[str] = []
+    loop_thread: list[int] = []
+    mount, refused = bench.mounter.mount, []
 
-    def refuse(checkout: str) -> int:
-        bench.mounter.umount(checkout)
-        refused.append(checkout)
-        raise DiskFullError("cannot clone: no space left on device")
+    def refuse_ahead(order: OverlayOrder) -> None:
+        mount(order)
+        if threading.get_ident() not in loop_thread:
+            refused.append(order.checkout)
+            raise DiskFullError("cannot mount: no space left on device")
 
-    bench.mounter.take_off = refuse  # type: ignore[method-assign]
+    bench.mounter.mount = refuse_ahead  # type: ignore[method-assign]
 
     async def story() -> None:
-        await bench.backend.create(lease)
+        loop_thread.append(threading.get_ident())
+        await bench.create(lease)
         while not refused:
-            await bench.backend.reset(lease, bench.target)
+            await bench.reset(lease)
             await anyio.sleep(0.1)
         await until_none(bench)
         await bench.backend.destroy(lease.directory, lease)
 
     service.call(story)
+    assert [path for path in read_overlays() if refused[0] in path] == []
 
 
 def test_a_spare_of_a_template_that_was_made_anew_is_not_used(service: Service, bench: Bench) -> None:
@@ -396,10 +420,10 @@ def test_a_spare_of_a_template_that_was_made_anew_is_not_used(service: Service, 
     lease = bench.lease()
 
     async def story() -> None:
-        await bench.backend.create(lease)
-        await reset_often(bench, lease)
+        await bench.create(lease)
+        await reset_once(bench, lease)
         template = bench.backend._held[lease.id]
-        assert bench.backend._spares.take(replace(template), (USER, USER)) is None
+        assert bench.backend._spares.take(lease.id, replace(template)) is None
         await bench.backend.destroy(lease.directory, lease)
         await bench.backend.close()
 
@@ -411,7 +435,7 @@ def test_destroy_may_be_asked_again(service: Service, bench: Bench) -> None:
     lease = bench.lease()
 
     async def story() -> None:
-        await bench.backend.create(lease)
+        await bench.create(lease)
         await bench.backend.destroy(lease.directory, None)
         await bench.backend.destroy(lease.directory, lease)
 
@@ -467,7 +491,7 @@ def test_many_are_held_at_once(service: Service, bench: Bench) -> None:
 
     async def story() -> None:
         for lease in leases:
-            await bench.backend.create(lease)
+            await bench.create(lease)
         assert all((lease.tree_path / "README").exists() for lease in leases)
         for lease in leases:
             await bench.backend.destroy(lease.directory, lease)

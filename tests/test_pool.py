@@ -63,7 +63,7 @@ def test_reset_moves_to_another_commit_by_the_difference(run_pool: Callable[...,
     async def story(pool: Pool, ids: list[str]) -> None:
         lease = await pool.checkout(ids[0])
         inode = (lease.tree_path / "docs/page0.txt").stat().st_ino
-        proof = await pool.backend.reset(lease, pool.target(ids[3]))
+        proof = await pool.reset(lease, ids[3])
         assert proof.head == ids[3]
         assert (lease.tree_path / "docs/page0.txt").stat().st_ino == inode
         assert as_user(lease.tree_path, "rev-parse", "HEAD", "HEAD^{tree}").split() == [ids[3], proof.tree]
@@ -79,7 +79,7 @@ def packs_of(lease: Lease) -> dict[str, tuple[int, int]]:
 async def settle(pool: Pool, lease: Lease) -> None:
     """Reset once all files are older than what a tick of the clock could hide."""
     await anyio.sleep(0.1)
-    await pool.backend.reset(lease, pool.target(lease.commit))
+    await pool.reset(lease, lease.commit)
 
 
 @pytest.mark.parametrize("uid", [USER, 0])
@@ -108,7 +108,7 @@ def test_a_move_writes_what_differs(run_pool: Callable[..., None], uid: int) -> 
         await settle(pool, lease)
         packs, place = packs_of(lease), await pool.place(lease, ids[2])
         with deeds() as done:
-            pooled.reset(place, ids[2], pool.target(ids[2]).tree)
+            pooled.reset(place, ids[2], pool.tree_of(ids[2]))
         changed = git(pool.mirror, "diff", "--name-only", ids[1], ids[2]).split()
         new = packs_of(lease).keys() - packs.keys()
         put = {f"{'write' if uid == 0 else 'link'} {name}" for name in new}
@@ -148,7 +148,7 @@ def test_what_a_scan_saw_in_its_own_tick_stays_young(run_pool: Callable[..., Non
         manifest.settled(young_ns).save(place.manifest)
         ticks = iter([young_ns])
         monkeypatch.setattr(scanning, "clock_ns", lambda: next(ticks, None) or clock_ns())
-        pooled.reset(place, ids[2], pool.target(ids[2]).tree)
+        pooled.reset(place, ids[2], pool.tree_of(ids[2]))
         after = Manifest.load(place.manifest)
         assert after.files[b"docs/page0.txt"].ctime_ns == young_ns >= after.racy_from_ns
 
@@ -167,7 +167,7 @@ def test_what_a_move_wrote_is_read_back_once(run_pool: Callable[..., None], monk
         await settle(pool, lease)
         place = await pool.place(lease, ids[3])
         monkeypatch.setattr(pooled, "examine", examine_later)
-        pooled.reset(place, ids[3], pool.target(ids[3]).tree)
+        pooled.reset(place, ids[3], pool.tree_of(ids[3]))
         assert scan(place.tree, Manifest.load(place.manifest)).hashed == 0
 
     run_pool(story)
@@ -230,7 +230,7 @@ def test_a_linked_checkout_is_a_worktree_without_a_branch(run_pool: Callable[...
         assert git(lease.tree_path, "status", "--porcelain", "--ignored") == ""
         assert git(lease.tree_path, "rev-parse", "HEAD", "main").split() == [ids[1], ids[3]]
         assert git(pool.mirror, "branch", "--list").split() == ["*", "main"]
-        await pool.backend.reset(lease, pool.target(ids[2]))
+        await pool.reset(lease, ids[2])
         assert git(lease.tree_path, "rev-parse", "HEAD") == ids[2]
         assert str(lease.tree_path) in git(pool.mirror, "worktree", "list")
         await pool.backend.destroy(pool.leases.drop(lease), lease)
@@ -263,7 +263,7 @@ def test_a_lost_manifest_means_a_tree_written_anew(run_pool: Callable[..., None]
         lease = await pool.checkout(ids[1])
         (lease.directory / "manifest").write_bytes(b"torn")
         (lease.tree_path / "README").write_text("forged")
-        proof = await pool.backend.reset(lease, pool.target(ids[1]))
+        proof = await pool.reset(lease, ids[1])
         assert "anew" in proof.method
         assert as_user(lease.tree_path, "status", "--porcelain", "--ignored") == ""
 
@@ -299,7 +299,7 @@ def test_what_had_to_go_is_deleted_soon(run_pool: Callable[..., None]) -> None:
     async def story(pool: Pool, ids: list[str]) -> None:
         lease = await pool.checkout(ids[1])
         (lease.tree_path / "created/deep").mkdir(parents=True)
-        await pool.backend.reset(lease, pool.target(ids[1]))
+        await pool.reset(lease, ids[1])
         assert list(lease.directory.glob(".old-*"))
         await until_gone(lease.directory)
         (lease.directory / ".old-left/0").mkdir(parents=True)
@@ -317,7 +317,7 @@ def test_what_had_to_go_is_deleted_where_the_checkout_is_released_at_once(run_po
     async def story(pool: Pool, ids: list[str]) -> None:
         lease = await pool.checkout(ids[1])
         (lease.tree_path / "created/deep").mkdir(parents=True)
-        await pool.backend.reset(lease, pool.target(ids[1]))
+        await pool.reset(lease, ids[1])
         assert list(lease.directory.glob(".old-*"))
         await pool.backend.destroy(pool.leases.drop(lease), lease)
         await until_gone(lease.directory.with_name(f".warm-{lease.id}"))
@@ -341,7 +341,7 @@ def test_a_full_disk_is_emptied_of_what_its_owner_filled_it_with(make_upstream: 
         with suppress(OSError), (lease.tree_path / "filler").open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
-        proof = await pool.backend.reset(lease, pool.target(ids[0]))
+        proof = await pool.reset(lease, ids[0])
         assert (proof.files_restored, proof.files_removed) == (1, 1)
         assert as_user(lease.tree_path, "status", "--porcelain", "--ignored") == ""
 

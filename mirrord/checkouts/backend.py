@@ -3,7 +3,7 @@
 For every method:
 
 - **Cancel.** The caller may be cancelled at any await. What `create` had begun stays below `lease.directory` and nowhere else, so
-  that `destroy` finds it. A cancelled `reset` may leave any tree; the caller resets again or destroys.
+  that `destroy` finds it. A `reset` that ends early leaves the lease and its tree as they were, or the lease RESETTING.
 - **Crash.** After a kill -9 at any moment, `adopt` (lease.json is there) or `destroy` (it is not) is enough to go on; a backend
   keeps nothing in memory that it cannot find again.
 - **Disk full.** ENOSPC and EDQUOT raise DiskFullError; the caller destroys a half-made checkout. Templates and other checkouts
@@ -21,7 +21,7 @@ from typing import Protocol
 
 from ..model import Backend, CommitId
 from ..protocol import Proof
-from .leases import Lease
+from .leases import Lease, Leases
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,6 @@ class CheckoutBackend(Protocol):
     @property
     def name(self) -> Backend: ...
 
-    @property
-    def undoes_resets(self) -> bool:
-        """Whether a reset that fails leaves tree and `.git` as their owner left them."""
-        ...
-
     async def open(self) -> None:
         """Get ready; called once, before any other method."""
 
@@ -63,13 +58,12 @@ class CheckoutBackend(Protocol):
         """
         ...
 
-    async def prepare(self, lease: Lease, to: Target) -> None:
-        """Make what a reset to `to` needs, and touch nothing of the checkout."""
+    async def reset(self, to: Lease, leases: Leases) -> Proof:
+        """Bring tree and `.git` to what the lease `to` says, whatever was done to them, and make it stand in `leases`.
 
-    async def reset(self, lease: Lease, to: Target) -> Proof:
-        """Bring tree and `.git` to `to`, whatever was done to them; `lease.tree_path` stays the same path.
-
-        Nothing that the owner wrote is trusted. Raises ProofFailedError where clean cannot be proven; the caller then destroys.
+        `to.tree_path` stays the same path. Nothing that the owner wrote is trusted. After a crash the lease stands as it was, as
+        `to`, or RESETTING to it: nobody works on half a tree, and the next reset, or a start, brings it to where it was going.
+        Raises ProofFailedError where clean cannot be proven; the caller then destroys.
         """
         ...
 

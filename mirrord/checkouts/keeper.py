@@ -1,8 +1,8 @@
 """The life of a lease: made, adopted, reset, ended. The order in which lease file and tree change is here.
 
-A lease is written when its tree stands, says where it goes before a reset touches anything, and loses its name before its tree
-goes: so after a crash, leases stand or are cleanly gone. A checkout whose proof fails is destroyed and counted. Knows nothing
-of peers; the caller holds the lock of the lease.
+A lease is written when its tree stands, and loses its name before its tree goes: so after a crash, leases stand or are cleanly
+gone. What a reset changes first is the backend's to say. A checkout whose proof fails is destroyed and counted. Knows nothing of
+peers; the caller holds the lock of the lease.
 """
 
 from __future__ import annotations
@@ -83,28 +83,15 @@ class Keeper:
         return await self._make(draft, backends[-1])
 
     async def reset(self, lease: Lease, target: Target, instance: str | None) -> tuple[Lease, Proof]:
-        """Bring a checkout to `target`.
-
-        One that fails for another reason than its proof leaves everything as it was, or, where the backend cannot undo it, the
-        lease RESETTING: nobody works on half a tree, and the next reset, or a start, brings it to where it was going.
-        """
-        backend = self.backend_of(lease)
-        await backend.prepare(lease, target)
-        going = resetting(lease, target.commit, target.tree, instance)
-        self.save(going)
+        """Bring a checkout to `target`, and answer the lease as it stands there."""
+        to = replace(lease, commit=target.commit, tree=target.tree, instance=instance, state=LeaseState.LIVE)
         try:
-            proof = await backend.reset(lease, target)
+            proof = await self.backend_of(lease).reset(to, self.leases)
         except ProofFailedError as error:
-            self._count_failure(going, error)
-            self.end(going)
+            self._count_failure(to, error)
+            self.end(resetting(to))
             raise
-        except BaseException:
-            if backend.undoes_resets:
-                self.save(lease)
-            raise
-        arrived = replace(going, state=LeaseState.LIVE)
-        self.save(arrived)
-        return arrived, proof
+        return to, proof
 
     def end(self, lease: Lease) -> None:
         """Take the lease away at once; its files go in the background."""
@@ -123,13 +110,8 @@ class Keeper:
 
     async def renew(self, lease: Lease) -> None:
         """Give a live lease another deadline. A power cut leaves the old one or the new one."""
-        with full_disk_named(f"the lease of checkout {lease.id}"):
-            await anyio.to_thread.run_sync(self.leases.prepare, lease)
-            self.leases.put(lease)
-
-    def save(self, lease: Lease) -> None:
-        with full_disk_named(f"the lease of checkout {lease.id}"):
-            self.leases.save(lease)
+        await anyio.to_thread.run_sync(self.leases.prepare, lease)
+        self.leases.put(lease)
 
     async def _make(self, draft: Draft, backend: CheckoutBackend) -> tuple[Lease, Made]:
         with full_disk_named("a new checkout"):
@@ -137,9 +119,9 @@ class Keeper:
         try:
             made = await backend.create(lease)
             _must_match(lease, made)
-            self.save(lease)
+            self.leases.save(lease)
         except BaseException as error:
-            half_made = replace(lease, state=LeaseState.RESETTING)
+            half_made = resetting(lease)
             self._count_failure(half_made, error)
             self._undo(half_made)
             raise
@@ -150,7 +132,7 @@ class Keeper:
         backend = self._find_backend(lease)
         if backend is None or not await backend.adopt(lease):
             log.warning("checkout.lost", checkout=lease.id, backend=str(lease.backend))
-            self.end(replace(lease, state=LeaseState.RESETTING))
+            self.end(resetting(lease))
         elif lease.state is LeaseState.RESETTING:
             task = asyncio.get_running_loop().create_task(self._mend(lease, backend))
             self._mending.add(task)
@@ -159,12 +141,10 @@ class Keeper:
     async def _mend(self, lease: Lease, backend: CheckoutBackend) -> None:
         async with self._locked(lease.id):
             try:
-                await backend.reset(lease, Target(lease.commit, lease.tree))
+                await backend.reset(replace(lease, state=LeaseState.LIVE), self.leases)
             except (MirrordError, OSError) as error:
                 self._count_failure(lease, error)
                 self.end(lease)
-            else:
-                self.save(replace(lease, state=LeaseState.LIVE))
 
     def _find_backend(self, lease: Lease) -> CheckoutBackend | None:
         return next((backend for backend in self._backends if backend.name is lease.backend), None)

@@ -1,9 +1,10 @@
 """Leases: who holds which checkout until when, written into the checkout's own directory.
 
 The directory `checkouts/<id>` is the truth: no database knows a lease. A lease is `lease.json` there, or `resetting.json` while a
-reset runs. A directory without a whole one is half-made; one called `.gone-<id>` was released; both are only rubbish. A new lease
-is one write, a change is a rename; neither is flushed: after a power cut a lease that was seconds old may be gone, but never half
-there. Only what replaces a lease that has stood for long, a renewal, is flushed first. Never touches what is inside the tree.
+tree is changed in its place. A directory without a whole one of its own is half-made; one called `.gone-<id>` was released; both
+are only rubbish. A new lease is one write, a change is a rename; neither is flushed: after a power cut a lease that was seconds
+old may be gone, but never half there. Only what replaces a lease that has stood for long, a renewal, is flushed first. Never
+touches what is inside the tree.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
@@ -20,16 +21,17 @@ from pathlib import Path
 import structlog
 
 from ..errors import CheckoutNotFoundError
-from ..host.files import opened, write_all
+from ..host.files import exchange, full_disk_named, opened, write_all
 from ..model import Backend, CheckoutId, CommitId, History, MirrorName, View, new_checkout_id, shown
 
 GONE = ".gone-"
+_MODE = 0o711
 
 log = structlog.get_logger()
 
 
 class LeaseState(StrEnum):
-    """LIVE: the tree is clean or its owner's work. RESETTING: a reset to the lease's commit began; after a crash it begins again.
+    """LIVE: the tree is clean or its owner's work. RESETTING: it is being brought to the lease's commit; after a crash, again.
 
     The state is the name of the lease's file, so that a reset to where a checkout is costs two renames. Where a crash left both
     files, nothing was touched yet, or all was done: it is live. A lease being made has no file yet; one being released has lost
@@ -92,7 +94,7 @@ class Leases:
         """Make the empty directory of a new checkout: everybody may pass through, only the daemon may look."""
         checkout = new_checkout_id()
         directory = self._directory / checkout
-        os.mkdir(directory, 0o711)
+        os.mkdir(directory, _MODE)
         return checkout, directory
 
     def get(self, text: str) -> Lease:
@@ -107,26 +109,41 @@ class Leases:
 
     def prepare(self, lease: Lease) -> None:
         """Write durably what `put` puts in the place of the lease's file. For a thread: the disk may take its time."""
-        _write(f"{lease.directory}/{lease.state}.new", lease, durably=True)
+        with _full_disk_named(lease):
+            _write(f"{lease.directory}/{lease.state}.new", lease, durably=True)
 
     def put(self, lease: Lease) -> None:
         """Make the lease stand as it was prepared."""
-        os.rename(f"{lease.directory}/{lease.state}.new", f"{lease.directory}/{lease.state}")
+        with _full_disk_named(lease):
+            os.rename(f"{lease.directory}/{lease.state}.new", f"{lease.directory}/{lease.state}")
         self._live[lease.id] = lease
 
     def save(self, lease: Lease) -> None:
         """Make the lease stand as it now is."""
         before = self._live.get(lease.id)
         place = f"{lease.directory}/{lease.state}"
-        if before is None:
-            _write(place, lease)
-        elif replace(before, state=lease.state) == lease:
-            os.rename(f"{lease.directory}/{before.state}", place)
-        else:
-            _write(f"{place}.new", lease)
-            os.rename(f"{place}.new", place)
-            if before.state is not lease.state:
-                os.unlink(f"{lease.directory}/{before.state}")
+        with _full_disk_named(lease):
+            if before is None:
+                _write(place, lease)
+            elif replace(before, state=lease.state) == lease:
+                os.rename(f"{lease.directory}/{before.state}", place)
+            else:
+                _write(f"{place}.new", lease)
+                os.rename(f"{place}.new", place)
+                if before.state is not lease.state:
+                    os.unlink(f"{lease.directory}/{before.state}")
+        self._live[lease.id] = lease
+
+    def move_in(self, lease: Lease, directory: str) -> None:
+        """Make the lease stand with what is in `directory`, in one step; what it had before is called `directory` then."""
+        before = self._live[lease.id]
+        with _full_disk_named(lease):
+            if before == lease:
+                os.link(f"{lease.directory}/{lease.state}", f"{directory}/{lease.state}")
+            else:
+                _write(f"{directory}/{lease.state}", lease)
+            os.chmod(directory, _MODE)
+            exchange(Path(directory), lease.directory)
         self._live[lease.id] = lease
 
     def drop(self, lease: Lease) -> Path:
@@ -155,6 +172,10 @@ class Leases:
         if parts[: len(above)] != above or len(parts) == len(above):
             raise not_found(text)
         return parts[len(above)]
+
+
+def _full_disk_named(lease: Lease) -> AbstractContextManager[None]:
+    return full_disk_named(f"the lease of checkout {lease.id}")
 
 
 def not_found(text: str) -> CheckoutNotFoundError:
@@ -229,6 +250,6 @@ def _from_json(facts: dict[str, str], directory: Path, state: LeaseState) -> Lea
     )
 
 
-def resetting(lease: Lease, commit: CommitId, tree: str, instance: str | None) -> Lease:
-    """The lease as it stands while it is reset to `commit`."""
-    return replace(lease, commit=commit, tree=tree, instance=instance, state=LeaseState.RESETTING)
+def resetting(lease: Lease) -> Lease:
+    """The lease as it stands while the checkout is brought to it."""
+    return replace(lease, state=LeaseState.RESETTING)

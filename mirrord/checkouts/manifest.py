@@ -84,7 +84,10 @@ class Manifest:
         with open(fd, "wb") as file:
             file.writelines(self._pieces())
             file.truncate()
-        exchange(spare, path)
+        try:
+            exchange(spare, path)
+        except OSError:  # there was none yet, or the file system cannot
+            spare.rename(path)
 
     def to_bytes(self) -> bytes:
         return b"".join(self._pieces())

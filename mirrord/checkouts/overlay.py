@@ -1,22 +1,24 @@
 """The overlay backend: a checkout is one mount, a private layer over the immutable layers of its template.
 
 Owns `checkouts/<id>/tree`, where the mount is, and `checkouts/<id>/layer/` (0700, so that nobody reaches past the mount) with
-`upper`, what the client wrote, and overlayfs's `work`. With a warm template a checkout is four mkdirs and a mount; a reset is the
-same after the old layer was renamed away. That is done on the event loop: it takes less time than a thread would to begin. Taking
-things down again waits for the disk, and is done by threads.
+`upper`, what the client wrote, and overlayfs's `work`. With a warm template a checkout is five mkdirs and a mount. A reset makes
+another in `.next-…` (0700, so that nobody is in it before it was proven), and one rename exchanges the two: what was there goes
+as a released checkout does. All that is done on the event loop: it takes less time than a thread would to begin. Taking things
+down again waits for the kernel and the disk, and is done by threads.
 
-Mounts outlive the daemon. After a crash a lease is found mounted as it was; after a reboot its layer is mounted again. A LIVE
-lease has one `layer`; whatever is called `.old-…` or `.gone-…` beside it is rubbish.
+Mounts outlive the daemon. After a crash a lease is found mounted as it was; after a reboot its layer is mounted again. What is
+called `.next-…` is no checkout yet, or no longer; what is called `.old-…` or `.gone-…` in a checkout's directory is rubbish.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import anyio.to_thread
 import structlog
@@ -27,24 +29,24 @@ from ..host.files import full_disk_named, open_child, open_directory, open_regul
 from ..host.mounting import Mounter, OverlayOrder
 from ..host.mounts import read_overlays
 from ..host.userns import Owner
-from ..model import Backend, CheckoutId, CommitId, MirrorName
+from ..model import Backend, CheckoutId, MirrorName
 from ..protocol import Proof
-from .backend import Made, Target
+from .backend import Made
 from .calls import list_overlay_changes
 from .graves import find_graves, new_grave
-from .leases import Lease, LeaseState
+from .leases import Lease, Leases
 from .proof import require
-from .rubbish import Rubbish, remove_untouched, remove_unwritten
+from .rubbish import Rubbish, remove_untouched
 from .sights import Sight, look_at
-from .spares import Spares
+from .spares import Fresh, Spares
 from .templates import Template, Templates
 
 _METHOD = "a fresh layer over a template that was verified by content"
 _TIMEOUT = timedelta(minutes=10)
 _IDMAPS_MAX = 256
 _SIGHTS_MAX = 4096
-_LAYER = "layer"
-_EMPTY_NLINK = 2
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -53,7 +55,6 @@ class OverlayBackend:
     """Checkouts as overlay mounts below `state_dir/checkouts`. All methods belong to the event loop's thread."""
 
     name = Backend.OVERLAY
-    undoes_resets = True
 
     def __init__(
         self,
@@ -65,7 +66,6 @@ class OverlayBackend:
         mirrors_path: Callable[[MirrorName], Path],
         may_map_owners: bool,
     ) -> None:
-        self._checkouts = state_dir / "checkouts"
         self._idmaps_path = state_dir / "idmaps"
         self._store = f"{state_dir}/templates/"
         self._mounter = mounter
@@ -80,7 +80,7 @@ class OverlayBackend:
         self._mapping = anyio.Lock()  # making one forks: 10 to 34 ms
         self._mounted: set[str] = set()
         self._rubbish = Rubbish(workers)
-        self._spares = Spares(self._checkouts, self._make_spare, lambda spare: self._rubbish.add(spare, self._take_down))
+        self._spares = Spares(state_dir / "checkouts", self._make_fresh, self._remove)
 
     async def open(self) -> None:
         """See what is mounted; drop the idmapped templates of an earlier daemon, which nothing needs."""
@@ -99,59 +99,54 @@ class OverlayBackend:
 
     async def create(self, lease: Lease) -> Made:
         began = time.perf_counter()
-        mounting_s = 0.0
 
-        def mount(template: Template) -> None:
-            nonlocal mounting_s
+        async def fill(template: Template) -> Made:
             ready = time.perf_counter()
-            with full_disk_named(f"checkout {lease.id}"), suppress(FileExistsError):
-                os.mkdir(f"{lease.directory}/tree", 0o755)
-                self._make_layer(lease.directory, _owner(lease))
-            self._mount(lease, template)
-            mounting_s = time.perf_counter() - ready
+            self._fill(str(lease.directory), lease, template)
+            timings = {"template": round(ready - began, 6), "mount": round(time.perf_counter() - ready, 6)}
+            return Made(template.tree, timings)
 
-        template = await self._with_template(lease, lease.commit, mount)
-        template_s = time.perf_counter() - began - mounting_s
-        return Made(template.tree, {"template": round(template_s, 6), "mount": round(mounting_s, 6)})
+        return await self._with_template(lease, fill)
 
-    async def prepare(self, lease: Lease, to: Target) -> None:
-        """A reset makes it before it touches anything."""
-
-    async def reset(self, lease: Lease, to: Target) -> Proof:
+    async def reset(self, to: Lease, leases: Leases) -> Proof:
+        """Where it fails, nothing was touched of what is there."""
         await self._rubbish.keep_up()
-        template = await self._with_template(lease, to.commit, lambda template: self._swap(lease, template))
-        if self._mounter.keeps:
-            self._spares.note_reset(template, _owner(lease))
-        sight = self._sights.get(template.layers) or await self._look_at(template)
-        proof = Proof(
-            head=_read_head(lease.tree_path),
-            tree=template.tree,
-            index=sight.index,
-            control_files=sight.control_files,
-            files_checked=None,
-            files_restored=None,
-            files_removed=None,
-            refs=list(sight.refs),
-            packs=list(sight.packs),
-            method=_METHOD,
-        )
-        return require(proof, head=template.head, tree=to.tree)
+
+        async def move_in(template: Template) -> Proof:
+            sight = self._sights.get(template.layers) or await self._look_at(template)
+            spare = self._spares.take(to.id, template)
+            directory = spare.directory if spare else self._spares.new_directory()
+            try:
+                proof = _prove(spare or self._make_fresh(directory, to, template), sight, to)
+                leases.move_in(to, directory)
+            finally:
+                self._remove(directory)
+            if self._held.get(to.id) is template:  # it may well be reset to here once more
+                self._spares.make_ahead(to, template)
+            return proof
+
+        return await self._with_template(to, move_in)
 
     async def adopt(self, lease: Lease) -> bool:
         is_mounted = str(lease.tree_path) in self._mounted
         self._mounted.discard(str(lease.tree_path))
         for old in find_graves(lease.directory):
             self._rubbish.add(old)
-        if lease.state is LeaseState.RESETTING:  # whatever is there, it is reset next
-            return True
+
+        async def mount(template: Template) -> None:
+            if not is_mounted:
+                self._mount_again(lease, template)
+
         try:
-            await self._with_template(lease, lease.commit, lambda found: None if is_mounted else self._mount_again(lease, found))
+            await self._with_template(lease, mount)
         except (MirrordError, OSError) as error:
             log.warning("checkout.orphaned", checkout=lease.id, mounted=is_mounted, error=str(error))
             return is_mounted
         return True
 
     async def destroy(self, directory: Path, lease: Lease | None) -> None:
+        if lease is not None:
+            self._spares.drop(lease.id)
         try:
             await self._rubbish.remove(directory, self._take_down)
         finally:
@@ -163,10 +158,9 @@ class OverlayBackend:
         self._mounter.umount(directory.name)
         return remove_untouched(directory)
 
-    def _remove_layer(self, layer: Path) -> bool:
-        """Take a layer away that a reset replaced, in a thread; False where something was written to it."""
-        self._mounter.tear_down()
-        return remove_unwritten(layer)
+    def _remove(self, directory: str) -> None:
+        """Take away soon what no lease stands for."""
+        self._rubbish.add(Path(directory), self._take_down)
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:
         template = self._held.get(lease.id)
@@ -178,22 +172,22 @@ class OverlayBackend:
 
     # -- templates ----------------------------------------------------------------------------------------------------
 
-    async def _with_template(self, lease: Lease, commit: CommitId, mount: Callable[[Template], object]) -> Template:
-        """Find or make a template and `mount` it; hold it for the lease, in the place of the one before.
+    async def _with_template(self, lease: Lease, use: Callable[[Template], Awaitable[T]]) -> T:
+        """Find or make the lease's template and `use` it; hold it for the lease, in the place of the one before.
 
-        A template can vanish between the two, or be deleted behind our back: it is made again, once. A new checkout has nothing
-        to lose and lets the mount find that out; a reset looks before it touches anything.
+        A template can vanish between the two, or be deleted behind our back: it is made again, once. A new checkout lets the
+        mount find that out; a reset looks, because what was made ahead is mounted already.
         """
         owner = _owner(lease)
         self._must_serve(owner)
-        wanted = (lease.mirror, commit, lease.history, owner)
+        wanted = (lease.mirror, lease.commit, lease.history, owner)
         for attempt in (1, 2):
             await self._have_idmap(owner, anew=attempt > 1)
             found = self._templates.find(*wanted) if attempt == 1 and lease.id not in self._held else None
             template = found or await self._templates.ensure(*wanted)
             self._templates.hold(template)
             try:
-                mount(template)
+                used = await use(template)
             except FileNotFoundError as error:
                 self._templates.drop(template)
                 if attempt == 2:
@@ -206,7 +200,7 @@ class OverlayBackend:
         if before := self._held.get(lease.id):
             self._templates.drop(before)
         self._held[lease.id] = template
-        return template
+        return used
 
     async def _look_at(self, template: Template) -> Sight:
         sight = await anyio.to_thread.run_sync(look_at, template.layers)
@@ -217,72 +211,39 @@ class OverlayBackend:
 
     # -- layers and mounts --------------------------------------------------------------------------------------------
 
-    def _swap(self, lease: Lease, template: Template) -> None:
-        """Put a fresh layer and mount into the place of what is there. Where that fails, what was there comes back."""
-        old = _set_aside(lease.directory)
-        spare = self._spares.take(template, _owner(lease))
-        try:
-            if spare:
-                os.rename(f"{spare.directory}/{_LAYER}", f"{lease.directory}/{_LAYER}")
-            else:
-                self._make_layer(lease.directory, _owner(lease))
-            self._mounter.umount(lease.id, was_used=_is_written(str(old)))
-            if spare:
-                self._mounter.put_on(spare.mount, lease.id)
-            else:
-                self._mount(lease, template)
-        except BaseException:
-            self._put_back(lease, old)
-            raise
-        finally:
-            if spare:
-                self._spares.spend(spare)
-        self._rubbish.add(old, self._remove_layer)
+    def _make_fresh(self, directory: str, lease: Lease, template: Template) -> Fresh:
+        """What may take the place of a lease's directory, in one that only the daemon enters."""
+        with full_disk_named(f"checkout {lease.id}"):
+            os.mkdir(directory, 0o700)
+        self._fill(directory, lease, template)
+        return Fresh(directory, template, _read_head(f"{directory}/tree"))
 
-    def _put_back(self, lease: Lease, old: Path) -> None:
-        self._rubbish.add(_set_aside(lease.directory))
-        template = self._held.get(lease.id)
-        try:
-            old.rename(lease.directory / _LAYER)
-            if template:
-                self._mount_again(lease, template)
-        except (MirrordError, OSError) as error:
-            log.warning("checkout.unmounted", checkout=lease.id, error=str(error))
+    def _fill(self, directory: str, lease: Lease, template: Template) -> None:
+        """Make an empty layer in a directory, which may be half done already, and mount it over the template."""
+        owner = _owner(lease)
+        with full_disk_named(f"checkout {lease.id}"), suppress(FileExistsError):
+            os.mkdir(f"{directory}/tree", 0o755)
+            os.mkdir(f"{directory}/layer", 0o700)
+            os.mkdir(f"{directory}/layer/upper", 0o755)
+            os.mkdir(f"{directory}/layer/work", 0o700)
+            if owner != self._me:
+                os.chown(f"{directory}/layer/upper", *owner)
+        self._mount(os.path.basename(directory), template, owner)
 
     def _mount_again(self, lease: Lease, template: Template) -> None:
         """Mount the layer that is there. A volatile overlay's work directory cannot be used twice."""
-        layer = lease.directory / _LAYER
         self._mounter.umount(lease.id)
-        old = _set_aside(lease.directory, f"{_LAYER}/work")
-        (layer / "work").mkdir(mode=0o700)
+        old, work = new_grave(lease.directory), lease.directory / "layer" / "work"
+        with suppress(FileNotFoundError):
+            work.rename(old)
+        work.mkdir(mode=0o700)
         self._rubbish.add(old)
-        self._mount(lease, template)
+        self._mount(lease.id, template, _owner(lease))
         log.info("checkout.remounted", checkout=lease.id)
 
-    def _make_layer(self, directory: Path, owner: Owner) -> None:
-        layer = f"{directory}/{_LAYER}"
-        with full_disk_named(f"checkout {directory.name}"):
-            os.mkdir(layer, 0o700)
-            os.mkdir(f"{layer}/upper", 0o755)
-            os.mkdir(f"{layer}/work", 0o700)
-        if owner != self._me:
-            os.chown(f"{layer}/upper", *owner)
-
-    def _make_spare(self, directory: Path, template: Template, owner: Owner) -> int:
-        """An overlay as a checkout's in a directory that only the daemon enters, taken off there again. In a thread."""
-        with full_disk_named("a spare layer"):
-            os.mkdir(directory, 0o700)
-            os.mkdir(f"{directory}/tree", 0o755)
-        self._make_layer(directory, owner)
-        self._mounter.mount(self._order(directory.name, template, owner))
-        return self._mounter.take_off(directory.name)
-
-    def _mount(self, lease: Lease, template: Template) -> None:
-        self._mounter.mount(self._order(lease.id, template, _owner(lease)))
-
-    def _order(self, checkout: str, template: Template, owner: Owner) -> OverlayOrder:
+    def _mount(self, directory: str, template: Template, owner: Owner) -> None:
         layers = tuple(str(path).removeprefix(self._store) for path in template.layers)
-        return OverlayOrder(checkout, layers, None if owner == self._me else owner)
+        self._mounter.mount(OverlayOrder(directory, layers, None if owner == self._me else owner))
 
     # -- owners -------------------------------------------------------------------------------------------------------
 
@@ -317,31 +278,32 @@ def _owner(lease: Lease) -> Owner:
     return lease.owner_uid, lease.owner_gid
 
 
-def _set_aside(directory: Path, name: str = _LAYER) -> Path:
-    """Rename something in a checkout's directory out of the way; it need not be there."""
-    old = new_grave(directory)
-    with suppress(FileNotFoundError):
-        os.rename(f"{directory}/{name}", old)
-    return old
+def _prove(fresh: Fresh, sight: Sight, to: Lease) -> Proof:
+    proof = Proof(
+        head=fresh.head,
+        tree=fresh.template.tree,
+        index=sight.index,
+        control_files=sight.control_files,
+        files_checked=None,
+        files_restored=None,
+        files_removed=None,
+        refs=list(sight.refs),
+        packs=list(sight.packs),
+        method=_METHOD,
+    )
+    return require(proof, head=fresh.template.head, tree=to.tree)
 
 
-def _is_written(layer: str) -> bool:
-    """Whether a directory was written to; `git status` alone makes `.git`. What was not written was hardly read either."""
-    try:
-        return os.stat(f"{layer}/upper").st_nlink > _EMPTY_NLINK
-    except FileNotFoundError:
-        return False
-
-
-def _read_head(tree: Path) -> str:
-    """What HEAD says through the mount, that of the client's tree."""
+def _read_head(tree: str) -> str:
+    """What HEAD says through a mount."""
     try:
         with (
-            opened(open_directory(tree)) as top,
+            opened(open_directory(Path(tree))) as top,
             opened(open_child(top, b".git")) as git,
             opened(open_regular(git, b"HEAD")) as head,
         ):
             return os.read(head, 64).decode("ascii").strip()
     except (OSError, ValueError) as error:
-        hint = "end the processes that run in it before a reset"
-        raise ProofFailedError(f"cannot prove the checkout clean: its HEAD cannot be read: {error}", hint=hint) from error
+        raise ProofFailedError(
+            f"cannot prove the checkout clean: its HEAD cannot be read: {error}", hint="audit the mirror"
+        ) from error

@@ -19,12 +19,12 @@ from ..git.workers import Workers
 from ..model import Backend, CommitId, History, MirrorName
 from ..protocol import Proof
 from . import linked
-from .backend import Made, Target
+from .backend import Made
 from .calls import Place, make_checkout, reset_checkout, scan_checkout
 from .control import discard
 from .gitdirs import Gitdirs
 from .graves import find_graves, new_grave
-from .leases import Lease, LeaseState
+from .leases import Lease, Leases, LeaseState, resetting
 from .rubbish import Rubbish
 
 _TIMEOUT = timedelta(minutes=10)
@@ -39,7 +39,6 @@ class PoolBackend:
     """Checkouts as plain directories below `state_dir/checkouts`."""
 
     name = Backend.POOL
-    undoes_resets = False
 
     def __init__(
         self, *, state_dir: Path, workers: Workers, gitdirs: Gitdirs, mirrors_path: Callable[[MirrorName], Path]
@@ -70,14 +69,15 @@ class PoolBackend:
             tree, timings = await self._workers.call(make_checkout, place, lease.commit, lease.tree, warm, timeout=_TIMEOUT)
         return Made(tree, {"seal": round(sealed - began, 6), **timings})
 
-    async def prepare(self, lease: Lease, to: Target) -> None:
-        await self._place(lease, to.commit)
-
-    async def reset(self, lease: Lease, to: Target) -> Proof:
+    async def reset(self, to: Lease, leases: Leases) -> Proof:
+        """In place: the lease says where it goes before anything is touched. What fails then cannot be undone."""
         await self._rubbish.keep_up()
-        place = await self._place(lease, to.commit)
+        place = await self._place(to, to.commit)
+        leases.save(resetting(to))
         with self._removed_after(place.grave):
-            return await self._workers.call(reset_checkout, place, to.commit, to.tree, timeout=_TIMEOUT)
+            proof = await self._workers.call(reset_checkout, place, to.commit, to.tree, timeout=_TIMEOUT)
+        leases.save(to)
+        return proof
 
     async def adopt(self, lease: Lease) -> bool:
         for grave in find_graves(lease.directory):

@@ -1,6 +1,6 @@
-"""Layers and checkouts that nobody needs any more, removed in the background.
+"""Checkouts and parts of them that nobody needs any more, removed in the background.
 
-Owns what that may cost the daemon. A layer to which nothing was written goes in a dozen system calls, on a few threads: a file
+Owns what that may cost the daemon. One to which nothing was written goes in a dozen system calls, on a few threads: a file
 system that tells the disk of each freed block (ext4 with `discard`, without a journal) lets every `rmdir` wait for it. Whatever
 else there is goes in batches to a worker: deleting trees on a thread would make every request wait for the interpreter. What is
 not removed when the daemon ends, or is killed, has a name that says what it is, and is found again. What the disk does not let
@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import structlog
 
@@ -47,12 +46,13 @@ class Rubbish:
         self._waiting: dict[Path, asyncio.Future[str | None]] = {}
         self._sweeper: asyncio.Task[None] | None = None
 
-    def add(self, layer: Path, quickly: Callable[[Path], bool] | None = None) -> None:
-        """Remove a layer soon, unless `quickly`, in a thread, says that it did; one that is not there is fine.
+    def add(self, directory: Path, quickly: Callable[[Path], bool] | None = None) -> None:
+        """Remove a directory soon, unless `quickly`, in a thread, says that it did; one that is not there is fine.
 
         Whoever resets is answered first: until then not even a thread is woken, which would take its turn of the interpreter.
+        What fails is tried again.
         """
-        task = asyncio.get_running_loop().create_task(self._remove_layer(layer, quickly or remove_unwritten))
+        task = asyncio.get_running_loop().create_task(self._remove_soon(directory, quickly))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
 
@@ -68,9 +68,8 @@ class Rubbish:
 
     async def keep_up(self) -> None:
         """Wait while there is too much of it."""
-        while len(self._waiting) + len(self._tasks) > _BACKLOG:
-            work: list[asyncio.Future[Any]] = [*self._waiting.values(), *self._tasks]
-            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+        while len(self._tasks) > _BACKLOG:
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
 
     async def close(self) -> None:
         """Finish what can be finished soon."""
@@ -83,18 +82,25 @@ class Rubbish:
         await asyncio.gather(*running, return_exceptions=True)
         self._threads.shutdown(wait=False)
 
-    async def _remove_layer(self, layer: Path, quickly: Callable[[Path], bool]) -> None:
+    async def _remove_soon(self, directory: Path, quickly: Callable[[Path], bool] | None) -> None:
         await asyncio.sleep(_PAUSE_S)
-        if await self._in_thread(quickly, layer):
-            return
-        removal, pause_s = self._enqueue(layer), _LONG_PAUSE_S
-        self._step_aside()
-        while await removal:
+        pause_s = _LONG_PAUSE_S
+        while not await self._is_removed(directory, quickly):
+            self._step_aside()
             await asyncio.sleep(pause_s)
-            removal, pause_s = self._enqueue(layer), min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _is_removed(self, directory: Path, quickly: Callable[[Path], bool] | None) -> bool:
+        try:
+            if quickly is not None and await self._in_thread(quickly, directory):
+                return True
+            return not await self._enqueue(directory)
+        except (MirrordError, OSError) as error:
+            log.warning("directory.stuck", directory=str(directory), problem=str(error))
+            return False
 
     def _step_aside(self) -> None:
-        """What waits for the sweep is counted there, and what is stuck holds up nobody."""
+        """What is stuck holds up nobody."""
         task = asyncio.current_task()
         if task in self._tasks:
             self._tasks.discard(task)
@@ -129,21 +135,6 @@ class Rubbish:
                     waiting.set_result(problem)
 
 
-def remove_unwritten(layer: Path) -> bool:
-    """Remove an overlay's layer; False where something was written to it, or it is none. `git status` alone makes `.git`."""
-    kernels = os.path.join(layer, "work", "work")  # what overlayfs leaves in a volatile work directory (Linux 6.18)
-    try:
-        _remove_upper(f"{layer}/upper")
-        with suppress(FileNotFoundError):
-            os.unlink(f"{kernels}/incompat/volatile/dirty")
-        for directory in (f"{kernels}/incompat/volatile", f"{kernels}/incompat", kernels, f"{layer}/work", f"{layer}"):
-            with suppress(FileNotFoundError):
-                os.rmdir(directory)
-    except OSError:
-        return False
-    return True
-
-
 def _remove_upper(upper: str) -> None:
     try:
         os.rmdir(upper)
@@ -155,13 +146,16 @@ def _remove_upper(upper: str) -> None:
 
 
 def remove_untouched(checkout: Path) -> bool:
-    """Remove the directory of a checkout whose layer nothing was written to; False where there is more in it."""
-    if not remove_unwritten(checkout / "layer"):
-        return False
+    """Remove the directory of an overlay checkout; False where its owner wrote anything. `git status` alone makes `.git`."""
+    layer = f"{checkout}/layer"
+    kernels = f"{layer}/work/work"  # what overlayfs leaves in a volatile work directory (Linux 6.18)
     try:
-        with suppress(FileNotFoundError):
-            os.unlink(f"{checkout}/lease.json")
-        for directory in (f"{checkout}/tree", f"{checkout}"):
+        _remove_upper(f"{layer}/upper")
+        for file in (f"{kernels}/incompat/volatile/dirty", f"{checkout}/lease.json"):
+            with suppress(FileNotFoundError):
+                os.unlink(file)
+        volatile = f"{kernels}/incompat/volatile", f"{kernels}/incompat", kernels
+        for directory in (*volatile, f"{layer}/work", layer, f"{checkout}/tree", checkout):
             with suppress(FileNotFoundError):
                 os.rmdir(directory)
     except OSError:

@@ -1,16 +1,13 @@
-"""Overlays made ahead, for checkouts that are reset again and again: a fresh layer, mounted over a template, but nowhere yet.
+"""Trees made ahead, for checkouts that are reset to where they are: what the next reset would make, made after the last answer.
 
-Owns when one is made, and for how long it is kept. Most of what a reset waits for on a disk is the mount, for which the kernel
-makes seven files of its own, and the directories of the layer. A spare was open to nobody and is given away once; where there is
-none, a reset makes what it needs. A crash leaves a directory without a lease: the next start removes it.
+Owns when one is made, and for how long it is kept. Most of what a reset waits for is the mount, for which the kernel makes seven
+files of its own, and the directories. A spare is made for one checkout and given to it once; where there is none, the reset makes
+what it needs in the same way. A crash leaves a directory without a lease: the next start removes it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,79 +16,89 @@ import anyio.to_thread
 import structlog
 
 from ..errors import MirrordError
-from ..host.userns import Owner
+from ..model import CheckoutId, new_checkout_id
+from .leases import Lease
 from .templates import Template
 
-SPARE = ".spare-"
-
+_NEXT = ".next-"
 _PAUSE_S = 0.05  # whoever resets is answered first
-_OFTEN_S = 10.0
+_KEPT_S = 5.0
 _MOST = 4
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Spare:
-    """`directory` is made as a checkout's is; `mount` is a descriptor."""
+class Fresh:
+    """A directory as a checkout has it, all but its lease, with the mount; `head` is what its HEAD was seen to say."""
 
-    directory: Path
-    mount: int
+    directory: str
     template: Template
-    owner: Owner
+    head: str
 
 
 class Spares:
-    """`make`, in a thread, makes the directory and the mount; `remove` takes the directory away. Belongs to one event loop."""
+    """`make`, in a thread, makes a directory for a lease; `remove` takes one away. Belongs to one event loop."""
 
-    def __init__(self, checkouts: Path, make: Callable[[Path, Template, Owner], int], remove: Callable[[Path], None]) -> None:
+    def __init__(self, checkouts: Path, make: Callable[[str, Lease, Template], Fresh], remove: Callable[[str], None]) -> None:
         self._checkouts = checkouts
         self._make = make
         self._remove = remove
-        self._spares: list[Spare] = []
-        self._last: tuple[Template, Owner, float] | None = None
-        self._making: asyncio.Task[None] | None = None
+        self._spares: dict[CheckoutId, Fresh] = {}
+        self._making: dict[CheckoutId, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # those that are not wanted any more too
 
     async def close(self) -> None:
-        if self._making:
-            await self._making
-        for spare in list(self._spares):
-            self._expire(spare)
+        for checkout in {*self._making, *self._spares}:
+            self.drop(checkout)
+        await asyncio.gather(*self._tasks)
 
-    def take(self, template: Template, owner: Owner) -> Spare | None:
-        """One over this very template: one that was built anew since is another, although it is equal."""
-        for spare in self._spares:
-            if spare.template is template and spare.owner == owner:
-                self._spares.remove(spare)
-                return spare
+    def new_directory(self) -> str:
+        """A name for what is no checkout yet; nothing is there."""
+        return f"{self._checkouts}/{_NEXT}{new_checkout_id()}"
+
+    def take(self, checkout: CheckoutId, template: Template) -> Fresh | None:
+        """The one over this very template: one that was built anew since is another, although it is equal."""
+        spare = self._spares.get(checkout)
+        if spare is not None and spare.template is template:
+            return self._spares.pop(checkout)
+        self.drop(checkout)
         return None
 
-    def spend(self, spare: Spare) -> None:
-        """Let go of what is left of one that was taken."""
-        os.close(spare.mount)
-        self._remove(spare.directory)
+    def make_ahead(self, lease: Lease, template: Template) -> None:
+        """Make one soon, unless there are enough."""
+        if len(self._spares) + len(self._tasks) < _MOST:
+            task = self._making[lease.id] = asyncio.get_running_loop().create_task(self._add(lease, template))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    def note_reset(self, template: Template, owner: Owner) -> None:
-        """Make one soon, where this was not the first reset to it in a while."""
-        last, self._last = self._last, (template, owner, time.monotonic())
-        is_often = last and last[0] is template and last[1] == owner and self._last[2] - last[2] < _OFTEN_S
-        if is_often and len(self._spares) < _MOST and (self._making is None or self._making.done()):
-            self._making = asyncio.get_running_loop().create_task(self._add(template, owner))
+    def drop(self, checkout: CheckoutId) -> None:
+        """Take away what was made for a checkout, or is being made."""
+        self._making.pop(checkout, None)
+        if spare := self._spares.pop(checkout, None):
+            self._remove(spare.directory)
 
-    async def _add(self, template: Template, owner: Owner) -> None:
+    async def _add(self, lease: Lease, template: Template) -> None:
         await asyncio.sleep(_PAUSE_S)
-        directory = self._checkouts / f"{SPARE}{secrets.token_hex(8)}"
+        if not self._is_wanted(lease):
+            return
+        directory = self.new_directory()
         try:
-            mount = await anyio.to_thread.run_sync(self._make, directory, template, owner)
+            spare = await anyio.to_thread.run_sync(self._make, directory, lease, template)
         except (MirrordError, OSError) as error:
-            log.info("spare.failed", error=str(error))
+            log.info("spare.failed", checkout=lease.id, error=str(error))
             self._remove(directory)
             return
-        spare = Spare(directory, mount, template, owner)
-        self._spares.append(spare)
-        asyncio.get_running_loop().call_later(_OFTEN_S, self._expire, spare)
+        if self._is_wanted(lease):
+            self._spares[lease.id] = spare
+            asyncio.get_running_loop().call_later(_KEPT_S, self._expire, lease.id, spare)
+        else:
+            self._remove(directory)
 
-    def _expire(self, spare: Spare) -> None:
-        if spare in self._spares:
-            self._spares.remove(spare)
-            self.spend(spare)
+    def _is_wanted(self, lease: Lease) -> bool:
+        """Whether it was neither released nor reset since."""
+        return self._making.get(lease.id) is asyncio.current_task()
+
+    def _expire(self, checkout: CheckoutId, spare: Fresh) -> None:
+        if self._spares.get(checkout) is spare:
+            self.drop(checkout)

@@ -36,7 +36,8 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _FAILED = (errno.EIO, errno.EROFS, errno.EUCLEAN)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
-_libc = ctypes.CDLL(None)
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.renameat2.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
 
 
 @contextmanager
@@ -73,12 +74,6 @@ def disk_error(error: BaseException, doing: str) -> ResourceError | None:
             f"cannot {doing}: {error.strerror}{place}", hint="see the kernel's log, then audit; a heal repairs"
         )
     return None
-
-
-def exchange(new: Path, old: Path) -> None:
-    """Put `new` in the place of `old`, at once, and `old` in its; only renamed where that cannot be."""
-    if _libc.renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE) != 0:
-        new.rename(old)
 
 
 def is_read_only(path: Path) -> bool:
@@ -119,6 +114,13 @@ def find_stat(directory: int, name: bytes) -> os.stat_result | None:
 
 def names_in(directory: int) -> list[bytes]:
     return [os.fsencode(name) for name in os.listdir(directory)]
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Give each of two paths the other's name, in one step. What is mounted inside goes along."""
+    if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
 def set_owner(directory: int, name: bytes, uid: int, gid: int, mtime_ns: int) -> os.stat_result:

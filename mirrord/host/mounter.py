@@ -26,13 +26,13 @@ from typing import Any, cast
 from ..errors import AccessError, BackendUnavailableError, InvalidRequestError, MirrordError, ResourceError
 from . import mounts
 from .files import open_directory, opened
-from .mounting import MESSAGE_MAX_BYTES, PROBE_LAYER, Held, OverlayOrder, make_idmap, templates_for
+from .mounting import MESSAGE_MAX_BYTES, PROBE_LAYER, OverlayOrder, make_idmap, templates_for
 from .systemd import take_sockets
 from .userns import Owner
 
-_CHECKOUT = re.compile(r"[a-z2-7]{16}")
+_CHECKOUT = re.compile(r"(\.next-)?[a-z2-7]{16}")
 _DIRECTORY = re.compile(
-    r"(\.gone-|\.warm-)*[A-Za-z0-9_][A-Za-z0-9._-]{0,200}"
+    r"(\.gone-|\.next-|\.warm-)*[A-Za-z0-9_][A-Za-z0-9._-]{0,200}"
 )  # released ones are renamed, and may be anybody's rubbish
 _MIRROR = r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}"
 _LAYER = re.compile(
@@ -41,7 +41,6 @@ _LAYER = re.compile(
 _LAYERS_MAX = 64
 _ID_MAX = 2**32 - 2
 _CONNECTIONS_MAX = 64
-_TEARDOWN_PAUSE_S = 0.02
 _PEERCRED = struct.Struct("3i")
 
 
@@ -51,7 +50,6 @@ class GuardedMounter:
     def __init__(self, state_dir: Path, uid: int) -> None:
         self._state = open_directory(state_dir)
         self._uid = uid
-        self.held = Held()
 
     def mount(self, order: OverlayOrder) -> None:
         directory = f"checkouts/{order.checkout}"
@@ -66,10 +64,9 @@ class GuardedMounter:
             mounts.mount_overlay(target, lower, opened_at(f"{directory}/layer/upper"), mounts.descriptor_path(work))
             self._give_back(work)
 
-    def umount(self, checkout: str, *, was_used: bool) -> None:
+    def umount(self, checkout: str) -> None:
         with suppress(FileNotFoundError), ExitStack() as stack:
-            tree = self._open(stack, f"checkouts/{checkout}/tree")
-            mounts.umount(mounts.descriptor_path(tree), held=self.held.take() if was_used else None)
+            mounts.umount(mounts.descriptor_path(self._open(stack, f"checkouts/{checkout}/tree")))
 
     def make_idmap(self, owner: Owner) -> None:
         self._must_be_ordinary(owner)
@@ -126,7 +123,7 @@ def _perform(mounter: GuardedMounter, request: Mapping[str, Any]) -> None:
         owner = None if request["owner"] is None else _owner(request["owner"])
         mounter.mount(OverlayOrder(_matching(_CHECKOUT, request["checkout"]), _layers(request["layers"]), owner))
     elif kind == "umount":
-        mounter.umount(_matching(_DIRECTORY, request["checkout"]), was_used=request.get("was_used") is True)
+        mounter.umount(_matching(_DIRECTORY, request["checkout"]))
     elif kind == "make_idmap":
         mounter.make_idmap(_owner(request["owner"]))
     elif kind == "drop_idmap":
@@ -168,10 +165,7 @@ class Service:
 
     def run(self) -> None:
         while True:
-            ready = self._selector.select(_TEARDOWN_PAUSE_S if self._mounter.held else None)
-            if not ready:
-                self._mounter.held.close()
-            for key, _ in ready:
+            for key, _ in self._selector.select():
                 connection = cast("socket.socket", key.fileobj)
                 if connection is self._listener:
                     self._accept()

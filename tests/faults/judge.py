@@ -49,7 +49,7 @@ def leftovers(state: Path) -> list[str]:
         wrong = [name for name in (*names, *files) if _LEFTOVER.fullmatch(name) and name != "daemon.lock"]
         found += [str((Path(directory) / name).relative_to(state)) for name in wrong]
     checkouts = state / "checkouts"
-    found += [f"checkouts/{p.name} without a lease" for p in checkouts.iterdir() if not p.name.startswith((".warm-", ".spare-"))
+    found += [f"checkouts/{p.name} without a lease" for p in checkouts.iterdir() if not p.name.startswith(".warm-")
               and not (p / "lease.json").exists() and not (p / "resetting.json").exists()]  # fmt: skip
     return found
 

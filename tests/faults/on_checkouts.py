@@ -124,20 +124,28 @@ class Reset(Operation):
 
 
 class SwiftReset(Reset):
-    """To a commit that another checkout was reset to again and again just now, so that the layer is made and mounted already."""
+    """Of a checkout that was reset to that commit twice just now, so that the next tree is made and mounted already."""
 
     name = "reset (overlay, made ahead)"
 
     def __init__(self, lab: Lab) -> None:
         super().__init__(lab)
-        other = lab.checkout(self._to, self.backend)["id"]
-        for _ in range(3):
-            lab.call("POST", f"checkouts/{other}/reset", {})
-        lab.release(other)
+        for _ in range(2):
+            self.run()
+        self._dirty = Path(self._lease["path"]) / "README"
+        self._dirty.write_text("dirty\n")
         deadline = time.monotonic() + _SPARE_S
-        while not any((lab.state / "checkouts").glob(".spare-*/layer/*/work")):  # the kernel makes it for a mount
+        while not any(map(_is_made_ahead, (lab.state / "checkouts").glob(".next-*"))):
             assert time.monotonic() < deadline, "nothing was made ahead"
             time.sleep(0.01)
+
+    def outcome(self) -> str:
+        return BEFORE if self._dirty.read_text() == "dirty\n" else AFTER
+
+
+def _is_made_ahead(directory: Path) -> bool:
+    """What was replaced has a lease still; the kernel makes a directory for a mount."""
+    return not (directory / "lease.json").exists() and (directory / "layer/work/work").exists()
 
 
 class PoolReset(Reset):
