@@ -11,7 +11,7 @@ import struct
 from bisect import bisect_left
 from collections.abc import Collection, ItemsView, Iterator, Mapping, MutableMapping, ValuesView
 from copy import copy
-from itertools import chain
+from itertools import chain, filterfalse
 from operator import attrgetter
 from typing import NamedTuple, Self
 
@@ -158,7 +158,7 @@ class Records(MutableMapping[bytes, Entry]):
     def __iter__(self) -> Iterator[bytes]:
         if not self._fresh:
             return iter(self._names)
-        kept = (name for name in self._names if name not in self._fresh)
+        kept = filterfalse(self._fresh.__contains__, self._names)
         return chain(kept, [name for name, entry in self._fresh.items() if entry is not None])
 
     def __len__(self) -> int:

@@ -54,13 +54,13 @@ def move(git_dir: Path, manifest: Manifest, commit: str, dest: Path, graves: Gra
         files = manifest.files.copy()
         with TreeWriter(root, owner=_owner(manifest), mtime_ns=mtime_for(info.time), graves=graves) as writer:
             _remove_old(steps, files, writer)
-            new = [step.new for step in steps if step.new]
+            new = [step.new for step in steps if step.new and not step.is_within]
+            staying = {step.path: unrecorded(step.new) for step in steps if step.new and step.is_within}
             after = conversions_for(objects, info.commit, files | {entry.path: unrecorded(entry) for entry in new})
             if any(is_attributes(step.path) for step in steps):
                 new += reconverted(objects, manifest, after, files)
-            files |= write_entries(objects, after, new, writer)
-            files[b""] = root_entry(info.tree)
-            writer.touched.add(b"")
+            files |= write_entries(objects, after, new, writer) | staying | {b"": root_entry(info.tree)}
+            writer.touched |= {b"", *staying}
             record_directories(files, writer)
             return replace(manifest, commit=info.commit, tree=info.tree, files=files)
 

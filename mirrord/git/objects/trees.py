@@ -57,6 +57,11 @@ class TreeChange(NamedTuple):
     new: TreeEntry | None
     inherited: bool
 
+    @property
+    def is_within(self) -> bool:
+        """A directory that both trees have, and in which something differs."""
+        return self.old is not None and self.new is not None and self.old.is_tree and self.new.is_tree
+
 
 def tree_entries(git_dir: Path, tree: str) -> list[TreeEntry]:
     """Every entry below `tree`, directories included, each directory before what is in it, in git's order."""
