@@ -12,12 +12,15 @@ from base64 import b32encode
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import StrEnum
-from typing import NewType, Self
+from typing import NamedTuple, NewType, Self
 
 from .errors import InvalidCommitError, InvalidNameError
 
 CommitId = NewType("CommitId", str)
 """A full SHA-1 commit id: 40 lower-case hexadecimal digits."""
+
+NEAR = 64
+"""How many first parents a look at a commit goes back."""
 
 CheckoutId = NewType("CheckoutId", str)
 """A random, unguessable name of a checkout: 16 characters of a-z2-7."""
@@ -29,6 +32,17 @@ _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
 _DATASET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class Resolved(NamedTuple):
+    """A commit that was found. `line` is it and its first parents, newest first, NEAR of them or to the last; empty where one of
+    them cannot be read. `time` is the committer's, in seconds since the epoch.
+    """
+
+    commit: CommitId
+    tree: str
+    time: int
+    line: tuple[CommitId, ...]
 
 
 class History(StrEnum):

@@ -18,6 +18,7 @@ from mirrord.checkouts import packing as packing_module
 from mirrord.checkouts.afterwards import Afterwards, answering
 from mirrord.checkouts.chains import CHAIN_LIMIT, MARGINS, STRIDES, Layer, choose_root, grid, plan, previous
 from mirrord.checkouts.closures import BUILDING, Closures, remove_leftovers
+from mirrord.checkouts.commits import Commits
 from mirrord.checkouts.packing import Packer
 from mirrord.checkouts.survey import check_written
 from mirrord.errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError
@@ -56,6 +57,7 @@ class Site:
                     git=git,
                     workers=workers,
                     packer=Packer(git, workers),
+                    commits=Commits(workers, lambda name: self.mirror),
                     remains=Remains(),
                     afterwards=afterwards,
                     mirrors_path=lambda name: self.mirror,
@@ -418,7 +420,6 @@ def test_neighbours_of_a_first_commit_find_waypoints_laid(site: Site, monkeypatc
     monkeypatch.setattr(chains_module, "STRIDES", (16, 4))
     monkeypatch.setattr(chains_module, "NARROW", 2)
     monkeypatch.setattr(chains_module, "MARGINS", (16, 32))
-    monkeypatch.setattr(module, "_NEAR", (8, 17))
     line = [CommitId(oid) for oid in site.upstream.history(20)]
     site.clone()
     site.answers_at_once = True

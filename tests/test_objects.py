@@ -12,7 +12,7 @@ from gitrepos import Upstream, git
 from trees import awkward, tree_of
 
 from mirrord.errors import CommitNotFoundError, CorruptObjectError, MirrorNotFoundError
-from mirrord.git.objects import is_ancestor, open_objects, read_commit, resolve, tree_and_time, tree_changes, tree_entries
+from mirrord.git.objects import is_ancestor, open_objects, read_commit, resolve, tree_changes, tree_entries
 
 Make = Callable[[str], Upstream]
 
@@ -48,7 +48,7 @@ def test_every_way_to_name_a_commit_resolves(make_upstream: Make) -> None:
         "main^1~1": first,
     }
     for text, commit in cases.items():
-        assert resolve(git_dir(upstream), text) == (commit, tree_of(upstream, commit)), text
+        assert resolve(git_dir(upstream), text)[:2] == (commit, tree_of(upstream, commit)), text
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_ancestry_and_facts_of_commits(make_upstream: Make) -> None:
         info = read_commit(objects, second)
     assert (info.tree, info.parents) == (tree_of(upstream, second), (first,))
     assert info.time == int(upstream.git("log", "-1", "--format=%ct", second))
-    assert tree_and_time(git_dir(upstream), second) == (info.tree, info.time)
+    assert resolve(git_dir(upstream), second)[1:3] == (info.tree, info.time)
 
 
 def test_tree_entries_are_gits(make_upstream: Make) -> None:
@@ -166,7 +166,7 @@ def test_objects_that_arrive_later_are_seen(make_upstream: Make, tmp_path: Path)
     git(mirror, "fetch", "-q")
     assert resolve(mirror, "HEAD")[0] == new
     git(mirror, "repack", "-adq")
-    assert tree_and_time(mirror, new)[0] == git(mirror, "rev-parse", f"{new}^{{tree}}")
+    assert resolve(mirror, new).tree == git(mirror, "rev-parse", f"{new}^{{tree}}")
 
 
 def test_no_repository_is_said(tmp_path: Path) -> None:

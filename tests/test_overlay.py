@@ -6,10 +6,11 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -19,6 +20,7 @@ from gitrepos import ENV, Upstream, git
 from mirrord.checkouts.leases import Lease, Leases
 from mirrord.checkouts.overlay import OverlayBackend
 from mirrord.errors import BackendUnavailableError, DiskFullError
+from mirrord.git.workers import Workers
 from mirrord.host.mounting import LocalMounter, OverlayOrder
 from mirrord.host.mounts import read_overlays
 from mirrord.model import Backend, CommitId, History, View, utc_now
@@ -93,6 +95,27 @@ def test_nobody_reaches_past_the_mount(service: Service, checkout: Checkout) -> 
     layer = Path(checkout.path).parent / "layer"
     looked = subprocess.run(["ls", layer], user=USER, group=USER, extra_groups=[], capture_output=True, check=False)
     assert looked.returncode != 0
+
+
+def test_a_near_checkout_asks_workers_three_times(
+    make_upstream: Callable[[str], Upstream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it means, with all that is known of the commit; its pack; its tree with the index."""
+    commits = (upstream := make_upstream("a")).history(3)
+    called: list[str] = []
+    call = Workers.call
+
+    async def counted(self: Workers, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        called.append(str(function).rpartition(":")[2])
+        return await call(self, function, *args, **kwargs)
+
+    with running_service(upstream, with_overlay=True) as service:
+        made = [start(service, commits[1])]
+        monkeypatch.setattr(Workers, "call", counted)
+        made.append(start(service, commits[2]))
+        assert sorted(called) == ["build_layer", "pack_increment", "resolve"]
+        for each in made:
+            service.call(service.checkouts.release, each.id, USER_PEER)
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not on this machine")

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -173,13 +174,39 @@ def test_a_near_template_costs_one_call_for_its_tree_and_index(
         await store.ensure(commits[1])
         monkeypatch.setattr(Workers, "call", counted)
         near = await store.ensure(commits[2])
-        assert sorted(called) == ["build_layer", "first_parents", "pack_increment", "tree_and_time"]
+        assert sorted(called) == ["build_layer", "pack_increment", "resolve"]
         assert_equals_commit(near, tmp_path / "mounted", upstream.git("rev-parse", f"{commits[2]}^{{tree}}"))
         called.clear()
         await store.ensure(commits[2], owner=(12345, 12345))
         assert called == ["write_index"]
 
     run(tmp_path, upstream, body)
+
+
+def test_a_near_template_makes_few_files(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+    """Files and directories cost more than anything else of a first checkout: whatever adds one has to say so here."""
+    upstream = make_upstream("a")
+    first = upstream.commit({f"{number}.txt": f"{number}\n" for number in range(20)})
+    upstream.git("tag", "v1", first)
+    second = upstream.commit({"7.txt": "seven\n"})
+
+    def inodes(store: Store) -> dict[int, str]:
+        """Each with where it was made: `gits` and `blobs` have links of what is elsewhere."""
+        kinds = ("blobs", "gits", "indexes", "packs", "trees")
+        return {path.lstat().st_ino: kind for kind in kinds for path in (store.trees.parent / kind).rglob("*")}
+
+    async def test(store: Store) -> None:
+        await store.ensure(first)
+        before = inodes(store)
+        await store.ensure(second)
+        assert Counter(kind for inode, kind in inodes(store).items() if inode not in before) == {
+            "packs": 4,  # directory, pack, index, record
+            "gits": 8,  # directory, .git, info, objects, objects/pack, refs; HEAD and record: all else are links
+            "trees": 5,  # directory, files, the one that changed, manifest, record
+            "indexes": 3,  # directory, .git, index
+        }
+
+    run(tmp_path, upstream, test)
 
 
 def test_a_delta_makes_each_of_its_directories_once(

@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -32,13 +32,14 @@ from ..git.packs import has_both_ends
 from ..git.packwriter import Packed
 from ..git.workers import Workers
 from ..host.remains import Remains
-from ..model import CommitId, MirrorName
+from ..model import NEAR, CommitId, MirrorName
 from .afterwards import Afterwards
 from .chains import MARGINS, Layer, chain, choose_root, is_short, is_waypoint, plan
+from .commits import Commits
 from .packing import TIMEOUT, Packer, PackFile, together, unservable
 
 BUILDING = ".building-"
-_NEAR = (64, MARGINS[0] + 1)  # first parents that a worker looks at before git is asked for more
+_NEAR = MARGINS[0] + 1  # first parents that a worker looks at before git is asked for more
 _REACHES = (2048, None)
 _QUICK_TIMEOUT = timedelta(seconds=30)
 # Named, not imported: they load libgit2, which only workers do.
@@ -66,6 +67,7 @@ class Closures:
         git: Git,
         workers: Workers,
         packer: Packer,
+        commits: Commits,
         remains: Remains,
         afterwards: Afterwards,
         mirrors_path: Callable[[MirrorName], Path],
@@ -77,6 +79,7 @@ class Closures:
         self._git = git
         self._workers = workers
         self._packer = packer
+        self._commits = commits
         self._mirrors_path = mirrors_path
         self._recorded = recorded
         self._layers: dict[str, dict[CommitId, Layer]] = {}
@@ -201,16 +204,16 @@ class Closures:
     async def _line_to_base(self, name: MirrorName, commit: CommitId) -> list[CommitId]:
         """First parents from `commit` back to the first one that has a layer, or to where a root is to lie."""
         known = self._known(name)
-        near = list[CommitId]()
-        for few in _NEAR if known else _NEAR[-1:]:
-            near = await self._near(name, commit, few)
-            if found := self._to_known(name, near):
-                return found
-            if len(near) < few:
-                break
+        near: Sequence[CommitId] = (await self._commits.get(name, commit)).line
+        found = self._to_known(name, near)
+        if found is None and len(near) == NEAR:
+            near = await self._near(name, commit)
+            found = self._to_known(name, near)
+        if found:
+            return found
         recorded = frozenset(await self._recorded(name))
         if near and not known and not recorded:
-            return near[: choose_root(known, near, recorded) + 1]
+            return list(near[: choose_root(known, near, recorded) + 1])
         line = list[CommitId]()
         for limit in _REACHES if recorded or known else _REACHES[:1]:
             line = await self._first_parents(name, commit, limit)
@@ -220,17 +223,17 @@ class Closures:
                 break
         return line[: choose_root(known, line, recorded) + 1]
 
-    def _to_known(self, name: MirrorName, line: list[CommitId]) -> list[CommitId] | None:
+    def _to_known(self, name: MirrorName, line: Sequence[CommitId]) -> list[CommitId] | None:
         for position, at in enumerate(line):
             if position and at in self._known(name) and self._is_whole(name, at):
-                return line[: position + 1]
+                return list(line[: position + 1])
         return None
 
-    async def _near(self, name: MirrorName, commit: CommitId, limit: int) -> list[CommitId]:
-        """A few first parents; none where they cannot be read, and then git says why."""
+    async def _near(self, name: MirrorName, commit: CommitId) -> list[CommitId]:
+        """As many first parents as a root may lie away; none where they cannot be read, and then git says why."""
         try:
             line: list[CommitId] = await self._workers.call(
-                _FIRST_PARENTS, self._mirrors_path(name), commit, limit, timeout=_QUICK_TIMEOUT
+                _FIRST_PARENTS, self._mirrors_path(name), commit, _NEAR, timeout=_QUICK_TIMEOUT
             )
         except (CorruptObjectError, DeadlineError):
             return []

@@ -18,18 +18,17 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 import structlog
 
-from ..errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError, InvalidRequestError
+from ..errors import InvalidRequestError
 from ..git.command import Git
 from ..git.workers import Workers
 from ..host.remains import Remains
-from ..model import CommitId, History, MirrorName
+from ..model import CommitId, History, MirrorName, Resolved
 from .afterwards import Afterwards
 from .closures import (
     BUILDING,
@@ -42,6 +41,7 @@ from .closures import (
     remove_all,
     remove_leftovers,
 )
+from .commits import Commits
 from .gitdir import CONFIG, GRAPH, Gitdir, load, read_records, save
 from .graphs import Graphs
 from .packing import Packer, PackFile, together
@@ -56,11 +56,7 @@ base of this task
 
 The history before this commit is not part of the checkout.
 """
-# Named, not imported: it loads libgit2, which only workers do.
-_TREE_AND_TIME = "mirrord.git.objects:tree_and_time"
-_READ_TIMEOUT = timedelta(seconds=30)
 _SHARED = ("config", "packed-refs")
-_FACTS_KEPT = 64
 _DIRECTORIES = ("", "info", "objects", "objects/pack", "refs")
 
 log = structlog.get_logger()
@@ -87,9 +83,9 @@ class Gitdirs:
         mirrors_path: Callable[[MirrorName], Path],
         recorded: Recorded = nothing_recorded,
     ) -> None:
+        self.commits = Commits(workers, mirrors_path)
         self._store = state_dir / "templates"
         self._git = git
-        self._workers = workers
         self._packer = Packer(git, workers)
         self._tags = Tags(git)
         self._remains = Remains()
@@ -101,13 +97,13 @@ class Gitdirs:
             git=git,
             workers=workers,
             packer=self._packer,
+            commits=self.commits,
             remains=self._remains,
             afterwards=self._afterwards,
             mirrors_path=mirrors_path,
             recorded=recorded,
         )
         self._found: dict[tuple[str, CommitId, History], Gitdir] = {}
-        self._facts: dict[tuple[str, CommitId], tuple[str, int]] = {}
         self._locks: dict[tuple[str, CommitId, History], anyio.Lock] = {}
         self._stores: dict[str, dict[Path, tuple[Gitdir, float]]] = {}
         self._read: set[str] = set()
@@ -153,36 +149,6 @@ class Gitdirs:
         finally:
             if not lock.locked():  # nobody else waits for it
                 self._locks.pop(key, None)
-
-    async def facts(self, name: MirrorName, commit: CommitId) -> tuple[str, int]:
-        """Tree and committer time of a commit, of bytes that were hashed when they were read.
-
-        Raises CommitNotFoundError, CommitUnservableError.
-        """
-        key = (name.key, commit)
-        found = self._facts.pop(key, None) or await self._read_commit(name, commit)
-        self._facts[key] = found
-        while len(self._facts) > _FACTS_KEPT:
-            del self._facts[next(iter(self._facts))]
-        return found
-
-    async def _read_commit(self, name: MirrorName, commit: CommitId) -> tuple[str, int]:
-        try:
-            found: tuple[str, int] = await self._workers.call(
-                _TREE_AND_TIME, self._mirrors_path(name), commit, timeout=_READ_TIMEOUT
-            )
-        except CommitNotFoundError as error:
-            raise CommitNotFoundError(
-                f"cannot find commit {commit}: {name} does not have it",
-                hint="sync the mirror, or pin the commit so that it is fetched",
-                commit=commit,
-                mirror=str(name),
-            ) from error
-        except CorruptObjectError as error:
-            raise CommitUnservableError(
-                f"cannot serve commit {commit}: its object is damaged", hint="audit and heal the mirror", commit=commit
-            ) from error
-        return found
 
     async def oldest_first(self, name: MirrorName, commits: Collection[CommitId]) -> list[CommitId]:
         """The order in which stores share most; commits that the mirror lacks come last."""
@@ -292,22 +258,22 @@ class Gitdirs:
 
     async def _contents(self, name: MirrorName, commit: CommitId, history: History, scratch: Path) -> _Contents:
         if history is History.SQUASHED:
-            return await self._squashed(name, *await self.facts(name, commit), scratch)
+            return await self._squashed(name, await self.commits.get(name, commit), scratch)
         mirror = self._mirrors_path(name)
-        (tree, _), packs, tags = await together(
-            self.facts(name, commit), self._closures.ensure(name, commit), self._tags.list(mirror)
+        found, packs, tags = await together(
+            self.commits.get(name, commit), self._closures.ensure(name, commit), self._tags.list(mirror)
         )
         shown = await self._tags.within(tags, [pack.index for pack in packs])
-        return _Contents(commit, tree, packs, tuple(shown), self._graphs.find(packs))
+        return _Contents(commit, found.tree, packs, tuple(shown), self._graphs.find(packs))
 
-    async def _squashed(self, name: MirrorName, tree: str, time: int, scratch: Path) -> _Contents:
-        body = _SQUASHED.format(tree=tree, time=time).encode()
+    async def _squashed(self, name: MirrorName, found: Resolved, scratch: Path) -> _Contents:
+        body = _SQUASHED.format(tree=found.tree, time=found.time).encode()
         head = CommitId(_object_id(b"commit", body))
         objects = scratch / "objects"
         _write_loose(objects, head, b"commit", body)
         mirror = self._mirrors_path(name)
         pack = await self._packer.pack_range(mirror, head, None, into=scratch, extra=objects)
-        return _Contents(head, tree, (pack,), ())
+        return _Contents(head, found.tree, (pack,), ())
 
 
 # -- on disk ----------------------------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ asks neither git nor the catalog. Never decides who may have it.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from ..catalog.rows import InstanceRow
 from ..errors import CommitNotFoundError, CommitUnservableError, InstanceNotFoundError, InvalidRequestError, MirrorNotFoundError
-from ..model import CommitId, MirrorName, shown
+from ..model import CommitId, MirrorName, Resolved, shown
 from ..protocol import ResetCheckout, StartCheckout
 from .backend import Target
 from .leases import Lease
@@ -32,7 +33,7 @@ class Commits(Protocol):
 
     def get_name(self, text: str) -> MirrorName: ...
 
-    async def resolve(self, name: MirrorName, commitish: str) -> tuple[CommitId, str]: ...
+    async def resolve(self, name: MirrorName, commitish: str) -> Resolved: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,12 @@ class Wanted:
 
 
 class Requests:
-    """Reads requests against the catalog and the mirrors."""
+    """Reads requests against the catalog and the mirrors. `learn` is told what was found of a commit, for who makes its tree."""
 
-    def __init__(self, *, instances: Instances, commits: Commits) -> None:
+    def __init__(self, *, instances: Instances, commits: Commits, learn: Callable[[MirrorName, Resolved], None]) -> None:
         self._instances = instances
         self._commits = commits
+        self._learn = learn
         self._trees: OrderedDict[tuple[str, CommitId], str] = OrderedDict()
 
     async def read_start(self, request: StartCheckout) -> Wanted:
@@ -103,11 +105,12 @@ class Requests:
         known = self._trees.get((name.key, CommitId(commitish)))
         if known is not None:
             return Target(CommitId(commitish), known)
-        commit, tree = await self._commits.resolve(name, commitish)
-        self._trees[name.key, commit] = tree
+        found = await self._commits.resolve(name, commitish)
+        self._learn(name, found)
+        self._trees[name.key, found.commit] = found.tree
         while len(self._trees) > _REMEMBERED:
             self._trees.popitem(last=False)
-        return Target(commit, tree)
+        return Target(found.commit, found.tree)
 
 
 def _no_instance(text: str) -> InstanceNotFoundError:

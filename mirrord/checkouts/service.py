@@ -71,7 +71,7 @@ class Checkouts:
         self._clock = clock
         self._overlay = overlay
         self._pool = PoolBackend(state_dir=state_dir, workers=workers, gitdirs=gitdirs, mirrors_path=mirrors.path)
-        self._requests = Requests(instances=datasets, commits=mirrors)
+        self._requests = Requests(instances=datasets, commits=mirrors, learn=gitdirs.commits.learn)
         self._revisions = Revisions(workers=workers, mirrors=mirrors, instances=datasets)
         backends = [backend for backend in (overlay, self._pool) if backend is not None]
         self._keeper = Keeper(state_dir / "checkouts", backends, events, self._locked)

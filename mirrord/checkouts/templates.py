@@ -189,7 +189,7 @@ class Templates:
     async def _make(self, name: MirrorName, commit: CommitId, history: History, owner: Owner | None) -> Template:
         """The sealed `.git` and the layers, both at once: they need different things of the disk and the processors."""
         known = self._gitdirs.find(name, commit, history)
-        tree = known.tree if known else (await self._gitdirs.facts(name, commit))[0]
+        tree = known.tree if known else (await self._gitdirs.commits.get(name, commit)).tree
         store = self._gitdirs.ensure(name, commit, history)
         gitdir, index = await _both(store, self._layers(name, commit, tree, owner))
         if gitdir.tree != tree:
@@ -235,7 +235,7 @@ class Templates:
 
     async def _build(self, name: MirrorName, shelf: Shelf, commit: CommitId, owner: Owner | None) -> None:
         """Have a worker build a layer, and its index while it has all of it at hand."""
-        _, time = await self._gitdirs.facts(name, commit)
+        time = (await self._gitdirs.commits.get(name, commit)).time
         at, index_at = shelf.building("trees"), shelf.building("indexes")
         index = None if owner is None else (owner, index_at)
         try:

@@ -24,7 +24,7 @@ from ..errors import InvalidNameError, MirrordError, MirrorExistsError, MirrorIn
 from ..git.command import Git, masked_url
 from ..git.workers import Workers
 from ..jobs.events import Events
-from ..model import CommitId, MirrorName, shown, utc_now
+from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..protocol import Mirror, Pin, RefDiff, RefRecord
 from . import history, pins
 from .aging import age
@@ -252,10 +252,10 @@ class Mirrors:
 
     # -- commits ------------------------------------------------------------------------------------------------------
 
-    async def resolve(self, name: MirrorName, commitish: str) -> tuple[CommitId, str]:
-        """The commit and tree that a branch, tag or id names; raises CommitNotFoundError."""
+    async def resolve(self, name: MirrorName, commitish: str) -> Resolved:
+        """What a branch, tag or id names; raises CommitNotFoundError."""
         row = await self._synced(name)
-        found: tuple[CommitId, str] = await self._workers.call(
+        found: Resolved = await self._workers.call(
             "mirrord.git.objects:resolve", self.path(row.name), commitish, timeout=_RESOLVE_TIMEOUT
         )
         return found

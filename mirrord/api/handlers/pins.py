@@ -29,7 +29,7 @@ async def add_pin(call: Call) -> Pin:
             mirror=str(name),
             commit=commit,
         )
-    named, _ = await mirrors.resolve(name, commit)
+    named = (await mirrors.resolve(name, commit)).commit
     if named != commit:
         raise CommitNotFoundError(f"cannot pin {commit} of {name}: it is a tag, not a commit", hint=f"pin {named}")
     if refused := await mirrors.pin(name, [commit], owner=_own(call), reason=body.reason):

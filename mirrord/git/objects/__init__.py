@@ -5,7 +5,7 @@ Reads are verified: an object whose bytes do not match its id is a CorruptObject
 
 from __future__ import annotations
 
-from .commits import CommitInfo, is_ancestor, read_commit, resolve, tree_and_time
+from .commits import CommitInfo, is_ancestor, read_commit, resolve
 from .conversion import Conversion, Conversions
 from .increments import first_parents, pack_increment
 from .repositories import Objects, open_objects
@@ -25,7 +25,6 @@ __all__ = [
     "pack_increment",
     "read_commit",
     "resolve",
-    "tree_and_time",
     "tree_changes",
     "tree_entries",
     "walk",

@@ -9,7 +9,8 @@ from pathlib import Path
 import pygit2
 
 from ...errors import CommitNotFoundError, CorruptObjectError
-from ...model import CommitId, shown
+from ...model import NEAR, CommitId, Resolved, shown
+from .increments import first_parents
 from .repositories import Objects, open_objects
 
 _COMMITISH = re.compile(r"([^~^:@{}\s\x00-\x1f\x7f?*\[\\]+(?:@(?!\{)[^~^:@{}\s\x00-\x1f\x7f?*\[\\]*)*)((?:[~^]\d*)*)")
@@ -28,14 +29,21 @@ class CommitInfo:
     time: int
 
 
-def resolve(git_dir: Path, commitish: str) -> tuple[CommitId, str]:
-    """The commit and the tree that a full or abbreviated id, branch, tag or ref names, with any `~N` and `^N`.
+def resolve(git_dir: Path, commitish: str) -> Resolved:
+    """What a full or abbreviated id, branch, tag or ref names, with any `~N` and `^N`.
 
     Raises CommitNotFoundError, also where the text could mean two different commits.
     """
     with open_objects(git_dir) as objects:
-        commit = _resolve(objects.repository, commitish)
-        return CommitId(str(commit.id)), str(commit.tree_id)
+        found = read_commit(objects, commitish)
+        return Resolved(found.commit, found.tree, found.time, _near(git_dir, found.commit))
+
+
+def _near(git_dir: Path, commit: CommitId) -> tuple[CommitId, ...]:
+    try:
+        return tuple(CommitId(oid) for oid in first_parents(git_dir, commit, NEAR))
+    except CorruptObjectError:
+        return ()
 
 
 def _resolve(repository: pygit2.Repository, commitish: str) -> pygit2.Commit:
@@ -92,13 +100,6 @@ def _step(repository: pygit2.Repository, commitish: str, expression: str) -> pyg
 
 def _not_found(commitish: str, fact: str, hint: str = "sync the mirror, or check the spelling") -> CommitNotFoundError:
     return CommitNotFoundError(f"cannot resolve commit {shown(commitish)}: {fact}", hint=hint, commit=commitish[:200])
-
-
-def tree_and_time(git_dir: Path, commit: str) -> tuple[str, int]:
-    """Of one commit; raises CommitNotFoundError. For the daemon, which would load libgit2 with a class of this package."""
-    with open_objects(git_dir) as objects:
-        found = read_commit(objects, commit)
-        return found.tree, found.time
 
 
 def read_commit(objects: Objects, commit: str) -> CommitInfo:
