@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import re
-import secrets
 import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any, Literal, TextIO
@@ -31,7 +31,7 @@ _SECRET_PAIR = re.compile(rf"(?i)\b({_HIDDEN_WORDS})(\s*[=:]\s*)(?:basic |bearer
 
 
 def new_request_id() -> str:
-    return secrets.token_hex(8)
+    return f"{random.getrandbits(64):016x}"  # no system call: each lets go of the interpreter, and waits for it again
 
 
 def usable_request_id(text: str) -> bool:

@@ -62,7 +62,12 @@ class Removal:
     def _end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._late.discard(task)
-        self._has_room.set()
+        self._tell_room()
+
+    def _tell_room(self) -> None:
+        """Not before there is some: under load, who waits for it was woken five times in vain for each time that it went on."""
+        if len(self._tasks) <= _BACKLOG:
+            self._has_room.set()
 
     async def _remove(self, directory: Path, lease: Lease | None, backends: Sequence[CheckoutBackend]) -> None:
         pause_s = _LONG_PAUSE_S
@@ -77,7 +82,7 @@ class Removal:
         if task in self._tasks:
             self._tasks.discard(task)
             self._late.add(task)
-            self._has_room.set()
+            self._tell_room()
 
     async def _is_destroyed(self, directory: Path, lease: Lease | None, backends: Sequence[CheckoutBackend]) -> bool:
         async with self._turn:

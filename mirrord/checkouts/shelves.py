@@ -51,7 +51,9 @@ class Shelves:
         return [name for name in map(_parse, found) if name]
 
     def get(self, name: MirrorName) -> Shelf:
-        return self._shelves.setdefault(name.key, Shelf(self._store / str(name), self.remains))
+        if (found := self._shelves.get(name.key)) is None:
+            found = self._shelves[name.key] = Shelf(self._store / str(name), self.remains)
+        return found
 
     def all(self) -> list[Shelf]:
         return list(self._shelves.values())
