@@ -10,7 +10,7 @@ import pygit2
 
 from ...errors import CommitNotFoundError, CorruptObjectError
 from ...model import NEAR, CommitId, Resolved, shown
-from .increments import first_parents
+from .increments import first_parents_in
 from .repositories import Objects, open_objects
 
 _COMMITISH = re.compile(r"([^~^:@{}\s\x00-\x1f\x7f?*\[\\]+(?:@(?!\{)[^~^:@{}\s\x00-\x1f\x7f?*\[\\]*)*)((?:[~^]\d*)*)")
@@ -36,12 +36,12 @@ def resolve(git_dir: Path, commitish: str) -> Resolved:
     """
     with open_objects(git_dir) as objects:
         found = read_commit(objects, commitish)
-        return Resolved(found.commit, found.tree, found.time, _near(git_dir, found.commit))
+        return Resolved(found.commit, found.tree, found.time, _near(objects, found.commit))
 
 
-def _near(git_dir: Path, commit: CommitId) -> tuple[CommitId, ...]:
+def _near(objects: Objects, commit: CommitId) -> tuple[CommitId, ...]:
     try:
-        return tuple(CommitId(oid) for oid in first_parents(git_dir, commit, NEAR))
+        return tuple(CommitId(oid) for oid in first_parents_in(objects, commit, NEAR))
     except CorruptObjectError:
         return ()
 

@@ -40,10 +40,15 @@ def pack_increment(git_dir: Path, tip: str, below: Sequence[Path], into: Path) -
 
 def first_parents(git_dir: Path, commit: str, limit: int) -> list[str]:
     """A commit and its first parents, newest first, `limit` in all; raises CorruptObjectError where one cannot be read."""
-    line = [bytes.fromhex(commit)]
     with open_objects(git_dir) as objects:
-        while len(line) < limit and (parents := _links(objects.read(line[-1], ObjectType.COMMIT))[1]):
-            line.append(parents[0])
+        return first_parents_in(objects, commit, limit)
+
+
+def first_parents_in(objects: Objects, commit: str, limit: int) -> list[str]:
+    """The same of a repository that is open."""
+    line = [bytes.fromhex(commit)]
+    while len(line) < limit and (parents := _links(objects.read(line[-1], ObjectType.COMMIT))[1]):
+        line.append(parents[0])
     return [oid.hex() for oid in line]
 
 
