@@ -312,6 +312,14 @@ def test_what_two_hold_is_let_go_with_the_second() -> None:
     assert books.gone_by(timedelta(hours=12.1)) == ["first", "second"]
 
 
+def test_a_closure_without_a_tree_may_rest() -> None:
+    """Pooled checkouts have no layers; what their stores take is no less worth its time."""
+    commit = CommitId("pooled")
+    store = Gitdir(Path("/nowhere/pooled"), NAME, commit, History.SEALED, commit, "none", ("p",), (WHOLE_BYTES,), 0, 10.0)
+    account = Account(NAME, Shelf(Path("/nowhere"), Remains()), [(store, 0.0)])
+    assert account.size_bytes <= account.rest_bytes
+
+
 def test_a_costly_store_outlives_one_that_was_asked_for_later() -> None:
     """Time since the last use is not all that counts."""
     books = Books()
