@@ -412,6 +412,19 @@ def test_serve_becomes_the_daemon() -> None:
         printed.close()
 
 
+def test_serve_loads_nothing_from_where_it_was_started(tmp_path: Path) -> None:
+    """Which may be a checkout, or any directory that others write in."""
+    (tmp_path / "mirrord").mkdir()
+    (tmp_path / "mirrord/__init__.py").write_text("raise SystemExit(77)")
+    with daemon(start=False) as made:
+        command = "import sys; from mirrord.cli.main import main; sys.exit(main())"
+        made.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", command, "serve", "--config", str(made.config)],
+            cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        made.wait_until_healthy()
+
+
 def test_following_events_on_the_command_line_ends_with_ctrl_c(world: World) -> None:
     """One line each, as they come."""
     command = [

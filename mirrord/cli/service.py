@@ -23,7 +23,8 @@ def serve(ctx: typer.Context) -> None:
     named = [("--config", session.config), ("--socket", session.socket)]
     arguments = [word for option, value in named if value for word in (option, value)]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "mirrord.daemon", *arguments])  # noqa: S606
+    isolated = [sys.executable, "-P", "-m", "mirrord.daemon"]  # nothing is loaded from the directory that it was started in
+    os.execv(sys.executable, [*isolated, *arguments])  # noqa: S606
 
 
 def status(ctx: typer.Context) -> None:
