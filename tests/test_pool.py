@@ -137,7 +137,10 @@ def test_a_reset_of_one_file_writes_that_file(run_pool: Callable[..., None], uid
     run_pool(story)
 
 
-def test_what_a_scan_saw_in_its_own_tick_stays_young(run_pool: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("slack_ns", "later_ns"), [(0, 0), (2 * 10**9, 10**9)])
+def test_what_a_scan_saw_in_its_own_tick_stays_young(
+    run_pool: Callable[..., None], monkeypatch: pytest.MonkeyPatch, slack_ns: int, later_ns: int
+) -> None:
     """Though what was written after it is read back later: a change in that tick would have the ctime that is on record."""
 
     async def story(pool: Pool, ids: list[str]) -> None:
@@ -146,8 +149,9 @@ def test_what_a_scan_saw_in_its_own_tick_stays_young(run_pool: Callable[..., Non
         manifest = Manifest.load(place.manifest)
         young_ns = manifest.files[b"docs/page0.txt"].ctime_ns
         manifest.settled(young_ns).save(place.manifest)
-        ticks = iter([young_ns])
-        monkeypatch.setattr(scanning, "clock_ns", lambda: next(ticks, None) or clock_ns())
+        ticks = iter([young_ns + later_ns])
+        monkeypatch.setattr(scanning, "clock_ns", lambda: next(ticks, clock_ns() + 10**10))
+        monkeypatch.setattr(Manifest, "slack_ns", slack_ns)
         pooled.reset(place, ids[2], pool.tree_of(ids[2]))
         after = Manifest.load(place.manifest)
         assert after.files[b"docs/page0.txt"].ctime_ns == young_ns >= after.racy_from_ns

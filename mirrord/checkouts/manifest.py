@@ -66,8 +66,13 @@ class Manifest:
     @property
     def racy_from_ns(self) -> int:
         """A ctime from here on proves nothing."""
+        return self.recorded_ns - self.slack_ns
+
+    @property
+    def slack_ns(self) -> int:
+        """By how much a ctime may be older than the clock was when it was stamped."""
         has_fractions = any(seen[4] % 10**9 for _, seen in self.files.iter_seen())
-        return self.recorded_ns - (0 if has_fractions else _COARSE_RACY_NS)
+        return 0 if has_fractions else _COARSE_RACY_NS
 
     def settled(self, at_ns: int) -> Manifest:
         """The same after all was looked at from `at_ns` on: fewer files are racy."""

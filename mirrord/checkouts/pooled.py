@@ -109,7 +109,7 @@ def _bring(
         begun = manifest
         manifest = _step(place, store, commit, manifest, found, graves)
         left = examine(place.tree, manifest, _touched(begun, manifest))
-        if turn == 0 and found.is_settled:
+        if turn == 0 and found.youngest_ns < found.began_ns - before.slack_ns:  # a change since that reading would show
             settled_ns = left.began_ns
         if left.is_empty:
             return manifest if manifest is before and not found.unsettled else manifest.settled(settled_ns)

@@ -49,11 +49,6 @@ class Changes:
     began_ns: int = 0
 
     @property
-    def is_settled(self) -> bool:
-        """Whether a later change of anything that was found unchanged would show in its ctime."""
-        return self.youngest_ns < self.began_ns
-
-    @property
     def is_empty(self) -> bool:
         return not (self.modified or self.missing or self.extra)
 
