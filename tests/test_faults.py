@@ -33,7 +33,7 @@ _STEPS = (
     ("template build", "`templates/o__r/trees/.building-*` made"),
     ("checkout (pool)", "`checkouts/*/lease.json` made"),
     ("tree creation (pool)", "`checkouts/*/tree` made"),
-    ("reset (overlay)", "`checkouts/*/lease.json` in place"),
+    ("reset (overlay)", "`checkouts/*` in place"),
     ("release (overlay)", "`checkouts/.gone-*` in place"),
 )
 _CHILDREN = (("sync", "git fetch"), ("maintenance", "git repack"), ("template build", "worker"))
