@@ -34,6 +34,7 @@ T = TypeVar("T")
 # Named, not imported: it changes the process that loads it.
 _NURSERY = "mirrord.git.nursery"
 _TRIM_STEP_BYTES = 32 * 1024**2
+_PAUSES_S = (0.0, 0.05, 0.5)  # a fork server that was killed still counts as alive until the kernel has taken it apart
 _CRASH_HINT = "try again; if it happens each time, audit the mirror, and look for the kernel's out-of-memory killer"
 
 log = structlog.get_logger()
@@ -80,11 +81,13 @@ class Workers:
         self._enter()
         try:
             async with self._turns:
-                try:
-                    return await self._call(function, args, kwargs, timeout)
-                except BrokenProcessPool:  # an idle worker was killed, or the fork server: nobody has begun the call
-                    log.warning("worker.missed", function=_name(function))
-                    return await self._call(function, args, kwargs, timeout)
+                for pause_s in _PAUSES_S:
+                    try:
+                        return await self._call(function, args, kwargs, timeout)
+                    except BrokenProcessPool:  # an idle worker was killed, or the fork server: nobody has begun the call
+                        log.warning("worker.missed", function=_name(function))
+                        await asyncio.sleep(pause_s)
+                return await self._call(function, args, kwargs, timeout)
         except BrokenProcessPool as error:
             raise _crashed(function) from error
         finally:
