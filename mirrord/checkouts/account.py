@@ -22,8 +22,8 @@ from .shelf import Shelf
 STAY_MIN = timedelta(hours=1)
 STAY_MAX = timedelta(days=7)
 _STAY_PER_SECOND = timedelta(hours=12)
-_REST_SHARE = 0.25  # of one whole tree and closure, beside them
-_REST_BYTES = 4 * 1024**2  # or that much, where it is more
+_REST_SHARE = 1 / 6  # of one whole tree and closure, beside them
+_REST_BYTES = 3 * 1024**2  # or that much, where it is more
 _LIGHT_SHARE = 1 / 32  # of one whole tree and closure: what takes no more stays its full time
 _LIGHT_BYTES = 512 * 1024  # or that much, where it is more
 _STORE_BYTES = 64 * 1024  # what a store takes beside what its packs and layers weigh: directories and small files, a block each
