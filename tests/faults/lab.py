@@ -24,6 +24,8 @@ from gitrepos import Upstream, git
 NAME = "o__r"
 CONFIG = """[upstream]
 url = "file://{upstreams}/{{owner}}__{{name}}"
+[sync]
+interval = "0"
 [checkouts]
 prewarm = false
 [access]
