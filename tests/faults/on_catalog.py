@@ -6,6 +6,7 @@ step, so that whoever strikes is there from the beginning: all of a start is str
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -30,6 +31,8 @@ _STOPPED = ("sh", "-c", 'kill -STOP $$; exec "$@"', "sh")
 _FILES = ("catalog.sqlite3", "catalog.sqlite3-wal", "catalog.sqlite3-shm")
 _START_S = 30.0
 _BUG = 1
+_NOTED = ("mirrors", "error")
+"""What a start notes of a git that failed."""
 
 Rows = dict[str, list[tuple[object, ...]]]
 
@@ -123,8 +126,12 @@ def _read(catalog: Path) -> tuple[str, Rows]:
         [[verdict]] = connection.execute("PRAGMA integrity_check").fetchall()
         assert verdict == "ok", verdict
         [[revision]] = connection.execute("SELECT version_num FROM alembic_version").fetchall()
-        rows = {table: connection.execute(f"SELECT * FROM {table}").fetchall() for table in _tables(connection)}
-        return revision, rows
+        return revision, {table: _rows_of(connection, table) for table in _tables(connection)}
+
+
+def _rows_of(connection: sqlite3.Connection, table: str) -> list[tuple[object, ...]]:
+    names = [name for _, name, *_ in connection.execute(f"PRAGMA table_info({table})") if (table, name) != _NOTED]
+    return connection.execute(f"SELECT {', '.join(map(json.dumps, names))} FROM {table}").fetchall()
 
 
 @contextmanager
