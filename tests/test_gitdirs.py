@@ -13,12 +13,12 @@ from gitrepos import Upstream, git
 
 from mirrord.checkouts import graphs
 from mirrord.checkouts.gitdirs import Gitdir, Gitdirs
-from mirrord.checkouts.seal import verify_seal
 from mirrord.errors import CommitNotFoundError, InvalidRequestError
 from mirrord.git import commitgraph
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
 from mirrord.model import CommitId, History, MirrorName
+from mirrord.seal.verify import verify_seal
 
 NAME = MirrorName("owner", "name")
 ABSENT = CommitId("1" * 40)

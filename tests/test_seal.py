@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
+import subprocess
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gitrepos import Upstream, git
+from gitrepos import ENV, Upstream, git
 
-from mirrord.checkouts.seal import verify_seal
 from mirrord.errors import InvalidCommitError, PathNotFoundError
+from mirrord.seal.verify import verify_seal
 
 
 @pytest.fixture
@@ -202,6 +206,222 @@ def test_bundles_and_packs_outside_the_store_are_found(sealed: tuple[Path, str],
     assert len(stray) == 2
 
 
+def bundle_at(place: str) -> Callable[[Path, Upstream], None]:
+    def hide(git_dir: Path, upstream: Upstream) -> None:
+        (git_dir / place).parent.mkdir(parents=True, exist_ok=True)
+        upstream.git("bundle", "create", "-q", str(git_dir / place), "HEAD")
+
+    return hide
+
+
+def text_at(place: str, text: str) -> Callable[[Path, Upstream], None]:
+    def hide(git_dir: Path, _: Upstream) -> None:
+        (git_dir / place).parent.mkdir(parents=True, exist_ok=True)
+        with (git_dir / place).open("a") as file:
+            file.write(text)
+
+    return hide
+
+
+def pack_of(git_dir: Path) -> Path:
+    return next((git_dir / "objects/pack").glob("*.pack"))
+
+
+def later_pack(git_dir: Path, upstream: Upstream) -> Path:
+    """A pack with all of upstream's history and its index, in a directory of their own."""
+    objects = upstream.git("rev-list", "--objects", "HEAD").encode()
+    (git_dir.parent / "../later").mkdir()
+    name = upstream.git("pack-objects", "-q", f"{git_dir.parent.parent}/later/pack", stdin=objects)
+    return git_dir.parent.parent / f"later/pack-{name}.pack"
+
+
+def hide_pack_as_bitmap(git_dir: Path, upstream: Upstream) -> None:
+    shutil.copyfile(later_pack(git_dir, upstream), pack_of(git_dir).with_suffix(".bitmap"))
+
+
+def hide_bundle_as_keep(git_dir: Path, upstream: Upstream) -> None:
+    bundle_at(f"objects/pack/{pack_of(git_dir).stem}.keep")(git_dir, upstream)
+
+
+def leave_promisor(git_dir: Path, upstream: Upstream) -> None:
+    pack_of(git_dir).with_suffix(".promisor").write_text(upstream.git("rev-parse", "HEAD") + " refs/heads/main\n")
+
+
+def leave_later_index(git_dir: Path, upstream: Upstream) -> None:
+    index = later_pack(git_dir, upstream).with_suffix(".idx")
+    shutil.copyfile(index, git_dir / "objects/pack" / index.name)
+
+
+def write_multi_pack_index(git_dir: Path, upstream: Upstream) -> None:
+    pack = later_pack(git_dir, upstream)
+    copies = [shutil.copy(file, git_dir / "objects/pack") for file in (pack, pack.with_suffix(".idx"))]
+    git(git_dir, "multi-pack-index", "write")
+    for copy in copies:
+        Path(copy).unlink()
+
+
+def peel_to_later(git_dir: Path, upstream: Upstream) -> None:
+    tag = git(git_dir, "rev-parse", "refs/tags/v2")
+    (git_dir / "refs/tags/v2").unlink()
+    (git_dir / "packed-refs").write_text(
+        f"# pack-refs with: peeled fully-peeled sorted \n{tag} refs/tags/v2\n^{upstream.git('rev-parse', 'HEAD')}\n"
+    )
+
+
+def grow_packed_refs(git_dir: Path, upstream: Upstream) -> None:
+    with (git_dir / "packed-refs").open("w") as file:
+        file.write(f"{upstream.git('rev-parse', 'HEAD')} refs/heads/later\n")
+        file.truncate(300 * 1024**2)
+
+
+def index_later_blob(git_dir: Path, upstream: Upstream) -> None:
+    blob = upstream.git("rev-parse", "HEAD:README")
+    git(git_dir.parent, "update-index", "--add", "--cacheinfo", f"100644,{blob},later")
+
+
+def index_extension(git_dir: Path, _: Upstream) -> None:
+    """An optional extension, which every git passes over."""
+    data = (git_dir / "index").read_bytes()[:-20]
+    data += b"ZZZZ" + (4).to_bytes(4, "big") + b"gold"
+    (git_dir / "index").write_bytes(data + hashlib.sha1(data).digest())
+
+
+def trail_loose_object(git_dir: Path, _: Upstream) -> None:
+    oid = git(git_dir, "rev-parse", "HEAD^{tree}")
+    git(git_dir, "cat-file", "tree", oid)
+    header = b"tree %d\0" % int(git(git_dir, "cat-file", "-s", oid))
+    raw = subprocess.run(["git", "cat-file", "tree", oid], cwd=git_dir, env=ENV, capture_output=True, check=True).stdout
+    file = git_dir / "objects" / oid[:2] / oid[2:]
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(zlib.compress(header + raw) + b"the answer")
+
+
+def reverse_index(git_dir: Path, _: Upstream) -> None:
+    """One with bytes of its own and a right checksum."""
+    git(git_dir, "-c", "pack.writeReverseIndex=true", "index-pack", str(pack_of(git_dir)))
+    file = pack_of(git_dir).with_suffix(".rev")
+    file.chmod(0o644)
+    data = bytearray(file.read_bytes()[:-20])
+    data[12:20] = b"the gold"
+    file.write_bytes(bytes(data) + hashlib.sha1(data).digest())
+
+
+def nest_clone(git_dir: Path, upstream: Upstream) -> None:
+    git(git_dir.parent, "clone", "-q", upstream.url, "deep/er/clone")
+
+
+def nest_bare(git_dir: Path, upstream: Upstream) -> None:
+    git(git_dir.parent, "clone", "-q", "--bare", upstream.url, "vendor.git")
+
+
+def link_directory(place: str) -> Callable[[Path, Upstream], None]:
+    def hide(git_dir: Path, upstream: Upstream) -> None:
+        shutil.rmtree(git_dir / place, ignore_errors=True)
+        (git_dir / place).symlink_to(upstream.path)
+
+    return hide
+
+
+@pytest.mark.parametrize(
+    ("hide", "kind"),
+    [
+        pytest.param(bundle_at("objects/info/x.bundle"), "stray-file", id="bundle in objects/info"),
+        pytest.param(bundle_at("objects/pack/multi-pack-index.x"), "stray-file", id="bundle beside the packs"),
+        pytest.param(hide_bundle_as_keep, "stray-file", id="bundle as .keep"),
+        pytest.param(hide_pack_as_bitmap, "stray-file", id="pack as .bitmap"),
+        pytest.param(write_multi_pack_index, "stray-file", id="multi-pack-index names later objects"),
+        pytest.param(leave_later_index, "stray-file", id="index without its pack"),
+        pytest.param(leave_promisor, "stray-file", id=".promisor"),
+        pytest.param(reverse_index, "damaged", id="bytes in a reverse index"),
+        pytest.param(peel_to_later, "ref", id="peeled line"),
+        pytest.param(grow_packed_refs, "unreadable", id="packed-refs of 300 MiB"),
+        pytest.param(index_later_blob, "index", id="index names a later blob"),
+        pytest.param(index_extension, "index", id="index has an extension"),
+        pytest.param(text_at("rr-cache/1/postimage", "the fix\n"), "stray-file", id="rr-cache"),
+        pytest.param(text_at("lost-found/other/1", "the fix\n"), "stray-file", id="lost-found"),
+        pytest.param(text_at("rebase-apply/patch", "+ the fix\n"), "stray-file", id="rebase-apply"),
+        pytest.param(text_at("x.patch", "+ the fix\n"), "stray-file", id="patch"),
+        pytest.param(text_at("COMMIT_EDITMSG", "the fix\n"), "stray-file", id="COMMIT_EDITMSG"),
+        pytest.param(text_at("hooks/post-checkout", "# the fix\n"), "stray-file", id="hook"),
+        pytest.param(text_at("hooks/pre-commit.sample", "# the fix\n"), "stray-file", id="sample of a hook"),
+        pytest.param(text_at("info/exclude", "# the fix\n"), "stray-file", id="exclude"),
+        pytest.param(text_at("logs/HEAD", "the fix\n"), "reflog", id="reflog with a line of its own"),
+        pytest.param(text_at("config", "# the fix\n"), "configuration", id="comment in config"),
+        pytest.param(text_at("config", '[branch "x"]\n\tremote = /x\n'), "configuration", id="branch.x.remote"),
+        pytest.param(text_at("config", '[submodule "x"]\n\turl = /x\n'), "submodule", id="submodule.x.url"),
+        pytest.param(text_at("config", "[alias]\n\tst = fetch /x\n"), "configuration", id="alias"),
+        pytest.param(text_at("config", "[core]\n\tworktree = /\n"), "configuration", id="core.worktree"),
+        pytest.param(text_at("config", "[fetch]\n\tbundleURI = /x\n"), "configuration", id="fetch.bundleURI"),
+        pytest.param(trail_loose_object, "damaged", id="bytes behind a loose object"),
+        pytest.param(nest_clone, "nested-repository", id="clone in the working tree"),
+        pytest.param(nest_bare, "nested-repository", id="bare clone in the working tree"),
+        pytest.param(bundle_at("../x"), "stray-file", id="bundle in the working tree"),
+        pytest.param(link_directory("refs/tags"), "stray-file", id="refs/tags is a link"),
+        pytest.param(link_directory("logs"), "stray-file", id="logs is a link"),
+        pytest.param(link_directory("info"), "stray-file", id="info is a link"),
+    ],
+)
+def test_only_what_is_listed_in_its_exact_form_may_be_there(
+    sealed: tuple[Path, str], upstream: Upstream, hide: Callable[[Path, Upstream], None], kind: str
+) -> None:
+    path, base = sealed
+    hide(path / ".git", upstream)
+    assert kind in kinds(path, base)
+
+
+def test_what_git_does_in_a_sealed_repository_breaks_no_seal(sealed: tuple[Path, str], upstream: Upstream) -> None:
+    """An own configuration, reflogs, an index of every version, packed refs and reverse indexes are in their exact form."""
+    path, base = sealed
+    git(path, "config", "user.name", "somebody")
+    git(path, "checkout", "-q", "-b", "mine")
+    git(path, "checkout", "-q", "--detach", base)
+    git(path, "pack-refs", "--all")
+    git(path, "-c", "pack.writeReverseIndex=true", "index-pack", str(pack_of(path / ".git")))
+    git(path, "update-server-info")
+    shutil.rmtree(path / ".git/info/refs", ignore_errors=True)
+    (path / ".git/info/refs").unlink()
+    for version in ("2", "3", "4"):
+        git(path, "update-index", "--index-version", version)
+        assert kinds(path, base) == set(), version
+
+
+def test_submodule_of_the_commit_is_no_leak_and_another_is(upstream: Upstream, tmp_path: Path) -> None:
+    inner = upstream.git("rev-parse", "HEAD")
+    upstream.git("update-index", "--add", "--cacheinfo", f"160000,{inner},lib")
+    upstream.git("commit", "-q", "-m", "with a submodule")
+    for _ in range(5):
+        upstream.commit({"more": os.urandom(4).hex()})
+    path = tmp_path / "sealed"
+    base = sealed_by_hand(upstream, path)
+    assert kinds(path, base) == set()
+    git(path, "update-index", "--cacheinfo", f"160000,{upstream.git('rev-parse', 'HEAD')},lib")
+    assert kinds(path, base) == {"index"}
+
+
+def test_message_of_a_squashed_commit_holds_no_answer(upstream: Upstream, tmp_path: Path) -> None:
+    base = base_of(upstream)
+    path = tmp_path / "squashed"
+    git(tmp_path, "init", "-q", str(path))
+    commit = upstream.git("commit-tree", "-m", "base", "-m", "+the fix\n+in two lines", f"{base}^{{tree}}")
+    upstream.git("pack-objects", "-q", "--revs", f"{path}/.git/objects/pack/pack", stdin=f"{commit}\n".encode())
+    (path / ".git/HEAD").write_text(f"{commit}\n")
+    assert "head" in kinds(path, base, upstream.path / ".git")
+
+
+def test_depth_that_no_recursion_takes_is_walked(sealed: tuple[Path, str]) -> None:
+    """3,000 directories below each other, as an agent can make them, end in an answer."""
+    path, base = sealed
+    here = os.open(path, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    assert kinds(path, base) == {"unreadable"}
+    subprocess.run(["rm", "-rf", str(path / "d")], check=True)
+
+
 def test_submodule_store_is_found(sealed: tuple[Path, str], upstream: Upstream, tmp_path: Path) -> None:
     path, base = sealed
     git(tmp_path, "clone", "-q", "--bare", upstream.url, str(path / ".git/modules/lib"))
@@ -275,7 +495,7 @@ def test_hostile_repository_runs_nothing_and_holds_nobody(sealed: tuple[Path, st
     os.mkfifo(path / ".git/HEAD")
     os.mkfifo(path / ".git/FETCH_HEAD")
     os.mkfifo(path / ".git/objects/pack/pack-0.idx")
-    assert kinds(path, base) == {"head", "stray-file"}
+    assert kinds(path, base) == {"configuration", "head", "stray-file"}
     assert not mark.exists()
 
 

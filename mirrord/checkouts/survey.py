@@ -108,12 +108,14 @@ def check_loose(store: Path, packed: PackIndex) -> None:
 
 
 def loose_digest(file: Path) -> str | None:
-    """The id that the bytes of a loose object hash to; None when they do not inflate. In bounded memory."""
+    """The id that a loose object's bytes hash to; None when they do not inflate, or more follows. In bounded memory."""
     digest, inflate = hashlib.sha1(usedforsecurity=False), zlib.decompressobj()
     try:
         with file.open("rb") as stream:
             while block := inflate.unconsumed_tail or stream.read(_BLOCK):
+                if inflate.eof:
+                    return None
                 digest.update(inflate.decompress(block, _BLOCK))
     except zlib.error:
         return None
-    return digest.hexdigest() if inflate.eof else None
+    return digest.hexdigest() if inflate.eof and not inflate.unused_data else None

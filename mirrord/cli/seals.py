@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import config
-from ..checkouts.seal import verify_seal
 from ..errors import MirrorNotFoundError, PathNotFoundError
 from ..layout import Layout
 from ..model import History, MirrorName, parse_commit
+from ..seal.verify import verify_seal
 from .output import count
 from .session import Session
 

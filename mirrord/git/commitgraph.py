@@ -16,6 +16,7 @@ from .packs import ID_BYTES
 _HEADER_BYTES = 8
 _CHUNK_BYTES = 12
 _START = b"CGPH\1\1"  # version 1, SHA-1
+_KNOWN_CHUNKS = {b"OIDF", b"OIDL", b"CDAT", b"GDA2", b"GDO2", b"EDGE", b"BASE"}  # no Bloom filters: nobody can read them back
 
 
 def files(store: Path) -> Iterator[Path]:
@@ -32,6 +33,14 @@ def commit_ids(path: Path) -> list[bytes]:
     chunks = _chunks(path, data[: _HEADER_BYTES + 256 * _CHUNK_BYTES], len(data))
     start, end = chunks.get(b"OIDL", (0, 0))
     return [data[at : at + ID_BYTES] for at in range(start, end, ID_BYTES)]
+
+
+def has_known_chunks_only(path: Path) -> bool:
+    """Whether every byte between the table of contents and the checksum belongs to a chunk that git can verify."""
+    data = path.read_bytes()
+    chunks = _chunks(path, data[: _HEADER_BYTES + 256 * _CHUNK_BYTES], len(data))
+    begin = _HEADER_BYTES + (data[6] + 1) * _CHUNK_BYTES
+    return chunks.keys() <= _KNOWN_CHUNKS and min(start for start, _ in chunks.values()) == begin
 
 
 def is_whole(path: Path) -> bool:

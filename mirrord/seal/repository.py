@@ -1,7 +1,7 @@
-"""Where a repository keeps its things: `.git` directory or file, bare, linked worktree, alternates. Somebody else made it.
+"""Find and read a repository that somebody else made: `.git` directory or file, bare, linked worktree, alternates.
 
-Reads files and never runs git on them. Every read is bounded and of regular files only, so that a FIFO, a device or a file of a
-terabyte in a hostile repository cannot hold us.
+Never runs git on it and never follows a symbolic link below it. Every read is bounded and of regular files only, so that a FIFO,
+a device or a file of a terabyte in a hostile repository cannot hold us.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import PathNotFoundError
-from ...model import shown
+from ..errors import PathNotFoundError
+from ..model import shown
 
 READ_LIMIT_BYTES = 256 * 1024**2
 _ALTERNATES_LIMIT = 64
@@ -23,7 +23,8 @@ _ALTERNATES_LIMIT = 64
 class Repository:
     """`git_dir` holds HEAD, `common_dir` refs and configuration: another directory in a linked worktree only.
 
-    `stores` are its object directories: its own first, then every alternate, alternates of alternates included.
+    `stores` are its object directories: its own first, then every alternate, alternates of alternates included. `work_tree` is
+    None where only a `.git`, or a bare repository, was named.
     """
 
     path: Path
@@ -31,15 +32,26 @@ class Repository:
     common_dir: Path
     stores: tuple[Path, ...]
     alternates: tuple[str, ...]
+    work_tree: Path | None
 
     @property
     def directories(self) -> tuple[Path, ...]:
         return (self.git_dir,) if self.git_dir == self.common_dir else (self.git_dir, self.common_dir)
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One name in a directory tree. `where` is its path from the top; `kind` is file, directory, link, other or unreadable."""
+
+    where: str
+    path: Path
+    kind: str
+
+
 def locate(path: Path) -> Repository:
     """Find the repository at `path`: a working tree, its `.git`, or a bare repository. Raises PathNotFoundError."""
-    git_dir = _git_dir(path.absolute())
+    path = path.absolute()
+    git_dir = _git_dir(path)
     if git_dir is None:
         raise PathNotFoundError(
             f"cannot judge {shown(str(path))}: there is no git repository",
@@ -48,7 +60,8 @@ def locate(path: Path) -> Repository:
     pointer = (read_text(git_dir / "commondir") or "").strip()
     common_dir = (git_dir / pointer) if pointer else git_dir
     stores, alternates = _stores(common_dir / "objects")
-    return Repository(path, git_dir, common_dir, stores, alternates)
+    work_tree = path if os.path.lexists(path / ".git") else None
+    return Repository(path, git_dir, common_dir, stores, alternates, work_tree)
 
 
 def _git_dir(path: Path) -> Path | None:
@@ -104,10 +117,11 @@ def _read(path: Path, count: int, limit_bytes: int | None) -> bytes | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError:
         return None
+    facts = os.fstat(descriptor)
+    if not stat.S_ISREG(facts.st_mode) or (limit_bytes is not None and facts.st_size > limit_bytes):
+        os.close(descriptor)
+        return None
     with os.fdopen(descriptor, "rb") as file:
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode) or (limit_bytes is not None and facts.st_size > limit_bytes):
-            return None
         return file.read(count)
 
 
@@ -116,9 +130,33 @@ def read_text(path: Path) -> str | None:
     return None if content is None else content.decode("utf-8", "surrogateescape")
 
 
-def iter_files(directory: Path, *, skip: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """Every name below `directory` that is not a directory; follows no symbolic link."""
-    for parent, names, files in os.walk(directory):
-        names[:] = [name for name in names if Path(parent, name) not in skip]
-        links = [name for name in names if Path(parent, name).is_symlink()]
-        yield from (Path(parent, name) for name in (*files, *links))
+def walk(top: Path, *, skip: frozenset[str] = frozenset()) -> Iterator[Found]:
+    """Every name below `top` but directories, which are only entered; those at `skip` are not.
+
+    Not `os.walk`, which before Python 3.12 recurses, and ends at a depth of 1,000.
+    """
+    pending = [("", top)]
+    while pending:
+        above, directory = pending.pop()
+        try:
+            with os.scandir(directory) as entries:
+                found = sorted(entries, key=lambda entry: entry.name)
+        except OSError:
+            yield Found(above or ".", directory, "unreadable")
+            continue
+        for entry in found:
+            where = f"{above}/{entry.name}" if above else entry.name
+            kind = _kind(entry)
+            if kind != "directory":
+                yield Found(where, Path(entry.path), kind)
+            elif where not in skip:
+                pending.append((where, Path(entry.path)))
+
+
+def _kind(entry: os.DirEntry[str]) -> str:
+    try:
+        mode = entry.stat(follow_symlinks=False).st_mode
+    except OSError:
+        return "unreadable"
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
+    return kinds.get(stat.S_IFMT(mode), "other")

@@ -1,30 +1,33 @@
-"""Judge any repository: does it hold, or lead to, anything outside the closure of a base commit?
+"""Does a repository hold, or lead to, anything outside the closure of a base commit?
 
-Works with no daemon, on repositories that others made, and runs nothing of theirs: files are read here, git runs only in a
-private directory that borrows their objects. It judges the seal as of now: commits that an agent made itself are outside the
-closure too, and are said to be.
+Works on repositories that others made, and runs nothing of theirs: files are read here, git runs only in a private directory that
+borrows their objects. Turned round: a list says what may be there and in which form (`control.py`, `objects.py`), and all else is
+a leak. It judges the seal as of now: commits that an agent made itself are outside the closure too, and are said to be.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import CorruptObjectError, GitFailedError
-from ...git.command import run_git_sync
-from ...model import CommitId, parse_commit
-from ...protocol import SealLeak, SealReport
-from .contents import TIMEOUT, Contents, read_contents
-from .names import Named, iter_names, iter_sources, resolve_head
-from .repository import Repository, iter_files, locate, read_bytes
-from .tags import parse_targets
-
-__all__ = ["verify_seal"]
+from ..errors import CorruptObjectError, GitFailedError
+from ..git.command import run_git_sync
+from ..model import CommitId, parse_commit
+from ..protocol import SealLeak, SealReport
+from .control import Named, judge_control, judge_work_tree, leak, resolve_head
+from .objects import TIMEOUT, Contents, read_contents
+from .repository import Repository, locate, read_bytes, walk
 
 _EXAMPLES = 5
+_TAG = re.compile(rb"object ([0-9a-f]{40})\ntype (commit|tag)\n")
+_SQUASHED = re.compile(
+    rb"tree ([0-9a-f]{40})\nauthor [^\n]{1,200}\ncommitter [^\n]{1,200}\n\n"
+    rb"([^\n]{0,72}\n?|base of this task\n\nThe history before this commit is not part of the checkout\.\n)"
+)
 _WALK = ("-c", "core.commitGraph=false", "-c", "core.multiPackIndex=false", "rev-list", "--objects", "--no-object-names")
 
 
@@ -49,7 +52,9 @@ def verify_seal(path: Path, base: str, mirror: Path | None = None) -> SealReport
         contents = read_contents(repository, private)
         head = resolve_head(repository)
         closure = _closure(private, mirror, commit, head)
-        names = list(iter_names(repository))
+        judged = list(judge_control(repository, private))
+        names = [each for each in judged if isinstance(each, Named)]
+        names += [Named("commit-graph", file, oid.hex()) for file, ids in contents.graphed.items() for oid in ids]
         allowed = closure.ids | _tag_objects(private, names, closure)
         outside = contents.ids - allowed
         leaks = [
@@ -57,7 +62,9 @@ def verify_seal(path: Path, base: str, mirror: Path | None = None) -> SealReport
             *_object_leaks(private, outside),
             *_closure_leaks(closure, contents, commit),
             *_name_leaks(names, allowed),
-            *iter_sources(repository, private),
+            *_gitlink_leaks(private, names, head),
+            *(each for each in judged if isinstance(each, SealLeak)),
+            *judge_work_tree(repository),
             *contents.leaks,
         ]
         return _report(repository, commit, head, contents, closure, leaks)
@@ -98,14 +105,14 @@ def _walk(git_dir: Path, private: Path, tip: str) -> _Closure:
 
 
 def _is_squashed(private: Path, git_dir: Path, head: str, base: CommitId) -> bool:
-    """Whether `head` is a commit without parents that has the tree of `base`."""
+    """Whether `head` has the tree of `base`, no parents, no other header and no message that could hold more than a name."""
     try:
         made = run_git_sync("cat-file", "commit", head, git_dir=private, doing=f"read {head}").stdout
         tree = run_git_sync("rev-parse", "--verify", f"{base}^{{tree}}", git_dir=git_dir, doing=f"read {base}").stdout.strip()
     except (CorruptObjectError, GitFailedError):
         return False
-    header = made.partition(b"\n\n")[0]
-    return header.startswith(b"tree " + tree + b"\n") and b"\nparent " not in header
+    found = _SQUASHED.fullmatch(made)
+    return found is not None and found[1] == tree
 
 
 def _tag_objects(private: Path, names: Collection[Named], closure: _Closure) -> set[bytes]:
@@ -116,12 +123,29 @@ def _tag_objects(private: Path, names: Collection[Named], closure: _Closure) -> 
     while pending:
         asked = "".join(f"{oid}\n" for oid in sorted(pending)).encode()
         try:
-            found = parse_targets(run_git_sync("cat-file", "--batch", git_dir=private, stdin=asked, doing="read tags").stdout)
+            found = _parse_tags(run_git_sync("cat-file", "--batch", git_dir=private, stdin=asked, doing="read tags").stdout)
         except (CorruptObjectError, GitFailedError):
             break
         targets |= found
         pending = {target for target, kind in found.values() if kind == b"tag"} - targets.keys()
     return {bytes.fromhex(oid) for oid in targets if _leads_inside(oid, targets, closure)}
+
+
+def _parse_tags(output: bytes) -> dict[str, tuple[str, bytes]]:
+    """Where each tag object of `cat-file --batch` points: id and type."""
+    targets: dict[str, tuple[str, bytes]] = {}
+    at = 0
+    while at < len(output):
+        end = output.index(b"\n", at)
+        words = output[at:end].split()
+        at = end + 1
+        if len(words) != 3:
+            continue
+        body = output[at : at + int(words[2])]
+        at += len(body) + 1
+        if words[1] == b"tag" and (found := _TAG.match(body)):
+            targets[words[0].decode()] = (found[1].decode(), found[2])
+    return targets
 
 
 def _leads_inside(oid: str, targets: dict[str, tuple[str, bytes]], closure: _Closure) -> bool:
@@ -176,12 +200,25 @@ def _name_leaks(names: Collection[Named], allowed: set[bytes]) -> list[SealLeak]
     """Names of objects outside, one leak per place; replace refs and a stash wherever they point."""
     leaks: dict[tuple[str, str], list[str]] = {}
     for named in names:
+        if named.kind == "gitlink":
+            continue
         if named.kind in {"replace-ref", "stash"} or bytes.fromhex(named.oid) not in allowed:
             leaks.setdefault((named.kind, named.where), []).append(named.oid)
     return [
         SealLeak(kind=kind, detail=f"{where} names {', '.join(dict.fromkeys(oids[:_EXAMPLES]))}")
         for (kind, where), oids in sorted(leaks.items())
     ]
+
+
+def _gitlink_leaks(private: Path, names: Collection[Named], head: str | None) -> Iterator[SealLeak]:
+    """Submodules in the index name commits of other repositories: only those that the commit itself names."""
+    found = {(named.where, named.oid) for named in names if named.kind == "gitlink"}
+    if not found or head is None:
+        return
+    rows = run_git_sync("ls-tree", "-r", "-z", head, git_dir=private, ok=range(256), doing=f"list {head}").stdout.split(b"\0")
+    facts = (row.partition(b"\t") for row in rows if row.startswith(b"160000 "))
+    known = {(path.decode("utf-8", "surrogateescape"), row.split()[2].decode()) for row, _, path in facts}
+    yield from (leak("index", f"index names commit {oid} of submodule {path}") for path, oid in sorted(found - known))
 
 
 # -- report -----------------------------------------------------------------------------------------------------------
@@ -205,7 +242,7 @@ def _report(
             f"objects {len(contents.ids)} hashed, of {len(contents.packs)} packs and loose files",
             f"index {_digest(repository.git_dir / 'index')}",
             f"control files {_control_digest(repository)}",
-            "refs, reflogs, remotes, alternates, grafts, replace refs, submodules, stray packs, commit-graphs",
+            "every other file, by its exact form; other repositories in the working tree",
         ],
     )
 
@@ -218,8 +255,7 @@ def _digest(file: Path) -> str:
 def _control_digest(repository: Repository) -> str:
     """One hash over the names and bytes of every file of the git directory outside its object store and index."""
     digest = hashlib.sha256()
-    skipped = frozenset({repository.git_dir / "objects"})
-    for file in sorted(iter_files(repository.git_dir, skip=skipped)):
-        if file.name != "index":
-            digest.update(f"{file.relative_to(repository.git_dir)}\0{_digest(file)}\n".encode("utf-8", "surrogateescape"))
+    for found in sorted(walk(repository.git_dir, skip=frozenset({"objects"})), key=lambda found: found.where):
+        if found.where != "index":
+            digest.update(f"{found.where}\0{_digest(found.path)}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
