@@ -1,53 +1,54 @@
-"""The table of faults: rows as they are found out, folded, and the document made of them."""
+"""What the fault suite found, and the one page made of it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 NOTHING = "nothing"
-_SHOWN = 3
 _HEAD = """# Reliability
 
-What was done to mirrord while it worked, and what it lost. Written by `make faults`; do not edit. {end}
+The result of one run of the fault suite. Written by `make faults`; do not edit. {end}
 
 | | |
 |---|---|
 | faults | {count} |
 | something was lost | {lost} |
-| seed | {seed} |
-| share of each part that was tried, at least | {share:g} |
+| seed, share of each part | {seed}, {share:g} |
 | ended | {ended} UTC |
 | mirrord | {commits} |
 
-After every fault the daemon is judged: after a kill at once when it was started again; where the disk was full or failed at a
-call, or a child was killed, while it lives on, for which it has 30 s, and after a disk's fault once more when it was killed and
-started again. Nothing is left behind, `git fsck` is content with every mirror, every pin and tip that was ever answered is there
-whole, catalog and refs agree, every lease that was answered stands with its owner's work, the audit is clean, and the same
-operation works again. The steps are those that a run without a fault showed.
+## Method
+
+Each fault strikes a real daemon, with its workers and gits, during a real operation. Then the daemon is judged: after a kill, once
+it is started again; after a full or failing disk, or a killed child, while it lives on (for which it has 30 s), and once more after
+a kill and a start. Nothing is left behind, `git fsck` is content with every mirror, every pin and tip that was ever answered is
+there whole, catalog and refs agree, every lease that was answered stands with its owner's work, the audit is clean, and the same
+operation works again. The steps struck are those that a run without a fault showed.
 
 - **kill -9** strikes at a named change in the state directory, seen by inotify; or a child of the daemon, by its kind.
 - **disk full** is a tmpfs with so much room left.
-- **EIO and ENOSPC at a system call** are given by `strace -e inject` to a real daemon with its gits and workers, at one call of a
-  run, chosen by the seed. A read error of a file is also tried on a disk that lost its end.
+- **EIO and ENOSPC at a system call** are given by `strace -e inject` at one call of a run, chosen by the seed. A read error of a
+  file is also tried on a disk that lost its end.
 - **power cut** ends an ext4 at once, without its journal being flushed; it is mounted again from what had reached the disk, with
   another boot id. Leases of the last seconds may be gone after one.
-- **damage** to one thing in a mirror, and which donors are there to heal it, are chosen by the seed; "where" names the donors,
-  the operation is what was damaged. The objects, refs and evidence are judged against what was written down before.
-- **none** is an audit of a mirror that nothing is wrong with, after "where" had happened to it; a finding counts as a loss.
-- What a device-mapper would add (single blocks that cannot be written) is not tried: not every kernel has one.
+- **damage** to one thing in a mirror, and which donors are there to heal it, are chosen by the seed. Objects, refs and evidence are
+  judged against what was written down before.
+- **none** is an audit of a mirror that nothing is wrong with, after its past (repacks, heals, bundles) is chosen by the seed; a
+  finding counts as a loss.
 
-## How often
+Not tried: single blocks that cannot be written (it takes a device-mapper, which not every kernel has).
+
+## Totals
 
 {summary}
 
-## What was tried, and what became of it
+## Losses
 
-The same end of the same fault in the same operation is one row; of many places three are named.
-
+{losses}
 """
 
 
@@ -72,20 +73,21 @@ class Ended(NamedTuple):
 
 
 def write_document(path: Path, parts: Sequence[Ended], seed: int, share: float) -> None:
-    """Summary, then one table."""
+    """One page: method, totals, losses. Every single row is in the file that `--resume` names."""
     rows = [row for part in parts for row in part.rows]
-    lost = sum(row.count for row in rows if row.lost != NOTHING)
-    head = _HEAD.format(
-        end="Nothing was lost." if not lost else "**Something was lost: see below.**",
+    lost = [row for row in rows if row.lost != NOTHING]
+    document = _HEAD.format(
+        end="**Something was lost: see below.**" if lost else "Nothing was lost.",
         count=sum(row.count for row in rows),
-        lost=lost,
+        lost=sum(row.count for row in lost),
         seed=seed,
         share=share,
         ended=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         commits=_named_commits(parts),
         summary="\n".join(_summary(rows)),
+        losses="\n".join(f"- {row.fault}, {row.operation}, {row.step}: {row.did}; {row.lost}" for row in lost) or "None.",
     )
-    path.write_text(head + "\n".join(_table(rows)) + "\n", encoding="utf-8")
+    path.write_text(document, encoding="utf-8")
 
 
 def _named_commits(parts: Sequence[Ended]) -> str:
@@ -96,37 +98,10 @@ def _named_commits(parts: Sequence[Ended]) -> str:
     return ", ".join(f"`{commit}` ({count} parts of {len(parts)})" for commit, count in counts.items())
 
 
-def _summary(rows: Iterable[Row]) -> list[str]:
-    """How many of each fault struck each operation."""
-    counts: Counter[tuple[str, str]] = Counter()
-    for row in rows:
-        counts[row.operation, row.fault] += row.count
-    faults = list(dict.fromkeys(fault for _, fault in counts))
-    lines = [f"| | {' | '.join(faults)} |", "|---|" + "---|" * len(faults)]
-    for operation in dict.fromkeys(operation for operation, _ in counts):
-        cells = (str(counts[operation, fault] or "") for fault in faults)
-        lines.append(f"| {operation} | {' | '.join(cells)} |")
+def _summary(rows: Sequence[Row]) -> list[str]:
+    """How many of each fault, in how many operations."""
+    lines = ["| fault | times | operations |", "|---|---|---|"]
+    for fault in dict.fromkeys(row.fault for row in rows):
+        struck = [row for row in rows if row.fault == fault]
+        lines.append(f"| {fault} | {sum(row.count for row in struck)} | {len({row.operation for row in struck})} |")
     return lines
-
-
-def _table(rows: Iterable[Row]) -> list[str]:
-    lines = ["| fault | operation | times | where | what mirrord did | what was lost |", "|---|---|---|---|---|---|"]
-    for row, steps in fold(rows):
-        lines.append(f"| {row.fault} | {row.operation} | {row.count} | {_named(steps)} | {row.did} | {row.lost} |")
-    return lines
-
-
-def fold(rows: Iterable[Row]) -> list[tuple[Row, list[str]]]:
-    """Rows that differ in their step alone as one, with their steps."""
-    steps: dict[Row, list[str]] = {}
-    counts: Counter[Row] = Counter()
-    for row in rows:
-        key = row._replace(step="", count=0)
-        steps.setdefault(key, []).append(row.step)
-        counts[key] += row.count
-    return [(key._replace(count=counts[key]), list(dict.fromkeys(filter(None, named)))) for key, named in steps.items()]
-
-
-def _named(steps: Sequence[str]) -> str:
-    more = len(steps) - _SHOWN
-    return ", ".join(steps[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
