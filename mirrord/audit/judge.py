@@ -7,11 +7,11 @@ mirror alive, for as long as its refs stay the same.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
 from ..catalog.catalog import Catalog
-from ..catalog.rows import RecordedRow
 from ..git.workers import Workers
 from ..jobs.events import Events
 from ..mirrors.pins import stands_alone
@@ -54,50 +54,53 @@ class Judge:
     async def judge(
         self,
         name: MirrorName,
-        rows: Collection[RecordedRow],
+        dataset: str | None,
         level: AuditLevel,
         *,
         heal: bool,
-        persons: bool,
         progress: ProgressSink | None,
     ) -> AuditPart:
-        """The rows' commits, those that persons pinned or that outlived a catalog where asked, and the mirror itself."""
-        look = partial(self._examine, name, rows, persons)
-        judged = await self._judged(Judged(name, rows, await look(level)), look, level, self._repair if heal else None, progress)
+        """The mirror itself, and the commits that one dataset records, or all do; then also those that persons pinned or that
+        outlived a catalog.
+        """
+        look = partial(self._look, name, dataset)
+        judged = await self._judged(look, level, self._repair if heal else None, progress)
         stores = await self._scrub(name) if self._scrub and level is AuditLevel.CONTENT else {}
         return part_of(judged, stores)
 
     async def _judged(
         self,
-        first: Judged,
-        examine_at: Callable[[AuditLevel], Awaitable[Examined]],
+        look: Callable[[AuditLevel], Awaitable[Judged]],
         level: AuditLevel,
         repair: Repairer | None,
         progress: ProgressSink | None,
     ) -> Judged:
+        first = await look(level)
         if repair is None or is_sound(first):
             return first
         repaired = await repair(first, progress)
-        again = await examine_at(max(level, AuditLevel.CLOSURE, key=list(AuditLevel).index))
+        again = await look(max(level, AuditLevel.CLOSURE, key=list(AuditLevel).index))
         bad = [oid for oid, verdict in first.examined.verdicts.items() if verdict.state is not CommitState.OK]
-        healed = {oid for oid in bad if oid in again.verdicts and again.verdicts[oid].state is CommitState.OK}
-        judged = Judged(first.name, first.rows, again, healed=len(healed), repair=repaired)
+        now = again.examined.verdicts
+        healed = {oid for oid in bad if oid in now and now[oid].state is CommitState.OK}
+        judged = replace(again, healed=len(healed), repair=repaired)
         if is_sound(judged):
             self._events.publish("mirror.healed", mirror=str(first.name), commits=len(healed), of=len(bad))
         return judged
 
-    async def _examine(self, name: MirrorName, rows: Collection[RecordedRow], persons: bool, level: AuditLevel) -> Examined:
+    async def _look(self, name: MirrorName, dataset: str | None, level: AuditLevel) -> Judged:
+        """What is recorded is read at each look: an audit may take hours, and datasets come and go meanwhile."""
         path = self._mirrors.path(name)
-        recorded = {row.commit for row in rows}
+        rows = await self._catalog.list_recorded(name.key, dataset)
         pins = [pin for pin in await self._catalog.list_pins(name.key) if stands_alone(pin)]
-        commits = sorted(recorded | {pin.commit for pin in pins if persons})
+        commits = sorted({row.commit for row in rows} | {pin.commit for pin in pins if not dataset})
         if not path.exists():
-            return _not_mirrored(name, commits)
+            return Judged(name, rows, _not_mirrored(name, commits))
         owned = [f"{pin.owner}/{pin.commit}" for pin in pins]
         known = self._reached.get(name.key)
         examined = await self._workers.call(examine, path, commits, level, owned, known, timeout=_TIMEOUT)
         self._reached[name.key] = examined.reached
-        return examined
+        return Judged(name, rows, examined)
 
 
 def _not_mirrored(name: MirrorName, commits: Collection[CommitId]) -> Examined:

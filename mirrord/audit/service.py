@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 
@@ -18,7 +18,7 @@ import anyio
 import structlog
 
 from ..catalog.catalog import Catalog
-from ..catalog.rows import JudgementRow, RecordedRow
+from ..catalog.rows import JudgementRow
 from ..config import Settings
 from ..errors import AuditNotFoundError, DatasetNotFoundError, DiskFailedError, DiskFullError, MirrordError, StoppingError
 from ..git.workers import Workers
@@ -30,7 +30,6 @@ from .judge import Judge, ProgressSink, Repairer, Scrubber
 from .report import Round, report, unjudged
 
 _LANES = {AuditLevel.QUICK: 2, AuditLevel.CLOSURE: 1, AuditLevel.CONTENT: 1}
-_Recorded = Mapping[MirrorName, Collection[RecordedRow]]
 
 log = structlog.get_logger()
 
@@ -61,14 +60,14 @@ class Audits:
         Raises MirrorNotFoundError, DatasetNotFoundError. One that is cancelled is on record with what it came to.
         """
         level = request.level or self._settings().audit.level
-        recorded = await self._recorded(request)
+        recorded = await self._names(request)
         past = await self._catalog.list_judgements(level) if _is_of_everything(request) else []
         current = (await self._unfinished(level, past) if resume else None) or Round(_new_id(), utc_now())
         names = _in_order(recorded, past)
         current.parts = {name.key: current.parts[name.key] for name in names if name.key in current.parts}
         current.left = {name.key: name for name in names if name.key not in current.parts}
         try:
-            await self._judge_all(current, request, recorded, level, progress)
+            await self._judge_all(current, request, level, progress)
         except asyncio.CancelledError:
             with anyio.CancelScope(shield=True):
                 await self._put_on_record(report(current, request, level))
@@ -93,8 +92,8 @@ class Audits:
         """The newest first."""
         return await self._catalog.list_audits(limit)
 
-    async def _recorded(self, request: StartAudit) -> dict[MirrorName, builtins.list[RecordedRow]]:
-        """Recorded commits by mirror; a mirror that is named, or that everything is asked of, is there without any too."""
+    async def _names(self, request: StartAudit) -> Collection[MirrorName]:
+        """Mirrors that something is recorded of; one that is named, or where everything is asked of, is there without too."""
         if request.dataset and await self._catalog.find_dataset(request.dataset) is None:
             raise DatasetNotFoundError(
                 f"cannot audit dataset {shown(request.dataset)}: there is none", hint="see `mirrord dataset list`"
@@ -103,12 +102,10 @@ class Audits:
         names = dict(wanted)
         if not wanted and not request.dataset:
             names = {row.name.key: row.name for row in await self._catalog.list_mirrors()}
-        grouped: dict[str, builtins.list[RecordedRow]] = {key: [] for key in names}
-        for row in await self._catalog.list_recorded(dataset=request.dataset):
-            if not wanted or row.mirror.key in wanted:
+        if not wanted:
+            for row in await self._catalog.list_recorded(dataset=request.dataset):
                 names.setdefault(row.mirror.key, row.mirror)
-                grouped.setdefault(row.mirror.key, []).append(row)
-        return {names[key]: rows for key, rows in grouped.items()}
+        return names.values()
 
     # -- one audit ----------------------------------------------------------------------------------------------------
 
@@ -124,15 +121,13 @@ class Audits:
             return None
         return Round(newest.audit_id, newest.started_at, {row.key: row.part for row in past if row.audit_id == newest.audit_id})
 
-    async def _judge_all(
-        self, current: Round, request: StartAudit, recorded: _Recorded, level: AuditLevel, progress: ProgressSink | None
-    ) -> None:
+    async def _judge_all(self, current: Round, request: StartAudit, level: AuditLevel, progress: ProgressSink | None) -> None:
         """One mirror after the other, because one of the two workers is left to whoever wants a checkout; a quick one, which
         holds a worker for a moment, two at a time.
         """
         heal = self._settings().audit.heal if request.heal is None else request.heal
         names = iter(list(current.left.values()))
-        lanes = [self._judge_each(names, current, request, recorded, level, heal, progress) for _ in range(_LANES[level])]
+        lanes = [self._judge_each(names, current, request, level, heal, progress) for _ in range(_LANES[level])]
         await asyncio.gather(*lanes)
 
     async def _judge_each(
@@ -140,18 +135,16 @@ class Audits:
         names: Iterator[MirrorName],
         current: Round,
         request: StartAudit,
-        recorded: _Recorded,
         level: AuditLevel,
         heal: bool,
         progress: ProgressSink | None,
     ) -> None:
         for name in names:
             if progress:
-                progress(Progress(done=len(current.parts), total=len(recorded), unit="mirrors", note=str(name)))
+                done, left = len(current.parts), len(current.left)
+                progress(Progress(done=done, total=done + left, unit="mirrors", note=str(name)))
             try:
-                part = await self._judge.judge(
-                    name, recorded[name], level, heal=heal, persons=not request.dataset, progress=progress
-                )
+                part = await self._judge.judge(name, request.dataset, level, heal=heal, progress=progress)
             except StoppingError:
                 raise
             except (MirrordError, OSError) as error:
@@ -199,7 +192,7 @@ def _is_of_everything(request: StartAudit) -> bool:
     return not request.mirrors and not request.dataset
 
 
-def _in_order(recorded: _Recorded, past: Sequence[JudgementRow]) -> list[MirrorName]:
+def _in_order(recorded: Collection[MirrorName], past: Sequence[JudgementRow]) -> list[MirrorName]:
     """Mirrors that were never judged first, then those judged longest ago."""
     position = {row.key: number for number, row in enumerate(past)}
     return sorted(recorded, key=lambda name: (position.get(name.key, -1), name.key))

@@ -97,9 +97,9 @@ class Catalog:
         """How many commits are pinned, by mirror key."""
         return await self._read(mirrors.count_pins)
 
-    async def list_stale_pins(self) -> list[PinRow]:
-        """Pins owned by a dataset that does not record their commit, or that does not exist."""
-        return await self._read(mirrors.list_stale_pins)
+    async def list_stale_pins(self, key: str | None = None) -> list[PinRow]:
+        """Pins of all or of one mirror owned by a dataset that does not record their commit, or that does not exist."""
+        return await self._read(mirrors.list_stale_pins, key)
 
     # -- datasets -----------------------------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ def count_pins(connection: Connection) -> dict[str, int]:
     return {row.mirror_key: row[1] for row in connection.execute(query)}
 
 
-def list_stale_pins(connection: Connection) -> list[PinRow]:
+def list_stale_pins(connection: Connection, key: str | None = None) -> list[PinRow]:
     """Pins owned by a dataset that does not record their commit, or that does not exist."""
     still = exists().where(
         recorded.c.mirror_key == pins.c.mirror_key,
@@ -101,6 +101,8 @@ def list_stale_pins(connection: Connection) -> list[PinRow]:
         "dataset/" + datasets.c.name == pins.c.owner,
     )
     query = select(pins, mirrors.c.name).join(mirrors).where(pins.c.owner.like("dataset/%"), ~still)
+    if key is not None:
+        query = query.where(pins.c.mirror_key == key.lower())
     return [_pin_row(row) for row in connection.execute(query).mappings()]
 
 

@@ -154,21 +154,20 @@ class Datasets:
 
     async def repin(self, name: MirrorName) -> int:
         """Try again what a mirror refused to pin, for all datasets: worth it after a sync. Answers how many are pinned now."""
-        wanted: dict[str, dict[CommitId, set[str]]] = {}
-        for row in await self._catalog.list_recorded(name.key, unpinned=True):
-            wanted.setdefault(row.dataset, {}).setdefault(row.commit, set()).add(str(row.role))
-        count = 0
-        for text, roles in wanted.items():
-            commits = {commit: ", ".join(sorted(words)) for commit, words in roles.items()}
-            count += len(commits) - len(await self._repin(DatasetName(text), name, commits))
-        return count
+        rows = await self._catalog.list_recorded(name.key, unpinned=True)
+        return sum([await self._repin(DatasetName(dataset), name) for dataset in sorted({row.dataset for row in rows})])
 
-    async def _repin(self, dataset: DatasetName, name: MirrorName, commits: dict[CommitId, str]) -> Refused:
-        async with self._locked(owner_of(dataset)):
-            refused = await self._pinner.pin_all(dataset, {name.key: name}, {name.key: commits}, None)
-            await self._catalog.put_refused(dataset, name.key, {str(c): why for c, why in refused.get(name.key, {}).items()})
-            await self._drop_stale_pins(owner_of(dataset))  # an import may have changed the dataset before the lock was ours
-        return refused.get(name.key, {})
+    async def _repin(self, dataset: DatasetName, name: MirrorName) -> int:
+        async with self._locked(owner_of(dataset)):  # an import or a removal may have ended before it was ours
+            roles: dict[CommitId, set[str]] = {}
+            for row in await self._catalog.list_recorded(name.key, dataset, unpinned=True):
+                roles.setdefault(row.commit, set()).add(str(row.role))
+            commits = {commit: ", ".join(sorted(words)) for commit, words in roles.items()}
+            if not commits:
+                return 0
+            refused = (await self._pinner.pin_all(dataset, {name.key: name}, {name.key: commits}, None)).get(name.key, {})
+            await self._catalog.put_refused(dataset, name.key, {str(commit): why for commit, why in refused.items()})
+        return len(commits) - len(refused)
 
     def rows_changed(self, names: Iterable[str]) -> None:
         """Somebody else put rows of these datasets into the catalog: a bundle."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +27,7 @@ from ..jobs.events import Events
 from ..layout import Layout
 from ..mirrors.flights import ProgressSink
 from ..mirrors.service import Mirrors
-from ..model import AuditLevel, CommitId, MirrorName
+from ..model import AuditLevel, MirrorName
 from ..protocol import Audit, Repair
 from .bundles import Shelf
 from .donors import Donors
@@ -133,12 +133,15 @@ class Heals:
     # -- one mirror ---------------------------------------------------------------------------------------------------
 
     async def _repair(self, judged: Judged, progress: ProgressSink | None) -> Outcome:
-        row = await self._catalog.find_mirror(judged.name.key) or await self._mirrors.add(judged.name.repo)
+        row = await self._catalog.find_mirror(judged.name.key)
+        if row is None and not await self._catalog.list_recorded(judged.name.key):
+            return Outcome()  # it was removed since the audit looked
+        row = row or await self._mirrors.add(judged.name.repo)
         if not self._mirrors.path(row.name).exists():
             await self._mirrors.sync(row.name, progress)
         async with self._mirrors.lock(row.name), self._mirrors.quarantine.directory("heal") as work:
             outcome = await self._treat(row, judged, work, progress)
-        await self._pin_again(row.name, judged)
+        await self._mirrors.restore_pins(row.name)
         return outcome
 
     async def _treat(self, row: MirrorRow, judged: Judged, work: Path, progress: ProgressSink | None) -> Outcome:
@@ -169,26 +172,6 @@ class Heals:
             progress=progress,
         )
         return await treatment.perform()
-
-    async def _pin_again(self, name: MirrorName, judged: Judged) -> None:
-        """Pins follow the datasets and the catalog; one is made only after the closure was verified."""
-        wanted: dict[tuple[str, str], set[CommitId]] = {}
-        for pin in await self._catalog.list_pins(name.key):
-            wanted.setdefault((pin.owner, pin.reason), set()).add(pin.commit)
-        there = {(owner, commit) for (owner, _), commits in wanted.items() for commit in commits}
-        for row in judged.rows:
-            if (f"dataset/{row.dataset}", row.commit) not in there:
-                wanted.setdefault((f"dataset/{row.dataset}", "recorded by the dataset"), set()).add(row.commit)
-        lost = await self._without_ref(name, wanted)
-        for (owner, reason), commits in sorted(lost.items()):
-            await self._mirrors.pin(name, sorted(commits), owner=owner, reason=reason)
-
-    async def _without_ref(
-        self, name: MirrorName, wanted: dict[tuple[str, str], set[CommitId]]
-    ) -> dict[tuple[str, str], Collection[CommitId]]:
-        refs = await self._mirrors.repository(name).all_refs()
-        lost = {key: {oid for oid in oids if f"refs/mirrord/pins/{key[0]}/{oid}" not in refs} for key, oids in wanted.items()}
-        return {key: commits for key, commits in lost.items() if commits}
 
 
 def _ends(audit: Audit) -> dict[str, bool]:

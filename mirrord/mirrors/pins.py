@@ -68,9 +68,10 @@ def read_pins(refs: Refs) -> list[tuple[str, CommitId]]:
 
 
 async def verify(repository: Repository, commits: Collection[CommitId]) -> dict[CommitId, str]:
-    """Prove that each commit can be served; answers those that cannot, with the reason."""
-    absent = await repository.absent(commits)
-    refused = {CommitId(oid): f"commit {oid} is not in the mirror" for oid in absent}
+    """Prove that each is a commit that can be served; answers those that are not, with the reason."""
+    refused = await _must_be_commits(repository, commits)
+    absent = await repository.absent(set(commits) - refused.keys())
+    refused |= {CommitId(oid): f"commit {oid} is not in the mirror" for oid in absent}
 
     async def attempt(some: Sequence[CommitId]) -> None:
         await repository.verify_closure(some)
@@ -116,6 +117,20 @@ async def give_up(repository: Repository, catalog: Catalog, commits: Collection[
             raise
 
 
+async def give_up_unrecorded(repository: Repository, catalog: Catalog, rows: Collection[PinRow], debts: list[Debt]) -> None:
+    """Give up those of the pins just made that are of a dataset which no longer records their commit.
+
+    A removal deletes what the dataset records, and then reads which pins to give up: it saw these, or it is seen here.
+    """
+    made = {(row.owner, row.commit) for row in rows}
+    stale: dict[str, list[CommitId]] = {}
+    for row in await catalog.list_stale_pins(repository.name.key):
+        if (row.owner, row.commit) in made:
+            stale.setdefault(row.owner, []).append(row.commit)
+    for owner, commits in stale.items():
+        await give_up(repository, catalog, commits, owner, debts)
+
+
 async def settle(repository: Repository, catalog: Catalog, debt: Debt) -> None:
     """Bring refs and rows of a debt in line, as they are now: what was pinned since stays pinned."""
     await recover(repository)
@@ -155,7 +170,7 @@ async def _delete_refs(repository: Repository, commits: Collection[CommitId], ow
     await commit(repository, transaction)
 
 
-async def must_be_commits(repository: Repository, oids: Collection[CommitId]) -> dict[CommitId, str]:
+async def _must_be_commits(repository: Repository, oids: Collection[CommitId]) -> dict[CommitId, str]:
     """Which of the ids name something else than a commit, and what."""
     answer = await repository.git.run(
         "cat-file",

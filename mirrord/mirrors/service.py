@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from .present import shown_mirror
 from .quarantine import Quarantine
 from .reconcile import reconcile
 from .refs import count_refs
-from .repository import Repository
+from .repository import PINS, Repository
 from .sources import Sources
 from .sync import SyncResult, move_refs
 from .upstream import Upstream, parse_upstream
@@ -291,15 +292,40 @@ class Mirrors:
         row = await self._synced(name)
         repository = self.repository(row.name)
         async with self.lock(row.name):
-            refused = await pins.must_be_commits(repository, commits)
-            refused |= await pins.verify(repository, set(commits) - refused.keys())
+            refused = await pins.verify(repository, commits)
             proven = sorted(set(commits) - refused.keys())
-            now = utc_now()
-            rows = [PinRow(row.name, commit, owner, reason, now) for commit in proven]
+            before = {pin.commit: pin for pin in await self._catalog.list_pins(row.name.key, owner=owner)}
+            new = [PinRow(row.name, commit, owner, reason, utc_now()) for commit in proven]
+            rows = [_renewed(before.get(pin.commit, pin), reason) for pin in new]
             await pins.keep(repository, self._catalog, rows, owner, self._mending.debts(row.name))
         if proven:
             self._events.publish("commits.pinned", mirror=str(row.name), owner=owner, count=len(proven), refused=len(refused))
         return refused
+
+    async def restore_pins(self, name: MirrorName) -> None:
+        """Make lost pins again: those that the catalog has, and those of what datasets record now, each once it is proven."""
+        repository = self.repository(name)
+        async with self.lock(name):
+            refs = await repository.all_refs()
+            unpinned = await self._catalog.list_recorded(name.key, unpinned=True)
+            recorded = [
+                PinRow(name, commit, f"dataset/{dataset}", "recorded by the dataset", utc_now())
+                for dataset, commit in sorted({(row.dataset, row.commit) for row in unpinned})
+            ]
+            said = await self._catalog.list_pins(name.key)
+            lost = [row for row in said if f"{PINS}{row.owner}/{row.commit}" not in refs] + recorded
+            refused = await pins.verify(repository, {row.commit for row in lost})
+            for owner in sorted({row.owner for row in lost}):
+                rows = [row for row in lost if row.owner == owner and row.commit not in refused]
+                await pins.keep(repository, self._catalog, rows, owner, self._mending.debts(name))
+            await self.give_up_unrecorded(name, recorded)
+        if lost:
+            self._events.publish("pins.restored", mirror=str(name), count=len(lost), refused=len(refused))
+
+    async def give_up_unrecorded(self, name: MirrorName, rows: Collection[PinRow]) -> None:
+        """Give up those of the pins just made whose dataset was removed meanwhile. The caller holds the mirror's lock."""
+        repository, debts = self.repository(name), self._mending.debts(name)
+        await pins.give_up_unrecorded(repository, self._catalog, rows, debts)
 
     async def unpin(self, name: MirrorName, commits: Collection[CommitId], *, owner: str) -> None:
         """Give pins of an owner up."""
@@ -356,6 +382,11 @@ class Mirrors:
             if not is_filled:
                 await self.sync(row.name, progress)
         return row
+
+
+def _renewed(pin: PinRow, reason: str) -> PinRow:
+    """A pin that is made again; without a reason it keeps the one that it has."""
+    return replace(pin, reason=reason or pin.reason)
 
 
 def _not_found(text: str) -> MirrorNotFoundError:

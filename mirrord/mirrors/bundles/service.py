@@ -167,6 +167,7 @@ class Bundles:
             pins = _pin_rows(name, contents, records, refused, owner_uid)
             made = await self._move(scratch, path, contents, pins, records)
             await self._catalog.put_pins(pins)
+            await self._mirrors.give_up_unrecorded(name, pins)
             await self._record(name, is_new=is_new)
         return Imported(
             mirror=str(name),
