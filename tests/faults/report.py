@@ -23,11 +23,12 @@ The result of one run of the fault suite. Written by `make faults`; do not edit.
 
 ## Method
 
-Each fault strikes a real daemon, with its workers and gits, during a real operation. Then the daemon is judged: after a kill,
-once it is started again; after a full or failing disk, or a killed child, while it lives on (for which it has 30 s), and once more
-after a kill and a start. Nothing is left behind, `git fsck` is content with every mirror, every pin and tip that was ever answered
-is there whole, catalog and refs agree, every lease that was answered stands with its owner's work, the audit is clean, and the
-same operation works again. The steps struck are those that a run without a fault showed.
+Each fault strikes a real daemon, with its workers and gits, during a real operation. Then the daemon is judged: after
+a kill, once it is started again; after a full or failing disk, or a killed child, while it lives on (for which it has
+30 s), and once more after a kill and a start. Nothing is left behind, `git fsck` is content with every mirror, every
+pin and tip that was ever answered is there whole, catalog and refs agree, every lease that was answered stands with
+its owner's work, the audit is clean, and the same operation works again. The steps struck are those that a run
+without a fault showed.
 
 - **kill -9** strikes at a named change in the state directory, seen by inotify; or a child of the daemon, by its kind.
 - **disk full** is a tmpfs with so much room left.
