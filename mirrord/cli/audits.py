@@ -7,11 +7,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ..errors import UsageError
 from ..model import AuditLevel
 from .output import cell, count
+from .parameters import Argument, Option
 from .progress import finish, watching
 from .session import Session
 
@@ -19,22 +18,21 @@ if TYPE_CHECKING:
     from .. import Client
     from ..protocol import Audit, Finding, Operation, Repair
 
-Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Of which mirrors; default: all.")]
-NoWait = Annotated[bool, typer.Option("--no-wait", help="Answer with the operation at once.")]
+Names = Annotated[list[str] | None, Argument(metavar="[NAME]...", help="Of which mirrors; default: all.")]
+NoWait = Annotated[bool, Option("--no-wait", help="Answer with the operation at once.")]
 _UNSERVABLE = 8
 
 
 def audit(
-    ctx: typer.Context,
+    session: Session,
     names: Names = None,
-    dataset: Annotated[str | None, typer.Option(help="Only what this dataset records.")] = None,
-    level: Annotated[AuditLevel | None, typer.Option(help="How deep; default: as configured.")] = None,
-    no_heal: Annotated[bool, typer.Option("--no-heal", help="Only look, fetch nothing again.")] = False,
+    dataset: Annotated[str | None, Option(help="Only what this dataset records.")] = None,
+    level: Annotated[AuditLevel | None, Option(help="How deep; default: as configured.")] = None,
+    no_heal: Annotated[bool, Option("--no-heal", help="Only look, fetch nothing again.")] = False,
     no_wait: NoWait = False,
 ) -> None:
     """Prints one line per finding, then a total; what was repaired goes to stderr. Status 8 when a recorded commit cannot be
     served."""
-    session = Session.of(ctx)
     with session.client() as client:
         operation = client.start_audit(*names or (), dataset=dataset, level=level, heal=False if no_heal else None)
         if no_wait:
@@ -54,7 +52,7 @@ def _found(session: Session, client: Client, operation: Operation) -> Audit:
 def _answer(session: Session, found: Audit, shown: Callable[[], Iterable[str]]) -> None:
     session.answer(found, shown)
     if found.affected:
-        raise typer.Exit(_UNSERVABLE)
+        raise SystemExit(_UNSERVABLE)
 
 
 def _repairs(found: Audit) -> Iterator[str]:
@@ -100,16 +98,15 @@ def _repair(repair: Repair) -> Iterator[str]:
 
 
 def heal(
-    ctx: typer.Context,
+    session: Session,
     names: Names = None,
     bundle: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Let one mirror also take objects from this bundle, of any repository.")
+        Path | None, Option(metavar="FILE", help="Let one mirror also take objects from this bundle, of any repository.")
     ] = None,
     no_wait: NoWait = False,
 ) -> None:
     """Prints what was done and what is still wrong, as `mirrord audit` does; status 8 when a recorded commit cannot be served.
     Bundles that lie in the directory bundles/ of the daemon's state are asked without being named."""
-    session = Session.of(ctx)
     with session.client() as client:
         operation = _start_heal(session, client, names or [], bundle)
         if no_wait:

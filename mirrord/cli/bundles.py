@@ -6,27 +6,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ..errors import UsageError
 from ..protocol import Operation
 from .mirrors import Name, NoWait
 from .output import count, facts, size
+from .parameters import Argument, Option
 from .progress import finish, watching
 from .session import Session
 
 
 def create(
-    ctx: typer.Context,
+    session: Session,
     name: Name,
-    file: Annotated[Path, typer.Argument(help="What to write; it appears when it is whole.")],
+    file: Annotated[Path, Argument(help="What to write; it appears when it is whole.")],
     since: Annotated[
-        str | None, typer.Option(metavar="RECORD", help="Only what came after this ref record: an id, a time, or latest.")
+        str | None, Option(metavar="RECORD", help="Only what came after this ref record: an id, a time, or latest.")
     ] = None,
 ) -> None:
     """The file holds all refs, pins, kept refs, the ref history, and the rows of datasets that name the mirror, patches included:
     keep it as private as the mirror. git can verify, clone and fetch from it. Prints the record to make the next one since."""
-    session = Session.of(ctx)
     if not file.parent.is_dir():
         raise UsageError(f"cannot write {file}: there is no directory {file.parent}", hint="make it first")
     with session.client() as client, watching(session, f"bundling {name}") as watch:
@@ -36,16 +34,15 @@ def create(
 
 
 def import_file(
-    ctx: typer.Context,
-    file: Annotated[Path, typer.Argument(help="A bundle of mirrord, or of git.")],
+    session: Session,
+    file: Annotated[Path, Argument(help="A bundle of mirrord, or of git.")],
     mirror: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Into which mirror; default: the one that the bundle is of.")
+        str | None, Option(metavar="NAME", help="Into which mirror; default: the one that the bundle is of.")
     ] = None,
     no_wait: NoWait = False,
 ) -> None:
     """A mirror that is not here is made. In one that is, refs are made or move forward; where the bundle's differ otherwise, they
     are kept beside. A damaged or hostile file changes nothing."""
-    session = Session.of(ctx)
     if not file.is_file():
         raise UsageError(f"cannot import {file}: it is not a file", hint="name a bundle file")
     with session.client() as client:

@@ -7,47 +7,42 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ..errors import CheckoutNotFoundError, InstanceNotFoundError
 from ..model import Backend, History, View, shown
 from .durations import Ttl, read_ttl
 from .output import short, table
-from .session import Session, read_file
+from .parameters import Argument, Option
+from .session import Session, print_line, read_file
 
 if TYPE_CHECKING:
     from .. import Client
     from ..protocol import ResetAnswer
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="A checkout: its id, its path, or a path inside it such as '.'.")]
+Id = Annotated[str, Argument(metavar="ID", help="A checkout: its id, its path, or a path inside it such as '.'.")]
 _CHECKOUT_ID = re.compile(r"[a-z2-7]{16}")
 _COMMIT = re.compile(r"[0-9a-fA-F]{40}")
 
 
 def checkout(
-    ctx: typer.Context,
-    instance: Annotated[str, typer.Argument(metavar="INSTANCE", help="An instance id, or NAME@COMMITISH.")],
-    history: Annotated[History | None, typer.Option(help="How much of the past it shows; default: as configured.")] = None,
-    view: Annotated[View, typer.Option(help="Who it is for: an agent, or the grader of one.")] = View.AGENT,
-    backend: Annotated[Backend | None, typer.Option(help="How it is made; default: as configured.")] = None,
+    session: Session,
+    instance: Annotated[str, Argument(metavar="INSTANCE", help="An instance id, or NAME@COMMITISH.")],
+    history: Annotated[History | None, Option(help="How much of the past it shows; default: as configured.")] = None,
+    view: Annotated[View, Option(help="Who it is for: an agent, or the grader of one.")] = View.AGENT,
+    backend: Annotated[Backend | None, Option(help="How it is made; default: as configured.")] = None,
     ttl: Ttl = None,
 ) -> None:
     """Release it when you are done; the daemon releases it at its deadline."""
-    session = Session.of(ctx)
     with session.client() as client:
         handle = client.checkout(instance, history=history, view=view, backend=backend, ttl=read_ttl(ttl))
     session.answer(handle.lease, lambda: [handle.lease.path])
 
 
 def reset(
-    ctx: typer.Context,
+    session: Session,
     checkout_id: Id,
-    to: Annotated[
-        str | None, typer.Argument(metavar="[INSTANCE or COMMITISH]", help="Another one of the same repository.")
-    ] = None,
+    to: Annotated[str | None, Argument(metavar="[INSTANCE or COMMITISH]", help="Another one of the same repository.")] = None,
 ) -> None:
     """Answers after the tree and the control files of .git were proven equal to the template's; prints the path."""
-    session = Session.of(ctx)
     with session.client() as client:
         answer = _reset(client, find_id(client, checkout_id), to)
     session.answer(answer, lambda: [answer.path])
@@ -64,9 +59,8 @@ def _reset(client: Client, found: str, to: str | None) -> ResetAnswer:
         return client.reset_checkout(found, commit=to)
 
 
-def diff(ctx: typer.Context, checkout_id: Id) -> None:
+def diff(session: Session, checkout_id: Id) -> None:
     """Tracked and untracked files that .gitignore does not name; `git apply` accepts it at the base commit."""
-    session = Session.of(ctx)
     with session.client() as client:
         patch = client.diff_checkout(find_id(client, checkout_id))
     if session.json:
@@ -77,15 +71,12 @@ def diff(ctx: typer.Context, checkout_id: Id) -> None:
 
 
 def apply(
-    ctx: typer.Context,
+    session: Session,
     checkout_id: Id,
-    patch: Annotated[
-        str, typer.Argument(help="A file, - for standard input, or @test_patch or @patch of the instance (grader view).")
-    ],
-    reverse: Annotated[bool, typer.Option("--reverse", "-R", help="Take it out instead.")] = False,
+    patch: Annotated[str, Argument(help="A file, - for standard input, or @test_patch or @patch of the instance (grader view).")],
+    reverse: Annotated[bool, Option("--reverse", "-R", help="Take it out instead.")] = False,
 ) -> None:
     """All of it or nothing."""
-    session = Session.of(ctx)
     with session.client() as client:
         found = find_id(client, checkout_id)
         answer = client.apply_patch(found, patch if patch.startswith("@") else read_file(patch), reverse=reverse)
@@ -93,44 +84,38 @@ def apply(
 
 
 def restore(
-    ctx: typer.Context,
+    session: Session,
     checkout_id: Id,
-    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Files of that commit, from the top of the tree.")],
-    commit: Annotated[str, typer.Option(metavar="SHA", help="A pinned commit.")],
+    paths: Annotated[list[str], Argument(metavar="PATH...", help="Files of that commit, from the top of the tree.")],
+    commit: Annotated[str, Option(metavar="SHA", help="A pinned commit.")],
 ) -> None:
     """Needs a checkout of the grader view."""
-    session = Session.of(ctx)
     with session.client() as client:
         written = client.restore_paths(find_id(client, checkout_id), commit, *paths)
     if session.json:
         session.print_json({"paths": written})
         return
     for path in written:
-        typer.echo(path)
+        print_line(path)
 
 
-def release(
-    ctx: typer.Context, checkout_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Ids or paths.")]
-) -> None:
+def release(session: Session, checkout_ids: Annotated[list[str], Argument(metavar="ID...", help="Ids or paths.")]) -> None:
     """What was not taken out with `mirrord diff` is gone."""
-    session = Session.of(ctx)
     with session.client() as client:
         session.each(checkout_ids, lambda one: client.release_checkout(find_id(client, one)))
     if session.json:
         session.print_json(None)
 
 
-def renew(ctx: typer.Context, checkout_id: Id, ttl: Ttl = None) -> None:
+def renew(session: Session, checkout_id: Id, ttl: Ttl = None) -> None:
     """Prints the new deadline."""
-    session = Session.of(ctx)
     with session.client() as client:
         answer = client.renew_checkout(find_id(client, checkout_id), read_ttl(ttl))
     session.answer(answer, lambda: [answer.expires_at.astimezone().isoformat(timespec="seconds")])
 
 
-def list_all(ctx: typer.Context) -> None:
+def list_all(session: Session) -> None:
     """Your own; an administrator sees everybody's."""
-    session = Session.of(ctx)
     with session.client() as client:
         held = client.list_checkouts()
     header = ("ID", "INSTANCE", "MIRROR", "COMMIT", "HISTORY", "VIEW", "BACKEND", "UID", "EXPIRES", "PATH")

@@ -1,4 +1,4 @@
-"""The table of verbs as a tree of commands. A verb is a name and a line until it is called; then its module is loaded.
+"""The table of verbs as a tree of click's commands. A verb is a name and a line until it is called; then its module is loaded.
 
 Every verb takes the shared options, before or after its name; they end up in the session.
 """
@@ -7,100 +7,79 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
 
-import typer
-from typer.core import TyperCommand, TyperGroup
+import click
 
 from .. import __version__
+from . import parameters
 from .session import Session
 from .table import EXIT_STATUSES, GROUPS, VERBS, Verb, exit_lines
 
-_SHARED = ("json", "config", "socket", "debug")
-_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-def _keep(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
+def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
     """Put a shared option into the session; the one after the verb wins."""
     if value and isinstance(ctx.obj, Session):
         setattr(ctx.obj, str(param.name), value)
-    return value
 
 
-def _version(ctx: typer.Context, value: bool) -> None:
-    if value and not ctx.resilient_parsing:
-        typer.echo(f"mirrord {__version__}")
-        raise typer.Exit
+_shared = partial(click.Option, expose_value=False, callback=_keep)
+_SHARED: list[click.Parameter] = [
+    _shared(["--json"], is_flag=True, help="Answer as JSON."),
+    _shared(["--config"], metavar="FILE", help="The configuration [MIRRORD_CONFIG]."),
+    _shared(["--socket"], metavar="PATH", help="The daemon's socket [MIRRORD_SOCKET]."),
+    _shared(["--debug"], is_flag=True, help="Show the traceback of a failure."),
+]
 
 
-def _top(
-    json: Annotated[bool, typer.Option("--json", help="Answer as JSON.", callback=_keep)] = False,
-    config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The configuration [MIRRORD_CONFIG].", callback=_keep)
-    ] = None,
-    socket: Annotated[
-        str | None, typer.Option(metavar="PATH", help="The daemon's socket [MIRRORD_SOCKET].", callback=_keep)
-    ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.", callback=_keep)] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_version)] = False,
-) -> None:
-    """Git-native mirrors and sealed checkouts, served by one daemon per machine."""
+class _Verb(click.Command):
+    """Takes its help, parameters and function from its module when it is called."""
 
-
-class _Deferred(TyperCommand):
-    """A verb whose module was not loaded yet."""
-
-    def __init__(self, verb: Verb, shared: list[Any]) -> None:
-        super().__init__(verb.name.rpartition(" ")[2], help=verb.summary, rich_markup_mode=None)
+    def __init__(self, verb: Verb) -> None:
+        super().__init__(verb.name.rpartition(" ")[2], help=verb.summary, context_settings=_SETTINGS)
         self._verb = verb
-        self._shared = shared
 
-    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        return _load(self._verb, self._shared).make_context(info_name, args, parent, **extra)
-
-
-def _load(verb: Verb, shared: list[Any]) -> Any:
-    module, _, name = verb.at.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(f".{module}", __package__), name)
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=_SETTINGS)
-    details = f"\n\n{inspect.getdoc(function)}" if function.__doc__ else ""
-    ends = f"\b\nExit status:\n{exit_lines((0, 1, 2, *verb.ends))}"
-    settings = getattr(function, "context_settings", None)
-    app.command(verb.name, help=verb.summary + details, epilog=ends, context_settings={**_SETTINGS, **(settings or {})})(function)
-    command = typer.main.get_command(app)
-    command.params.extend(shared)
-    return command
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        module, _, name = self._verb.at.partition(":")
+        function = getattr(importlib.import_module(f".{module}", __package__), name)
+        if details := inspect.getdoc(function):
+            self.help = f"{self._verb.summary}\n\n{details}"
+        self.epilog = f"\b\nExit status:\n{exit_lines((0, 1, 2, *self._verb.ends))}"
+        self.params = [*parameters.read(function), *_SHARED]
+        self.callback = lambda **given: function(click.get_current_context().obj, **given)
+        return super().make_context(*args, **kwargs)
 
 
-def build() -> TyperGroup:
-    """The whole command line."""
-    app = typer.Typer(rich_markup_mode=None, context_settings=_SETTINGS, no_args_is_help=True)
-    app.callback(epilog=f"\b\nExit status:\n{exit_lines(EXIT_STATUSES)}")(_top)
-    root = typer.main.get_command(app)
-    if not isinstance(root, TyperGroup):
-        raise TypeError("typer built no group")
-    shared = [param for param in root.params if param.name in _SHARED]
-    for param in shared:
-        param.expose_value = False
-    for verb in VERBS:
-        group, _, leaf = verb.name.rpartition(" ")
-        _group(root, group, shared).add_command(_Deferred(verb, shared), leaf)
-    return root
-
-
-def _group(root: TyperGroup, name: str, shared: list[Any]) -> TyperGroup:
-    if not name:
-        return root
-    found = root.commands.get(name)
-    if not isinstance(found, TyperGroup):
-        found = TyperGroup(
-            name=name,
-            help=GROUPS[name],
-            params=list(shared),
+class _Group(click.Group):
+    def __init__(self, name: str, summary: str, epilog: str | None = None) -> None:
+        super().__init__(
+            name,
+            help=summary,
+            epilog=epilog,
+            params=list(_SHARED),
             no_args_is_help=True,
-            rich_markup_mode=None,
             context_settings=_SETTINGS,
         )
-        root.add_command(found)
-    return found
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order of the table."""
+        return list(self.commands)
+
+
+def build() -> click.Group:
+    """The whole command line."""
+    summary = "Git-native mirrors and sealed checkouts, served by one daemon per machine."
+    epilog = f"\b\nExit status:\n{exit_lines(EXIT_STATUSES)}"
+    root = _Group("mirrord", summary, epilog)
+    click.version_option(__version__, message="mirrord %(version)s", help="Print the version.")(root)
+    for verb in VERBS:
+        parent, _, leaf = verb.name.rpartition(" ")
+        if parent and parent not in root.commands:
+            root.add_command(_Group(parent, GROUPS[parent]))
+        group = root.commands[parent] if parent else root
+        assert isinstance(group, click.Group)
+        group.add_command(_Verb(verb), leaf)
+    return root

@@ -7,28 +7,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from .. import config
 from ..telemetry import masked
+from .parameters import Argument
 from .session import Session
 
 if TYPE_CHECKING:
     from ..config import Settings
 
 
-def check(ctx: typer.Context, file: Annotated[Path | None, typer.Argument(help="Default: the one in use.")] = None) -> None:
+def check(session: Session, file: Annotated[Path | None, Argument(help="Default: the one in use.")] = None) -> None:
     """Tells every fault at once, each with its key and line."""
-    session = Session.of(ctx)
     path = file or session.config_path() or config.find_path()
     settings = config.load(path)
     text = f"{path}: no faults" if path else "no configuration file: the defaults are in use"
     session.answer(_without_secrets(settings), lambda: [text])
 
 
-def show(ctx: typer.Context) -> None:
+def show(session: Session) -> None:
     """As TOML that a configuration file may hold, or with --json as an object. Secrets in URLs are masked."""
-    session = Session.of(ctx)
     settings = _without_secrets(config.load(session.config_path() or config.find_path()))
     session.answer(settings, lambda: _toml(settings))
 

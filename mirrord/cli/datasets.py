@@ -6,33 +6,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..errors import UsageError
 from .output import count, facts, short, table
+from .parameters import Argument, Option
 from .progress import finish, watching
 from .session import Session
 
 if TYPE_CHECKING:
     from ..protocol import Dataset, Operation
 
-Name = Annotated[str, typer.Argument(help="The dataset's name.")]
+Name = Annotated[str, Argument(help="The dataset's name.")]
 _SHOWN_IDS = 10
 _UNSERVABLE = 8
 
 
 def import_file(
-    ctx: typer.Context,
-    file: Annotated[Path, typer.Argument(help="jsonl, json or parquet.")],
-    name: Annotated[str | None, typer.Option(help="What to call the dataset; default: the file's name.")] = None,
+    session: Session,
+    file: Annotated[Path, Argument(help="jsonl, json or parquet.")],
+    name: Annotated[str | None, Option(help="What to call the dataset; default: the file's name.")] = None,
     format_name: Annotated[
-        str | None, typer.Option("--format", help="See `mirrord dataset formats`; default: found by the columns.")
+        str | None, Option("--format", help="See `mirrord dataset formats`; default: found by the columns.")
     ] = None,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Answer with the operation at once.")] = False,
+    no_wait: Annotated[bool, Option("--no-wait", help="Answer with the operation at once.")] = False,
 ) -> None:
     """A bad row is told and the rest goes on. Importing a changed file again shows what changed. Status 8 when a recorded commit
     could not be pinned, and so cannot be served."""
-    session = Session.of(ctx)
     if not file.is_file():
         raise UsageError(f"cannot import {file}: it is not a file", hint="name a jsonl, json or parquet file")
     with session.client() as client:
@@ -44,7 +42,7 @@ def import_file(
         for text in _complaints(result):
             session.note(text)
     if (result.get("dataset") or {}).get("unpinned"):
-        raise typer.Exit(_UNSERVABLE)
+        raise SystemExit(_UNSERVABLE)
 
 
 def _imported(operation: Operation) -> Iterator[str]:
@@ -68,8 +66,7 @@ def _complaints(result: dict[str, Any]) -> Iterator[str]:
         yield f"{commit['mirror']}: cannot pin {commit['commit']} of {_ids(commit['instances'])}: {commit['reason']}"
 
 
-def list_all(ctx: typer.Context) -> None:
-    session = Session.of(ctx)
+def list_all(session: Session) -> None:
     with session.client() as client:
         datasets = client.list_datasets()
     header = ("DATASET", "FORMAT", "INSTANCES", "COMMITS", "MIRRORS", "BAD ROWS", "UNPINNED", "IMPORTED")
@@ -80,8 +77,7 @@ def _row(d: Dataset) -> tuple[object, ...]:
     return d.name, d.format, d.instance_count, d.commit_count, len(d.mirrors), len(d.faults), len(d.unpinned), d.imported_at
 
 
-def show(ctx: typer.Context, name: Name) -> None:
-    session = Session.of(ctx)
+def show(session: Session, name: Name) -> None:
     with session.client() as client:
         dataset = client.get_dataset(name)
     session.answer(dataset, lambda: _described(dataset))
@@ -116,9 +112,8 @@ def _ids(instances: list[str]) -> str:
     return ", ".join(instances[:_SHOWN_IDS]) + more
 
 
-def remove(ctx: typer.Context, name: Name) -> None:
+def remove(session: Session, name: Name) -> None:
     """Mirrors stay, and so do the pins that another dataset or a person owns."""
-    session = Session.of(ctx)
     with session.client() as client:
         client.remove_dataset(name)
     if session.json:
@@ -126,8 +121,7 @@ def remove(ctx: typer.Context, name: Name) -> None:
     session.note(f"removed dataset {name}")
 
 
-def formats(ctx: typer.Context) -> None:
-    session = Session.of(ctx)
+def formats(session: Session) -> None:
     with session.client() as client:
         known = client.list_formats()
     session.answer(known, lambda: table(("FORMAT", "TITLE", "DETECTED BY"), [(f.name, f.title, f.detected_by) for f in known]))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Annotated
 
-import typer
-
 from ..errors import UsageError
 from ..units import parse_duration
+from .parameters import Option
 
 Ttl = Annotated[
-    str | None, typer.Option("--ttl", help="How long it is held unless renewed, such as 90s, 30m or 2h; default: as configured.")
+    str | None, Option("--ttl", help="How long it is held unless renewed, such as 90s, 30m or 2h; default: as configured.")
 ]
 
 

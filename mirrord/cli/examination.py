@@ -6,8 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 
-import typer
-
 from .. import config
 from ..doctor import Check, examine
 from .session import Session, print_line
@@ -16,9 +14,8 @@ _RESOURCE = 7
 _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 
 
-def doctor(ctx: typer.Context) -> None:
+def doctor(session: Session) -> None:
     """Changes nothing. Status 7 when something that mirrord needs is missing."""
-    session = Session.of(ctx)
     checks = examine(config.load(session.config_path() or config.find_path()))
     if session.json:
         print_line(json.dumps([check._asdict() for check in checks], indent=2))
@@ -26,7 +23,7 @@ def doctor(ctx: typer.Context) -> None:
         for line in _lines(checks):
             print_line(line)
     if any(check.verdict == "fail" for check in checks):
-        raise typer.Exit(_RESOURCE)
+        raise SystemExit(_RESOURCE)
 
 
 def _lines(checks: list[Check]) -> Iterator[str]:

@@ -19,11 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ..errors import MirrordError, NotFoundError, UsageError
 from ..host.processes import die_with_parent, when_killed
 from ..model import Backend, History, View
+from .parameters import Argument, Option
 from .session import Session
 
 if TYPE_CHECKING:
@@ -34,17 +33,16 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 def execute(
-    ctx: typer.Context,
-    instance: Annotated[str, typer.Argument(metavar="INSTANCE", help="An instance id, or NAME@COMMITISH.")],
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="Runs in the checkout's directory.")],
-    diff: Annotated[Path | None, typer.Option(metavar="FILE", help="Leave the patch of what it changed here.")] = None,
-    history: Annotated[History | None, typer.Option(help="How much of the past it shows; default: as configured.")] = None,
-    view: Annotated[View, typer.Option(help="Who it is for: an agent, or the grader of one.")] = View.AGENT,
-    backend: Annotated[Backend | None, typer.Option(help="How it is made; default: as configured.")] = None,
+    session: Session,
+    instance: Annotated[str, Argument(metavar="INSTANCE", help="An instance id, or NAME@COMMITISH.")],
+    command: Annotated[list[str], Argument(metavar="-- COMMAND...", help="Runs in the checkout's directory.")],
+    diff: Annotated[Path | None, Option(metavar="FILE", help="Leave the patch of what it changed here.")] = None,
+    history: Annotated[History | None, Option(help="How much of the past it shows; default: as configured.")] = None,
+    view: Annotated[View, Option(help="Who it is for: an agent, or the grader of one.")] = View.AGENT,
+    backend: Annotated[Backend | None, Option(help="How it is made; default: as configured.")] = None,
 ) -> None:
     """Ends with the command's own exit status, 128 and the signal's number when a signal ended it. The checkout is released on
     any end; the command finds its id in MIRRORD_CHECKOUT."""
-    session = Session.of(ctx)
     patch = None if diff is None else _openable(diff)
     with (
         session.client() as client,
@@ -54,7 +52,7 @@ def execute(
         status = _run(session, checkout, command)
         if patch is not None:
             patch.write_bytes(checkout.diff())
-    raise typer.Exit(status)
+    raise SystemExit(status)
 
 
 def _give_back(session: Session, checkout: str) -> None:

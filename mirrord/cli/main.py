@@ -9,8 +9,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
-import typer
-from typer.exceptions import TyperException
+import click
 
 from ..errors import InternalError, MirrordError, UsageError
 from .commands import build
@@ -30,21 +29,29 @@ def run(args: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if args is None else args
     _stand_where_the_shell_is()
     try:
-        status = build().main(words, prog_name="mirrord", standalone_mode=False, obj=session)
+        root = build()
+        if "_MIRRORD_COMPLETE" in os.environ:
+            root.main(prog_name="mirrord")  # answers the shell, and exits
+        with root.make_context("mirrord", list(words), obj=session) as context:
+            root.invoke(context)
         sys.stdout.flush()
     except BrokenPipeError:
         return _reader_gone()
-    except TyperException as error:
+    except click.ClickException as error:
         return _misused(session, words, error)
     except MirrordError as error:
         session.fail(error)
         _show_traceback(session)
         return error.exit_status
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:
         return _INTERRUPTED
+    except click.exceptions.Exit as end:  # --help, --version
+        return end.exit_code
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
     except Exception as error:  # noqa: BLE001
         return _bug(session, error)
-    return status if isinstance(status, int) else 0
+    return 0
 
 
 def _stand_where_the_shell_is() -> None:
@@ -56,18 +63,17 @@ def _stand_where_the_shell_is() -> None:
             os.chdir(os.environ.get("PWD", "/"))
 
 
-def _misused(session: Session, words: Sequence[str], error: TyperException) -> int:
+def _misused(session: Session, words: Sequence[str], error: click.ClickException) -> int:
     """What could not be parsed may have stood before `--json`; what is behind `--` is not ours."""
     session.json |= "--json" in words[: words.index("--") if "--" in words else None]
-    show = getattr(error, "show", None)
     if session.json:
         session.fail(_misuse(error))
-    elif show is not None:
-        show()
+    else:
+        error.show()
     return error.exit_code
 
 
-def _misuse(error: TyperException) -> UsageError:
+def _misuse(error: click.ClickException) -> UsageError:
     """Without a verb there is no sentence but the whole help."""
     said = error.format_message()
     fact = "a verb is missing" if "\n" in said else said.rstrip(".")

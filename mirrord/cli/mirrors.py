@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ..errors import MirrordError, UsageError
 from .output import count, facts, short, size, table
+from .parameters import Argument, Option
 from .progress import finish_all
 from .session import Session
 
@@ -17,18 +16,17 @@ if TYPE_CHECKING:
     from .. import Client
     from ..protocol import Mirror, Operation
 
-Name = Annotated[str, typer.Argument(help="owner/name or owner__name, in any letter case.")]
-NoWait = Annotated[bool, typer.Option("--no-wait", help="Answer with the operation at once.")]
+Name = Annotated[str, Argument(help="owner/name or owner__name, in any letter case.")]
+NoWait = Annotated[bool, Option("--no-wait", help="Answer with the operation at once.")]
 
 
 def add(
-    ctx: typer.Context,
-    repos: Annotated[list[str], typer.Argument(metavar="REPO...", help="owner/name; the upstream is the configured one.")],
-    url: Annotated[str | None, typer.Option(help="Another upstream for this one REPO.")] = None,
+    session: Session,
+    repos: Annotated[list[str], Argument(metavar="REPO...", help="owner/name; the upstream is the configured one.")],
+    url: Annotated[str | None, Option(help="Another upstream for this one REPO.")] = None,
     no_wait: NoWait = False,
 ) -> None:
     """A mirror that is there already, with the same upstream, is synced again."""
-    session = Session.of(ctx)
     if url and len(repos) > 1:
         raise UsageError("cannot give several mirrors one URL", hint="add them one by one, each with its own --url")
     with session.client() as client:
@@ -36,15 +34,14 @@ def add(
 
 
 def sync(
-    ctx: typer.Context,
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Which; default: all.")] = None,
+    session: Session,
+    names: Annotated[list[str] | None, Argument(metavar="[NAME]...", help="Which; default: all.")] = None,
     accept_loss: Annotated[
-        bool, typer.Option("--accept-loss", help="Follow an upstream that lost most of what it had; the mirror keeps it.")
+        bool, Option("--accept-loss", help="Follow an upstream that lost most of what it had; the mirror keeps it.")
     ] = False,
     no_wait: NoWait = False,
 ) -> None:
     """One sync runs per mirror, however many ask; whoever asks meanwhile gets the one that runs."""
-    session = Session.of(ctx)
     if accept_loss and not names:
         raise UsageError("cannot accept the loss of every mirror", hint="name those whose upstream you looked at")
     with session.client() as client:
@@ -69,7 +66,7 @@ def _run(session: Session, client: Client, starts: Iterable[Callable[[], Operati
         if to := (operation.result or {}).get("redirected_to"):
             session.note(f"{operation.subject}: upstream redirects to {to}; a mirror keeps its URL until it is added anew")
     if status:
-        raise typer.Exit(status)
+        raise SystemExit(status)
 
 
 def _ended(client: Client, operations: list[Operation]) -> Iterator[str]:
@@ -81,8 +78,7 @@ def _ended(client: Client, operations: list[Operation]) -> Iterator[str]:
         yield from _lines(mirror for mirror in client.list_mirrors() if mirror.name.lower() in subjects)
 
 
-def list_all(ctx: typer.Context) -> None:
-    session = Session.of(ctx)
+def list_all(session: Session) -> None:
     with session.client() as client:
         mirrors = client.list_mirrors()
     session.answer(mirrors, lambda: _lines(mirrors))
@@ -101,8 +97,7 @@ def _problem(mirror: Mirror) -> str | None:
     return f"{count(len(mirror.ref_faults), 'ref')} not taken" if mirror.ref_faults else None
 
 
-def show(ctx: typer.Context, name: Name) -> None:
-    session = Session.of(ctx)
+def show(session: Session, name: Name) -> None:
     with session.client() as client:
         mirror = client.get_mirror(name)
     session.answer(mirror, lambda: _described(mirror))
@@ -130,9 +125,8 @@ def _described(mirror: Mirror) -> Iterator[str]:
         yield from table(("REF NOT TAKEN", "COMMIT", "REASON"), [(f.ref, short(f.commit), f.reason) for f in mirror.ref_faults])
 
 
-def remove(ctx: typer.Context, name: Name) -> None:
+def remove(session: Session, name: Name) -> None:
     """A mirror with pins or checkouts is refused: remove the datasets first."""
-    session = Session.of(ctx)
     with session.client() as client:
         client.remove_mirror(name)
     _removed(session, f"removed mirror {name}")

@@ -8,12 +8,11 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
-import typer
-
 from ..errors import AccessError, MirrordError, NoDaemonError, UsageError
 from ..model import Direction, View
 from ..protocol import Instance, Progress
 from .output import count, seconds, size, table
+from .parameters import Argument, Option
 from .progress import watching
 from .session import Session, print_line
 
@@ -55,13 +54,12 @@ class Row(NamedTuple):
 
 
 def rehearse(
-    ctx: typer.Context,
-    instances: Annotated[list[str] | None, typer.Argument(metavar="[INSTANCE]...", help="Which; default: all.")] = None,
-    dataset: Annotated[str | None, typer.Option(help="All instances of this dataset.")] = None,
+    session: Session,
+    instances: Annotated[list[str] | None, Argument(metavar="[INSTANCE]...", help="Which; default: all.")] = None,
+    dataset: Annotated[str | None, Option(help="All instances of this dataset.")] = None,
 ) -> None:
     """For each instance: a checkout for a grader, the test patch and the gold patch in the dataset's direction, the diff, a
     reset, the release. One line each; status 8 when a row fails, another where it could not be tried."""
-    session = Session.of(ctx)
     with session.client() as client:
         wanted = list(instances or ())
         if dataset or not wanted:
@@ -71,7 +69,7 @@ def rehearse(
         rows = list(_rehearsed(session, client, wanted))
     _answer(session, rows)
     if statuses := {row.status for row in rows} - {0}:
-        raise typer.Exit(_FAILED if _FAILED in statuses else min(statuses))
+        raise SystemExit(_FAILED if _FAILED in statuses else min(statuses))
 
 
 def _rehearsed(session: Session, client: Client, instances: list[str]) -> Iterator[Row]:

@@ -10,14 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from .. import config
 from ..errors import MirrorNotFoundError, PathNotFoundError
 from ..layout import Layout
 from ..model import History, MirrorName, parse_commit
 from ..seal.verify import verify_seal
 from .output import count
+from .parameters import Argument, Option
 from .session import Session
 
 if TYPE_CHECKING:
@@ -27,15 +26,14 @@ _LEAK = 8
 
 
 def verify(
-    ctx: typer.Context,
-    path: Annotated[Path, typer.Argument(help="A working tree or a .git directory, ours or not.")],
-    base: Annotated[str, typer.Option(metavar="SHA", help="The commit after which nothing may be found.")],
+    session: Session,
+    path: Annotated[Path, Argument(help="A working tree or a .git directory, ours or not.")],
+    base: Annotated[str, Option(metavar="SHA", help="The commit after which nothing may be found.")],
     mirror: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A mirror, or the path of a repository, that knows the history.")
+        str | None, Option(metavar="NAME", help="A mirror, or the path of a repository, that knows the history.")
     ] = None,
 ) -> None:
     """Status 8 when it leaks. The repository's own configuration and hooks are never used; no daemon is needed."""
-    session = Session.of(ctx)
     if not path.exists():
         raise PathNotFoundError(f"cannot verify {path}: no such path")
     base_commit = parse_commit(base)
@@ -43,7 +41,7 @@ def verify(
     report = verify_seal(path.absolute(), base_commit, known_by)
     session.answer(report, lambda: _lines(report))
     if not report.sealed:
-        raise typer.Exit(_LEAK)
+        raise SystemExit(_LEAK)
 
 
 def _mirror_of(path: Path) -> Path | None:

@@ -8,18 +8,16 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from .output import count, facts, size, table, when
+from .parameters import Option
 from .session import Session, plain, print_line
 
 if TYPE_CHECKING:
     from ..protocol import Event, Status
 
 
-def serve(ctx: typer.Context) -> None:
+def serve(session: Session) -> None:
     """Stops on SIGTERM and SIGINT, reads its configuration again on SIGHUP."""
-    session = Session.of(ctx)
     named = [("--config", session.config), ("--socket", session.socket)]
     arguments = [word for option, value in named if value for word in (option, value)]
     sys.stdout.flush()
@@ -27,8 +25,7 @@ def serve(ctx: typer.Context) -> None:
     os.execv(sys.executable, [*isolated, *arguments])  # noqa: S606
 
 
-def status(ctx: typer.Context) -> None:
-    session = Session.of(ctx)
+def status(session: Session) -> None:
     with session.client() as client:
         found = client.status()
     session.answer(found, lambda: _described(found))
@@ -85,14 +82,11 @@ def _jobs(found: Status) -> Iterator[str]:
 
 
 def events(
-    ctx: typer.Context,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what happens, through restarts of the daemon.")
-    ] = False,
-    after: Annotated[str | None, typer.Option(metavar="BOOT:ID", help="Begin behind this event.")] = None,
+    session: Session,
+    follow: Annotated[bool, Option("--follow", "-f", help="Go on with what happens, through restarts of the daemon.")] = False,
+    after: Annotated[str | None, Option(metavar="BOOT:ID", help="Begin behind this event.")] = None,
 ) -> None:
     """Without --follow: what the daemon remembers since it started. With --json, one object a line."""
-    session = Session.of(ctx)
     with session.client() as client:
         for event in client.events(after=after, follow=follow):
             print_line(event.model_dump_json() if session.json else _event_line(event))

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
-
 import mirrord
 
 from ..errors import MirrordError, UsageError
@@ -27,17 +25,12 @@ sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
 
 @dataclass
 class Session:
-    """The shared options. One per process; verbs find it with `Session.of(ctx)`."""
+    """The shared options. One per process; each verb gets it first."""
 
     json: bool = False
     config: str | None = None
     socket: str | None = None
     debug: bool = False
-
-    @classmethod
-    def of(cls, ctx: typer.Context) -> Session:
-        found = ctx.find_object(cls)
-        return found if found is not None else cls()
 
     def client(self) -> mirrord.Client:
         """A client of the daemon that was named. Loads the client's libraries."""
@@ -84,7 +77,7 @@ class Session:
                 self.fail(error)
                 status = status or error.exit_status
         if status:
-            raise typer.Exit(status)
+            raise SystemExit(status)
 
 
 def plain(answer: Any) -> Any:
