@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, S
 from pydantic_core import PydanticCustomError
 
 from ..model import AuditLevel, Backend, History
-from .values import AbsolutePath, Duration, Lifetime, Period, RefPattern, Repo, Restart, Size, Url, UrlTemplate, User
+from .values import AbsolutePath, Duration, Period, RefPattern, Repo, Restart, Size, Url, UrlTemplate, User
 
 
 class _Section(BaseModel):
@@ -41,7 +41,6 @@ class AuditSettings(_Section):
 
 class MaintenanceSettings(_Section):
     interval: Duration = timedelta(hours=24)
-    kept_for: Lifetime = None
 
 
 class CheckoutSettings(_Section):

@@ -22,16 +22,6 @@ def _positive(value: timedelta) -> timedelta:
     return value
 
 
-def _lifetime(value: object) -> timedelta | None:
-    if value is None or value == "forever":
-        return None
-    return _positive(parse_duration(value))
-
-
-def _format_lifetime(value: timedelta | None) -> str:
-    return "forever" if value is None else format_duration(value)
-
-
 def _url(value: str) -> str:
     """The message holds nothing of the value, which may hold a password."""
     if not _URL.fullmatch(value):
@@ -79,9 +69,6 @@ def _absolute(value: Path) -> Path:
 
 Duration = Annotated[timedelta, BeforeValidator(parse_duration), PlainSerializer(format_duration)]
 Period = Annotated[Duration, AfterValidator(_positive)]
-Lifetime = Annotated[timedelta | None, BeforeValidator(_lifetime), PlainSerializer(_format_lifetime)]
-"""None is `forever`."""
-
 Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size)]
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 Repo = Annotated[str, AfterValidator(_repo)]

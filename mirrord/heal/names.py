@@ -59,8 +59,9 @@ def _commits_among(view: Path, oids: Collection[str]) -> set[str]:
 
 
 def _find_history(view: Path, refs: Mapping[str, str]) -> str | None:
-    """The newest record that no other record builds on; of two of one time that which was folded. What upstream's refs reach is
-    upstream's, whatever it looks like.
+    """The newest record that no other record builds on; of two of one time the one that was written again.
+
+    What upstream's refs reach is upstream's, whatever it looks like.
     """
     theirs = {oid for ref, oid in refs.items() if not ref.startswith(OURS)}
     graph = read_graph(view, _commits_among(view, theirs))

@@ -19,7 +19,7 @@ from .repository import HISTORY, Refs, Repository
 _OID = re.compile(r"[0-9a-f]{40}")
 _ID = re.compile(r"[0-9a-f]{7,40}")
 WAS = "Was"
-"""The trailer with an id that a record had before older ones were folded away."""
+"""The trailer with an id that a record had before it was written again on the records of a bundle."""
 
 BEGUN_ANEW = "begun anew by a heal"
 """Why the first record was made, where those before it were lost and no bundle had them."""

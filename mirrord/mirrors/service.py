@@ -28,7 +28,6 @@ from ..jobs.events import Events
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..protocol import Mirror, Pin, RefDiff, RefRecord
 from . import history, pins
-from .aging import age
 from .flights import Flight, Flights, ProgressSink
 from .maintenance import maintain, size_bytes
 from .mending import Mending
@@ -228,28 +227,16 @@ class Mirrors:
         )
 
     async def maintain(self, name: MirrorName, progress: ProgressSink | None = None) -> None:
-        """Let go what is older than the settings keep, pack a mirror, and remove leftovers."""
+        """Pack a mirror, and remove leftovers."""
         row = await self.get(str(name))
         if not self.path(row.name).exists():
             return
         await self._quarantine.clean()
         async with self.lock(row.name):
-            await self._age(row.name)
             await maintain(self.repository(row.name), progress)
         size = await anyio.to_thread.run_sync(size_bytes, self.path(row.name))
         await self._catalog.update_mirror(row.name.key, size_bytes=size)
         self._events.publish("mirror.maintained", mirror=str(row.name), size_bytes=size)
-
-    async def _age(self, name: MirrorName) -> None:
-        kept_for = self._settings().maintenance.kept_for
-        if kept_for is None:
-            return
-        repository = self.repository(name)
-        recorded = {row.commit for row in await self._catalog.list_recorded(name.key)}
-        aged = await age(repository, kept_for, utc_now(), recorded)
-        if aged:
-            await self._catalog.update_mirror(name.key, **count_refs(await repository.all_refs()))
-            self._events.publish("history.folded", mirror=str(name), records=aged.records, kept_refs=aged.kept)
 
     # -- commits ------------------------------------------------------------------------------------------------------
 

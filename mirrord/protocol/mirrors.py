@@ -68,7 +68,7 @@ class RefChange(Answer):
 
 
 class RefRecord(Answer):
-    """One entry of a mirror's ref history; `was` are ids it had before older ones were folded away, which name it still."""
+    """One entry of a mirror's ref history; `was` are ids it had before a bundle was merged below it, which name it still."""
 
     id: str
     at: datetime
