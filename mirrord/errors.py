@@ -98,6 +98,10 @@ class BodyTooLargeError(UsageError):
     code, title, http_status = "body-too-large", "Request body too large", 413
 
 
+class TtlTooLongError(UsageError):
+    code, title = "ttl-too-long", "Time to live too long"
+
+
 class InvalidNameError(UsageError):
     code, title = "invalid-name", "Invalid name"
 

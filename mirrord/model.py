@@ -59,6 +59,13 @@ class Backend(StrEnum):
     POOL = "pool"
 
 
+class Bind(StrEnum):
+    """What ends a lease besides its deadline: nothing, or the end of the process that asked."""
+
+    LEASE = "lease"
+    PROCESS = "process"
+
+
 class View(StrEnum):
     AGENT = "agent"
     GRADER = "grader"

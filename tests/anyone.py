@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 NOBODY = 65534
@@ -42,3 +44,22 @@ def _copy() -> Path:
         subprocess.run(["cp", "-r", source, directory], check=True)
     subprocess.run(["chmod", "-R", "a+rX", directory], check=True)
     return directory
+
+
+_ASK = """
+import json, socket, sys
+for method, path, body in json.loads(sys.argv[2]):
+    content = b"" if body is None else json.dumps(body).encode()
+    path = path if path.startswith("/") else f"/v1/{path}"
+    head = f"{method} {path} HTTP/1.1\\r\\nhost: x\\r\\nconnection: close\\r\\ncontent-length: {len(content)}\\r\\n\\r\\n"
+    s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.sendall(head.encode() + content)
+    answer = b"".join(iter(lambda: s.recv(65536), b""))
+    print(json.dumps([int(answer.split()[1]), answer.partition(b"\\r\\n\\r\\n")[2].decode()]))
+"""
+
+
+def ask_as(uid: int, path: Path, *requests: tuple[str, str, object], groups: Sequence[int] = ()) -> list[tuple[int, str]]:
+    """Send requests (method, path below /v1, JSON body) as a process of another user; answers statuses and bodies."""
+    command = [BARE_PYTHON, "-c", _ASK, str(path), json.dumps(requests)]
+    done = subprocess.run(command, user=uid, group=uid, extra_groups=groups, capture_output=True, text=True, check=True)
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]

@@ -57,7 +57,7 @@ class Pool:
         now = utc_now()
         return Lease(
             checkout, directory, NAME, CommitId(commit), self.tree_of(commit), None, history, View.AGENT, Backend.POOL, uid, uid,
-            now, now + timedelta(hours=1),
+            uid, now, now + timedelta(hours=1),
         )  # fmt: skip
 
     async def checkout(self, commit: str, **choices: object) -> Lease:
@@ -178,10 +178,10 @@ class Service:
 
         return self._portal.call(run)
 
-    def change(self, **checkouts: Any) -> None:
-        """Change settings of `[checkouts]`."""
-        part = self._settings.checkouts.model_copy(update=checkouts)
-        self._settings = self._settings.model_copy(update={"checkouts": part})
+    def change(self, section: str = "checkouts", **values: Any) -> None:
+        """Change settings of a section."""
+        part = getattr(self._settings, section).model_copy(update=values)
+        self._settings = self._settings.model_copy(update={section: part})
 
     def import_instances(self, rows: list[dict[str, str]]) -> None:
         file = self.state / "instances.jsonl"
@@ -199,7 +199,8 @@ def running_service(upstream: Upstream, *, with_overlay: bool = False) -> Iterat
     with passable_directory() as state, start_blocking_portal() as portal:
         for name, mode in (("mirrors", 0o700), ("templates", 0o700), ("datasets", 0o700), ("checkouts", 0o711)):
             (state / name).mkdir(mode=mode)
-        settings = Settings.model_validate({"state_dir": state})
+        access = {"group": str(USER), "commits": "any"}  # USER_PEER is a member
+        settings = Settings.model_validate({"state_dir": state, "access": access})
         service = Service(portal, state, settings, with_overlay=with_overlay)
         service.call(service.open)
         try:

@@ -25,7 +25,7 @@ from mirrord.errors import (
     MirrorNotFoundError,
     TooManyCheckoutsError,
 )
-from mirrord.host.peers import Peer, Role
+from mirrord.host.peers import Peer
 from mirrord.model import Backend, History, View
 from mirrord.protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, StartCheckout
 
@@ -43,6 +43,8 @@ def service(running: Service) -> Iterator[Service]:
     yield running
     running.now_shift = timedelta()
     running.change(max=1024)
+    running.change("access", admins=(), commits="any")
+    running.checkouts._access.refresh()
     for checkout in running.call(running.checkouts.list, ROOT_PEER):
         running.call(running.checkouts.release, checkout.id, ROOT_PEER)
 
@@ -291,9 +293,10 @@ def test_the_grader_view_and_linked_history_are_for_administrators(service: Serv
     assert as_user(Path(checkout.path), "rev-parse", "--verify", "v3", uid=os.getuid())
 
 
-def test_only_the_user_of_the_daemon_links_a_checkout_to_a_mirror(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_user_of_the_daemon_links_a_checkout_to_a_mirror(service: Service) -> None:
     """An administrator with another uid may ask for all else, but could not read the mirror."""
-    monkeypatch.setattr(service.checkouts._access, "role", lambda peer: Role.ADMIN)
+    service.change("access", admins=(USER,))
+    service.checkouts._access.refresh()
     with pytest.raises(AccessError, match="only the daemon's own user can read mirrors"):
         start(service, instance="psf__requests@v1", history=History.LINKED)
     assert start(service, instance="psf__requests@v1", view=View.GRADER).view is View.GRADER

@@ -28,7 +28,7 @@ def new_lease(leases: Leases) -> Lease:
     lease = Lease(
         id=checkout, directory=directory, mirror=MirrorName("psf", "requests"), commit=CommitId("a" * 40), tree="b" * 40,
         instance="psf__requests-1", history=History.SEALED, view=View.AGENT, backend=Backend.POOL, owner_uid=12345,
-        owner_gid=12345, created_at=now, expires_at=now + timedelta(hours=1),
+        owner_gid=12345, taken_by=12345, created_at=now, expires_at=now + timedelta(hours=1),
     )  # fmt: skip
     leases.save(lease)
     return lease

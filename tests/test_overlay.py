@@ -257,8 +257,8 @@ class Bench:
         checkout, directory = self.leases.new_directory()
         now = utc_now()
         return Lease(
-            checkout, directory, NAME, self.commit, self.tree, None, History.SEALED, View.AGENT, Backend.OVERLAY, uid, uid, now,
-            now + timedelta(hours=1),
+            checkout, directory, NAME, self.commit, self.tree, None, History.SEALED, View.AGENT, Backend.OVERLAY, uid, uid, uid,
+            now, now + timedelta(hours=1),
         )  # fmt: skip
 
 

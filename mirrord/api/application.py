@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from ..checkouts.afterwards import answering
 from ..engine import Engine
 from ..errors import CorruptCatalogError, InvalidRequestError
-from ..host.peers import Peer
+from ..host.peers import Peer, Role
 from ..telemetry import bind_request, new_request_id, usable_request_id
 from .bodies import JSON_LIMIT_BYTES, read_body
 from .call import Call
@@ -72,7 +72,7 @@ class Application:
 
     async def _respond(self, endpoint: Endpoint, request: Request, parameters: dict[str, str]) -> Response:
         peer: Peer = request.state.peer
-        role = self._engine.access.role(peer)
+        role = await self._role(peer, endpoint)
         if role < endpoint.access:
             raise not_allowed(endpoint.name.replace("_", " "), self._hint(endpoint))
         if not endpoint.early:
@@ -82,9 +82,16 @@ class Application:
         call = Call(self._engine, self._metrics, peer, role, request, parameters, query, body)
         return _encode(endpoint, await endpoint.handler(call))
 
+    async def _role(self, peer: Peer, endpoint: Endpoint) -> Role:
+        role = self._engine.access.role(peer)
+        if role is Role.STRANGER and endpoint.access is Role.OWNER:
+            await self._engine.wait_until_open()
+            return Role.OWNER if self._engine.checkouts.has_checkout(peer.uid) else role
+        return role
+
     def _hint(self, endpoint: Endpoint) -> str:
         group = self._engine.settings().access.group
-        if endpoint.access is endpoint.access.ADMIN:
+        if endpoint.access is Role.ADMIN:
             return "only root, the daemon's user and [access] admins of the configuration may"
         return f"only members of the group {group} may; a new membership counts from the next login"
 

@@ -60,7 +60,7 @@ from .queries import (
     UnpinQuery,
 )
 
-OPEN, MEMBER, ADMIN = Role.STRANGER, Role.MEMBER, Role.ADMIN
+OPEN, OWNER, MEMBER, ADMIN = Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,9 @@ ENDPOINTS = (
     Endpoint("POST", f"{_MIRROR}/refs/restore", ADMIN, mirrors.restore_refs, Operation, 202, body=RestoreRefs),
     Endpoint("GET", f"{_MIRROR}/bundle", ADMIN, bundles.create_bundle, _FILE, query=BundleQuery),
     Endpoint("POST", f"{API}/bundles", ADMIN, bundles.import_bundle, Operation, 202, body=_FILE, query=ImportBundleQuery),
-    Endpoint("GET", f"{API}/pins", MEMBER, pins.list_pins, list[Pin], query=PinsQuery),
-    Endpoint("POST", f"{API}/pins", MEMBER, pins.add_pin, Pin, 201, body=AddPin),
-    Endpoint("DELETE", f"{API}/pins/{{name}}/{{commit}}", MEMBER, pins.remove_pin, None, 204, query=UnpinQuery),
+    Endpoint("GET", f"{API}/pins", ADMIN, pins.list_pins, list[Pin], query=PinsQuery),
+    Endpoint("POST", f"{API}/pins", ADMIN, pins.add_pin, Pin, 201, body=AddPin),
+    Endpoint("DELETE", f"{API}/pins/{{name}}/{{commit}}", ADMIN, pins.remove_pin, None, 204, query=UnpinQuery),
     Endpoint("GET", f"{API}/datasets", MEMBER, datasets.list_datasets, list[Dataset]),
     Endpoint("POST", f"{API}/datasets", ADMIN, datasets.import_dataset, Operation, 202, body=_FILE, query=ImportQuery),
     Endpoint("GET", f"{API}/datasets/formats", MEMBER, datasets.list_formats, list[FormatInfo]),
@@ -141,15 +141,15 @@ ENDPOINTS = (
     Endpoint("GET", f"{API}/audits/{{id}}", ADMIN, audits.get_audit, Audit),
     Endpoint("POST", f"{API}/heals", ADMIN, audits.start_heal, Operation, 202, body=StartHeal),
     Endpoint("POST", f"{_MIRROR}/heal", ADMIN, audits.heal_with_bundle, Operation, 202, body=_FILE),
-    Endpoint("GET", f"{API}/checkouts", MEMBER, checkouts.list_checkouts, list[Checkout]),
+    Endpoint("GET", f"{API}/checkouts", OWNER, checkouts.list_checkouts, list[Checkout]),
     Endpoint("POST", f"{API}/checkouts", MEMBER, checkouts.start_checkout, Checkout, 201, body=StartCheckout),
-    Endpoint("GET", _CHECKOUT, MEMBER, checkouts.get_checkout, Checkout),
-    Endpoint("DELETE", _CHECKOUT, MEMBER, checkouts.release_checkout, None, 204),
-    Endpoint("POST", f"{_CHECKOUT}/reset", MEMBER, checkouts.reset_checkout, ResetAnswer, body=ResetCheckout),
-    Endpoint("POST", f"{_CHECKOUT}/renew", MEMBER, checkouts.renew_checkout, Checkout, body=RenewCheckout),
-    Endpoint("GET", f"{_CHECKOUT}/diff", MEMBER, checkouts.diff_checkout, _PATCH),
-    Endpoint("POST", f"{_CHECKOUT}/apply", MEMBER, checkouts.apply_patch, Checkout, body=_PATCH, query=ApplyQuery),
-    Endpoint("POST", f"{_CHECKOUT}/restore", MEMBER, checkouts.restore_paths, RestoreAnswer, body=RestorePaths),
+    Endpoint("GET", _CHECKOUT, OWNER, checkouts.get_checkout, Checkout),
+    Endpoint("DELETE", _CHECKOUT, OWNER, checkouts.release_checkout, None, 204),
+    Endpoint("POST", f"{_CHECKOUT}/reset", OWNER, checkouts.reset_checkout, ResetAnswer, body=ResetCheckout),
+    Endpoint("POST", f"{_CHECKOUT}/renew", OWNER, checkouts.renew_checkout, Checkout, body=RenewCheckout),
+    Endpoint("GET", f"{_CHECKOUT}/diff", OWNER, checkouts.diff_checkout, _PATCH),
+    Endpoint("POST", f"{_CHECKOUT}/apply", OWNER, checkouts.apply_patch, Checkout, body=_PATCH, query=ApplyQuery),
+    Endpoint("POST", f"{_CHECKOUT}/restore", ADMIN, checkouts.restore_paths, RestoreAnswer, body=RestorePaths),
     Endpoint("GET", f"{API}/operations", MEMBER, operations.list_operations, list[Operation]),
     Endpoint("GET", f"{API}/operations/{{id}}", MEMBER, operations.get_operation, Operation),
     Endpoint("DELETE", f"{API}/operations/{{id}}", MEMBER, operations.cancel_operation, Operation),

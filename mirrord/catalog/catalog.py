@@ -148,6 +148,10 @@ class Catalog:
         """Recorded commits of all, of one mirror, of one dataset; with `unpinned`, those that their dataset has no pin of."""
         return await self._read(datasets.list_recorded, key, dataset, unpinned)
 
+    async def find_base_commit(self, key: str, digits: str) -> CommitId | None:
+        """The one base commit of a mirror's instances that begins with these digits."""
+        return await self._read(datasets.find_base_commit, key, digits)
+
     async def instances_of(self, key: str, commit: CommitId) -> list[str]:
         """Ids of all instances that record a commit, in whatever role."""
         return await self._read(datasets.instances_of, key, commit)

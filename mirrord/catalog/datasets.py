@@ -217,6 +217,18 @@ def list_recorded(connection: Connection, key: str | None, dataset: str | None, 
     ]
 
 
+def find_base_commit(connection: Connection, key: str, digits: str) -> CommitId | None:
+    """The one base commit of a mirror's instances that begins with these digits."""
+    query = select(recorded.c.commit_id).where(
+        recorded.c.mirror_key == key,
+        recorded.c.role == CommitRole.BASE,
+        recorded.c.commit_id >= digits,
+        recorded.c.commit_id < f"{digits}g",
+    )
+    found = connection.execute(query.distinct().limit(2)).scalars().all()
+    return CommitId(found[0]) if len(found) == 1 else None
+
+
 def instances_of(connection: Connection, key: str, commit: CommitId) -> list[str]:
     """Ids of all instances that record a commit, in whatever role."""
     mine = (recorded.c.mirror_key == key.lower(), recorded.c.commit_id == commit)

@@ -154,7 +154,7 @@ class Keeper:
         if isinstance(error, ProofFailedError):
             self._events.publish(
                 "proof.failed", checkout=lease.id, mirror=str(lease.mirror), commit=lease.commit, owner_uid=lease.owner_uid,
-                detail=error.message,
+                taken_by=lease.taken_by, detail=error.message,
             )  # fmt: skip
 
 

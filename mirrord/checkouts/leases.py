@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -44,7 +45,10 @@ class LeaseState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to one checkout. `commit` and `tree` are what it is, or while RESETTING becomes, clean at."""
+    """The right to one checkout. `commit` and `tree` are what it is, or while RESETTING becomes, clean at.
+
+    `taken_by` is the uid that asked for it, for `owner_uid`.
+    """
 
     id: CheckoutId
     directory: Path
@@ -57,6 +61,7 @@ class Lease:
     backend: Backend
     owner_uid: int
     owner_gid: int
+    taken_by: int
     created_at: datetime
     expires_at: datetime
     state: LeaseState = LeaseState.LIVE
@@ -70,18 +75,39 @@ class Lease:
         return self.expires_at <= now
 
 
+class Holdings:
+    """How many checkouts there are, and how many each uid has: as their owner or as the one that took them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.of: Counter[int] = Counter()
+        self.taken_by: Counter[int] = Counter()
+
+    def add(self, taken_by: int, owner_uid: int, n: int = 1) -> None:
+        """Count one more, or with `n` -1 one less."""
+        self.count += n
+        places = [(self.taken_by, taken_by), *((self.of, uid) for uid in {taken_by, owner_uid})]
+        for counter, uid in places:
+            counter[uid] += n
+            if not counter[uid]:
+                del counter[uid]
+
+
 class Leases:
     """The leases below `checkouts/`. Each call is a few system calls; all belong to the event loop's thread."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._live: dict[CheckoutId, Lease] = {}
+        self.holdings = Holdings()
 
     def open(self) -> tuple[list[Lease], list[Path]]:
         """Read what an earlier daemon left: the leases that stand, and the directories that are rubbish."""
         self._directory.mkdir(mode=0o711, parents=True, exist_ok=True)
         found = [(path, _find(path)) for path in sorted(self._directory.iterdir())]
-        self._live = {lease.id: lease for _, lease in found if lease is not None}
+        for lease in (lease for _, lease in found if lease is not None):
+            self._live[lease.id] = lease
+            self.holdings.add(lease.taken_by, lease.owner_uid)
         return list(self._live.values()), [path for path, lease in found if lease is None]
 
     def __len__(self) -> int:
@@ -133,6 +159,8 @@ class Leases:
                 if before.state is not lease.state:
                     os.unlink(f"{lease.directory}/{before.state}")
         self._live[lease.id] = lease
+        if before is None:
+            self.holdings.add(lease.taken_by, lease.owner_uid)
 
     def move_in(self, lease: Lease, directory: str) -> None:
         """Make the lease stand with what is in `directory`, in one step; what it had before is called `directory` then."""
@@ -149,7 +177,8 @@ class Leases:
     def drop(self, lease: Lease) -> Path:
         """End the lease at once, by renaming its directory; answers what is left to delete."""
         gone = self.discard(lease.directory)
-        self._live.pop(lease.id, None)
+        if self._live.pop(lease.id, None):
+            self.holdings.add(lease.taken_by, lease.owner_uid, -1)
         return gone
 
     def discard(self, directory: Path) -> Path:
@@ -226,6 +255,7 @@ def _to_json(lease: Lease) -> dict[str, object]:
         "backend": lease.backend,
         "owner_uid": lease.owner_uid,
         "owner_gid": lease.owner_gid,
+        "taken_by": lease.taken_by,
         "created_at": lease.created_at.isoformat(),
         "expires_at": lease.expires_at.isoformat(),
     }
@@ -244,6 +274,7 @@ def _from_json(facts: dict[str, str], directory: Path, state: LeaseState) -> Lea
         backend=Backend(facts["backend"]),
         owner_uid=int(facts["owner_uid"]),
         owner_gid=int(facts["owner_gid"]),
+        taken_by=int(facts["taken_by"]),
         created_at=datetime.fromisoformat(facts["created_at"]),
         expires_at=datetime.fromisoformat(facts["expires_at"]),
         state=state,

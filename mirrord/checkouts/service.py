@@ -1,8 +1,9 @@
-"""The service of checkouts: hands them out, takes them back to clean, on, or away, and answers only to their owners.
+"""The service of checkouts: hands them out, takes them back to clean, on, or away.
 
-Owns who may do what, the limit, and the deadlines. Work on one checkout runs one after the other; whoever has waited for half a
-minute gets CheckoutBusyError. Somebody else's checkout is answered as one that does not exist. What happens to a lease and its
-tree, and what a crash leaves of them, is `keeper.py`'s.
+Owns who may do what, the limits, and the deadlines. A checkout answers to its owner, to the uid
+that took it, and to administrators; to others it does not exist. Work on one checkout runs one
+after the other; after half a minute of waiting comes CheckoutBusyError. What happens to a lease and
+its tree, and what a crash leaves of them, is `keeper.py`'s.
 """
 
 from __future__ import annotations
@@ -26,20 +27,24 @@ from ..errors import (
     InvalidRequestError,
     StoppingError,
     TooManyCheckoutsError,
+    TtlTooLongError,
 )
 from ..git.workers import Workers
+from ..host.owners import Owners
 from ..host.peers import Access, Peer, Role
 from ..host.processes import may_give_files_away
+from ..host.userns import Owner
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
 from ..model import Backend, CheckoutId, History, View, utc_now
 from ..protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, RestoreAnswer, RestorePaths, StartCheckout
+from ..units import format_duration
 from .backend import CheckoutBackend
 from .gitdirs import Gitdirs
 from .keeper import Keeper
 from .leases import Lease, LeaseState, not_found
 from .pool import PoolBackend
-from .requests import Instances, Requests, Wanted
+from .requests import Instances, Naming, Requests
 from .revisions import Revisions
 
 _PATIENCE = timedelta(seconds=30)
@@ -67,6 +72,7 @@ class Checkouts:
     ) -> None:
         self._settings = settings
         self._access = access
+        self._owners = Owners(settings, access)
         self._events = events
         self._clock = clock
         self._overlay = overlay
@@ -78,7 +84,6 @@ class Checkouts:
         self._leases = self._keeper.leases
         self._locks: dict[CheckoutId, anyio.Lock] = {}
         self._may_give_files_away = may_give_files_away()
-        self._making = 0
         self._closing = False
 
     async def open(self) -> None:
@@ -102,18 +107,35 @@ class Checkouts:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     async def checkout(self, request: StartCheckout, peer: Peer) -> Checkout:
-        """Hand out a new checkout, owned by the peer's uid."""
+        """Hand out a new checkout, owned by the peer's uid or by another that it may ask for."""
         began = time.perf_counter()
         history = request.history or self._settings().checkouts.history
-        self._must_be_allowed(peer, request.view, history)
+        expires_at = self._deadline(request.ttl, peer)
+        owner = await self._owners.find(request.owner, peer)
+        self._must_be_allowed(peer, owner, request.view, history)
         backends = self._choose(request.backend, history)
-        wanted = await self._requests.read_start(request)
+        wanted = await self._requests.read_start(request, self._naming(peer))
         resolved_s = time.perf_counter() - began
 
         def draft(checkout: CheckoutId, directory: Path, backend: Backend) -> Lease:
-            return self._draft(checkout, directory, backend, wanted, history, request, peer)
+            return Lease(
+                id=checkout,
+                directory=directory,
+                mirror=wanted.mirror,
+                commit=wanted.target.commit,
+                tree=wanted.target.tree,
+                instance=wanted.instance.id if wanted.instance else None,
+                history=history,
+                view=request.view,
+                backend=backend,
+                owner_uid=owner[0],
+                owner_gid=owner[1],
+                taken_by=peer.uid,
+                created_at=self._clock(),
+                expires_at=expires_at,
+            )
 
-        with self._counted():
+        with self._counted(peer.uid, owner[0]):
             lease, made = await self._keeper.make(draft, backends)
         timings = {"resolve": round(resolved_s, 6), **made.timings, "total": round(time.perf_counter() - began, 6)}
         self._publish("checkout.made", lease, duration_s=timings["total"])
@@ -123,7 +145,7 @@ class Checkouts:
         """Bring a checkout back to clean, or on to another commit of its mirror, with proof."""
         began = time.perf_counter()
         async with self._held(checkout, peer) as lease:
-            wanted = await self._requests.read_reset(request, lease)
+            wanted = await self._requests.read_reset(request, lease, self._naming(peer))
             lease, proof = await self._keeper.reset(lease, wanted.target, wanted.instance.id if wanted.instance else None)
         duration_s = round(time.perf_counter() - began, 6)
         self._publish("checkout.reset", lease, duration_s=duration_s, restored=proof.files_restored, removed=proof.files_removed)
@@ -132,7 +154,7 @@ class Checkouts:
     async def renew(self, checkout: str, request: RenewCheckout, peer: Peer) -> Checkout:
         """Move the deadline to the time to live from now; a shorter one is taken too."""
         async with self._held(checkout, peer) as lease:
-            lease = replace(lease, expires_at=self._deadline(request.ttl))
+            lease = replace(lease, expires_at=self._deadline(request.ttl, peer))
             await self._keeper.renew(lease)
         return _answer(lease)
 
@@ -147,7 +169,7 @@ class Checkouts:
         return _answer(self._get(checkout, peer))
 
     async def list(self, peer: Peer) -> list[Checkout]:
-        """The peer's own checkouts, oldest first; everybody's for an administrator."""
+        """The checkouts that the peer owns or took, oldest first; everybody's for an administrator."""
         return [_answer(lease) for lease in self._leases if self._may_see(lease, peer)]
 
     async def diff(self, checkout: str, peer: Peer) -> bytes:
@@ -162,6 +184,7 @@ class Checkouts:
         """Apply a patch to the files, or the instance's own `@patch` or `@test_patch` (grader view): all of it or nothing."""
         async with self._held_whole(checkout, peer) as lease:
             if patch is None:
+                self._must_be_admin(peer, "apply the instance's own patch")
                 patch = await self._revisions.named_patch(lease, named or "")
             changed = await self._keeper.backend_of(lease).changed_paths(lease)
             paths = await self._revisions.apply(lease, changed, patch, reverse=reverse)
@@ -231,28 +254,19 @@ class Checkouts:
         self._keeper.end(lease)
         self._locks.pop(lease.id, None)
 
-    def _draft(
-        self, checkout: CheckoutId, directory: Path, backend: Backend, wanted: Wanted, history: History, request: StartCheckout,
-        peer: Peer,
-    ) -> Lease:  # fmt: skip
-        return Lease(
-            id=checkout,
-            directory=directory,
-            mirror=wanted.mirror,
-            commit=wanted.target.commit,
-            tree=wanted.target.tree,
-            instance=wanted.instance.id if wanted.instance else None,
-            history=history,
-            view=request.view,
-            backend=backend,
-            owner_uid=peer.uid,
-            owner_gid=peer.gid,
-            created_at=self._clock(),
-            expires_at=self._deadline(request.ttl),
-        )
-
-    def _deadline(self, ttl: float | None) -> datetime:
-        return self._clock() + (timedelta(seconds=ttl) if ttl else self._settings().checkouts.ttl)
+    def _deadline(self, ttl: float | None, peer: Peer) -> datetime:
+        settings = self._settings()
+        length = timedelta(seconds=ttl) if ttl else settings.checkouts.ttl
+        longest = settings.access.ttl_max
+        if length > longest and not self._access.is_admin(peer.uid):
+            if ttl:
+                raise TtlTooLongError(
+                    f"cannot hold a checkout for {format_duration(length)}: {format_duration(longest)} is the longest",
+                    hint="ask for less and renew, or raise access.ttl_max",
+                    max_s=longest.total_seconds(),
+                )
+            length = longest
+        return self._clock() + length
 
     # -- who may, and how many ----------------------------------------------------------------------------------------
 
@@ -263,42 +277,74 @@ class Checkouts:
         return lease
 
     def _may_see(self, lease: Lease, peer: Peer) -> bool:
-        return lease.owner_uid == peer.uid or self._access.role(peer) is Role.ADMIN
+        return peer.uid in {lease.owner_uid, lease.taken_by} or self._access.is_admin(peer.uid)
+
+    def has_checkout(self, uid: int) -> bool:
+        """Whether the uid owns a checkout, or took one."""
+        return uid in self._leases.holdings.of
+
+    def _naming(self, peer: Peer) -> Naming:
+        role = self._access.role(peer)
+        if role is Role.ADMIN:
+            return Naming.ANYTHING
+        if role is not Role.MEMBER:
+            return Naming.NOTHING
+        return Naming.PUBLIC if self._settings().access.commits == "any" else Naming.RECORDED
 
     def _must_be_open(self) -> None:
         if self._closing:
             raise StoppingError("cannot work on checkouts: the daemon is stopping", hint="try again in a moment")
 
-    def _must_be_allowed(self, peer: Peer, view: View, history: History) -> None:
+    def _must_be_admin(self, peer: Peer, what: str) -> None:
+        """A grader's checkout may be owned by a plain uid, which runs what the agent wrote."""
+        if not self._access.is_admin(peer.uid):
+            raise AccessError(f"cannot {what}: only administrators may", hint="see access.admins in the configuration")
+
+    def _must_be_allowed(self, peer: Peer, owner: Owner, view: View, history: History) -> None:
         self._must_be_open()
-        if view is View.GRADER and self._access.role(peer) is not Role.ADMIN:
+        if view is View.GRADER and not self._access.is_admin(peer.uid):
             raise AccessError(
                 "cannot check out with the grader view: only administrators may", hint="see access.admins in the configuration"
             )
-        if peer.uid != os.geteuid() and not self._may_give_files_away:
+        if owner[0] != os.geteuid() and not self._may_give_files_away:
             raise AccessError(
-                f"cannot make a checkout for uid {peer.uid}: this daemon runs as uid {os.geteuid()} and cannot give files away",
+                f"cannot make a checkout for uid {owner[0]}: this daemon runs as uid {os.geteuid()} and cannot give files away",
                 hint="run the daemon as root, or by systemd/mirrord.service, to serve other users",
             )
-        if history is History.LINKED and peer.uid != os.geteuid():
+        if history is History.LINKED and (peer.uid != os.geteuid() or owner[0] != peer.uid):
             raise AccessError(
                 "cannot link a checkout to the mirror: only the daemon's own user can read mirrors",
                 hint="ask for sealed or squashed",
             )
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Take one place among `checkouts.max`, those being made included."""
-        most = self._settings().checkouts.max
-        if len(self._leases) + self._making >= most:
+    def _counted(self, taken_by: int, owner_uid: int) -> Iterator[None]:
+        """Take one place among `checkouts.max` and, for who is no administrator, among `access.max_per_user` of asker and owner.
+
+        Those being made count. What others hold never keeps an administrator out: only what administrators took counts then.
+        """
+        settings, holdings = self._settings(), self._leases.holdings
+        most, held = settings.checkouts.max, holdings.count
+        if self._access.is_admin(taken_by):
+            held = sum(n for uid, n in holdings.taken_by.items() if self._access.is_admin(uid))
+        else:
+            for uid in (taken_by, owner_uid):
+                if holdings.of[uid] >= settings.access.max_per_user:
+                    raise TooManyCheckoutsError(
+                        f"cannot make another checkout: uid {uid} has {settings.access.max_per_user}",
+                        hint="release some, or raise access.max_per_user",
+                        max=settings.access.max_per_user,
+                        uid=uid,
+                    )
+        if held >= most:
             raise TooManyCheckoutsError(
                 f"cannot make another checkout: {most} are held", hint="release some, or raise checkouts.max", max=most
             )
-        self._making += 1
+        holdings.add(taken_by, owner_uid)
         try:
             yield
         finally:
-            self._making -= 1
+            holdings.add(taken_by, owner_uid, -1)
 
     def _choose(self, asked: Backend | None, history: History) -> Sequence[CheckoutBackend]:
         """The backends to try, the best first."""
@@ -318,7 +364,8 @@ class Checkouts:
     def _publish(self, name: str, lease: Lease, **fields: Any) -> None:
         self._events.publish(
             name, checkout=lease.id, mirror=str(lease.mirror), commit=lease.commit, instance=lease.instance,
-            backend=str(lease.backend), history=str(lease.history), owner_uid=lease.owner_uid, **fields,
+            backend=str(lease.backend), history=str(lease.history), owner_uid=lease.owner_uid, taken_by=lease.taken_by,
+            **fields,
         )  # fmt: skip
 
 
@@ -348,6 +395,7 @@ def _members(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
         "view": lease.view,
         "backend": lease.backend,
         "owner_uid": lease.owner_uid,
+        "taken_by": lease.taken_by,
         "created_at": lease.created_at,
         "expires_at": lease.expires_at,
         "timings": timings,

@@ -59,6 +59,10 @@ class DatasetSettings(_Section):
 class AccessSettings(_Section):
     group: str = "mirrord"
     admins: tuple[User, ...] = ()
+    commits: Literal["recorded", "any"] = "recorded"
+    owners: Literal["none", "subuid"] = "subuid"
+    max_per_user: Annotated[StrictInt, Field(ge=1, le=100_000)] = 256
+    ttl_max: Period = timedelta(hours=24)
 
 
 class LogSettings(_Section):

@@ -1,4 +1,5 @@
-"""Instances that were asked for lately, in memory, within a bound: what a warm checkout looks up without the database.
+"""Instances and base commits that were asked for lately, in memory, within a bound: what a warm checkout looks up without the
+database.
 
 Never older than the catalog: everything is forgotten when any dataset changes, and an answer that was under way then is not kept.
 """
@@ -9,9 +10,11 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from ..catalog import InstanceRow
+from ..model import CommitId, MirrorName
 
 _ROW_OVERHEAD_BYTES = 1000
 _LIMIT_BYTES = 16 * 1024**2
+_COMMITS_LIMIT = 100_000
 
 
 class InstanceCache:
@@ -48,6 +51,28 @@ class InstanceCache:
         self._held_bytes += size
         while self._held_bytes > self._limit_bytes:
             self._held_bytes -= _size_bytes(self._rows.popitem(last=False)[1])
+
+
+class BaseCommits:
+    """Base commits of instances, by the digits that they were asked for with. Belongs to one event loop."""
+
+    def __init__(self, load: Callable[[str, str], Awaitable[CommitId | None]]) -> None:
+        self._load = load
+        self._known: dict[tuple[str, str], CommitId] = {}
+
+    async def find(self, name: MirrorName, digits: str) -> CommitId | None:
+        """The one base commit of the mirror that begins with these digits. An answer of None is not
+        remembered: anybody can ask for those without end."""
+        known = self._known
+        found = known.get((name.key, digits))
+        if found is None:
+            found = await self._load(name.key, digits)
+            if found is not None and len(known) < _COMMITS_LIMIT:
+                known[name.key, digits] = found  # lost where `forget` came in between
+        return found
+
+    def forget(self) -> None:
+        self._known = {}
 
 
 def _size_bytes(row: InstanceRow) -> int:

@@ -29,7 +29,7 @@ from ..mirrors.pins import ADOPTED
 from ..mirrors.service import Mirrors
 from ..model import CommitId, CommitRole, DatasetName, MirrorName, parse_dataset_name, shown, utc_now
 from ..protocol import Dataset, FormatInfo, Instance, RecordedCommit
-from .cache import InstanceCache
+from .cache import BaseCommits, InstanceCache
 from .formats import format_infos
 from .pinning import Pinner, ProgressSink, Refused, in_short, owner_of
 from .reading import ReadResult, read_dataset
@@ -62,6 +62,7 @@ class Datasets:
         self._unknown: set[str] = set()
         self._pinner = Pinner(catalog=catalog, mirrors=mirrors, concurrency=lambda: settings().sync.concurrency)
         self._cache = InstanceCache(catalog.find_instance)
+        self._base_commits = BaseCommits(catalog.find_base_commit)
         self._locks: dict[str, anyio.Lock] = {}
         self._listeners: list[Callable[[DatasetName], None]] = []
 
@@ -138,7 +139,7 @@ class Datasets:
                 await self._drop_stale_pins(owner, but=before)
             raise
         finally:
-            self._cache.forget()
+            self._forget()
         await self._drop_stale_pins(owner)
         self._changed(
             "dataset.imported",
@@ -171,7 +172,7 @@ class Datasets:
 
     def rows_changed(self, names: Iterable[str]) -> None:
         """Somebody else put rows of these datasets into the catalog: a bundle."""
-        self._cache.forget()
+        self._forget()
         for name in names:
             self._changed("dataset.restored", parse_dataset_name(name))
 
@@ -181,7 +182,7 @@ class Datasets:
         async with self._locked(owner_of(dataset)):
             if not await self._catalog.delete_dataset(dataset):
                 raise _no_dataset(name)
-            self._cache.forget()
+            self._forget()
             await self._drop_stale_pins(owner_of(dataset))
         self._changed("dataset.removed", dataset)
 
@@ -215,6 +216,13 @@ class Datasets:
         """
         return await self._cache.find(identity)
 
+    async def find_base_commit(self, name: MirrorName, digits: str) -> CommitId | None:
+        """The one base commit of the mirror's instances that begins with these digits.
+
+        From memory when it was asked for lately.
+        """
+        return await self._base_commits.find(name, digits)
+
     async def instance(self, identity: str, grader: bool) -> Instance:
         """What the socket tells of an instance; its answer only to a grader. Raises InstanceNotFoundError."""
         row = await self.find_instance(identity)
@@ -226,6 +234,10 @@ class Datasets:
         return _grader_view(row) if grader else _agent_view(row)
 
     # -- how ----------------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self._cache.forget()
+        self._base_commits.forget()
 
     @asynccontextmanager
     async def _locked(self, owner: str) -> AsyncIterator[None]:

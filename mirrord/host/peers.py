@@ -1,7 +1,7 @@
 """Who is at the other end of a Unix socket, and what that user may do.
 
 The kernel says who: SO_PEERCRED holds what the peer was when it connected, and cannot be forged. Never asks the client. Owns the
-three roles; which request needs which is the endpoint table's.
+roles; which request needs which is the endpoint table's.
 """
 
 from __future__ import annotations
@@ -38,11 +38,15 @@ class Peer:
 
 
 class Role(IntEnum):
-    """What a peer may do; each may also do what those below it may."""
+    """What a peer may do; each may also do what those below it may.
+
+    An OWNER is no member, but somebody made a checkout for its uid: it may use that one.
+    """
 
     STRANGER = 0
-    MEMBER = 1
-    ADMIN = 2
+    OWNER = 1
+    MEMBER = 2
+    ADMIN = 3
 
 
 def peer_of(connection: socket.socket) -> Peer:
@@ -74,14 +78,18 @@ class Access:
         self.refresh()
 
     def role(self, peer: Peer) -> Role:
-        if peer.uid in {0, self._own_uid}:
-            return Role.ADMIN
-        if time.monotonic() - self._looked_up_at > _GROUP_LOOKUP_S:
-            self.refresh()
-        if peer.uid in self._admins:
+        """ADMIN, MEMBER or STRANGER; who owns a checkout is not known here."""
+        if self.is_admin(peer.uid):
             return Role.ADMIN
         is_member = self._group is not None and (peer.gid == self._group or self._group in peer.groups)
         return Role.MEMBER if is_member else Role.STRANGER
+
+    def is_admin(self, uid: int) -> bool:
+        if uid in {0, self._own_uid}:
+            return True
+        if time.monotonic() - self._looked_up_at > _GROUP_LOOKUP_S:
+            self.refresh()
+        return uid in self._admins
 
     @property
     def warnings(self) -> list[str]:

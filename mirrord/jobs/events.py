@@ -48,7 +48,7 @@ class Events:
     def publish(self, name: str, **fields: Any) -> None:
         """Tell all followers, and log it as `name` with its fields. Fields are JSON values; names are `noun.verb`, past tense.
 
-        An event with `owner_uid` is shown to that user too; every other only to administrators.
+        An event with `owner_uid` or `taken_by` is shown to that user too; every other only to administrators.
         """
         self._last += 1
         self.counts[name] += 1

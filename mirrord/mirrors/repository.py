@@ -102,6 +102,16 @@ class Repository:
         )
         return answer.status == 0
 
+    async def is_public(self, commit: str) -> bool:
+        """Whether a ref that follows upstream reaches the commit."""
+        answer = await self.git.run(
+            "rev-list", "--max-count=1", commit,
+            "--not", f"--exclude={OURS}*", "--exclude=refs/replace/*", "--all",
+            git_dir=self.path,
+            doing=f"look for what reaches a commit of {self.name}",
+        )  # fmt: skip
+        return not answer.lines
+
     async def write_object(self, kind: str, content: bytes) -> str:
         """Write a loose object, flushed. `git mktree` (2.39) reads no configuration, so it flushes nothing."""
         doing = f"write into mirror {self.name}"

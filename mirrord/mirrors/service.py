@@ -9,6 +9,7 @@ finishes what a crash interrupted and brings the catalog in line.
 from __future__ import annotations
 
 import builtins
+import re
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,7 +22,15 @@ import structlog
 from ..catalog.catalog import Catalog
 from ..catalog.rows import MirrorRow, PinRow
 from ..config import Settings
-from ..errors import InvalidNameError, MirrordError, MirrorExistsError, MirrorInUseError, MirrorNotFoundError
+from ..errors import (
+    AccessError,
+    CommitNotFoundError,
+    InvalidNameError,
+    MirrordError,
+    MirrorExistsError,
+    MirrorInUseError,
+    MirrorNotFoundError,
+)
 from ..git.command import Git, masked_url
 from ..git.workers import Workers
 from ..jobs.events import Events
@@ -34,7 +43,7 @@ from .mending import Mending
 from .present import shown_mirror
 from .quarantine import Quarantine
 from .reconcile import reconcile
-from .refs import count_refs
+from .refs import count_refs, is_followed
 from .repository import PINS, Repository
 from .sources import Sources
 from .sync import SyncResult, move_refs
@@ -246,6 +255,28 @@ class Mirrors:
         found: Resolved = await self._workers.call(
             "mirrord.git.objects:resolve", self.path(row.name), commitish, timeout=_RESOLVE_TIMEOUT
         )
+        return found
+
+    async def resolve_public(self, name: MirrorName, commitish: str) -> Resolved:
+        """What a name means that is not one of ours, where a ref that follows upstream reaches it.
+
+        A commit that only our refs reach, or none, is answered as one that is not there.
+        """
+        ref = re.split(r"[~^]", commitish, maxsplit=1)[0]
+        if not is_followed(ref if ref.startswith("refs/") else f"refs/{ref}"):
+            raise AccessError(
+                f"cannot check out {shown(commitish)}: it is no name of a branch, a tag or a commit",
+                hint="the daemon's own refs are for administrators",
+            )
+        try:
+            found = await self.resolve(name, commitish)
+        except CommitNotFoundError:
+            found = None
+        if found is None or not await self.repository(name).is_public(found.commit):
+            raise CommitNotFoundError(
+                f"cannot resolve commit {shown(commitish)}: no branch or tag of {name} has that name or reaches that id",
+                hint="sync the mirror, check the spelling, or give the whole id",
+            )
         return found
 
     async def ensure_commits(

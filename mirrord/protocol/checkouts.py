@@ -24,6 +24,13 @@ Ttl = Annotated[
 ]
 
 
+OwnerUid = Annotated[
+    int,
+    Field(strict=True, ge=0, lt=2**32 - 1),
+    Field(description="the uid whose checkout it is, where the asker may ask for that one; default: the asker's own"),
+]
+
+
 class StartCheckout(Request):
     """What to check out: `instance` (an instance id, or NAME@COMMITISH), or `mirror` with `commit`."""
 
@@ -34,6 +41,7 @@ class StartCheckout(Request):
     view: View = View.AGENT
     backend: Backend | None = None
     ttl: Ttl | None = None
+    owner: OwnerUid | None = None
 
 
 class ResetCheckout(Request):
@@ -53,7 +61,10 @@ class RestorePaths(Request):
 
 
 class Checkout(Answer):
-    """`commit` is the base commit, `tree` its verified tree; `timings` are seconds per step."""
+    """`commit` is the base commit, `tree` its verified tree; `timings` are seconds per step.
+
+    `taken_by` is the uid that asked for it. It and `owner_uid` may use it and give it back.
+    """
 
     id: str
     path: str
@@ -65,6 +76,7 @@ class Checkout(Answer):
     view: View
     backend: Backend
     owner_uid: int
+    taken_by: int
     created_at: datetime
     expires_at: datetime
     timings: dict[str, float] = {}

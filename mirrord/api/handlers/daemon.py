@@ -9,6 +9,7 @@ from starlette.responses import Response
 from ...protocol import ReloadAnswer, Status
 from ..call import Call, text_response
 from ..metrics import MEDIA_TYPE
+from .mirrors import shown_mirror
 
 _DOCUMENT = "mirrord.api.document:openapi"
 _DOCUMENT_TIMEOUT = timedelta(seconds=60)
@@ -21,7 +22,13 @@ async def health(call: Call) -> Response:
 
 
 async def get_status(call: Call) -> Status:
-    return await call.engine.status()
+    """A member sees no commit ids: no errors of mirrors and jobs."""
+    status = await call.engine.status()
+    if call.is_admin:
+        return status
+    mirrors = [shown_mirror(call, mirror) for mirror in status.mirrors]
+    jobs = [job.model_copy(update={"last_error": None}) for job in status.jobs]
+    return status.model_copy(update={"mirrors": mirrors, "jobs": jobs})
 
 
 async def reload_configuration(call: Call) -> ReloadAnswer:

@@ -1,4 +1,4 @@
-"""Mirrors, their syncs, their ref history."""
+"""Mirrors, their syncs, their ref history. Members see of a mirror neither commit ids nor what its errors say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..queries import RefsDiffQuery
 
 
 async def list_mirrors(call: Call) -> list[Mirror]:
-    return await call.engine.mirrors.list()
+    return [shown_mirror(call, mirror) for mirror in await call.engine.mirrors.list()]
 
 
 async def add_mirror(call: Call) -> Operation:
@@ -18,7 +18,11 @@ async def add_mirror(call: Call) -> Operation:
 
 async def get_mirror(call: Call) -> Mirror:
     row = await call.engine.mirrors.get(call.path["name"])
-    return await call.engine.mirrors.describe(row.name)
+    return shown_mirror(call, await call.engine.mirrors.describe(row.name))
+
+
+def shown_mirror(call: Call, mirror: Mirror) -> Mirror:
+    return mirror if call.is_admin else mirror.model_copy(update={"error": None, "ref_faults": []})
 
 
 async def remove_mirror(call: Call) -> None:

@@ -70,7 +70,8 @@ async def _follow(events: Events, after: int, uid: int | None) -> AsyncIterator[
 
 
 def _is_shown(event: Event, uid: int | None) -> bool:
-    return uid is None or event.fields.get("owner_uid") == uid or event.name == "events.dropped"
+    users = (None, event.fields.get("owner_uid"), event.fields.get("taken_by"))
+    return uid in users or event.name == "events.dropped"
 
 
 def _frame(event: Event) -> bytes:
