@@ -16,16 +16,18 @@ RULES: list[tuple[str, str]] = [
     (r"\bPending\[(\w+)\]", r"\1"),
     (r"\bPending\((.*)\)$", r"\1"),
     (r"\bPending, ", ""),
+    (r"\bawait async_to_end\((.*)\)$", r"\1"),
+    (r"^from \.\.twins import async_to_end$", ""),
     (r"\bawait ", ""),
+    (r"\[piece async for piece in (.*)\]\)", r"\1)"),
     (r"\basync (def|with|for)\b", r"\1"),
     (r"\basynccontextmanager\b", "contextmanager"),
     (r"\b__a(enter|exit)__", r"__\1__"),
     (r"\baclose\b", "close"),
-    (r"\ba(read|iter_bytes)\(", r"\1("),
-    (r"\bhandle_async_request\b", "handle_request"),
-    (r"\basync_(chunks|pause|shield|write)\b", r"\1"),
+    (r"\basync_(chunks|pause|receive|send|write)\b", r"\1"),
     (r"\baclosing\b", "closing"),
-    (r"\bAsyncGenerator\[([\w.]+)\]", r"Generator[\1, None, None]"),
+    (r"\bAsyncGenerator\[([\w.]+|tuple\[.*\])\]", r"Generator[\1, None, None]"),
+    (r"\bAsyncGenerator\[bytes\]", "Generator[bytes, None, None]"),
     (r"\bAsync(\w+)", r"\1"),
 ]
 
@@ -47,7 +49,8 @@ def _formatted(source: str) -> str:
 
 def generated() -> dict[Path, str]:
     """Every file of the synchronous client as it should be."""
-    return {TARGET / path.name: synchronous(path.read_text()) for path in sorted(SOURCE.glob("*.py"))}
+    header = "# Generated from ../asynchronous/{} by tests/unasync.py: edit that file, then run it.\n"
+    return {TARGET / path.name: header.format(path.name) + synchronous(path.read_text()) for path in sorted(SOURCE.glob("*.py"))}
 
 
 if __name__ == "__main__":

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# httpx 0.28 loads click, rich and pygments for a command line of its own where it finds them: a quarter of our start
-sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
-
 
 @dataclass
 class Session:

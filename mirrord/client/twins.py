@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import os
+import select
+import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Generic, TypeVar
 
-import anyio
-import anyio.to_thread
-
 _CHUNK_BYTES = 256 * 1024
 _RELEASE_SECONDS = 30
 
+T = TypeVar("T")
 H = TypeVar("H", bound=AbstractAsyncContextManager[object])
 
 
@@ -43,27 +43,70 @@ class Pending(Generic[H]):
 
 
 async def async_pause(seconds: float) -> None:
-    await anyio.sleep(seconds)
+    await asyncio.sleep(seconds)
 
 
 def pause(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def async_shield() -> anyio.CancelScope:
-    """Lets a release finish although the task around it was cancelled, for a bounded time."""
-    return anyio.move_on_after(_RELEASE_SECONDS, shield=True)
+async def async_receive(connected: socket.socket, most: int, timeout: float | None) -> bytes:
+    """What a non-blocking socket has, or comes next; empty at the end. Raises TimeoutError after `timeout` seconds of nothing."""
+    async with asyncio.timeout(timeout):
+        return await asyncio.get_running_loop().sock_recv(connected, most)
 
 
-def shield() -> AbstractContextManager[None]:
-    return contextlib.nullcontext()
+def receive(connected: socket.socket, most: int, timeout: float | None) -> bytes:
+    """What a non-blocking socket has, or comes next; empty at the end. Raises TimeoutError after `timeout` seconds of nothing."""
+    _wait_for(connected, select.POLLIN, timeout)
+    return connected.recv(most)
+
+
+async def async_send(connected: socket.socket, data: bytes | memoryview, timeout: float | None) -> None:
+    """Write all to a non-blocking socket. Raises TimeoutError when that takes longer than `timeout` seconds."""
+    async with asyncio.timeout(timeout):
+        await asyncio.get_running_loop().sock_sendall(connected, data)
+
+
+def send(connected: socket.socket, data: bytes | memoryview, timeout: float | None) -> None:
+    """Write all to a non-blocking socket. Raises TimeoutError when the peer takes nothing for `timeout` seconds."""
+    rest = memoryview(data)
+    while rest:
+        with suppress(BlockingIOError):
+            rest = rest[connected.send(rest) :]
+            continue
+        _wait_for(connected, select.POLLOUT, timeout)
+
+
+def _wait_for(connected: socket.socket, event: int, timeout: float | None) -> None:
+    poll = select.poll()
+    poll.register(connected, event)
+    if not poll.poll(None if timeout is None else timeout * 1000):
+        raise TimeoutError
+
+
+async def async_to_end(work: Coroutine[object, object, T]) -> T:
+    """Finish a release although the task around it is cancelled, also again and again.
+
+    Bounded in time; the cancellation goes on afterwards.
+    """
+    task = asyncio.ensure_future(asyncio.wait_for(work, _RELEASE_SECONDS))
+    cancelled = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return task.result()
 
 
 async def async_chunks(path: Path, sent: Callable[[int], None]) -> AsyncIterator[bytes]:
     """The bytes of a file in pieces; `sent` hears how many went out so far."""
-    async with await anyio.open_file(path, "rb") as file:
+    with await asyncio.to_thread(path.open, "rb") as file:
         done = 0
-        while chunk := await file.read(_CHUNK_BYTES):
+        while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
             yield chunk
             done += len(chunk)
             sent(done)
@@ -74,7 +117,7 @@ async def async_write(path: Path, content: AsyncIterator[bytes], written: Callab
     done = 0
     with whole_file(path) as file:
         async for chunk in content:
-            await anyio.to_thread.run_sync(file.write, chunk)
+            await asyncio.to_thread(file.write, chunk)
             done += len(chunk)
             written(done)
     return done
@@ -91,7 +134,7 @@ def write(path: Path, content: Iterator[bytes], written: Callable[[int], object]
     return done
 
 
-@contextlib.contextmanager
+@contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A new file beside `path`, of mode 0600, flushed and renamed to it at the end; gone when the block raises."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from ... import protocol
 from ...errors import CheckoutNotFoundError, MirrordError
 from ...model import Backend, History, View
-from ..twins import async_shield
+from ..twins import async_to_end
 
 if TYPE_CHECKING:
     from .client import AsyncClient
@@ -107,8 +107,7 @@ class AsyncCheckout:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            with async_shield():
-                await self.release()
+            await async_to_end(self.release())
         except MirrordError as failure:
             if error is None:
                 raise

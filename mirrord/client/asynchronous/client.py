@@ -71,7 +71,7 @@ class AsyncClient:
 
     async def metrics(self) -> str:
         """All metrics in Prometheus text."""
-        return (await self._connection.request("GET", "/metrics")).text
+        return (await self._connection.request("GET", "/metrics")).body.decode()
 
     # -- mirrors ------------------------------------------------------------------------------------------------------
 
@@ -123,13 +123,13 @@ class AsyncClient:
 
         `since` is the record (an id, a time, `latest`) that whoever gets it has. The file appears when it is whole.
         """
-        async with self._connection.stream(f"mirrors/{_mirror(name)}/bundle", since=since) as response:
+        async with self._connection.stream(f"mirrors/{_mirror(name)}/bundle", since=since) as (head, body):
             size = await async_write(
                 Path(file),
-                response.aiter_bytes(),
+                body,
                 lambda done: progress and progress(protocol.Progress(done=done, unit="bytes")),
             )
-            mirror, record = response.headers["x-mirrord-mirror"], response.headers["x-mirrord-record"]
+            mirror, record = head.headers["x-mirrord-mirror"], head.headers["x-mirrord-record"]
         return protocol.BundleFile(mirror=mirror, file=str(file), size_bytes=size, record=record or None, since=since)
 
     async def import_bundle(
@@ -280,7 +280,7 @@ class AsyncClient:
         )
 
     async def diff_checkout(self, checkout: str) -> bytes:
-        return (await self._connection.request("GET", f"checkouts/{quote(checkout, safe='')}/diff")).content
+        return (await self._connection.request("GET", f"checkouts/{quote(checkout, safe='')}/diff")).body
 
     async def apply_patch(self, checkout: str, patch: bytes | str, *, reverse: bool = False) -> protocol.Checkout:
         """Apply a patch, or one of the instance's own: `@test_patch`, `@patch`."""
@@ -366,8 +366,8 @@ class AsyncClient:
     async def _stream_events(self, last: str | None, follow: bool) -> AsyncGenerator[protocol.Event]:
         reader = EventReader()
         headers = {"accept": "text/event-stream", **({"last-event-id": last} if last else {})}
-        async with self._connection.stream("events", headers=headers, follow=follow) as response:
-            async for piece in response.aiter_bytes():
+        async with self._connection.stream("events", headers=headers, follow=follow) as (_, body):
+            async for piece in body:
                 for event in reader.feed(piece):
                     yield event
 

@@ -1,42 +1,51 @@
 """Requests to one daemon at one socket, and their answers or errors.
 
 Sends a request again only where that cannot do anything twice: when it never left, or when it is a GET and the daemon went away
-under it. Only a client that reached its daemon once waits for it to come back; the first refusal is told at once.
+under it. Only a client that reached its daemon once waits for it to come back; the first refusal is raised at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
-import httpx
 from pydantic import BaseModel
 
 from ...errors import StoppingError
 from ...protocol import API
-from ..answers import body_of, close_leaked, failure_of, is_error, is_unsent, problem_of, query_of, retry_pauses
+from ..answers import body_of, failure_of, is_error, problem_of, retry_pauses
+from ..http import BrokenError, Head, LateError, RefusedError, Request, Response, target
 from ..twins import async_pause
+from .channel import AsyncChannel
 
 _KEEP_SECONDS = 60.0  # less than the daemon's 75, so that we never write into a connection that it is closing
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEEP_SECONDS)
-_CONNECT_SECONDS = 10.0
+_KEEP_MOST = 256
+_ERROR = 400
 
 
 class AsyncConnection:
-    """`timeout` bounds the silence of the daemon within one answer, `patience` how long its restart is waited for."""
+    """`timeout` bounds the silence of the daemon within one answer, `patience` how long its restart is waited for.
+
+    Idle channels are a list: the last one back is the first one out, so what a burst opened grows old and is closed. Both ends of
+    the list are atomic, so threads share it without a lock.
+    """
 
     def __init__(self, socket: Path, *, timeout: timedelta, patience: timedelta) -> None:
         self.socket = socket
-        # `verify`, although nobody speaks TLS here: httpx would read the machine's certificates for each client, 55 ms
-        self._transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=_LIMITS, verify=False)
+        self._timeout = timeout.total_seconds()
         self._patience_seconds = patience.total_seconds()
-        self._timeout = httpx.Timeout(timeout.total_seconds(), connect=_CONNECT_SECONDS).as_dict()
         self._reached = False
+        self._idle: list[AsyncChannel] = []
+        self._pid = os.getpid()
 
     async def close(self) -> None:
-        await self._transport.aclose()
+        """Close the idle channels; the client may be used again and then opens new ones."""
+        while self._idle:
+            self._idle.pop().close()
 
     async def request(
         self,
@@ -47,75 +56,84 @@ class AsyncConnection:
         content: bytes | AsyncIterator[bytes] | None = None,
         accepted: tuple[int, ...] = (),
         **query: object,
-    ) -> httpx.Response:
+    ) -> Response:
         """Send and read the whole answer; an error is raised. A status of 400 and above that is `accepted` is none."""
         kind = "application/octet-stream" if body is None else "application/json"
         headers = {} if body is None and content is None else {"content-type": kind}
-        request = self._build(method, path, content if body is None else body_of(body), query, headers)
+        request = _request(method, path, query, headers)
+        sent = content if body is None else body_of(body)
         pauses = retry_pauses(self._patience_seconds)
         while True:
             try:
-                return await self._send(request, accepted)
+                response = await self._exchange(request, sent)
+                if is_error(response, accepted):
+                    raise problem_of(response)
+                return response
             except StoppingError:
-                if request.method != "GET" or (seconds := next(pauses, None)) is None:
+                if method != "GET" or (seconds := next(pauses, None)) is None:
                     raise
-            except httpx.TransportError as error:
+            except BrokenError as error:
                 if not self._may_retry(request, error) or (seconds := next(pauses, None)) is None:
                     raise failure_of(error, request, self.socket) from error
             await async_pause(seconds)
 
     @contextlib.asynccontextmanager
-    async def stream(self, path: str, *, headers: dict[str, str] | None = None, **query: object) -> AsyncIterator[httpx.Response]:
-        """An answer that is read while it comes, however slowly; one try."""
-        request = self._build("GET", path, None, query, headers)
-        request.extensions["timeout"] = {**self._timeout, "read": None}
+    async def stream(
+        self, path: str, *, headers: dict[str, str] | None = None, **query: object
+    ) -> AsyncGenerator[tuple[Head, AsyncGenerator[bytes]]]:
+        """The head of an answer, and its body while it comes, however slowly; one try."""
+        request = _request("GET", path, query, headers or {})
+        channel = None
         try:
-            response = await self._open(request)
-            try:
-                if response.status_code >= httpx.codes.BAD_REQUEST:
-                    await response.aread()
-                    raise problem_of(response)
-                yield response
-            finally:
-                await response.aclose()
-        except httpx.TransportError as error:
+            channel = await self._take()
+            await channel.send(request, None, None)
+            head = await channel.read_head(request)
+            self._reached = True
+            if head.status >= _ERROR:
+                raise problem_of(await channel.read_rest(head))
+            yield head, channel.iter_body(head)
+        except BrokenError as error:
             raise failure_of(error, request, self.socket) from error
+        finally:
+            if channel is not None:
+                channel.close()
 
-    def _build(
-        self,
-        method: str,
-        path: str,
-        content: bytes | AsyncIterator[bytes] | None,
-        query: dict[str, object],
-        headers: dict[str, str] | None = None,
-    ) -> httpx.Request:
-        return httpx.Request(
-            method,
-            f"http://mirrord{path if path.startswith('/') else f'{API}/{path}'}",
-            params=query_of(**query) or None,
-            content=content,
-            headers=headers,
-            extensions={"timeout": self._timeout},
-        )
-
-    async def _send(self, request: httpx.Request, accepted: tuple[int, ...]) -> httpx.Response:
-        response = await self._open(request)
-        await response.aread()
-        if is_error(response, accepted):
-            raise problem_of(response)
-        return response
-
-    async def _open(self, request: httpx.Request) -> httpx.Response:
+    async def _exchange(self, request: Request, body: bytes | AsyncIterator[bytes] | None) -> Response:
+        channel = await self._take()
         try:
-            response = await self._transport.handle_async_request(request)
-        except httpx.ConnectError as error:
-            close_leaked(error)
+            await channel.send(request, body, self._timeout)
+            response = await channel.read_rest(await channel.read_head(request))
+        except BaseException:
+            channel.close()
             raise
-        response.request = request
         self._reached = True
+        self._give_back(channel, response.head)
         return response
 
-    def _may_retry(self, request: httpx.Request, error: httpx.TransportError) -> bool:
-        if not self._reached or isinstance(error, httpx.TimeoutException):
+    async def _take(self) -> AsyncChannel:
+        if self._pid != os.getpid():  # a fork: the parent reads these
+            self._pid, self._idle = os.getpid(), []
+        oldest = time.monotonic() - _KEEP_SECONDS
+        while self._idle:
+            with contextlib.suppress(IndexError):  # another thread took the last one
+                channel = self._idle.pop()
+                if channel.idle_since > oldest and not channel.is_stale():
+                    return channel
+                channel.close()
+        return await AsyncChannel.open(self.socket)
+
+    def _give_back(self, channel: AsyncChannel, head: Head) -> None:
+        if channel.is_reusable(head) and len(self._idle) < _KEEP_MOST:
+            channel.idle_since = time.monotonic()
+            self._idle.append(channel)
+        else:
+            channel.close()
+
+    def _may_retry(self, request: Request, error: BrokenError) -> bool:
+        if not self._reached or isinstance(error, LateError):
             return False
-        return request.method == "GET" or is_unsent(error)
+        return request.method == "GET" or isinstance(error, RefusedError)
+
+
+def _request(method: str, path: str, query: Mapping[str, object], headers: Mapping[str, str]) -> Request:
+    return Request(method, target(path if path.startswith("/") else f"{API}/{path}", query), headers)

@@ -1,3 +1,4 @@
+# Generated from ../asynchronous/checkout.py by tests/unasync.py: edit that file, then run it.
 """The handle of one checkout: what a client holds while it works in the tree, and what ends the lease when it leaves."""
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Self
 from ... import protocol
 from ...errors import CheckoutNotFoundError, MirrordError
 from ...model import Backend, History, View
-from ..twins import shield
 
 if TYPE_CHECKING:
     from .client import Client
@@ -105,8 +105,7 @@ class Checkout:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         try:
-            with shield():
-                self.release()
+            self.release()
         except MirrordError as failure:
             if error is None:
                 raise

@@ -1,3 +1,4 @@
+# Generated from ../asynchronous/client.py by tests/unasync.py: edit that file, then run it.
 """The daemon as an object: one method for each endpoint, in the order of the endpoint table. Long work answers an operation."""
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Client:
 
     def metrics(self) -> str:
         """All metrics in Prometheus text."""
-        return (self._connection.request("GET", "/metrics")).text
+        return (self._connection.request("GET", "/metrics")).body.decode()
 
     # -- mirrors ------------------------------------------------------------------------------------------------------
 
@@ -119,13 +120,13 @@ class Client:
 
         `since` is the record (an id, a time, `latest`) that whoever gets it has. The file appears when it is whole.
         """
-        with self._connection.stream(f"mirrors/{_mirror(name)}/bundle", since=since) as response:
+        with self._connection.stream(f"mirrors/{_mirror(name)}/bundle", since=since) as (head, body):
             size = write(
                 Path(file),
-                response.iter_bytes(),
+                body,
                 lambda done: progress and progress(protocol.Progress(done=done, unit="bytes")),
             )
-            mirror, record = response.headers["x-mirrord-mirror"], response.headers["x-mirrord-record"]
+            mirror, record = head.headers["x-mirrord-mirror"], head.headers["x-mirrord-record"]
         return protocol.BundleFile(mirror=mirror, file=str(file), size_bytes=size, record=record or None, since=since)
 
     def import_bundle(
@@ -272,7 +273,7 @@ class Client:
         )
 
     def diff_checkout(self, checkout: str) -> bytes:
-        return (self._connection.request("GET", f"checkouts/{quote(checkout, safe='')}/diff")).content
+        return (self._connection.request("GET", f"checkouts/{quote(checkout, safe='')}/diff")).body
 
     def apply_patch(self, checkout: str, patch: bytes | str, *, reverse: bool = False) -> protocol.Checkout:
         """Apply a patch, or one of the instance's own: `@test_patch`, `@patch`."""
@@ -358,8 +359,8 @@ class Client:
     def _stream_events(self, last: str | None, follow: bool) -> Generator[protocol.Event, None, None]:
         reader = EventReader()
         headers = {"accept": "text/event-stream", **({"last-event-id": last} if last else {})}
-        with self._connection.stream("events", headers=headers, follow=follow) as response:
-            for piece in response.iter_bytes():
+        with self._connection.stream("events", headers=headers, follow=follow) as (_, body):
+            for piece in body:
                 for event in reader.feed(piece):
                     yield event
 

@@ -1,0 +1,182 @@
+"""One connection to the daemon, which carries one exchange at a time.
+
+Waits on the bare socket, not on a stream of the event loop: a connection belongs to no loop, and
+both clients see the kernel's own errors. A Unix socket refuses bytes as soon as its peer is
+closed, so a first write that fails has sent nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Self
+
+from ..http import HEAD_LIMIT_BYTES, BrokenError, GarbledError, Head, LateError, RefusedError, Request, Response, read_head
+from ..twins import async_pause, async_receive, async_send
+
+_CONNECT_SECONDS = 10.0
+_BACKLOG_PAUSE_SECONDS = 0.01
+_READ_BYTES = 256 * 1024
+
+
+class AsyncChannel:
+    """Close it after any error, a cancellation included: what is left of the answer would be read as the next one."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._buffer = bytearray()
+        self._is_sent_whole = False
+        self._is_read_whole = False
+        self._timeout: float | None = None
+        self.idle_since = 0.0
+
+    @classmethod
+    async def open(cls, path: Path) -> Self:
+        """Connect; raises RefusedError."""
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connected.setblocking(False)
+            deadline = time.monotonic() + _CONNECT_SECONDS
+            while True:
+                try:
+                    connected.connect(str(path))
+                    return cls(connected)
+                except BlockingIOError:  # EAGAIN: the backlog is full; a Unix socket never connects later
+                    if time.monotonic() > deadline:
+                        raise
+                    await async_pause(_BACKLOG_PAUSE_SECONDS)
+        except BaseException as error:
+            connected.close()
+            if isinstance(error, OSError):
+                raise RefusedError from error
+            raise
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def is_stale(self) -> bool:
+        """Whether the daemon closed it while it was idle; nothing else can have come."""
+        return self._is_readable()
+
+    def is_reusable(self, head: Head) -> bool:
+        return self._is_sent_whole and self._is_read_whole and not head.is_last and not self._buffer
+
+    # -- the request --------------------------------------------------------------------------------------------------
+
+    async def send(self, request: Request, body: bytes | AsyncIterator[bytes] | None, timeout: float | None) -> None:
+        """Send a request. Ends early, without an error, where the daemon answers or hangs up before it has all of it.
+
+        `timeout` bounds each wait for the daemon in this exchange.
+        """
+        self._timeout = timeout
+        self._is_sent_whole = self._is_read_whole = False
+        if body is None or isinstance(body, bytes):
+            framing = "" if body is None else f"content-length: {len(body)}\r\n"
+            rest = await self._begin(request.head(framing) + (body or b""))
+            self._is_sent_whole = not rest or await self._went_out(rest)
+            return
+        if rest := await self._begin(request.head("transfer-encoding: chunked\r\n")):
+            await self._went_out(rest)
+        async for chunk in body:
+            if self._is_readable() or not await self._went_out(b"%x\r\n%b\r\n" % (len(chunk), chunk)):
+                return
+        self._is_sent_whole = await self._went_out(b"0\r\n\r\n")
+
+    async def _begin(self, data: bytes) -> memoryview:
+        """Write what the empty buffer of the socket takes, and answer the rest. An error means that nothing was sent."""
+        try:
+            sent = self._socket.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise RefusedError from error
+        return memoryview(data)[sent:]
+
+    async def _went_out(self, data: bytes | memoryview) -> bool:
+        try:
+            await async_send(self._socket, data, self._timeout)
+        except (BrokenPipeError, ConnectionResetError):
+            return False  # the daemon's reason may have come before
+        except TimeoutError as error:
+            raise LateError from error
+        return True
+
+    def _is_readable(self) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
+
+    # -- the answer ---------------------------------------------------------------------------------------------------
+
+    async def read_head(self, request: Request) -> Head:
+        """The head of the answer to a request that was sent."""
+        while True:
+            head = read_head(request, await self._until(b"\r\n\r\n"))
+            if head.status >= 200:  # 1xx announce the real one
+                return head
+
+    async def read_rest(self, head: Head) -> Response:
+        """The whole answer, after its head."""
+        return Response(head, b"".join([piece async for piece in self.iter_body(head)]))
+
+    async def iter_body(self, head: Head) -> AsyncGenerator[bytes]:
+        """The pieces of the body, as they come."""
+        if head.is_chunked:
+            while size := _size(await self._until(b"\r\n")):
+                async for piece in self._iter_exactly(size):
+                    yield piece
+                await self._until(b"\r\n")
+            while await self._until(b"\r\n"):
+                """Trailers."""
+        elif head.length is not None:
+            async for piece in self._iter_exactly(head.length):
+                yield piece
+        else:
+            with contextlib.suppress(BrokenError):
+                while True:
+                    yield await self._some(_READ_BYTES)
+        self._is_read_whole = True
+
+    async def _iter_exactly(self, size: int) -> AsyncGenerator[bytes]:
+        while size:
+            piece = await self._some(size)
+            size -= len(piece)
+            yield piece
+
+    async def _some(self, most: int) -> bytes:
+        if not self._buffer:
+            await self._fill()
+        piece = bytes(self._buffer[:most])
+        del self._buffer[:most]
+        return piece
+
+    async def _until(self, end: bytes) -> bytes:
+        while (at := self._buffer.find(end)) < 0:
+            if len(self._buffer) > HEAD_LIMIT_BYTES:
+                raise GarbledError(f"a head of more than {HEAD_LIMIT_BYTES} bytes")
+            await self._fill()
+        found = bytes(self._buffer[:at])
+        del self._buffer[: at + len(end)]
+        return found
+
+    async def _fill(self) -> None:
+        try:
+            piece = await async_receive(self._socket, _READ_BYTES, self._timeout)
+        except (ConnectionResetError, BrokenPipeError) as error:
+            raise BrokenError from error
+        except TimeoutError as error:
+            raise LateError from error
+        if not piece:
+            raise BrokenError
+        self._buffer += piece
+
+
+def _size(line: bytes) -> int:
+    try:
+        return int(line.partition(b";")[0], 16)
+    except ValueError as error:
+        raise GarbledError(f"a chunk of {line[:40]!r} bytes") from error
