@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ..errors import InvalidConfigError
-from .settings import MirrorSettings, Settings, setting_keys
+from .settings import MirrorSettings, Settings, setting_keys, xdg_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def find_path() -> Path | None:
     """The file in use when nobody names one: MIRRORD_CONFIG, else the system's or the user's where it exists."""
     if named := os.environ.get("MIRRORD_CONFIG"):
         return Path(named)
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    home = xdg_directory("XDG_CONFIG_HOME", Path.home() / ".config")
     path = Path("/etc/mirrord/config.toml") if os.geteuid() == 0 else home / "mirrord/config.toml"
     return path if path.exists() else None
 

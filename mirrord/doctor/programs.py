@@ -15,6 +15,7 @@ import anyio
 from ..config import Settings
 from ..errors import MirrordError
 from ..git.command import run_git_sync
+from ..git.environment import search_path
 from ..git.workers import Workers
 from .asking import Result, judge, version
 
@@ -34,7 +35,7 @@ def git(settings: Settings) -> Result:
 
 
 def setpriv(settings: Settings) -> Result:
-    found = shutil.which("setpriv")
+    found = shutil.which("setpriv", path=search_path())
     return judge(found is not None, found or "setpriv is not installed", "install util-linux: it ends git with the daemon")
 
 

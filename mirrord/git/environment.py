@@ -109,7 +109,7 @@ class Remote:
 def child_environment(*, home: Path, remote: Remote | None = None, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The whole environment of one git child. `remote` adds its credentials, for that host only."""
     environment = _CONFIG | {
-        "PATH": os.environ.get("PATH", os.defpath),
+        "PATH": search_path(),
         "HOME": str(home),
         "LC_ALL": "C.UTF-8",
         "GIT_CONFIG_NOSYSTEM": "1",
@@ -133,6 +133,12 @@ def child_environment(*, home: Path, remote: Remote | None = None, extra: Mappin
         environment |= _credentials(remote)
         environment |= {"GIT_TRACE_CURL": "1", "GIT_TRACE_CURL_NO_DATA": "1"} if remote.is_http else {}
     return environment | dict(extra or {})
+
+
+def search_path() -> str:
+    """The caller's, without what means the working directory: an empty entry does, as `.` does."""
+    entries = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return os.pathsep.join(filter(os.path.isabs, entries)) or os.defpath
 
 
 def _credentials(remote: Remote) -> dict[str, str]:

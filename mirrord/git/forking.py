@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ def prepare_workers(preload: Sequence[str] = (), *, nest: Path | None = None) ->
     Its socket lies below `nest`, where one is given the first time. Call it in the thread that lives longest: the server dies
     with the *thread* that started it. It keeps the umask and the limits of this moment.
     """
+    # multiprocessing (3.11) starts its servers with `python -c`, which looks for modules in the working directory first: under
+    # root, in a checkout, that is somebody else's json.py. It hands on -P where we have it; a verb's script has not.
+    os.environ["PYTHONSAFEPATH"] = "1"
     _loaded.extend(preload)
     forkserver.set_forkserver_preload(_loaded)
     with _temporary_files_in(nest):
