@@ -27,6 +27,8 @@ MIRRORD = "/opt/mirrord/bin/mirrord"
 USER = {"HOME": "/tmp", "LC_ALL": "C.UTF-8"}
 USERS = 'u alice 12345 "a member" /tmp\nm alice mirrord\nu mallory 12346 "a stranger" /tmp\n'
 CONFIG = """
+[access]
+commits = "any"
 [upstream]
 url = "file:///srv/upstreams/{owner}__{name}"
 [sync]
