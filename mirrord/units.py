@@ -12,6 +12,7 @@ _DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|s|m|h|d|w))+", re.ASCII)
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)", re.ASCII)
 _LONGEST = timedelta(days=3660)
 _BYTES = {"B": 1, **{f"{p}B": 1000**n for n, p in enumerate("kMGT", 1)}, **{f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}}
+_LARGEST = 1 << 63
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)(B|kB|MB|GB|TB|KiB|MiB|GiB|TiB)", re.ASCII)
 
 
@@ -41,12 +42,15 @@ def format_duration(value: timedelta) -> str:
 
 def parse_size(value: object) -> int:
     """Read `512MiB` or `50GB` as bytes; a whole number is bytes."""
-    if type(value) is int and value >= 0:
+    if type(value) is int and 0 <= value < _LARGEST:
         return value
     found = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if not found:
+    if not found or not isinstance(value, str):
         raise ValueError(f"{shown(str(value))} is not a size; write a number and one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB")
-    return int(float(found[1]) * _BYTES[found[2]])
+    size = float(found[1]) * _BYTES[found[2]]
+    if size >= _LARGEST:
+        raise ValueError(f"{shown(value)} is more than any disk")
+    return int(size)
 
 
 def format_size(value: int) -> str:

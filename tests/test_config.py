@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import tomllib
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mirrord import config, units
@@ -229,3 +230,66 @@ def test_a_fault_is_told_once(tmp_path: Path) -> None:
     (first, second) = faults_of(tmp_path, "[upstream]\nrefs = ['refs/mirrord/*']\n[sync]\nx = 1\n")
     assert first["key"] == "upstream.refs[0]"
     assert second["message"] == "unknown key"
+
+
+NO_TOML = [
+    '[checkouts]\nttl = "\\UFFFFFFFF"',
+    "x = " + "[" * 3000,
+    "x = {a = {b",
+    'x = "\\',
+    ".=1",
+    "[a]\n[a.b]\n[[a]]\n",
+    '"a"."b"=1',
+]
+
+
+@pytest.mark.parametrize("text", NO_TOML, ids=lambda text: text[:24])
+def test_whatever_toml_raises_is_one_fault(tmp_path: Path, text: str) -> None:
+    """Version 0.10.2 has an OverflowError, a RecursionError and more for what is no TOML."""
+    assert faults_of(tmp_path, text)
+
+
+@given(st.text(alphabet="[]{}=\"'\\.#,\n aUu0-9_:x", max_size=60))
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_text_gets_past_the_faults(tmp_path: Path, text: str) -> None:
+    """Settings or faults, nothing else."""
+    (tmp_path / "config.toml").write_text(text)
+    with contextlib.suppress(InvalidConfigError):
+        config.load(tmp_path / "config.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("# " + "x\n# " * 60_000, "longer than 128 KiB"), ("\nx = " + "=" * 60_000, "longer than 4096 characters")],
+    ids=["file", "line"],
+)
+def test_what_would_take_minutes_is_refused_by_size(tmp_path: Path, text: str, told: str) -> None:
+    """Before it is parsed: 64 KiB of equals signs are 52 s of toml."""
+    (fault,) = faults_of(tmp_path, text)
+    assert fault["message"] == told
+
+
+def test_a_large_configuration_is_read(tmp_path: Path) -> None:
+    """A thousand mirrors with their URLs."""
+    text = "".join(
+        f"[[mirror]]\nrepo = 'owner/name{n}'\nurl = 'https://git.example.com/owner/name{n}.git'\n" for n in range(1000)
+    )
+    (tmp_path / "config.toml").write_text(text)
+    assert len(config.load(tmp_path / "config.toml").mirror) == 1000
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ('state_dir = "/a\\u0000b"', "state_dir"),
+        ('[access]\ngroup = "a\\u0000b"', "access.group"),
+        ('[access]\nadmins = ["a\\u0000b"]', "access.admins[0]"),
+        ("[access]\nadmins = [4294967296]", "access.admins[0]"),
+        (f'[checkouts]\ntemplate_bytes = "{"9" * 400}GB"', "checkouts.template_bytes"),
+        ("[checkouts]\ntemplate_bytes = 9223372036854775808", "checkouts.template_bytes"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_values_that_no_system_call_takes_are_faults(tmp_path: Path, line: str, key: str) -> None:
+    """Not a crash when they are first used."""
+    assert [fault["key"] for fault in faults_of(tmp_path, line)] == [key]

@@ -9,7 +9,8 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import anyone
@@ -244,6 +245,26 @@ def test_a_reload_of_a_bad_file_changes_nothing() -> None:
         assert (status, json.loads(body)["code"]) == (400, "invalid-config")
         assert json.loads(body)["faults"][0]["key"] == "checkouts.max"
         assert running.json("GET", "/v1/status")["checkout_max"] == 5
+
+
+def test_a_reload_of_what_toml_trips_over_is_a_fault_like_any_other() -> None:
+    """And the file is watched on: the next good one is applied."""
+    with daemon("[checkouts]\nmax = 5\n") as running:
+        running.write_config('[checkouts]\nttl = "\\UFFFFFFFF"\n')
+        status, _, body = running.request("POST", "/v1/reload")
+        assert (status, json.loads(body)["code"]) == (400, "invalid-config")
+        assert json.loads(body)["faults"][0]["message"].startswith("not TOML")
+        _wait(lambda: "watch.failed" in running.log)
+        running.write_config("[checkouts]\nmax = 6\n")
+        _wait(lambda: running.json("GET", "/v1/status")["checkout_max"] == 6)
+        assert "watch.crashed" not in running.log
+
+
+def _wait(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_the_process_is_lean_and_idle() -> None:

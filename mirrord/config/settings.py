@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, S
 from pydantic_core import PydanticCustomError
 
 from ..model import AuditLevel, Backend, History
-from .values import AbsolutePath, Duration, Period, RefPattern, Repo, Restart, Size, Url, UrlTemplate, User
+from .values import AbsolutePath, Duration, Group, Period, RefPattern, Repo, Restart, Size, Url, UrlTemplate, User
 
 
 class _Section(BaseModel):
@@ -57,7 +57,7 @@ class DatasetSettings(_Section):
 
 
 class AccessSettings(_Section):
-    group: str = "mirrord"
+    group: Group = "mirrord"
     admins: tuple[User, ...] = ()
     commits: Literal["recorded", "any"] = "recorded"
     owners: Literal["none", "subuid"] = "subuid"

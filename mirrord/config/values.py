@@ -53,16 +53,23 @@ def _repo(value: str) -> str:
         raise ValueError(error.message) from error
 
 
+def _account(value: str) -> str:
+    """The user database takes no NUL, and no name that cannot be typed is in it."""
+    if not value.isprintable():
+        raise ValueError(f"{shown(value)} is not a name")
+    return value
+
+
 def _user(value: object) -> str | int:
     if isinstance(value, str) and value:
-        return value
-    if type(value) is int and value >= 0:
+        return _account(value)
+    if type(value) is int and 0 <= value < 1 << 32:
         return value
     raise ValueError("is neither the name of a user nor a uid")
 
 
 def _absolute(value: Path) -> Path:
-    if not value.is_absolute():
+    if "\0" in str(value) or not value.is_absolute():
         raise ValueError(f"{shown(str(value))} is not an absolute path")
     return value
 
@@ -75,6 +82,7 @@ Repo = Annotated[str, AfterValidator(_repo)]
 Url = Annotated[str, AfterValidator(_url)]
 UrlTemplate = Annotated[str, AfterValidator(_url_template)]
 User = Annotated[str | int, BeforeValidator(_user)]
+Group = Annotated[str, AfterValidator(_account)]
 RefPattern = Annotated[str, AfterValidator(_ref_pattern)]
 Restart = Field(json_schema_extra={"restart": True})
 """Marks a setting that a reload refuses: what was built from it at the start would have to be built again."""
