@@ -12,11 +12,13 @@ import os
 import selectors
 import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from mirrord import Client
-from mirrord.checkouts.rubbish import remove_untouched
-from mirrord.host.mounts import mount_overlay, umount
+from mirrord.checkouts.rubbish import remove_layer
+from mirrord.host.files import opened
+from mirrord.host.mounts import attach, make_overlay, umount
 
 
 def python_client(socket_path: str, mirror: str, commit: str, seconds: float) -> int:
@@ -98,8 +100,13 @@ def kernel_alone(area: Path, lower: str, seconds: float) -> int:
         at = f"{area}/kernel-{os.getpid()}-{done}"
         for path in (at, f"{at}/tree", f"{at}/layer", f"{at}/layer/upper", f"{at}/layer/work"):
             os.mkdir(path)
-        mount_overlay(f"{at}/tree", [lower], f"{at}/layer/upper", f"{at}/layer/work")
+        with ExitStack() as stack:
+            names = (lower, f"{at}/layer/upper", f"{at}/layer/work")
+            below, upper, work = (stack.enter_context(opened(os.open(name, os.O_PATH))) for name in names)
+            attach(stack.enter_context(opened(make_overlay([below], upper, work))), f"{at}/tree")
         umount(f"{at}/tree")
-        assert remove_untouched(Path(at))
+        assert remove_layer(Path(at, "layer"))
+        os.rmdir(f"{at}/tree")
+        os.rmdir(at)
         done += 1
     return done

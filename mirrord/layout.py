@@ -11,7 +11,7 @@ from .errors import ResourceError
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The directories of a state directory. Only `checkouts` may be entered by others: what they lease is below it."""
+    """The directories of a state directory. Only `checkouts` may be passed by others: what they lease is below it."""
 
     root: Path
 
@@ -40,6 +40,10 @@ class Layout:
         return self.root / "checkouts"
 
     @property
+    def leases(self) -> Path:
+        return self.root / "leases"
+
+    @property
     def catalog(self) -> Path:
         return self.root / "catalog.sqlite3"
 
@@ -52,7 +56,7 @@ class Layout:
 
     def make(self) -> None:
         """Make what is missing, and put the modes right."""
-        for private in (self.mirrors, self.datasets, self.bundles, self.templates, self.quarantine, self.home):
+        for private in (self.mirrors, self.datasets, self.bundles, self.templates, self.leases, self.quarantine, self.home):
             self._make(private, 0o700)
         self._make(self.checkouts, 0o711)
         if not self.catalog.exists():

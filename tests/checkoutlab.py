@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from gitrepos import ENV, Upstream, git
+from mountlab import unmount_below
 
 from mirrord.catalog.catalog import Catalog
 from mirrord.checkouts.calls import Place
@@ -34,7 +35,7 @@ from mirrord.git.workers import Workers
 from mirrord.host.peers import Access, Peer
 from mirrord.jobs.events import Events
 from mirrord.mirrors.service import Mirrors
-from mirrord.model import Backend, CommitId, History, MirrorName, View, utc_now
+from mirrord.model import Backend, CommitId, History, MirrorName, View, new_checkout_id, utc_now
 from mirrord.protocol import Proof
 
 NAME = MirrorName("psf", "requests")
@@ -49,29 +50,28 @@ class Pool:
         self.workers = workers
         self.gitdirs = gitdirs
         self.backend = backend
-        self.leases = Leases(state / "checkouts")
+        self.leases = Leases(state)
         self.leases.open()
 
     def lease(self, commit: str, *, uid: int = USER, history: History = History.SEALED) -> Lease:
-        checkout, directory = self.leases.new_directory()
-        now = utc_now()
+        checkout, now = new_checkout_id(), utc_now()
         return Lease(
-            checkout, directory, NAME, CommitId(commit), self.tree_of(commit), None, history, View.AGENT, Backend.POOL, uid, uid,
-            uid, now, now + timedelta(hours=1),
+            checkout, self.leases.directories(checkout), NAME, CommitId(commit), self.tree_of(commit), None,
+            history, View.AGENT, Backend.POOL, uid, uid, uid, now, now + timedelta(hours=1),
         )  # fmt: skip
 
     async def checkout(self, commit: str, **choices: object) -> Lease:
         lease = self.lease(commit, **choices)  # type: ignore[arg-type]
+        self.leases.begin(lease)
         await self.backend.create(lease)
-        self.leases.save(lease)
+        self.leases.put(lease)
         return lease
 
     async def place(self, lease: Lease, commit: str) -> Place:
         """What a worker is told about a checkout that goes to `commit`."""
         gitdir = await self.gitdirs.ensure(NAME, CommitId(commit), lease.history)
-        return Place(
-            lease.directory, self.mirror, gitdir.git, gitdir.head, (lease.owner_uid, lease.owner_gid), new_grave(lease.directory)
-        )
+        owner, grave = (lease.owner_uid, lease.owner_gid), new_grave(lease.directory.parent)
+        return Place(lease.directory, lease.private, self.mirror, gitdir.git, gitdir.head, owner, grave)
 
     async def reset(self, lease: Lease, commit: str) -> Proof:
         return await self.backend.reset(replace(lease, commit=CommitId(commit), tree=self.tree_of(commit)), self.leases)
@@ -116,6 +116,7 @@ def passable_directory() -> Iterator[Path]:
     try:
         yield path
     finally:
+        unmount_below(path)
         subprocess.run(["chattr", "-R", "-i", "-a", str(path)], capture_output=True, check=False)
         shutil.rmtree(path)
 
@@ -197,8 +198,9 @@ class Service:
 def running_service(upstream: Upstream, *, with_overlay: bool = False) -> Iterator[Service]:
     """A service with one synced mirror, with the pool alone or with the overlay too."""
     with passable_directory() as state, start_blocking_portal() as portal:
-        for name, mode in (("mirrors", 0o700), ("templates", 0o700), ("datasets", 0o700), ("checkouts", 0o711)):
-            (state / name).mkdir(mode=mode)
+        for name in ("mirrors", "templates", "datasets", "leases"):
+            (state / name).mkdir(mode=0o700)
+        (state / "checkouts").mkdir(mode=0o711)
         access = {"group": str(USER), "commits": "any"}  # USER_PEER is a member
         settings = Settings.model_validate({"state_dir": state, "access": access})
         service = Service(portal, state, settings, with_overlay=with_overlay)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mirrord.host.mounting import OverlayOrder
+from mirrord.host.files import opened
+from mirrord.host.mounting import Mounter, OverlayOrder
 from mirrord.host.userns import Owner
 from mirrord.model import new_checkout_id
 
@@ -24,7 +26,7 @@ class Lab:
     def __init__(self, state: Path, uid: int) -> None:
         self.state = state
         self.uid = uid
-        for name, mode in (("templates", 0o700), ("idmaps", 0o700), ("checkouts", 0o711)):
+        for name, mode in (("templates", 0o700), ("leases", 0o700), ("checkouts", 0o711)):
             self._make(state / name, mode)
         self.template = self.layer(TREE, {"README": "below\n", "src/main.py": "print(1)\n"})
         self.layer(GIT, {".git/HEAD": "2" * 40 + "\n"})
@@ -40,17 +42,26 @@ class Lab:
     def checkout(self, owner: Owner | None = None, *, layers: tuple[str, ...] = (GIT, TREE)) -> OverlayOrder:
         """A checkout's directory, ready to be mounted."""
         name = new_checkout_id()
-        directory = self.state / "checkouts" / name
-        for path, mode in (("", 0o711), ("tree", 0o755), ("layer", 0o700), ("layer/upper", 0o755), ("layer/work", 0o700)):
-            self._make(directory / path, mode)
-        os.chown(directory / "layer/upper", *(owner or (self.uid, self.uid)))
-        return OverlayOrder(name, layers, owner)
+        public, private = self.state / "checkouts" / name, self.state / "leases" / name
+        for directory, mode in ((public, 0o711), (public / "tree", 0o755), (private, 0o700)):
+            self._make(directory, mode)
+        for directory, mode in (("layer", 0o700), ("layer/upper", 0o755), ("layer/work", 0o700)):
+            self._make(private / directory, mode)
+        seen = owner or (self.uid, self.uid)
+        os.chown(private / "layer/upper", *seen)
+        (private / "lease.json").write_text(json.dumps({"owner_uid": seen[0], "owner_gid": seen[1]}))
+        return OverlayOrder(name, "layer", layers, owner)
+
+    def mount(self, mounter: Mounter, order: OverlayOrder) -> None:
+        """Make an overlay and show it."""
+        with opened(mounter.make(order)) as mount:
+            mounter.attach(order.checkout, mount)
 
     def tree(self, order: OverlayOrder) -> Path:
         return self.state / "checkouts" / order.checkout / "tree"
 
     def upper(self, order: OverlayOrder) -> Path:
-        return self.state / "checkouts" / order.checkout / "layer/upper"
+        return self.state / "leases" / order.checkout / "layer/upper"
 
     def _make(self, directory: Path, mode: int) -> None:
         directory.mkdir(mode=mode, exist_ok=True)
@@ -64,6 +75,12 @@ def mounted_below(directory: Path) -> list[str]:
     return sorted((line.split()[4] for line in lines if line.split()[4].startswith(f"{directory}/")), reverse=True)
 
 
+def unmount_below(directory: Path) -> None:
+    """Take away what daemons left mounted: a state directory is bound over itself, and mounts outlive a kill."""
+    for path in mounted_below(directory):
+        subprocess.run(["umount", "--lazy", path], check=False)
+
+
 @contextmanager
 def mountlab(uid: int = 0) -> Iterator[Lab]:
     state = Path(tempfile.mkdtemp(prefix="mm-"))
@@ -72,8 +89,7 @@ def mountlab(uid: int = 0) -> Iterator[Lab]:
     try:
         yield Lab(state, uid)
     finally:
-        for path in mounted_below(state):
-            subprocess.run(["umount", "--lazy", path], check=False)
+        unmount_below(state)
         shutil.rmtree(state)
 
 

@@ -318,11 +318,10 @@ def test_a_squashed_checkout_is_judged_by_the_mirror_of_its_lease(world: World, 
     assert world.run("verify-seal", tree, "--base", world.commits[1]).status == 0
     assert world.run("verify-seal", tree, "--base", world.commits[2]).status == 8
     forged = tmp_path / "checkouts" / tree.parent.name
-    for part in (Path("checkouts", tree.parent.name, "tree"), Path("mirrors", "demo__project")):
+    for part in (Path("checkouts", forged.name), Path("leases", forged.name), Path("mirrors", "demo__project")):
         shutil.copytree(world.daemon.state_dir / part, tmp_path / part, symlinks=True)
-    shutil.copy(tree.parent / "lease.json", forged)
     assert world.run("verify-seal", forged / "tree", "--base", world.commits[1]).status == 0
-    forged.chmod(0o777)
+    (tmp_path / "leases").chmod(0o777)
     assert world.run("verify-seal", forged / "tree", "--base", world.commits[1]).status == 8
     world.run("release", tree)
 

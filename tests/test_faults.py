@@ -31,10 +31,11 @@ _STEPS = (
     ("migration of the catalog", "`catalog.sqlite3-wal` made"),
     ("maintenance", "`mirrors/o__r/packed-refs.new` made"),
     ("template build", "`templates/o__r/trees/.building-*` made"),
-    ("checkout (pool)", "`checkouts/*/lease.json` made"),
+    ("checkout (pool)", "`leases/*/lease.json` in place"),
     ("tree creation (pool)", "`checkouts/*/tree` made"),
-    ("reset (overlay)", "`checkouts/*` in place"),
-    ("release (overlay)", "`checkouts/.gone-*` in place"),
+    ("reset (overlay)", "`leases/*/resetting.json` in place"),
+    ("reset (overlay)", "`leases/*/layer` in place"),
+    ("release (overlay)", "`leases/.gone-*` in place"),
 )
 _CHILDREN = (("sync", "git fetch"), ("maintenance", "git repack"), ("template build", "worker"))
 _BY_NAME = {kind.name: kind for kind in OPERATIONS}

@@ -19,7 +19,7 @@ from gitrepos import Upstream
 
 _ROUNDS = 5
 _CALLS = (
-    "mkdir,mkdirat,mount,umount2,rmdir,unlink,unlinkat,rename,renameat,renameat2,link,linkat,chmod,fchmodat,chown,openat,write,"
+    "mkdir,mkdirat,mount,umount2,fsopen,fsmount,move_mount,setxattr,rmdir,unlink,unlinkat,rename,renameat,renameat2,link,linkat,chmod,fchmodat,chown,openat,write,"
     "fsync,fdatasync,sync,syncfs"
 )
 _LINE = re.compile(r"(?P<thread>\d+) +(?P<name>\w+)\((?P<arguments>.*)")
@@ -42,7 +42,8 @@ class Trace:
 
 
 def _is_ours(call: re.Match[str], running: Daemon) -> bool:
-    return call["name"] != "write" and (str(running.state_dir) in call["arguments"] or "sync" in call["name"])
+    is_below = str(running.state_dir) in call["arguments"]
+    return call["name"] != "write" and (is_below or "sync" in call["name"] or call["name"] in ("fsopen", "fsmount"))
 
 
 def _kind(call: re.Match[str]) -> str:
@@ -75,7 +76,7 @@ def checkout(running: Daemon) -> dict[str, str]:
 def release(running: Daemon, identity: str) -> None:
     """Taken away, and all its files removed."""
     assert running.request("DELETE", f"/v1/checkouts/{identity}")[0] == 204
-    until(lambda: not list((running.state_dir / "checkouts").glob(f"*{identity}")))
+    until(lambda: not list(running.state_dir.glob(f"[cl]*s/*{identity}")))
 
 
 @contextmanager
@@ -100,51 +101,35 @@ def test_the_daemon_loads_no_libgit2(running: Daemon) -> None:
     assert not [name for name in ("pygit2", "libgit2", "pyarrow") if name in maps]
 
 
-def test_a_warm_checkout_is_five_mkdirs_a_mount_and_one_small_file(running: Daemon, tmp_path: Path) -> None:
-    """No flush, and no rename but that of the release; what waits for the disk is not done where requests are served."""
+def test_a_warm_checkout_is_six_mkdirs_a_mount_and_one_small_file(running: Daemon, tmp_path: Path) -> None:
+    """No flush, one rename, and two at the release; what waits for the disk is not done where requests are served."""
     with traced(running, tmp_path / "trace") as found:
         for _ in range(_ROUNDS):
             release(running, checkout(running)["id"])
     (trace,) = found
-    assert trace.loop == {"mkdir": 5 * _ROUNDS, "mount": _ROUNDS, "write": _ROUNDS, "rename": _ROUNDS}
+    made = {"mkdir": 6, "write": 1, "read": 3, "fsopen": 1, "fsmount": 1, "move_mount": 1, "rename": 1 + 2}
+    assert trace.loop == {call: count * _ROUNDS for call, count in made.items()}
     assert sum("HTTP/1.1 201" in answer and "expires_at" in answer for answer in trace.answers) == _ROUNDS, "head and body part"
-    assert trace.all["rmdir"] <= 9 * _ROUNDS
+    assert trace.all["rmdir"] <= 10 * _ROUNDS
     assert trace.all["unlink"] == 2 * _ROUNDS
 
 
-def test_a_reset_is_a_checkout_that_changes_places_with_the_old_one(running: Daemon, tmp_path: Path) -> None:
-    """The lease's file is linked into it, and one rename makes all of it stand; nothing is taken down before the answer."""
+def test_a_reset_is_a_layer_that_is_mounted_in_the_place_of_the_old_one(running: Daemon, tmp_path: Path) -> None:
+    """Four renames: the lease that says so, before and after, and the layers. Nothing is written, nothing read but HEAD."""
     made = checkout(running)
     with traced(running, tmp_path / "trace") as found:
         reset(running, made)
     (trace,) = found
-    assert trace.loop == {"mkdir": 5, "mount": 1, "read": 1, "link": 1, "chmod": 1, "renameat2": 1}
+    mounted = {"fsopen": 1, "fsmount": 1, "move_mount": 1, "umount2": 1}
+    assert trace.loop == {"mkdir": 3, "read": 4, "rename": 4, **mounted}
     release(running, made["id"])
-
-
-def test_a_second_reset_makes_nothing(running: Daemon, tmp_path: Path) -> None:
-    """Directories and mount are there already, in a place of their own, and HEAD was read there."""
-    made = checkout(running)
-    reset(running, made)
-    until(lambda: [spare for spare in (running.state_dir / "checkouts").glob(".next-*") if is_mounted(spare)])
-    time.sleep(0.1)
-    with traced(running, tmp_path / "trace") as found:
-        reset(running, made)
-    (trace,) = found
-    assert trace.loop == {"link": 1, "chmod": 1, "renameat2": 1}
-    release(running, made["id"])
-    until(lambda: not list((running.state_dir / "checkouts").iterdir()))
+    until(lambda: not list(running.state_dir.glob("[cl]*s/*")))
 
 
 def reset(running: Daemon, made: dict[str, str]) -> None:
     (Path(made["path"]) / "mine").write_text("work")
     assert running.request("POST", f"/v1/checkouts/{made['id']}/reset", {})[0] == 200
     assert not (Path(made["path"]) / "mine").exists()
-
-
-def is_mounted(spare: Path) -> bool:
-    """What was replaced has a lease still; the kernel makes a directory for a mount."""
-    return not (spare / "lease.json").exists() and (spare / "layer/work/work").exists()
 
 
 def until(happens: Callable[[], object]) -> None:

@@ -4,38 +4,48 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from checkoutlab import passable_directory
 
-from mirrord.checkouts.leases import GONE, Lease, Leases, LeaseState
+from mirrord.checkouts.leases import GONE, Directories, Lease, Leases, LeaseState
 from mirrord.errors import CheckoutNotFoundError
-from mirrord.model import Backend, CommitId, History, MirrorName, View, utc_now
+from mirrord.model import Backend, CommitId, History, MirrorName, View, new_checkout_id, utc_now
 
 
 @pytest.fixture
 def leases(tmp_path: Path) -> Leases:
-    opened = Leases(tmp_path / "checkouts")
+    opened = Leases(tmp_path)
     opened.open()
     return opened
 
 
 def new_lease(leases: Leases) -> Lease:
-    checkout, directory = leases.new_directory()
-    now = utc_now()
+    checkout, now = new_checkout_id(), utc_now()
     lease = Lease(
-        id=checkout, directory=directory, mirror=MirrorName("psf", "requests"), commit=CommitId("a" * 40), tree="b" * 40,
+        id=checkout, directories=leases.directories(checkout), mirror=MirrorName("psf", "requests"),
+        commit=CommitId("a" * 40), tree="b" * 40,
         instance="psf__requests-1", history=History.SEALED, view=View.AGENT, backend=Backend.POOL, owner_uid=12345,
         owner_gid=12345, taken_by=12345, created_at=now, expires_at=now + timedelta(hours=1),
     )  # fmt: skip
-    leases.save(lease)
+    leases.begin(lease)
+    leases.put(lease)
     return lease
 
 
-def again(leases: Leases, tmp_path: Path) -> tuple[list[Lease], list[Path]]:
-    return Leases(tmp_path / "checkouts").open()
+def half_made(leases: Leases) -> Directories:
+    directories = leases.directories(new_checkout_id())
+    directories.private.mkdir()
+    directories.public.mkdir()
+    return directories
+
+
+def again(leases: Leases, tmp_path: Path) -> tuple[list[Lease], list[Directories]]:
+    return Leases(tmp_path).open()
 
 
 def test_a_saved_lease_is_read_back_whole(leases: Leases, tmp_path: Path) -> None:
@@ -45,22 +55,25 @@ def test_a_saved_lease_is_read_back_whole(leases: Leases, tmp_path: Path) -> Non
 
 
 def test_what_has_no_whole_lease_file_is_rubbish(leases: Leases, tmp_path: Path) -> None:
-    """Half-made, torn, released and foreign directories are all told apart from leases."""
+    """Half-made, torn, released and foreign directories, and either half of one, are all told apart from leases."""
     standing, torn, released = new_lease(leases), new_lease(leases), new_lease(leases)
-    _, half_made = leases.new_directory()
-    (torn.directory / "lease.json").write_text('{"id": ')
-    gone = leases.drop(released)
+    alone, closed = new_lease(leases), new_lease(leases)
+    begun, gone = half_made(leases), leases.drop(released)
+    (torn.private / "lease.json").write_text('{"id": ')
+    alone.directory.rmdir()
+    (closed.private / "lease.json").unlink()
+    closed.private.rmdir()
     found, rubbish = again(leases, tmp_path)
     assert found == [standing]
-    assert set(rubbish) == {torn.directory, half_made, gone}
-    assert gone.name == f"{GONE}{released.id}"
+    assert set(rubbish) == {torn.directories, begun, gone, alone.directories, closed.directories}
+    assert {gone.public.name, gone.private.name} == {f"{GONE}{released.id}"}
 
 
 def test_a_copied_lease_file_makes_no_lease(leases: Leases, tmp_path: Path) -> None:
     """The directory's name and the id inside must agree."""
     lease = new_lease(leases)
-    _, other = leases.new_directory()
-    (other / "lease.json").write_bytes((lease.directory / "lease.json").read_bytes())
+    other = half_made(leases)
+    (other.private / "lease.json").write_bytes((lease.private / "lease.json").read_bytes())
     assert again(leases, tmp_path) == ([lease], [other])
 
 
@@ -86,70 +99,84 @@ def test_a_renewal_is_on_the_disk_before_it_replaces_the_lease(
     leases.prepare(renewed)
     assert again(leases, tmp_path)[0] == [lease]
     leases.put(renewed)
-    assert flushed == [f"{lease.directory}/lease.json.new"]
+    assert flushed == [f"{lease.private}/lease.json.new"]
     assert again(leases, tmp_path)[0] == [renewed]
 
 
 def test_an_ended_lease_is_not_found(leases: Leases) -> None:
     """At once, before its files are gone."""
     lease = new_lease(leases)
-    assert leases.drop(lease).exists()
+    gone = leases.drop(lease)
+    assert gone.public.exists()
+    assert gone.private.exists()
+    assert not lease.directory.exists()
     with pytest.raises(CheckoutNotFoundError):
         leases.get(lease.id)
 
 
 def test_a_lease_file_is_private(leases: Leases) -> None:
-    """Others may pass through the directory, not look into it or at the lease."""
+    """It lies in a directory that only the daemon enters."""
     lease = new_lease(leases)
-    assert lease.directory.stat().st_mode & 0o777 == 0o711
-    assert (lease.directory / "lease.json").stat().st_mode & 0o777 == 0o600
+    assert lease.private.stat().st_mode & 0o777 == 0o700
+    assert (lease.private / "lease.json").stat().st_mode & 0o777 == 0o600
     assert lease.state is LeaseState.LIVE
 
 
 def test_a_reset_is_in_the_name_of_the_file(leases: Leases, tmp_path: Path) -> None:
     """To where it is: the same file under another name. To elsewhere: written whole before the old one goes."""
     lease = new_lease(leases)
-    file = lease.directory / "lease.json"
+    file = lease.private / "lease.json"
     inode = file.stat().st_ino
     leases.save(replace(lease, state=LeaseState.RESETTING))
-    assert (lease.directory / "resetting.json").stat().st_ino == inode
+    assert (lease.private / "resetting.json").stat().st_ino == inode
     leases.save(lease)
     assert file.stat().st_ino == inode
     going = replace(lease, commit=CommitId("c" * 40), state=LeaseState.RESETTING)
     leases.save(going)
     assert again(leases, tmp_path) == ([going], [])
-    assert [path.name for path in lease.directory.iterdir()] == ["resetting.json"]
+    assert [path.name for path in lease.private.iterdir()] == ["resetting.json"]
 
 
 def test_a_reset_that_had_not_begun_leaves_the_lease_as_it_was(leases: Leases, tmp_path: Path) -> None:
     """Killed between the two files, the tree was not touched."""
     lease = new_lease(leases)
-    whole = (lease.directory / "lease.json").read_bytes()
+    whole = (lease.private / "lease.json").read_bytes()
     leases.save(replace(lease, commit=CommitId("c" * 40), state=LeaseState.RESETTING))
-    (lease.directory / "lease.json").write_bytes(whole)
+    (lease.private / "lease.json").write_bytes(whole)
     assert again(leases, tmp_path) == ([lease], [])
 
 
-@pytest.mark.parametrize("commit", ["a" * 40, "c" * 40])
-def test_a_lease_moves_into_what_was_made_for_it(leases: Leases, tmp_path: Path, commit: str) -> None:
-    """In one step, whether it says the same or not; what it had before is no lease."""
-    lease = new_lease(leases)
-    (lease.directory / "old").touch()
-    fresh = lease.directory.with_name(".next-x")
-    fresh.mkdir(mode=0o700)
-    (fresh / "new").touch()
-    moved = replace(lease, commit=CommitId(commit))
-    leases.move_in(moved, str(fresh))
-    assert leases.find(lease.id) == moved
-    assert sorted(os.listdir(lease.directory)) == ["lease.json", "new"]
-    assert lease.directory.stat().st_mode & 0o777 == 0o711
-    assert again(leases, tmp_path) == ([moved], [fresh])
+def who_may(directory: Path, what: str) -> list[int]:
+    """Which of the owner, another user and nobody succeed with a command."""
+    uids = (12345, 23456, 65534)
+    return [
+        uid
+        for uid in uids
+        if subprocess.run(
+            what, shell=True, cwd="/", user=uid, group=12345, extra_groups=[], env={"D": str(directory)}, capture_output=True
+        ).returncode
+        == 0
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs other users")
+def test_a_checkouts_directory_is_for_its_owner_alone() -> None:
+    """Another uid of the same group can neither enter nor list nor look below it; the owner can pass, not list or write."""
+    with passable_directory() as state:
+        leases = Leases(state)
+        leases.open()
+        lease = new_lease(leases)
+        (lease.tree_path / "src").mkdir(parents=True)
+        assert who_may(lease.directory, 'cd "$D/tree" && ls') == [12345]
+        assert who_may(lease.directory, 'stat "$D/tree/src"') == [12345]
+        for refused in ('ls "$D"', 'touch "$D/x"', 'mv "$D/tree" "$D/t"', 'chmod 777 "$D"', 'setfacl -b "$D"'):
+            assert who_may(lease.directory, refused) == []
 
 
 def test_a_lease_that_cannot_be_ended_stands(leases: Leases, tmp_path: Path) -> None:
     """Whoever released it is told, and it is still listed."""
     lease = new_lease(leases)
-    (tmp_path / "checkouts" / f"{GONE}{lease.id}" / "in the way").mkdir(parents=True)
+    (tmp_path / "leases" / f"{GONE}{lease.id}" / "in the way").mkdir(parents=True)
     with pytest.raises(OSError, match="not empty"):
         leases.drop(lease)
     assert leases.get(lease.id) == lease
@@ -165,5 +192,5 @@ def test_a_change_that_cannot_be_written_leaves_nothing(leases: Leases) -> None:
             leases.save(replace(lease, commit=CommitId("c" * 40)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [path.name for path in lease.directory.iterdir()] == ["lease.json"]
+    assert [path.name for path in lease.private.iterdir()] == ["lease.json"]
     assert leases.get(lease.id) == lease

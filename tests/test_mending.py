@@ -231,11 +231,12 @@ def test_stale_pins_go_without_a_restart(upstream: Upstream) -> None:
 
 def test_a_checkout_that_could_not_be_removed_goes_without_a_restart() -> None:
     """One that a crash left half-made, with something mounted in it."""
-    with daemon(start=False) as it:
+    with daemon() as it:
         checkouts = it.state_dir / "checkouts"
         inner = checkouts / "half-made/inner"
         inner.mkdir(parents=True)
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(inner)], check=True)
+        it.kill()
         it.start()
         until(lambda: it.log.count("checkout.stuck") >= 3)
         time.sleep(3)  # of each backend, the tries that come one after the other

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
+import pwd
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,7 @@ from mountlab import TREE, Lab, mounted_below, mountlab
 
 from mirrord.errors import AccessError, BackendUnavailableError, InvalidRequestError, ResourceError, from_problem
 from mirrord.host import mounts
+from mirrord.host.files import opened
 from mirrord.host.mounting import LocalMounter, OverlayOrder, RemoteMounter, choose_mounter
 
 DAEMON, USER, STRANGER = 23456, (12345, 12346), 34567
@@ -96,7 +101,12 @@ def service(lab: Lab) -> Iterator[Service]:
 def mounter(service: Service) -> Iterator[RemoteMounter]:
     made = RemoteMounter(service.socket)
     yield made
-    made.close()
+    made.close(unbind=False)
+
+
+def overlays(lab: Lab) -> list[str]:
+    """What is mounted besides the directories that the service bound over themselves."""
+    return [path for path in mounted_below(lab.state) if Path(path).parent != lab.state]
 
 
 def as_uid(uid: int, script: str, *args: str) -> str:
@@ -112,63 +122,63 @@ def as_uid(uid: int, script: str, *args: str) -> str:
 
 
 def test_the_daemons_user_mounts_and_unmounts(lab: Lab, service: Service) -> None:
-    """A process without any capability sees its mount, and can delete all that the mount left."""
+    """A process without any capability reads its mount before anybody sees it, and can delete all that it left."""
     order = lab.checkout()
     script = """
 import os, shutil, sys
 from pathlib import Path
 from mirrord.host.mounting import OverlayOrder, RemoteMounter
 mounter = RemoteMounter(Path(sys.argv[1]))
-tree = Path(sys.argv[3])
-mounter.mount(OverlayOrder(sys.argv[2], tuple(sys.argv[4:]), None))
+tree, layer = Path(sys.argv[3]), Path(sys.argv[4])
+mount = mounter.make(OverlayOrder(sys.argv[2], "layer", tuple(sys.argv[5:]), None))
+print(os.listdir(tree), sorted(os.listdir(os.open(".", os.O_RDONLY, dir_fd=mount))))
+mounter.attach(sys.argv[2], mount)
+os.close(mount)
 print((tree / "README").read_text(), os.listdir(tree / ".git"))
 (tree / "README").write_text("above")
 mounter.umount(sys.argv[2])
 print(os.listdir(tree))
-os.chmod(tree.parent / "layer" / "work" / "work", 0o700)
-os.chmod(tree.parent / "layer" / "work" / "work" / "incompat", 0o700)
-os.chmod(tree.parent / "layer" / "work" / "work" / "incompat" / "volatile", 0o700)
-shutil.rmtree(tree.parent)
+for inner in ("work", "work/incompat", "work/incompat/volatile"):
+    os.chmod(layer / "work" / inner, 0o700)
+shutil.rmtree(layer)
 """
-    answer = as_uid(DAEMON, script, str(service.socket), order.checkout, str(lab.tree(order)), *order.layers)
-    assert answer == "below\n ['HEAD']\n[]\n"
-    assert not lab.tree(order).exists()
+    layer = lab.upper(order).parent
+    answer = as_uid(DAEMON, script, str(service.socket), order.checkout, str(lab.tree(order)), str(layer), *order.layers)
+    assert answer == "[] ['.git', 'README', 'src']\nbelow\n ['HEAD']\n[]\n"
+    assert not layer.exists()
 
 
 def test_a_clients_files_are_the_clients(lab: Lab, mounter: RemoteMounter) -> None:
     """The service shows the daemon's layers as another user's, and what that user writes is its own."""
-    mounter.make_idmap(USER)
     order = lab.checkout(USER)
-    mounter.mount(order)
+    lab.mount(mounter, order)
     tree = lab.tree(order)
     script = "import os, sys; os.chdir(sys.argv[1]); print(os.stat('README').st_uid); open('README', 'w').write('mine')"
     assert as_uid(USER[0], script, str(tree)) == f"{USER[0]}\n"
     assert (lab.upper(order) / "README").stat().st_uid == USER[0]
     assert (lab.template / "README").read_text() == "below\n"
     mounter.umount(order.checkout)
-    mounter.drop_idmap(USER)
-    assert mounted_below(lab.state) == []
+    assert overlays(lab) == []
 
 
 def test_one_that_was_restarted_goes_on(lab: Lab, service: Service, mounter: RemoteMounter) -> None:
     """It keeps nothing; a client connects again, and what was mounted is still there to be unmounted."""
     order = lab.checkout()
-    mounter.mount(order)
+    lab.mount(mounter, order)
     service.stop()
     service.start()
     mounter.umount(order.checkout)
-    assert mounted_below(lab.state) == []
+    assert overlays(lab) == []
 
 
 def test_asking_for_what_is_not_there(lab: Lab, mounter: RemoteMounter) -> None:
     """Unmounting nothing is fine; mounting what is gone is FileNotFoundError, as it is without the service."""
     mounter.umount(NAME)
-    mounter.drop_idmap(USER)
     with pytest.raises(FileNotFoundError):
-        mounter.mount(OverlayOrder(NAME, (TREE,), None))
+        mounter.make(OverlayOrder(NAME, "layer", (TREE,), None))
     gone = lab.checkout(layers=(TREE.replace("1", "3"),))
     with pytest.raises(FileNotFoundError):
-        mounter.mount(gone)
+        mounter.make(gone)
 
 
 def test_no_answer_is_a_backend_that_is_unavailable(lab: Lab, service: Service) -> None:
@@ -179,7 +189,7 @@ def test_no_answer_is_a_backend_that_is_unavailable(lab: Lab, service: Service) 
         mounter.umount(NAME)
     service.process.send_signal(signal.SIGCONT)
     mounter.umount(NAME)
-    mounter.close()
+    mounter.close(unbind=False)
     with pytest.raises(BackendUnavailableError):
         RemoteMounter(lab.state / "nothing").umount(NAME)
 
@@ -261,7 +271,7 @@ BAD_OWNERS: list[object] = [
 ]
 HOSTILE: list[object] = [
     *(
-        {"request": "mount", "checkout": name, "layers": [TREE], "owner": None}
+        {"request": "make", "checkout": name, "upper": "layer", "layers": [TREE], "owner": None}
         for name in (
             "", ".", "..", "../checkouts", f"{NAME}/../{NAME}", f"/{NAME}", f"{NAME}/tree", NAME.upper(), NAME[:-1], NAME + "a",
             f"{NAME}\n", f"{NAME}\0", "1" * 16, ".warm-x", f".gone-{NAME}",
@@ -269,7 +279,7 @@ HOSTILE: list[object] = [
         )
     ),
     *(
-        {"request": "mount", "checkout": NAME, "layers": layers, "owner": None}
+        {"request": "make", "checkout": NAME, "upper": "layer", "layers": layers, "owner": None}
         for layers in (
             [], None, 7, "x", [None], [["x"]], ["/etc"], ["../../../etc"], ["."], [""], ["psf__requests"], [TREE + "/.."],
             [TREE + "/../../../../../etc"], ["../templates/" + TREE], [TREE + ":/etc"], [TREE + ",upperdir=/etc"],
@@ -277,15 +287,19 @@ HOSTILE: list[object] = [
         )
     ),
     *(
-        {"request": kind, "owner": owner, "checkout": NAME, "layers": [TREE]}
-        for kind in ("mount", "make_idmap", "drop_idmap")
+        {"request": "make", "owner": owner, "checkout": NAME, "upper": "layer", "layers": [TREE]}
         for owner in BAD_OWNERS
     ),
     *(
-        {"request": "umount", "checkout": name}
-        for name in ("", ".", "..", "../idmaps", f"{NAME}/..", f"{NAME}/tree", "/", f"{NAME}\n", f"{NAME}\0", "a" * 256, None, 1)
+        {"request": "make", "owner": None, "checkout": NAME, "upper": upper, "layers": [TREE]}
+        for upper in ("", "..", "layer/upper", "/etc", "layers", None, 1)
     ),
-    *({"request": kind} for kind in ("mount", "umount", "make_idmap", "drop_idmap", "", None, "exec", 1, ["mount"], {})),
+    *(
+        {"request": kind, "checkout": name}
+        for kind in ("umount", "attach", "replace")
+        for name in ("", ".", "..", "../leases", f"{NAME}/..", f"{NAME}/tree", "/", f"{NAME}\n", f"{NAME}\0", "a" * 256, None, 1)
+    ),
+    *({"request": kind} for kind in ("make", "attach", "replace", "umount", "mount", "", None, "exec", 1, ["make"], {})),
     {}, [], None, 1, "mount", [{"request": "umount"}],
 ]  # fmt: skip
 
@@ -298,7 +312,7 @@ def test_nothing_else_may_be_asked(lab: Lab, service: Service) -> None:
             problem = json.loads(connection.recv(65536)).get("problem")
             assert problem is not None, request
             assert isinstance(from_problem(problem), InvalidRequestError), (request, problem)
-    assert mounted_below(lab.state) == []
+    assert overlays(lab) == []
 
 
 @pytest.mark.parametrize(
@@ -310,16 +324,95 @@ def test_messages_that_are_no_requests(service: Service, message: bytes) -> None
     assert service.ask(b'{"request": "umount", "checkout": "%s"}' % NAME.encode()) == {}
 
 
-@pytest.mark.parametrize("owner", [(0, 0), (0, 5), (5, 0), (DAEMON, DAEMON), (DAEMON, 5)])
-def test_files_are_never_shown_as_roots_or_the_daemons(lab: Lab, mounter: RemoteMounter, owner: tuple[int, int]) -> None:
-    """A set-uid file of the daemon's could be copied up as root's."""
+KNOWN = 5  # games, a system user of every Debian
+PERSON = pwd.getpwnam("nobody")
+REFUSED = {
+    "root": (0, 0),
+    "root's group": (USER[0], 0),
+    "the daemon": (DAEMON, DAEMON),
+    "the daemon's uid": (DAEMON, USER[1]),
+    "a system user": (KNOWN, pwd.getpwuid(KNOWN).pw_gid),
+    "a system group": (USER[0], grp.getgrnam("shadow").gr_gid),
+    "a group of others": (PERSON.pw_uid, USER[1]),
+    "a group with a name": (USER[0], PERSON.pw_gid),
+}
+
+
+@pytest.mark.parametrize("who", REFUSED)
+def test_files_are_shown_as_ordinary_users_with_groups_of_theirs_only(lab: Lab, mounter: RemoteMounter, who: str) -> None:
+    """Whatever a daemon that was broken into writes into its lease: it becomes nobody's peer."""
+    order = lab.checkout(REFUSED[who])
     with pytest.raises(BackendUnavailableError):
-        mounter.make_idmap(owner)
-    assert mounted_below(lab.state) == []
+        mounter.make(order)
+    assert overlays(lab) == []
 
 
-PLACES = ["", "/tree", "/layer", "/layer/upper", "/layer/work"]
-PLACES = ["checkouts", "templates", "templates/psf__requests", f"templates/{TREE}", *(f"checkouts/{{0}}{end}" for end in PLACES)]
+@pytest.mark.parametrize("owner", [USER, (PERSON.pw_uid, PERSON.pw_gid)])
+def test_files_are_shown_as_the_holders_of_the_checkout(lab: Lab, mounter: RemoteMounter, owner: tuple[int, int]) -> None:
+    """Of that very checkout: neither of another, nor of one that nobody has."""
+    mine, others = lab.checkout(owner), lab.checkout((54321, 54321))
+    lab.mount(mounter, mine)
+    with pytest.raises(AccessError, match="not leased"):
+        mounter.make(replace(others, owner=owner))
+    (lab.state / "leases" / others.checkout / "lease.json").unlink()
+    with pytest.raises(AccessError, match="not leased"):
+        mounter.make(others)
+
+
+@pytest.mark.parametrize("owner", [USER, (DAEMON, USER[1])])
+def test_only_the_daemons_files_are_shown_as_anybodys(lab: Lab, mounter: RemoteMounter, owner: tuple[int, int]) -> None:
+    """Templates that were given away would make their new owner's files another's."""
+    order = lab.checkout((54321, 54321))
+    os.chown(lab.state / "templates", *owner)
+    with pytest.raises(AccessError, match="belong to"):
+        mounter.make(order)
+
+
+RUN = "import os, subprocess, sys; print(subprocess.run([sys.argv[1], '-u'], capture_output=True, text=True).stdout)"
+
+
+def test_no_set_id_bit_counts_that_a_daemon_smuggles_in(lab: Lab, service: Service, mounter: RemoteMounter) -> None:
+    """A set-uid template seems the victim's, and opening it for writing copies it up as such: neither copy has an effect."""
+    program = lab.template / "id"
+    shutil.copy("/usr/bin/id", program)
+    os.chown(program, DAEMON, DAEMON)
+    program.chmod(0o6777)
+    order = lab.checkout(USER)
+    lab.mount(mounter, order)
+    os.close(os.open(lab.tree(order) / "id", os.O_WRONLY))
+    copied = lab.upper(order) / "id"
+    assert (copied.stat().st_uid, copied.stat().st_mode & 0o7777) == (USER[0], 0o6777)
+    for directory in (lab.tree(order).parent, *copied.parents[:3]):
+        directory.chmod(0o777)
+    for path in (copied, lab.tree(order) / "id"):
+        assert as_uid(DAEMON, RUN, str(path)).strip() == str(DAEMON)
+    for name in ("leases", "checkouts"):
+        with pytest.raises(OSError, match=r"busy|cross-device"):
+            (lab.state / name).rename(lab.state / "moved")
+        with pytest.raises(OSError, match="cross-device"):
+            (lab.state / name / order.checkout).rename(lab.state / "moved")
+
+
+def test_mounts_of_others_are_not_shown(lab: Lab, service: Service, mounter: RemoteMounter) -> None:
+    """Only what the service made itself, for that checkout, and once; what is left over goes with the connection."""
+    order = lab.checkout()
+    with opened(mounter.make(order)) as mount:
+        with pytest.raises(FileNotFoundError):
+            mounter.attach(lab.checkout().checkout, mount)
+        mounter.attach(order.checkout, mount)
+        with pytest.raises(FileNotFoundError):
+            mounter.replace(order.checkout, mount)
+    held = service.open_files()
+    for _ in range(100):
+        os.close(mounter.make(lab.checkout()))
+    assert service.open_files() <= held + 64
+    mounter.close(unbind=False)
+    _wait_for_answer(service)
+    assert service.open_files() <= held
+
+
+PLACES = ["templates", "templates/psf__requests", f"templates/{TREE}", "checkouts/{0}", "checkouts/{0}/tree"]
+PLACES += [f"leases/{{0}}{end}" for end in ("", "/layer", "/layer/upper", "/layer/work")]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -327,22 +420,23 @@ def test_no_link_is_followed(lab: Lab, mounter: RemoteMounter, place: str) -> No
     """The daemon's user can put a link anywhere in its state; the service does not go there, not even within it."""
     order = lab.checkout(layers=(TREE,))
     path = lab.state / place.format(order.checkout)
-    path.rename(lab.state / "moved")
-    path.symlink_to(lab.state / "moved")
+    moved = path.with_name("moved")
+    path.rename(moved)
+    path.symlink_to(moved)
     with pytest.raises(FileNotFoundError):
-        mounter.mount(order)
-    assert mounted_below(lab.state) == []
+        lab.mount(mounter, order)
+    assert overlays(lab) == []
 
 
 def test_no_link_is_followed_to_an_unmount(lab: Lab, mounter: RemoteMounter) -> None:
     """What is mounted elsewhere stays."""
     order = lab.checkout()
-    mounter.mount(order)
+    lab.mount(mounter, order)
     other = lab.state / "checkouts" / NAME
     other.mkdir()
     (other / "tree").symlink_to(lab.tree(order))
     mounter.umount(NAME)
-    assert mounted_below(lab.state) == [str(lab.tree(order))]
+    assert overlays(lab) == [str(lab.tree(order))]
 
 
 def test_a_race_with_links_leads_nowhere(lab: Lab, mounter: RemoteMounter) -> None:
@@ -354,7 +448,7 @@ def test_a_race_with_links_leads_nowhere(lab: Lab, mounter: RemoteMounter) -> No
     with _turning(tree, aside, victim):
         for _ in range(150):
             with suppress(FileNotFoundError, ResourceError):
-                mounter.mount(order)
+                lab.mount(mounter, order)
             mounter.umount(order.checkout)
             assert not os.path.ismount(victim)
             _fresh_work(lab, order)
@@ -397,7 +491,7 @@ def test_what_is_given_back_is_only_what_overlayfs_made(lab: Lab, mounter: Remot
     (target / "incompat/volatile").mkdir(parents=True)
     (lab.upper(order).parent / "work/work").symlink_to(target)
     with suppress(FileNotFoundError, ResourceError):
-        mounter.mount(order)
+        lab.mount(mounter, order)
     assert {path.stat().st_uid for path in (target, target / "incompat", target / "incompat/volatile")} == {0}
 
 

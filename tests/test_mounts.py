@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import anyone
@@ -14,7 +15,8 @@ from mountlab import GIT, TREE, Lab, mounted_below, mountlab
 from mirrord.checkouts.control import discard
 from mirrord.errors import BackendUnavailableError, CheckoutBusyError
 from mirrord.host import mounts
-from mirrord.host.mounting import LocalMounter, OverlayOrder
+from mirrord.host.files import opened
+from mirrord.host.mounting import LocalMounter, MappedTemplates, OverlayOrder
 from mirrord.host.processes import Capability, has_capabilities
 
 USER = (12345, 12346)
@@ -50,7 +52,7 @@ def make(top: Path, *names: str) -> list[str]:
 def test_a_mount_shows_its_layers_and_keeps_writes_above(lab: Lab, mounter: LocalMounter) -> None:
     """What is written lands in the upper directory, and the layers stay as they are."""
     order = lab.checkout()
-    mounter.mount(order)
+    lab.mount(mounter, order)
     tree = lab.tree(order)
     assert (tree / "README").read_text() == "below\n"
     assert (tree / ".git/HEAD").exists()
@@ -64,33 +66,53 @@ def test_a_mount_shows_its_layers_and_keeps_writes_above(lab: Lab, mounter: Loca
 
 
 def test_many_layers_mount(lab: Lab, mounter: LocalMounter) -> None:
-    """More names than one page holds, the first of which hides the rest."""
+    """More than one option may name, the first of which hides the rest."""
     names = [f"psf__requests/{'x' * 100}/{number}" for number in range(70)]
     for number, name in enumerate(names):
         lab.layer(name, {"top": f"{number}\n", f"own-{number}": ""})
     order = lab.checkout(layers=tuple(names))
-    mounter.mount(order)
+    lab.mount(mounter, order)
     assert (lab.tree(order) / "top").read_text() == "0\n"
     assert len(list(lab.tree(order).iterdir())) == 71
 
 
+@contextmanager
+def overlay_of(lower: Path, layer: Path) -> Iterator[int]:
+    """An overlay that is mounted nowhere."""
+    with ExitStack() as stack:
+        paths = (lower, layer / "upper", layer / "work")
+        below, upper, work = (stack.enter_context(opened(os.open(path, os.O_PATH))) for path in paths)
+        yield stack.enter_context(opened(mounts.make_overlay([below], upper, work)))
+
+
 @pytest.mark.parametrize("name", ["a,b", "a:b", "a\\b", "a b", "a\nb", "lowerdir=x,upperdir=y", "é", "\udcff"])
 def test_a_path_may_have_any_character(lab: Lab, name: str) -> None:
-    """Options are split at commas and colons; paths are not."""
-    lower, upper, work, tree = make(lab.state / name, "lower", "upper", "work", "tree")
+    """Options are split at commas and colons; descriptors have neither."""
+    lower, _, _, tree = make(lab.state / name, "lower", "upper", "work", "tree")
     (Path(lower) / "file").touch()
-    mounts.mount_overlay(tree, [lower], upper, work)
+    with overlay_of(Path(lower), lab.state / name) as mount:
+        mounts.attach(mount, tree)
     assert (Path(tree) / "file").exists()
     assert tree in mounts.read_overlays()
     mounts.umount(tree)
     assert tree not in mounts.read_overlays()
 
 
+def test_the_table_of_mounts_says_nothing_but_the_checkout(lab: Lab, mounter: LocalMounter) -> None:
+    """Anybody may read it: no commit, no owner, no path but that of a directory which nobody else enters."""
+    order = lab.checkout(USER)
+    lab.mount(mounter, order)
+    (line,) = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if order.checkout in line]
+    assert line.split()[4] == str(lab.tree(order))
+    said = line.replace(str(lab.tree(order)), "")
+    for secret in ("1" * 40, "2" * 40, "psf__requests", "templates", "leases", "12345", "12346", str(lab.state)):
+        assert secret not in said
+
+
 def test_an_idmapped_layer_belongs_to_the_client(lab: Lab, mounter: LocalMounter) -> None:
     """The client owns, changes and deletes what the layer's owner made; the layer stays as it was."""
-    mounter.make_idmap(USER)
     order = lab.checkout(USER)
-    mounter.mount(order)
+    lab.mount(mounter, order)
     tree = lab.tree(order)
     assert as_user("stat -c '%u %g' . README src src/main.py .git/HEAD | sort -u", tree) == "12345 12346"
     as_user("echo mine > README && rm -r src && mkdir src && touch src/new && chmod 600 README", tree)
@@ -100,29 +122,109 @@ def test_an_idmapped_layer_belongs_to_the_client(lab: Lab, mounter: LocalMounter
     assert (kept.st_uid, (lab.template / "README").read_text(), (lab.template / "src/main.py").exists()) == (0, "below\n", True)
 
 
-def test_an_idmapped_layer_is_for_reading(lab: Lab, mounter: LocalMounter) -> None:
-    """Nobody writes into templates by way of somebody's view of them, root included."""
-    mounter.make_idmap(USER)
-    with pytest.raises(OSError, match="Read-only"):
-        (lab.state / "idmaps/12345-12346" / TREE / "README").write_text("x")
+def test_an_idmapped_layer_is_nowhere_to_be_found_and_for_reading(lab: Lab) -> None:
+    """No path leads to it, and nobody writes into templates by way of it, root included."""
+    mapped = MappedTemplates()
+    with opened(os.open(lab.state / "templates", os.O_PATH)) as templates, opened(mapped.get(templates, USER)) as clone:
+        assert os.stat(f"{TREE}/README", dir_fd=clone).st_uid == USER[0]
+        with pytest.raises(OSError, match="Read-only"):
+            os.open(f"{TREE}/README", os.O_WRONLY, dir_fd=clone)
+        assert mounted_below(lab.state) == []
+    mapped.close()
 
 
-def test_an_idmap_that_is_dropped_leaves_its_mounts(lab: Lab, mounter: LocalMounter) -> None:
-    """Overlays hold their layers; only new ones need the directory."""
-    mounter.make_idmap(USER)
-    mounter.make_idmap(USER)
-    order = lab.checkout(USER)
-    mounter.mount(order)
-    mounter.drop_idmap(USER)
-    mounter.drop_idmap(USER)
-    assert as_user("cat README", lab.tree(order)) == "below"
-    assert mounted_below(lab.state) == [str(lab.tree(order))]
+def test_what_one_owner_uses_is_not_taken_from_under_it(lab: Lab) -> None:
+    """Neither where many others come, nor where the templates are replaced: each view lasts as long as its descriptor."""
+    mapped = MappedTemplates()
+    with opened(os.open(lab.state / "templates", os.O_PATH)) as templates, opened(mapped.get(templates, USER)) as clone:
+        for uid in range(20000, 20000 + MappedTemplates.MAX + 1):
+            os.close(mapped.get(templates, (uid, uid)))
+        assert USER not in mapped
+        order = lab.checkout(USER)
+        upper, work = (os.open(lab.upper(order).with_name(name), os.O_PATH) for name in ("upper", "work"))
+        lower = os.open(TREE, os.O_PATH, dir_fd=clone)
+        with opened(upper), opened(work), opened(lower), opened(mounts.make_overlay([lower], upper, work)) as mount:
+            assert os.stat("README", dir_fd=mount).st_uid == USER[0]
+    mapped.close()
+
+
+def test_templates_that_were_replaced_are_seen_anew(lab: Lab, mounter: LocalMounter) -> None:
+    """The view of the old directory would show nothing."""
+    lab.mount(mounter, lab.checkout(USER))
+    (lab.state / "templates").rename(lab.state / "old")
+    lab.layer(TREE, {"README": "other\n"})
+    order = lab.checkout(USER, layers=(TREE,))
+    lab.mount(mounter, order)
+    assert as_user("cat README", lab.tree(order)) == "other"
+
+
+def slave_of(directory: Path, at: Path) -> subprocess.Popen[str]:
+    """A shell in a mount namespace of its own, as a container has it: `directory` is bound there with rslave."""
+    at.mkdir()
+    enter = f"mount --rbind {directory} {at} && echo ready && exec sh"
+    command = ["unshare", "--mount", "--propagation", "slave", "sh", "-c", enter]
+    shell = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert shell.stdout is not None
+    assert shell.stdout.readline() == "ready\n"
+    return shell
+
+
+def test_an_overlay_is_replaced_in_one_step_for_all_who_see_it(lab: Lab, mounter: LocalMounter, tmp_path: Path) -> None:
+    """A container that bound the directory follows, and what it writes lands in the new layer; nothing is left stacked."""
+    mounter.open()
+    first = lab.checkout()
+    lab.mount(mounter, first)
+    tree = lab.tree(first)
+    with slave_of(tree.parent, tmp_path / "container") as shell:
+        assert shell.stdin is not None
+        assert shell.stdout is not None
+        for turn in range(3):
+            other = lab.checkout()
+            with overlay_of(lab.template, lab.upper(other).parent) as mount:
+                mounts.replace(mount, str(tree))
+            (lab.upper(other) / "from").write_text(f"{turn}")
+            print(
+                f"cat {tmp_path}/container/tree/from; echo; echo {turn} >{tmp_path}/container/tree/mine; echo",
+                file=shell.stdin,
+                flush=True,
+            )
+            assert [shell.stdout.readline() for _ in range(2)] == [f"{turn}\n", "\n"]
+            assert (tree / "mine").read_text() == (lab.upper(other) / "mine").read_text() == f"{turn}\n"
+            assert mounted_below(lab.state / "checkouts") == [str(tree)]
+        print(f"grep -c {tmp_path}/container/tree /proc/self/mountinfo", file=shell.stdin, flush=True)
+        assert shell.stdout.readline() == "1\n"
+        shell.stdin.close()
+
+
+def test_what_nobody_mounted_is_replaced_too(lab: Lab, mounter: LocalMounter) -> None:
+    """As after a reboot; and on a kernel that mounts nothing beneath another mount."""
+    order = lab.checkout()
+    with opened(mounter.make(order)) as mount:
+        mounter.replace(order.checkout, mount)
+    assert (lab.tree(order) / "README").exists()
+
+
+def test_what_clients_write_is_bound_without_set_id_bits_and_devices(lab: Lab, mounter: LocalMounter) -> None:
+    """Once, however often a daemon starts; it propagates; and it goes where nothing uses it any more."""
+    for _ in range(2):
+        LocalMounter(lab.state).open()
+    bound = [str(lab.state / name) for name in ("leases", "checkouts")]
+    assert mounted_below(lab.state) == bound
+    lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines() if line.split()[4] in bound]
+    assert all({"nosuid", "nodev"} <= {*line[5].split(",")} and line[6].startswith("shared:") for line in lines)
+    order = lab.checkout()
+    lab.mount(mounter, order)
+    mounter.close(unbind=True)
+    assert mounted_below(lab.state) == [str(lab.tree(order)), bound[1]]
+    mounter.umount(order.checkout)
+    mounter.close(unbind=True)
+    assert mounted_below(lab.state) == []
 
 
 def test_a_mount_with_a_process_inside_goes_away(lab: Lab, mounter: LocalMounter) -> None:
     """A process that sits in a tree keeps the old one for itself, and blocks nobody."""
     order = lab.checkout()
-    mounter.mount(order)
+    lab.mount(mounter, order)
     tree = lab.tree(order)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, cwd=tree) as inside:
         mounter.umount(order.checkout)
@@ -134,9 +236,10 @@ def test_a_mount_with_a_process_inside_goes_away(lab: Lab, mounter: LocalMounter
 def test_everything_at_a_place_is_unmounted(lab: Lab, mounter: LocalMounter) -> None:
     """Mounts that were stacked by mistake go together; nothing there is fine."""
     first, second = lab.checkout(), lab.checkout()
-    tree, upper, work = str(lab.tree(first)), str(lab.upper(second)), str(lab.upper(second).parent / "work")
-    mounter.mount(first)
-    mounts.mount_overlay(tree, [str(lab.template)], upper, work)
+    tree = str(lab.tree(first))
+    lab.mount(mounter, first)
+    with overlay_of(lab.template, lab.upper(second).parent) as mount:
+        mounts.attach(mount, tree)
     mounts.umount(tree)
     assert mounted_below(lab.state) == []
     mounts.umount(tree)
@@ -147,10 +250,9 @@ def test_what_is_gone_is_told_apart_from_what_is_refused(lab: Lab, mounter: Loca
     """A layer that is missing can be made again; directories that no overlay can be made of are the host's matter."""
     order = lab.checkout()
     with pytest.raises(FileNotFoundError):
-        mounter.mount(OverlayOrder(order.checkout, (GIT, TREE.replace("1", "3")), None))
-    directory = str(lab.tree(order))
-    with pytest.raises(BackendUnavailableError, match="Invalid argument"):
-        mounts.mount_overlay(directory, [directory], "/proc", "/proc")
+        mounter.make(OverlayOrder(order.checkout, "layer", (GIT, TREE.replace("1", "3")), None))
+    with opened(os.open("/proc", os.O_PATH)) as proc, pytest.raises(BackendUnavailableError, match="Invalid argument"):
+        mounts.make_overlay([proc], proc, proc)
 
 
 def test_a_descent_follows_no_link(lab: Lab) -> None:

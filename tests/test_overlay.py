@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ from mirrord.checkouts.overlay import OverlayBackend
 from mirrord.errors import BackendUnavailableError, DiskFullError
 from mirrord.git.workers import Workers
 from mirrord.host.mounting import LocalMounter, OverlayOrder
-from mirrord.host.mounts import read_overlays
-from mirrord.model import Backend, CommitId, History, View, utc_now
+from mirrord.model import Backend, CommitId, History, View, new_checkout_id, utc_now
 from mirrord.protocol import Checkout, Proof, ResetCheckout, StartCheckout
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
@@ -92,7 +91,8 @@ def test_a_checkout_with_a_process_inside_can_be_released(service: Service) -> N
 
 def test_nobody_reaches_past_the_mount(service: Service, checkout: Checkout) -> None:
     """The layer below the mount is closed to its own owner."""
-    layer = Path(checkout.path).parent / "layer"
+    layer = service.state / "leases" / checkout.id / "layer"
+    assert layer.is_dir()
     looked = subprocess.run(["ls", layer], user=USER, group=USER, extra_groups=[], capture_output=True, check=False)
     assert looked.returncode != 0
 
@@ -156,7 +156,7 @@ def test_after_a_reboot_the_layer_is_mounted_again(service: Service, checkout: C
 @pytest.mark.parametrize("kind", ["old", "gone"])
 def test_rubbish_of_a_killed_daemon_is_removed(service: Service, checkout: Checkout, kind: str) -> None:
     """An old layer whose removal was cut short goes at the next start, and so does what the removal had moved out of it."""
-    old = Path(checkout.path).parent / f".{kind}-0123456789abcdef"
+    old = service.state / "leases" / checkout.id / f".{kind}-0123456789abcdef"
     (old / "upper/some").mkdir(parents=True)
     service.restart()
     service.call(service.checkouts.close)
@@ -229,11 +229,11 @@ class RefusingMounter(LocalMounter):
 
     refuses = False
 
-    def mount(self, order: OverlayOrder) -> None:
+    def make(self, order: OverlayOrder) -> int:
         if self.refuses:
             self.refuses = False
             raise DiskFullError("cannot mount an overlay: no space left on device")
-        super().mount(order)
+        return super().make(order)
 
 
 @dataclass
@@ -247,18 +247,18 @@ class Bench:
     tree: str
 
     async def create(self, lease: Lease) -> None:
+        self.leases.begin(lease)
         await self.backend.create(lease)
-        self.leases.save(lease)
+        self.leases.put(lease)
 
     async def reset(self, lease: Lease) -> Proof:
         return await self.backend.reset(lease, self.leases)
 
     def lease(self, uid: int = USER) -> Lease:
-        checkout, directory = self.leases.new_directory()
-        now = utc_now()
+        checkout, now = new_checkout_id(), utc_now()
         return Lease(
-            checkout, directory, NAME, self.commit, self.tree, None, History.SEALED, View.AGENT, Backend.OVERLAY, uid, uid, uid,
-            now, now + timedelta(hours=1),
+            checkout, self.leases.directories(checkout), NAME, self.commit, self.tree, None,
+            History.SEALED, View.AGENT, Backend.OVERLAY, uid, uid, uid, now, now + timedelta(hours=1),
         )  # fmt: skip
 
 
@@ -270,7 +270,7 @@ def bench(service: Service) -> Bench:
         mirrors_path=service.mirrors.path, may_map_owners=True,
     )  # fmt: skip
     commit, tree = git(service.mirror, "rev-parse", "v2^{commit}", "v2^{tree}").split()
-    return Bench(backend, mounter, Leases(service.state / "checkouts"), CommitId(commit), tree)
+    return Bench(backend, mounter, Leases(service.state), CommitId(commit), tree)
 
 
 def test_a_refused_mount_leaves_nothing(service: Service, bench: Bench) -> None:
@@ -281,10 +281,11 @@ def test_a_refused_mount_leaves_nothing(service: Service, bench: Bench) -> None:
         bench.mounter.refuses = True
         with pytest.raises(DiskFullError):
             await bench.create(lease)
-        await bench.backend.destroy(lease.directory, lease)
+        await bench.backend.destroy(lease.directories, lease)
 
     service.call(story)
     assert not lease.directory.exists()
+    assert not lease.private.exists()
 
 
 def test_a_refused_reset_leaves_what_was_there(service: Service, bench: Bench) -> None:
@@ -302,155 +303,11 @@ def test_a_refused_reset_leaves_what_was_there(service: Service, bench: Bench) -
         assert not (lease.tree_path / "mine").exists()
         assert (proof.tree, proof.head) == (bench.tree, bench.commit)
         assert (proof.files_checked, proof.files_restored, proof.files_removed) == (None, None, None)
-        await bench.backend.destroy(lease.directory, lease)
+        await bench.backend.destroy(lease.directories, lease)
 
     service.call(story)
     assert not lease.directory.exists()
-
-
-# -- layers made ahead --------------------------------------------------------------------------------------------------
-
-
-async def reset_once(bench: Bench, lease: Lease) -> Path:
-    """Answers the spare that is there then."""
-    await bench.reset(lease)
-    with anyio.fail_after(10):
-        while lease.id not in bench.backend._spares._spares:
-            await anyio.sleep(0.02)
-    return Path(bench.backend._spares._spares[lease.id].directory)
-
-
-def spares_in(bench: Bench) -> list[Path]:
-    return list(bench.leases._directory.glob(".next-*"))
-
-
-async def until_none(bench: Bench) -> None:
-    with anyio.fail_after(10):
-        while spares_in(bench):
-            await anyio.sleep(0.05)
-
-
-def test_who_resets_again_gets_what_was_mounted_before(service: Service, bench: Bench) -> None:
-    """The next reset mounts nothing and makes no directory; each spare is a tree of its own, that nobody could look into."""
-    lease = bench.lease()
-
-    async def story() -> None:
-        await bench.create(lease)
-        spare = await reset_once(bench, lease)
-        assert spare.stat().st_mode & 0o777 == 0o700
-        tree = spare.stat().st_ino
-        (lease.tree_path / "mine").write_text("mine")
-        bench.mounter.refuses = True
-        proof = await bench.reset(lease)
-        bench.mounter.refuses = False
-        assert (proof.tree, proof.head) == (bench.tree, bench.commit)
-        assert lease.directory.stat().st_ino == tree
-        assert (lease.tree_path.stat().st_uid, os.listdir(lease.directory / "layer/upper")) == (USER, [])
-        (lease.tree_path / "mine").write_text("again")
-        await bench.reset(lease)
-        assert not (lease.tree_path / "mine").exists()
-        await bench.backend.destroy(lease.directory, lease)
-        await bench.backend.close()
-        assert spares_in(bench) == []
-
-    service.call(story)
-
-
-def test_a_reset_to_elsewhere_has_nothing_made_ahead(service: Service, bench: Bench) -> None:
-    """The next one will not be to here either."""
-    lease = bench.lease()
-    commit, tree = git(service.mirror, "rev-parse", "v1^{commit}", "v1^{tree}").split()
-
-    async def story() -> None:
-        await bench.create(lease)
-        await bench.reset(replace(lease, commit=CommitId(commit), tree=tree))
-        await until_none(bench)
-        await anyio.sleep(0.2)
-        assert spares_in(bench) == []
-        await bench.backend.destroy(lease.directory, lease)
-
-    service.call(story)
-
-
-def test_a_released_checkout_has_nothing_made_ahead(service: Service, bench: Bench) -> None:
-    """Neither what is there already nor what is being made then."""
-    early, late = bench.lease(), bench.lease()
-
-    async def story() -> None:
-        await bench.create(early)
-        await reset_once(bench, early)
-        await bench.backend.destroy(early.directory, early)
-        await bench.create(late)
-        await bench.reset(late)
-        await bench.backend.destroy(late.directory, late)
-        await until_none(bench)
-        await bench.backend._spares.close()
-        await until_none(bench)
-
-    service.call(story)
-
-
-def test_a_spare_that_cannot_move_in_leaves_what_was_there(service: Service, bench: Bench) -> None:
-    """It is used up all the same."""
-    lease = bench.lease()
-
-    async def story() -> None:
-        await bench.create(lease)
-        spare = await reset_once(bench, lease)
-        (lease.tree_path / "mine").write_text("mine")
-        (spare / "lease.json").mkdir()
-        with pytest.raises(FileExistsError):
-            await bench.reset(lease)
-        assert (lease.tree_path / "mine").read_text() == "mine"
-        await until_none(bench)
-        await bench.reset(lease)
-        assert not (lease.tree_path / "mine").exists()
-        await bench.backend.destroy(lease.directory, lease)
-        await bench.backend.close()
-
-    service.call(story)
-
-
-def test_a_spare_that_cannot_be_made_leaves_nothing(service: Service, bench: Bench) -> None:
-    """Neither a directory nor a mount; who resets hears nothing of it."""
-    lease = bench.lease()
-    loop_thread: list[int] = []
-    mount, refused = bench.mounter.mount, []
-
-    def refuse_ahead(order: OverlayOrder) -> None:
-        mount(order)
-        if threading.get_ident() not in loop_thread:
-            refused.append(order.checkout)
-            raise DiskFullError("cannot mount: no space left on device")
-
-    bench.mounter.mount = refuse_ahead  # type: ignore[method-assign]
-
-    async def story() -> None:
-        loop_thread.append(threading.get_ident())
-        await bench.create(lease)
-        while not refused:
-            await bench.reset(lease)
-            await anyio.sleep(0.1)
-        await until_none(bench)
-        await bench.backend.destroy(lease.directory, lease)
-
-    service.call(story)
-    assert [path for path in read_overlays() if refused[0] in path] == []
-
-
-def test_a_spare_of_a_template_that_was_made_anew_is_not_used(service: Service, bench: Bench) -> None:
-    """Equal as it is: its layers are gone."""
-    lease = bench.lease()
-
-    async def story() -> None:
-        await bench.create(lease)
-        await reset_once(bench, lease)
-        template = bench.backend._held[lease.id]
-        assert bench.backend._spares.take(lease.id, replace(template)) is None
-        await bench.backend.destroy(lease.directory, lease)
-        await bench.backend.close()
-
-    service.call(story)
+    assert not lease.private.exists()
 
 
 def test_destroy_may_be_asked_again(service: Service, bench: Bench) -> None:
@@ -459,32 +316,33 @@ def test_destroy_may_be_asked_again(service: Service, bench: Bench) -> None:
 
     async def story() -> None:
         await bench.create(lease)
-        await bench.backend.destroy(lease.directory, None)
-        await bench.backend.destroy(lease.directory, lease)
+        await bench.backend.destroy(lease.directories, None)
+        await bench.backend.destroy(lease.directories, lease)
 
     service.call(story)
     assert not lease.directory.exists()
+    assert not lease.private.exists()
 
 
 def test_a_view_for_an_owner_is_made_once_and_not_on_the_loop(service: Service, bench: Bench) -> None:
     """It forks: other requests go on meanwhile, and those that need the same one wait for it."""
     leases = [bench.lease() for _ in range(3)]
     made: list[int] = []
-    make_idmap = bench.mounter.make_idmap
+    map_owner = bench.mounter.map_owner
 
     def noted(owner: tuple[int, int]) -> None:
         made.append(threading.get_ident())
-        make_idmap(owner)
+        map_owner(owner)
 
-    bench.mounter.make_idmap = noted  # type: ignore[method-assign]
+    bench.mounter.map_owner = noted  # type: ignore[method-assign]
 
     async def story() -> None:
         async with anyio.create_task_group() as group:
             for lease in leases:
-                group.start_soon(bench.backend.create, lease)
+                group.start_soon(bench.create, lease)
         assert threading.get_ident() not in made
         for lease in leases:
-            await bench.backend.destroy(lease.directory, lease)
+            await bench.backend.destroy(lease.directories, lease)
 
     service.call(story)
     assert len(made) == 1
@@ -497,13 +355,13 @@ def test_where_owners_cannot_be_mapped_only_the_daemons_user_is_served(service: 
 
     async def story() -> None:
         with pytest.raises(BackendUnavailableError) as caught:
-            await bench.backend.create(other)
+            await bench.create(other)
         assert "pool" in (caught.value.hint or "")
         assert list(other.directory.iterdir()) == []
-        await bench.backend.create(mine)
+        await bench.create(mine)
         assert (mine.tree_path / "README").stat().st_uid == 0
         for lease in (mine, other):
-            await bench.backend.destroy(lease.directory, lease)
+            await bench.backend.destroy(lease.directories, lease)
 
     service.call(story)
 
@@ -517,7 +375,7 @@ def test_many_are_held_at_once(service: Service, bench: Bench) -> None:
             await bench.create(lease)
         assert all((lease.tree_path / "README").exists() for lease in leases)
         for lease in leases:
-            await bench.backend.destroy(lease.directory, lease)
+            await bench.backend.destroy(lease.directories, lease)
 
     service.call(story)
     assert not any(lease.directory.exists() for lease in leases)

@@ -265,7 +265,7 @@ def test_a_lost_manifest_means_a_tree_written_anew(run_pool: Callable[..., None]
 
     async def story(pool: Pool, ids: list[str]) -> None:
         lease = await pool.checkout(ids[1])
-        (lease.directory / "manifest").write_bytes(b"torn")
+        (lease.private / "manifest").write_bytes(b"torn")
         (lease.tree_path / "README").write_text("forged")
         proof = await pool.reset(lease, ids[1])
         assert "anew" in proof.method
@@ -298,33 +298,19 @@ def test_what_has_to_go_is_moved_away_whole(run_pool: Callable[..., None]) -> No
 
 
 def test_what_had_to_go_is_deleted_soon(run_pool: Callable[..., None]) -> None:
-    """After the answer; and what a killed daemon left of it, when its checkout is adopted."""
+    """After the answer; it lies beside the checkouts, in none of them. What a killed removal left goes with the adoption."""
 
     async def story(pool: Pool, ids: list[str]) -> None:
         lease = await pool.checkout(ids[1])
         (lease.tree_path / "created/deep").mkdir(parents=True)
         await pool.reset(lease, ids[1])
-        assert list(lease.directory.glob(".old-*"))
-        await until_gone(lease.directory)
-        (lease.directory / ".old-left/0").mkdir(parents=True)
+        assert list(lease.directory.parent.glob(".old-*"))
+        assert os.listdir(lease.directory) == ["tree"]
+        await until_gone(lease.directory.parent)
         (lease.directory / ".gone-left/0").mkdir(parents=True)
         assert await pool.backend.adopt(lease)
         await until_gone(lease.directory)
         assert as_user(lease.tree_path, "status", "--porcelain", "--ignored") == ""
-
-    run_pool(story)
-
-
-def test_what_had_to_go_is_deleted_where_the_checkout_is_released_at_once(run_pool: Callable[..., None]) -> None:
-    """Its tree is kept under another name, and what is to be deleted is in there."""
-
-    async def story(pool: Pool, ids: list[str]) -> None:
-        lease = await pool.checkout(ids[1])
-        (lease.tree_path / "created/deep").mkdir(parents=True)
-        await pool.reset(lease, ids[1])
-        assert list(lease.directory.glob(".old-*"))
-        await pool.backend.destroy(pool.leases.drop(lease), lease)
-        await until_gone(lease.directory.with_name(f".warm-{lease.id}"))
 
     run_pool(story)
 

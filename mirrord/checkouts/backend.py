@@ -2,8 +2,9 @@
 
 For every method:
 
-- **Cancel.** The caller may be cancelled at any await. What `create` had begun stays below `lease.directory` and nowhere else, so
-  that `destroy` finds it. A `reset` that ends early leaves the lease and its tree as they were, or the lease RESETTING.
+- **Cancel.** The caller may be cancelled at any await. What `create` had begun stays below the two directories of the
+  lease and nowhere else, so that `destroy` finds it. A `reset` that ends early
+  leaves the lease and its tree as they were, or the lease RESETTING.
 - **Crash.** After a kill -9 at any moment, `adopt` (lease.json is there) or `destroy` (it is not) is enough to go on; a backend
   keeps nothing in memory that it cannot find again.
 - **Disk full.** ENOSPC and EDQUOT raise DiskFullError; the caller destroys a half-made checkout. Templates and other checkouts
@@ -16,12 +17,11 @@ For every method:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from ..model import Backend, CommitId
 from ..protocol import Proof
-from .leases import Lease, Leases
+from .leases import Directories, Lease, Leases
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class CheckoutBackend(Protocol):
         """Get ready; called once, before any other method."""
 
     async def close(self) -> None:
-        """Let go. Checkouts stay as they are: leases outlive the daemon."""
+        """Checkouts stay as they are: leases outlive the daemon."""
 
     async def create(self, lease: Lease) -> Made:
         """Make `lease.tree_path` a clean, verified tree at `lease.commit`, with its `.git`, owned by `lease.owner_uid`.
 
-        `lease.directory` exists and is empty; `lease.json` is written by the caller afterwards. Raises CommitNotFoundError,
-        CommitUnservableError, DiskFullError, BackendUnavailableError.
+        The lease's directories exist, the public one empty; the lease stands when the caller says so
+        afterwards. Raises CommitNotFoundError, CommitUnservableError, DiskFullError, BackendUnavailableError.
         """
         ...
 
@@ -71,11 +71,12 @@ class CheckoutBackend(Protocol):
         """Take over a lease of an earlier daemon, as its owner left it. False where its tree cannot be had any more."""
         ...
 
-    async def destroy(self, directory: Path, lease: Lease | None) -> None:
-        """Remove a checkout's directory with all that is in it. Idempotent; takes half-made ones.
+    async def destroy(self, directories: Directories, lease: Lease | None) -> None:
+        """Remove a checkout's directories with all that is in them. Idempotent; takes half-made ones.
 
-        It was renamed to `.gone-<id>`: paths in `lease` still have the old name. `lease` is None when nobody knows it. A process
-        that sits inside must not prevent it. Takes time in proportion to what the owner wrote; runs in the background.
+        They were renamed to `.gone-<id>`: paths in `lease` still have the old name. `lease` is None
+        when nobody knows it. A process that sits inside must not prevent it. Takes time in proportion
+        to what the owner wrote; runs in the background.
         """
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:

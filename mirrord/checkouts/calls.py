@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..protocol import Proof
+from .leases import Directories
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Place:
     """
 
     directory: Path
+    private: Path
     mirror: Path
     store: Path | None
     head: str
@@ -34,7 +36,7 @@ class Place:
 
     @property
     def manifest(self) -> Path:
-        return self.directory / "manifest"
+        return self.private / "manifest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Work:
     scratch: Path
 
 
-def make_checkout(place: Place, commit: str, tree: str, warm: Path | None) -> tuple[str, dict[str, float]]:
+def make_checkout(place: Place, commit: str, tree: str, warm: Directories | None) -> tuple[str, dict[str, float]]:
     made: tuple[str, dict[str, float]] = _module("pooled").make(place, commit, tree, warm)
     return made
 

@@ -18,12 +18,11 @@ import anyio.to_thread
 import structlog
 
 from ..errors import BackendUnavailableError, MirrordError, ProofFailedError
-from ..host.files import full_disk_named
 from ..jobs.events import Events
-from ..model import Backend, CheckoutId
+from ..model import Backend, CheckoutId, new_checkout_id
 from ..protocol import Proof
 from .backend import CheckoutBackend, Made, Target
-from .leases import Lease, Leases, LeaseState, resetting
+from .leases import Directories, Lease, Leases, LeaseState, resetting
 from .removal import Removal
 
 _STOP_BOUND = timedelta(seconds=5)
@@ -31,14 +30,14 @@ _STOP_BOUND = timedelta(seconds=5)
 log = structlog.get_logger()
 
 Locking = Callable[[CheckoutId], AbstractAsyncContextManager[None]]
-Draft = Callable[[CheckoutId, Path, Backend], Lease]
+Draft = Callable[[CheckoutId, Directories, Backend], Lease]
 
 
 class Keeper:
     """Leases with their trees, made by `backends`, the preferred one first."""
 
-    def __init__(self, directory: Path, backends: Sequence[CheckoutBackend], events: Events, locked: Locking) -> None:
-        self.leases = Leases(directory)
+    def __init__(self, state_dir: Path, backends: Sequence[CheckoutBackend], events: Events, locked: Locking) -> None:
+        self.leases = Leases(state_dir)
         self.removal = Removal()
         self._backends = backends
         self._events = events
@@ -48,10 +47,10 @@ class Keeper:
     async def open(self) -> None:
         """Adopt the leases of an earlier daemon; remove what is half-made or half-released."""
         leases, rubbish = self.leases.open()
-        for directory in rubbish:
-            self.removal.start(self.leases.discard(directory), None, self._backends)
         for backend in self._backends:
             await backend.open()
+        for directories in rubbish:
+            self.removal.start(self.leases.discard(directories), None, self._backends)
         for lease in leases:
             await self._adopt(lease)
         log.info("checkouts.adopted", count=len(self.leases), lost=len(leases) - len(self.leases), rubbish=len(rubbish))
@@ -102,11 +101,11 @@ class Keeper:
         try:
             self.end(lease)
         except OSError:
-            self._remove(lease.directory, lease)
+            self._remove(lease.directories, lease)
 
-    def _remove(self, directory: Path, lease: Lease) -> None:
+    def _remove(self, directories: Directories, lease: Lease) -> None:
         backend = self._find_backend(lease)
-        self.removal.start(directory, lease, [backend] if backend else self._backends)
+        self.removal.start(directories, lease, [backend] if backend else self._backends)
 
     async def renew(self, lease: Lease) -> None:
         """Give a live lease another deadline. A power cut leaves the old one or the new one."""
@@ -114,12 +113,13 @@ class Keeper:
         self.leases.put(lease)
 
     async def _make(self, draft: Draft, backend: CheckoutBackend) -> tuple[Lease, Made]:
-        with full_disk_named("a new checkout"):
-            lease = draft(*self.leases.new_directory(), backend.name)
+        checkout = new_checkout_id()
+        lease = draft(checkout, self.leases.directories(checkout), backend.name)
         try:
+            self.leases.begin(lease)
             made = await backend.create(lease)
             _must_match(lease, made)
-            self.leases.save(lease)
+            self.leases.put(lease)
         except BaseException as error:
             half_made = resetting(lease)
             self._count_failure(half_made, error)

@@ -1,10 +1,10 @@
-"""Leases: who holds which checkout until when, written into the checkout's own directory.
+"""Leases: who holds which checkout until when, and the two directories that a checkout has.
 
-The directory `checkouts/<id>` is the truth: no database knows a lease. A lease is `lease.json` there, or `resetting.json` while a
-tree is changed in its place. A directory without a whole one of its own is half-made; one called `.gone-<id>` was released; both
-are only rubbish. A new lease is one write, a change is a rename; neither is flushed: after a power cut a lease that was seconds
-old may be gone, but never half there. Only what replaces a lease that has stood for long, a renewal, is flushed first. Never
-touches what is inside the tree.
+`checkouts/<id>` is what clients get: it is entered by the owner and the daemon alone, is stable over resets, and holds `tree`.
+`leases/<id>` (0700) has all that is private, and is the truth: no database knows a lease. A lease is `lease.json` there, or
+`resetting.json` while a tree is changed. A directory of either kind without a whole one is half-made; one called `.gone-<id>` was
+released; both are only rubbish. Nothing is flushed: after a power cut a lease that was seconds old may be gone, but never half
+there. Only what replaces a lease that has stood for long, a renewal, is flushed first. Never touches what is inside the tree.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pathlib import Path
 import structlog
 
 from ..errors import CheckoutNotFoundError
-from ..host.files import exchange, full_disk_named, opened, write_all
-from ..model import Backend, CheckoutId, CommitId, History, MirrorName, View, new_checkout_id, shown
+from ..host.files import admit, full_disk_named, opened, write_all
+from ..model import Backend, CheckoutId, CommitId, History, MirrorName, View, shown
 
 GONE = ".gone-"
-_MODE = 0o711
+_PRIVATE = 0o700
 
 log = structlog.get_logger()
 
@@ -44,6 +44,17 @@ class LeaseState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Directories:
+    """The two directories of a checkout; they have the same name."""
+
+    public: Path
+    private: Path
+
+    def renamed(self, name: str) -> Directories:
+        return Directories(self.public.with_name(name), self.private.with_name(name))
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """The right to one checkout. `commit` and `tree` are what it is, or while RESETTING becomes, clean at.
 
@@ -51,7 +62,7 @@ class Lease:
     """
 
     id: CheckoutId
-    directory: Path
+    directories: Directories
     mirror: MirrorName
     commit: CommitId
     tree: str
@@ -65,6 +76,15 @@ class Lease:
     created_at: datetime
     expires_at: datetime
     state: LeaseState = LeaseState.LIVE
+
+    @property
+    def directory(self) -> Path:
+        """What can be mounted elsewhere, and follows every reset."""
+        return self.directories.public
+
+    @property
+    def private(self) -> Path:
+        return self.directories.private
 
     @property
     def tree_path(self) -> Path:
@@ -94,21 +114,24 @@ class Holdings:
 
 
 class Leases:
-    """The leases below `checkouts/`. Each call is a few system calls; all belong to the event loop's thread."""
+    """The leases of a state directory. Each call is a few system calls; all belong to the event loop's thread."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, state_dir: Path) -> None:
+        self._public = state_dir / "checkouts"
+        self._private = state_dir / "leases"
         self._live: dict[CheckoutId, Lease] = {}
         self.holdings = Holdings()
 
-    def open(self) -> tuple[list[Lease], list[Path]]:
+    def open(self) -> tuple[list[Lease], list[Directories]]:
         """Read what an earlier daemon left: the leases that stand, and the directories that are rubbish."""
-        self._directory.mkdir(mode=0o711, parents=True, exist_ok=True)
-        found = [(path, _find(path)) for path in sorted(self._directory.iterdir())]
+        self._public.mkdir(mode=0o711, parents=True, exist_ok=True)
+        self._private.mkdir(mode=_PRIVATE, exist_ok=True)
+        names = sorted({path.name for above in (self._public, self._private) for path in above.iterdir()})
+        found = [(self.directories(name), _find(self.directories(name))) for name in names]
         for lease in (lease for _, lease in found if lease is not None):
             self._live[lease.id] = lease
             self.holdings.add(lease.taken_by, lease.owner_uid)
-        return list(self._live.values()), [path for path, lease in found if lease is None]
+        return list(self._live.values()), [directories for directories, lease in found if lease is None]
 
     def __len__(self) -> int:
         return len(self._live)
@@ -116,12 +139,17 @@ class Leases:
     def __iter__(self) -> Iterator[Lease]:
         return iter(sorted(self._live.values(), key=lambda lease: lease.created_at))
 
-    def new_directory(self) -> tuple[CheckoutId, Path]:
-        """Make the empty directory of a new checkout: everybody may pass through, only the daemon may look."""
-        checkout = new_checkout_id()
-        directory = self._directory / checkout
-        os.mkdir(directory, _MODE)
-        return checkout, directory
+    def directories(self, name: str) -> Directories:
+        return Directories(self._public / name, self._private / name)
+
+    def begin(self, lease: Lease) -> None:
+        """Make the directories of a new checkout, with the lease that `put` makes stand."""
+        with _full_disk_named(lease):
+            os.mkdir(lease.private, _PRIVATE)
+            _write(f"{lease.private}/{lease.state}.new", lease)
+            os.mkdir(lease.directory, _PRIVATE)
+            if lease.owner_uid not in (0, os.geteuid()):
+                admit(str(lease.directory), lease.owner_uid)
 
     def get(self, text: str) -> Lease:
         """The lease that an id, or a checkout's path, names; raises CheckoutNotFoundError."""
@@ -136,60 +164,49 @@ class Leases:
     def prepare(self, lease: Lease) -> None:
         """Write durably what `put` puts in the place of the lease's file. For a thread: the disk may take its time."""
         with _full_disk_named(lease):
-            _write(f"{lease.directory}/{lease.state}.new", lease, durably=True)
+            _write(f"{lease.private}/{lease.state}.new", lease, durably=True)
 
     def put(self, lease: Lease) -> None:
-        """Make the lease stand as it was prepared."""
+        """Make the lease stand as it was written."""
         with _full_disk_named(lease):
-            os.rename(f"{lease.directory}/{lease.state}.new", f"{lease.directory}/{lease.state}")
+            os.rename(f"{lease.private}/{lease.state}.new", f"{lease.private}/{lease.state}")
+        if lease.id not in self._live:
+            self.holdings.add(lease.taken_by, lease.owner_uid)
         self._live[lease.id] = lease
 
     def save(self, lease: Lease) -> None:
-        """Make the lease stand as it now is."""
-        before = self._live.get(lease.id)
-        place = f"{lease.directory}/{lease.state}"
+        """Make a lease that stands be as this one is."""
+        before = self._live[lease.id]
+        place = f"{lease.private}/{lease.state}"
         with _full_disk_named(lease):
-            if before is None:
-                _write(place, lease)
-            elif replace(before, state=lease.state) == lease:
-                os.rename(f"{lease.directory}/{before.state}", place)
+            if replace(before, state=lease.state) == lease:
+                os.rename(f"{lease.private}/{before.state}", place)
             else:
                 _write(f"{place}.new", lease)
                 os.rename(f"{place}.new", place)
                 if before.state is not lease.state:
-                    os.unlink(f"{lease.directory}/{before.state}")
-        self._live[lease.id] = lease
-        if before is None:
-            self.holdings.add(lease.taken_by, lease.owner_uid)
-
-    def move_in(self, lease: Lease, directory: str) -> None:
-        """Make the lease stand with what is in `directory`, in one step; what it had before is called `directory` then."""
-        before = self._live[lease.id]
-        with _full_disk_named(lease):
-            if before == lease:
-                os.link(f"{lease.directory}/{lease.state}", f"{directory}/{lease.state}")
-            else:
-                _write(f"{directory}/{lease.state}", lease)
-            os.chmod(directory, _MODE)
-            exchange(Path(directory), lease.directory)
+                    os.unlink(f"{lease.private}/{before.state}")
         self._live[lease.id] = lease
 
-    def drop(self, lease: Lease) -> Path:
-        """End the lease at once, by renaming its directory; answers what is left to delete."""
-        gone = self.discard(lease.directory)
+    def drop(self, lease: Lease) -> Directories:
+        """End the lease at once, by renaming its directories; answers what is left to delete."""
+        gone = self.discard(lease.directories)
         if self._live.pop(lease.id, None):
             self.holdings.add(lease.taken_by, lease.owner_uid, -1)
         return gone
 
-    def discard(self, directory: Path) -> Path:
-        """Mark a directory as rubbish. A mount inside goes along: only the mount point itself could not be renamed."""
-        if directory.name.startswith(GONE):
-            return directory
-        gone = self._directory / f"{GONE}{directory.name}"
-        try:
-            os.rename(directory, gone)
-        except FileNotFoundError:
-            log.warning("checkout.vanished", directory=str(directory))
+    def discard(self, directories: Directories) -> Directories:
+        """Mark directories as rubbish, the private one first: the lease ends there.
+
+        A mount inside the public one goes along: only the mount point itself could not be renamed.
+        """
+        name = directories.public.name
+        if name.startswith(GONE):
+            return directories
+        gone = self.directories(f"{GONE}{name}")
+        for before, after in ((directories.private, gone.private), (directories.public, gone.public)):
+            with suppress(FileNotFoundError):
+                os.rename(before, after)
         return gone
 
     def _id_in(self, text: str) -> str:
@@ -197,7 +214,7 @@ class Leases:
         if not text.startswith("/"):
             return text
         parts = Path(os.path.normpath(text)).parts
-        above = self._directory.parts
+        above = self._public.parts
         if parts[: len(above)] != above or len(parts) == len(above):
             raise not_found(text)
         return parts[len(above)]
@@ -215,18 +232,18 @@ def not_found(text: str) -> CheckoutNotFoundError:
     )
 
 
-def _find(directory: Path) -> Lease | None:
-    """The lease in a directory; None where it is not one or not whole."""
-    return _read(directory, LeaseState.LIVE) or _read(directory, LeaseState.RESETTING)
+def _find(directories: Directories) -> Lease | None:
+    """The lease of a checkout; None where there is none, or not all of it."""
+    return _read(directories, LeaseState.LIVE) or _read(directories, LeaseState.RESETTING)
 
 
-def _read(directory: Path, state: LeaseState) -> Lease | None:
+def _read(directories: Directories, state: LeaseState) -> Lease | None:
     try:
-        facts = json.loads((directory / state).read_bytes())
-        lease = _from_json(facts, directory, state)
+        facts = json.loads((directories.private / state).read_bytes())
+        lease = _from_json(facts, directories, state)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return lease if lease.id == directory.name else None
+    return lease if lease.id == directories.public.name and directories.public.is_dir() else None
 
 
 def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
@@ -261,10 +278,10 @@ def _to_json(lease: Lease) -> dict[str, object]:
     }
 
 
-def _from_json(facts: dict[str, str], directory: Path, state: LeaseState) -> Lease:
+def _from_json(facts: dict[str, str], directories: Directories, state: LeaseState) -> Lease:
     return Lease(
         id=CheckoutId(facts["id"]),
-        directory=directory,
+        directories=directories,
         mirror=MirrorName.parse(facts["mirror"]),
         commit=CommitId(facts["commit"]),
         tree=facts["tree"],

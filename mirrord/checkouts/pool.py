@@ -24,7 +24,7 @@ from .calls import Place, make_checkout, reset_checkout, scan_checkout
 from .control import discard
 from .gitdirs import Gitdirs
 from .graves import find_graves, new_grave
-from .leases import Lease, Leases, LeaseState, resetting
+from .leases import Directories, Lease, Leases, LeaseState, resetting
 from .rubbish import Rubbish
 
 _TIMEOUT = timedelta(minutes=10)
@@ -48,7 +48,7 @@ class PoolBackend:
         self._gitdirs = gitdirs
         self._mirrors_path = mirrors_path
         self._rubbish = Rubbish(workers)
-        self._warm: list[tuple[tuple[int, str], Path]] = []
+        self._warm: list[tuple[tuple[int, str], Directories]] = []
         self._closed = False
 
     async def open(self) -> None:
@@ -82,14 +82,15 @@ class PoolBackend:
     async def adopt(self, lease: Lease) -> bool:
         for grave in find_graves(lease.directory):
             self._rubbish.add(grave)
-        return (lease.directory / "manifest").exists()
+        return (lease.private / "manifest").exists()
 
-    async def destroy(self, directory: Path, lease: Lease | None) -> None:
+    async def destroy(self, directories: Directories, lease: Lease | None) -> None:
         if lease is not None and lease.history is History.LINKED:
             await anyio.to_thread.run_sync(linked.unlink, self._mirrors_path(lease.mirror), lease.id)
-        if lease is not None and self._keep(directory, lease):
+        if lease is not None and self._keep(directories, lease):
             return
-        await anyio.to_thread.run_sync(discard, directory)
+        for directory in (directories.public, directories.private):
+            await anyio.to_thread.run_sync(discard, directory)
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:
         place = await self._place(lease, lease.commit)
@@ -101,7 +102,8 @@ class PoolBackend:
             gitdir = await self._gitdirs.ensure(lease.mirror, commit, lease.history)
             store, head = gitdir.git, gitdir.head
         owner = (lease.owner_uid, lease.owner_gid)
-        return Place(lease.directory, self._mirrors_path(lease.mirror), store, head, owner, new_grave(lease.directory))
+        mirror, grave = self._mirrors_path(lease.mirror), new_grave(lease.directory.parent)
+        return Place(lease.directory, lease.private, mirror, store, head, owner, grave)
 
     @contextmanager
     def _removed_after(self, grave: Path) -> Iterator[None]:
@@ -113,7 +115,7 @@ class PoolBackend:
 
     # -- kept trees ---------------------------------------------------------------------------------------------------
 
-    def _take_warm(self, lease: Lease) -> Path | None:
+    def _take_warm(self, lease: Lease) -> Directories | None:
         """The kept tree of this owner and mirror that was released last."""
         wanted = _key(lease)
         for place in range(len(self._warm) - 1, -1, -1):
@@ -121,7 +123,7 @@ class PoolBackend:
                 return self._warm.pop(place)[1]
         return None
 
-    def _keep(self, directory: Path, lease: Lease) -> bool:
+    def _keep(self, directories: Directories, lease: Lease) -> bool:
         """Keep a released tree for its owner's next checkout, unless there are enough."""
         key = _key(lease)
         of_owner = sum(1 for kept, _ in self._warm if kept == key)
@@ -131,16 +133,15 @@ class PoolBackend:
             or not is_done
             or of_owner >= _KEPT_EACH
             or len(self._warm) >= _KEPT
-            or not (directory / "manifest").exists()
+            or not (directories.private / "manifest").exists()
         ):
             return False
-        warm = directory.with_name(f"{_WARM}{lease.id}")
+        warm = directories.renamed(f"{_WARM}{lease.id}")
         try:
-            directory.rename(warm)
+            directories.private.rename(warm.private)
+            directories.public.rename(warm.public)
         except OSError:
             return False
-        for grave in find_graves(warm):  # a reset's, which was to go from under the former name
-            self._rubbish.add(grave)
         self._warm.append((key, warm))
         return True
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, MutableMapping
 from contextlib import closing, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 from ..errors import DiskFullError, ProofFailedError
@@ -24,6 +23,7 @@ from .control import Store, read_store
 from .graves import Graves
 from .hashing import hash_tree, prove_directories
 from .index import Former, index_bytes, spliced_index
+from .leases import Directories
 from .manifest import Manifest, clock_ns
 from .proof import require, unsettled
 from .records import DIRECTORY, Entry
@@ -35,7 +35,7 @@ _METHOD = "stat against the private manifest, content where stat proves nothing"
 T = TypeVar("T")
 
 
-def make(place: Place, commit: str, tree: str, warm: Path | None) -> tuple[str, dict[str, float]]:
+def make(place: Place, commit: str, tree: str, warm: Directories | None) -> tuple[str, dict[str, float]]:
     """Make the checkout, of the warm tree in the directory `warm` where there is one; the verified tree and seconds per step."""
     timings: dict[str, float] = {}
     with full_disk_named(f"checkout {place.directory.name}"):
@@ -195,16 +195,17 @@ def _has_top(place: Place) -> bool:
     return stat.S_ISDIR(found.st_mode) and (found.st_uid, found.st_gid) == place.owner
 
 
-def _take(warm: Path, place: Place) -> bool:
+def _take(warm: Directories, place: Place) -> bool:
     """Move a kept tree and its manifest into a new checkout."""
     try:
-        (warm / "manifest").rename(place.manifest)
-        (warm / "tree").rename(place.tree)
+        (warm.private / "manifest").rename(place.manifest)
+        (warm.public / "tree").rename(place.tree)
     except FileNotFoundError:
         return False
     finally:
-        with suppress(OSError):
-            control.discard(warm)
+        for directory in (warm.public, warm.private):
+            with suppress(OSError):
+                control.discard(directory)
     return True
 
 

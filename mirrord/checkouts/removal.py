@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import anyio
 import structlog
 
 from ..errors import MirrordError
 from .backend import CheckoutBackend
-from .leases import Lease
+from .leases import Directories, Lease
 
 _AT_A_TIME = 8
 _BACKLOG = 64
@@ -38,9 +37,9 @@ class Removal:
         self._turn = asyncio.Semaphore(_AT_A_TIME)
         self._has_room = asyncio.Event()
 
-    def start(self, directory: Path, lease: Lease | None, backends: Sequence[CheckoutBackend]) -> None:
-        """Begin to remove `directory`, by each of the backends that could have made it."""
-        task = asyncio.get_running_loop().create_task(self._remove(directory, lease, backends))
+    def start(self, directories: Directories, lease: Lease | None, backends: Sequence[CheckoutBackend]) -> None:
+        """Begin to remove a checkout, by each of the backends that could have made it."""
+        task = asyncio.get_running_loop().create_task(self._remove(directories, lease, backends))
         self._tasks.add(task)
         task.add_done_callback(self._end)
 
@@ -69,9 +68,9 @@ class Removal:
         if len(self._tasks) <= _BACKLOG:
             self._has_room.set()
 
-    async def _remove(self, directory: Path, lease: Lease | None, backends: Sequence[CheckoutBackend]) -> None:
+    async def _remove(self, directories: Directories, lease: Lease | None, backends: Sequence[CheckoutBackend]) -> None:
         pause_s = _LONG_PAUSE_S
-        while not await self._is_destroyed(directory, lease, backends):
+        while not await self._is_destroyed(directories, lease, backends):
             self._step_aside()
             await anyio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -84,20 +83,20 @@ class Removal:
             self._late.add(task)
             self._tell_room()
 
-    async def _is_destroyed(self, directory: Path, lease: Lease | None, backends: Sequence[CheckoutBackend]) -> bool:
+    async def _is_destroyed(self, directories: Directories, lease: Lease | None, backends: Sequence[CheckoutBackend]) -> bool:
         async with self._turn:
-            return all([await self._destroy(backend, directory, lease) for backend in backends])
+            return all([await self._destroy(backend, directories, lease) for backend in backends])
 
-    async def _destroy(self, backend: CheckoutBackend, directory: Path, lease: Lease | None) -> bool:
+    async def _destroy(self, backend: CheckoutBackend, directories: Directories, lease: Lease | None) -> bool:
         """Try a few times: a process that still writes into the tree can make a directory come back while it is removed.
 
         Answers whether it is gone.
         """
         for attempt in range(1, _TRIES + 1):
             try:
-                await backend.destroy(directory, lease)
+                await backend.destroy(directories, lease)
             except (MirrordError, OSError) as error:
-                log.warning("checkout.stuck", directory=directory.name, attempt=attempt, error=str(error))
+                log.warning("checkout.stuck", directory=directories.public.name, attempt=attempt, error=str(error))
                 await anyio.sleep(_PAUSE_S)
             else:
                 return True

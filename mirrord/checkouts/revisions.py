@@ -84,7 +84,7 @@ class Revisions:
             mirror=self._mirrors.path(lease.mirror),
             commit=lease.commit,
             owner=(lease.owner_uid, lease.owner_gid),
-            scratch=lease.directory / ".scratch",
+            scratch=lease.private / ".scratch",
         )
 
 

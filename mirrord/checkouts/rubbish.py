@@ -46,13 +46,15 @@ class Rubbish:
         self._waiting: dict[Path, asyncio.Future[str | None]] = {}
         self._sweeper: asyncio.Task[None] | None = None
 
-    def add(self, directory: Path, quickly: Callable[[Path], bool] | None = None) -> None:
+    def add(self, directory: Path, quickly: Callable[[Path], bool] | None = None, *, holding: int | None = None) -> None:
         """Remove a directory soon, unless `quickly`, in a thread, says that it did; one that is not there is fine.
+
+        `holding` is a descriptor to close first, in a thread too.
 
         Whoever resets is answered first: until then not even a thread is woken, which would take its turn of the interpreter.
         What fails is tried again.
         """
-        task = asyncio.get_running_loop().create_task(self._remove_soon(directory, quickly))
+        task = asyncio.get_running_loop().create_task(self._remove_soon(directory, quickly, holding))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
 
@@ -82,8 +84,10 @@ class Rubbish:
         await asyncio.gather(*running, return_exceptions=True)
         self._threads.shutdown(wait=False)
 
-    async def _remove_soon(self, directory: Path, quickly: Callable[[Path], bool] | None) -> None:
+    async def _remove_soon(self, directory: Path, quickly: Callable[[Path], bool] | None, holding: int | None) -> None:
         await asyncio.sleep(_PAUSE_S)
+        if holding is not None:
+            await asyncio.get_running_loop().run_in_executor(self._threads, os.close, holding)
         pause_s = _LONG_PAUSE_S
         while not await self._is_removed(directory, quickly):
             self._step_aside()
@@ -145,19 +149,31 @@ def _remove_upper(upper: str) -> None:
         os.rmdir(upper)
 
 
-def remove_untouched(checkout: Path) -> bool:
-    """Remove the directory of an overlay checkout; False where its owner wrote anything. `git status` alone makes `.git`."""
-    layer = f"{checkout}/layer"
+def remove_layer(layer: Path) -> bool:
+    """Remove a layer of an overlay checkout; False where its owner wrote anything. `git status` alone makes `.git`."""
     kernels = f"{layer}/work/work"  # what overlayfs leaves in a volatile work directory (Linux 6.18)
     try:
         _remove_upper(f"{layer}/upper")
-        for file in (f"{kernels}/incompat/volatile/dirty", f"{checkout}/lease.json"):
-            with suppress(FileNotFoundError):
-                os.unlink(file)
+        with suppress(FileNotFoundError):
+            os.unlink(f"{kernels}/incompat/volatile/dirty")
         volatile = f"{kernels}/incompat/volatile", f"{kernels}/incompat", kernels
-        for directory in (*volatile, f"{layer}/work", layer, f"{checkout}/tree", checkout):
+        for directory in (*volatile, f"{layer}/work", layer):
             with suppress(FileNotFoundError):
                 os.rmdir(directory)
+    except OSError:
+        return False
+    return True
+
+
+def remove_untouched(private: Path) -> bool:
+    """Remove the private directory of an overlay checkout; False where its owner wrote anything."""
+    if not remove_layer(private / "layer"):
+        return False
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(private / "lease.json")
+        with suppress(FileNotFoundError):
+            os.rmdir(private)
     except OSError:
         return False
     return True

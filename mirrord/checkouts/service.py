@@ -42,7 +42,7 @@ from ..units import format_duration
 from .backend import CheckoutBackend
 from .gitdirs import Gitdirs
 from .keeper import Keeper
-from .leases import Lease, LeaseState, not_found
+from .leases import Directories, Lease, LeaseState, not_found
 from .pool import PoolBackend
 from .requests import Instances, Naming, Requests
 from .revisions import Revisions
@@ -80,7 +80,7 @@ class Checkouts:
         self._requests = Requests(instances=datasets, commits=mirrors, learn=gitdirs.commits.learn)
         self._revisions = Revisions(workers=workers, mirrors=mirrors, instances=datasets)
         backends = [backend for backend in (overlay, self._pool) if backend is not None]
-        self._keeper = Keeper(state_dir / "checkouts", backends, events, self._locked)
+        self._keeper = Keeper(state_dir, backends, events, self._locked)
         self._leases = self._keeper.leases
         self._locks: dict[CheckoutId, anyio.Lock] = {}
         self._may_give_files_away = may_give_files_away()
@@ -117,10 +117,10 @@ class Checkouts:
         wanted = await self._requests.read_start(request, self._naming(peer))
         resolved_s = time.perf_counter() - began
 
-        def draft(checkout: CheckoutId, directory: Path, backend: Backend) -> Lease:
+        def draft(checkout: CheckoutId, directories: Directories, backend: Backend) -> Lease:
             return Lease(
                 id=checkout,
-                directory=directory,
+                directories=directories,
                 mirror=wanted.mirror,
                 commit=wanted.target.commit,
                 tree=wanted.target.tree,
@@ -387,6 +387,7 @@ def _members(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
     return {
         "id": lease.id,
         "path": f"{lease.directory}/tree",
+        "directory": str(lease.directory),
         "mirror": str(lease.mirror),
         "commit": lease.commit,
         "tree": lease.tree,

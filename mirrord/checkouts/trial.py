@@ -6,6 +6,7 @@ kill leaves is a checkout without a lease, which the next start removes.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import structlog
 
 from ..errors import BackendUnavailableError, MirrordError
 from ..git.workers import Workers
-from ..host.files import disk_error
+from ..host.files import disk_error, opened
 from ..host.mounting import PROBE_LAYER, Mounter, OverlayOrder, choose_mounter
 from ..host.userns import Owner
 from ..model import MirrorName, new_checkout_id
@@ -44,6 +45,7 @@ async def find_overlay(
     """The overlay backend, where this host allows it; `service` is where the mount service listens, if there is one."""
     try:
         mounter = choose_mounter(state_dir, service)
+        await anyio.to_thread.run_sync(mounter.open)
         trial = await anyio.to_thread.run_sync(try_overlay, state_dir, mounter)
     except MirrordError as error:
         log.warning("overlay.refused", reason=error.message, hint=error.hint)
@@ -71,7 +73,6 @@ def try_overlay(state_dir: Path, mounter: Mounter) -> Trial:
     layer = state_dir / "templates" / PROBE_LAYER
     (layer / "directory").mkdir(mode=0o755, parents=True, exist_ok=True)
     (layer / "directory" / "file").touch()
-    (state_dir / "idmaps").mkdir(mode=0o700, exist_ok=True)
     try:
         _try_one(state_dir, mounter, me, None)
         return _try_other(state_dir, mounter)
@@ -84,11 +85,7 @@ def try_overlay(state_dir: Path, mounter: Mounter) -> Trial:
 
 def _try_other(state_dir: Path, mounter: Mounter) -> Trial:
     try:
-        mounter.make_idmap(_SOMEBODY)
-        try:
-            _try_one(state_dir, mounter, _SOMEBODY, _SOMEBODY)
-        finally:
-            mounter.drop_idmap(_SOMEBODY)
+        _try_one(state_dir, mounter, _SOMEBODY, _SOMEBODY)
     except (MirrordError, OSError) as error:
         return Trial(may_map_owners=False, reason=str(error))
     return Trial(may_map_owners=True)
@@ -96,15 +93,18 @@ def _try_other(state_dir: Path, mounter: Mounter) -> Trial:
 
 def _try_one(state_dir: Path, mounter: Mounter, seen: Owner, owner: Owner | None) -> None:
     name = new_checkout_id()
-    directory = state_dir / "checkouts" / name
-    for path in (directory, directory / "tree", directory / "layer", directory / "layer" / "upper", directory / "layer" / "work"):
-        path.mkdir(mode=0o711, parents=True)
+    public, private = state_dir / "checkouts" / name, state_dir / "leases" / name
+    for path in (public / "tree", private / "layer" / "upper", private / "layer" / "work"):
+        path.mkdir(mode=0o700, parents=True)
+    (private / "lease.json").write_text(json.dumps({"owner_uid": seen[0], "owner_gid": seen[1]}))
     try:
-        mounter.mount(OverlayOrder(name, (PROBE_LAYER,), owner))
-        _use(directory / "tree", seen)
+        with opened(mounter.make(OverlayOrder(name, "layer", (PROBE_LAYER,), owner))) as mount:
+            mounter.attach(name, mount)
+        _use(public / "tree", seen)
     finally:
         mounter.umount(name)
-        discard(directory)
+        discard(public)
+        discard(private)
 
 
 def _use(tree: Path, seen: Owner) -> None:

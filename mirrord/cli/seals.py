@@ -51,8 +51,8 @@ def _mirror_of(path: Path) -> Path | None:
     """
     for directory in path.parents:
         layout = Layout(directory.parent.parent)
-        if directory.parent == layout.checkouts and all(map(_is_ours, (directory, layout.checkouts, layout.root))):
-            return _mirror_in(directory / "lease.json", layout)
+        if directory.parent == layout.checkouts and all(map(_is_ours, (layout.leases, layout.root))):
+            return _mirror_in(layout.leases / directory.name / "lease.json", layout)
     return None
 
 

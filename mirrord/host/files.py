@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..errors import CheckoutBusyError, DiskFailedError, DiskFullError, ResourceError
+from ..errors import BackendUnavailableError, CheckoutBusyError, DiskFailedError, DiskFullError, ResourceError
 from ..model import shown
 
 GRAVE = ".gone-"
@@ -33,6 +33,8 @@ _FS_IOC_SETFLAGS = 0x40086602
 _LOCKING_FLAGS = 0x10 | 0x20  # FS_IMMUTABLE_FL, FS_APPEND_FL
 _LOCKED = (errno.EPERM, errno.EACCES)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+_ACL_VERSION, _ACL_NOBODY = 2, 0xFFFFFFFF  # linux/posix_acl_xattr.h
+_ACL_USER_OBJ, _ACL_USER, _ACL_GROUP_OBJ, _ACL_MASK, _ACL_OTHER = 0x1, 0x2, 0x4, 0x10, 0x20
 _FAILED = (errno.EIO, errno.EROFS, errno.EUCLEAN)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -121,6 +123,26 @@ def exchange(one: Path, other: Path) -> None:
     if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def admit(directory: str, uid: int) -> None:
+    """Let one user pass through a directory of mode 0700, and not list it: a POSIX ACL entry `user:UID:--x`.
+
+    A later chmod would set the ACL's mask, and lock that user out. Raises BackendUnavailableError where the file system has none.
+    """
+    entries = [(_ACL_USER_OBJ, 7, _ACL_NOBODY), (_ACL_USER, 1, uid), (_ACL_GROUP_OBJ, 0, _ACL_NOBODY)]
+    entries += [(_ACL_MASK, 1, _ACL_NOBODY), (_ACL_OTHER, 0, _ACL_NOBODY)]
+    acl = struct.pack("<I", _ACL_VERSION)
+    acl += b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    try:
+        os.setxattr(directory, "system.posix_acl_access", acl)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        raise BackendUnavailableError(
+            f"cannot open {directory} to uid {uid}: its file system has no access control lists",
+            hint="put state_dir on ext4, xfs or btrfs, mounted without noacl",
+        ) from error
 
 
 def set_owner(directory: int, name: bytes, uid: int, gid: int, mtime_ns: int) -> os.stat_result:

@@ -3,13 +3,16 @@
 A process with CAP_SYS_ADMIN and no mount namespace of its own, that mounts checkouts for a daemon that has neither. It is a
 privilege boundary: it answers one uid and root (SO_PEERCRED), takes four typed requests, makes every path itself out of checked
 names, and opens each below the state directory following no link; the kernel gets those descriptors, so what a name comes to mean
-later does not matter. Nobody's file is ever shown as root's or the daemon's. It reads no file of a checkout, runs nothing, and
-keeps nothing: killed at any moment, it goes on where it was.
+later does not matter. The daemon's files, and nobody else's, are shown as those of ordinary users, each with a group of its own,
+and of a checkout that is leased to that user; set-id bits count nowhere that a client's bytes can be. It reads no file of a
+checkout, runs nothing, and keeps nothing: killed at any moment, it goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
+import grp
 import json
 import os
 import pwd
@@ -18,75 +21,122 @@ import selectors
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 
 from ..errors import AccessError, BackendUnavailableError, InvalidRequestError, MirrordError, ResourceError
 from . import mounts
-from .files import open_directory, opened
-from .mounting import MESSAGE_MAX_BYTES, PROBE_LAYER, OverlayOrder, make_idmap, templates_for
-from .systemd import take_sockets
+from .files import open_directory, open_regular, opened
+from .mounting import BOUND, MESSAGE_MAX_BYTES, PROBE_LAYER, MappedTemplates, OverlayOrder, bind_once
+from .systemd import Notifier, take_sockets
 from .userns import Owner
 
-_CHECKOUT = re.compile(r"(\.next-)?[a-z2-7]{16}")
+_CHECKOUT = re.compile(r"[a-z2-7]{16}")
 _DIRECTORY = re.compile(
-    r"(\.gone-|\.next-|\.warm-)*[A-Za-z0-9_][A-Za-z0-9._-]{0,200}"
+    r"(\.gone-|\.warm-|\.old-)*[A-Za-z0-9_][A-Za-z0-9._-]{0,200}"
 )  # released ones are renamed, and may be anybody's rubbish
+_UPPER = re.compile(r"layer|next")
 _MIRROR = r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}"
 _LAYER = re.compile(
     rf"{_MIRROR}/(trees/[0-9a-f]{{40}}(@[0-9a-f]{{40}})?/files|indexes/[0-9a-f]{{40}}-\d+-\d+|gits/(sealed|squashed)-[0-9a-f]{{40}})"
 )
+_SHOWS = {"attach": mounts.attach, "replace": mounts.replace}
 _LAYERS_MAX = 64
+_PENDING_MAX = 64
+_LEASES = (b"lease.json.new", b"resetting.json", b"lease.json")
+_LEASE_MAX_BYTES = 64 * 1024
+_LOGIN_DEFS = Path("/etc/login.defs")
+_ORDINARY_MIN = 1000  # where login.defs says nothing
 _ID_MAX = 2**32 - 2
 _CONNECTIONS_MAX = 64
 _PEERCRED = struct.Struct("3i")
 
 
 class GuardedMounter:
-    """Does what a peer asks, below one state directory whose daemon is `uid`."""
+    """Does what a peer asks, below one state directory whose daemon is `daemon` (uid, gid)."""
 
-    def __init__(self, state_dir: Path, uid: int) -> None:
+    def __init__(self, state_dir: Path, daemon: Owner) -> None:
+        for name in BOUND:
+            with suppress(FileExistsError):
+                (state_dir / name).mkdir(mode=0o700)
+                os.chown(state_dir / name, *daemon)
+            bind_once(str(state_dir / name))
         self._state = open_directory(state_dir)
-        self._uid = uid
+        self._daemon = daemon
+        self._mapped = MappedTemplates(stored=daemon)
+        self._pending: dict[str, int] = {}
 
-    def mount(self, order: OverlayOrder) -> None:
-        directory = f"checkouts/{order.checkout}"
+    def make(self, order: OverlayOrder) -> int:
+        """Make an overlay and keep it for `show`; answers the descriptor of its root, which stays ours."""
+        private = f"leases/{order.checkout}"
         with ExitStack() as stack:
-
-            def opened_at(path: str) -> str:
-                return mounts.descriptor_path(self._open(stack, path))
-
-            work = self._open(stack, f"{directory}/layer/work")
-            lower = [opened_at(f"{templates_for(order.owner)}/{layer}") for layer in order.layers]
-            target = opened_at(f"{directory}/tree")
-            mounts.mount_overlay(target, lower, opened_at(f"{directory}/layer/upper"), mounts.descriptor_path(work))
+            upper = self._open(stack, f"{private}/{order.upper}/upper")
+            work = self._open(stack, f"{private}/{order.upper}/work")
+            templates = self._open(stack, "templates")
+            if order.owner is not None:
+                self._must_be_leased(self._open(stack, private), order)
+                self._must_be_ordinary(order.owner)
+                self._must_be_ours(templates)
+                templates = stack.enter_context(opened(self._mapped.get(templates, order.owner)))
+            lower = [stack.enter_context(opened(mounts.open_beneath(templates, layer))) for layer in order.layers]
+            mount = mounts.make_overlay(lower, upper, work)
             self._give_back(work)
+        self._forget(order.checkout)
+        self._pending[order.checkout] = mount
+        if len(self._pending) > _PENDING_MAX:
+            self._forget(next(iter(self._pending)))
+        return mount
+
+    def show(self, checkout: str, show: Callable[[int, str], None]) -> None:
+        """Attach what was made last for a checkout. Nobody gives us mounts: they could be of anything."""
+        if checkout not in self._pending:
+            raise FileNotFoundError(f"cannot mount checkout {checkout}: nothing was made for it")
+        with ExitStack() as stack:
+            stack.callback(self._forget, checkout)
+            above = self._open(stack, f"checkouts/{checkout}")
+            os.close(mounts.open_beneath(above, "tree"))  # should it become a link now, the kernel does not follow it
+            show(self._pending[checkout], f"{mounts.descriptor_path(above)}/tree")
 
     def umount(self, checkout: str) -> None:
         with suppress(FileNotFoundError), ExitStack() as stack:
-            mounts.umount(mounts.descriptor_path(self._open(stack, f"checkouts/{checkout}/tree")))
+            mounts.umount(f"{mounts.descriptor_path(self._open(stack, f'checkouts/{checkout}'))}/tree")
 
-    def make_idmap(self, owner: Owner) -> None:
-        self._must_be_ordinary(owner)
-        self.drop_idmap(owner)
-        with ExitStack() as stack:
-            idmaps = self._open(stack, "idmaps")
-            with suppress(FileExistsError):
-                os.mkdir(f"{owner[0]}-{owner[1]}", 0o700, dir_fd=idmaps)
-            make_idmap(self._open(stack, "templates"), self._open(stack, templates_for(owner)), owner)
+    def forget_all(self) -> None:
+        """Drop what was made and not attached."""
+        for checkout in list(self._pending):
+            self._forget(checkout)
 
-    def drop_idmap(self, owner: Owner) -> None:
-        with suppress(FileNotFoundError), ExitStack() as stack:
-            mounts.umount(mounts.descriptor_path(self._open(stack, templates_for(owner))))
+    def _forget(self, checkout: str) -> None:
+        if (mount := self._pending.pop(checkout, None)) is not None:
+            os.close(mount)
+
+    def _must_be_leased(self, private: int, order: OverlayOrder) -> None:
+        """The lease of that checkout, which may be about to be, names the same owner."""
+        for name in _LEASES:
+            with suppress(FileNotFoundError), opened(open_regular(private, name)) as file:
+                lease = json.loads(os.read(file, _LEASE_MAX_BYTES))
+                if (lease["owner_uid"], lease["owner_gid"]) == order.owner:
+                    return
+        raise AccessError(f"cannot mount checkout {order.checkout}: it is not leased to that user")
 
     def _must_be_ordinary(self, owner: Owner) -> None:
-        """A file of the daemon's that is shown as root's could be copied up, set-uid bit and all."""
-        if 0 in owner or owner[0] == self._uid:
+        """What is written in a checkout is its owner's: never let that be root, a daemon, or with the rights of their groups."""
+        uid, gid = owner
+        if uid == self._daemon[0] or not _is_ordinary(uid, gid):
             raise BackendUnavailableError(
-                f"cannot map the templates to uid {owner[0]}, gid {owner[1]}: only to ordinary users",
-                hint="the pool backend serves root where the daemon is not root",
+                f"cannot give checkouts to uid {uid}, gid {gid}: only to ordinary users, with a group of theirs",
+                hint="the pool backend serves the others",
+            )
+
+    def _must_be_ours(self, templates: int) -> None:
+        """A directory given away would let its new owner's files seem another's."""
+        found = os.fstat(templates)
+        if (found.st_uid, found.st_gid) != self._daemon:
+            raise AccessError(
+                f"cannot mount: templates belong to uid {found.st_uid}, gid {found.st_gid}, not to the daemon",
+                hint=f"chown them to {self._daemon[0]}:{self._daemon[1]}",
             )
 
     def _open(self, stack: ExitStack, path: str) -> int:
@@ -96,40 +146,66 @@ class GuardedMounter:
         """Give the daemon what overlayfs made in its work directory, so that it can remove that without being root."""
         for path in ("work/incompat/volatile", "work/incompat", "work"):
             with suppress(FileNotFoundError), opened(mounts.open_beneath(work, path)) as directory:
-                os.chown(mounts.descriptor_path(directory), self._uid, -1)
+                os.chown(mounts.descriptor_path(directory), self._daemon[0], -1)
+
+
+def _is_ordinary(uid: int, gid: int) -> bool:
+    """Whether a uid is of a person, an agent or a container, and the gid one of its groups, or nobody else's."""
+    if uid < _smallest("UID_MIN"):
+        return False
+    try:
+        user = pwd.getpwuid(uid)
+    except KeyError:  # a number that a container or a harness uses
+        return gid >= _smallest("GID_MIN") and not _is_group(gid)
+    return gid in os.getgrouplist(user.pw_name, user.pw_gid) and gid != 0
+
+
+def _is_group(gid: int) -> bool:
+    try:
+        grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return True
+
+
+def _smallest(name: str) -> int:
+    with suppress(OSError, ValueError):
+        for line in _LOGIN_DEFS.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.split()[:1] == [name]:
+                return max(1, int(line.split()[1]))
+    return _ORDINARY_MIN
 
 
 # -- what was asked -----------------------------------------------------------------------------------------------------
 
 
-def answer(mounter: GuardedMounter, message: bytes) -> dict[str, Any]:
-    """Do one request; `{}`, or the problem."""
+def answer(mounter: GuardedMounter, message: bytes) -> tuple[dict[str, Any], list[int]]:
+    """Do one request; `{}` and the descriptors that go with it, or the problem."""
     try:
-        _perform(mounter, json.loads(message))
+        return {}, _perform(mounter, json.loads(message))
     except MirrordError as error:
-        return {"problem": error.problem()}
+        return {"problem": error.problem()}, []
     except FileNotFoundError as error:
-        return {"problem": {"code": "gone", "detail": str(error), "errno": error.errno}}
+        return {"problem": {"code": "gone", "detail": str(error), "errno": error.errno or errno.ENOENT}}, []
     except OSError as error:
-        return {"problem": ResourceError(f"cannot mount: {error.strerror}", errno=error.errno).problem()}
+        return {"problem": ResourceError(f"cannot mount: {error.strerror}", errno=error.errno).problem()}, []
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        return {"problem": InvalidRequestError(f"cannot read the request: {error!r}").problem()}
-    return {}
+        return {"problem": InvalidRequestError(f"cannot read the request: {error!r}").problem()}, []
 
 
-def _perform(mounter: GuardedMounter, request: Mapping[str, Any]) -> None:
+def _perform(mounter: GuardedMounter, request: Mapping[str, Any]) -> list[int]:
     kind = request["request"]
-    if kind == "mount":
+    if kind == "make":
         owner = None if request["owner"] is None else _owner(request["owner"])
-        mounter.mount(OverlayOrder(_matching(_CHECKOUT, request["checkout"]), _layers(request["layers"]), owner))
+        checkout, upper = _matching(_CHECKOUT, request["checkout"]), _matching(_UPPER, request["upper"])
+        return [mounter.make(OverlayOrder(checkout, upper, _layers(request["layers"]), owner))]
+    if kind in _SHOWS:
+        mounter.show(_matching(_CHECKOUT, request["checkout"]), _SHOWS[kind])
     elif kind == "umount":
         mounter.umount(_matching(_DIRECTORY, request["checkout"]))
-    elif kind == "make_idmap":
-        mounter.make_idmap(_owner(request["owner"]))
-    elif kind == "drop_idmap":
-        mounter.drop_idmap(_owner(request["owner"]))
     else:
         raise ValueError(kind)
+    return []
 
 
 def _layers(value: object) -> tuple[str, ...]:
@@ -184,7 +260,7 @@ class Service:
             return
         refusal = AccessError(f"cannot mount for uid {uid}: only for the daemon's user, {_CONNECTIONS_MAX} at a time")
         print(f"<4>connection.refused uid={uid}", file=sys.stderr, flush=True)  # noqa: T201  (the journal reads stderr)
-        _send(connection, {"problem": refusal.problem()})
+        _send(connection, {"problem": refusal.problem()}, [])
         connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -192,15 +268,16 @@ class Service:
             message = connection.recv(MESSAGE_MAX_BYTES)
         except OSError:
             message = b""
-        if not message or not _send(connection, answer(self._mounter, message)):
+        if not message or not _send(connection, *answer(self._mounter, message)):
             self._selector.unregister(connection)
             connection.close()
+            self._mounter.forget_all()
 
 
-def _send(connection: socket.socket, reply: Mapping[str, Any]) -> bool:
+def _send(connection: socket.socket, reply: Mapping[str, Any], descriptors: list[int]) -> bool:
     """False where the peer is gone, or does not read."""
     try:
-        connection.send(json.dumps(reply).encode())
+        socket.send_fds(connection, [json.dumps(reply).encode()], descriptors)
     except OSError:
         return False
     return True
@@ -227,26 +304,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--user", required=True, help="the daemon's user: a name or a uid")
     parser.add_argument("--socket", type=Path, help="where to listen, unless systemd hands over a socket")
     options = parser.parse_args(arguments)
-    uid = _uid_of(options.user)
+    daemon = _find_user(options.user)
     sockets = list(take_sockets().values())
-    if uid is None or (not sockets and options.socket is None):
+    if daemon is None or (not sockets and options.socket is None):
         parser.error("give a user that exists, and a socket: --socket, or through systemd")
     try:
-        listener = sockets[0] if sockets else listen(options.socket, uid)
-        service = Service(listener, GuardedMounter(options.state_dir, uid), uid)
-    except OSError as error:
+        listener = sockets[0] if sockets else listen(options.socket, daemon[0])
+        service = Service(listener, GuardedMounter(options.state_dir, daemon), daemon[0])
+    except (OSError, MirrordError) as error:
         parser.error(f"cannot serve: {error}")
+    Notifier.from_environment().ready("mounts checkouts")
     service.run()
     return 0
 
 
-def _uid_of(user: str) -> int | None:
-    if user.isdigit():
-        return int(user)
+def _find_user(user: str) -> Owner | None:
     try:
-        return pwd.getpwnam(user).pw_uid
+        found = pwd.getpwuid(int(user)) if user.isdigit() else pwd.getpwnam(user)
     except KeyError:
-        return None
+        return (int(user), int(user)) if user.isdigit() else None
+    return found.pw_uid, found.pw_gid
 
 
 if __name__ == "__main__":

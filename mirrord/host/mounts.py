@@ -1,7 +1,7 @@
 """Mounts: the raw system calls, with types and our errors.
 
-Owns how an overlay, an idmapped bind and an unmount are asked of the kernel, and what its refusals mean. Decides nothing about
-what is mounted where. Mounts outlive the process that made them: nothing here is undone by a crash.
+Owns how an overlay, an idmapped clone, a bind and an unmount are asked of the kernel, and what its refusals mean. Decides
+nothing about what is mounted where. What is attached outlives the process that made it: nothing here is undone by a crash.
 
 A path that is gone stays FileNotFoundError, so that the caller can make it anew; every other refusal is a ResourceError.
 """
@@ -13,33 +13,35 @@ import errno
 import os
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 from ..errors import BackendUnavailableError, DiskFullError, MirrordError, ResourceError
 from .files import opened
 from .processes import Capability, has_capabilities
 
-_MS_NOSUID, _MS_NODEV = 2, 4  # linux/mount.h
-_MNT_DETACH = 2
+_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8  # linux/mount.h, linux/fs.h
 _OPEN_TREE_CLONE = 1
 _OPEN_TREE_CLOEXEC = os.O_CLOEXEC
-_MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_T_EMPTY_PATH = 0x4, 0x40
+_MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_BENEATH = 0x4, 0x200
+_FSOPEN_CLOEXEC = _FSMOUNT_CLOEXEC = 1
+_FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV, _MOUNT_ATTR_IDMAP = 0x1, 0x2, 0x4, 0x100000
-_AT_EMPTY_PATH = 0x1000
-_SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_OPENAT2, _SYS_MOUNT_SETATTR = 428, 429, 437, 442  # the same on every architecture
+_MS_SHARED = 1 << 20
+_AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
+_SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 428, 429, 430, 431, 432
+_SYS_OPENAT2, _SYS_MOUNT_SETATTR = 437, 442  # the same on every architecture
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x2, 0x4, 0x8
 
-_OPTIONS_MAX = 4095  # mount(2) takes one page
-_SPECIAL = re.compile(r"[,:\\]")
 _STACKED_MAX = 8
+_STRING_MAX = 255  # of a value for fsconfig(2)
 
-# redirect_dir: rename(2) of a directory below must not give EXDEV, which git mv does not survive. volatile: an unmount would else
-# flush the whole file system. The rest would make files mean something only together with one mount.
-_OVERLAY_OPTIONS = "redirect_dir=on,metacopy=off,index=off,xino=off,volatile"
+# redirect_dir: rename(2) of a directory below must not give EXDEV, which git mv does not survive.
+# volatile: an unmount would else flush the whole file system.
+# The rest would make files mean something only together with one mount.
+_OVERLAY_OPTIONS = {"redirect_dir": "on", "metacopy": "off", "index": "off", "xino": "off"}
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
 _libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
+_libc.umount2.restype = ctypes.c_int
 _libc.syscall.restype = ctypes.c_long
 
 
@@ -56,43 +58,90 @@ class _OpenHow(ctypes.Structure):
     _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
 
 
-def mount_overlay(target: str, lower: Sequence[str], upper: str, work: str) -> None:
-    """Mount an overlay at `target`; `lower` is top first. `work` must never have been mounted before."""
-    options = _overlay_options(lower, upper, work)
-    if len(options) > _OPTIONS_MAX or _SPECIAL.search("".join((*lower, upper, work))):
-        _mount_by_descriptors(target, lower, upper, work)
+def make_overlay(lower: Sequence[int], upper: int, work: int) -> int:
+    """Make an overlay of open directories, `lower` top first; answers its root, which `attach` makes visible.
+
+    `work` must never have been used before. The kernel shows the directories to everybody in /proc/self/mountinfo, by the
+    names that it was given: those of descriptors say nothing.
+    """
+    with opened(_syscall("open", "the overlay file system", _SYS_FSOPEN, b"overlay", _FSOPEN_CLOEXEC)) as context:
+        _set_string(context, "source", "mirrord")
+        _set_lower(context, [descriptor_path(each) for each in lower])
+        _set_string(context, "upperdir", descriptor_path(upper))
+        _set_string(context, "workdir", descriptor_path(work))
+        for key, value in _OVERLAY_OPTIONS.items():
+            _set_string(context, key, value)
+        _configure(context, _FSCONFIG_SET_FLAG, b"volatile", None)
+        _configure(context, _FSCONFIG_CMD_CREATE, None, None)
+        flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
+        return _syscall("mount", "an overlay", _SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, flags)
+
+
+def attach(mount: int, target: str) -> None:
+    """Make a detached mount what is seen at `target`."""
+    _move(mount, target)
+
+
+def replace(mount: int, target: str) -> None:
+    """Make a detached mount what is seen at `target`, in the place of what was mounted there.
+
+    In one step, here and wherever `target` propagates to: the new mount goes beneath the old one, which then goes. Before
+    Linux 6.5, which cannot do that, `target` is for a moment the directory below.
+    """
+    try:
+        _move(mount, target, _MOVE_MOUNT_BENEATH)
+    except BackendUnavailableError as error:  # EINVAL: an older kernel, or nothing is mounted there
+        if error.facts.get("errno") != errno.EINVAL:
+            raise
+        umount(target)
+        _move(mount, target)
     else:
-        _mount(target, options)
+        _unmount(target)
 
 
 def umount(target: str) -> None:
     """Take away everything that is mounted at `target`, whoever is inside; fine where nothing is."""
     for _ in range(_STACKED_MAX):
-        if _libc.umount2(os.fsencode(target), _MNT_DETACH) == 0:
-            continue
-        number = ctypes.get_errno()
-        if number in (errno.EINVAL, errno.ENOENT):
+        if not _unmount(target):
             return
-        raise _refused("unmount", target, number)
-    raise ResourceError(f"cannot unmount {target}: {_STACKED_MAX} mounts went and there are more", hint="unmount it by hand")
+    raise ResourceError(f"cannot unmount {target}: still mounted after {_STACKED_MAX} unmounts", hint="unmount it by hand")
 
 
-def clone_idmapped(source: int, target: int, userns: int) -> None:
-    """Bind the directory `source` to the directory `target`, read-only, with its owners seen through the user namespace `userns`.
+def umount_unused(target: str) -> bool:
+    """Unmount what nobody uses and nothing is mounted in; answers whether it is gone."""
+    return bool(_libc.umount2(os.fsencode(target), _UMOUNT_NOFOLLOW) == 0)
 
-    All three are descriptors. Needs Linux 5.12, and 5.19 for overlays on it.
+
+def clone_idmapped(source: int, userns: int) -> int:
+    """A read-only, detached clone of the directory `source`, its owners seen through the user namespace `userns`.
+
+    All are descriptors; what the answer is the last descriptor of goes with it. Needs Linux 5.12.
     """
-    how = _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | _AT_EMPTY_PATH
-    clone = _syscall("clone", "the templates", _SYS_OPEN_TREE, source, b"", how)
-    flags = _MOUNT_ATTR_IDMAP | _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
-    attributes = _MountAttr(attr_set=flags, userns_fd=userns)
-    with opened(clone):
-        _syscall(
-            "map owners of", "the templates", _SYS_MOUNT_SETATTR, clone, b"", _AT_EMPTY_PATH, ctypes.byref(attributes),
-            ctypes.c_size_t(ctypes.sizeof(attributes)),
-        )  # fmt: skip
-        both_empty = _MOVE_MOUNT_F_EMPTY_PATH | _MOVE_MOUNT_T_EMPTY_PATH
-        _syscall("mount", "the idmapped templates", _SYS_MOVE_MOUNT, clone, b"", target, b"", both_empty)
+    clone = _clone(source)
+    try:
+        flags = _MOUNT_ATTR_IDMAP | _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
+        _set_attributes(clone, _MountAttr(attr_set=flags, userns_fd=userns))
+    except BaseException:
+        os.close(clone)
+        raise
+    return clone
+
+
+def bind_over(directory: int, target: str) -> None:
+    """Bind a directory over itself: what is in it has no set-id bits and devices that count, what is mounted in it propagates.
+
+    `target` is its path. Shared even where no systemd made / so: or containers could not follow with `rslave`.
+    """
+    with opened(_clone(directory)) as clone:
+        attributes = _MountAttr(attr_set=_MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV, propagation=_MS_SHARED)
+        _set_attributes(clone, attributes)
+        _move(clone, target)
+
+
+def mount_id(fd: int) -> int:
+    """Which mount a descriptor is in."""
+    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("mnt_id:"))
 
 
 def open_beneath(directory: int, path: str) -> int:
@@ -134,23 +183,51 @@ def may_mount() -> bool:
     return has_capabilities(Capability.SYS_ADMIN)
 
 
-def _overlay_options(lower: Sequence[str], upper: str, work: str) -> bytes:
-    return os.fsencode(f"lowerdir={':'.join(lower)},upperdir={upper},workdir={work},{_OVERLAY_OPTIONS}")
+def _set_lower(context: int, paths: list[str]) -> None:
+    try:
+        for path in paths:
+            _set_string(context, "lowerdir+", path)
+    except BackendUnavailableError:  # Linux 6.7 brought it
+        joined = ":".join(paths)
+        if len(joined) > _STRING_MAX:
+            raise BackendUnavailableError(
+                f"cannot mount {len(paths)} layers: this kernel takes no more than {_STRING_MAX} bytes of their names",
+                hint="Linux 6.7 and newer take them one by one; the pool backend serves without",
+            ) from None
+        _set_string(context, "lowerdir", joined)
 
 
-def _mount_by_descriptors(target: str, lower: Sequence[str], upper: str, work: str) -> None:
-    """Name each directory by a descriptor: short, and free of the characters that options are split at."""
-    with ExitStack() as stack:
-
-        def brief(path: str) -> str:
-            return descriptor_path(stack.enter_context(opened(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))))
-
-        _mount(target, _overlay_options([brief(path) for path in lower], brief(upper), brief(work)))
+def _set_string(context: int, key: str, value: str) -> None:
+    _configure(context, _FSCONFIG_SET_STRING, key.encode(), value.encode())
 
 
-def _mount(target: str, options: bytes) -> None:
-    if _libc.mount(b"mirrord", os.fsencode(target), b"overlay", _MS_NOSUID | _MS_NODEV, options) != 0:
-        raise _refused("mount an overlay at", target, ctypes.get_errno())
+def _configure(context: int, command: int, key: bytes | None, value: bytes | None) -> None:
+    _syscall("mount", "an overlay", _SYS_FSCONFIG, context, command, key, value, 0)
+
+
+def _clone(directory: int) -> int:
+    how = _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | _AT_EMPTY_PATH
+    return _syscall("clone", "a directory's mount", _SYS_OPEN_TREE, directory, b"", how)
+
+
+def _set_attributes(mount: int, attributes: _MountAttr) -> None:
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    _syscall("set up", "a mount", _SYS_MOUNT_SETATTR, mount, b"", _AT_EMPTY_PATH, ctypes.byref(attributes), size)
+
+
+def _move(mount: int, target: str, how: int = 0) -> None:
+    flags = _MOVE_MOUNT_F_EMPTY_PATH | how
+    _syscall("mount at", target, _SYS_MOVE_MOUNT, mount, b"", _AT_FDCWD, os.fsencode(target), flags)
+
+
+def _unmount(target: str) -> bool:
+    """Take the topmost mount away; False where there is none."""
+    if _libc.umount2(os.fsencode(target), _MNT_DETACH | _UMOUNT_NOFOLLOW) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOENT):
+        return False
+    raise _refused("unmount", target, number)
 
 
 def _syscall(verb: str, noun: str, number: int, *arguments: object) -> int:

@@ -10,8 +10,6 @@ import ctypes
 import errno
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,21 +23,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 Owner = tuple[int, int]
 
 
-@contextmanager
-def opened_userns(stored: Owner, seen: Owner) -> Iterator[int]:
+def make_userns(stored: Owner, seen: Owner) -> int:
     """A descriptor of a namespace in which files of `stored` (uid, gid) are seen as those of `seen`."""
     child = _start()
     try:
         for kind, inside, outside in (("uid", stored[0], seen[0]), ("gid", stored[1], seen[1])):
             Path(f"/proc/{child}/{kind}_map").write_text(f"{inside} {outside} 1\n", encoding="ascii")
-        fd = os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise _unavailable(error.errno or errno.EIO) from error
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    with opened(fd):
-        yield fd
 
 
 def _start() -> int:

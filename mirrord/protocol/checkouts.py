@@ -63,11 +63,13 @@ class RestorePaths(Request):
 class Checkout(Answer):
     """`commit` is the base commit, `tree` its verified tree; `timings` are seconds per step.
 
-    `taken_by` is the uid that asked for it. It and `owner_uid` may use it and give it back.
+    `path` is `directory/tree`. `directory` holds nothing else; mounted elsewhere with `rslave`, it follows
+    every reset. `taken_by` is the uid that asked for it. It and `owner_uid` may use it and give it back.
     """
 
     id: str
     path: str
+    directory: str
     mirror: str
     commit: str
     tree: str

@@ -43,15 +43,19 @@ def leftovers(state: Path) -> list[str]:
     """What should not be in a state directory when nothing is going on. Clients' trees are not looked into."""
     found = [f"quarantine/{path.name}" for path in (state / "quarantine").iterdir() if path.name != "damaged"]
     for directory, names, files in os.walk(state):
-        if Path(directory).parent.parent == state / "checkouts":
+        if Path(directory).parent.parent in (state / "checkouts", state / "leases"):
             names.clear()
             continue
         wrong = [name for name in (*names, *files) if _LEFTOVER.fullmatch(name) and name != "daemon.lock"]
         found += [str((Path(directory) / name).relative_to(state)) for name in wrong]
-    checkouts = state / "checkouts"
-    found += [f"checkouts/{p.name} without a lease" for p in checkouts.iterdir() if not p.name.startswith(".warm-")
-              and not (p / "lease.json").exists() and not (p / "resetting.json").exists()]  # fmt: skip
+    for kind in ("checkouts", "leases"):
+        names = [path.name for path in (state / kind).iterdir() if not path.name.startswith(".warm-")]
+        found += [f"{kind}/{name} without a lease" for name in names if not _is_leased(state, name)]
     return found
+
+
+def _is_leased(state: Path, checkout: str) -> bool:
+    return any((state / "leases" / checkout / name).exists() for name in ("lease.json", "resetting.json"))
 
 
 def until_empty(look: Callable[[], list[str]], what: str) -> None:

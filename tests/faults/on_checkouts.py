@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ from gitrepos import git
 from .judge import must_be_usable
 from .lab import Lab
 from .operation import AFTER, BEFORE, HALF, Operation
-
-_SPARE_S = 5
 
 
 class Checkout(Operation):
@@ -102,7 +99,7 @@ class Reset(Operation):
     def outcome(self) -> str:
         lease = self.lab.call("GET", f"checkouts/{self._lease['id']}")
         tree = Path(lease["path"])
-        if (tree.parent / "resetting.json").exists():
+        if (self.lab.state / "leases" / lease["id"] / "resetting.json").exists():
             return HALF
         if lease["commit"] == self._from:
             assert (tree / "README").read_text() == "dirty\n", "neither as its owner left it nor reset"
@@ -121,31 +118,6 @@ class Reset(Operation):
 
     def clean(self) -> None:
         self.lab.release(self._lease["id"])
-
-
-class SwiftReset(Reset):
-    """Of a checkout that was reset to that commit twice just now, so that the next tree is made and mounted already."""
-
-    name = "reset (overlay, made ahead)"
-
-    def __init__(self, lab: Lab) -> None:
-        super().__init__(lab)
-        for _ in range(2):
-            self.run()
-        self._dirty = Path(self._lease["path"]) / "README"
-        self._dirty.write_text("dirty\n")
-        deadline = time.monotonic() + _SPARE_S
-        while not any(map(_is_made_ahead, (lab.state / "checkouts").glob(".next-*"))):
-            assert time.monotonic() < deadline, "nothing was made ahead"
-            time.sleep(0.01)
-
-    def outcome(self) -> str:
-        return BEFORE if self._dirty.read_text() == "dirty\n" else AFTER
-
-
-def _is_made_ahead(directory: Path) -> bool:
-    """What was replaced has a lease still; the kernel makes a directory for a mount."""
-    return not (directory / "lease.json").exists() and (directory / "layer/work/work").exists()
 
 
 class PoolReset(Reset):

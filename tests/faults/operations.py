@@ -5,7 +5,7 @@ from __future__ import annotations
 from .on_audits import ClosureAudit, ContentAudit, QuickAudit
 from .on_bundles import BundleCreation, BundleImport, BundleOfMore
 from .on_catalog import Migration
-from .on_checkouts import Checkout, PoolCheckout, PoolRelease, PoolReset, PoolTree, Release, Reset, SwiftReset, WarmCheckout
+from .on_checkouts import Checkout, PoolCheckout, PoolRelease, PoolReset, PoolTree, Release, Reset, WarmCheckout
 from .on_datasets import DatasetRemoval, Import
 from .on_mirrors import FirstClone, Heal, Maintenance, MirrorRemoval, Pin, Sync, Unpin
 from .operation import Operation
@@ -13,5 +13,5 @@ from .operation import Operation
 OPERATIONS: tuple[type[Operation], ...] = (
     FirstClone, Sync, Pin, Unpin, Import, DatasetRemoval, Maintenance, Heal, BundleCreation, BundleImport, BundleOfMore,
     QuickAudit, ClosureAudit, ContentAudit, Migration,
-    Checkout, WarmCheckout, PoolCheckout, PoolTree, Reset, SwiftReset, PoolReset, Release, PoolRelease, MirrorRemoval,
+    Checkout, WarmCheckout, PoolCheckout, PoolTree, Reset, PoolReset, Release, PoolRelease, MirrorRemoval,
 )  # fmt: skip
