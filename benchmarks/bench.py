@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import partial
@@ -33,7 +33,8 @@ from rivals import Git, dirty, git
 from stores import Stores
 
 from mirrord import Client
-from mirrord.host.mounts import mount_overlay, umount
+from mirrord.host.files import opened
+from mirrord.host.mounts import attach, make_overlay, umount
 from mirrord.model import AuditLevel, Backend
 
 
@@ -88,7 +89,9 @@ class Bench:
             at.mkdir()
             for path in (upper, work, tree):
                 path.mkdir()
-            mount_overlay(str(tree), [str(lower)], str(upper), str(work))
+            with ExitStack() as stack:
+                below, above, scratch = (stack.enter_context(opened(os.open(each, os.O_PATH))) for each in (lower, upper, work))
+                attach(stack.enter_context(opened(make_overlay([below], above, scratch))), str(tree))
             client.health()
             took = time.perf_counter() - began
             umount(str(tree))

@@ -255,9 +255,10 @@ def test_a_restart_adopts_leases_and_removes_rubbish(service: Service) -> None:
     kept, interrupted = start(service), start(service)
     (Path(kept.path) / "mine").write_text("work")
     (Path(interrupted.path) / "mine").write_text("work")
-    half_made = service.state / "checkouts" / ("a" * 16)
-    (half_made / "tree").mkdir(parents=True)
-    (Path(interrupted.path).parent / "lease.json").rename(Path(interrupted.path).parent / "resetting.json")
+    for kind, name in (("checkouts", "a" * 16), ("leases", "a" * 16), ("checkouts", "b" * 16), ("leases", "c" * 16)):
+        (service.state / kind / name / "tree").mkdir(parents=True)
+    lease_file = service.state / "leases" / interrupted.id / "lease.json"
+    lease_file.rename(lease_file.with_name("resetting.json"))
     service.restart()
     found = service.call(service.checkouts.list, USER_PEER)
     assert {checkout.id for checkout in found} == {kept.id, interrupted.id}
@@ -266,16 +267,16 @@ def test_a_restart_adopts_leases_and_removes_rubbish(service: Service) -> None:
     assert as_user(Path(interrupted.path), "status", "--porcelain", "--ignored") == ""
     assert service.call(service.checkouts.diff, kept.id, USER_PEER).startswith(b"diff --git a/mine")
     service.call(service.checkouts.close)
-    assert {path.name for path in (service.state / "checkouts").iterdir() if not path.name.startswith(".warm-")} == {
-        kept.id, interrupted.id,
-    }  # fmt: skip
+    for kind in ("checkouts", "leases"):
+        names = {path.name for path in (service.state / kind).iterdir() if not path.name.startswith(".warm-")}
+        assert names == {kept.id, interrupted.id}
     service.restart()
 
 
 def test_a_checkout_whose_proof_fails_is_destroyed_and_counted(service: Service) -> None:
     """Something that writes faster than it is cleaned: no client gets that tree."""
     checkout = start(service)
-    lease_file = Path(checkout.path).parent / "lease.json"
+    lease_file = service.state / "leases" / checkout.id / "lease.json"
     forged = lease_file.read_text().replace(checkout.tree, "e" * 40)
     lease_file.write_text(forged)
     service.restart()

@@ -47,7 +47,7 @@ def test_an_overlay_is_tried_and_not_guessed(tmp_path: Path, monkeypatch: pytest
     def refuse(*_: object) -> None:
         raise BackendUnavailableError("cannot mount: the file system is no good below an overlay")
 
-    monkeypatch.setattr("mirrord.host.mounts.mount_overlay", refuse)
+    monkeypatch.setattr("mirrord.host.mounts.make_overlay", refuse)
     monkeypatch.setattr("mirrord.doctor.kernel.choose_mounter", lambda state_dir, _: LocalMounter(state_dir))
     check = _checks(tmp_path)["overlay"]
     assert (check.verdict, "no good" in check.fact, "pool" in check.remedy) == ("warn", True, True)

@@ -104,7 +104,8 @@ def leases_stand(lab: Lab) -> None:
 def must_be_usable(lab: Lab, lease: dict[str, Any]) -> None:
     """Its tree is the commit's but for what its owner wrote."""
     tree = Path(lease["path"])
-    until_empty(lambda: [] if (tree.parent / "lease.json").exists() else [lease["id"]], "not reset again by the start")
+    stands = lab.state / "leases" / lease["id"] / "lease.json"
+    until_empty(lambda: [] if stands.exists() else [lease["id"]], "not reset again by the start")
     assert git(tree, "rev-parse", "HEAD") == lease["commit"], f"HEAD of {lease['id']}"
     assert git(tree, "rev-parse", "HEAD^{tree}") == lease["tree"], f"tree of {lease['id']}"
     status = git(tree, "status", "--porcelain", "--ignored").splitlines()
