@@ -219,6 +219,10 @@ class CancelledError(ConflictError):
     code, title = "cancelled", "Cancelled"
 
 
+class ProcessGoneError(ConflictError):
+    code, title = "process-gone", "The process has ended"
+
+
 # -- upstream: exit 6 -------------------------------------------------------------------------------------------------
 
 

@@ -18,11 +18,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from ..errors import CheckoutNotFoundError
 from ..host.files import admit, full_disk_named, opened, write_all
+from ..host.lifelines import Process
 from ..model import Backend, CheckoutId, CommitId, History, MirrorName, View, shown
 
 GONE = ".gone-"
@@ -58,7 +60,7 @@ class Directories:
 class Lease:
     """The right to one checkout. `commit` and `tree` are what it is, or while RESETTING becomes, clean at.
 
-    `taken_by` is the uid that asked for it, for `owner_uid`.
+    `taken_by` is the uid that asked for it, for `owner_uid`; `bound_to` the process that it ends with.
     """
 
     id: CheckoutId
@@ -75,6 +77,7 @@ class Lease:
     taken_by: int
     created_at: datetime
     expires_at: datetime
+    bound_to: Process | None = None
     state: LeaseState = LeaseState.LIVE
 
     @property
@@ -275,10 +278,11 @@ def _to_json(lease: Lease) -> dict[str, object]:
         "taken_by": lease.taken_by,
         "created_at": lease.created_at.isoformat(),
         "expires_at": lease.expires_at.isoformat(),
+        "bound_to": [lease.bound_to.pid, lease.bound_to.mark] if lease.bound_to else None,
     }
 
 
-def _from_json(facts: dict[str, str], directories: Directories, state: LeaseState) -> Lease:
+def _from_json(facts: dict[str, Any], directories: Directories, state: LeaseState) -> Lease:
     return Lease(
         id=CheckoutId(facts["id"]),
         directories=directories,
@@ -294,6 +298,7 @@ def _from_json(facts: dict[str, str], directories: Directories, state: LeaseStat
         taken_by=int(facts["taken_by"]),
         created_at=datetime.fromisoformat(facts["created_at"]),
         expires_at=datetime.fromisoformat(facts["expires_at"]),
+        bound_to=Process(*facts["bound_to"]) if facts["bound_to"] else None,
         state=state,
     )
 

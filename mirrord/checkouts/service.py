@@ -8,6 +8,7 @@ its tree, and what a crash leaves of them, is `keeper.py`'s.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -30,13 +31,14 @@ from ..errors import (
     TtlTooLongError,
 )
 from ..git.workers import Workers
+from ..host.lifelines import Lifelines, Process, process_gone
 from ..host.owners import Owners
 from ..host.peers import Access, Peer, Role
 from ..host.processes import may_give_files_away
 from ..host.userns import Owner
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
-from ..model import Backend, CheckoutId, History, View, utc_now
+from ..model import Backend, Bind, CheckoutId, History, View, utc_now
 from ..protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, RestoreAnswer, RestorePaths, StartCheckout
 from ..units import format_duration
 from .backend import CheckoutBackend
@@ -85,14 +87,25 @@ class Checkouts:
         self._locks: dict[CheckoutId, anyio.Lock] = {}
         self._may_give_files_away = may_give_files_away()
         self._closing = False
+        self._process_ended = asyncio.Event()
+        self._lifelines = Lifelines(self._process_ended.set)
+        self._expiring: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Adopt the leases of an earlier daemon, and nothing else."""
+        """Adopt the leases of an earlier daemon; those whose process has ended meanwhile end too."""
         await self._keeper.open()
+        for lease in self._leases:
+            if lease.bound_to:
+                self._lifelines.hold(lease.bound_to)
+        await self.expire()
+        self._expiring = asyncio.get_running_loop().create_task(self._expire_when_processes_end())
 
     async def close(self) -> None:
         """Refuse new work. Checkouts stay as they are."""
         self._closing = True
+        if self._expiring:
+            self._expiring.cancel()
+        self._lifelines.keep_only(())
         await self._keeper.close()
 
     @property
@@ -106,8 +119,11 @@ class Checkouts:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def checkout(self, request: StartCheckout, peer: Peer) -> Checkout:
-        """Hand out a new checkout, owned by the peer's uid or by another that it may ask for."""
+    async def checkout(self, request: StartCheckout, peer: Peer, process: Process | None = None) -> Checkout:
+        """Hand out a new checkout, owned by the peer's uid or by another that it may ask for.
+
+        It ends with `process`, where one is given.
+        """
         began = time.perf_counter()
         history = request.history or self._settings().checkouts.history
         expires_at = self._deadline(request.ttl, peer)
@@ -133,10 +149,13 @@ class Checkouts:
                 taken_by=peer.uid,
                 created_at=self._clock(),
                 expires_at=expires_at,
+                bound_to=process,
             )
 
         with self._counted(peer.uid, owner[0]):
             lease, made = await self._keeper.make(draft, backends)
+        if process is not None:
+            self._hold(lease, process)
         timings = {"resolve": round(resolved_s, 6), **made.timings, "total": round(time.perf_counter() - began, 6)}
         self._publish("checkout.made", lease, duration_s=timings["total"])
         return _answer(lease, timings)
@@ -199,9 +218,33 @@ class Checkouts:
         return RestoreAnswer(paths=paths)
 
     async def expire(self) -> int:
-        """Release what is past its deadline and not at work; answers how many."""
-        expired = [lease for lease in self._leases if lease.is_expired(self._clock())]
-        return sum([await self._expire(lease) for lease in expired])
+        """Release what is past its deadline, or has outlived the process it is bound to, and is not
+        at work; answers how many."""
+        if self._closing:
+            return 0
+        self._lifelines.keep_only({lease.bound_to for lease in self._leases if lease.bound_to})
+        over = [lease for lease in self._leases if self._is_over(lease)]
+        return sum([await self._expire(lease) for lease in over])
+
+    def _is_over(self, lease: Lease) -> bool:
+        return lease.is_expired(self._clock()) or (lease.bound_to is not None and lease.bound_to not in self._lifelines)
+
+    async def _expire_when_processes_end(self) -> None:
+        while True:
+            await self._process_ended.wait()
+            self._process_ended.clear()
+            await self.expire()
+
+    def _hold(self, lease: Lease, process: Process) -> None:
+        """Have the lease end with the process; it may have ended meanwhile."""
+        try:
+            held = self._lifelines.hold(process)
+        except OSError:
+            self._end(lease)
+            raise
+        if not held:
+            self._end(lease)
+            raise process_gone(process.pid)
 
     # -- one lease at a time ------------------------------------------------------------------------------------------
 
@@ -243,7 +286,7 @@ class Checkouts:
             return False
         async with self._locked(lease.id):
             current = self._leases.find(lease.id)
-            if current is None or not current.is_expired(self._clock()):
+            if current is None or not self._is_over(current):
                 return False
             self._end(current)
         self._publish("checkout.expired", current)
@@ -397,6 +440,7 @@ def _members(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
         "backend": lease.backend,
         "owner_uid": lease.owner_uid,
         "taken_by": lease.taken_by,
+        "bind": Bind.PROCESS if lease.bound_to else Bind.LEASE,
         "created_at": lease.created_at,
         "expires_at": lease.expires_at,
         "timings": timings,

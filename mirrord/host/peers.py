@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import structlog
@@ -29,12 +29,13 @@ _GROUP_LOOKUP_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A process at the other end, as it was when it connected."""
+    """A process at the other end, as it was when it connected, in seconds since the boot."""
 
     uid: int
     gid: int
     pid: int
     groups: tuple[int, ...] = ()
+    connected_at: float = field(default=0.0, compare=False)
 
 
 class Role(IntEnum):
@@ -53,7 +54,8 @@ def peer_of(connection: socket.socket) -> Peer:
     """Read the credentials of a connected Unix socket."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
-    return Peer(uid=uid, gid=gid, pid=pid, groups=_groups_of(connection))
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return Peer(uid=uid, gid=gid, pid=pid, groups=_groups_of(connection), connected_at=now)
 
 
 def _groups_of(connection: socket.socket) -> tuple[int, ...]:

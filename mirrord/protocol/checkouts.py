@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from ..model import Backend, History, View
+from ..model import Backend, Bind, History, View
 from ..units import parse_duration
 from .messages import Answer, Repo, Request
 
@@ -32,7 +32,10 @@ OwnerUid = Annotated[
 
 
 class StartCheckout(Request):
-    """What to check out: `instance` (an instance id, or NAME@COMMITISH), or `mirror` with `commit`."""
+    """What to check out: `instance` (an instance id, or NAME@COMMITISH), or `mirror` with `commit`.
+
+    `bind` "process": it ends with the process that made the connection, not with the connection.
+    """
 
     instance: Annotated[str, Field(min_length=1, max_length=500)] | None = None
     mirror: Repo | None = None
@@ -42,6 +45,7 @@ class StartCheckout(Request):
     backend: Backend | None = None
     ttl: Ttl | None = None
     owner: OwnerUid | None = None
+    bind: Bind = Bind.LEASE
 
 
 class ResetCheckout(Request):
@@ -79,6 +83,7 @@ class Checkout(Answer):
     backend: Backend
     owner_uid: int
     taken_by: int
+    bind: Bind = Bind.LEASE
     created_at: datetime
     expires_at: datetime
     timings: dict[str, float] = {}

@@ -6,6 +6,8 @@ import structlog
 from starlette.responses import Response
 
 from ...errors import CheckoutNotFoundError, InvalidRequestError
+from ...host.lifelines import process_of
+from ...model import Bind
 from ...protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, RestoreAnswer, RestorePaths, StartCheckout
 from ..bodies import PATCH_LIMIT_BYTES, read_body
 from ..call import Call, text_response
@@ -18,7 +20,10 @@ _DIFF = "text/x-diff"
 
 async def start_checkout(call: Call) -> Checkout:
     body: StartCheckout = call.body
-    checkout = await call.engine.checkouts.checkout(body, call.peer)
+    process = None
+    if body.bind is Bind.PROCESS:
+        process = process_of(call.request.state.transport.get_extra_info("socket"), call.peer)
+    checkout = await call.engine.checkouts.checkout(body, call.peer, process)
     if call.is_abandoned:
         await _take_back(call, checkout)
     return checkout
