@@ -11,7 +11,7 @@ FAULTS_ARGS ?=
 SEED ?= 1
 
 # What the tests need from Debian; nothing of it is needed to run the daemon but git.
-DEBIAN_PACKAGES := git python3.11-venv systemd-container util-linux e2fsprogs strace postgresql-15
+DEBIAN_PACKAGES := git python3.11-venv systemd-container util-linux e2fsprogs strace postgresql-15 uidmap
 
 .PHONY: help setup run demo test faults lint bench debian clean
 

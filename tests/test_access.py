@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from anyone import ask_as
+from anyone import NOBODY, ask_as, python
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
 
@@ -222,6 +222,26 @@ def test_root_hands_a_checkout_to_a_uid_that_may_use_it_and_nothing_else(world: 
     assert (tree / "README").read_text() == "number 1\n"
     assert world.ask(AGENT, "DELETE", mine)[0] == 204
     assert world.ask(AGENT, "GET", "checkouts")[0] == 403
+
+
+def test_the_command_line_works_for_owner_and_asker(world: World) -> None:
+    """`checkout --owner`, by name or uid; `diff`, `reset` and `release` take the path from both."""
+
+    def run(uid: int, *words: str) -> str:
+        command = [*python(), "-m", "mirrord", "--socket", str(world.daemon.socket), *words]
+        done = subprocess.run(command, user=uid, group=uid, extra_groups=[], cwd="/", check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    assert Path(run(0, "checkout", "o__r-1", "--owner", "nobody")).stat().st_uid == NOBODY
+    tree = run(0, "checkout", "o__r-1", "--owner", str(AGENT))
+    script = "echo mine > README"
+    subprocess.run(["sh", "-c", script], cwd=tree, user=AGENT, group=AGENT, extra_groups=[], check=True)
+    assert "+mine" in run(AGENT, "diff", tree)
+    assert "+mine" in run(0, "diff", tree)
+    assert [run(uid, "reset", tree) for uid in (AGENT, 0)] == [tree, tree]
+    assert tree in run(AGENT, "checkouts")
+    run(AGENT, "release", tree)
+    assert tree not in run(0, "checkouts")
 
 
 def test_a_graders_checkout_may_be_owned_by_a_plain_uid(world: World) -> None:

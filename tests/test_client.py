@@ -41,6 +41,7 @@ LEASE = {
     "view": "agent",
     "backend": "pool",
     "owner_uid": 0,
+    "owner_gid": 0,
     "taken_by": 0,
     "created_at": "2026-01-01T00:00:00Z",
     "expires_at": "2026-01-01T02:00:00Z",

@@ -194,3 +194,27 @@ def ask""")  # fmt: skip
         os.killpg(client.pid, signal.SIGKILL)
     assert (answer["status"], answer["code"]) == (409, "process-gone")
     assert held_ids(running) == set()
+
+
+@pytest.mark.parametrize("client", ["Client", "AsyncClient"])
+def test_the_client_library_binds_a_checkout_to_its_own_process(running: Daemon, client: str) -> None:
+    """Killed in the middle of its block, where nothing of it runs any more."""
+    script = {
+        "Client": """
+with mirrord.Client(path) as c, c.checkout("o/r@main", bind="process") as one:
+    print(one.id, flush=True)
+    input()""",
+        "AsyncClient": """
+async def main():
+    async with mirrord.AsyncClient(path) as c, c.checkout("o/r@main", bind="process") as one:
+        print(one.id, flush=True)
+        await asyncio.sleep(1000)
+asyncio.run(main())""",
+    }[client]
+    command = [sys.executable, "-c", f"import asyncio, sys, mirrord\npath = sys.argv[1]\n{script}", str(running.socket)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        held = process.stdout.readline().strip()
+        assert held in held_ids(running)
+        process.kill()
+    wait_until_gone(running, {held}, 1.0)

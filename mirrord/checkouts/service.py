@@ -439,6 +439,7 @@ def _members(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
         "view": lease.view,
         "backend": lease.backend,
         "owner_uid": lease.owner_uid,
+        "owner_gid": lease.owner_gid,
         "taken_by": lease.taken_by,
         "bind": Bind.PROCESS if lease.bound_to else Bind.LEASE,
         "created_at": lease.created_at,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pwd
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ..errors import CheckoutNotFoundError, InstanceNotFoundError
+from ..errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
 from ..model import Backend, History, View, shown
 from .durations import Ttl, read_ttl
 from .output import short, table
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from ..protocol import ResetAnswer
 
 Id = Annotated[str, Argument(metavar="ID", help="A checkout: its id, its path, or a path inside it such as '.'.")]
+Owner = Annotated[
+    str | None,
+    Option("--owner", metavar="USER", help="The user, by name or uid, whose checkout it is; default: you."),
+]
 _CHECKOUT_ID = re.compile(r"[a-z2-7]{16}")
 _COMMIT = re.compile(r"[0-9a-fA-F]{40}")
 
@@ -30,10 +35,15 @@ def checkout(
     view: Annotated[View, Option(help="Who it is for: an agent, or the grader of one.")] = View.AGENT,
     backend: Annotated[Backend | None, Option(help="How it is made; default: as configured.")] = None,
     ttl: Ttl = None,
+    owner: Owner = None,
 ) -> None:
-    """Release it when you are done; the daemon releases it at its deadline."""
+    """Release it when you are done; the daemon releases it at its deadline.
+
+    With --owner, another user's: administrators may name anybody, members their own uids of /etc/subuid."""
     with session.client() as client:
-        handle = client.checkout(instance, history=history, view=view, backend=backend, ttl=read_ttl(ttl))
+        handle = client.checkout(
+            instance, history=history, view=view, backend=backend, ttl=read_ttl(ttl), owner=read_owner(owner)
+        )
     session.answer(handle.lease, lambda: [handle.lease.path])
 
 
@@ -124,6 +134,16 @@ def list_all(session: Session) -> None:
         for c in held
     ]
     session.answer(held, lambda: table(header, rows))
+
+
+def read_owner(text: str | None) -> int | None:
+    """The uid of a user."""
+    if text is None or text.isdecimal():
+        return None if text is None else int(text)
+    try:
+        return pwd.getpwnam(text).pw_uid
+    except KeyError as error:
+        raise UsageError(f"cannot find user {shown(text)}: this host has no such user", hint="give the uid") from error
 
 
 def find_id(client: Client, text: str) -> str:

@@ -1,17 +1,20 @@
-"""`mirrord exec`: a checkout for the time of one command.
+"""`mirrord exec`: a checkout for the time of one command, which reaches no other.
 
-When `mirrord exec` is killed, the command dies with it, and a process that stayed behind for this gives the checkout back. Where
-that one was killed too, the deadline does: the lease is short, and renewed while the command runs.
+The command runs without the daemon's socket, and with --owner as another user without any groups.
+When `mirrord exec` is killed, the command dies with it, and the daemon releases the checkout, which
+is bound to this process. Where the daemon cannot see the process the deadline does that: the lease
+is short, and renewed while the command runs.
 """
 
 from __future__ import annotations
 
+import grp
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -19,9 +22,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
-from ..errors import MirrordError, NotFoundError, UsageError
-from ..host.processes import die_with_parent, when_killed
-from ..model import Backend, History, View
+from ..errors import BackendUnavailableError, MirrordError, NotFoundError, ProcessGoneError, UsageError
+from ..host.confine import Confinement
+from ..model import Backend, Bind, History, View
+from .checkouts import Owner, read_owner
 from .parameters import Argument, Option
 from .session import Session
 
@@ -40,25 +44,49 @@ def execute(
     history: Annotated[History | None, Option(help="How much of the past it shows; default: as configured.")] = None,
     view: Annotated[View, Option(help="Who it is for: an agent, or the grader of one.")] = View.AGENT,
     backend: Annotated[Backend | None, Option(help="How it is made; default: as configured.")] = None,
+    owner: Owner = None,
+    keep_access: Annotated[bool, Option("--keep-access", help="Leave the daemon's socket within reach of the command.")] = False,
 ) -> None:
     """Ends with the command's own exit status, 128 and the signal's number when a signal ended it. The checkout is released on
-    any end; the command finds its id in MIRRORD_CHECKOUT."""
+    any end; the command finds its id in MIRRORD_CHECKOUT. With --owner it runs as that user, without any groups."""
     patch = None if diff is None else _openable(diff)
+    uid = read_owner(owner)
     with (
         session.client() as client,
-        client.checkout(instance, history=history, view=view, backend=backend, ttl=_LEASE) as checkout,
-        when_killed(partial(_give_back, session, checkout.id)),
+        _bound(
+            partial(client.checkout, instance, history=history, view=view, backend=backend, ttl=_LEASE, owner=uid)
+        ) as checkout,
     ):
-        status = _run(session, checkout, command)
+        become = (checkout.lease.owner_uid, checkout.lease.owner_gid) if checkout.lease.owner_uid != os.getuid() else None
+        hidden = None if keep_access else client.socket.resolve()
+        _tell(session, become, hidden)
+        status = _run(session, checkout, command, Confinement(os.getpid(), checkout.path, become, hidden))
         if patch is not None:
             patch.write_bytes(checkout.diff())
     raise SystemExit(status)
 
 
-def _give_back(session: Session, checkout: str) -> None:
-    """Over a connection of its own: the other one is the dead process's."""
-    with suppress(MirrordError), session.client() as client:
-        client.release_checkout(checkout)
+def _bound(take: Callable[..., Checkout]) -> Checkout:
+    """A checkout that ends with this process, where the daemon can see it."""
+    try:
+        return take(bind=Bind.PROCESS)
+    except ProcessGoneError:
+        return take()
+
+
+def _tell(session: Session, become: tuple[int, int] | None, hidden: Path | None) -> None:
+    """What the command has no more, and what it still has."""
+    if become and (groups := os.getgroups()):
+        session.note(f"mirrord: the command runs as uid {become[0]}, without the groups {', '.join(map(_group_name, groups))}")
+    elif hidden and not become and os.getuid() == 0:
+        session.note("mirrord: the command runs as root, which can reach the daemon all the same; name a user with --owner")
+
+
+def _group_name(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
 
 
 def _openable(path: Path) -> Path:
@@ -70,25 +98,46 @@ def _openable(path: Path) -> Path:
     return path.absolute()
 
 
-def _run(session: Session, checkout: Checkout, command: list[str]) -> int:
-    with _forwarding() as running, _renewing(session, checkout):
-        process = _start(checkout, command)
+def _run(session: Session, checkout: Checkout, command: list[str], confinement: Confinement) -> int:
+    with _forwarding() as running:
+        process = _start(checkout, command, confinement)  # before there is a thread: the child runs Python
         running.append(process)
-        status = process.wait()
+        with _renewing(session, checkout):
+            status = process.wait()
     return status if status >= 0 else 128 - status
 
 
-def _start(checkout: Checkout, command: list[str]) -> subprocess.Popen[bytes]:
+def _start(checkout: Checkout, command: list[str], confinement: Confinement) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "MIRRORD_CHECKOUT": checkout.id, "PWD": str(checkout.path)}
-    die = partial(die_with_parent, os.getpid())
+    if confinement.hidden:
+        for name in ("MIRRORD_SOCKET", "MIRRORD_CONFIG"):
+            environment.pop(name, None)
+    reading, writing = os.pipe()  # closed in the child by its exec
+
+    def enter() -> None:
+        try:
+            confinement.enter()
+        except (OSError, MirrordError) as error:
+            os.write(writing, str(getattr(error, "strerror", None) or error).encode())
+            raise
+
     try:
-        return subprocess.Popen(command, cwd=checkout.path, env=environment, preexec_fn=die)  # noqa: PLW1509
+        return subprocess.Popen(command, env=environment, preexec_fn=enter)  # noqa: PLW1509
     except FileNotFoundError as error:
         raise NotFoundError(
             f"cannot run {command[0]}: no such command", hint="write mirrord exec INSTANCE -- COMMAND..."
         ) from error
     except OSError as error:
         raise UsageError(f"cannot run {command[0]}: {error.strerror}") from error
+    except subprocess.SubprocessError as error:
+        raise BackendUnavailableError(
+            f"cannot run {command[0]} without access to the daemon: {os.read(reading, 4096).decode(errors='replace')}",
+            hint="it needs user namespaces (see docs/security.md), for --owner newuidmap and a range in /etc/subuid and "
+            "/etc/subgid, or root; --keep-access leaves the socket within reach",
+        ) from error
+    finally:
+        os.close(writing)
+        os.close(reading)
 
 
 @contextmanager

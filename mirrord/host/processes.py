@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
@@ -48,40 +46,6 @@ def die_with_parent(parent_pid: int) -> None:
         raise ResourceError(f"cannot tie a worker to its parent: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent_pid:  # it ended before the call above
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-@contextmanager
-def when_killed(act: Callable[[], None]) -> Iterator[None]:
-    """Have `act` called, once, should this process end inside the block without leaving it: by SIGKILL, or a crash.
-
-    By a copy of this process, in a session of its own that no signal of ours reaches: only for a process with one thread. What
-    `act` prints is lost.
-    """
-    reading, writing = os.pipe()
-    watcher = os.fork()
-    if watcher == 0:
-        os.close(writing)
-        _act_when_closed(reading, act)
-    os.close(reading)
-    try:
-        yield
-    finally:
-        os.write(writing, b".")
-        os.close(writing)
-        os.waitpid(watcher, 0)
-
-
-def _act_when_closed(reading: int, act: Callable[[], None]) -> None:
-    """The life of the copy. Its standard streams go first: whoever reads the other end of one waits until all have left it."""
-    try:
-        os.setsid()
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for stream in range(3):
-            os.dup2(nowhere, stream)
-        if not os.read(reading, 1):
-            act()
-    finally:
-        os._exit(0)
 
 
 def lower_priority() -> None:

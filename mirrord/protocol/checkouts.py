@@ -82,6 +82,7 @@ class Checkout(Answer):
     view: View
     backend: Backend
     owner_uid: int
+    owner_gid: int
     taken_by: int
     bind: Bind = Bind.LEASE
     created_at: datetime

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from ... import protocol
 from ...errors import CancelledError, DeadlineError, NoDaemonError, OperationNotFoundError, UsageError, from_problem
-from ...model import AuditLevel, Backend, History, View
+from ...model import AuditLevel, Backend, Bind, History, View
 from ...units import parse_duration
 from ..answers import message, read_list, read_one, retry_pauses
 from ..events import EventReader
@@ -241,14 +241,17 @@ class AsyncClient:
         view: View = View.AGENT,
         backend: Backend | None = None,
         ttl: timedelta | float | str | None = None,
+        owner: int | None = None,
+        bind: Bind = Bind.LEASE,
     ) -> Pending[AsyncCheckout]:
         """Lease a working tree at an instance's base commit, at NAME@COMMITISH, or at `commit` of `mirror`.
 
         `ttl` is how long it is held unless renewed: a timedelta, seconds, or a duration such as "30m".
+        `owner` is the uid whose tree it is; `bind` "process" ends it with this process.
         """
         body = message(
             protocol.StartCheckout, instance=instance, mirror=mirror, commit=commit, history=history, view=view, backend=backend,
-            ttl=_seconds(ttl),
+            ttl=_seconds(ttl), owner=owner, bind=bind,
         )  # fmt: skip
         return Pending(self._check_out(body))
 
