@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from accounts import accounts
 from anyone import NOBODY, ask_as, python
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
@@ -258,13 +259,8 @@ def test_a_graders_checkout_may_be_owned_by_a_plain_uid(world: World) -> None:
 @pytest.fixture
 def subids() -> Iterator[None]:
     """Ranges for MEMBER, by its uid, in the files that the daemon reads."""
-    files = {Path("/etc/subuid"): f"{MEMBER}:200000:10\n{MEMBER}:300000:10\n", Path("/etc/subgid"): f"{MEMBER}:400000:15\n"}
-    before = {file: file.read_bytes() if file.exists() else None for file in files}
-    for file, text in files.items():
-        file.write_text(text)
-    yield
-    for file, content in before.items():
-        file.unlink() if content is None else file.write_bytes(content)
+    with accounts(subuid=f"{MEMBER}:200000:10\n{MEMBER}:300000:10", subgid=f"{MEMBER}:400000:15"):
+        yield
 
 
 def test_a_member_asks_for_its_subordinate_uids_and_for_no_others(world: World, subids: None) -> None:

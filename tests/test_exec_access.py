@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from accounts import accounts
 from anyone import BARE_PYTHON, python
 from daemons import Daemon, daemon
 from gitrepos import Upstream
@@ -92,16 +93,12 @@ def world(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 @pytest.fixture
 def subids() -> Iterator[None]:
-    files = {Path("/etc/subuid"): f"{MEMBER}:210000:10\n", Path("/etc/subgid"): f"{MEMBER}:410000:10\n"}
-    before = {file: file.read_bytes() if file.exists() else None for file in files}
-    for file, text in files.items():
-        file.write_text(text)
-    passwd = Path("/etc/passwd").read_text()
-    Path("/etc/passwd").write_text(f"{passwd}mirrord-member:x:{MEMBER}:{MEMBER}::/:/bin/sh\n")  # newuidmap wants a name
-    yield
-    Path("/etc/passwd").write_text(passwd)
-    for file, content in before.items():
-        file.unlink() if content is None else file.write_bytes(content)
+    with accounts(
+        passwd=f"mirrord-member:x:{MEMBER}:{MEMBER}::/:/bin/sh",  # newuidmap wants a name
+        subuid=f"{MEMBER}:210000:10",
+        subgid=f"{MEMBER}:410000:10",
+    ):
+        yield
 
 
 def must_be_alone(found: dict[str, Any]) -> None:

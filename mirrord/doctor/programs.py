@@ -15,8 +15,8 @@ import anyio
 from ..config import Settings
 from ..errors import MirrordError
 from ..git.command import run_git_sync
-from ..git.environment import search_path
 from ..git.workers import Workers
+from ..host.processes import search_path
 from .asking import Result, judge, version
 
 _GIT_NEEDED = (2, 36)  # core.fsync as a list of components

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ..host.processes import search_path
+
 ALLOWED_PROTOCOLS = ("file", "git", "http", "https", "ssh")
 
 _PASSED_ON = (
@@ -133,12 +135,6 @@ def child_environment(*, home: Path, remote: Remote | None = None, extra: Mappin
         environment |= _credentials(remote)
         environment |= {"GIT_TRACE_CURL": "1", "GIT_TRACE_CURL_NO_DATA": "1"} if remote.is_http else {}
     return environment | dict(extra or {})
-
-
-def search_path() -> str:
-    """The caller's, without what means the working directory: an empty entry does, as `.` does."""
-    entries = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    return os.pathsep.join(filter(os.path.isabs, entries)) or os.defpath
 
 
 def _credentials(remote: Remote) -> dict[str, str]:

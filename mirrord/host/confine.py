@@ -18,7 +18,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from .processes import die_with_parent
+from .processes import die_with_parent, search_path
 from .userns import Owner
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
@@ -72,6 +72,7 @@ def _enter_subordinate(owner: Owner) -> None:
     if helper == 0:
         os.close(writing)
         os.read(reading, 1)
+        os.environ["PATH"] = search_path()
         maps = (("newuidmap", owner[0]), ("newgidmap", owner[1]))
         done = [os.spawnlp(os.P_WAIT, name, name, f"{child}", f"{n}", f"{n}", "1") for name, n in maps]  # noqa: S606
         os._exit(int(any(done)))

@@ -1,7 +1,7 @@
 """What a process asks the kernel and the allocator about itself.
 
-Owns what a process may do, the two calls that a worker makes (dying with its parent, and giving memory back), and what is still
-to be done when a process was killed. Never touches another process.
+Owns what a process may do, where it looks for programs, and the two calls that a worker makes (dying with its parent, and giving
+memory back). Never touches another process.
 """
 
 from __future__ import annotations
@@ -55,6 +55,12 @@ def lower_priority() -> None:
     for whoever is not root: call it in a thread that ends.
     """
     os.setpriority(os.PRIO_PROCESS, 0, _YIELDING)
+
+
+def search_path() -> str:
+    """PATH without what means the working directory: an empty entry does, as `.` does."""
+    entries = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return os.pathsep.join(filter(os.path.isabs, entries)) or os.defpath
 
 
 def resident_bytes() -> int:
