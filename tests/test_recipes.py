@@ -24,7 +24,7 @@ import json, os, socket
 body = b'{{"instance": "psf/requests@main"}}'
 try:
     s = socket.socket(socket.AF_UNIX); s.connect("SOCKET")
-    s.sendall(b"POST /v1/checkouts HTTP/1.1\\r\\nhost: x\\r\\nconnection: close\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(body) + body)
+    s.sendall(b"POST /v1/checkouts HTTP/1.1\\r\\nhost: x\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(body) + body)
     answer = s.recv(100).split()[1].decode()
 except OSError as error:
     answer = type(error).__name__
@@ -98,7 +98,7 @@ def test_each_recipe_keeps_the_daemon_out_of_the_agents_reach(world: World) -> N
     as_root, with_subuids, plain = recipes()
     assert world.run(0, as_root) == [AGENT, [], "403"]
     assert world.run(HARNESS, with_subuids) == [200001, [], "FileNotFoundError"]
-    uid, groups, answer = world.run(HARNESS, plain)
+    uid, _, answer = world.run(HARNESS, plain)
     assert (uid, answer) == (HARNESS, "FileNotFoundError")
 
 
