@@ -62,6 +62,7 @@ DESIGNED = [
     "config-check",
     "config-show",
     "exec",
+    *(f"operations-{verb}" for verb in ("list", "show", "watch", "wait", "cancel")),
 ]
 ARGUMENTS = {
     "mirror add": ["a/b"],
@@ -85,6 +86,7 @@ ARGUMENTS = {
     "refs restore": ["a/b", "x"],
     "bundle create": ["a/b", "/tmp/bundle"],
     "bundle import": [__file__],
+    **{f"operations {verb}": ["id"] for verb in ("show", "watch", "wait", "cancel")},
 }
 NEEDS_NO_DAEMON = {"serve", "verify-seal", "doctor", "config check", "config show"}
 
@@ -113,7 +115,7 @@ def lone_process() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def test_the_verbs_are_those_of_the_design() -> None:
-    """Its section 7, and `exec`."""
+    """Its section 7, `exec`, and what steers operations."""
     assert sorted(verb.name.replace(" ", "-") for verb in VERBS) == sorted(DESIGNED)
     assert {verb.name.split()[0] for verb in VERBS if " " in verb.name} == set(GROUPS)
 

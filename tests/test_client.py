@@ -33,6 +33,7 @@ HEALTH = {"status": "ok", "reasons": [], "version": "1"}
 LEASE = {
     "id": "a" * 16,
     "path": "/state/checkouts/x/tree",
+    "directory": "/state/checkouts/x",
     "mirror": "psf__requests",
     "commit": COMMIT,
     "tree": TREE,

@@ -133,6 +133,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             taken = trap.run(*start, "checkout", "i", "--view", "grader", "--json")
             assert taken.returncode == 0, taken.stderr
             identity = json.loads(taken.stdout)["id"]
+            operation = running.json("GET", "/v1/operations")[0]["id"]
             given = {
                 "pin": ["a/b", last], "unpin": ["a/b", last], "dataset import": [str(rows), "--name", "d"],
                 "apply": [identity, str(patch)], "restore": [identity, "--commit", first, name], "release": [identity],
@@ -140,6 +141,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                 "bundle create": ["a/b", str(root / "bundle")], "bundle import": [str(root / "bundle")],
                 "verify-seal": [str(upstream.path), "--base", last],
                 **{name: [identity] for name in ("reset", "diff", "renew")},
+                **{f"operations {name}": [operation] for name in ("show", "watch", "wait", "cancel")},
             }  # fmt: skip
             yield World(trap, running, {**ARGUMENTS, **given})
         finally:
@@ -172,7 +174,7 @@ def test_a_verb_with_a_daemon_runs_nothing_from_the_directory_it_is_started_in(v
     config = ["--config", str(world.running.config)] if verb.name in NEEDS_NO_DAEMON - {"verify-seal"} else []
     done = world.trap.run(SCRIPT, *config, *words)
     world.trap.assert_unsprung()
-    expected = {"serve": {5}, "doctor": {0, 7}, "mirror remove": {0, 5}}.get(verb.name, {0, 8})
+    expected = {"serve": {5}, "doctor": {0, 7}, "mirror remove": {0, 5}, "operations cancel": {0, 5}}.get(verb.name, {0, 8})
     assert done.returncode in expected, done.stderr
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Display
 
-from ..protocol import Progress
+from .progress import amount
+
+if TYPE_CHECKING:
+    from ..protocol import Progress
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[units]}", markup=False), TimeElapsedColumn())
 
@@ -22,12 +26,6 @@ def bar(title: str) -> Iterator[Callable[[Progress], None]]:
         task = display.add_task(escape(title), total=None, units="")
 
         def show(progress: Progress) -> None:
-            display.update(task, completed=progress.done, total=progress.total or None, units=_units(progress))
+            display.update(task, completed=progress.done, total=progress.total or None, units=amount(progress))
 
         yield show
-
-
-def _units(progress: Progress) -> str:
-    of = f"/{progress.total:,}" if progress.total else ""
-    amount = f"{progress.done:,}{of} {progress.unit}" if progress.unit else ""
-    return f"{amount} {progress.note}".strip()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from ..errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
 from ..model import Backend, History, View, shown
-from .durations import Ttl, read_ttl
-from .output import short, table
+from .durations import Ttl, read_duration
+from .output import short, table, when
 from .parameters import Argument, Option
 from .session import Session, print_line, read_file
 
@@ -42,7 +42,7 @@ def checkout(
     With --owner, another user's: administrators may name anybody, members their own uids of /etc/subuid."""
     with session.client() as client:
         handle = client.checkout(
-            instance, history=history, view=view, backend=backend, ttl=read_ttl(ttl), owner=read_owner(owner)
+            instance, history=history, view=view, backend=backend, ttl=read_duration(ttl, "--ttl"), owner=read_owner(owner)
         )
     session.answer(handle.lease, lambda: [handle.lease.path])
 
@@ -120,8 +120,8 @@ def release(session: Session, checkout_ids: Annotated[list[str], Argument(metava
 def renew(session: Session, checkout_id: Id, ttl: Ttl = None) -> None:
     """Prints the new deadline."""
     with session.client() as client:
-        answer = client.renew_checkout(find_id(client, checkout_id), read_ttl(ttl))
-    session.answer(answer, lambda: [answer.expires_at.astimezone().isoformat(timespec="seconds")])
+        answer = client.renew_checkout(find_id(client, checkout_id), read_duration(ttl, "--ttl"))
+    session.answer(answer, lambda: [when(answer.expires_at)])
 
 
 def list_all(session: Session) -> None:

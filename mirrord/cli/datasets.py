@@ -62,8 +62,12 @@ def _complaints(result: dict[str, Any]) -> Iterator[str]:
     dataset = result.get("dataset") or {}
     for fault in dataset.get("faults") or []:
         yield f"{fault['file']}:{fault['line']}: {fault.get('instance') or 'row'}: {fault['reason']}"
+    by_reason: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for commit in dataset.get("unpinned") or []:
-        yield f"{commit['mirror']}: cannot pin {commit['commit']} of {_ids(commit['instances'])}: {commit['reason']}"
+        by_reason.setdefault((commit["mirror"], commit["reason"]), []).append(commit)
+    for (mirror, reason), commits in by_reason.items():
+        which = commits[0]["commit"] if len(commits) == 1 else f"{len(commits)} commits"
+        yield f"{mirror}: cannot pin {which} of {_ids([each for commit in commits for each in commit['instances']])}: {reason}"
 
 
 def list_all(session: Session) -> None:
@@ -74,7 +78,7 @@ def list_all(session: Session) -> None:
 
 
 def _row(d: Dataset) -> tuple[object, ...]:
-    return d.name, d.format, d.instance_count, d.commit_count, len(d.mirrors), len(d.faults), len(d.unpinned), d.imported_at
+    return d.name, d.format, d.instance_count, d.commit_count, len(d.mirrors), d.fault_count, d.unpinned_count, d.imported_at
 
 
 def show(session: Session, name: Name) -> None:

@@ -14,14 +14,14 @@ Ttl = Annotated[
 ]
 
 
-def read_ttl(text: str | None) -> timedelta | None:
-    """None stays None, for the daemon's default."""
+def read_duration(text: str | None, option: str) -> timedelta | None:
+    """None stays None, for the default."""
     if text is None:
         return None
     try:
         duration = parse_duration(text)
     except ValueError as error:
-        raise UsageError(f"cannot read --ttl: {error}", hint="write for example --ttl 2h") from error
+        raise UsageError(f"cannot read {option}: {error}", hint=f"write for example {option} 2h") from error
     if duration <= timedelta():
-        raise UsageError("cannot lease a checkout for no time", hint="write for example --ttl 2h")
+        raise UsageError(f"cannot take {option} {text}: it must be greater than zero", hint=f"write for example {option} 2h")
     return duration

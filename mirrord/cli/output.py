@@ -38,8 +38,8 @@ def cell(value: object) -> str:
 
 
 def when(time: datetime) -> str:
-    """A time in the reader's own zone, to the second."""
-    return time.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    """A time in the reader's own zone with its offset, to the second: one word that every verb reads back."""
+    return time.astimezone().isoformat(timespec="seconds")
 
 
 def size(count: int | None) -> str:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
 
+from ..errors import NoDaemonError
+from . import operations
+from .durations import read_duration
 from .output import count, facts, size, table, when
 from .parameters import Option
 from .session import Session, plain, print_line
 
 if TYPE_CHECKING:
-    from ..protocol import Event, Status
+    from .. import Client
+    from ..protocol import Event, Operation, Status
+
+_ASK_AGAIN_S = 0.1
 
 
 def serve(session: Session) -> None:
@@ -25,13 +33,30 @@ def serve(session: Session) -> None:
     os.execv(sys.executable, [*isolated, *arguments])  # noqa: S606
 
 
-def status(session: Session) -> None:
+def status(
+    session: Session,
+    wait: Annotated[
+        str | None, Option(metavar="DURATION", help="Wait that long for a daemon that is starting, such as 30s.")
+    ] = None,
+) -> None:
     with session.client() as client:
-        found = client.status()
-    session.answer(found, lambda: _described(found))
+        found = _ask_until(client, read_duration(wait, "--wait") or timedelta())
+        running = [each for each in client.list_operations() if each.state == "running"] if found.operations_running else []
+    session.answer(found, lambda: _described(found, running))
 
 
-def _described(found: Status) -> Iterator[str]:
+def _ask_until(client: Client, patience: timedelta) -> Status:
+    deadline = time.monotonic() + patience.total_seconds()
+    while True:
+        try:
+            return client.status()
+        except NoDaemonError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_ASK_AGAIN_S)
+
+
+def _described(found: Status, running: list[Operation]) -> Iterator[str]:
     reasons = f": {'; '.join(found.health.reasons)}" if found.health.reasons else ""
     yield from facts(
         [
@@ -44,6 +69,9 @@ def _described(found: Status) -> Iterator[str]:
             ("last audit", _last_audit(found)),
         ]
     )
+    if running:
+        yield ""
+        yield from operations.rows(running)
     yield from _mirrors(found)
     yield from _datasets(found)
     yield from _jobs(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 from starlette.responses import Response
 
-from ...errors import CheckoutNotFoundError, InvalidRequestError
+from ...errors import CheckoutNotFoundError, InvalidPatchError, InvalidRequestError
 from ...host.lifelines import process_of
 from ...model import Bind
 from ...protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, RestoreAnswer, RestorePaths, StartCheckout
@@ -58,11 +58,11 @@ async def diff_checkout(call: Call) -> Response:
 async def apply_patch(call: Call) -> Checkout:
     query: ApplyQuery = call.query
     patch = await read_body(call.request, PATCH_LIMIT_BYTES)
-    if bool(patch) == bool(query.named):
-        raise InvalidRequestError(
-            "cannot read the patch of the request: it is either the body or `named`",
-            hint="send the patch as the body, or ?named=@test_patch or @patch with no body",
-        )
+    hint = "send the patch as the body, or ?named=@test_patch or @patch with no body"
+    if patch and query.named:
+        raise InvalidRequestError("cannot read the patch of the request: there are two, the body and `named`", hint=hint)
+    if not patch and not query.named:
+        raise InvalidPatchError("cannot apply the patch: it is empty", hint=hint)
     return await call.engine.checkouts.apply(
         call.path["id"], call.peer, patch=patch or None, named=query.named, reverse=query.reverse
     )
