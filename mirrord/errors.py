@@ -273,6 +273,14 @@ class TooManyCheckoutsError(ResourceError):
     code, title = "too-many-checkouts", "Too many checkouts"
 
 
+class TooManyConnectionsError(ResourceError):
+    code, title = "too-many-connections", "Too many connections"
+
+
+class TooManyFilesError(ResourceError):
+    code, title = "too-many-files", "Too many open files"
+
+
 class DiffTooLargeError(ResourceError):
     code, title = "diff-too-large", "The changes are too large"
 
@@ -287,6 +295,10 @@ class DeadlineError(ResourceError):
 
 class WorkerCrashedError(ResourceError):
     code, title = "worker-crashed", "A worker process died"
+
+
+class OutOfMemoryError(ResourceError):
+    code, title = "out-of-memory", "Too little memory for the request"
 
 
 class GitFailedError(ResourceError):

@@ -12,7 +12,8 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable, MutableMapping
+import time
+from collections.abc import Callable, Hashable, MutableMapping
 from typing import Any, Literal, TextIO
 
 import structlog
@@ -21,6 +22,7 @@ from structlog.typing import Processor, WrappedLogger
 Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["auto", "json", "console"]
 
+_SELDOM_S = 60.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 _USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^/\s'\"]*@")
 _HIDDEN_WORDS = r"(?:access_|private_|auth_)?token|password|passwd|secret|api_?key|authorization"
@@ -133,6 +135,24 @@ def _writer(out: TextIO) -> Callable[[str], int]:
     except OSError:
         return out.write
     return lambda text: os.write(descriptor, text.encode("utf-8", "backslashreplace"))
+
+
+# -- lines that a client could repeat for ever ------------------------------------------------------------------------
+
+
+class Seldom:
+    """Says when to log what may happen thousands of times a second: once a minute for each key, with how often it happened."""
+
+    def __init__(self) -> None:
+        self._told: dict[Hashable, tuple[float, int]] = {}
+
+    def count(self, key: Hashable) -> int:
+        """Count one more; how often it happened since the last line, where it is time for another, else 0."""
+        now = time.monotonic()
+        told_at, count = self._told.get(key, (now - _SELDOM_S, 0))
+        is_time = now - told_at >= _SELDOM_S
+        self._told[key] = (now, 0) if is_time else (told_at, count + 1)
+        return count + 1 if is_time else 0
 
 
 # -- the standard library's logging -----------------------------------------------------------------------------------

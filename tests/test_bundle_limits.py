@@ -18,7 +18,7 @@ from gitrepos import Upstream
 from mirrord import Client
 from mirrord.errors import DiskFullError, InvalidBundleError
 from mirrord.git.command import Git
-from mirrord.mirrors.bounds import memory_bytes
+from mirrord.host.processes import memory_limit_bytes
 from mirrord.mirrors.bundles.header import header_bytes
 from mirrord.mirrors.bundles.packing import unbundle
 from mirrord.mirrors.repository import Repository
@@ -70,7 +70,7 @@ def test_a_pack_bomb_ends_within_its_memory(tmp_path: Path) -> None:
         await repository.create()
         await take(2)
         with pytest.raises(InvalidBundleError):
-            await take(memory_bytes() // _COPY + 8)
+            await take(memory_limit_bytes() // _COPY + 8)
 
     anyio.run(body)
 

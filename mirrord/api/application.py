@@ -7,11 +7,14 @@ millisecond, and a framework would cost a tenth of it. Every error leaves as a p
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import nullcontext, suppress
 from time import perf_counter
 from typing import Any
 
 import structlog
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -19,15 +22,20 @@ from starlette.types import Message, Receive, Scope, Send
 from ..checkouts.afterwards import answering
 from ..engine import Engine
 from ..errors import CorruptCatalogError, InvalidRequestError
+from ..git.turns import Askers
 from ..host.peers import Peer, Role
 from ..telemetry import bind_request, new_request_id, usable_request_id
 from .bodies import JSON_LIMIT_BYTES, read_body
 from .call import Call
+from .connections import Connections
 from .metrics import Metrics
 from .problems import as_mirrord_error, invalid_request, not_allowed, problem_response
 from .queries import NoQuery
 from .routing import Routes
 from .table import ENDPOINTS, Endpoint
+
+DRAIN_LIMIT_BYTES = 1024**2
+DRAIN_LIMIT_S = 1.0
 
 log = structlog.get_logger()
 
@@ -37,6 +45,8 @@ class Application:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.connections = Connections(engine.access.role)
+        engine.condition.warn_by(lambda: self.connections.warnings)
         self._metrics = Metrics()
         self._routes = Routes(ENDPOINTS)
 
@@ -50,12 +60,13 @@ class Application:
                 message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
             await send(message)
 
+        body = _Body(receive)
         with answering():
-            name, response = await self._answer(Request(scope, receive))
+            name, response = await self._answer(Request(scope, body.receive), body)
             self._metrics.observe_request(name, response.status_code, perf_counter() - started)
             await response(scope, receive, send_identified)
 
-    async def _answer(self, request: Request) -> tuple[str, Response]:
+    async def _answer(self, request: Request, body: _Body) -> tuple[str, Response]:
         """The answer, whatever happens, and the name to count it under."""
         name = "none"
         try:
@@ -66,12 +77,13 @@ class Application:
             if isinstance(error, CorruptCatalogError):
                 self._engine.condition.note("catalog", error.message)
             response = problem_response(as_mirrord_error(error))
-            if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
-                response.headers["connection"] = "close"  # what is left of the body is not worth reading
+            if not await body.is_drained(request.headers):
+                response.headers["connection"] = "close"
             return name, response
 
     async def _respond(self, endpoint: Endpoint, request: Request, parameters: dict[str, str]) -> Response:
-        peer: Peer = request.state.peer
+        peer: Peer = request.state.connection.peer
+        Askers(peer.uid).bind()
         role = await self._role(peer, endpoint)
         if role < endpoint.access:
             raise not_allowed(endpoint.name.replace("_", " "), self._hint(endpoint))
@@ -80,7 +92,8 @@ class Application:
         query = _query(endpoint, request)
         body = await _json_body(endpoint.json_body, request) if endpoint.json_body else None
         call = Call(self._engine, self._metrics, peer, role, request, parameters, query, body)
-        return _encode(endpoint, await endpoint.handler(call))
+        with call.connection.ending_with_client() if endpoint.ends_with_client else nullcontext():
+            return _encode(endpoint, await endpoint.handler(call))
 
     async def _role(self, peer: Peer, endpoint: Endpoint) -> Role:
         role = self._engine.access.role(peer)
@@ -94,6 +107,33 @@ class Application:
         if endpoint.access is Role.ADMIN:
             return "only root, the daemon's user and [access] admins of the configuration may"
         return f"only members of the group {group} may; a new membership counts from the next login"
+
+
+class _Body:
+    """The body of one request on its way in: whether anything of it is still to come."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._has_ended = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._has_ended = not message.get("more_body", False)
+        return message
+
+    async def is_drained(self, headers: Headers) -> bool:
+        """Read the rest of a short body that nobody wanted: who writes into a connection that we close never reads the answer."""
+        length = headers.get("content-length", "0" if "transfer-encoding" not in headers else None)
+        if self._has_ended or length == "0":
+            return True
+        if "expect" in headers or (length and int(length) > DRAIN_LIMIT_BYTES):
+            return False
+        left = DRAIN_LIMIT_BYTES
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_LIMIT_S):
+                while left >= 0 and not self._has_ended:
+                    left -= len((await self.receive()).get("body", b""))
+        return self._has_ended
 
 
 def _request_id(scope: Scope) -> str:

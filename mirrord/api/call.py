@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from ..engine import Engine
 from ..host.peers import Peer, Role
+from .connections import Connection
 from .metrics import Metrics
 
 
@@ -38,7 +39,12 @@ class Call:
     @property
     def is_abandoned(self) -> bool:
         """Whether the client hung up meanwhile."""
-        return bool(self.request.state.transport.is_closing())
+        return self.connection.is_lost
+
+    @property
+    def connection(self) -> Connection:
+        connection: Connection = self.request.state.connection
+        return connection
 
 
 def text_response(content: bytes | str, media_type: str) -> Response:

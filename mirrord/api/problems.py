@@ -9,11 +9,13 @@ from typing import Any
 import structlog
 from starlette.responses import Response
 
-from ..errors import AccessError, InternalError, InvalidRequestError, MirrordError, UpstreamThrottledError
-from ..host.files import disk_error
-from ..telemetry import masked
+from ..errors import AccessError, InternalError, InvalidRequestError, MirrordError, TooManyFilesError
+from ..host.files import host_error
+from ..telemetry import Seldom, masked
 
 log = structlog.get_logger()
+
+_seldom = Seldom()
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -25,26 +27,30 @@ class MethodNotAllowedError(InvalidRequestError):
 def problem_response(error: MirrordError) -> Response:
     """Secrets of URLs are masked whoever wrote the message."""
     body = masked(json.dumps(error.problem(), default=str))
-    response = Response(body, error.http_status, media_type=MEDIA_TYPE)
+    return Response(body, error.http_status, headers=problem_headers(error))
+
+
+def problem_headers(error: MirrordError) -> dict[str, str]:
+    headers = {"content-type": MEDIA_TYPE}
     if isinstance(error, MethodNotAllowedError):
-        response.headers["allow"] = error.facts["allow"]
-    retry_after = error.facts.get("retry_after")
-    if isinstance(error, UpstreamThrottledError) and retry_after:
-        response.headers["retry-after"] = str(round(float(retry_after)))
-    return response
+        headers["allow"] = error.facts["allow"]
+    if retry_after := error.facts.get("retry_after"):
+        headers["retry-after"] = str(round(float(retry_after)))
+    return headers
 
 
 def as_mirrord_error(error: Exception) -> MirrordError:
     """What to answer for any exception; one that nobody raised on purpose is logged here, once, and told nothing of."""
-    if isinstance(error, MirrordError):
-        if error.exit_status == InternalError.exit_status:
-            log.error("request.crashed", detail=error.message, exc_info=error)
-        return error
-    if found := disk_error(error, "answer the request"):
+    found = error if isinstance(error, MirrordError) else host_error(error, "answer the request")
+    if isinstance(found, TooManyFilesError):
+        if count := _seldom.count("files"):
+            log.error("files.exhausted", detail=found.message, count=count)
+    elif found is not None and found is not error:
         log.error("disk.failed", detail=found.message)
-        return found
-    log.error("request.crashed", exc_info=error)
-    return InternalError("cannot answer the request: an unexpected error", hint="this is a bug; the daemon's log has the details")
+    elif found is None or found.exit_status == InternalError.exit_status:
+        log.error("request.crashed", detail=found.message if found else None, exc_info=error)
+    hint = "this is a bug; the daemon's log has the details"
+    return found or InternalError("cannot answer the request: an unexpected error", hint=hint)
 
 
 def invalid_request(place: str, errors: Sequence[Any]) -> InvalidRequestError:

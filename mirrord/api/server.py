@@ -2,8 +2,8 @@
 
 Owns listening, accepting, and ending connections. It is not `uvicorn.Server`, which wakes up ten times a second for ever and
 binds sockets as it likes; only uvicorn's protocol class is used, and the tests hold the pinned version to what is relied on here.
-Bounded: connections in all and of one user, the size of a request's head, the time a client may take for a head, for the next
-request, and for reading an answer.
+Bounded: connections (`connections.py`), the size of a request's head, the time a client may take for a head, for the next
+request, and for reading an answer. Work ends when its client hangs up.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import structlog
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from ..errors import InvalidRequestError, MirrordError
+from ..errors import CancelledError, InvalidRequestError, MirrordError, TooManyConnectionsError
 from ..host.peers import Peer, peer_of
 from .application import Application
+from .problems import problem_headers
 
 log = structlog.get_logger()
 
@@ -31,8 +32,9 @@ HEAD_LIMIT_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 15.0
 KEEP_ALIVE_S = 75
 STALLED_READER_S = 60.0
-MAX_CONNECTIONS = 4096
-MAX_CONNECTIONS_OF_USER = 1024
+LINGER_S = 1.0
+LINGER_BYTES = 64 * 1024
+MAX_LINGERING = 64
 _BACKLOG = 2048
 _UNFINISHED_LIMIT_BYTES = HEAD_LIMIT_BYTES + 256 * 1024  # uvloop reads up to 256 KiB at once, the end of the last body included
 
@@ -56,7 +58,8 @@ class Server:
         self._config.load()
         self._state = ServerState()
         self._listeners: list[asyncio.Server] = []
-        self.users: Counter[int] = Counter()
+        self.connections = application.connections
+        self.lingering = 0
 
     async def listen(self, listener: socket.socket) -> None:
         """Accept connections from a bound Unix socket from now on."""
@@ -100,12 +103,17 @@ class Server:
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. `request.state.peer` is who is at its other end, `.transport` is closing once that one hung up."""
+    """One connection, which requests find as `request.state.connection`. `peer` is at its other end."""
+
+    peer: Peer
 
     def __init__(self, server: Server, config: Config, state: ServerState) -> None:
         super().__init__(config, state, {})
         self._server = server
-        self._peer: Peer | None = None
+        self._is_counted = False
+        self._is_lingering = False
+        self._linger_bytes = LINGER_BYTES
+        self._working: asyncio.Task[Any] | None = None
         self._head_bytes = 0
         self._unfinished_bytes = 0
         self._in_head = False
@@ -117,29 +125,57 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         try:
-            self._peer = peer_of(transport.get_extra_info("socket"))
+            self.peer = peer_of(transport.get_extra_info("socket"))
+            self._server.connections.add(self)
         except OSError as error:  # it hung up before we looked
             log.debug("connection.lost", reason=str(error))
             transport.abort()
             return
-        users = self._server.users
-        users[self._peer.uid] += 1
-        if users[self._peer.uid] > MAX_CONNECTIONS_OF_USER or len(self.connections) > MAX_CONNECTIONS:
-            log.warning("connection.refused", uid=self._peer.uid, count=users[self._peer.uid])
-            transport.abort()
+        except TooManyConnectionsError as error:
+            self._refuse(error)
             return
-        self.app_state = {**self.app_state, "peer": self._peer, "transport": transport}
+        self._is_counted = True
+        self.app_state = {**self.app_state, "connection": self}
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up_on_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_head_timer()
         self._cancel_reader_timer()
-        if self._peer is not None:
-            users = self._server.users
-            users[self._peer.uid] -= 1
-            if not users[self._peer.uid]:
-                del users[self._peer.uid]
+        if self._is_counted:
+            self._server.connections.remove(self)
+        if self._is_lingering:
+            self._server.lingering -= 1
         super().connection_lost(exc)
+        if self._working is not None:
+            self._working.cancel()
+
+    @property
+    def is_idle(self) -> bool:
+        return self.cycle is None or bool(self.cycle.response_complete)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the client hung up meanwhile."""
+        return self.transport.is_closing()
+
+    def shed(self) -> None:
+        log.debug("connection.shed", uid=self.peer.uid)
+        self.transport.abort()
+
+    @contextmanager
+    def ending_with_client(self) -> Iterator[None]:
+        """What the present task does inside ends, in a CancelledError of ours, when the client hangs up."""
+        task = self._working = asyncio.current_task()
+        assert task is not None
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            if not self.is_lost or task.uncancel():  # the server is stopping
+                raise
+            log.info("request.abandoned", uid=self.peer.uid)
+            raise CancelledError("cannot answer the request: the client hung up") from error
+        finally:
+            self._working = None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         answer = _Answer(cycle.transport, cycle.on_response)
@@ -150,6 +186,11 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
+            return
+        if self._is_lingering:
+            self._linger_bytes -= len(data)
+            if self._linger_bytes < 0:
+                self.transport.abort()
             return
         super().data_received(data)
         if self._in_head and self._head_timer is None:
@@ -200,10 +241,18 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: MirrordError) -> None:
+        """Answer outside any request, and hang up: a little later where the client may still be writing, which would fail."""
         body = json.dumps(error.problem()).encode()
-        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/problem+json\r\ncontent-length: {len(body)}\r\n"
-        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
-        self.transport.close()
+        lines = {**problem_headers(error), "content-length": str(len(body)), "connection": "close"}
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        self.transport.write(STATUS_LINE[error.http_status] + f"{head}\r\n".encode() + body)
+        if self._server.lingering >= MAX_LINGERING:
+            self.transport.close()
+            return
+        self._server.lingering += 1
+        self._is_lingering = True
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
 
     def _unsupported_upgrade_warning(self) -> None:
         """An upgrade that is ignored needs no line in the log."""
@@ -219,7 +268,7 @@ class Protocol(HttpToolsProtocol):
         super().resume_writing()
 
     def _drop_stalled_reader(self) -> None:
-        log.info("connection.stalled", uid=self._peer.uid if self._peer else None)
+        log.info("connection.stalled", uid=self.peer.uid)
         self.transport.abort()
 
     def _cancel_head_timer(self) -> None:

@@ -68,7 +68,8 @@ class Endpoint:
     """`answer` is a model, a list of one, a media type for anything that is not JSON, or None for no content.
 
     `body` is a model that the JSON body is read into, or a media type for a body that the handler streams.
-    `early` endpoints answer before the engine is open, and go on when it is not.
+    `early` endpoints answer before the engine is open, and go on when it is not. `interruptible` ones end with their client, as
+    all do that only read; what else was asked for is done, whoever hangs up.
     """
 
     method: str
@@ -80,10 +81,15 @@ class Endpoint:
     body: type[Request] | str | None = None
     query: type[Request] = NoQuery
     early: bool = False
+    interruptible: bool = False
 
     @property
     def name(self) -> str:
         return self.handler.__name__
+
+    @property
+    def ends_with_client(self) -> bool:
+        return self.interruptible or self.method == "GET"
 
     @property
     def summary(self) -> str:
@@ -142,14 +148,18 @@ ENDPOINTS = (
     Endpoint("POST", f"{API}/heals", ADMIN, audits.start_heal, Operation, 202, body=StartHeal),
     Endpoint("POST", f"{_MIRROR}/heal", ADMIN, audits.heal_with_bundle, Operation, 202, body=_FILE),
     Endpoint("GET", f"{API}/checkouts", OWNER, checkouts.list_checkouts, list[Checkout]),
-    Endpoint("POST", f"{API}/checkouts", MEMBER, checkouts.start_checkout, Checkout, 201, body=StartCheckout),
+    Endpoint("POST", f"{API}/checkouts", MEMBER, checkouts.start_checkout, Checkout, 201, body=StartCheckout, interruptible=True),
     Endpoint("GET", _CHECKOUT, OWNER, checkouts.get_checkout, Checkout),
     Endpoint("DELETE", _CHECKOUT, OWNER, checkouts.release_checkout, None, 204),
-    Endpoint("POST", f"{_CHECKOUT}/reset", OWNER, checkouts.reset_checkout, ResetAnswer, body=ResetCheckout),
+    Endpoint("POST", f"{_CHECKOUT}/reset", OWNER, checkouts.reset_checkout, ResetAnswer, body=ResetCheckout, interruptible=True),
     Endpoint("POST", f"{_CHECKOUT}/renew", OWNER, checkouts.renew_checkout, Checkout, body=RenewCheckout),
     Endpoint("GET", f"{_CHECKOUT}/diff", OWNER, checkouts.diff_checkout, _PATCH),
-    Endpoint("POST", f"{_CHECKOUT}/apply", OWNER, checkouts.apply_patch, Checkout, body=_PATCH, query=ApplyQuery),
-    Endpoint("POST", f"{_CHECKOUT}/restore", ADMIN, checkouts.restore_paths, RestoreAnswer, body=RestorePaths),
+    Endpoint(
+        "POST", f"{_CHECKOUT}/apply", OWNER, checkouts.apply_patch, Checkout, body=_PATCH, query=ApplyQuery, interruptible=True
+    ),
+    Endpoint(
+        "POST", f"{_CHECKOUT}/restore", ADMIN, checkouts.restore_paths, RestoreAnswer, body=RestorePaths, interruptible=True
+    ),
     Endpoint("GET", f"{API}/operations", MEMBER, operations.list_operations, list[Operation]),
     Endpoint("GET", f"{API}/operations/{{id}}", MEMBER, operations.get_operation, Operation),
     Endpoint("DELETE", f"{API}/operations/{{id}}", MEMBER, operations.cancel_operation, Operation),

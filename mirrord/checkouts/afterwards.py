@@ -15,6 +15,7 @@ import structlog
 
 from ..errors import MirrordError
 from ..git.priority import giving_way
+from ..git.turns import Askers
 
 log = structlog.get_logger()
 
@@ -53,6 +54,7 @@ class Afterwards:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _perform(self, what: tuple[str, Hashable], work: Callable[[], Awaitable[None]]) -> None:
+        Askers().bind()
         if answered := _answered.get():
             await answered.wait()
         try:

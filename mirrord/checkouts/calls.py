@@ -7,12 +7,16 @@ in a worker process; arguments and results cross by pickle.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..protocol import Proof
 from .leases import Directories
+
+DIFF_TIMEOUT = timedelta(seconds=60)
+"""For what a client does to one checkout: it may have made the tree so that git takes for ever."""
 
 
 @dataclass(frozen=True, slots=True)

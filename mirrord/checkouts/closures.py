@@ -30,6 +30,7 @@ from ..errors import CommitNotFoundError, CorruptObjectError, DeadlineError, Dis
 from ..git.command import Git
 from ..git.packs import has_both_ends
 from ..git.packwriter import Packed
+from ..git.turns import Turns
 from ..git.workers import Workers
 from ..host.remains import Remains
 from ..model import NEAR, CommitId, MirrorName
@@ -45,7 +46,7 @@ _QUICK_TIMEOUT = timedelta(seconds=30)
 # Named, not imported: they load libgit2, which only workers do.
 _FIRST_PARENTS = "mirrord.git.objects:first_parents"
 _INCREMENT = "mirrord.git.objects:pack_increment"
-_AT_ONCE = 2
+_PACKING, _PACKING_OF_USER = 10, 2  # pairs of git
 _WALK = ("-c", "core.commitGraph=false", "rev-list", "--first-parent")
 
 log = structlog.get_logger()
@@ -83,14 +84,15 @@ class Closures:
         self._mirrors_path = mirrors_path
         self._recorded = recorded
         self._layers: dict[str, dict[CommitId, Layer]] = {}
-        self._locks: dict[str, anyio.Lock] = {}
+        self._packing = Turns(_PACKING, each=_PACKING_OF_USER)
+        self._locks: dict[str, Turns] = {}
 
     async def ensure(self, name: MirrorName, commit: CommitId) -> tuple[PackFile, ...]:
         """The packs whose union is exactly the closure of `commit`, root first.
 
         Raises CommitNotFoundError, CommitUnservableError, DiskFullError.
         """
-        async with self._locks.setdefault(name.key, anyio.Lock()):
+        async with self._locks.setdefault(name.key, Turns()).turn():
             layers = self._known(name)
             if commit not in layers or not self._is_whole(name, commit):
                 await self._build(name, commit)
@@ -98,7 +100,7 @@ class Closures:
 
     async def keep_only(self, name: MirrorName, needed: Callable[[], Collection[str] | None]) -> None:
         """Remove the packs that are not among the `needed` names, which are asked for while nothing is built; None keeps all."""
-        async with self._locks.setdefault(name.key, anyio.Lock()):
+        async with self._locks.setdefault(name.key, Turns()).turn():
             layers = self._known(name)
             names = needed()
             if names is None:
@@ -151,36 +153,35 @@ class Closures:
         layers = {**self._known(name), **{step.commit: step for step in steps}}
         with ExitStack() as stack:
             places = [(step, stack.enter_context(building(directory, self._remains))) for step in steps]
-            limit = anyio.Semaphore(_AT_ONCE)
             long = [
-                self._pack(name, step, place, limit, quick=step.commit == commit and step.base is not None)
+                self._pack(name, step, place, quick=step.commit == commit and step.base is not None)
                 for step, place in places
                 if not is_short(layers, step)
             ]
             packed = {layer.commit: layer for layer in await together(*long)}
             for step, place in places:
-                self._publish(name, packed.get(step.commit) or await self._pack_short(name, step, place, limit), place)
+                self._publish(name, packed.get(step.commit) or await self._pack_short(name, step, place), place)
         if [step.base for step in steps] == [None, line[-1]]:
             self._afterwards.begin(("way-points", commit), partial(self._lay_waypoints, name, line[1:]))
 
     async def _lay_waypoints(self, name: MirrorName, line: list[CommitId]) -> None:
         """What the neighbours below a first commit will stand on, where its own pack went past it in one wide step."""
         for step in plan(self._known(name), line, ahead=True)[:-1]:
-            async with self._locks[name.key]:
+            async with self._locks[name.key].turn():
                 known = self._known(name)
                 if step.commit in known or step.base not in known:
                     continue
                 with building(self.directory(name), self._remains) as place:
-                    self._publish(name, await self._pack_short(name, step, place, anyio.Semaphore(_AT_ONCE)), place)
+                    self._publish(name, await self._pack_short(name, step, place), place)
 
-    async def _pack(self, name: MirrorName, step: Layer, place: Path, limit: anyio.Semaphore, *, quick: bool = False) -> Layer:
+    async def _pack(self, name: MirrorName, step: Layer, place: Path, *, quick: bool = False) -> Layer:
         """Write the pack of a planned layer; it needs the objects of its base from the mirror, not the pack."""
         quick = quick or not is_waypoint(step.depth)
-        async with limit:
+        async with self._packing.turn():
             packed = await self._packer.pack_range(self._mirrors_path(name), step.commit, step.base, into=place, quick=quick)
         return replace(step, pack=packed.path.name, object_count=packed.object_count, size_bytes=packed.size_bytes)
 
-    async def _pack_short(self, name: MirrorName, step: Layer, place: Path, limit: anyio.Semaphore) -> Layer:
+    async def _pack_short(self, name: MirrorName, step: Layer, place: Path) -> Layer:
         """The same for a layer of a few commits, over packs that are there; where it turns out large, git does it."""
         below = [self._pack_file(name, layer).index for layer in chain(self._known(name), step.base or step.commit)]
         try:
@@ -192,7 +193,7 @@ class Closures:
         except DeadlineError:
             packed = None
         if packed is None:
-            return await self._pack(name, step, place, limit)
+            return await self._pack(name, step, place)
         return replace(step, pack=packed.name, object_count=packed.object_count, size_bytes=packed.size_bytes)
 
     def _publish(self, name: MirrorName, layer: Layer, place: Path) -> None:

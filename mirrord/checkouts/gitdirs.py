@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import anyio
 import anyio.to_thread
 import structlog
 
@@ -28,6 +27,7 @@ from ..errors import InvalidRequestError
 from ..git.command import Git
 from ..git.workers import Workers
 from ..host.remains import Remains
+from ..mirrors.flights import Flights
 from ..model import CommitId, History, MirrorName, Resolved
 from .afterwards import Afterwards
 from .closures import (
@@ -104,7 +104,7 @@ class Gitdirs:
             recorded=recorded,
         )
         self._found: dict[tuple[str, CommitId, History], Gitdir] = {}
-        self._locks: dict[tuple[str, CommitId, History], anyio.Lock] = {}
+        self._flights: Flights[Gitdir] = Flights()
         self._stores: dict[str, dict[Path, tuple[Gitdir, float]]] = {}
         self._read: set[str] = set()
         self._building: Counter[str] = Counter()
@@ -118,7 +118,8 @@ class Gitdirs:
         return await anyio.to_thread.run_sync(self._remains.retry)
 
     async def close(self) -> None:
-        """Cancel what is written in the background."""
+        """Cancel what is being built, and what is written in the background."""
+        await self._flights.close()
         await self._afterwards.close()
 
     def find(self, name: MirrorName, commit: CommitId, history: History) -> Gitdir | None:
@@ -133,7 +134,7 @@ class Gitdirs:
         return found
 
     async def ensure(self, name: MirrorName, commit: CommitId, history: History) -> Gitdir:
-        """The store, built when there is none; built once however many ask.
+        """The store, built when there is none; once, however many ask, and as long as one of them waits.
 
         Raises CommitNotFoundError, CommitUnservableError, DiskFullError; InvalidRequestError for the linked history.
         """
@@ -141,14 +142,9 @@ class Gitdirs:
             raise InvalidRequestError(
                 "cannot seal a linked checkout: it shows all of its mirror", hint="ask for sealed or squashed"
             )
-        key = (name.key, commit, history)
-        lock = self._locks.setdefault(key, anyio.Lock())
-        try:
-            async with lock:
-                return self.find(name, commit, history) or await self._build(name, commit, history)
-        finally:
-            if not lock.locked():  # nobody else waits for it
-                self._locks.pop(key, None)
+        return self.find(name, commit, history) or await self._flights.join(
+            f"{name.key} {commit} {history}", lambda _: self._build(name, commit, history)
+        )
 
     async def oldest_first(self, name: MirrorName, commits: Collection[CommitId]) -> list[CommitId]:
         """The order in which stores share most; commits that the mirror lacks come last."""

@@ -17,7 +17,6 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,7 +32,7 @@ from ..host.userns import Owner
 from ..model import Backend, CheckoutId, MirrorName
 from ..protocol import Proof
 from .backend import Made
-from .calls import list_overlay_changes
+from .calls import DIFF_TIMEOUT, list_overlay_changes
 from .graves import find_graves, new_grave
 from .leases import Directories, Lease, Leases, LeaseState, resetting
 from .proof import require
@@ -42,7 +41,6 @@ from .sights import Sight, look_at
 from .templates import Template, Templates
 
 _METHOD = "a fresh layer over a template that was verified by content"
-_TIMEOUT = timedelta(minutes=10)
 _LAYER, _NEXT = "layer", "next"
 _SIGHTS_MAX = 4096
 
@@ -162,7 +160,7 @@ class OverlayBackend:
         mirror = self._mirrors_path(lease.mirror)
         upper = lease.private / _LAYER / "upper"
         facts = (lease.tree_path, upper, layers, mirror, lease.tree)
-        return await self._workers.call(list_overlay_changes, *facts, timeout=_TIMEOUT)
+        return await self._workers.call(list_overlay_changes, *facts, timeout=DIFF_TIMEOUT)
 
     # -- templates ----------------------------------------------------------------------------------------------------
 

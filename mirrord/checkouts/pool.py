@@ -20,7 +20,7 @@ from ..model import Backend, CommitId, History, MirrorName
 from ..protocol import Proof
 from . import linked
 from .backend import Made
-from .calls import Place, make_checkout, reset_checkout, scan_checkout
+from .calls import DIFF_TIMEOUT, Place, make_checkout, reset_checkout, scan_checkout
 from .control import discard
 from .gitdirs import Gitdirs
 from .graves import find_graves, new_grave
@@ -94,7 +94,7 @@ class PoolBackend:
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:
         place = await self._place(lease, lease.commit)
-        return await self._workers.call(scan_checkout, place, timeout=_TIMEOUT)
+        return await self._workers.call(scan_checkout, place, timeout=DIFF_TIMEOUT)
 
     async def _place(self, lease: Lease, commit: CommitId) -> Place:
         store, head = None, commit

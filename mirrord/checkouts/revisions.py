@@ -6,7 +6,6 @@ workers, in a private directory beside the tree that is removed at its end and a
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
@@ -14,11 +13,9 @@ from ..errors import AccessError, CommitNotFoundError, InvalidRequestError
 from ..git.workers import Workers
 from ..model import CommitId, MirrorName, View, parse_commit, shown
 from ..protocol import Pin, RestorePaths
-from .calls import Work, apply_patch, diff_checkout, restore_paths
+from .calls import DIFF_TIMEOUT, Work, apply_patch, diff_checkout, restore_paths
 from .leases import Lease
 from .requests import Instances
-
-_TIMEOUT = timedelta(minutes=5)
 
 
 class Pinned(Protocol):
@@ -39,11 +36,11 @@ class Revisions:
 
     async def diff(self, lease: Lease, changed: list[bytes]) -> bytes:
         """The patch from the base commit to the tree. `changed` are all paths that may differ."""
-        return await self._workers.call(diff_checkout, self._work(lease), changed, timeout=_TIMEOUT)
+        return await self._workers.call(diff_checkout, self._work(lease), changed, timeout=DIFF_TIMEOUT)
 
     async def apply(self, lease: Lease, changed: list[bytes], patch: bytes, *, reverse: bool) -> list[str]:
         """Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError; then nothing was changed."""
-        paths = await self._workers.call(apply_patch, self._work(lease), changed, patch, reverse, timeout=_TIMEOUT)
+        paths = await self._workers.call(apply_patch, self._work(lease), changed, patch, reverse, timeout=DIFF_TIMEOUT)
         return [_text(path) for path in paths]
 
     async def restore(self, lease: Lease, request: RestorePaths) -> list[str]:
@@ -52,7 +49,7 @@ class Revisions:
         commit = parse_commit(request.commit)
         await self._must_be_pinned(lease.mirror, commit)
         wanted = [path.encode(errors="surrogateescape") for path in request.paths]
-        paths = await self._workers.call(restore_paths, self._work(lease), commit, wanted, timeout=_TIMEOUT)
+        paths = await self._workers.call(restore_paths, self._work(lease), commit, wanted, timeout=DIFF_TIMEOUT)
         return [_text(path) for path in paths]
 
     async def named_patch(self, lease: Lease, named: str) -> bytes:

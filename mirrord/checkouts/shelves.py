@@ -6,7 +6,7 @@ store within its bounds and takes what is damaged out of use; never builds.
 
 from __future__ import annotations
 
-import asyncio
+from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import anyio.to_thread
 import structlog
 
 from ..errors import IntegrityError, InvalidNameError, NotFoundError
+from ..git.turns import Turns
 from ..git.workers import Workers
 from ..host.remains import Remains
 from ..model import MirrorName
@@ -37,7 +38,7 @@ class Shelves:
         self._store = store
         self._workers = workers
         self._shelves: dict[str, Shelf] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: dict[str, Turns] = {}
         self._retired: list[Retired] = []
 
     async def open(self) -> None:
@@ -58,9 +59,9 @@ class Shelves:
     def all(self) -> list[Shelf]:
         return list(self._shelves.values())
 
-    def lock(self, shelf: Shelf) -> asyncio.Lock:
+    def lock(self, shelf: Shelf) -> AbstractAsyncContextManager[None]:
         """Held while layers are added to a shelf or taken from it."""
-        return self._locks.setdefault(shelf.directory.name.lower(), asyncio.Lock())
+        return self._locks.setdefault(shelf.directory.name.lower(), Turns()).turn()
 
     def size_bytes(self) -> int:
         """What trees and indexes take."""

@@ -27,6 +27,7 @@ from ..config import Settings
 from ..errors import CheckoutBusyError, IntegrityError, MirrordError
 from ..git.workers import Workers
 from ..jobs.events import Events
+from ..mirrors.flights import Flights
 from ..model import CommitId, History, MirrorName
 from .bounds import Bounds
 from .gitdir import Gitdir
@@ -81,7 +82,7 @@ class Templates:
         self._bounds = Bounds(settings=settings, shelves=self._shelves, gitdirs=gitdirs, events=events)
         self._scrub = Scrub(shelves=self._shelves, gitdirs=gitdirs, workers=workers, events=events)
         self._found: dict[_Key, Template] = {}
-        self._flights: dict[_Key, asyncio.Task[Template]] = {}
+        self._flights: Flights[Template] = Flights()
         self._trimming: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -90,10 +91,8 @@ class Templates:
 
     async def close(self) -> None:
         """Cancel what is being built."""
-        flights = list(self._flights.values())
-        for flight in flights:
-            flight.cancel()
-        await asyncio.gather(*flights, *filter(None, [self._trimming]), return_exceptions=True)
+        await self._flights.close()
+        await asyncio.gather(*filter(None, [self._trimming]), return_exceptions=True)
 
     async def mend(self) -> bool:
         """Remove what the disk did not let go before; answers whether nothing is left."""
@@ -108,8 +107,7 @@ class Templates:
         return template
 
     async def ensure(self, name: MirrorName, commit: CommitId, history: History, owner: Owner | None) -> Template:
-        """A template, built and proven when there is none; once, however many ask. A caller that is cancelled leaves it to the
-        rest.
+        """A template, built and proven when there is none; once, however many ask, and as long as one of them waits.
 
         `owner` None prepares all but the index. Raises CommitNotFoundError, CommitUnservableError, CorruptObjectError,
         DiskFullError.
@@ -117,15 +115,12 @@ class Templates:
         key = (name.key, commit, history, owner)
         if (known := self._found.get(key)) and not all(map(os.path.isdir, known.layers)):  # evicted, or deleted behind our back
             del self._found[key]
-        if older := self._flights.get(key):
+        flight = f"{key}"
+        if flight in self._flights:
             with suppress(MirrordError, OSError):  # what it failed of may be over since before this was asked for
-                await asyncio.shield(older)
+                await self._flights.join(flight, lambda _: self._make(name, commit, history, owner))
         while (found := self.find(name, commit, history, owner)) is None:
-            flight = self._flights.get(key)
-            if flight is None:
-                flight = self._flights[key] = asyncio.get_running_loop().create_task(self._make(name, commit, history, owner))
-                flight.add_done_callback(lambda done: self._land(key, done))
-            await asyncio.shield(flight)
+            await self._flights.join(flight, lambda _: self._make(name, commit, history, owner))
         return found
 
     def hold(self, template: Template) -> None:
@@ -280,11 +275,6 @@ class Templates:
         for path in paths:
             if path.exists():
                 await anyio.to_thread.run_sync(self._shelves.remains.remove, path)
-
-    def _land(self, key: _Key, done: asyncio.Task[Template]) -> None:
-        self._flights.pop(key, None)
-        if not done.cancelled():
-            done.exception()  # each waiter gets it; with none left it is not an error that nobody saw
 
 
 async def _both(store: Awaitable[Gitdir], layers: Coroutine[None, None, tuple[Path, ...]]) -> tuple[Gitdir, tuple[Path, ...]]:

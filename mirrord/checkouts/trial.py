@@ -17,7 +17,7 @@ import structlog
 
 from ..errors import BackendUnavailableError, MirrordError
 from ..git.workers import Workers
-from ..host.files import disk_error, opened
+from ..host.files import host_error, opened
 from ..host.mounting import PROBE_LAYER, Mounter, OverlayOrder, choose_mounter
 from ..host.userns import Owner
 from ..model import MirrorName, new_checkout_id
@@ -51,7 +51,7 @@ async def find_overlay(
         log.warning("overlay.refused", reason=error.message, hint=error.hint)
         return None
     except OSError as error:
-        if disk_error(error, "try an overlay") is None:
+        if host_error(error, "try an overlay") is None:
             raise
         log.warning("overlay.untried", reason=str(error))  # checkouts that are held need it now; mounting says what does not work
         trial = Trial(may_map_owners=True)

@@ -15,7 +15,7 @@ import uvloop
 from .. import config, telemetry
 from ..engine import Engine
 from ..errors import MirrordError
-from ..host.files import disk_error
+from ..host.files import host_error
 from ..host.systemd import Notifier
 from .listener import open_listeners
 from .lock import StateLock
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         _explain(error)
         return error.exit_status
     except OSError as error:
-        if (problem := disk_error(error, "start the daemon")) is None:
+        if (problem := host_error(error, "start the daemon")) is None:
             raise
         _explain(problem)
         return problem.exit_status

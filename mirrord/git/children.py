@@ -23,6 +23,7 @@ from typing import IO, BinaryIO, Self
 import anyio
 
 from ..errors import ResourceError
+from ..host.files import host_error
 
 NOTHING = subprocess.DEVNULL
 PIPE = subprocess.PIPE
@@ -59,7 +60,7 @@ class Command:
             )
         except OSError as error:
             hint = "install git and util-linux (setpriv); see `mirrord doctor`"
-            raise ResourceError(f"cannot start git: {error}", hint=hint) from error
+            raise host_error(error, "start git") or ResourceError(f"cannot start git: {error}", hint=hint) from error
 
 
 class Child:

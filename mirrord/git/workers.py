@@ -3,7 +3,8 @@
 Owns a `pebble` pool of one process for each call that runs at the same time: started when a call finds none free, retired when
 nothing ran for a while, so that an idle daemon has no workers; and the fork server that they come from (`nursery.py`), which
 stays. A call that misses its deadline costs its worker, which is killed and replaced; libgit2 can hang with the GIL held, so
-nothing less helps. Never keeps a result. All of them die with the daemon, whatever kills it.
+nothing less helps. So does one that nobody waits for any more, and one that needs too much memory. Who gets a worker is
+`turns.py`'s to say. Never keeps a result. All of them die with the daemon, whatever kills it.
 
 One process to a pool, because processes that share one share its lock: one that is killed while it holds that has it for ever. A
 pool of one is given up with its process.
@@ -22,18 +23,21 @@ from importlib import import_module
 from multiprocessing import get_context
 from typing import Any, TypeVar, overload
 
+import anyio
 import structlog
 from pebble import ProcessExpired, ProcessPool
 
-from ..errors import DeadlineError, StoppingError, WorkerCrashedError
-from ..host.processes import die_with_parent, resident_bytes, trim_memory
+from ..errors import DeadlineError, OutOfMemoryError, StoppingError, WorkerCrashedError
+from ..host.processes import die_with_parent, limit_memory, memory_limit_bytes, resident_bytes, trim_memory
 from .forking import prepare_workers
+from .turns import Turns
 
 T = TypeVar("T")
 
 # Named, not imported: it changes the process that loads it.
 _NURSERY = "mirrord.git.nursery"
 _TRIM_STEP_BYTES = 32 * 1024**2
+_USERS = 5  # with as many calls as one may have; the next waits for a turn, until one of theirs ends or is killed
 _PAUSES_S = (0.0, 0.05, 0.5)  # a fork server that was killed still counts as alive until the kernel has taken it apart
 _CRASH_HINT = "try again; if it happens each time, audit the mirror, and look for the kernel's out-of-memory killer"
 
@@ -41,10 +45,11 @@ log = structlog.get_logger()
 
 
 class Workers:
-    """Processes for sync, importable functions with picklable arguments and results; at most `size` calls run, the others wait.
+    """Processes for sync, importable functions with picklable arguments and results.
 
-    `on_start` runs in each new worker (to set up its logging). A call that its worker does not begin within `take` is lost.
-    Belongs to one event loop.
+    At most `size` calls run for one user, as many in the background, and five times as many in all; the others wait. `on_start`
+    runs in each new worker (to set up its logging). A call that its worker does not begin within `take` is lost. Belongs to one
+    event loop.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class Workers:
         take: timedelta = timedelta(seconds=20),
         on_start: Callable[[], None] | None = None,
     ) -> None:
-        self._turns = asyncio.Semaphore(size)
+        self._turns = Turns(size * _USERS, each=size, background=size)
         self._idle = idle
         self._on_start = on_start
         self._take = take
@@ -75,12 +80,13 @@ class Workers:
     async def call(self, function: Callable[..., Any] | str, /, *args: Any, timeout: timedelta, **kwargs: Any) -> Any:
         """Run `function` in a worker. `module:name` names one whose module the daemon must not load (pygit2, pyarrow).
 
-        Raises what it raised; DeadlineError when it took longer than `timeout`; WorkerCrashedError when the worker died.
-        Cancelling kills the worker.
+        Raises what it raised; DeadlineError when it took longer than `timeout`; OutOfMemoryError when it needed more than
+        `memory_limit_bytes`; WorkerCrashedError when the worker died. Cancelling kills the worker, and ends when that is gone:
+        nothing of the call writes anywhere afterwards.
         """
         self._enter()
         try:
-            async with self._turns:
+            async with self._turns.turn():
                 for pause_s in _PAUSES_S:
                     try:
                         return await self._call(function, args, kwargs, timeout)
@@ -118,16 +124,22 @@ class Workers:
             log.warning("worker.killed", function=_name(function), timeout_s=timeout.total_seconds())
             raise DeadlineError(
                 f"cannot finish {_name(function)}: it took longer than {timeout.total_seconds():g} s",
-                hint="the repository may hold a damaged object; audit the mirror",
+                hint="a damaged object of the mirror can cause it, or a costly pattern in a .gitignore or .gitattributes",
             ) from error
         except ProcessExpired as error:
             log.warning("worker.crashed", function=_name(function), status=error.exitcode)
             raise _crashed(function) from error
+        except MemoryError as error:
+            log.warning("worker.killed", function=_name(function), memory_bytes=memory_limit_bytes())
+            raise OutOfMemoryError(
+                f"cannot finish {_name(function)}: it needs more than {memory_limit_bytes() >> 20} MiB of memory",
+                hint="the request is too large for this machine",
+            ) from error
         except Exception:
             is_sound = pool.active
             raise
         finally:
-            self._give_back(pool, is_sound=is_sound)
+            await self._give_back(pool, is_sound=is_sound)
 
     async def _result(self, future: Future[T]) -> T:
         """Wait for one call. Stopping a pebble pool leaves its futures open for ever, so `close` cancels them."""
@@ -165,12 +177,13 @@ class Workers:
             raise
         return pool
 
-    def _give_back(self, pool: ProcessPool, *, is_sound: bool) -> None:
-        """One whose process died, or has a call that nobody waits for, is of no more use."""
+    async def _give_back(self, pool: ProcessPool, *, is_sound: bool) -> None:
+        """One whose process died, or has a call that nobody waits for, is of no more use; returns when that process is gone."""
         if is_sound and not self._closed:
             self._free.append(pool)
-        else:
-            self._forget(pool)
+            return
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([self._forget(pool)])
 
     def _enter(self) -> None:
         if self._closed:
@@ -194,7 +207,7 @@ class Workers:
         while self._free:
             self._forget(self._free.pop())
 
-    def _forget(self, pool: ProcessPool, starting: asyncio.Task[None] | None = None) -> None:
+    def _forget(self, pool: ProcessPool, starting: asyncio.Task[None] | None = None) -> asyncio.Task[None]:
         """End a pool in the background. A pebble pool wakes up ten times a second even when it has nothing to do."""
 
         async def end() -> None:
@@ -205,6 +218,7 @@ class Workers:
         task = asyncio.get_running_loop().create_task(end())
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
+        return task
 
 
 def _name(function: Callable[..., Any] | str) -> str:
@@ -244,6 +258,7 @@ _trimmed_at_bytes = 0
 
 def _begin(on_start: Callable[[], None] | None) -> None:
     die_with_parent(import_module(_NURSERY).PID)
+    limit_memory()
     gc.freeze()  # what the fork server loaded stays shared with it
     gc.enable()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's own handler is Python and never runs while libgit2 holds the GIL

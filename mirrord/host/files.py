@@ -18,7 +18,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..errors import BackendUnavailableError, CheckoutBusyError, DiskFailedError, DiskFullError, ResourceError
+from ..errors import (
+    BackendUnavailableError,
+    CheckoutBusyError,
+    DiskFailedError,
+    DiskFullError,
+    ResourceError,
+    TooManyFilesError,
+)
 from ..model import shown
 
 GRAVE = ".gone-"
@@ -36,6 +43,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _ACL_VERSION, _ACL_NOBODY = 2, 0xFFFFFFFF  # linux/posix_acl_xattr.h
 _ACL_USER_OBJ, _ACL_USER, _ACL_GROUP_OBJ, _ACL_MASK, _ACL_OTHER = 0x1, 0x2, 0x4, 0x10, 0x20
 _FAILED = (errno.EIO, errno.EROFS, errno.EUCLEAN)
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -64,10 +72,14 @@ def full_disk_named(subject: str) -> Iterator[None]:
         raise
 
 
-def disk_error(error: BaseException, doing: str) -> ResourceError | None:
-    """What an error that nobody expected is, where the disk is the cause; the system call that met it may have been any."""
+def host_error(error: BaseException, doing: str) -> ResourceError | None:
+    """What an error that nobody expected is, where the disk or the limit on open files is the cause, whatever call met it."""
     if not isinstance(error, OSError):
         return None
+    if error.errno in _NO_FILES:
+        return TooManyFilesError(
+            f"cannot {doing}: {error.strerror}", hint="raise LimitNOFILE= of the unit, or ulimit -n", retry_after=1
+        )
     place = f" at {error.filename}" if isinstance(error.filename, str) else ""
     if error.errno in _FULL:
         return DiskFullError(f"cannot {doing}: {error.strerror}{place}", hint="free some space")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 from enum import IntEnum
 from pathlib import Path
@@ -61,6 +62,22 @@ def search_path() -> str:
     """PATH without what means the working directory: an empty entry does, as `.` does."""
     entries = os.environ.get("PATH", os.defpath).split(os.pathsep)
     return os.pathsep.join(filter(os.path.isabs, entries)) or os.defpath
+
+
+def memory_limit_bytes() -> int:
+    """How much a process may allocate that works on what others made: half of the machine, within 1 and 4 GiB."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1024**3, min(machine // 2, 4 * 1024**3))
+
+
+def limit_memory() -> None:
+    """Hold this process, and each that it starts, to that: more is a MemoryError, or the end of a child.
+
+    RLIMIT_DATA: since Linux 4.7 it counts private writable mappings, and so not the packs that libgit2 and git map to read.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = memory_limit_bytes() if hard == resource.RLIM_INFINITY else min(hard, memory_limit_bytes())
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def resident_bytes() -> int:

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import structlog
 
 from ..errors import CancelledError, InternalError, MirrordError, OperationFinishedError, OperationNotFoundError, StoppingError
-from ..host.files import disk_error
+from ..git.turns import Askers
+from ..host.files import host_error
 from ..model import shown, utc_now
 from ..protocol import Operation, Problem, Progress
 from .events import Events
@@ -142,6 +143,7 @@ class Operations:
 
     async def _perform(self, record: _Record, run: Work) -> None:
         structlog.contextvars.bind_contextvars(operation=record.id)
+        Askers().bind()  # background work, whoever asked for it
         try:
             record.result = await run(self._sink(record))
             self._end(record, "done")
@@ -151,7 +153,7 @@ class Operations:
         except MirrordError as error:
             self._end(record, "failed", error)
         except Exception as error:
-            found = disk_error(error, f"finish {record.kind} {record.subject}")
+            found = host_error(error, f"finish {record.kind} {record.subject}")
             log.exception("operation.crashed", kind=record.kind, subject=record.subject)
             self._end(record, "failed", found or _bug(record))
 

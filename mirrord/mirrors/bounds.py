@@ -15,16 +15,8 @@ from ..host.files import free_bytes
 from ..protocol import Progress
 
 STREAM_BIG_FILES = ("-c", "core.bigFileThreshold=64m", "-c", "pack.windowMemory=256m")
-_GIB = 1024**3
-_LEAST_MEMORY, _MOST_MEMORY = _GIB, 4 * _GIB
-_RESERVE = _GIB
+_RESERVE = 1024**3
 _RESERVE_SHARE = 100
-
-
-def memory_bytes() -> int:
-    """How much a git that takes objects in may allocate: half of the machine, within 1 and 4 GiB."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(_LEAST_MEMORY, min(machine // 2, _MOST_MEMORY))
 
 
 def reserve_bytes(path: Path) -> int:

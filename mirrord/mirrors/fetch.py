@@ -26,8 +26,9 @@ from ..errors import (
 )
 from ..git.command import masked_url
 from ..host.files import full_disk_named
+from ..host.processes import memory_limit_bytes
 from ..protocol import Progress
-from .bounds import STREAM_BIG_FILES, memory_bytes, within_disk
+from .bounds import STREAM_BIG_FILES, within_disk
 from .isolation import isolate
 from .quarantine import Quarantine, accept_objects
 from .refs import Offer, read_offer
@@ -112,7 +113,7 @@ class Fetcher:
                 remote=self.upstream.remote,
                 timeout=_LONGEST,
                 quiet_timeout=self.quiet,
-                memory_bytes=memory_bytes(),
+                memory_bytes=memory_limit_bytes(),
                 progress=within_disk(objects, self.progress, f"fetch from upstream {self.upstream.shown}"),
                 doing=f"fetch from upstream {self.upstream.shown}",
             )  # fmt: skip

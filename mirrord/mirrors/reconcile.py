@@ -18,7 +18,7 @@ import structlog
 from ..catalog.catalog import Catalog
 from ..catalog.rows import MirrorRow, PinRow
 from ..errors import InvalidNameError, MirrordError
-from ..host.files import disk_error
+from ..host.files import host_error
 from ..model import MirrorName, utc_now
 from .fetch import unmark
 from .halves import mend_halves
@@ -72,7 +72,7 @@ async def _reconcile_one(catalog: Catalog, repository: Repository) -> bool:
     try:
         await put_in_line(catalog, repository)
     except (MirrordError, OSError) as error:
-        problem = error if isinstance(error, MirrordError) else disk_error(error, f"open mirror {repository.name}")
+        problem = error if isinstance(error, MirrordError) else host_error(error, f"open mirror {repository.name}")
         if problem is None:
             raise
         await catalog.update_mirror(repository.name.key, error=problem.problem())

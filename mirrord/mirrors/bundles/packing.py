@@ -14,8 +14,9 @@ import anyio
 
 from ...errors import CorruptObjectError, GitFailedError, InvalidBundleError, MirrordError
 from ...git.environment import STRICT
+from ...host.processes import memory_limit_bytes
 from ...protocol import Progress
-from ..bounds import STREAM_BIG_FILES, memory_bytes, within_disk
+from ..bounds import STREAM_BIG_FILES, within_disk
 from ..repository import Refs, Repository
 from .header import BundleHeader, header_bytes, read_header
 
@@ -79,7 +80,7 @@ async def index_bundle(
             git_dir=repository.path,
             stdin=pack,
             timeout=_DEADLINE,
-            memory_bytes=memory_bytes(),
+            memory_bytes=memory_limit_bytes(),
             progress=within_disk(repository.path, progress, doing),
             doing=doing,
         )  # fmt: skip

@@ -1,0 +1,134 @@
+"""Who is connected, and who may connect: shares for users, a small one for strangers, and room that only administrators take.
+
+Owns the bounds on connections. Where they are reached, a user with fewer connections than another takes the place of an idle one
+of theirs, so that nobody is kept out by connections that do nothing. Each connection is an open file: a low limit on those
+(RLIMIT_NOFILE) lowers the bounds, and leaves enough for what requests open themselves.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import structlog
+
+from ..errors import TooManyConnectionsError
+from ..host.peers import Peer, Role
+from ..telemetry import Seldom
+
+MAX_CONNECTIONS = 4096
+RESERVED_CONNECTIONS = 64
+"""Of all, for root, the daemon's user and administrators."""
+MEMBER_CONNECTIONS = 1024
+STRANGER_CONNECTIONS = 16
+ALL_STRANGERS_CONNECTIONS = 128
+"""They may ask for the health, and for nothing else."""
+
+_FILES_LEFT = 128  # at least: of a daemon at rest, its workers, and what a few requests open
+_RETRY_AFTER_S = 1
+
+log = structlog.get_logger()
+
+
+class Connection(Protocol):
+    """What is counted."""
+
+    peer: Peer
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it may be ended: no request on it is being answered."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the client hung up."""
+
+    def shed(self) -> None:
+        """End it, for somebody who needs its place."""
+
+    def ending_with_client(self) -> AbstractContextManager[None]:
+        """What the present task does inside ends, in a CancelledError of ours, when the client hangs up."""
+
+
+def connections_limit() -> int:
+    """How many connections the limit on open files allows."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(RESERVED_CONNECTIONS + 1, min(MAX_CONNECTIONS, files - max(_FILES_LEFT, files // 4)))
+
+
+class Connections:
+    """All connections of a daemon. Belongs to one event loop."""
+
+    def __init__(self, role: Callable[[Peer], Role]) -> None:
+        self._role = role
+        self._most = connections_limit()
+        self._of: dict[int, dict[Connection, None]] = {}  # the oldest first
+        self._strangers: set[int] = set()
+        self._count = 0
+        self._refusals = Seldom()
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def warnings(self) -> list[str]:
+        if self._most == MAX_CONNECTIONS:
+            return []
+        return [
+            f"this daemon may have few open files, and so takes {self._most} connections at most: raise LimitNOFILE= or ulimit -n"
+        ]
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter([each for those in self._of.values() for each in those])
+
+    def add(self, connection: Connection) -> None:
+        """Count a connection; raises TooManyConnectionsError, and logs a line per user and minute."""
+        uid, role = connection.peer.uid, self._role(connection.peer)
+        (self._strangers.add if role is Role.STRANGER else self._strangers.discard)(uid)
+        if not self._has_room(uid, role):
+            if count := self._refusals.count(uid):
+                log.warning("connection.refused", uid=uid, count=count, connections=self._count)
+            raise TooManyConnectionsError(
+                f"cannot take another connection of uid {uid}: too many are open",
+                hint="use connections again, and close those that are idle",
+                retry_after=_RETRY_AFTER_S,
+            )
+        self._of.setdefault(uid, {})[connection] = None
+        self._count += 1
+
+    def remove(self, connection: Connection) -> None:
+        """The same again is fine."""
+        uid = connection.peer.uid
+        if connection in self._of.get(uid, {}):
+            del self._of[uid][connection]
+            self._count -= 1
+            if not self._of[uid]:
+                del self._of[uid]
+                self._strangers.discard(uid)
+
+    def _has_room(self, uid: int, role: Role) -> bool:
+        own = len(self._of.get(uid, ()))
+        if role is Role.ADMIN:
+            return self._count < self._most or self._shed(self._of, 0)
+        if role is Role.STRANGER:
+            strangers = sum(len(self._of.get(each, ())) for each in self._strangers)
+            limit = min(ALL_STRANGERS_CONNECTIONS, self._most // 8)
+            if own >= STRANGER_CONNECTIONS or (strangers >= limit and not self._shed(self._strangers, own + 1)):
+                return False
+        elif own >= MEMBER_CONNECTIONS:
+            return False
+        return self._count < self._most - RESERVED_CONNECTIONS or self._shed(self._of, own + 1)
+
+    def _shed(self, uids: Iterable[int], more_than: int) -> bool:
+        """End the oldest idle connection of the user who has most of them, and more than so many."""
+        for uid in sorted(uids, key=lambda uid: len(self._of.get(uid, ())), reverse=True):
+            those = self._of.get(uid, {})
+            if len(those) <= more_than:
+                return False
+            if idle := next((each for each in those if each.is_idle), None):
+                self.remove(idle)
+                idle.shed()
+                return True
+        return False
