@@ -76,9 +76,8 @@ class Connections:
     def warnings(self) -> list[str]:
         if self._most == MAX_CONNECTIONS:
             return []
-        return [
-            f"this daemon may have few open files, and so takes {self._most} connections at most: raise LimitNOFILE= or ulimit -n"
-        ]
+        fact = f"the limit on open files is low: at most {self._most} connections are taken"
+        return [f"{fact}; raise LimitNOFILE= of the unit, or ulimit -n"]
 
     def __iter__(self) -> Iterator[Connection]:
         return iter([each for those in self._of.values() for each in those])
