@@ -76,6 +76,10 @@ class Engine:
         """The settings in force now; parts keep this function, not its answer."""
         return self._settings
 
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
     async def wait_until_open(self) -> None:
         if not self._opened.is_set():
             await self._opened.wait()

@@ -20,14 +20,15 @@ from gitrepos import Upstream
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
 
 ALICE, BOB = 61001, 61002
-ADMINS = f"[access]\nadmins = [{ALICE}, {BOB}]\n[checkouts]\nprewarm = false\n"
+MEMBERS, GROUP = (61003, 61004), 61000
+ADMINS = f'[access]\ngroup = "{GROUP}"\nadmins = [{ALICE}, {BOB}]\n[checkouts]\nprewarm = false\n'
 BOMB = {".gitignore": "*a" * 24 + "b\n", "a" * 100 + "cb": "x"}
 
 
 @contextmanager
 def being(uid: int) -> Iterator[None]:
     """Connect as somebody else: the kernel notes who a peer is when it connects."""
-    os.setegid(uid)
+    os.setegid(GROUP if uid in MEMBERS else uid)
     os.seteuid(uid)
     try:
         yield
@@ -202,7 +203,7 @@ def test_idle_strangers_keep_nobody_out() -> None:
     strangers = (62001, 62002, 62003, 62004)
     with daemon(ADMINS) as running, ExitStack() as stack:
         held = {uid: [stack.enter_context(connect(running, uid)) for _ in range(64)] for uid in strangers}
-        for uid in (BOB, 0):
+        for uid in (MEMBERS[0], 0):
             assert ask(running, uid, "GET", "/v1/status")["pid"] == running.pid
         refused = [connection for those in held.values() for connection in those if select.select([connection], [], [], 0)[0]]
         assert len(refused) >= 4 * 64 - 128
@@ -280,7 +281,7 @@ def test_few_open_files_are_shared_with_idle_clients(
         running.start(prefix=("prlimit", "--nofile=256:256"))
         idle = []
         for _ in range(200):
-            connection = stack.enter_context(connect(running, ALICE))
+            connection = stack.enter_context(connect(running, MEMBERS[0]))
             idle.append(connection)
         add_mirror(running, upstream)
         statuses = set()
@@ -298,6 +299,8 @@ def test_few_open_files_are_shared_with_idle_clients(
             plant(checkout, 0, {"n.txt": "n\n"})
             assert b"+n" in ask(running, 0, "GET", f"/v1/checkouts/{checkout['id']}/diff")
         assert statuses == {201}
+        assert len([each for each in idle if select.select([each], [], [], 0)[0]]) >= 200 - 64
+        assert ask(running, MEMBERS[1], "GET", "/v1/status")["pid"] == running.pid
         assert "Traceback" not in running.log
         assert "install git" not in running.log
         assert any("open files" in reason for reason in running.json("GET", "/v1/health")["reasons"])

@@ -90,3 +90,12 @@ def test_a_refresh_takes_new_settings() -> None:
     current = settings(admins=[1234])
     access.refresh()
     assert access.role(Peer(1234, 1234, 1)) is Role.ADMIN
+
+
+def test_subordinate_uids_count_as_their_user(tmp_path: Path) -> None:
+    """A user with 65,536 of them is one user; those of root and of names that are not known are users of their own."""
+    file = tmp_path / "subuid"
+    file.write_text("nobody:100000:65536\n1234:200000:10\nroot:300000:10\nno-such-user:400000:10\n:x:\n1234:5\n")
+    access = Access(Settings, subuid=file)
+    uids = (99_999, 100_000, 165_535, 165_536, 200_009, 300_005, 400_001, 65534, 0)
+    assert [access.user_of(uid) for uid in uids] == [99_999, 65534, 65534, 165_536, 1234, 300_000, 400_001, 65534, 0]

@@ -45,7 +45,7 @@ class Application:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.connections = Connections(engine.access.role)
+        self.connections = Connections(self._role, engine.access.user_of)
         engine.condition.warn_by(lambda: self.connections.warnings)
         self._metrics = Metrics()
         self._routes = Routes(ENDPOINTS)
@@ -83,8 +83,11 @@ class Application:
 
     async def _respond(self, endpoint: Endpoint, request: Request, parameters: dict[str, str]) -> Response:
         peer: Peer = request.state.connection.peer
-        Askers(peer.uid).bind()
-        role = await self._role(peer, endpoint)
+        Askers(self._engine.access.user_of(peer.uid)).bind()
+        role = self._role(peer)
+        if role is Role.STRANGER and endpoint.access is Role.OWNER:
+            await self._engine.wait_until_open()
+            role = self._role(peer)
         if role < endpoint.access:
             raise not_allowed(endpoint.name.replace("_", " "), self._hint(endpoint))
         if not endpoint.early:
@@ -95,10 +98,9 @@ class Application:
         with call.connection.ending_with_client() if endpoint.ends_with_client else nullcontext():
             return _encode(endpoint, await endpoint.handler(call))
 
-    async def _role(self, peer: Peer, endpoint: Endpoint) -> Role:
+    def _role(self, peer: Peer) -> Role:
         role = self._engine.access.role(peer)
-        if role is Role.STRANGER and endpoint.access is Role.OWNER:
-            await self._engine.wait_until_open()
+        if role is Role.STRANGER and self._engine.is_open:
             return Role.OWNER if self._engine.checkouts.has_checkout(peer.uid) else role
         return role
 

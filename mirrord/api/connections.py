@@ -8,7 +8,7 @@ of theirs, so that nobody is kept out by connections that do nothing. Each conne
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -21,8 +21,8 @@ from ..telemetry import Seldom
 MAX_CONNECTIONS = 4096
 RESERVED_CONNECTIONS = 64
 """Of all, for root, the daemon's user and administrators."""
-MEMBER_CONNECTIONS = 1024
-STRANGER_CONNECTIONS = 16
+CONNECTIONS_OF = {Role.STRANGER: 16, Role.OWNER: 256, Role.MEMBER: 1024}
+"""Of one user, with all subordinate uids."""
 ALL_STRANGERS_CONNECTIONS = 128
 """They may ask for the health, and for nothing else."""
 
@@ -61,16 +61,14 @@ def connections_limit() -> int:
 class Connections:
     """All connections of a daemon. Belongs to one event loop."""
 
-    def __init__(self, role: Callable[[Peer], Role]) -> None:
+    def __init__(self, role: Callable[[Peer], Role], user_of: Callable[[int], int]) -> None:
         self._role = role
+        self._user_of = user_of
         self._most = connections_limit()
         self._of: dict[int, dict[Connection, None]] = {}  # the oldest first
         self._strangers: set[int] = set()
-        self._count = 0
+        self._users: dict[Connection, int] = {}
         self._refusals = Seldom()
-
-    def __len__(self) -> int:
-        return self._count
 
     @property
     def warnings(self) -> list[str]:
@@ -79,30 +77,26 @@ class Connections:
         fact = f"the limit on open files is low: at most {self._most} connections are taken"
         return [f"{fact}; raise LimitNOFILE= of the unit, or ulimit -n"]
 
-    def __iter__(self) -> Iterator[Connection]:
-        return iter([each for those in self._of.values() for each in those])
-
     def add(self, connection: Connection) -> None:
         """Count a connection; raises TooManyConnectionsError, and logs a line per user and minute."""
-        uid, role = connection.peer.uid, self._role(connection.peer)
-        (self._strangers.add if role is Role.STRANGER else self._strangers.discard)(uid)
+        uid, role = self._user_of(connection.peer.uid), self._role(connection.peer)
         if not self._has_room(uid, role):
             if count := self._refusals.count(uid):
-                log.warning("connection.refused", uid=uid, count=count, connections=self._count)
+                log.warning("connection.refused", uid=uid, count=count, connections=len(self._users))
             raise TooManyConnectionsError(
                 f"cannot take another connection of uid {uid}: too many are open",
                 hint="use connections again, and close those that are idle",
                 retry_after=_RETRY_AFTER_S,
             )
         self._of.setdefault(uid, {})[connection] = None
-        self._count += 1
+        self._users[connection] = uid
+        (self._strangers.add if role is Role.STRANGER else self._strangers.discard)(uid)
 
     def remove(self, connection: Connection) -> None:
         """The same again is fine."""
-        uid = connection.peer.uid
-        if connection in self._of.get(uid, {}):
+        uid = self._users.pop(connection, None)
+        if uid is not None:
             del self._of[uid][connection]
-            self._count -= 1
             if not self._of[uid]:
                 del self._of[uid]
                 self._strangers.discard(uid)
@@ -110,15 +104,15 @@ class Connections:
     def _has_room(self, uid: int, role: Role) -> bool:
         own = len(self._of.get(uid, ()))
         if role is Role.ADMIN:
-            return self._count < self._most or self._shed(self._of, 0)
+            return len(self._users) < self._most or self._shed(self._of, 0)
+        if own >= CONNECTIONS_OF[role]:
+            return False
         if role is Role.STRANGER:
             strangers = sum(len(self._of.get(each, ())) for each in self._strangers)
             limit = min(ALL_STRANGERS_CONNECTIONS, self._most // 8)
-            if own >= STRANGER_CONNECTIONS or (strangers >= limit and not self._shed(self._strangers, own + 1)):
+            if strangers >= limit and not self._shed(self._strangers, own + 1):
                 return False
-        elif own >= MEMBER_CONNECTIONS:
-            return False
-        return self._count < self._most - RESERVED_CONNECTIONS or self._shed(self._of, own + 1)
+        return len(self._users) < self._most - RESERVED_CONNECTIONS or self._shed(self._of, own + 1)
 
     def _shed(self, uids: Iterable[int], more_than: int) -> bool:
         """End the oldest idle connection of the user who has most of them, and more than so many."""

@@ -12,9 +12,11 @@ import pwd
 import socket
 import struct
 import time
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 
 import structlog
 
@@ -25,6 +27,7 @@ log = structlog.get_logger()
 _SO_PEERGROUPS = 59  # Linux 4.13; not in Python's socket module
 _CREDENTIALS = struct.Struct("3i")
 _GROUP_LOOKUP_S = 60.0
+_NO_UID = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,15 @@ class Access:
     Names are looked up at most once a minute and after a reload: a group may be created while the daemon runs.
     """
 
-    def __init__(self, settings: Callable[[], Settings], *, own_uid: int | None = None) -> None:
+    def __init__(
+        self,
+        settings: Callable[[], Settings],
+        *,
+        own_uid: int | None = None,
+        subuid: Path = Path("/etc/subuid"),
+    ) -> None:
         self._settings = settings
+        self._subuid = subuid
         self._own_uid = os.geteuid() if own_uid is None else own_uid
         self._told: frozenset[str] = frozenset()
         self.refresh()
@@ -93,6 +103,13 @@ class Access:
             self.refresh()
         return uid in self._admins
 
+    def user_of(self, uid: int) -> int:
+        """The user whose uid it is: a subordinate uid's is who has it in /etc/subuid, so that a user
+        with 65,536 of them counts once."""
+        at = bisect_right(self._subuids, (uid, _NO_UID, 0)) - 1
+        first, count, user = self._subuids[at] if at >= 0 else (0, 0, 0)
+        return user if first <= uid < first + count else uid
+
     @property
     def warnings(self) -> list[str]:
         """Names in the settings that this host does not know."""
@@ -106,11 +123,26 @@ class Access:
         found = (_find_uid(name) for name in access.admins)
         self._admins: frozenset[int] = frozenset(uid for uid in found if uid is not None)
         self._group = _find_gid(access.group)
+        self._subuids = sorted(_iter_subuids(self._subuid))
         self._looked_up_at = time.monotonic()
         warnings = frozenset(self.warnings)
         for warning in sorted(warnings - self._told):
             log.warning("access.warned", detail=warning)
         self._told = warnings
+
+
+def _iter_subuids(file: Path) -> Iterator[tuple[int, int, int]]:
+    """First uid, count and user of each range; one of root's is a user of its own."""
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        name, *numbers = line.split(":")
+        if len(numbers) == 2 and all(number.isdecimal() for number in numbers):
+            user = _find_uid(name)
+            if user is not None:
+                yield int(numbers[0]), int(numbers[1]), user or int(numbers[0])
 
 
 def _find_uid(name: str | int) -> int | None:
