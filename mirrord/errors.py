@@ -285,6 +285,10 @@ class DiffTooLargeError(ResourceError):
     code, title = "diff-too-large", "The changes are too large"
 
 
+class TreeTooLargeError(ResourceError):
+    code, title, http_status = "tree-too-large", "The commit's tree is too large", 422
+
+
 class BackendUnavailableError(ResourceError):
     code, title = "backend-unavailable", "This host lacks the backend"
 

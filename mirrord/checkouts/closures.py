@@ -26,7 +26,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from ..errors import CommitNotFoundError, CorruptObjectError, DeadlineError, DiskFullError, GitFailedError
+from ..errors import CommitNotFoundError, CorruptObjectError, DeadlineError, DiskFullError, GitFailedError, OutOfMemoryError
 from ..git.command import Git
 from ..git.packs import has_both_ends
 from ..git.packwriter import Packed
@@ -190,7 +190,7 @@ class Closures:
             )
         except CorruptObjectError as error:
             raise unservable(step.commit, error) from error
-        except DeadlineError:
+        except (DeadlineError, OutOfMemoryError):
             packed = None
         if packed is None:
             return await self._pack(name, step, place)

@@ -43,7 +43,7 @@ def build_layer(
     """Build and verify the layer of a commit's tree in the directory `temporary`: on the nearest of the `known` layers that are
     still in `trees` when that is small, else whole. `index` asks for an index layer too, for whom and where; answers its size.
 
-    Raises CommitUnservableError, CorruptObjectError, ProofFailedError, DiskFullError.
+    Raises CommitUnservableError, TreeTooLargeError, CorruptObjectError, ProofFailedError, DiskFullError.
     """
     began = time.monotonic()
     with open_objects(git_dir) as objects, full_disk_named(f"a template of {commit[:12]}"):

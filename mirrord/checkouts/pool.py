@@ -15,6 +15,7 @@ from pathlib import Path
 import anyio.to_thread
 import structlog
 
+from ..errors import TreeTooLargeError
 from ..git.workers import Workers
 from ..model import Backend, CommitId, History, MirrorName
 from ..protocol import Proof
@@ -73,9 +74,14 @@ class PoolBackend:
         """In place: the lease says where it goes before anything is touched. What fails then cannot be undone."""
         await self._rubbish.keep_up()
         place = await self._place(to, to.commit)
+        before = leases.find(to.id)
         leases.save(resetting(to))
-        with self._removed_after(place.grave):
-            proof = await self._workers.call(reset_checkout, place, to.commit, to.tree, timeout=_TIMEOUT)
+        try:
+            with self._removed_after(place.grave):
+                proof = await self._workers.call(reset_checkout, place, to.commit, to.tree, timeout=_TIMEOUT)
+        except TreeTooLargeError:
+            leases.save(before or to)  # found out before anything was touched
+            raise
         leases.save(to)
         return proof
 

@@ -28,7 +28,7 @@ from .manifest import Manifest, clock_ns
 from .proof import require, unsettled
 from .records import DIRECTORY, Entry
 from .scan import Changes, examine, is_control, scan
-from .tree import materialise, move, repair
+from .tree import materialise, move, must_fit_from, repair
 
 _ROUNDS = 3
 _METHOD = "stat against the private manifest, content where stat proves nothing"
@@ -53,6 +53,8 @@ def reset(place: Place, commit: str, tree: str) -> Proof:
     with full_disk_named(f"checkout {place.directory.name}"):
         store = _store(place)
         before = _find_manifest(place) if _has_top(place) else None
+        if before and before.commit != commit:
+            must_fit_from(place.mirror, before, tree)
         found = scan(place.tree, before) if before else Changes()
 
         def bring(graves: Graves | None) -> Manifest:

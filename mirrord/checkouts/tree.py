@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import CommitUnservableError
-from ..git.objects import Conversions, Objects, TreeChange, TreeEntry, changes, open_objects, read_commit, walk
+from ..git.objects import Conversions, Objects, TreeChange, TreeEntry, changes, must_fit, open_objects, read_commit, walk
 from ..host.files import full_disk_named, open_directory, opened
 from .entries import conversions_for, is_attributes, mtime_for, record_directories, recorded, unrecorded, write_entries
 from .graves import Graves
@@ -30,12 +30,13 @@ Owner = tuple[int, int]
 def materialise(git_dir: Path, commit: str, dest: Path, *, owner: Owner | None = None) -> Manifest:
     """Write the tree of `commit` into `dest`, which is made, or is an empty directory.
 
-    `owner` is (uid, gid) of all files; the daemon's own when None. Raises CommitUnservableError, CorruptObjectError,
-    DiskFullError.
+    `owner` is (uid, gid) of all files; the daemon's own when None. Raises CommitUnservableError, TreeTooLargeError,
+    CorruptObjectError, DiskFullError.
     """
     dest.mkdir(mode=0o755, exist_ok=True)
     with open_objects(git_dir) as objects, _opened_tree(dest, commit) as root:
         info = read_commit(objects, commit)
+        must_fit(objects, info.tree)
         entries = list(walk(objects, info.tree))
         conversions = conversions_for(objects, info.commit, entries)
         if owner and owner != (os.geteuid(), os.getegid()):
@@ -44,6 +45,12 @@ def materialise(git_dir: Path, commit: str, dest: Path, *, owner: Owner | None =
             writer.make_directory(b"")
             files = {b"": root_entry(info.tree), **write_entries(objects, conversions, entries, writer)}
             return recorded(info, files, writer)
+
+
+def must_fit_from(git_dir: Path, manifest: Manifest, tree: str) -> None:
+    """Raise TreeTooLargeError where the tree that `manifest` records cannot be moved to another."""
+    with open_objects(git_dir) as objects:
+        must_fit(objects, tree, near=manifest.tree)
 
 
 def move(git_dir: Path, manifest: Manifest, commit: str, dest: Path, graves: Graves | None = None) -> Manifest:

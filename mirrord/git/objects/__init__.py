@@ -5,6 +5,7 @@ Reads are verified: an object whose bytes do not match its id is a CorruptObject
 
 from __future__ import annotations
 
+from .bounds import must_fit
 from .commits import CommitInfo, is_ancestor, read_commit, resolve
 from .conversion import Conversion, Conversions
 from .increments import first_parents, pack_increment
@@ -21,6 +22,7 @@ __all__ = [
     "changes",
     "first_parents",
     "is_ancestor",
+    "must_fit",
     "open_objects",
     "pack_increment",
     "read_commit",

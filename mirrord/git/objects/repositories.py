@@ -37,6 +37,8 @@ class Objects:
         try:
             found, data = self.repository.read(_oid(oid))
         except (pygit2.GitError, KeyError, ValueError) as error:
+            if "out of memory" in str(error).lower():  # libgit2's words where malloc fails
+                raise MemoryError from error
             raise _corrupt(oid, str(error).lower() or "it is absent") from error
         if found != kind:
             raise _corrupt(oid, f"it is a {ObjectType(found).name.lower()}, not a {kind.name.lower()}")

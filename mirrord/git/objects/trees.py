@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ...errors import CommitUnservableError
+from ...errors import CommitUnservableError, TreeTooLargeError
 from ...model import shown
 from .repositories import Objects, open_objects
 
@@ -20,6 +20,10 @@ _SUBMODULE = 0o160000
 _SYMLINK = 0o120000
 _TYPES = {0o100000, _TREE, _SUBMODULE, _SYMLINK}
 _NAME_MAX = 255
+DEPTH_LIMIT = 400
+"""Directories below one another. What walks a tree holds a stack frame, or an open file, for each."""
+PATH_LIMIT_BYTES = 3072
+"""From the top of the tree; the kernel takes 4,095 with what stands before it."""
 _Token = tuple[bytes, bytes, bytes]
 _TOKEN = re.compile(rb"([0-7]+) ([^\0]*)\0(.{20})", re.DOTALL)
 _FIXED_BYTES = 22  # the space, the NUL and the id
@@ -120,9 +124,13 @@ def _parse(objects: Objects, tree: str | None) -> list[_Token]:
 
 def _entries(tree: str, tokens: list[_Token], above: bytes) -> list[TreeEntry]:
     entries = []
+    if above.count(b"/") >= DEPTH_LIMIT:
+        raise too_large(tree, f"it is more than {DEPTH_LIMIT} directories deep")
     for octal, name, oid in tokens:
         mode = int(octal, 8)
         _check(tree, mode, name)
+        if len(above) + len(name) > PATH_LIMIT_BYTES:
+            raise too_large(tree, f"it has a path of more than {PATH_LIMIT_BYTES} bytes")
         entries.append(TreeEntry(above + name, mode, oid.hex()))
     return entries
 
@@ -136,6 +144,12 @@ def _check(tree: str, mode: int, name: bytes) -> None:
         raise _unservable(tree, f"its entry {_shown(name)} would be git's own directory")
     if mode == _SYMLINK and name.lower() == b".gitmodules":
         raise _unservable(tree, "its .gitmodules is a symbolic link")
+
+
+def too_large(tree: str, fact: str) -> TreeTooLargeError:
+    return TreeTooLargeError(
+        f"cannot check out tree {tree}: {fact}", hint="leave the commit out; no clone of it would be of use", tree=tree
+    )
 
 
 def _shown(name: bytes) -> str:
