@@ -273,6 +273,10 @@ class TooManyCheckoutsError(ResourceError):
     code, title = "too-many-checkouts", "Too many checkouts"
 
 
+class LimitReachedError(ResourceError):
+    code, title = "limit-reached", "A limit is reached"
+
+
 class TooManyConnectionsError(ResourceError):
     code, title = "too-many-connections", "Too many connections"
 

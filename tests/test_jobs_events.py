@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import anyio
 import pytest
 from structlog.testing import capture_logs
@@ -15,11 +17,11 @@ pytestmark = pytest.mark.anyio
 async def take(events: Events, after: int | None, count: int) -> list[Event]:
     found: list[Event] = []
     with anyio.fail_after(5):
-        async for event in events.subscribe(after):
-            found.append(event)
-            if len(found) == count:
+        async for some in events.subscribe(after):
+            found += some
+            if len(found) >= count:
                 break
-    return found
+    return found[:count]
 
 
 async def test_numbers_grow_by_one_within_a_boot() -> None:
@@ -76,7 +78,7 @@ async def test_closing_ends_every_follower_after_the_last_event() -> None:
     events.publish("a.done")
     events.close()
     with anyio.fail_after(5):
-        assert [event.name async for event in events.subscribe(0)] == ["a.done"]
+        assert [event.name async for some in events.subscribe(0) for event in some] == ["a.done"]
 
 
 @pytest.mark.parametrize(
@@ -97,3 +99,21 @@ async def test_what_is_remembered_is_all_of_the_ring() -> None:
     for _ in range(250):
         events.publish("a.done")
     assert [event.id for event in events.remembered(0)] == list(range(1, 251))
+
+
+async def test_an_event_is_encoded_once_for_all_who_follow() -> None:
+    """They are sent the same bytes."""
+    events = Events()
+    events.publish("a.done", x=1)
+    first, second = [events.remembered(0)[0].frame for _ in range(2)]
+    assert first is second
+    assert first.startswith(b"id: " + events.boot.encode() + b":1\nevent: a.done\ndata: {")
+
+
+async def test_silence_is_told() -> None:
+    """An empty batch where nothing came for so long."""
+    events = Events()
+    with anyio.fail_after(5):
+        async for some in events.subscribe(silence=timedelta(seconds=0.05)):
+            assert some == []
+            break

@@ -17,6 +17,8 @@ import pytest
 from daemons import Daemon, daemon, parse_response
 from gitrepos import Upstream
 
+from mirrord.jobs.events import FOLLOWERS_OF_USER
+
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
 
 ALICE, BOB = 61001, 61002
@@ -266,6 +268,33 @@ def test_a_refused_body_is_read_and_the_connection_used_again() -> None:
         client.endheaders()
         assert client.getresponse().headers["connection"] == "close"
         client.close()
+
+
+# -- followers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_user_has_so_many_followers_and_no_more() -> None:
+    """The next is told so, others follow, and one that ends makes room."""
+    with daemon(ADMINS) as running, ExitStack() as stack:
+        for _ in range(FOLLOWERS_OF_USER):
+            connection = stack.enter_context(connect(running, ALICE))
+            send(connection, "GET", "/v1/events")
+            assert b" 200 OK" in connection.recv(1 << 16)
+        with connect(running, ALICE) as another:
+            send(another, "GET", "/v1/events")
+            status, body = receive(another)
+        assert (status, json.loads(body)["code"]) == (503, "limit-reached")
+        with connect(running, BOB) as other:
+            send(other, "GET", "/v1/events")
+            assert b" 200 OK" in other.recv(1 << 16)
+        connection.close()
+        until(lambda: is_followed(running))
+
+
+def is_followed(running: Daemon) -> bool:
+    with connect(running, ALICE) as connection:
+        send(connection, "GET", "/v1/events")
+        return b" 200 OK" in connection.recv(1 << 16)
 
 
 # -- open files -------------------------------------------------------------------------------------------------------

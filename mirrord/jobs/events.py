@@ -12,25 +12,32 @@ import logging
 import secrets
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
-from datetime import datetime
-from typing import Any, NamedTuple
+from datetime import datetime, timedelta
+from functools import cached_property
+from typing import Any
 
 import structlog
 
+from ..errors import LimitReachedError
 from ..model import utc_now
 from ..protocol import Event
 
 log = structlog.get_logger()
 
 
+FOLLOWERS_OF_USER = 16
+FOLLOWERS = 256
 _RESERVED = {"event", "level", "timestamp", "request_id"}  # what a line of the log says of itself
 
 
-class _Entry(NamedTuple):
-    id: int
-    at: datetime
-    name: str
-    fields: dict[str, Any]
+class Told(Event):
+    """An event with what followers are sent of it, encoded once for all of them."""
+
+    @cached_property
+    def frame(self) -> bytes:
+        """As server-sent events have it."""
+        data = self.model_dump_json().encode()
+        return b"id: %b:%d\nevent: %b\ndata: %b\n\n" % (self.boot.encode(), self.id, self.name.encode(), data)
 
 
 class Events:
@@ -39,8 +46,9 @@ class Events:
     def __init__(self, *, capacity: int = 4096, clock: Callable[[], datetime] = utc_now) -> None:
         self.boot = secrets.token_hex(4)
         self.counts: Counter[str] = Counter()
-        self._ring: deque[_Entry] = deque(maxlen=capacity)
+        self._ring: deque[Told] = deque(maxlen=capacity)
         self._clock = clock
+        self._followers: Counter[int] = Counter()
         self._last = 0
         self._arrived = asyncio.Event()
         self._closed = False
@@ -52,7 +60,8 @@ class Events:
         """
         self._last += 1
         self.counts[name] += 1
-        self._ring.append(_Entry(self._last, self._clock(), name, fields))
+        event = Told.model_construct(id=self._last, boot=self.boot, at=self._clock(), name=name, fields=fields)
+        self._ring.append(event)
         self._wake()
         log.log(_level(name), name, **{f"{key}_" if key in _RESERVED else key: value for key, value in fields.items()})
 
@@ -68,23 +77,41 @@ class Events:
             return 0
         return min(int(number[:18]), self._last)
 
-    async def subscribe(self, after: int | None = None) -> AsyncIterator[Event]:
-        """Every event after number `after` (None: from now on), until the stream is closed."""
+    async def subscribe(self, after: int | None = None, *, silence: timedelta | None = None) -> AsyncIterator[list[Told]]:
+        """Every event after number `after` (None: from now on), some at a time, until the stream is closed; none of them
+        when nothing came for so long."""
         position = self._last if after is None else after
         while True:
             arrived = self._arrived
-            for event in self._after(position):
-                position = event.id
-                yield event
-            if position < self._last:
-                continue
-            if self._closed:
+            if events := self._after(position):
+                position = events[-1].id
+                yield events
+            elif self._closed:
                 return
-            await arrived.wait()
+            else:
+                try:
+                    async with asyncio.timeout(silence.total_seconds() if silence else None):
+                        await arrived.wait()
+                except TimeoutError:
+                    yield []
 
-    def remembered(self, after: int) -> list[Event]:
+    def add_follower(self, user: int) -> None:
+        """Count who is woken by each event from now on; raises LimitReachedError."""
+        own, total = self._followers[user], self._followers.total()
+        if own >= FOLLOWERS_OF_USER or total >= FOLLOWERS:
+            raise LimitReachedError(
+                f"cannot follow events: {own} follow for uid {user}, {total} in all",
+                hint=f"one user may have {FOLLOWERS_OF_USER} followers, all {FOLLOWERS}; end some",
+                retry_after=1,
+            )
+        self._followers[user] += 1
+
+    def remove_follower(self, user: int) -> None:
+        self._followers -= Counter([user])
+
+    def remembered(self, after: int) -> list[Told]:
         """Every event after number `after` that is still in the ring."""
-        found: list[Event] = []
+        found: list[Told] = []
         while events := self._after(after):
             found += events
             after = events[-1].id
@@ -99,21 +126,18 @@ class Events:
         self._arrived.set()
         self._arrived = asyncio.Event()
 
-    def _after(self, position: int) -> list[Event]:
+    def _after(self, position: int) -> list[Told]:
         """At most a hundred events, so that a follower far behind does not hold the loop."""
         first = self._ring[0].id if self._ring else self._last + 1
         if position + 1 < first:
             return [self._gap(position, first)]
         start = position + 1 - first
         stop = min(start + 100, len(self._ring))
-        return [self._event(self._ring[n]) for n in range(start, stop)]
+        return [self._ring[n] for n in range(start, stop)]
 
-    def _event(self, entry: _Entry) -> Event:
-        return Event(id=entry.id, boot=self.boot, at=entry.at, name=entry.name, fields=entry.fields)
-
-    def _gap(self, position: int, first: int) -> Event:
+    def _gap(self, position: int, first: int) -> Told:
         fields = {"after": position, "count": first - position - 1}
-        return Event(id=first - 1, boot=self.boot, at=self._clock(), name="events.dropped", fields=fields)
+        return Told(id=first - 1, boot=self.boot, at=self._clock(), name="events.dropped", fields=fields)
 
 
 def _level(name: str) -> int:

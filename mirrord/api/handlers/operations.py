@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
+from datetime import timedelta
 
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ...jobs.events import Events
 from ...protocol import Event, Operation
 from ..call import Call
 from ..queries import EventsQuery
 
-HEARTBEAT_S = 15.0
+HEARTBEAT = timedelta(seconds=15)
+_MEDIA_TYPE = "text/event-stream"
 _HEADERS = {"cache-control": "no-store"}
 
 
@@ -37,47 +39,37 @@ async def stream_events(call: Call) -> Response:
     events = call.engine.events
     seen = call.request.headers.get("last-event-id") or query.after
     if query.follow:
-        frames = _follow(events, events.position(seen), call.own_uid)
-    else:
-        frames = _remembered(events, events.position(seen) if seen else 0, call.own_uid)
-    return StreamingResponse(frames, media_type="text/event-stream", headers=_HEADERS)
+        user = call.engine.access.user_of(call.peer.uid)
+        return _Followed(events, events.position(seen), call.own_uid, user)
+    shown = (event for event in events.remembered(events.position(seen) if seen else 0) if _is_shown(event, call.own_uid))
+    return Response(b"".join(event.frame for event in shown), media_type=_MEDIA_TYPE, headers=_HEADERS)
 
 
-async def _remembered(events: Events, after: int, uid: int | None) -> AsyncIterator[bytes]:
-    for event in events.remembered(after):
-        if _is_shown(event, uid):
-            yield _frame(event)
+class _Followed(StreamingResponse):
+    """Counts as a follower from its start to its end."""
+
+    def __init__(self, events: Events, after: int, uid: int | None, user: int) -> None:
+        super().__init__(_follow(events, after, uid), media_type=_MEDIA_TYPE, headers=_HEADERS)
+        self._events, self._user = events, user
+        events.add_follower(user)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._events.remove_follower(self._user)
 
 
 async def _follow(events: Events, after: int, uid: int | None) -> AsyncIterator[bytes]:
     """A comment at once, so that a client knows that it is heard, and one in every silence, so that it knows we live."""
     yield b": following\n\n"
-    stream = events.subscribe(after)
-    upcoming = asyncio.ensure_future(anext(stream, None))
-    try:
-        while True:
-            done, _ = await asyncio.wait([upcoming], timeout=HEARTBEAT_S)
-            if not done:
-                yield b": still here\n\n"
-                continue
-            if (event := upcoming.result()) is None:
-                return
-            upcoming = asyncio.ensure_future(anext(stream, None))
-            if _is_shown(event, uid):
-                yield _frame(event)
-    finally:
-        upcoming.cancel()
+    async for some in events.subscribe(after, silence=HEARTBEAT):
+        if not some:
+            yield b": still here\n\n"
+        elif frames := b"".join(event.frame for event in some if _is_shown(event, uid)):
+            yield frames
 
 
 def _is_shown(event: Event, uid: int | None) -> bool:
     users = (None, event.fields.get("owner_uid"), event.fields.get("taken_by"))
     return uid in users or event.name == "events.dropped"
-
-
-def _frame(event: Event) -> bytes:
-    return b"id: %b:%d\nevent: %b\ndata: %b\n\n" % (
-        event.boot.encode(),
-        event.id,
-        event.name.encode(),
-        event.model_dump_json().encode(),
-    )
