@@ -7,6 +7,7 @@ of theirs, so that nobody is kept out by connections that do nothing. Each conne
 
 from __future__ import annotations
 
+import asyncio
 import resource
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -36,6 +37,7 @@ class Connection(Protocol):
     """What is counted."""
 
     peer: Peer
+    transport: asyncio.Transport
 
     @property
     def is_idle(self) -> bool:

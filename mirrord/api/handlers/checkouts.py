@@ -22,7 +22,7 @@ async def start_checkout(call: Call) -> Checkout:
     body: StartCheckout = call.body
     process = None
     if body.bind is Bind.PROCESS:
-        process = process_of(call.request.state.transport.get_extra_info("socket"), call.peer)
+        process = process_of(call.connection.transport.get_extra_info("socket"), call.peer)
     checkout = await call.engine.checkouts.checkout(body, call.peer, process)
     if call.is_abandoned:
         await _take_back(call, checkout)
