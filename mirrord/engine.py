@@ -248,7 +248,7 @@ class Engine:
     async def _prepare(self, name: MirrorName, commit: CommitId, history: History) -> None:
         """Make a checkout of this commit warm."""
         if self.backend is Backend.OVERLAY:
-            await self.templates.ensure(name, commit, history, None)
+            await self.templates.ensure(name, commit, history)
         else:
             await self.gitdirs.ensure(name, commit, history)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ from mirrord.jobs.events import Events
 from mirrord.model import CommitId, History, MirrorName
 
 NAME = MirrorName("owner", "name")
-ME = (os.geteuid(), os.getegid())
 
 
 class Store:
@@ -54,11 +52,11 @@ class Store:
     def trees(self) -> Path:
         return self.state_dir / "templates" / str(NAME) / "trees"
 
-    async def ensure(self, commit: str, history: History = History.SEALED, owner: tuple[int, int] | None = ME) -> Template:
-        return await self.templates.ensure(NAME, CommitId(commit), history, owner)
+    async def ensure(self, commit: str, history: History = History.SEALED) -> Template:
+        return await self.templates.ensure(NAME, CommitId(commit), history)
 
-    def find(self, commit: str, owner: tuple[int, int] | None = ME) -> Template | None:
-        return self.templates.find(NAME, CommitId(commit), History.SEALED, owner)
+    def find(self, commit: str) -> Template | None:
+        return self.templates.find(NAME, CommitId(commit), History.SEALED)
 
 
 def run(tmp_path: Path, upstream: Upstream, test: Callable[[Store], Awaitable[None]]) -> None:

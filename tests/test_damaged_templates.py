@@ -85,7 +85,7 @@ def _truncate(file: Path) -> None:
         ("packs/*/*.idx", "closure pack "),
         ("gits/*/.git/packed-refs", "sealed store "),
         ("gits/*/.git/HEAD", "sealed store "),
-        ("indexes/*/.git/index", "index "),
+        ("trees/*/index/.git/index", "template "),
     ],
 )
 def test_an_audit_finds_it_and_the_next_checkout_is_whole(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyone
 import pytest
-from checkoutlab import NAME, USER, USER_PEER, Service, as_user, running_service
+from checkoutlab import NAME, ROOT_PEER, USER, USER_PEER, Service, as_user, running_service
 from gitrepos import ENV, Upstream, git
 
 from mirrord.checkouts.leases import Lease, Leases
@@ -22,6 +24,7 @@ from mirrord.checkouts.overlay import OverlayBackend
 from mirrord.errors import BackendUnavailableError, DiskFullError
 from mirrord.git.workers import Workers
 from mirrord.host.mounting import LocalMounter, OverlayOrder
+from mirrord.host.peers import Peer
 from mirrord.model import Backend, CommitId, History, View, new_checkout_id, utc_now
 from mirrord.protocol import Checkout, Proof, ResetCheckout, StartCheckout
 
@@ -118,17 +121,75 @@ def test_a_near_checkout_asks_workers_three_times(
             service.call(service.checkouts.release, each.id, USER_PEER)
 
 
+def start_for(service: Service, uid: int, commit: str = "v2") -> Checkout:
+    peer = Peer(uid=uid, gid=uid, pid=os.getpid(), groups=(USER,))
+    request = StartCheckout(instance=f"psf__requests@{commit}", backend=Backend.OVERLAY)
+    return service.call(service.checkouts.checkout, request, peer)
+
+
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not on this machine")
-def test_status_of_a_fresh_checkout_opens_no_tracked_file(service: Service, checkout: Checkout, tmp_path: Path) -> None:
-    """The index is valid for the owner's view of the template, uid and gid included."""
+@pytest.mark.parametrize("uid", [USER, 23456, 0])
+def test_status_of_a_fresh_checkout_opens_no_tracked_file(service: Service, tmp_path: Path, uid: int) -> None:
+    """One index is valid for whoever has a checkout of it; git has nothing to write either."""
+    checkout = start_for(service, uid)
+    before = os.stat(f"{checkout.path}/.git/index")
     trace = tmp_path / "trace"
     env = [f"{name}={value}" for name, value in ENV.items()]
-    become = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "env", "-i", *env]
+    become = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "env", "-i", *env]
     tracing = ["strace", "-f", "-o", str(trace), "-e", "trace=openat,open"]
     subprocess.run([*tracing, *become, "git", "status"], cwd=checkout.path, check=True, capture_output=True)
-    tracked = as_user(Path(checkout.path), "ls-files").splitlines()
+    tracked = as_user(Path(checkout.path), "ls-files", uid=uid).splitlines()
     opened = trace.read_text()
     assert [name for name in tracked if f'"{name}"' in opened and not name.endswith((".gitignore", ".gitattributes"))] == []
+    assert as_user(Path(checkout.path), "diff-files", uid=uid) == ""
+    assert os.stat(f"{checkout.path}/.git/index").st_ino == before.st_ino
+    service.call(service.checkouts.release, checkout.id, ROOT_PEER)
+
+
+@pytest.mark.parametrize("uid", [USER, 23456])
+def test_an_edit_that_keeps_the_size_is_seen(service: Service, uid: int) -> None:
+    """By git, at once and after `git add` in the same second; and by libgit2, which knows no `checkStat`."""
+    checkout = start_for(service, uid)
+    tree = Path(checkout.path)
+    owner: dict[str, Any] = {"user": uid, "group": uid, "extra_groups": [], "cwd": tree, "text": True}
+    edit = "tr a-z b-za <README >t && cat t >README && rm t && git status --porcelain"
+    add = f"git add README && {edit}"
+    (tree / "README").write_text("abc\n")
+    os.chown(tree / "README", uid, uid)
+    for script, seen in ((edit, " M README"), (add, "MM README")):
+        done = subprocess.run(["sh", "-ec", script], env=ENV, **owner, check=True, capture_output=True)
+        assert done.stdout.splitlines() == [seen]
+    look = "import pygit2; print([(path, int(flags)) for path, flags in pygit2.Repository('.').status().items()])"
+    command = [*anyone.python(), "-c", look]
+    done = subprocess.run(command, env={"HOME": "/"}, **owner, check=True, capture_output=True)
+    assert done.stdout.strip() == "[('README', 258)]"  # GIT_STATUS_INDEX_MODIFIED | GIT_STATUS_WT_MODIFIED, and nothing else
+    service.call(service.checkouts.release, checkout.id, ROOT_PEER)
+
+
+def test_two_users_with_dozens_of_templates_each_take_nothing_from_each_other(make_upstream: Callable[[str], Upstream]) -> None:
+    """60 and 82 instances, held by both; then the first asks for all of its own again, at once: each was built once."""
+    upstream = make_upstream("many")
+    commits = [upstream.commit({f"d{n % 7}/f{n}": f"{n}\n"}) for n in range(82)]
+    with running_service(upstream, with_overlay=True) as service:
+        peers = [Peer(uid=uid, gid=uid, pid=os.getpid(), groups=(USER,)) for uid in (USER, 23456)]
+
+        async def take(peer: Peer, commit: str) -> Checkout:
+            request = StartCheckout(instance=f"psf__requests@{commit}", backend=Backend.OVERLAY)
+            return await service.checkouts.checkout(request, peer)
+
+        async def story() -> list[Checkout]:
+            held = [await take(peers[0], commit) for commit in commits[:60]]
+            held += [await take(peers[1], commit) for commit in commits]
+            for each in held[:60]:
+                await service.checkouts.release(each.id, peers[0])
+            assert service.events.counts["template.built"] == len(commits)
+            return held[60:] + await asyncio.gather(*(take(peers[0], commit) for commit in commits[:60]))
+
+        held = service.call(story)
+        assert service.events.counts["template.built"] == len(commits)
+        for each in held:
+            assert os.stat(f"{each.path}/d0/f0").st_uid == each.owner_uid
+            service.call(service.checkouts.release, each.id, ROOT_PEER)
 
 
 def test_a_restarted_daemon_finds_what_was_written(service: Service, checkout: Checkout) -> None:

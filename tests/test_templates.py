@@ -130,7 +130,7 @@ def test_whoever_asks_later_does_not_get_an_earlier_failure(
 
 
 def test_what_the_disk_does_not_let_go_goes_later(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
-    """Of layers, indexes, stores, closure packs and shared files, without a start."""
+    """Of layers, stores, closure packs and shared files, without a start."""
     upstream = make_upstream("up")
     first = upstream.commit({f"d{n % 9}/f{n}": f"{n}\n" * 50 for n in range(90)})
     commits = first, upstream.commit({"d1/f1": "new\n"})
@@ -139,14 +139,14 @@ def test_what_the_disk_does_not_let_go_goes_later(make_upstream: Callable[[str],
         for commit in commits:
             await store.ensure(commit)
         shelf = store.trees.parent
-        stuck = [next(shelf.glob(f"{kind}/*/")) / "stuck" for kind in ("trees", "indexes", "gits", "packs")]
+        stuck = [next(shelf.glob(f"{kind}/*/")) / "stuck" for kind in ("trees", "gits", "packs")]
         for directory in stuck:
             directory.mkdir()
         with ExitStack() as mounts:
             for path in (*stuck, next((shelf / "blobs").iterdir())):
                 mounts.enter_context(busy(path))
             await store.templates.forget(NAME)
-            left = [path for kind in ("trees", "indexes", "gits", "packs") for path in (shelf / kind).iterdir()]
+            left = [path for kind in ("trees", "gits", "packs") for path in (shelf / kind).iterdir()]
             assert len(left) == len(stuck)
             assert not await store.templates.mend()
             assert [file for file in (shelf / "blobs").iterdir() if file.stat().st_nlink == 1]
@@ -160,7 +160,7 @@ def test_what_the_disk_does_not_let_go_goes_later(make_upstream: Callable[[str],
 def test_a_near_template_costs_one_call_for_its_tree_and_index(
     make_upstream: Callable[[str], Upstream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside those for its closure. Another owner's index is one more."""
+    """Beside those for its closure."""
     upstream = make_upstream("a")
     commits = upstream.history(3)
     called: list[object] = []
@@ -176,9 +176,6 @@ def test_a_near_template_costs_one_call_for_its_tree_and_index(
         near = await store.ensure(commits[2])
         assert sorted(called) == ["build_layer", "pack_increment", "resolve"]
         assert_equals_commit(near, tmp_path / "mounted", upstream.git("rev-parse", f"{commits[2]}^{{tree}}"))
-        called.clear()
-        await store.ensure(commits[2], owner=(12345, 12345))
-        assert called == ["write_index"]
 
     run(tmp_path, upstream, body)
 
@@ -192,7 +189,7 @@ def test_a_near_template_makes_few_files(make_upstream: Callable[[str], Upstream
 
     def inodes(store: Store) -> dict[int, str]:
         """Each with where it was made: `gits` and `blobs` have links of what is elsewhere."""
-        kinds = ("blobs", "gits", "indexes", "packs", "trees")
+        kinds = ("blobs", "gits", "packs", "trees")
         return {path.lstat().st_ino: kind for kind in kinds for path in (store.trees.parent / kind).rglob("*")}
 
     async def test(store: Store) -> None:
@@ -202,8 +199,7 @@ def test_a_near_template_makes_few_files(make_upstream: Callable[[str], Upstream
         assert Counter(kind for inode, kind in inodes(store).items() if inode not in before) == {
             "packs": 4,  # directory, pack, index, record
             "gits": 8,  # directory, .git, info, objects, objects/pack, refs; HEAD and record: all else are links
-            "trees": 5,  # directory, files, the one that changed, manifest, record
-            "indexes": 3,  # directory, .git, index
+            "trees": 8,  # directory, files, the one that changed, index, .git, index, manifest, record
         }
 
     run(tmp_path, upstream, test)
@@ -219,7 +215,7 @@ def test_a_delta_makes_each_of_its_directories_once(
     second = upstream.commit({name: f"{name}\n" if number % 3 else None for number, name in enumerate(names)})
     trees = tmp_path / "store/trees"
     trees.mkdir(parents=True)
-    base, _ = build_layer(upstream.path / ".git", first, trees, trees / ".building-1", [])
+    base = build_layer(upstream.path / ".git", first, trees, trees / ".building-1", [])
     (trees / ".building-1").rename(trees / base.name)
     made: list[str] = []
     mkdir = os.mkdir
@@ -229,7 +225,7 @@ def test_a_delta_makes_each_of_its_directories_once(
         mkdir(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "mkdir", counted)
-    layer, _ = build_layer(upstream.path / ".git", second, trees, trees / ".building-2", [base])
+    layer = build_layer(upstream.path / ".git", second, trees, trees / ".building-2", [base])
     assert layer.base == base.tree
     assert layer.removed
     assert sorted(name for name in made if name in ("deep", "one", "two", "flat")) == ["deep", "flat", "one", "two"]
@@ -372,28 +368,6 @@ def test_a_damaged_template_that_is_held_leaves_its_checkout_alone(
         store.templates.drop(template)
         await store.templates.evict()
         assert len(list(store.trees.iterdir())) == 1
-
-    run(tmp_path, upstream, test)
-
-
-def test_each_owner_has_an_index_of_its_own(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
-    """git compares uid and gid, so an index for another owner is another file; the rest is shared."""
-    upstream = make_upstream("up")
-    commit = upstream.history(1)[-1]
-
-    async def test(store: Store) -> None:
-        mine, other = await store.ensure(commit), await store.ensure(commit, owner=(1234, 1234))
-        bare = await store.ensure(commit, owner=None)
-        assert mine.layers[1:] == other.layers[1:] == bare.layers
-        index = subprocess.run(
-            ["git", "ls-files", "--debug", "README"],
-            env={**ENV, "GIT_INDEX_FILE": str(other.layers[0] / ".git/index")},
-            cwd=upstream.path,
-            capture_output=True,
-            check=True,
-            text=True,
-        ).stdout
-        assert "uid: 1234" in index
 
     run(tmp_path, upstream, test)
 

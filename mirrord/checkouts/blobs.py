@@ -69,8 +69,6 @@ class Blobs:
         """
         try:
             return self._let_go(layer, Manifest.load(layer / "manifest"))
-        except FileNotFoundError:  # an index
-            return 0
         except (OSError, ProofFailedError):
             return None
 

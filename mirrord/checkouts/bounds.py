@@ -18,7 +18,7 @@ import anyio.to_thread
 from ..config import Settings
 from ..jobs.events import Events
 from ..model import CommitId, History, MirrorName
-from .account import STAY_MIN, Account, Departures, stay
+from .account import Account, Departures, stay
 from .gitdir import Gitdir, note_uses
 from .gitdirs import Gitdirs
 from .shelves import Shelves
@@ -58,7 +58,6 @@ class Bounds:
 
     async def evict(self) -> set[Path]:
         """Drop what is over the bounds; answers the stores that went."""
-        await self._shelves.trim_indexes(time.time() - STAY_MIN.total_seconds())
         accounts = await self._accounts()
         await self._note_uses(accounts)
         there = {path for account in accounts for path in account.stores}

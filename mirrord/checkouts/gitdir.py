@@ -19,10 +19,12 @@ from ..git import commitgraph
 from ..git.packs import has_both_ends
 from ..model import CommitId, History, MirrorName
 
-# trustctime: the files of layers are shared by hard links, and each link changes the ctime
+# checkStat: git compares the seconds of mtime, size and mode only, so one index is valid for every user
+# (idmapped mounts change uid and gid) and in every overlay. trustctime: the files of layers are shared
+# by hard links, and each link changes the ctime; libgit2 knows no checkStat.
 CONFIG = (
     b"[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n\tlogallrefupdates = true\n"
-    b"\ttrustctime = false\n[gc]\n\tauto = 0\n"
+    b"\ttrustctime = false\n\tcheckStat = minimal\n[gc]\n\tauto = 0\n"
 )
 GRAPH = "objects/info/commit-graph"
 _CONTROL = ("HEAD", "config", "packed-refs")

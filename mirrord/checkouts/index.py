@@ -28,14 +28,12 @@ _SECOND_NS = 10**9
 _PADDING = [bytes(8 - (_ENTRY.size + length) % 8) for length in range(8)]
 
 
-def index_bytes(manifest: Manifest, *, owner: tuple[int, int] | None = None) -> bytes:
-    """The index. `owner` (uid, gid) is who the files will seem to belong to, where that is not whom the manifest has (idmapped
-    mounts): git compares it.
-    """
+def index_bytes(manifest: Manifest) -> bytes:
+    """The index of the tree that a manifest is of."""
     files = manifest.files.decoded()
     paths = sorted(path for path, entry in files.items() if entry.mode != DIRECTORY)
     parts = [b"DIRC", struct.pack(">II", 2, len(paths))]
-    parts += _packed_entries(files, paths, owner)
+    parts += _packed_entries(files, paths)
     parts.append(cached_trees(files, paths))
     body = b"".join(parts)
     return body + hashlib.sha1(body).digest()
@@ -65,7 +63,7 @@ def spliced_index(former: Former, manifest: Manifest) -> bytes:
         is_there = path in files and files[path].mode != DIRECTORY
         if was_there or is_there:
             pieces.append(old[offsets[done] : offsets[place]])
-            pieces += _packed_entries(files, [path], None) if is_there else []
+            pieces += _packed_entries(files, [path]) if is_there else []
             done = place + was_there
             count += is_there - was_there
     pieces.append(old[offsets[done] : offsets[-1]])
@@ -90,14 +88,12 @@ def _located(index: bytes) -> tuple[list[bytes], list[int]]:
     return names, [*offsets, at]
 
 
-def _packed_entries(files: Mapping[bytes, Entry], paths: list[bytes], owner: tuple[int, int] | None) -> list[bytes]:
+def _packed_entries(files: Mapping[bytes, Entry], paths: list[bytes]) -> list[bytes]:
     """The entries, each padded with NULs to a multiple of eight; st_dev is left 0, git ignores it (USE_STDEV is off)."""
     parts: list[bytes] = []
     pack = _ENTRY.pack
     for path in paths:
         mode, oid, _, _, size, ino, mtime_ns, ctime_ns, uid, gid = files[path]
-        if owner:
-            uid, gid = owner
         length = min(len(path), _LONGEST_NAME)
         if mode == SUBMODULE:
             fixed = pack(0, 0, 0, 0, 0, 0, SUBMODULE, 0, 0, 0, oid, length)

@@ -1,6 +1,7 @@
 """One layer of overlay templates, as it is recorded beside its files.
 
-Owns `layer.json` in `trees/<tree>` (a keyframe: a whole tree) and `trees/<tree>@<base tree>` (a delta). Loads no libgit2: the
+Owns `layer.json` in `trees/<tree>` (a keyframe: a whole tree) and `trees/<tree>@<base tree>` (a delta),
+beside `files`, `index` and the private manifest. Loads no libgit2: the
 daemon keeps these records in memory, workers build what they describe.
 """
 
@@ -45,6 +46,11 @@ class Layer:
 def files_path(trees: Path, layer: Layer) -> Path:
     """The directory that overlayfs gets."""
     return trees / layer.name / "files"
+
+
+def index_path(layer: Path) -> Path:
+    """The directory of a layer with `.git/index`, which overlayfs gets as one more, on top."""
+    return layer / "index"
 
 
 def blobs_path(trees: Path) -> Path:

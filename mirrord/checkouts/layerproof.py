@@ -13,7 +13,8 @@ from pathlib import Path
 from ..errors import ProofFailedError
 from ..host.files import open_directory, opened, shown_path
 from .hashing import hash_tree, prove_files, tree_id
-from .layer import Layer, files_path
+from .index import index_bytes
+from .layer import Layer, files_path, index_path
 from .manifest import Manifest
 from .scan import iter_extra
 from .stacks import laid_on, parents, read_manifest
@@ -29,15 +30,23 @@ def verify_layer(trees: Path, chain: Sequence[Layer]) -> None:
     try:
         manifest = Manifest.load(trees / layer.name / "manifest")
         if layer.base is None:
+            whole = manifest
             prove_tree_id(hash_tree(files, manifest), layer.tree)
             prove_nothing_else(files, set(manifest.files))
         else:
-            below = read_manifest(trees, chain[1:])
-            whole = laid_on(below, manifest, layer)
+            whole = laid_on(read_manifest(trees, chain[1:]), manifest, layer)
             prove_delta(files, manifest, [p for p in layer.whiteouts if p not in manifest.files])
             prove_tree_id(tree_id(whole), layer.tree)
+        _prove_index(index_path(trees / layer.name), whole)
     except OSError as error:
         raise ProofFailedError(f"cannot prove template layer {layer.name}: {error}", hint=_HINT) from error
+
+
+def _prove_index(directory: Path, manifest: Manifest) -> None:
+    """The index is what is written of the manifest, and nothing lies beside it."""
+    found = {path.relative_to(directory) for path in directory.rglob("*")}
+    if found != {Path(".git"), Path(".git/index")} or (directory / ".git/index").read_bytes() != index_bytes(manifest):
+        raise ProofFailedError("cannot prove the index: it is not what was written", hint=_HINT)
 
 
 def prove_delta(files: Path, manifest: Manifest, whiteouts: Sequence[bytes]) -> None:

@@ -23,8 +23,7 @@ from .hashing import hash_tree, tree_id
 from .layer import Layer, blobs_path, chain_of, write_record
 from .layerproof import prove_delta, prove_nothing_else, prove_tree_id
 from .manifest import Manifest
-from .shelf import Owner
-from .stacks import laid_on, parents, read_manifest, write_index_of
+from .stacks import laid_on, parents, read_manifest, write_index
 from .stock import NEAR
 from .tree import materialise, reconverted, root_entry
 from .writer import TreeWriter
@@ -37,11 +36,9 @@ _BLOCK_BYTES = 4096
 _FIRST_SHARED = 2  # links: ours, and that among the shared files
 
 
-def build_layer(
-    git_dir: Path, commit: str, trees: Path, temporary: Path, known: Sequence[Layer], index: tuple[Owner, Path] | None = None
-) -> tuple[Layer, int]:
-    """Build and verify the layer of a commit's tree in the directory `temporary`: on the nearest of the `known` layers that are
-    still in `trees` when that is small, else whole. `index` asks for an index layer too, for whom and where; answers its size.
+def build_layer(git_dir: Path, commit: str, trees: Path, temporary: Path, known: Sequence[Layer]) -> Layer:
+    """Build and verify the layer of a commit's tree in the directory `temporary`, with its index: on the nearest of the
+    `known` layers that are still in `trees` when that is small, else whole.
 
     Raises CommitUnservableError, TreeTooLargeError, CorruptObjectError, ProofFailedError, DiskFullError.
     """
@@ -55,9 +52,10 @@ def build_layer(
             layer, whole = _build_keyframe(git_dir, info, temporary)
         else:
             layer, whole = _build_delta(objects, info, trees, temporary, base, known)
-        layer = replace(layer, seconds=time.monotonic() - began)
+        size = layer.size_bytes + write_index(whole, temporary)
+        layer = replace(layer, size_bytes=size, seconds=time.monotonic() - began)
         write_record(temporary, layer)
-        return layer, write_index_of(whole, *index) if index else 0
+        return layer
 
 
 # -- which base ---------------------------------------------------------------------------------------------------------

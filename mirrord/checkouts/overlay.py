@@ -172,7 +172,7 @@ class OverlayBackend:
         """
         owner = _owner(lease)
         self._must_serve(owner)
-        wanted = (lease.mirror, lease.commit, lease.history, owner)
+        wanted = (lease.mirror, lease.commit, lease.history)
         for attempt in (1, 2):
             await self._map_owner(owner)
             found = self._templates.find(*wanted) if attempt == 1 else None

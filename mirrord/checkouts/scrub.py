@@ -1,4 +1,4 @@
-"""Proving again, by content, what checkouts of one mirror are made from: layers, indexes, sealed stores and their packs.
+"""Proving again, by content, what checkouts of one mirror are made from: layers, sealed stores and their packs.
 
 What is damaged goes out of use, so that the next checkout builds it again; what a checkout holds stays until it lets go. Never
 touches a mirror or a checkout.
@@ -38,7 +38,7 @@ class Scrub:
         """What was damaged, with what became of it."""
         shelf = self._shelves.get(name)
         found = await self._layers(shelf) | await self._packs(name, shelf)
-        found |= await self._stores(name, shelf) | await self._indexes(shelf)
+        found |= await self._stores(name, shelf)
         await self._shelves.sweep()
         return found
 
@@ -67,15 +67,6 @@ class Scrub:
             self._events.publish("store.damaged", mirror=str(name), store=path.name)
             is_gone = await self._drop(name, path.relative_to(shelf.directory).parts)
             found[f"sealed store {path.name}"] = f"its files are not what they were; {_REBUILT if is_gone else _HELD}"
-        return found
-
-    async def _indexes(self, shelf: Shelf) -> dict[str, str]:
-        found = {}
-        for path in await self._workers.call(find_bad_indexes, shelf.directory, timeout=_TIMEOUT):
-            self._events.publish("index.damaged", mirror=shelf.directory.name, index=path.name)
-            async with self._shelves.lock(shelf):
-                await self._shelves.retire_index(shelf, path)
-            found[f"index {path.name}"] = f"its bytes are not what they were; {_REBUILT}"
         return found
 
     async def _drop(self, name: MirrorName, parts: tuple[str, ...]) -> bool:
@@ -139,15 +130,3 @@ def find_bad_stores(directory: Path, name: MirrorName) -> list[Path]:
 def _altered(directory: Path, name: MirrorName) -> set[Path]:
     records = read_records(directory / "gits", name)
     return {path for path, (gitdir, _) in records.items() if path.exists() and not is_as_built(gitdir)}
-
-
-def find_bad_indexes(directory: Path) -> list[Path]:
-    """Indexes that checkouts show whose bytes have another checksum than they end with."""
-    return sorted(path for path in directory.glob("indexes/[!.]*") if not _is_whole_index(path / ".git/index"))
-
-
-def _is_whole_index(file: Path) -> bool:
-    try:
-        return pack_is_whole(file)
-    except OSError:
-        return not file.parent.parent.exists()

@@ -1,6 +1,6 @@
 """What of a mirror's templates is on disk, and who uses it: the books of the template store.
 
-Owns the list of layers and index layers below `templates/<mirror>/`, their last use, and the counts of checkouts that hold a
+Owns the list of layers below `templates/<mirror>/`, their last use, and the counts of checkouts that hold a
 directory. Built from the directories when the daemon starts: what a killed build left is removed, what has no sound record is
 removed.
 """
@@ -8,7 +8,6 @@ removed.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import time
 from collections import Counter
@@ -19,14 +18,11 @@ from typing import NamedTuple
 
 from ..host.remains import Remains
 from .blobs import Blobs
-from .layer import Layer, blobs_path, chain_of, files_path, read_record
+from .layer import Layer, blobs_path, chain_of, files_path, index_path, read_record
 from .manifest import Manifest
 from .stock import Stock
 
 _BUILDING, _RETIRED = ".building-", ".retired-"
-_INDEX_NAME = re.compile(r"([0-9a-f]{40})-(\d+)-(\d+)")
-
-Owner = tuple[int, int]
 
 
 class Retired(NamedTuple):
@@ -46,7 +42,6 @@ class Shelf:
     remains: Remains
     layers: Stock = field(default_factory=Stock)
     unproven: set[str] = field(default_factory=set)
-    indexes: dict[tuple[str, Owner], int] = field(default_factory=dict)
     used_at: dict[Path, float] = field(default_factory=dict)
     shared_bytes: int = 0
     is_weighed: bool = False
@@ -67,8 +62,13 @@ class Shelf:
             found = self._files[tree] = files_path(self.trees, self.layers[tree])
         return found
 
-    def index(self, tree: str, owner: Owner) -> Path:
-        return self.directory / "indexes" / f"{tree}-{owner[0]}-{owner[1]}"
+    def index(self, tree: str) -> Path:
+        """The directory with the index of what a layer and those below it show."""
+        return index_path(self.trees / self.layers[tree].name)
+
+    def is_there(self, tree: str) -> bool:
+        """Whether a layer has what overlayfs gets of it."""
+        return self.files(tree).is_dir() and (self.index(tree) / ".git" / "index").is_file()
 
     def chain(self, tree: str) -> list[Layer]:
         """A layer and those it lies on, top first."""
@@ -85,10 +85,10 @@ class Shelf:
     def used(self, path: Path) -> None:
         self.used_at[path] = time.time()
 
-    def building(self, kind: str) -> Path:
-        """A fresh name to build at."""
-        (self.directory / kind).mkdir(parents=True, exist_ok=True, mode=0o700)
-        return self.directory / kind / f"{_BUILDING}{secrets.token_hex(8)}"
+    def building(self) -> Path:
+        """A fresh name to build a layer at."""
+        self.trees.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return self.trees / f"{_BUILDING}{secrets.token_hex(8)}"
 
     def add_layer(self, built: Path, layer: Layer) -> None:
         """Publish a built layer: from here on it is there."""
@@ -101,23 +101,13 @@ class Shelf:
         self.unproven.discard(layer.tree)
         self.used(self.files(layer.tree))
 
-    def add_index(self, built: Path, tree: str, owner: Owner, size_bytes: int) -> Path:
-        target = self.index(tree, owner)
-        _put_away(target, self.remains)
-        built.rename(target)
-        self.indexes[tree, owner] = size_bytes
-        self.used(target)
-        return target
-
     def retire(self, tree: str) -> list[Retired]:
-        """Take a layer, its indexes and all that lies on it out of use at once.
+        """Take a layer and all that lies on it out of use at once.
 
         A mounted overlay keeps the directories it has open, whatever they are called now.
         """
         retired: list[Retired] = []
         for each in self.layers.above(tree) & self.layers.keys():
-            for key in [key for key in self.indexes if key[0] == each]:
-                retired += self.retire_index(*key)
             origin = self.files(each)
             self.layers.remove(each)
             self._files.pop(each, None)
@@ -126,15 +116,8 @@ class Shelf:
             retired += _rename_away(origin, origin.parent)
         return retired
 
-    def retire_index(self, tree: str, owner: Owner) -> list[Retired]:
-        """Take one index out of use."""
-        path = self.index(tree, owner)
-        self.indexes.pop((tree, owner), None)
-        self.used_at.pop(path, None)
-        return _rename_away(path, path)
-
     def size_bytes(self) -> int:
-        return self.layers.size_bytes + self.shared_bytes + sum(self.indexes.values())
+        return self.layers.size_bytes + self.shared_bytes
 
 
 class Holds:
@@ -159,13 +142,12 @@ class Holds:
 def load_shelf(directory: Path, remains: Remains) -> Shelf:
     """Read what is on disk, and remove what is not whole."""
     shelf = Shelf(directory, remains)
-    for kind in ("trees", "indexes"):
-        for path in _children(directory / kind):
-            if path.name.startswith((_BUILDING, _RETIRED)):
-                remains.remove(path)
+    for path in _children(shelf.trees):
+        if path.name.startswith((_BUILDING, _RETIRED)):
+            remains.remove(path)
     for path in _children(shelf.trees):
         record = read_record(path)
-        if record is None or not (path / "files").is_dir() or not Manifest.is_current(path / "manifest"):
+        if record is None or not _is_whole(path):
             _put_away(path, remains)
             continue
         layer, proven = record
@@ -173,20 +155,12 @@ def load_shelf(directory: Path, remains: Remains) -> Shelf:
         shelf.used_at[shelf.files(layer.tree)] = (path / "layer.json").stat().st_mtime
         if not proven:
             shelf.unproven.add(layer.tree)
-    _load_indexes(shelf)
     return shelf
 
 
-def _load_indexes(shelf: Shelf) -> None:
-    """An index says which inodes it is for, so it is worth nothing without its layers, or unless these are proven."""
-    for path in _children(shelf.directory / "indexes"):
-        named = _INDEX_NAME.fullmatch(path.name)
-        if not named or not shelf.is_whole(named[1]) or not (path / ".git" / "index").is_file():
-            _put_away(path, shelf.remains)
-            continue
-        found = (path / ".git" / "index").stat()
-        shelf.indexes[named[1], (int(named[2]), int(named[3]))] = found.st_size
-        shelf.used_at[path] = found.st_mtime
+def _is_whole(layer: Path) -> bool:
+    is_there = (layer / "files").is_dir() and (index_path(layer) / ".git" / "index").is_file()
+    return is_there and Manifest.is_current(layer / "manifest")
 
 
 def _children(directory: Path) -> list[Path]:

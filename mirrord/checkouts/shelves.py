@@ -20,11 +20,10 @@ from ..host.remains import Remains
 from ..model import MirrorName
 from .blobs import Blobs
 from .layer import blobs_path
-from .shelf import Holds, Owner, Retired, Shelf, load_shelf
+from .shelf import Holds, Retired, Shelf, load_shelf
 
 _VERIFY = "mirrord.checkouts.layerproof:verify_layer"
 _TIMEOUT = timedelta(minutes=10)
-_IDLE_INDEXES = 64
 
 log = structlog.get_logger()
 
@@ -107,27 +106,6 @@ class Shelves:
             shelf.shared_bytes -= freed or 0
             shelf.is_weighed = shelf.is_weighed and freed is not None
 
-    async def trim_indexes(self, unused_since: float = 0.0) -> None:
-        """Keep few indexes that no checkout uses: one is as big as a hundred one-file deltas; none that was not used since."""
-        if not unused_since and sum(len(shelf.indexes) for shelf in self._shelves.values()) <= _IDLE_INDEXES:
-            return
-        idle: list[tuple[float, Shelf, tuple[str, Owner]]] = [
-            (shelf.used_at.get(shelf.index(*key), 0.0), shelf, key)
-            for shelf in self._shelves.values()
-            for key in shelf.indexes
-            if shelf.index(*key) not in self.holds
-        ]
-        idle.sort(key=lambda item: item[0], reverse=True)
-        for number, (used_at, shelf, key) in enumerate(idle):
-            if number >= _IDLE_INDEXES or used_at < unused_since:
-                self._retired += shelf.retire_index(*key)
-        await self.sweep()
-
-    async def retire_index(self, shelf: Shelf, path: Path) -> None:
-        """Take the index at `path` out of use; whatever holds it keeps it until it lets go."""
-        for key in [key for key in shelf.indexes if shelf.index(*key) == path]:
-            self._retired += shelf.retire_index(*key)
-
     async def is_sound(self, shelf: Shelf, tree: str) -> bool:
         """Read a layer again and compare it with its record."""
         try:
@@ -139,7 +117,7 @@ class Shelves:
 
 
 def _remove_layer(path: Path, remains: Remains) -> int | None:
-    """Delete a layer that is out of use, or an index; answers the bytes of shared files that nothing else had, where known."""
+    """Delete a layer that is out of use; answers the bytes of shared files that nothing else had, where known."""
     freed = Blobs(blobs_path(path.parent)).let_go(path)
     remains.remove(path)
     return freed

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from ..host.files import full_disk_named
 from .index import index_bytes
-from .layer import Layer
+from .layer import Layer, index_path
 from .manifest import Manifest
 from .records import Records
 
@@ -44,19 +43,14 @@ def laid_on(below: Manifest, delta: Manifest, layer: Layer) -> Manifest:
     return Manifest(delta.commit, delta.tree, delta.recorded_ns, Records(files) | delta.files)
 
 
-def write_index(trees: Path, chain: Sequence[Layer], owner: tuple[int, int], temporary: Path) -> int:
-    """Make the directory `temporary` an index layer: `.git/index`, valid in the mounted chain for `owner`; its size in bytes."""
-    return write_index_of(read_manifest(trees, chain), owner, temporary)
-
-
-def write_index_of(manifest: Manifest, owner: tuple[int, int], temporary: Path) -> int:
-    """The same for the stack that `manifest` is of."""
-    data = index_bytes(manifest, owner=owner)
-    with full_disk_named("an index"):
-        temporary.mkdir(mode=0o755)
-        (temporary / ".git").mkdir(mode=0o755)
-        (temporary / ".git" / "index").write_bytes(data)
-    for path, mode in ((temporary, 0o755), (temporary / ".git", 0o755), (temporary / ".git" / "index", 0o644)):
+def write_index(manifest: Manifest, layer: Path) -> int:
+    """Give a layer its directory with `.git/index`, which all who mount the stack see; its size in bytes."""
+    data = index_bytes(manifest)
+    above = index_path(layer)
+    file = above / ".git" / "index"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(data)
+    for path, mode in ((above, 0o755), (file.parent, 0o755), (file, 0o644)):
         path.chmod(mode)
     return len(data)
 

@@ -1,9 +1,7 @@
 """The template store: immutable, verified layers that overlay checkouts are mounted on.
 
-Owns `templates/<mirror>/trees` and `templates/<mirror>/indexes`, and which templates stay. A template is a stack of
-directories, top first: the index layer of one owner, the sealed `.git` (made by `gitdirs.py`), deltas, a keyframe. The index
-has a layer of its own because git compares uid and gid, which an idmapped mount changes, and because it is big where a one-file
-delta is small.
+Owns `templates/<mirror>/trees` and which templates stay. A template is a stack of directories, top first: the index of its
+tree, the sealed `.git` (made by `gitdirs.py`), deltas, a keyframe. They are the same for every user.
 
 A layer is built in a temporary directory, proven by content and renamed: a crash leaves a temporary directory, which `open`
 removes. What was proven before the last boot is proven again before it is used. The store is a cache: whatever is damaged or
@@ -34,14 +32,13 @@ from .gitdir import Gitdir
 from .gitdirs import Gitdirs
 from .layer import Layer, write_record
 from .scrub import Scrub
-from .shelf import Owner, Shelf
+from .shelf import Shelf
 from .shelves import Shelves
 
-_Key = tuple[str, CommitId, History, Owner | None]
+_Key = tuple[str, CommitId, History]
 
 # Named, not imported: they load libgit2, which only workers do.
 _BUILD = "mirrord.checkouts.layers:build_layer"
-_INDEX = "mirrord.checkouts.stacks:write_index"
 _TIMEOUT = timedelta(minutes=10)
 
 log = structlog.get_logger()
@@ -49,14 +46,13 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """`layers` are the lower directories, top first. `owner` is whom the index is for; None has no index layer."""
+    """`layers` are the lower directories, top first."""
 
     mirror: MirrorName
     commit: CommitId
     history: History
     head: CommitId
     tree: str
-    owner: Owner | None
     layers: tuple[Path, ...]
     size_bytes: int
 
@@ -83,7 +79,6 @@ class Templates:
         self._scrub = Scrub(shelves=self._shelves, gitdirs=gitdirs, workers=workers, events=events)
         self._found: dict[_Key, Template] = {}
         self._flights: Flights[Template] = Flights()
-        self._trimming: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Find what is there; remove what a killed build left."""
@@ -92,35 +87,33 @@ class Templates:
     async def close(self) -> None:
         """Cancel what is being built."""
         await self._flights.close()
-        await asyncio.gather(*filter(None, [self._trimming]), return_exceptions=True)
 
     async def mend(self) -> bool:
         """Remove what the disk did not let go before; answers whether nothing is left."""
         return await self._shelves.mend() & await self._gitdirs.mend()
 
-    def find(self, name: MirrorName, commit: CommitId, history: History, owner: Owner | None) -> Template | None:
+    def find(self, name: MirrorName, commit: CommitId, history: History) -> Template | None:
         """A template that was ready when it was last looked at, from memory: mounting says whether it is still there."""
-        template = self._found.get((name.key, commit, history, owner))
+        template = self._found.get((name.key, commit, history))
         if template is None:
             return None
         self._note_use(template)
         return template
 
-    async def ensure(self, name: MirrorName, commit: CommitId, history: History, owner: Owner | None) -> Template:
+    async def ensure(self, name: MirrorName, commit: CommitId, history: History) -> Template:
         """A template, built and proven when there is none; once, however many ask, and as long as one of them waits.
 
-        `owner` None prepares all but the index. Raises CommitNotFoundError, CommitUnservableError, CorruptObjectError,
-        DiskFullError.
+        Raises CommitNotFoundError, CommitUnservableError, CorruptObjectError, DiskFullError.
         """
-        key = (name.key, commit, history, owner)
+        key = (name.key, commit, history)
         if (known := self._found.get(key)) and not all(map(os.path.isdir, known.layers)):  # evicted, or deleted behind our back
             del self._found[key]
         flight = f"{key}"
         if flight in self._flights:
             with suppress(MirrordError, OSError):  # what it failed of may be over since before this was asked for
-                await self._flights.join(flight, lambda _: self._make(name, commit, history, owner))
-        while (found := self.find(name, commit, history, owner)) is None:
-            await self._flights.join(flight, lambda _: self._make(name, commit, history, owner))
+                await self._flights.join(flight, lambda _: self._make(name, commit, history))
+        while (found := self.find(name, commit, history)) is None:
+            await self._flights.join(flight, lambda _: self._make(name, commit, history))
         return found
 
     def hold(self, template: Template) -> None:
@@ -133,7 +126,7 @@ class Templates:
         self._note_use(template)
 
     def size_bytes(self) -> int:
-        """What trees and indexes take, packs left out."""
+        """What trees with their indexes take, packs left out."""
         return self._shelves.size_bytes()
 
     # -- keeping within bounds ------------------------------------------------------------------------------------------
@@ -181,31 +174,30 @@ class Templates:
 
     # -- making ---------------------------------------------------------------------------------------------------------
 
-    async def _make(self, name: MirrorName, commit: CommitId, history: History, owner: Owner | None) -> Template:
+    async def _make(self, name: MirrorName, commit: CommitId, history: History) -> Template:
         """The sealed `.git` and the layers, both at once: they need different things of the disk and the processors."""
         known = self._gitdirs.find(name, commit, history)
         tree = known.tree if known else (await self._gitdirs.commits.get(name, commit)).tree
         store = self._gitdirs.ensure(name, commit, history)
-        gitdir, index = await _both(store, self._layers(name, commit, tree, owner))
+        gitdir = await _both(store, self._layers(name, commit, tree))
         if gitdir.tree != tree:
             raise IntegrityError(f"cannot make a template of {commit}: its store and its layer have different trees")
         shelf = self._shelves.get(name)
         if not shelf.is_whole(tree):  # evicted while the store was built
-            return await self._make(name, commit, history, owner)
+            return await self._make(name, commit, history)
         chain = shelf.chain(tree)
-        layers = (*index, gitdir.path, *(shelf.files(layer.tree) for layer in chain))
+        layers = (shelf.index(tree), gitdir.path, *(shelf.files(layer.tree) for layer in chain))
         size = sum(layer.size_bytes for layer in chain)
-        template = Template(name, commit, history, gitdir.head, tree, owner, layers, size)
-        self._found[name.key, commit, history, owner] = template
+        template = Template(name, commit, history, gitdir.head, tree, layers, size)
+        self._found[name.key, commit, history] = template
         return template
 
-    async def _layers(self, name: MirrorName, commit: CommitId, tree: str, owner: Owner | None) -> tuple[Path, ...]:
-        """Have the layer of a commit's tree, and those it lies on, proven and on disk; answers the index layer."""
+    async def _layers(self, name: MirrorName, commit: CommitId, tree: str) -> None:
+        """Have the layer of a commit's tree, and those it lies on, proven and on disk."""
         shelf = self._shelves.get(name)
         async with self._shelves.lock(shelf):
             if tree not in shelf.layers or not await self._is_usable(shelf, tree):
-                await self._build(name, shelf, commit, owner)
-            return () if owner is None else (await self._index(shelf, tree, owner),)
+                await self._build(name, shelf, commit)
 
     async def _is_usable(self, shelf: Shelf, tree: str) -> bool:
         """Whether a layer is there and proven; proves what was built before the last boot, retires what is not sound."""
@@ -215,7 +207,7 @@ class Templates:
             await self._shelves.retire(shelf, tree)
             return False
         for layer in reversed(chain):
-            there = shelf.files(layer.tree).is_dir()
+            there = shelf.is_there(layer.tree)
             if not there or (layer.tree in shelf.unproven and not await self._prove(shelf, layer)):
                 await self._shelves.retire(shelf, layer.tree)
                 return False
@@ -228,56 +220,29 @@ class Templates:
         shelf.unproven.discard(layer.tree)
         return True
 
-    async def _build(self, name: MirrorName, shelf: Shelf, commit: CommitId, owner: Owner | None) -> None:
-        """Have a worker build a layer, and its index while it has all of it at hand."""
+    async def _build(self, name: MirrorName, shelf: Shelf, commit: CommitId) -> None:
+        """Have a worker build a layer."""
         time = (await self._gitdirs.commits.get(name, commit)).time
-        at, index_at = shelf.building("trees"), shelf.building("indexes")
-        index = None if owner is None else (owner, index_at)
+        at = shelf.building()
         try:
-            layer, index_bytes = await self._workers.call(
-                _BUILD, self._mirrors_path(name), commit, shelf.trees, at, shelf.near(time), index, timeout=_TIMEOUT
+            layer: Layer = await self._workers.call(
+                _BUILD, self._mirrors_path(name), commit, shelf.trees, at, shelf.near(time), timeout=_TIMEOUT
             )
             shelf.add_layer(at, layer)
-            if owner is not None:
-                shelf.add_index(index_at, layer.tree, owner, index_bytes)
         finally:
-            await self._remove_rest(at, index_at)
-        self._trim()
+            if at.exists():
+                await anyio.to_thread.run_sync(self._shelves.remains.remove, at)
         self._events.publish(
             "template.built", mirror=str(name), commit=commit, tree=layer.tree, base=layer.base, size_bytes=layer.size_bytes
         )
 
-    async def _index(self, shelf: Shelf, tree: str, owner: Owner) -> Path:
-        target = shelf.index(tree, owner)
-        if (tree, owner) in shelf.indexes and (target / ".git" / "index").is_file():
-            return target
-        temporary = shelf.building("indexes")
-        try:
-            size: int = await self._workers.call(_INDEX, shelf.trees, shelf.chain(tree), owner, temporary, timeout=_TIMEOUT)
-            shelf.add_index(temporary, tree, owner, size)
-        finally:
-            await self._remove_rest(temporary)
-        self._trim()
-        return target
-
-    def _trim(self) -> None:
-        """Have fewer indexes; nobody waits until the disk has let them go."""
-        if self._trimming is None or self._trimming.done():
-            self._trimming = asyncio.get_running_loop().create_task(self._shelves.trim_indexes())
-
     def _note_use(self, template: Template) -> None:
         shelf = self._shelves.get(template.mirror)
-        for path in template.layers:
+        for path in template.layers[1:]:  # the index goes with its layer
             shelf.used(path)
 
-    async def _remove_rest(self, *paths: Path) -> None:
-        """Delete what was not renamed to where it belongs."""
-        for path in paths:
-            if path.exists():
-                await anyio.to_thread.run_sync(self._shelves.remains.remove, path)
 
-
-async def _both(store: Awaitable[Gitdir], layers: Coroutine[None, None, tuple[Path, ...]]) -> tuple[Gitdir, tuple[Path, ...]]:
+async def _both(store: Awaitable[Gitdir], layers: Coroutine[None, None, None]) -> Gitdir:
     """Wait for both; when one fails, let the other end first, so that nothing is built behind the error."""
     other = asyncio.get_running_loop().create_task(layers)
     try:
@@ -287,4 +252,5 @@ async def _both(store: Awaitable[Gitdir], layers: Coroutine[None, None, tuple[Pa
         raise
     finally:
         await asyncio.wait([other])
-    return gitdir, other.result()
+    other.result()
+    return gitdir

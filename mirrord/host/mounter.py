@@ -39,9 +39,7 @@ _DIRECTORY = re.compile(
 )  # released ones are renamed, and may be anybody's rubbish
 _UPPER = re.compile(r"layer|next")
 _MIRROR = r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}"
-_LAYER = re.compile(
-    rf"{_MIRROR}/(trees/[0-9a-f]{{40}}(@[0-9a-f]{{40}})?/files|indexes/[0-9a-f]{{40}}-\d+-\d+|gits/(sealed|squashed)-[0-9a-f]{{40}})"
-)
+_LAYER = re.compile(rf"{_MIRROR}/(trees/[0-9a-f]{{40}}(@[0-9a-f]{{40}})?/(files|index)|gits/(sealed|squashed)-[0-9a-f]{{40}})")
 _SHOWS = {"attach": mounts.attach, "replace": mounts.replace}
 _LAYERS_MAX = 64
 _PENDING_MAX = 64
