@@ -1,7 +1,9 @@
 """mirrord: git-native mirrors and sealed checkouts, served by one daemon per machine.
 
-The clients and the root of their errors are loaded when they are first named, so that `import mirrord` costs nothing and every
-part of the daemon, which imports this package too, stays free of the client's libraries.
+Everything a client names is here: the clients, the messages they answer, the choices they take,
+the errors they raise. Each is loaded when it is first named, so that `import mirrord` costs nothing
+and the daemon, which imports this package too, stays free of the client. The message of a checkout
+is `mirrord.protocol.Checkout`; `Checkout` here is the handle of one that is held.
 """
 
 from __future__ import annotations
@@ -10,23 +12,237 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .client import AsyncCheckout as AsyncCheckout
-    from .client import AsyncClient as AsyncClient
-    from .client import Checkout as Checkout
-    from .client import Client as Client
-    from .errors import MirrordError as MirrordError
+    from .client.asynchronous import AsyncCheckout, AsyncClient
+    from .client.synchronous import Checkout, Client
+    from .errors import (
+        AccessError,
+        AlreadyRunningError,
+        AuditNotFoundError,
+        BackendUnavailableError,
+        BodyTooLargeError,
+        CancelledError,
+        CatalogTooNewError,
+        CheckoutBusyError,
+        CheckoutNotFoundError,
+        CommitNotFoundError,
+        CommitUnservableError,
+        ConflictError,
+        CorruptCatalogError,
+        CorruptObjectError,
+        DatasetNotFoundError,
+        DeadlineError,
+        DiffTooLargeError,
+        DiskFailedError,
+        DiskFullError,
+        GitFailedError,
+        GitKilledError,
+        InstanceNotFoundError,
+        IntegrityError,
+        InternalError,
+        InvalidBundleError,
+        InvalidCommitError,
+        InvalidConfigError,
+        InvalidDatasetError,
+        InvalidNameError,
+        InvalidPatchError,
+        InvalidRequestError,
+        InvalidUrlError,
+        MirrordError,
+        MirrorExistsError,
+        MirrorInUseError,
+        MirrorNotFoundError,
+        NoDaemonError,
+        NotFoundError,
+        OperationFinishedError,
+        OperationNotFoundError,
+        PatchConflictError,
+        PathNotFoundError,
+        PathOutsideCheckoutError,
+        PinNotFoundError,
+        ProofFailedError,
+        ResourceError,
+        StoppingError,
+        TooManyCheckoutsError,
+        TtlTooLongError,
+        UpstreamAuthError,
+        UpstreamEmptyError,
+        UpstreamError,
+        UpstreamLossError,
+        UpstreamNotFoundError,
+        UpstreamThrottledError,
+        UpstreamTimeoutError,
+        UsageError,
+        WorkerCrashedError,
+    )
+    from .model import (
+        AuditLevel,
+        Backend,
+        Bind,
+        CommitRole,
+        CommitState,
+        Direction,
+        History,
+        Reach,
+        View,
+    )
+    from .protocol import (
+        Audit,
+        AuditPart,
+        AuditSummary,
+        BundleFile,
+        Dataset,
+        DatasetChange,
+        DatasetSummary,
+        Event,
+        Finding,
+        FormatInfo,
+        Health,
+        Instance,
+        InstanceName,
+        JobState,
+        Mirror,
+        Operation,
+        Pin,
+        Problem,
+        Progress,
+        Proof,
+        RecordedCommit,
+        RefChange,
+        RefDiff,
+        RefFault,
+        RefRecord,
+        ReloadAnswer,
+        Repair,
+        ResetAnswer,
+        RestoreAnswer,
+        RowFault,
+        SealLeak,
+        SealReport,
+        Status,
+        UnpinnedCommit,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["AsyncCheckout", "AsyncClient", "Checkout", "Client", "MirrordError", "__version__"]
+__all__ = [
+    "AccessError",
+    "AlreadyRunningError",
+    "AsyncCheckout",
+    "AsyncClient",
+    "Audit",
+    "AuditLevel",
+    "AuditNotFoundError",
+    "AuditPart",
+    "AuditSummary",
+    "Backend",
+    "BackendUnavailableError",
+    "Bind",
+    "BodyTooLargeError",
+    "BundleFile",
+    "CancelledError",
+    "CatalogTooNewError",
+    "Checkout",
+    "CheckoutBusyError",
+    "CheckoutNotFoundError",
+    "Client",
+    "CommitNotFoundError",
+    "CommitRole",
+    "CommitState",
+    "CommitUnservableError",
+    "ConflictError",
+    "CorruptCatalogError",
+    "CorruptObjectError",
+    "Dataset",
+    "DatasetChange",
+    "DatasetNotFoundError",
+    "DatasetSummary",
+    "DeadlineError",
+    "DiffTooLargeError",
+    "Direction",
+    "DiskFailedError",
+    "DiskFullError",
+    "Event",
+    "Finding",
+    "FormatInfo",
+    "GitFailedError",
+    "GitKilledError",
+    "Health",
+    "History",
+    "Instance",
+    "InstanceName",
+    "InstanceNotFoundError",
+    "IntegrityError",
+    "InternalError",
+    "InvalidBundleError",
+    "InvalidCommitError",
+    "InvalidConfigError",
+    "InvalidDatasetError",
+    "InvalidNameError",
+    "InvalidPatchError",
+    "InvalidRequestError",
+    "InvalidUrlError",
+    "JobState",
+    "Mirror",
+    "MirrorExistsError",
+    "MirrorInUseError",
+    "MirrorNotFoundError",
+    "MirrordError",
+    "NoDaemonError",
+    "NotFoundError",
+    "Operation",
+    "OperationFinishedError",
+    "OperationNotFoundError",
+    "PatchConflictError",
+    "PathNotFoundError",
+    "PathOutsideCheckoutError",
+    "Pin",
+    "PinNotFoundError",
+    "Problem",
+    "Progress",
+    "Proof",
+    "ProofFailedError",
+    "Reach",
+    "RecordedCommit",
+    "RefChange",
+    "RefDiff",
+    "RefFault",
+    "RefRecord",
+    "ReloadAnswer",
+    "Repair",
+    "ResetAnswer",
+    "ResourceError",
+    "RestoreAnswer",
+    "RowFault",
+    "SealLeak",
+    "SealReport",
+    "Status",
+    "StoppingError",
+    "TooManyCheckoutsError",
+    "TtlTooLongError",
+    "UnpinnedCommit",
+    "UpstreamAuthError",
+    "UpstreamEmptyError",
+    "UpstreamError",
+    "UpstreamLossError",
+    "UpstreamNotFoundError",
+    "UpstreamThrottledError",
+    "UpstreamTimeoutError",
+    "UsageError",
+    "View",
+    "WorkerCrashedError",
+    "__version__",
+]
 
-_PLACES = {"AsyncCheckout": "client", "AsyncClient": "client", "Checkout": "client", "Client": "client", "MirrordError": "errors"}
+_PLACES = ("errors", "model", "client.synchronous", "client.asynchronous", "protocol")  # the lightest first
 
 
 def __getattr__(name: str) -> Any:
-    if place := _PLACES.get(name):
-        return getattr(importlib.import_module(f"{__name__}.{place}"), name)
+    if name in __all__:
+        for place in _PLACES:
+            module = importlib.import_module(f"{__name__}.{place}")
+            if hasattr(module, name):
+                return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *globals()]
+    return __all__

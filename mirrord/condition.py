@@ -13,7 +13,7 @@ from pathlib import Path
 
 from . import __version__
 from .host.peers import Access
-from .protocol import Health
+from .protocol import Health, to_bytes
 
 LOW_DISK_BYTES = 512 * 1024**2
 LOW_INODES = 10_000
@@ -70,7 +70,7 @@ class Condition:
         reasons += [*self._disk_reasons(), *self._notes.values()]
         warnings = [f"warning: {text}" for source in self._warn for text in source()]
         health = Health(status="degraded" if reasons else "ok", reasons=reasons + warnings, version=__version__)
-        return HealthReport(health, health.model_dump_json().encode(), bool(reasons))
+        return HealthReport(health, to_bytes(health), bool(reasons))
 
     def _disk_reasons(self) -> list[str]:
         try:

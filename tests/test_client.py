@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -100,14 +99,7 @@ def test_both_clients_have_the_same_methods() -> None:
     assert names - {"__doc__"} == set(vars(Client)) - {"__doc__"}
 
 
-# -- what is loaded ---------------------------------------------------------------------------------------------------
-
-
-def _loaded(code: str) -> set[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"], capture_output=True, text=True, check=True
-    )
-    return set(done.stdout.split())
+# -- messages ------------------------------------------------------------------------------------------------------
 
 
 def test_a_word_that_the_daemon_does_not_know_is_an_error_of_ours(tmp_path: Path) -> None:
@@ -117,26 +109,6 @@ def test_a_word_that_the_daemon_does_not_know_is_an_error_of_ours(tmp_path: Path
             client.checkout("a", history="open")  # type: ignore[arg-type]
         with pytest.raises(InvalidRequestError, match="level"):
             client.start_audit(level="deep")  # type: ignore[arg-type]
-
-
-def test_importing_mirrord_loads_nothing_but_itself() -> None:
-    """The package is imported by everything, so it must cost nothing."""
-    assert not {"pygit2", "pydantic", "anyio", "asyncio", "mirrord.client"} & _loaded("import mirrord")
-
-
-def test_the_client_loads_nothing_of_the_daemon() -> None:
-    """A client may be installed where there is no libgit2."""
-    loaded = _loaded("from mirrord import AsyncClient, Client")
-    ours = {name.split(".")[1] for name in loaded if name.startswith("mirrord.")}
-    assert ours == {"client", "config", "errors", "model", "protocol", "units"}
-    assert not {"pygit2", "starlette", "uvicorn", "sqlalchemy", "structlog", "pyarrow", "typer"} & loaded
-
-
-def test_the_exported_names_are_the_public_ones() -> None:
-    """A name that does not exist is refused as usual."""
-    assert {name for name in mirrord.__all__ if hasattr(mirrord, name)} == set(mirrord.__all__)
-    with pytest.raises(AttributeError):
-        mirrord.Klient  # noqa: B018
 
 
 # -- which socket -----------------------------------------------------------------------------------------------------

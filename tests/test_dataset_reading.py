@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from mirrord import protocol
 from mirrord.datasets import documents, reading
 from mirrord.datasets.documents import iter_elements
 from mirrord.datasets.fields import Fields, RowError
@@ -256,7 +257,7 @@ def test_a_bad_row_is_told_with_file_and_line_and_the_others_are_read(case: Case
     fault = result.faults[0]
     assert (fault.file, fault.line) == ("1-f.jsonl", 2)
     assert reason in fault.reason
-    fault.model_dump_json()
+    protocol.to_bytes(fault)
 
 
 BAD_LINES: dict[str, tuple[bytes, str]] = {

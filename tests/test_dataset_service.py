@@ -511,7 +511,14 @@ def test_an_instance_shows_its_answer_only_to_a_grader(house: Builder, upstream:
     async def body(house: House) -> None:
         await house.take([row("a", first, environment_setup_commit=second, FAIL_TO_PASS='["t"]')])
         agent = await house.datasets.instance("a", False)
-        assert set(agent.model_dump(exclude_none=True)) == {"id", "dataset", "mirror", "repo", "base_commit", "commits"}
+        assert {name for name, value in agent.to_json().items() if value is not None} == {
+            "id",
+            "dataset",
+            "mirror",
+            "repo",
+            "base_commit",
+            "commits",
+        }
         assert [(c.commit, c.role) for c in agent.commits or []] == [(first, CommitRole.BASE)]
         grader = await house.datasets.instance("a", True)
         assert (grader.patch, grader.test_patch, grader.direction) == ("diff", "tests", Direction.FORWARD)

@@ -25,7 +25,7 @@ SOUND = ({CommitState.OK: 3}, [])
 
 
 def told(audit: Audit) -> str:
-    return json.dumps([repair.model_dump() for repair in audit.repairs])
+    return json.dumps([repair.to_json() for repair in audit.repairs])
 
 
 def test_a_bundle_repairs_every_kind_of_hole(furnished: Furnished) -> None:

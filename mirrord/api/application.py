@@ -13,12 +13,13 @@ from time import perf_counter
 from typing import Any
 
 import structlog
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from .. import protocol
 from ..checkouts.afterwards import answering
 from ..engine import Engine
 from ..errors import CorruptCatalogError, InvalidRequestError
@@ -158,10 +159,15 @@ def _query(endpoint: Endpoint, request: Request) -> Any:
         raise invalid_request("query", error.errors(include_url=False, include_context=False)) from error
 
 
-async def _json_body(model: type[BaseModel], request: Request) -> BaseModel:
+_BODIES: dict[type[protocol.Request], TypeAdapter[protocol.Request]] = {
+    endpoint.json_body: TypeAdapter(endpoint.json_body) for endpoint in ENDPOINTS if endpoint.json_body
+}
+
+
+async def _json_body(message: type[protocol.Request], request: Request) -> protocol.Request:
     """An absent body is an empty one: all members may be optional."""
     try:
-        return model.model_validate_json(await read_body(request, JSON_LIMIT_BYTES) or b"{}")
+        return _BODIES[message].validate_json(await read_body(request, JSON_LIMIT_BYTES) or b"{}")
     except ValidationError as error:
         raise invalid_request("body", error.errors(include_url=False, include_context=False)) from error
 
@@ -171,11 +177,4 @@ def _encode(endpoint: Endpoint, answer: Any) -> Response:
         return answer
     if answer is None:
         return Response(status_code=204)
-    return Response(_json(answer), endpoint.status, media_type="application/json")
-
-
-def _json(answer: Any) -> bytes:
-    if isinstance(answer, list):
-        return b"[" + b",".join(map(_json, answer)) + b"]"
-    encoded: bytes = answer.__pydantic_serializer__.to_json(answer)
-    return encoded
+    return Response(protocol.to_bytes(answer), endpoint.status, media_type="application/json")

@@ -10,8 +10,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
-
 from ..host.peers import Role
 from ..protocol import (
     API,
@@ -24,6 +22,7 @@ from ..protocol import (
     Health,
     Instance,
     InstanceName,
+    Message,
     Mirror,
     Operation,
     Pin,
@@ -56,6 +55,7 @@ from .queries import (
     InstancesQuery,
     NoQuery,
     PinsQuery,
+    Query,
     RefsDiffQuery,
     UnpinQuery,
 )
@@ -79,7 +79,7 @@ class Endpoint:
     answer: Any
     status: int = 200
     body: type[Request] | str | None = None
-    query: type[Request] = NoQuery
+    query: type[Query] = NoQuery
     early: bool = False
     interruptible: bool = False
 
@@ -109,10 +109,10 @@ class Endpoint:
         return self.body if isinstance(self.body, type) else None
 
     @property
-    def model(self) -> type[BaseModel] | None:
+    def model(self) -> type[Message] | None:
         """The model of the answer, or of one item of it."""
         item = getattr(self.answer, "__args__", [self.answer])[0]
-        return item if isinstance(item, type) and issubclass(item, BaseModel) else None
+        return item if isinstance(item, type) and issubclass(item, Message) else None
 
 
 _MIRROR, _DATASET, _CHECKOUT = f"{API}/mirrors/{{name}}", f"{API}/datasets/{{name}}", f"{API}/checkouts/{{id}}"

@@ -19,7 +19,7 @@ KEPT = 200
 
 def put_audit(connection: Connection, audit: Audit) -> None:
     """Record an audit and forget the oldest beyond KEPT, but for those that judgements belong to."""
-    document = audit.model_dump(mode="json")
+    document = audit.to_json()
     upsert(connection, audits, [{"id": audit.id, "finished_at": audit.finished_at, "document": document}])
     newest = select(audits.c.id).order_by(audits.c.finished_at.desc(), audits.c.id).limit(KEPT)
     kept = {*connection.execute(newest).scalars(), *connection.execute(select(judgements.c.audit_id)).scalars()}
@@ -28,13 +28,13 @@ def put_audit(connection: Connection, audit: Audit) -> None:
 
 def find_audit(connection: Connection, identity: str) -> Audit | None:
     document = connection.execute(select(audits.c.document).where(audits.c.id == identity)).scalar()
-    return Audit.model_validate(document) if document else None
+    return Audit.from_json(document) if document else None
 
 
 def list_audits(connection: Connection, limit: int) -> list[Audit]:
     """The newest first."""
     query = select(audits.c.document).order_by(audits.c.finished_at.desc(), audits.c.id).limit(limit)
-    return [Audit.model_validate(document) for document in connection.execute(query).scalars()]
+    return [Audit.from_json(document) for document in connection.execute(query).scalars()]
 
 
 def put_judgement(connection: Connection, row: JudgementRow) -> None:
@@ -45,7 +45,7 @@ def put_judgement(connection: Connection, row: JudgementRow) -> None:
         "audit_id": row.audit_id,
         "started_at": row.started_at,
         "judged_at": row.judged_at,
-        "document": row.part.model_dump(mode="json"),
+        "document": row.part.to_json(),
     }
     upsert(connection, judgements, [value])
 
@@ -60,7 +60,7 @@ def list_judgements(connection: Connection, level: AuditLevel) -> list[Judgement
             audit_id=row["audit_id"],
             started_at=row["started_at"],
             judged_at=row["judged_at"],
-            part=AuditPart.model_validate(row["document"]),
+            part=AuditPart.from_json(row["document"]),
         )
         for row in connection.execute(query).mappings()
     ]

@@ -83,7 +83,7 @@ def _dataset(connection: Connection, row: RowMapping, limit: int) -> Dataset:
         unpinned_count=_count_unpinned(connection, row["id"]),
         unpinned=_list_unpinned(connection, row, limit),
         fault_count=row["fault_count"],
-        faults=[RowFault.model_validate(fault) for fault in row["faults"][:limit]],
+        faults=[RowFault.from_json(fault) for fault in row["faults"][:limit]],
         rules=row["rules"],
         imported_at=row["imported_at"],
     )

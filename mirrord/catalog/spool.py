@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def _replace(connection: Connection, head: DatasetHead, spool: Path) -> DatasetC
             old.pop(line["id"], None)
     _delete_instances(connection, dataset_id, list(old))
     change.removed.extend(sorted(old))
-    return change.model_copy(update={"unchanged_count": unchanged})
+    return replace(change, unchanged_count=unchanged)
 
 
 def _digests(dataset_id: int) -> Any:
@@ -146,7 +147,7 @@ def _put_head(connection: Connection, head: DatasetHead) -> int:
         "sha256": head.sha256,
         "imported_at": head.imported_at,
         "fault_count": head.fault_count,
-        "faults": [fault.model_dump(mode="json") for fault in head.faults],
+        "faults": [fault.to_json() for fault in head.faults],
         "rules": head.rules,
         "refused": head.refused,
     }

@@ -26,19 +26,19 @@ def check(session: Session, file: Annotated[Path | None, Argument(help="Default:
 
 def show(session: Session) -> None:
     """As TOML that a configuration file may hold, or with --json as an object. Secrets in URLs are masked."""
-    settings = _without_secrets(config.load(session.config_path() or config.find_path()))
-    session.answer(settings, lambda: _toml(settings))
+    values = _without_secrets(config.load(session.config_path() or config.find_path()))
+    session.answer(values, lambda: _toml(values))
 
 
-def _without_secrets(settings: Settings) -> Settings:
-    return config.Settings.model_validate_json(masked(settings.model_dump_json()))
+def _without_secrets(settings: Settings) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(masked(settings.model_dump_json()))
+    return values
 
 
-def _toml(settings: Settings) -> Iterator[str]:
-    values: dict[str, Any] = settings.model_dump(mode="json")
+def _toml(values: dict[str, Any]) -> Iterator[str]:
     tables = {key: value for key, value in values.items() if isinstance(value, dict)}
-    mirrors = values.pop("mirror")
-    yield from (f"{key} = {_value(value)}" for key, value in values.items() if key not in tables)
+    mirrors = values["mirror"]
+    yield from (f"{key} = {_value(value)}" for key, value in values.items() if key not in {*tables, "mirror"})
     for name, section in tables.items():
         yield f"\n[{name}]"
         yield from (f"{key} = {_value(value)}" for key, value in section.items())

@@ -41,7 +41,7 @@ def _restored(operation: Operation) -> Iterator[str]:
     if operation.result is None:
         yield f"operation {operation.id} {operation.state}"
         return
-    yield from _changes(RefDiff.model_validate(operation.result))
+    yield from _changes(RefDiff.from_json(operation.result))
 
 
 def _changes(found: RefDiff) -> Iterator[str]:

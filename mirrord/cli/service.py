@@ -117,7 +117,7 @@ def events(
     """Without --follow: what the daemon remembers since it started. With --json, one object a line."""
     with session.client() as client:
         for event in client.events(after=after, follow=follow):
-            print_line(event.model_dump_json() if session.json else _event_line(event))
+            print_line(json.dumps(event.to_json(), ensure_ascii=False) if session.json else _event_line(event))
 
 
 def _event_line(event: Event) -> str:

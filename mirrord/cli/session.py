@@ -15,7 +15,7 @@ import mirrord
 from ..errors import MirrordError, UsageError
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
+    from ..protocol import Message
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Session:
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
-    def answer(self, answer: BaseModel | Sequence[BaseModel], shown: Callable[[], Iterable[str]]) -> None:
+    def answer(self, answer: Message | Sequence[Message] | dict[str, Any], shown: Callable[[], Iterable[str]]) -> None:
         """Print an answer: as the API's JSON with --json, else the lines that `shown` makes of it."""
         if self.json:
             self.print_json(plain(answer))
@@ -81,7 +81,7 @@ def plain(answer: Any) -> Any:
     """Messages as the JSON values that the API sends."""
     if isinstance(answer, Sequence):
         return [plain(item) for item in answer]
-    return answer.model_dump(mode="json")
+    return answer if isinstance(answer, dict) else answer.to_json()
 
 
 def print_line(text: str) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
-
 from ..errors import AccessError, DeadlineError, InvalidRequestError, MirrordError, NoDaemonError, UsageError, from_problem
-from .http import BrokenError, GarbledError, LateError, RefusedError, Request, Response
+from ..protocol import Answer, MalformedError, Request
+from .http import BrokenError, GarbledError, LateError, RefusedError, Response
+from .http import Request as HttpRequest
 
-A = TypeVar("A", bound=BaseModel)
+A = TypeVar("A", bound=Answer)
+Q = TypeVar("Q", bound=Request)
 
 _START = "start it with `mirrord serve` or `systemctl start mirrord`, or name its socket with --socket or MIRRORD_SOCKET"
 
@@ -26,29 +27,30 @@ _REFUSALS = {
 }
 
 
-def message(model: type[A], **fields: Any) -> A:
-    """A message to the daemon; raises InvalidRequestError, as the daemon would, for what it cannot be made of."""
+def message(kind: type[Q], **fields: Any) -> Q:
+    """A message to the daemon; raises InvalidRequestError, as the daemon would, for words that it does not know."""
     try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-        raise InvalidRequestError(f"cannot ask the daemon: {faults}", hint="see the method's signature") from error
+        return kind.from_json(fields)
+    except MalformedError as error:
+        raise InvalidRequestError(f"cannot ask the daemon: {error}", hint="see the method's signature") from error
 
 
-def read_one(response: Response, model: type[A]) -> A:
+def read_one(response: Response, kind: type[A]) -> A:
     """The answer as one message; raises NoDaemonError where something else than mirrord speaks."""
     try:
-        return model.model_validate_json(response.body)
-    except ValidationError as error:
+        return kind.from_json(json.loads(response.body))
+    except ValueError as error:
         raise _not_mirrord(response, str(error)) from error
 
 
-def read_list(response: Response, model: type[A]) -> list[A]:
+def read_list(response: Response, kind: type[A]) -> list[A]:
     """The answer as a bare array of messages."""
     try:
         items = json.loads(response.body)
-        return [model.model_validate(item) for item in items]
-    except (ValueError, TypeError) as error:
+        if not isinstance(items, list):
+            raise MalformedError("Input should be an array")
+        return [kind.from_json(item) for item in items]
+    except ValueError as error:
         raise _not_mirrord(response, str(error)) from error
 
 
@@ -74,7 +76,7 @@ def _not_mirrord(response: Response, why: str) -> NoDaemonError:
     return _garbled(response.head.request, f"status {response.status} and not a message of mirrord", why)
 
 
-def _garbled(request: Request, fact: str, why: str) -> NoDaemonError:
+def _garbled(request: HttpRequest, fact: str, why: str) -> NoDaemonError:
     return NoDaemonError(
         f"cannot read the answer to {request}: {fact}",
         hint="is it mirrord that listens at this socket, and of the same version as this client?",
@@ -82,7 +84,7 @@ def _garbled(request: Request, fact: str, why: str) -> NoDaemonError:
     )
 
 
-def failure_of(error: BrokenError, request: Request, path: Path) -> MirrordError:
+def failure_of(error: BrokenError, request: HttpRequest, path: Path) -> MirrordError:
     """Why no answer came, as an error whose hint says what to do."""
     if isinstance(error, RefusedError):
         return _unreachable(error.__cause__, path)
@@ -123,7 +125,7 @@ def retry_pauses(patience_seconds: float) -> Iterator[float]:
         pause = min(pause * 1.6, 0.5)
 
 
-def body_of(request: BaseModel) -> bytes | None:
+def body_of(request: Request) -> bytes | None:
     """A request's JSON, without the members that were not given; None where none was: an absent body is one system call less."""
-    body = request.model_dump_json(exclude_none=True)
-    return None if body == "{}" else body.encode()
+    given = {name: value for name, value in request.to_json().items() if value is not None}
+    return json.dumps(given, separators=(",", ":")).encode() if given else None

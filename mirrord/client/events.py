@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-
-from pydantic import ValidationError
 
 from ..errors import NoDaemonError
 from ..protocol import Event
@@ -30,8 +29,8 @@ class EventReader:
 
 def _read(data: bytes) -> Event:
     try:
-        return Event.model_validate_json(data)
-    except ValidationError as error:
+        return Event.from_json(json.loads(data))
+    except ValueError as error:
         raise NoDaemonError(
             "cannot read an event: not a message of mirrord",
             hint="use a client of the daemon's version",

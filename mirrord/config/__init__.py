@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .reading import find_path, load
+from ..places import find_path
+from .reading import load
 from .settings import AccessSettings, CheckoutSettings, Settings, UpstreamSettings, compare, merge_live, setting_keys
 
 __all__ = [

@@ -6,7 +6,6 @@ Never changes anything: a bad file is refused, and whoever holds the old setting
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ..errors import InvalidConfigError
-from .settings import MirrorSettings, Settings, setting_keys, xdg_directory
+from .settings import MirrorSettings, Settings, setting_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +47,6 @@ _KINDS = {
     "path_type": "must be a string",
     "too_short": "must not be empty",
 }
-
-
-def find_path() -> Path | None:
-    """The file in use when nobody names one: MIRRORD_CONFIG, else the system's or the user's where it exists."""
-    if named := os.environ.get("MIRRORD_CONFIG"):
-        return Path(named)
-    home = xdg_directory("XDG_CONFIG_HOME", Path.home() / ".config")
-    path = Path("/etc/mirrord/config.toml") if os.geteuid() == 0 else home / "mirrord/config.toml"
-    return path if path.exists() else None
 
 
 def load(path: Path | None) -> Settings:

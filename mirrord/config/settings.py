@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt
 from pydantic_core import PydanticCustomError
 
 from ..model import AuditLevel, Backend, History
+from ..places import default_socket, default_state_dir
 from .values import AbsolutePath, Duration, Group, Period, RefPattern, Repo, Restart, Size, Url, UrlTemplate, User
 
 
@@ -81,28 +80,6 @@ def _distinct(mirrors: tuple[MirrorSettings, ...]) -> tuple[MirrorSettings, ...]
         if any(mirror.repo.lower() == other.repo.lower() for other in mirrors[:number]):
             raise PydanticCustomError("twice", "{repo} is there twice", {"repo": mirror.repo, "place": (number, "repo")})
     return mirrors
-
-
-def xdg_directory(name: str, otherwise: Path) -> Path:
-    """A base directory of the XDG specification, which says to ignore a relative one: it would be wherever we are started."""
-    given = Path(os.environ.get(name, ""))
-    return given if given.is_absolute() else otherwise
-
-
-def default_state_dir() -> Path:
-    """Systemd's StateDirectory=, where it starts us; root's is /var/lib/mirrord; a user's is below XDG_STATE_HOME."""
-    if given := os.environ.get("STATE_DIRECTORY"):
-        return Path(given.partition(":")[0])
-    if os.geteuid() == 0:
-        return Path("/var/lib/mirrord")
-    return xdg_directory("XDG_STATE_HOME", Path.home() / ".local/state") / "mirrord"
-
-
-def default_socket() -> Path:
-    """Root's is /run/mirrord/mirrord.sock; a user's is below XDG_RUNTIME_DIR."""
-    if os.geteuid() == 0:
-        return Path("/run/mirrord/mirrord.sock")
-    return xdg_directory("XDG_RUNTIME_DIR", Path(f"/run/user/{os.geteuid()}")) / "mirrord/mirrord.sock"
 
 
 class Settings(_Section):

@@ -152,7 +152,7 @@ def _unusable(source: str, faults: list[RowFault]) -> InvalidDatasetError:
     return InvalidDatasetError(
         f"cannot import dataset {shown(source)}: none of its rows can be used; line {worst.line}: {worst.reason}",
         hint="nothing was changed; `mirrord dataset formats` says what a row needs",
-        faults=[fault.model_dump(mode="json") for fault in faults[:20]],
+        faults=[fault.to_json() for fault in faults[:20]],
     )
 
 

@@ -13,6 +13,7 @@ import builtins
 import re
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,7 @@ class Datasets:
             unpinned=sum(map(len, refused.values())),
         )
         taken = await self.get(dataset)
-        return {"dataset": taken.model_dump(mode="json"), "change": change.model_dump(mode="json")}
+        return {"dataset": taken.to_json(), "change": change.to_json()}
 
     async def repin(self, name: MirrorName) -> int:
         """Try again what a mirror refused to pin, for all datasets: worth it after a sync. Answers how many are pinned now."""
@@ -326,13 +327,12 @@ def _agent_view(row: InstanceRow) -> Instance:
 
 
 def _grader_view(row: InstanceRow) -> Instance:
-    return _agent_view(row).model_copy(
-        update={
-            "direction": row.direction,
-            "commits": [RecordedCommit(commit=commit, role=role) for commit, role in row.commits],
-            "patch": row.patch,
-            "test_patch": row.test_patch,
-            "fail_to_pass": list(row.fail_to_pass),
-            "pass_to_pass": list(row.pass_to_pass),
-        }
+    return replace(
+        _agent_view(row),
+        direction=row.direction,
+        commits=[RecordedCommit(commit=commit, role=role) for commit, role in row.commits],
+        patch=row.patch,
+        test_patch=row.test_patch,
+        fail_to_pass=list(row.fail_to_pass),
+        pass_to_pass=list(row.pass_to_pass),
     )

@@ -147,7 +147,7 @@ class Jobs:
         if due and self._settings().audit.heal:
             request = StartAudit(mirrors=due, level=AuditLevel.CONTENT, heal=True)
             ended = await self._finish(await self._work.audit(request, kind="heal"))
-            self._heals.settle(Audit.model_validate(ended.result))
+            self._heals.settle(Audit.from_json(ended.result))
 
     async def _expire(self) -> None:
         await self._checkouts.expire()
@@ -170,5 +170,5 @@ class Jobs:
         """Wait for an operation; raises what it failed with."""
         ended = await self._operations.wait(operation.id)
         if ended.error is not None:
-            raise from_problem(ended.error.model_dump())
+            raise from_problem(ended.error.to_json())
         return ended

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from pydantic_core import to_jsonable_python
 
 from ..audit.service import Audits
 from ..checkouts.gitdirs import Gitdirs
@@ -23,7 +22,7 @@ from ..mirrors.bundles.header import read_header
 from ..mirrors.bundles.service import Bundles
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, DatasetName, MirrorName
-from ..protocol import Operation, StartAudit
+from ..protocol import Operation, StartAudit, to_json
 
 
 class Work:
@@ -175,5 +174,5 @@ class Work:
 
 
 def _plain(result: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = to_jsonable_python(result)
+    plain: dict[str, Any] = to_json(result)
     return plain

@@ -20,7 +20,7 @@ import structlog
 
 from ..errors import LimitReachedError
 from ..model import utc_now
-from ..protocol import Event
+from ..protocol import Event, to_bytes
 
 log = structlog.get_logger()
 
@@ -36,7 +36,7 @@ class Told(Event):
     @cached_property
     def frame(self) -> bytes:
         """As server-sent events have it."""
-        data = self.model_dump_json().encode()
+        data = to_bytes(self)
         return b"id: %b:%d\nevent: %b\ndata: %b\n\n" % (self.boot.encode(), self.id, self.name.encode(), data)
 
 
@@ -60,7 +60,7 @@ class Events:
         """
         self._last += 1
         self.counts[name] += 1
-        event = Told.model_construct(id=self._last, boot=self.boot, at=self._clock(), name=name, fields=fields)
+        event = Told(id=self._last, boot=self.boot, at=self._clock(), name=name, fields=fields)
         self._ring.append(event)
         self._wake()
         log.log(_level(name), name, **{f"{key}_" if key in _RESERVED else key: value for key, value in fields.items()})

@@ -171,14 +171,14 @@ class Operations:
 
     def _end(self, record: _Record, state: State, error: MirrordError | None = None) -> None:
         record.state = state
-        record.error = Problem.model_validate(error.problem()) if error else None
+        record.error = Problem.from_json(error.problem()) if error else None
         record.finished_at = self._clock()
         self._tell("operation.finished", record)
 
     def _tell(self, name: str, record: _Record) -> None:
         fields: dict[str, Any] = {"operation": record.id, "kind": record.kind, "subject": record.subject, "state": record.state}
         if name == "operation.progressed" and record.state == "running":
-            fields["progress"] = record.progress.model_dump()
+            fields["progress"] = record.progress.to_json()
         elif name == "operation.progressed":
             return
         if record.error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 
 from ..errors import InvalidRequestError, NotFoundError
@@ -147,5 +148,5 @@ async def _classified(repository: Repository, change: RefChange, held: set[str] 
         return change
     is_branch = change.old and change.new and not change.ref.startswith("refs/tags/")
     if is_branch and await repository.is_ancestor(str(change.old), str(change.new)):
-        return change.model_copy(update={"kind": "forwarded"})
-    return change.model_copy(update={"kept": held is None or change.old in held})
+        return replace(change, kind="forwarded")
+    return replace(change, kept=held is None or change.old in held)

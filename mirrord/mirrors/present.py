@@ -22,8 +22,8 @@ def shown_mirror(row: MirrorRow, pin_count: int) -> Mirror:
         size_bytes=row.size_bytes,
         synced_at=row.synced_at,
         attempted_at=row.attempted_at,
-        error=Problem.model_validate(row.error) if row.error else None,
-        ref_faults=[RefFault.model_validate(fault) for fault in row.ref_faults],
+        error=Problem.from_json(row.error) if row.error else None,
+        ref_faults=[RefFault.from_json(fault) for fault in row.ref_faults],
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..protocol import RefChange, RefFault
 from .repository import KEPT, OURS, Refs
@@ -83,7 +84,9 @@ def compare(old: Refs, new: Refs) -> list[RefChange]:
     for ref in sorted(old.keys() | new.keys()):
         before, after = old.get(ref), new.get(ref)
         if before != after:
-            kind = "created" if before is None else "deleted" if after is None else "forced"
+            kind: Literal["created", "deleted", "forced"] = (
+                "created" if before is None else "deleted" if after is None else "forced"
+            )
             changes.append(RefChange(ref=ref, kind=kind, old=before, new=after))
     return changes
 

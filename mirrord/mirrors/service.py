@@ -232,7 +232,7 @@ class Mirrors:
             synced_at=now,
             attempted_at=now,
             error=None,
-            ref_faults=[fault.model_dump(mode="json") for fault in result.faults],
+            ref_faults=[fault.to_json() for fault in result.faults],
         )
 
     async def maintain(self, name: MirrorName, progress: ProgressSink | None = None) -> None:

@@ -46,8 +46,8 @@ class SyncResult:
             "ref_count": self.ref_count,
             "kept_count": self.kept_count,
             "default_branch": self.default_branch,
-            "changes": [change.model_dump(mode="json") for change in self.changes],
-            "faults": [fault.model_dump(mode="json") for fault in self.faults],
+            "changes": [change.to_json() for change in self.changes],
+            "faults": [fault.to_json() for fault in self.faults],
             "redirected_to": self.redirected_to,
         }
 

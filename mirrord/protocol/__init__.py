@@ -29,7 +29,7 @@ from .datasets import (
     RowFault,
     UnpinnedCommit,
 )
-from .messages import API, Answer, Problem, Repo, Request
+from .messages import API, Answer, Bounds, MalformedError, Message, Problem, Repo, Request, to_bytes, to_json
 from .mirrors import AddMirror, AddPin, BundleFile, Mirror, Pin, RefChange, RefDiff, RefFault, RefRecord, RestoreRefs, SyncMirror
 from .operations import Operation, Progress
 from .service import Event, Health, JobState, ReloadAnswer, Status
@@ -42,6 +42,7 @@ __all__ = [
     "Audit",
     "AuditPart",
     "AuditSummary",
+    "Bounds",
     "BundleFile",
     "Checkout",
     "Dataset",
@@ -54,6 +55,8 @@ __all__ = [
     "Instance",
     "InstanceName",
     "JobState",
+    "MalformedError",
+    "Message",
     "Mirror",
     "Operation",
     "Pin",
@@ -84,4 +87,6 @@ __all__ = [
     "Status",
     "SyncMirror",
     "UnpinnedCommit",
+    "to_bytes",
+    "to_json",
 ]

@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated
-
-from pydantic import BeforeValidator, Field
+from typing import Annotated, Any
 
 from ..model import Backend, Bind, History, View
 from ..units import parse_duration
-from .messages import Answer, Repo, Request
+from .messages import Answer, Bounds, Repo, Request
 
 
-def _read_seconds(value: object) -> object:
+class _Seconds(Bounds):
     """A duration as the configuration spells it is a number of seconds too."""
-    return parse_duration(value).total_seconds() if isinstance(value, str) else value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+        number = super().__get_pydantic_core_schema__(source, handler)
+        return {"type": "function-before", "function": {"type": "no-info", "function": self._read}, "schema": number}
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        number = super().__get_pydantic_json_schema__(schema, handler)
+        return {"anyOf": [number, {"type": "string"}], "description": number.pop("description")}
+
+    @staticmethod
+    def _read(value: object) -> object:
+        return parse_duration(value).total_seconds() if isinstance(value, str) else value
 
 
 Ttl = Annotated[
-    Annotated[float, Field(strict=True, gt=0, le=366 * 86400)],
-    BeforeValidator(_read_seconds, json_schema_input_type=float | str),
-    Field(description="how long the lease lives unless renewed: seconds, or a duration such as 90s, 30m or 2h"),
-]
+    float,
+    _Seconds(
+        strict=True, gt=0, le=366 * 86400,
+        description="how long the lease lives unless renewed: seconds, or a duration such as 90s, 30m or 2h",
+    ),
+]  # fmt: skip
 
 
 OwnerUid = Annotated[
     int,
-    Field(strict=True, ge=0, lt=2**32 - 1),
-    Field(description="the uid whose checkout it is, where the asker may ask for that one; default: the asker's own"),
-]
+    Bounds(
+        strict=True, ge=0, lt=2**32 - 1,
+        description="the uid whose checkout it is, where the asker may ask for that one; default: the asker's own",
+    ),
+]  # fmt: skip
+
+
+_Word = Annotated[str, Bounds(min_length=1, max_length=500)]
 
 
 class StartCheckout(Request):
@@ -37,9 +53,9 @@ class StartCheckout(Request):
     `bind` "process": it ends with the process that made the connection, not with the connection.
     """
 
-    instance: Annotated[str, Field(min_length=1, max_length=500)] | None = None
+    instance: _Word | None = None
     mirror: Repo | None = None
-    commit: Annotated[str, Field(min_length=1, max_length=500)] | None = None
+    commit: _Word | None = None
     history: History | None = None
     view: View = View.AGENT
     backend: Backend | None = None
@@ -51,8 +67,8 @@ class StartCheckout(Request):
 class ResetCheckout(Request):
     """Neither: clean, at the commit it is at. `instance` or `commit`: on to that one, of the same mirror."""
 
-    instance: Annotated[str, Field(min_length=1, max_length=500)] | None = None
-    commit: Annotated[str, Field(min_length=1, max_length=500)] | None = None
+    instance: _Word | None = None
+    commit: _Word | None = None
 
 
 class RenewCheckout(Request):
@@ -61,7 +77,7 @@ class RenewCheckout(Request):
 
 class RestorePaths(Request):
     commit: str
-    paths: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=10000)]
+    paths: Annotated[list[Annotated[str, Bounds(min_length=1, max_length=4096)]], Bounds(min_length=1, max_length=10000)]
 
 
 class Checkout(Answer):

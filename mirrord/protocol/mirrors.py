@@ -5,14 +5,12 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import Field
-
-from .messages import Answer, Problem, Repo, Request, Text
+from .messages import Answer, Bounds, Problem, Repo, Request, Text
 
 
 class AddMirror(Request):
     repo: Repo
-    url: Annotated[str, Field(max_length=4000)] | None = None
+    url: Annotated[str, Bounds(max_length=4000)] | None = None
 
 
 class SyncMirror(Request):
@@ -22,7 +20,7 @@ class SyncMirror(Request):
 
 
 class RestoreRefs(Request):
-    at: Annotated[str, Field(min_length=1, max_length=100, description="a ref record: its id, or a time in ISO 8601")]
+    at: Annotated[str, Bounds(min_length=1, max_length=100, description="a ref record: its id, or a time in ISO 8601")]
 
 
 class AddPin(Request):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 from starlette.responses import Response
@@ -27,8 +28,8 @@ async def get_status(call: Call) -> Status:
     if call.is_admin:
         return status
     mirrors = [shown_mirror(call, mirror) for mirror in status.mirrors]
-    jobs = [job.model_copy(update={"last_error": None}) for job in status.jobs]
-    return status.model_copy(update={"mirrors": mirrors, "jobs": jobs})
+    jobs = [replace(job, last_error=None) for job in status.jobs]
+    return replace(status, mirrors=mirrors, jobs=jobs)
 
 
 async def reload_configuration(call: Call) -> ReloadAnswer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...errors import AccessError, InvalidRequestError
 from ...model import View, parse_dataset_name
 from ...protocol import Dataset, FormatInfo, Instance, InstanceName, Operation
@@ -58,4 +60,4 @@ async def get_instance(call: Call) -> Instance:
 
 
 def _shown(call: Call, dataset: Dataset) -> Dataset:
-    return dataset if call.is_admin else dataset.model_copy(update={"unpinned": [], "faults": []})
+    return dataset if call.is_admin else replace(dataset, unpinned=[], faults=[])

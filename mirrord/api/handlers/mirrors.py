@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...protocol import AddMirror, Mirror, Operation, RefDiff, RefRecord, RestoreRefs, SyncMirror
 from ..call import Call
 from ..queries import RefsDiffQuery
@@ -22,7 +24,7 @@ async def get_mirror(call: Call) -> Mirror:
 
 
 def shown_mirror(call: Call, mirror: Mirror) -> Mirror:
-    return mirror if call.is_admin else mirror.model_copy(update={"error": None, "ref_faults": []})
+    return mirror if call.is_admin else replace(mirror, error=None, ref_faults=[])
 
 
 async def remove_mirror(call: Call) -> None:

@@ -1,1 +1,8 @@
 """The client for asyncio, written by hand."""
+
+from __future__ import annotations
+
+from .checkout import AsyncCheckout
+from .client import AsyncClient
+
+__all__ = ["AsyncCheckout", "AsyncClient"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from ..http import HEAD_LIMIT_BYTES, BrokenError, GarbledError, Head, LateError, RefusedError, Request, Response, read_head
-from ..twins import async_pause, async_receive, async_send
+from ..twins_async import async_pause, async_receive, async_send
 
 _CONNECT_SECONDS = 10.0
 _BACKLOG_PAUSE_SECONDS = 0.01

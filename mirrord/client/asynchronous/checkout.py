@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from ... import protocol
 from ...errors import CheckoutNotFoundError, MirrordError
 from ...model import Backend, History, View
-from ..twins import async_to_end
+from ..twins_async import async_to_end
 
 if TYPE_CHECKING:
     from .client import AsyncClient

@@ -18,7 +18,7 @@ from ...units import parse_duration
 from ..answers import message, read_list, read_one, retry_pauses
 from ..events import EventReader
 from ..sockets import socket_path
-from ..twins import Pending, async_chunks, async_pause, async_write
+from ..twins_async import Pending, async_chunks, async_pause, async_write
 from .checkout import AsyncCheckout
 from .connection import AsyncConnection
 
@@ -396,7 +396,7 @@ def _forgotten(identity: str) -> CancelledError:
 
 def _finished(operation: protocol.Operation) -> protocol.Operation:
     if operation.error is not None:
-        raise from_problem(operation.error.model_dump())
+        raise from_problem(operation.error.to_json())
     if operation.state == "cancelled":
         raise CancelledError(f"cannot finish {operation.kind} of {operation.subject}: it was cancelled", operation=operation.id)
     return operation

@@ -13,13 +13,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
-from pydantic import BaseModel
-
+from ... import protocol
 from ...errors import StoppingError
 from ...protocol import API
 from ..answers import body_of, failure_of, is_error, problem_of, retry_pauses
 from ..http import BrokenError, Head, LateError, RefusedError, Request, Response, target
-from ..twins import async_pause
+from ..twins_async import async_pause
 from .channel import AsyncChannel
 
 _KEEP_SECONDS = 60.0  # less than the daemon's 75, so that we never write into a connection that it is closing
@@ -52,7 +51,7 @@ class AsyncConnection:
         method: str,
         path: str,
         *,
-        body: BaseModel | None = None,
+        body: protocol.Request | None = None,
         content: bytes | AsyncIterator[bytes] | None = None,
         accepted: tuple[int, ...] = (),
         **query: object,

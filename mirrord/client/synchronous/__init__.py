@@ -1,2 +1,9 @@
 # Generated from ../asynchronous/__init__.py by tests/unasync.py: edit that file, then run it.
 """The client for threads, generated from the one for asyncio by tests/unasync.py."""
+
+from __future__ import annotations
+
+from .checkout import Checkout
+from .client import Client
+
+__all__ = ["Checkout", "Client"]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from ..http import HEAD_LIMIT_BYTES, BrokenError, GarbledError, Head, LateError, RefusedError, Request, Response, read_head
-from ..twins import pause, receive, send
+from ..twins_sync import pause, receive, send
 
 _CONNECT_SECONDS = 10.0
 _BACKLOG_PAUSE_SECONDS = 0.01

@@ -19,7 +19,7 @@ from ...units import parse_duration
 from ..answers import message, read_list, read_one, retry_pauses
 from ..events import EventReader
 from ..sockets import socket_path
-from ..twins import chunks, pause, write
+from ..twins_sync import chunks, pause, write
 from .checkout import Checkout
 from .connection import Connection
 
@@ -389,7 +389,7 @@ def _forgotten(identity: str) -> CancelledError:
 
 def _finished(operation: protocol.Operation) -> protocol.Operation:
     if operation.error is not None:
-        raise from_problem(operation.error.model_dump())
+        raise from_problem(operation.error.to_json())
     if operation.state == "cancelled":
         raise CancelledError(f"cannot finish {operation.kind} of {operation.subject}: it was cancelled", operation=operation.id)
     return operation

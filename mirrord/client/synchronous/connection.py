@@ -14,13 +14,12 @@ from collections.abc import Generator, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
-from pydantic import BaseModel
-
+from ... import protocol
 from ...errors import StoppingError
 from ...protocol import API
 from ..answers import body_of, failure_of, is_error, problem_of, retry_pauses
 from ..http import BrokenError, Head, LateError, RefusedError, Request, Response, target
-from ..twins import pause
+from ..twins_sync import pause
 from .channel import Channel
 
 _KEEP_SECONDS = 60.0  # less than the daemon's 75, so that we never write into a connection that it is closing
@@ -53,7 +52,7 @@ class Connection:
         method: str,
         path: str,
         *,
-        body: BaseModel | None = None,
+        body: protocol.Request | None = None,
         content: bytes | Iterator[bytes] | None = None,
         accepted: tuple[int, ...] = (),
         **query: object,

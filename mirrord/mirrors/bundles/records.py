@@ -10,13 +10,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...catalog.rows import DatasetHead, MirrorRow, PinRow
 from ...errors import InvalidBundleError, InvalidUrlError
 from ...git.command import masked_url
 from ...model import parse_dataset_name
-from ...protocol import Answer, Dataset, RowFault
+from ...protocol import Dataset, RowFault
 from ..repository import Repository
 from ..upstream import parse_upstream
 
@@ -26,14 +26,18 @@ _DOING = "write the records of a bundle"
 _Commit = Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
 
 
-class BundledPin(Answer):
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class BundledPin(_Record):
     commit: _Commit
     owner: Annotated[str, Field(max_length=200)]
     reason: Annotated[str, Field(max_length=10_000)] = ""
     created_at: datetime
 
 
-class BundledDataset(Answer):
+class BundledDataset(_Record):
     """The head of a dataset; its rows about this mirror are beside it in `dataset-NAME.jsonl`."""
 
     name: Annotated[str, Field(max_length=100)]
@@ -47,7 +51,7 @@ class BundledDataset(Answer):
 
     @classmethod
     def of(cls, dataset: Dataset) -> BundledDataset:
-        return cls.model_validate(dataset.model_dump())
+        return cls.model_validate(dataset.to_json())
 
     def head(self) -> DatasetHead:
         """Raises InvalidNameError."""
@@ -64,7 +68,7 @@ class BundledDataset(Answer):
         )
 
 
-class Records(Answer):
+class Records(_Record):
     """`url` is None where it holds a secret, or where nobody knows it."""
 
     format: int = FORMAT

@@ -1,20 +1,17 @@
-"""The few things in which the two clients differ by more than `async` and `await`, each written twice, side by side."""
+"""What the client for asyncio does in another way than by `async` and `await`; `twins_sync` has the same for threads."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import select
 import socket
-import tempfile
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Generic, TypeVar
+from typing import Generic, TypeVar
 
-_CHUNK_BYTES = 256 * 1024
+from .twins_sync import CHUNK_BYTES, whole_file
+
 _RELEASE_SECONDS = 30
 
 T = TypeVar("T")
@@ -46,43 +43,16 @@ async def async_pause(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
-def pause(seconds: float) -> None:
-    time.sleep(seconds)
-
-
 async def async_receive(connected: socket.socket, most: int, timeout: float | None) -> bytes:
     """What a non-blocking socket has, or comes next; empty at the end. Raises TimeoutError after `timeout` seconds of nothing."""
     async with asyncio.timeout(timeout):
         return await asyncio.get_running_loop().sock_recv(connected, most)
 
 
-def receive(connected: socket.socket, most: int, timeout: float | None) -> bytes:
-    """What a non-blocking socket has, or comes next; empty at the end. Raises TimeoutError after `timeout` seconds of nothing."""
-    _wait_for(connected, select.POLLIN, timeout)
-    return connected.recv(most)
-
-
 async def async_send(connected: socket.socket, data: bytes | memoryview, timeout: float | None) -> None:
     """Write all to a non-blocking socket. Raises TimeoutError when that takes longer than `timeout` seconds."""
     async with asyncio.timeout(timeout):
         await asyncio.get_running_loop().sock_sendall(connected, data)
-
-
-def send(connected: socket.socket, data: bytes | memoryview, timeout: float | None) -> None:
-    """Write all to a non-blocking socket. Raises TimeoutError when the peer takes nothing for `timeout` seconds."""
-    rest = memoryview(data)
-    while rest:
-        with suppress(BlockingIOError):
-            rest = rest[connected.send(rest) :]
-            continue
-        _wait_for(connected, select.POLLOUT, timeout)
-
-
-def _wait_for(connected: socket.socket, event: int, timeout: float | None) -> None:
-    poll = select.poll()
-    poll.register(connected, event)
-    if not poll.poll(None if timeout is None else timeout * 1000):
-        raise TimeoutError
 
 
 async def async_to_end(work: Coroutine[object, object, T]) -> T:
@@ -106,7 +76,7 @@ async def async_chunks(path: Path, sent: Callable[[int], None]) -> AsyncIterator
     """The bytes of a file in pieces; `sent` hears how many went out so far."""
     with await asyncio.to_thread(path.open, "rb") as file:
         done = 0
-        while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
+        while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
             yield chunk
             done += len(chunk)
             sent(done)
@@ -121,39 +91,3 @@ async def async_write(path: Path, content: AsyncIterator[bytes], written: Callab
             done += len(chunk)
             written(done)
     return done
-
-
-def write(path: Path, content: Iterator[bytes], written: Callable[[int], object]) -> int:
-    """Write what comes into a private file that appears under its name when it is whole; answers its size."""
-    done = 0
-    with whole_file(path) as file:
-        for chunk in content:
-            file.write(chunk)
-            done += len(chunk)
-            written(done)
-    return done
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file beside `path`, of mode 0600, flushed and renamed to it at the end; gone when the block raises."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink()
-        raise
-
-
-def chunks(path: Path, sent: Callable[[int], None]) -> Iterator[bytes]:
-    """The bytes of a file in pieces; `sent` hears how many went out so far."""
-    with path.open("rb") as file:
-        done = 0
-        while chunk := file.read(_CHUNK_BYTES):
-            yield chunk
-            done += len(chunk)
-            sent(done)

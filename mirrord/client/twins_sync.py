@@ -1,0 +1,78 @@
+"""What the client for threads does in another way than by leaving out `async` and `await`; loads no asyncio."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+CHUNK_BYTES = 256 * 1024
+
+
+def pause(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def receive(connected: socket.socket, most: int, timeout: float | None) -> bytes:
+    """What a non-blocking socket has, or comes next; empty at the end. Raises TimeoutError after `timeout` seconds of nothing."""
+    _wait_for(connected, select.POLLIN, timeout)
+    return connected.recv(most)
+
+
+def send(connected: socket.socket, data: bytes | memoryview, timeout: float | None) -> None:
+    """Write all to a non-blocking socket. Raises TimeoutError when the peer takes nothing for `timeout` seconds."""
+    rest = memoryview(data)
+    while rest:
+        with suppress(BlockingIOError):
+            rest = rest[connected.send(rest) :]
+            continue
+        _wait_for(connected, select.POLLOUT, timeout)
+
+
+def _wait_for(connected: socket.socket, event: int, timeout: float | None) -> None:
+    poll = select.poll()
+    poll.register(connected, event)
+    if not poll.poll(None if timeout is None else timeout * 1000):
+        raise TimeoutError
+
+
+def chunks(path: Path, sent: Callable[[int], None]) -> Iterator[bytes]:
+    """The bytes of a file in pieces; `sent` hears how many went out so far."""
+    with path.open("rb") as file:
+        done = 0
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+            done += len(chunk)
+            sent(done)
+
+
+def write(path: Path, content: Iterator[bytes], written: Callable[[int], object]) -> int:
+    """Write what comes into a private file that appears under its name when it is whole; answers its size."""
+    done = 0
+    with whole_file(path) as file:
+        for chunk in content:
+            file.write(chunk)
+            done += len(chunk)
+            written(done)
+    return done
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A new file beside `path`, of mode 0600, flushed and renamed to it at the end; gone when the block raises."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink()
+        raise
