@@ -20,12 +20,12 @@ help:
 
 setup: .venv/ready ## make the environment and leave .venv/bin/mirrord
 
-.venv/ready: requirements-dev.lock pyproject.toml
+.venv/ready: requirements-dev.lock pyproject.toml packaging/client/pyproject.toml
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! $(PYTHON) -c 'import ensurepip' 2>/dev/null; then \
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends python3-venv; fi
 	umask 022; $(PYTHON) -m venv --clear .venv
 	umask 022; $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.lock
-	umask 022; $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	umask 022; $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e packaging/client
 	@touch $@
 
 run: setup ## run the daemon in the foreground

@@ -1,4 +1,4 @@
-"""The project as it is installed, for a booted machine: a wheel, unpacked into an environment on the system's Python."""
+"""The project as it is installed, for a booted machine: two wheels, unpacked into an environment on the system's Python."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ def install(environment: Path) -> None:
     for entry in LIBRARIES.iterdir():
         if "mirrord" not in entry.name and entry.name != "__pycache__":
             (site / entry.name).symlink_to(f"{LIBRARIES_INSIDE}/{entry.name}")
-    with zipfile.ZipFile(_wheel(environment.parent / "wheel")) as wheel:
-        wheel.extractall(site)
+    for built in wheels(environment.parent / "wheels"):
+        with zipfile.ZipFile(built) as wheel:
+            wheel.extractall(site)
     compileall.compile_dir(site / "mirrord", quiet=1)
 
 
-def _wheel(directory: Path) -> Path:
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(directory)]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = directory.glob("*.whl")
-    return wheel
+def wheels(directory: Path) -> list[Path]:
+    """The wheels of the client and of the daemon, built into `directory`."""
+    for project in (PROJECT / "packaging/client", PROJECT):
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(directory)]
+        done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    return sorted(directory.glob("*.whl"))
