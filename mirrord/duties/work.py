@@ -63,7 +63,7 @@ class Work:
         async def run(progress: ProgressSink) -> dict[str, Any]:
             result = await self._mirrors.sync(name, progress, accept_loss=accept_loss)
             pinned = await self._datasets.repin(name)  # what upstream lacked the last time
-            return {**_plain(result), "pinned": pinned}
+            return {**result.as_dict(), "pinned": pinned}
 
         return self._operations.start(kind, str(name), run, owner_uid=owner_uid)
 
