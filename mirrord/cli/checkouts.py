@@ -42,7 +42,13 @@ def checkout(
     With --owner, another user's: administrators may name anybody, members their own uids of /etc/subuid."""
     with session.client() as client:
         handle = client.checkout(
-            instance, history=history, view=view, backend=backend, ttl=read_duration(ttl, "--ttl"), owner=read_owner(owner)
+            instance,
+            history=history,
+            view=view,
+            backend=backend,
+            ttl=read_duration(ttl, "--ttl"),
+            owner=read_owner(owner),
+            auto_renew=False,
         )
     session.answer(handle.lease, lambda: [handle.lease.path])
 

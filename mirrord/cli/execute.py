@@ -54,7 +54,9 @@ def execute(
     with (
         session.client() as client,
         _bound(
-            partial(client.checkout, instance, history=history, view=view, backend=backend, ttl=_LEASE, owner=uid)
+            partial(
+                client.checkout, instance, history=history, view=view, backend=backend, ttl=_LEASE, owner=uid, auto_renew=False
+            )
         ) as checkout,
     ):
         become = (checkout.lease.owner_uid, checkout.lease.owner_gid) if checkout.lease.owner_uid != os.getuid() else None

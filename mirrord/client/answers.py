@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import AccessError, DeadlineError, InvalidRequestError, MirrordError, NoDaemonError, UsageError, from_problem
 from ..protocol import Answer, MalformedError, Request
+from ..units import parse_duration
 from .http import BrokenError, GarbledError, LateError, RefusedError, Response
 from .http import Request as HttpRequest
 
@@ -129,3 +131,12 @@ def body_of(request: Request) -> bytes | None:
     """A request's JSON, without the members that were not given; None where none was: an absent body is one system call less."""
     given = {name: value for name, value in request.to_json().items() if value is not None}
     return json.dumps(given, separators=(",", ":")).encode() if given else None
+
+
+def seconds_of(duration: timedelta | float | str | None) -> float | None:
+    """A ttl in any of its spellings; raises UsageError."""
+    try:
+        read = parse_duration(duration) if isinstance(duration, str) else duration
+    except ValueError as error:
+        raise UsageError(f"cannot read a ttl: {error}") from error
+    return read.total_seconds() if isinstance(read, timedelta) else read

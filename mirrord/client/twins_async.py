@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -91,3 +91,27 @@ async def async_write(path: Path, content: AsyncIterator[bytes], written: Callab
             done += len(chunk)
             written(done)
     return done
+
+
+class AsyncWorker:
+    """A task beside the caller's, and a bell that ends its pauses."""
+
+    def __init__(self, work: Callable[[AsyncWorker], Coroutine[object, object, None]]) -> None:
+        self._bell = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(work(self), name="mirrord-renewal")
+
+    @property
+    def is_running(self) -> bool:
+        return not self._task.done()
+
+    def ring(self) -> None:
+        self._bell.set()
+
+    async def end(self) -> None:
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def wait(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._bell.wait(), seconds)
+        self._bell.clear()

@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -76,3 +77,28 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         Path(name).unlink()
         raise
+
+
+class Worker:
+    """A thread beside the caller's, which no process waits for, and a bell that ends its pauses."""
+
+    def __init__(self, work: Callable[[Worker], None]) -> None:
+        self._bell = threading.Event()
+        self._thread = threading.Thread(target=work, args=(self,), name="mirrord-renewal", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def ring(self) -> None:
+        self._bell.set()
+
+    def end(self) -> None:
+        """Waits for a request that is under way, but not for a daemon that hangs."""
+        self._bell.set()
+        self._thread.join(1.0)
+
+    def wait(self, seconds: float) -> None:
+        self._bell.wait(seconds)
+        self._bell.clear()

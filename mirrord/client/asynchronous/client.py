@@ -12,15 +12,15 @@ from typing import Self
 from urllib.parse import quote
 
 from ... import protocol
-from ...errors import CancelledError, DeadlineError, NoDaemonError, OperationNotFoundError, UsageError, from_problem
+from ...errors import CancelledError, DeadlineError, NoDaemonError, OperationNotFoundError, from_problem
 from ...model import AuditLevel, Backend, Bind, History, View
-from ...units import parse_duration
-from ..answers import message, read_list, read_one, retry_pauses
+from ..answers import message, read_list, read_one, retry_pauses, seconds_of
 from ..events import EventReader
 from ..sockets import socket_path
 from ..twins_async import Pending, async_chunks, async_pause, async_write
 from .checkout import AsyncCheckout
 from .connection import AsyncConnection
+from .renewal import AsyncRenewal
 
 _UNAVAILABLE = 503
 _POLL_SECONDS = 0.25
@@ -44,6 +44,7 @@ class AsyncClient:
         self.socket = socket_path(socket, config)
         self._patience = patience
         self._connection = AsyncConnection(self.socket, timeout=timeout, patience=patience)
+        self._renewal = AsyncRenewal()
 
     async def __aenter__(self) -> Self:
         return self
@@ -54,6 +55,8 @@ class AsyncClient:
         await self.aclose()
 
     async def aclose(self) -> None:
+        """Renew no more leases, and close the connections."""
+        await self._renewal.stop()
         await self._connection.close()
 
     # -- the daemon ---------------------------------------------------------------------------------------------------
@@ -243,24 +246,33 @@ class AsyncClient:
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
         bind: Bind = Bind.LEASE,
+        auto_renew: bool = True,
     ) -> Pending[AsyncCheckout]:
         """Lease a working tree at an instance's base commit, at NAME@COMMITISH, or at `commit` of `mirror`.
 
         `ttl` is how long it is held unless renewed: a timedelta, seconds, or a duration such as "30m".
+        With `auto_renew` this client renews it as long as the handle is there and not released.
         `owner` is the uid whose tree it is; `bind` "process" ends it with this process.
         """
         body = message(
             protocol.StartCheckout, instance=instance, mirror=mirror, commit=commit, history=history, view=view, backend=backend,
-            ttl=_seconds(ttl), owner=owner, bind=bind,
+            ttl=seconds_of(ttl), owner=owner, bind=bind,
         )  # fmt: skip
-        return Pending(self._check_out(body))
+        return Pending(self._check_out(body, auto_renew))
 
-    async def _check_out(self, body: protocol.StartCheckout) -> AsyncCheckout:
-        return AsyncCheckout(self, read_one(await self._connection.request("POST", "checkouts", body=body), protocol.Checkout))
+    async def _check_out(self, body: protocol.StartCheckout, auto_renew: bool) -> AsyncCheckout:
+        lease = read_one(await self._connection.request("POST", "checkouts", body=body), protocol.Checkout)
+        return self._handle(lease, body.ttl, auto_renew)
 
-    async def open_checkout(self, checkout: str) -> AsyncCheckout:
-        """The handle of a checkout that is held already, perhaps by another process."""
-        return AsyncCheckout(self, await self.get_checkout(checkout))
+    def _handle(self, lease: protocol.Checkout, ttl: float | None, auto_renew: bool) -> AsyncCheckout:
+        checkout = AsyncCheckout(self, lease, ttl)
+        if auto_renew:
+            self._renewal.hold(checkout)
+        return checkout
+
+    async def open_checkout(self, checkout: str, *, auto_renew: bool = False) -> AsyncCheckout:
+        """The handle of a checkout that is held already, perhaps by another process, which renews it then."""
+        return self._handle(await self.get_checkout(checkout), None, auto_renew)
 
     async def list_checkouts(self) -> list[protocol.Checkout]:
         """The caller's own; an administrator's list holds everybody's."""
@@ -277,10 +289,11 @@ class AsyncClient:
         return read_one(answer, protocol.ResetAnswer)
 
     async def renew_checkout(self, checkout: str, ttl: timedelta | float | str | None = None) -> protocol.Checkout:
-        body = message(protocol.RenewCheckout, ttl=_seconds(ttl))
-        return read_one(
-            await self._connection.request("POST", f"checkouts/{quote(checkout, safe='')}/renew", body=body), protocol.Checkout
-        )
+        body = message(protocol.RenewCheckout, ttl=seconds_of(ttl))
+        answer = await self._connection.request("POST", f"checkouts/{quote(checkout, safe='')}/renew", body=body)
+        lease = read_one(answer, protocol.Checkout)
+        self._renewal.move(lease.id, lease.expires_at)
+        return lease
 
     async def diff_checkout(self, checkout: str) -> bytes:
         return (await self._connection.request("GET", f"checkouts/{quote(checkout, safe='')}/diff")).body
@@ -299,6 +312,7 @@ class AsyncClient:
         return read_one(answer, protocol.RestoreAnswer).paths
 
     async def release_checkout(self, checkout: str) -> None:
+        self._renewal.drop(checkout)
         await self._connection.request("DELETE", f"checkouts/{quote(checkout, safe='')}")
 
     # -- operations and events ----------------------------------------------------------------------------------------
@@ -378,14 +392,6 @@ class AsyncClient:
 def _mirror(name: str) -> str:
     """A mirror's name as one segment of a path, from any spelling. Whether it can be one is for the daemon to say."""
     return quote(name.replace("/", "__", 1), safe="")
-
-
-def _seconds(duration: timedelta | float | str | None) -> float | None:
-    try:
-        read = parse_duration(duration) if isinstance(duration, str) else duration
-    except ValueError as error:
-        raise UsageError(f"cannot read a ttl: {error}") from error
-    return read.total_seconds() if isinstance(read, timedelta) else read
 
 
 def _forgotten(identity: str) -> CancelledError:

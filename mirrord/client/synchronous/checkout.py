@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING, Self
 from ... import protocol
 from ...errors import CheckoutNotFoundError, MirrordError
 from ...model import Backend, History, View
+from ..answers import seconds_of
 
 if TYPE_CHECKING:
     from .client import Client
 
 
 class Checkout:
-    """A leased working tree. Leaving the `with` block releases it; so does the daemon at `expires_at`, unless it was renewed."""
+    """A leased working tree. Leaving the `with` block releases it; so does the daemon at `expires_at`, unless it was renewed.
 
-    def __init__(self, client: Client, lease: protocol.Checkout) -> None:
+    Its client renews it while this handle is there, unless it was asked for without `auto_renew`.
+    """
+
+    def __init__(self, client: Client, lease: protocol.Checkout, ttl: float | None) -> None:
         self._client = client
+        self._ttl = ttl
         self.lease = lease
 
     @property
@@ -89,8 +94,9 @@ class Checkout:
         return self._client.restore_paths(self.id, commit, *paths)
 
     def renew(self, ttl: timedelta | float | str | None = None) -> datetime:
-        """Move the deadline to `ttl` from now, by default to what was asked for first; answers it."""
-        self.lease = self._client.renew_checkout(self.id, ttl)
+        """Move the deadline to `ttl` from now, by default to what was asked for last; answers it."""
+        self._ttl = self._ttl if ttl is None else seconds_of(ttl)
+        self.lease = self._client.renew_checkout(self.id, self._ttl)
         return self.lease.expires_at
 
     def release(self) -> None:

@@ -13,15 +13,15 @@ from typing import Self
 from urllib.parse import quote
 
 from ... import protocol
-from ...errors import CancelledError, DeadlineError, NoDaemonError, OperationNotFoundError, UsageError, from_problem
+from ...errors import CancelledError, DeadlineError, NoDaemonError, OperationNotFoundError, from_problem
 from ...model import AuditLevel, Backend, Bind, History, View
-from ...units import parse_duration
-from ..answers import message, read_list, read_one, retry_pauses
+from ..answers import message, read_list, read_one, retry_pauses, seconds_of
 from ..events import EventReader
 from ..sockets import socket_path
 from ..twins_sync import chunks, pause, write
 from .checkout import Checkout
 from .connection import Connection
+from .renewal import Renewal
 
 _UNAVAILABLE = 503
 _POLL_SECONDS = 0.25
@@ -45,6 +45,7 @@ class Client:
         self.socket = socket_path(socket, config)
         self._patience = patience
         self._connection = Connection(self.socket, timeout=timeout, patience=patience)
+        self._renewal = Renewal()
 
     def __enter__(self) -> Self:
         return self
@@ -53,6 +54,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
+        """Renew no more leases, and close the connections."""
+        self._renewal.stop()
         self._connection.close()
 
     # -- the daemon ---------------------------------------------------------------------------------------------------
@@ -238,24 +241,33 @@ class Client:
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
         bind: Bind = Bind.LEASE,
+        auto_renew: bool = True,
     ) -> Checkout:
         """Lease a working tree at an instance's base commit, at NAME@COMMITISH, or at `commit` of `mirror`.
 
         `ttl` is how long it is held unless renewed: a timedelta, seconds, or a duration such as "30m".
+        With `auto_renew` this client renews it as long as the handle is there and not released.
         `owner` is the uid whose tree it is; `bind` "process" ends it with this process.
         """
         body = message(
             protocol.StartCheckout, instance=instance, mirror=mirror, commit=commit, history=history, view=view, backend=backend,
-            ttl=_seconds(ttl), owner=owner, bind=bind,
+            ttl=seconds_of(ttl), owner=owner, bind=bind,
         )  # fmt: skip
-        return self._check_out(body)
+        return self._check_out(body, auto_renew)
 
-    def _check_out(self, body: protocol.StartCheckout) -> Checkout:
-        return Checkout(self, read_one(self._connection.request("POST", "checkouts", body=body), protocol.Checkout))
+    def _check_out(self, body: protocol.StartCheckout, auto_renew: bool) -> Checkout:
+        lease = read_one(self._connection.request("POST", "checkouts", body=body), protocol.Checkout)
+        return self._handle(lease, body.ttl, auto_renew)
 
-    def open_checkout(self, checkout: str) -> Checkout:
-        """The handle of a checkout that is held already, perhaps by another process."""
-        return Checkout(self, self.get_checkout(checkout))
+    def _handle(self, lease: protocol.Checkout, ttl: float | None, auto_renew: bool) -> Checkout:
+        checkout = Checkout(self, lease, ttl)
+        if auto_renew:
+            self._renewal.hold(checkout)
+        return checkout
+
+    def open_checkout(self, checkout: str, *, auto_renew: bool = False) -> Checkout:
+        """The handle of a checkout that is held already, perhaps by another process, which renews it then."""
+        return self._handle(self.get_checkout(checkout), None, auto_renew)
 
     def list_checkouts(self) -> list[protocol.Checkout]:
         """The caller's own; an administrator's list holds everybody's."""
@@ -270,10 +282,11 @@ class Client:
         return read_one(answer, protocol.ResetAnswer)
 
     def renew_checkout(self, checkout: str, ttl: timedelta | float | str | None = None) -> protocol.Checkout:
-        body = message(protocol.RenewCheckout, ttl=_seconds(ttl))
-        return read_one(
-            self._connection.request("POST", f"checkouts/{quote(checkout, safe='')}/renew", body=body), protocol.Checkout
-        )
+        body = message(protocol.RenewCheckout, ttl=seconds_of(ttl))
+        answer = self._connection.request("POST", f"checkouts/{quote(checkout, safe='')}/renew", body=body)
+        lease = read_one(answer, protocol.Checkout)
+        self._renewal.move(lease.id, lease.expires_at)
+        return lease
 
     def diff_checkout(self, checkout: str) -> bytes:
         return (self._connection.request("GET", f"checkouts/{quote(checkout, safe='')}/diff")).body
@@ -292,6 +305,7 @@ class Client:
         return read_one(answer, protocol.RestoreAnswer).paths
 
     def release_checkout(self, checkout: str) -> None:
+        self._renewal.drop(checkout)
         self._connection.request("DELETE", f"checkouts/{quote(checkout, safe='')}")
 
     # -- operations and events ----------------------------------------------------------------------------------------
@@ -371,14 +385,6 @@ class Client:
 def _mirror(name: str) -> str:
     """A mirror's name as one segment of a path, from any spelling. Whether it can be one is for the daemon to say."""
     return quote(name.replace("/", "__", 1), safe="")
-
-
-def _seconds(duration: timedelta | float | str | None) -> float | None:
-    try:
-        read = parse_duration(duration) if isinstance(duration, str) else duration
-    except ValueError as error:
-        raise UsageError(f"cannot read a ttl: {error}") from error
-    return read.total_seconds() if isinstance(read, timedelta) else read
 
 
 def _forgotten(identity: str) -> CancelledError:
