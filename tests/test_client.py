@@ -44,7 +44,7 @@ LEASE = {
     "owner_gid": 0,
     "taken_by": 0,
     "created_at": "2026-01-01T00:00:00Z",
-    "expires_at": "2026-01-01T02:00:00Z",
+    "expires_at": "2126-01-01T02:00:00Z",
     "timings": {},
 }
 PROOF = {
@@ -72,7 +72,7 @@ CHECKOUT_ROUTES = {
     ("POST", f"{CHECKOUT}/reset"): lambda h: h.answer({**LEASE, "commit": "c" * 40, "proof": PROOF}),
     ("GET", f"{CHECKOUT}/diff"): lambda h: h.answer(b"diff \xff\n", media_type="text/x-diff"),
     ("POST", f"{CHECKOUT}/apply"): lambda h: h.answer(LEASE),
-    ("POST", f"{CHECKOUT}/renew"): lambda h: h.answer({**LEASE, "expires_at": "2026-01-01T03:00:00Z"}),
+    ("POST", f"{CHECKOUT}/renew"): lambda h: h.answer({**LEASE, "expires_at": "2126-01-01T03:00:00Z"}),
 }
 
 

@@ -285,8 +285,9 @@ def test_a_body_that_is_cut_off_is_an_error(path: Path, end: bytes) -> None:
 def test_a_patch_of_any_size_arrives_whole(path: Path, size: int) -> None:
     """Larger than what a socket's buffer takes at once too."""
     patch = os.urandom(size)
-    lease = b"""{"id": "a", "path": "/p", "mirror": "m", "commit": "c", "tree": "t", "history": "sealed", "view": "agent",
-    "backend": "pool", "owner_uid": 0, "taken_by": 0,
+    lease = b"""{"id": "a", "path": "/p/tree", "directory": "/p", "mirror": "m", "commit": "c", "tree": "t", "history": "sealed",
+    "view": "agent",
+    "backend": "pool", "owner_uid": 0, "owner_gid": 0, "taken_by": 0,
     "created_at": "2026-01-01T00:00:00Z", "expires_at": "2026-01-01T00:00:00Z"}"""
     with serving(path, {("POST", "/v1/checkouts/a/apply"): lambda h: h.answer(lease)}) as server, Client(path) as client:
         client.apply_patch("a", patch)

@@ -38,6 +38,11 @@ class AsyncCheckout:
         return Path(self.lease.path)
 
     @property
+    def directory(self) -> Path:
+        """Holds the tree and nothing else; mounted elsewhere with `rslave`, it follows every reset."""
+        return Path(self.lease.directory)
+
+    @property
     def mirror(self) -> str:
         return self.lease.mirror
 
