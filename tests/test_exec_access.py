@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,3 +171,26 @@ def test_root_is_told_that_a_command_of_its_own_is_not_kept_out(world: World) ->
     found = json.loads(ran.stdout)
     assert not found["attempts"]["plain"].isdecimal()
     assert found["uid"] == 0
+
+
+@pytest.mark.parametrize(("uid", "owner"), [(0, AGENT), (MEMBER, SUBUID), (MEMBER, None)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_command_ends_with_its_exec_whoever_it_has_become(
+    world: World, subids: None, uid: int, owner: int | None, number: signal.Signals
+) -> None:
+    """A change of the uid takes back what ties a process to its parent; another uid takes no signals of a user's."""
+    options = ["--owner", str(owner)] if owner else []
+    command = [*python(), "-m", "mirrord", "--socket", str(world.daemon.socket), "exec", "o__r-0", *options, "--"]
+    with subprocess.Popen(
+        [*command, "sh", "-c", "echo $$; exec sleep 1000"], user=uid, group=uid, extra_groups=[GROUP], cwd="/",
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={"PATH": os.environ["PATH"]},
+    ) as running:  # fmt: skip
+        assert running.stdout is not None
+        pid = int(running.stdout.readline())
+        assert world.held()
+        running.send_signal(number)
+        assert running.wait(20) in {-number, 128 + number}
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() or world.held():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -250,6 +250,39 @@ def test_the_mount_service_may_be_killed(host: Host, checkout: dict[str, Any]) -
     assert host.shell(f"cat {checkout['path']}/README") == "1"
 
 
+HOLDER = """
+import mirrord, os, time
+with mirrord.Client() as client, client.checkout("psf/requests@main", bind="process") as one:
+    print(one.id, os.getpid(), flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_a_lease_ends_with_its_process_through_a_restart(host: Host) -> None:
+    """The daemon sees no /proc of other users (ProtectProc), and knows the process by its pidfd all the same."""
+    holder = host.machine.start("/opt/mirrord/bin/python", "-c", HOLDER, user="alice", env=USER)
+    assert holder.stdout is not None
+    held, pid = holder.stdout.readline().split()
+    before = host.pid()
+    host.machine.run("systemctl", "restart", "mirrord")
+    host.wait_for_another(before)
+    assert held in host.mirrord("checkouts").stdout
+    host.shell(f"kill -KILL {pid}")
+    holder.communicate()
+    nspawn.wait_until(lambda: held not in host.mirrord("checkouts").stdout, "the lease has ended", bound_s=5)
+
+
+def test_a_subordinate_uid_gets_an_overlay_and_no_socket(host: Host) -> None:
+    """Alice hands a checkout to a uid of hers, by the mount service and by newuidmap; it cannot ask the daemon."""
+    host.shell("echo alice:200000:65536 | tee /etc/subuid > /etc/subgid", user=None)
+    made = host.json("checkout", f"psf/requests@{host.commits[0]}", "--owner", "200001")
+    assert (made["backend"], made["owner_uid"], made["owner_gid"]) == ("overlay", 200001, 200001)
+    host.mirrord("release", made["id"])
+    script = "id -u; id -G; echo more >> README; ls -A /run/mirrord"
+    ran = host.mirrord("exec", f"psf/requests@{host.commits[0]}", "--owner", "200001", "--", "sh", "-c", script)
+    assert ran.stdout.splitlines() == ["200001", "200001"]
+
+
 def test_strangers_are_refused(host: Host, checkout: dict[str, Any]) -> None:
     """Who is not in the group gets exit status 3; nobody but the daemon's user reaches the mount service or the state."""
     refused = host.mirrord("checkout", "psf/requests@HEAD", user="mallory", check=False)
