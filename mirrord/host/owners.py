@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import pwd
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
 
 from ..config import Settings
 from ..errors import AccessError
-from .peers import Access, Peer, Role
+from .peers import Access, Peer, Role, iter_subids
 from .userns import Owner
 
 _REMEMBERED_S = 60.0
@@ -44,9 +45,9 @@ class Owners:
         if owner is None or owner == peer.uid:
             return peer.uid, peer.gid
         if self._access.role(peer) is Role.ADMIN:
-            found = await self._remembered(owner, None)
+            found = await self._remembered((owner, None), partial(_of_anybody, owner))
         elif self._settings().access.owners == "subuid" and not self._access.is_admin(owner):
-            found = await self._remembered(owner, peer)
+            found = await self._remembered((owner, peer.uid), partial(self._of_member, owner, peer))
         else:
             found = None
         if found is None:
@@ -58,21 +59,18 @@ class Owners:
             )
         return found
 
-    async def _remembered(self, owner: int, peer: Peer | None) -> Owner | None:
+    async def _remembered(self, key: tuple[int, int | None], find: Callable[[], Owner | None]) -> Owner | None:
         if time.monotonic() - self._known_since > _REMEMBERED_S or len(self._known) > 10_000:
             self._known.clear()
             self._known_since = time.monotonic()
-        key = (owner, peer.uid if peer else None)
         if key not in self._known:
-            look_up = self._of_member if peer else _of_anybody
-            self._known[key] = await anyio.to_thread.run_sync(look_up, owner, peer)
+            self._known[key] = await anyio.to_thread.run_sync(find)
         return self._known[key]
 
-    def _of_member(self, owner: int, peer: Peer | None) -> Owner | None:
+    def _of_member(self, owner: int, peer: Peer) -> Owner | None:
         """A subordinate uid goes with the gid at the same place of /etc/subgid, as user namespaces
         map them; where there is none, with the asker's own."""
-        assert peer is not None
-        users, groups = (list(_iter_ranges(file, peer.uid)) for file in self._files)
+        users, groups = ([(first, count) for first, count, user in iter_subids(file) if user == peer.uid] for file in self._files)
         before = 0
         for first, count in users:
             if first <= owner < first + count:
@@ -81,7 +79,7 @@ class Owners:
         return None
 
 
-def _of_anybody(owner: int, _peer: Peer | None) -> Owner:
+def _of_anybody(owner: int) -> Owner:
     """With the group of its passwd entry; a uid without one goes with the gid of the same number."""
     try:
         return owner, pwd.getpwuid(owner).pw_gid
@@ -95,21 +93,3 @@ def _nth(ranges: list[tuple[int, int]], n: int, *, otherwise: int) -> int:
             return first + n
         n -= count
     return otherwise
-
-
-def _iter_ranges(file: Path, uid: int) -> Iterator[tuple[int, int]]:
-    """The ranges (first, count) of a user in a file of subuid(5); lines that are not whole give none."""
-    names = {str(uid)}
-    try:
-        names.add(pwd.getpwuid(uid).pw_name)
-    except KeyError:
-        pass
-    try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        name, _, numbers = line.strip().partition(":")
-        first, _, count = numbers.partition(":")
-        if name in names and first.isdecimal() and count.isdecimal() and int(first) > 0:
-            yield int(first), int(count)

@@ -123,7 +123,9 @@ class Access:
         found = (_find_uid(name) for name in access.admins)
         self._admins: frozenset[int] = frozenset(uid for uid in found if uid is not None)
         self._group = _find_gid(access.group)
-        self._subuids = sorted(_iter_subuids(self._subuid))
+        self._subuids = sorted(
+            (first, count, user or first) for first, count, user in iter_subids(self._subuid)
+        )  # a range of root's is a user of its own
         self._looked_up_at = time.monotonic()
         warnings = frozenset(self.warnings)
         for warning in sorted(warnings - self._told):
@@ -131,8 +133,9 @@ class Access:
         self._told = warnings
 
 
-def _iter_subuids(file: Path) -> Iterator[tuple[int, int, int]]:
-    """First uid, count and user of each range; one of root's is a user of its own."""
+def iter_subids(file: Path) -> Iterator[tuple[int, int, int]]:
+    """First id, count and user of each range in a file of subuid(5), in its order. Lines that are not
+    whole, and users that this host does not know, give none."""
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -142,7 +145,7 @@ def _iter_subuids(file: Path) -> Iterator[tuple[int, int, int]]:
         if len(numbers) == 2 and all(number.isdecimal() for number in numbers):
             user = _find_uid(name)
             if user is not None:
-                yield int(numbers[0]), int(numbers[1]), user or int(numbers[0])
+                yield int(numbers[0]), int(numbers[1]), user
 
 
 def _find_uid(name: str | int) -> int | None:

@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 
 from ..errors import ResourceError
@@ -92,6 +93,7 @@ def trim_memory() -> None:
         trim(0)
 
 
+@cache
 def boot_id() -> str:
     """What tells one boot of this machine from another."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
