@@ -78,7 +78,7 @@ class Daemon:
         """As so long after the last was asked for; answers how many templates the daemon dropped."""
         self.stop()
         then = time.time() - after.total_seconds()
-        for pattern in ("gits/*.json", "trees/*/layer.json", "indexes/*/.git/index"):
+        for pattern in ("gits/*.json", "trees/*/layer.json"):
             for record in (self.state / "templates").glob(f"*/{pattern}"):
                 os.utime(record, (then, then))
         evicted = asyncio.run(_evict(self.state))

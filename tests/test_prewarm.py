@@ -36,8 +36,6 @@ class Site:
         self.prepared: list[CommitId] = []
         self.priorities: set[tuple[str, ...]] = set()
         self.room = 100
-        self.stays = 100
-        self.slow: set[CommitId] = set()
         self.settings = config.load(None)
         self.operations = Operations(Events())
         self.workers = Workers(size=1)
@@ -96,12 +94,6 @@ class Site:
     async def is_full(self) -> bool:
         return len(self.prepared) >= self.room
 
-    async def is_plenty(self, name: MirrorName) -> bool:
-        return len(self.prepared) > self.stays
-
-    def is_brief(self, name: MirrorName, commit: CommitId, history: History) -> bool:
-        return commit not in self.slow
-
 
 async def test_base_commits_are_prepared_oldest_first(tmp_path: Path) -> None:
     """One that the mirror lacks is counted, and the rest is prepared."""
@@ -128,18 +120,6 @@ async def test_it_goes_on_when_there_is_room_again(tmp_path: Path, monkeypatch: 
     site.room = 1
     assert await site.run(then_room=100) == {"prepared": 3, "failed": 1, "left": 0}
     assert site.prepared == site.line
-
-
-@pytest.mark.parametrize(("stays", "slow", "left"), [(1, 0, 2), (2, 0, 1), (1, 3, 0), (100, 0, 0)])
-async def test_what_would_be_let_go_soon_is_not_prepared_by_the_thousand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: int, slow: int, left: int
-) -> None:
-    """Two in a row that are made in a moment, and more than may stay: the rest is left to whoever asks."""
-    monkeypatch.setattr(prewarm, "_BRIEF_ONES", 2)
-    site = Site(tmp_path)
-    site.stays, site.slow = stays, set(site.line[:slow])
-    assert await site.run() == {"prepared": 4 - left, "failed": int(left == 0), "left": left + int(left > 0)}
-    assert site.prepared == site.line[: 4 - left]
 
 
 async def test_nothing_starts_where_the_settings_say_no(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..git import commitgraph
@@ -34,8 +34,7 @@ _CONTROL = ("HEAD", "config", "packed-refs")
 class Gitdir:
     """`path` is the directory that holds `.git`. `head` is the commit HEAD names: the base commit, or the squashed one.
 
-    `packs` are file names in `.git/objects/pack`; `pack_sizes` are their bytes with their indexes, shared packs too. `seconds` is
-    what it took to make.
+    `packs` are file names in `.git/objects/pack`; `pack_sizes` are their bytes with their indexes, shared packs too.
     """
 
     path: Path
@@ -47,7 +46,6 @@ class Gitdir:
     packs: tuple[str, ...]
     pack_sizes: tuple[int, ...]
     tag_count: int
-    seconds: float = field(default=0.0, compare=False)
 
     @property
     def size_bytes(self) -> int:

@@ -17,7 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio.to_thread
@@ -232,7 +232,6 @@ class Gitdirs:
             self._building[name.key] -= 1
 
     async def _build_new(self, name: MirrorName, commit: CommitId, history: History) -> Gitdir:
-        began = time.monotonic()
         directory = self._directory(name)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         with building(directory, self._remains) as temporary:
@@ -243,7 +242,7 @@ class Gitdirs:
                 await anyio.to_thread.run_sync(shutil.rmtree, scratch)
             target = self._path(name, commit, history)
             publish(temporary, target)
-        gitdir = replace(_describe(target, name, commit, history, contents), seconds=time.monotonic() - began)
+        gitdir = _describe(target, name, commit, history, contents)
         save(gitdir, control)
         self._found[name.key, commit, history] = gitdir
         self._stores.setdefault(name.key, {})[gitdir.path] = gitdir, time.time()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..host.processes import boot_id
@@ -18,8 +18,7 @@ from ..host.processes import boot_id
 @dataclass(frozen=True, slots=True)
 class Layer:
     """`base` is the tree that a delta lies on. `depth` counts layers down to the keyframe, itself included. `time` is the
-    commit's. `size_bytes` goes with the layer, `shared_bytes` are of files that it was the first to have (`blobs.py`); to make it
-    took `seconds`.
+    commit's. `size_bytes` goes with the layer, `shared_bytes` are of files that it was the first to have (`blobs.py`).
     """
 
     tree: str
@@ -31,7 +30,6 @@ class Layer:
     shared_bytes: int
     whole_bytes: int
     removed: tuple[str, ...] = ()
-    seconds: float = field(default=0.0, compare=False)
 
     @property
     def name(self) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -42,7 +41,6 @@ def build_layer(git_dir: Path, commit: str, trees: Path, temporary: Path, known:
 
     Raises CommitUnservableError, TreeTooLargeError, CorruptObjectError, ProofFailedError, DiskFullError.
     """
-    began = time.monotonic()
     with open_objects(git_dir) as objects, full_disk_named(f"a template of {commit[:12]}"):
         info = read_commit(objects, commit)
         temporary.mkdir(mode=0o700)
@@ -52,8 +50,7 @@ def build_layer(git_dir: Path, commit: str, trees: Path, temporary: Path, known:
             layer, whole = _build_keyframe(git_dir, info, temporary)
         else:
             layer, whole = _build_delta(objects, info, trees, temporary, base, known)
-        size = layer.size_bytes + write_index(whole, temporary)
-        layer = replace(layer, size_bytes=size, seconds=time.monotonic() - began)
+        layer = replace(layer, size_bytes=layer.size_bytes + write_index(whole, temporary))
         write_record(temporary, layer)
         return layer
 

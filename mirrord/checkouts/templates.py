@@ -27,7 +27,7 @@ from ..git.workers import Workers
 from ..jobs.events import Events
 from ..mirrors.flights import Flights
 from ..model import CommitId, History, MirrorName
-from .bounds import Bounds
+from .eviction import Eviction
 from .gitdir import Gitdir
 from .gitdirs import Gitdirs
 from .layer import Layer, write_record
@@ -75,7 +75,7 @@ class Templates:
         self._gitdirs = gitdirs
         self._events = events
         self._shelves = Shelves(state_dir / "templates", workers)
-        self._bounds = Bounds(settings=settings, shelves=self._shelves, gitdirs=gitdirs, events=events)
+        self._eviction = Eviction(settings=settings, shelves=self._shelves, gitdirs=gitdirs, events=events)
         self._scrub = Scrub(shelves=self._shelves, gitdirs=gitdirs, workers=workers, events=events)
         self._found: dict[_Key, Template] = {}
         self._flights: Flights[Template] = Flights()
@@ -133,19 +133,11 @@ class Templates:
 
     async def is_full(self) -> bool:
         """Whether little is left of `template_bytes`, so that making more would soon drop something."""
-        return await self._bounds.is_full()
-
-    async def is_plenty(self, name: MirrorName) -> bool:
-        """Whether a mirror has more than what may stay of what nobody asks for."""
-        return await self._bounds.is_plenty(name)
-
-    def is_brief(self, name: MirrorName, commit: CommitId, history: History) -> bool:
-        """Whether a template was made so quickly that it is let go within hours unless somebody asks for it."""
-        return self._bounds.is_brief(name, commit, history)
+        return await self._eviction.is_full()
 
     async def evict(self) -> int:
         """Drop what is over the bounds, never what a checkout holds; answers how many went."""
-        evicted = await self._bounds.evict()
+        evicted = await self._eviction.evict()
         if evicted:
             self._found = {key: each for key, each in self._found.items() if evicted.isdisjoint(each.layers)}
         return len(evicted)

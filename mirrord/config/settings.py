@@ -49,6 +49,7 @@ class CheckoutSettings(_Section):
     max: Annotated[StrictInt, Field(ge=1, le=100_000)] = 1024
     prewarm: StrictBool = True
     template_bytes: Size = 50 * 1024**3
+    template_ttl: Period = timedelta(days=7)
 
 
 class DatasetSettings(_Section):

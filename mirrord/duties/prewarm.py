@@ -1,15 +1,13 @@
 """Preparing what checkouts are made from before anybody asks: the base commits of a dataset that was imported.
 
 One commit after the other, so that it takes at most one worker from those who wait for an answer, and giving way to whatever else
-wants the processors; oldest first, so that each is built on what is there. One that cannot be prepared is counted and left:
-whoever checks it out gets the error. It ends where it would push out what others use, and goes on from there when there is room
-again: what was prepared once and let go is not prepared again. Of thousands that are made in a moment each, few are made: they
-would be let go long before most of them are asked for. Being killed costs nothing; what is built is found again.
+wants the processors; oldest first, so that each is built on what is there. A commit that cannot be prepared is counted and
+skipped: its checkout gets the error. It stops where it would evict what others use, and resumes there when there is room again:
+what was prepared once and evicted is not prepared again. Being killed costs nothing; what is built is found again.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Protocol
 
@@ -26,7 +24,6 @@ from ..protocol import Progress
 log = structlog.get_logger()
 
 _LOOK_EVERY = 16
-_BRIEF_ONES = 512  # of a mirror, one after the other: more than most datasets have of one
 
 _Wanted = tuple[MirrorName, CommitId]
 Prepare = Callable[[MirrorName, CommitId, History], Awaitable[object]]
@@ -38,12 +35,6 @@ class Room(Protocol):
 
     async def is_full(self) -> bool:
         """Whether making more would soon drop something."""
-
-    async def is_plenty(self, name: MirrorName) -> bool:
-        """Whether a mirror has more than what may stay of what nobody asks for."""
-
-    def is_brief(self, name: MirrorName, commit: CommitId, history: History) -> bool:
-        """Whether a template was made so quickly that it is let go within hours unless somebody asks for it."""
 
 
 class Prewarm:
@@ -89,20 +80,16 @@ class Prewarm:
         history = self._settings().checkouts.history
         wanted = await self._wanted(dataset) if wanted is None else wanted
         prepared = failed = 0
-        brief: Counter[MirrorName] = Counter()  # in a row
         for number, (name, commit) in enumerate(wanted):
             progress(Progress(done=number, total=len(wanted), unit="commits", note=str(name)))
             if number % _LOOK_EVERY == 0 and await self._room.is_full():
                 log.info("prewarm.stopped", dataset=dataset, prepared=prepared, left=len(wanted) - number)
                 self._unfinished[dataset] = wanted[number:]
                 break
-            if brief[name] >= _BRIEF_ONES and await self._room.is_plenty(name):
-                continue
             try:
                 with giving_way():
                     await self._prepare(name, commit, history)
                 prepared += 1
-                brief[name] = brief[name] + 1 if self._room.is_brief(name, commit, history) else 0
             except DiskFullError:
                 raise
             except MirrordError as error:

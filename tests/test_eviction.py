@@ -1,0 +1,167 @@
+"""What is evicted of the templates, what stays, and that what went comes back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from gitrepos import Upstream
+from templatelab import NAME, Store, assert_equals_commit, disk_bytes, run
+
+from mirrord.errors import CheckoutBusyError
+from mirrord.model import CommitId, History
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+
+
+def record(store: Store, commit: str) -> Path:
+    return store.trees.parent / "gits" / f"sealed-{commit}.json"
+
+
+def age(store: Store, commits: list[str], by: timedelta = timedelta(days=8)) -> None:
+    """As if nobody had asked for these for so long."""
+    long_ago = (datetime.now(timezone.utc) - by).timestamp()
+    for commit in commits:
+        os.utime(record(store, commit), (long_ago, long_ago))
+
+
+def whole_trees(upstream: Upstream, count: int) -> list[str]:
+    """Commits that share no file."""
+    commits = []
+    for number in range(count):
+        shutil.rmtree(upstream.path / "src", ignore_errors=True)
+        commits.append(upstream.commit({f"src/{number}-{n}": os.urandom(5000).hex() for n in range(20)}))
+    return commits
+
+
+def test_the_least_used_goes_first_and_what_is_held_stays(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+    """Over `template_bytes` only templates that no checkout uses are dropped."""
+    upstream = make_upstream("up")
+    commits = whole_trees(upstream, 3)
+
+    async def test(store: Store) -> None:
+        made = [await store.ensure(commit) for commit in commits]
+        store.templates.hold(made[0])
+        assert not await store.templates.is_full()
+        store.template_bytes = "1B"
+        assert await store.templates.is_full()
+        assert await store.templates.evict() == 2
+        assert [store.find(commit) is not None for commit in commits] == [True, False, False]
+        with pytest.raises(CheckoutBusyError):
+            await store.templates.forget(NAME)
+        store.templates.drop(made[0])
+        assert await store.templates.evict() == 1
+        for left in ("trees", "gits", "packs", "blobs"):
+            assert list((store.trees.parent / left).glob("*")) == []
+
+    run(tmp_path, upstream, test)
+
+
+def test_what_was_not_used_for_its_time_goes_and_comes_back(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+    """With the layers and packs that nobody else needs; what was used within it stays whole."""
+    upstream = make_upstream("up")
+    commits = [upstream.commit({f"d{n}/f": os.urandom(9999).hex() for n in range(30)})]
+    for number in range(24):
+        commits.append(upstream.commit({f"d{number}/f": os.urandom(20_000).hex()}))
+
+    async def test(store: Store) -> None:
+        for commit in commits:
+            await store.ensure(commit)
+        assert await store.templates.evict() == 0
+        before = disk_bytes(store.trees.parent)
+        age(store, commits[:-2])
+        age(store, commits[-2:], timedelta(days=6))
+        again = await store.reopened()
+        assert await again.templates.evict() == 23
+        kept = {path.name for path in (store.trees.parent / "gits").glob("*.json")}
+        assert kept == {f"sealed-{commit}.json" for commit in commits[-2:]}
+        packs = {path.name for path in (store.trees.parent / "packs").glob("*/*.pack")}
+        assert packs == {path.name for path in (store.trees.parent / "gits").glob("*/.git/objects/pack/*.pack")}
+        assert disk_bytes(store.trees.parent) < before
+        for number in (0, 5, 24):
+            back = await again.ensure(commits[number])
+            assert_equals_commit(back, tmp_path / str(number), upstream.git("rev-parse", f"{commits[number]}^{{tree}}"))
+        assert await again.templates.scrub() == 0
+
+    run(tmp_path, upstream, test)
+
+
+def test_the_last_store_of_a_mirror_outlives_its_time(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+    """Without it the next checkout would be a very first one. It goes where there is no room for it."""
+    upstream = make_upstream("up")
+    commits = whole_trees(upstream, 3)
+
+    async def test(store: Store) -> None:
+        for commit in commits:
+            await store.ensure(commit)
+        age(store, commits)
+        age(store, commits[1:2], timedelta(days=7.5))
+        again = await store.reopened()
+        assert await again.templates.evict() == 2
+        assert await again.templates.evict() == 0
+        assert record(store, commits[1]).exists()
+        again.template_bytes = "1B"
+        assert await again.templates.evict() == 1
+
+    run(tmp_path, upstream, test)
+
+
+def test_a_day_of_use_is_remembered_over_a_restart(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+    """What was asked for lately is kept by the next daemon too, however long ago it was made."""
+    upstream = make_upstream("up")
+    commits = whole_trees(upstream, 4)
+
+    async def test(store: Store) -> None:
+        for commit in commits:
+            await store.ensure(commit)
+        age(store, commits)
+        again = await store.reopened()
+        await again.ensure(commits[0])
+        assert await again.templates.evict() >= 1
+        third = await store.reopened()
+        await third.templates.evict()
+        assert third.gitdirs.find(NAME, CommitId(commits[0]), History.SEALED)
+
+    run(tmp_path, upstream, test)
+
+
+def test_a_store_that_is_being_built_keeps_its_packs(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+    """Packs that no finished store has yet are not taken from under a build."""
+    upstream = make_upstream("up")
+    commits = upstream.history(3)
+
+    async def test(store: Store) -> None:
+        await store.ensure(commits[0])
+        packs = set((store.trees.parent / "packs").glob("*/*.pack"))
+        shutil.rmtree(store.trees.parent / "gits")
+        fresh = await store.reopened()
+        fresh.gitdirs._building[NAME.key] += 1
+        await fresh.gitdirs.drop_unneeded_packs(NAME)
+        assert set((store.trees.parent / "packs").glob("*/*.pack")) == packs
+        fresh.gitdirs._building[NAME.key] -= 1
+        await fresh.gitdirs.drop_unneeded_packs(NAME)
+        assert list((store.trees.parent / "packs").glob("*/*.pack")) == []
+
+    run(tmp_path, upstream, test)
+
+
+def test_the_time_to_stay_begins_when_the_last_checkout_lets_go(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+    """Not when it was made."""
+    upstream = make_upstream("up")
+    commits = whole_trees(upstream, 3)
+
+    async def test(store: Store) -> None:
+        made = [await store.ensure(commit) for commit in commits]
+        store.templates.hold(made[0])
+        age(store, commits)
+        again = await store.reopened()
+        again.templates.hold(made[0])
+        again.templates.drop(made[0])
+        await again.templates.evict()
+        assert [record(store, commit).exists() for commit in commits] == [True, False, False]
+
+    run(tmp_path, upstream, test)
