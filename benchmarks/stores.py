@@ -33,7 +33,7 @@ class Stores:
         what = f"{len(commits)} sealed base commits"
         self._weigh(f"{what}, all warm", self._daemon.templates_bytes(), floor)
         self._weigh(f"{what}, every version of a file once, and one closure pack", self._git.least_bytes(commits), floor)
-        self._rest(what, commits, floor, "under 2", timedelta(hours=24))
+        self._rest(what, commits, floor)
 
     def variants(self, count: int = 5000) -> None:
         """One-file variants of one commit, SWE-smith's shape; each is checked out once, and then once more."""
@@ -59,16 +59,13 @@ class Stores:
             Figure(f"daemon memory just after {what}, workers included", busy["rss_mib"], "MiB resident"),
         ]
         self._weigh(f"{what}, all warm", warm, floor)
-        self._rest(what, commits, floor, "under 1.5", timedelta(hours=4))
+        self._rest(what, commits, floor)
 
-    def _rest(self, what: str, commits: list[str], floor: int, goal: str, soon: timedelta) -> None:
-        """What stays on disk of templates that nobody asks for any more, and what it costs to ask again."""
-        left = len(commits)
-        for after in (soon, timedelta(days=8)):
-            left -= min(self._daemon.rest(after), left)
-            hours = after // timedelta(hours=1)
-            self._weigh(f"{what}, {hours} hours after the last was asked for", self._daemon.templates_bytes(), floor, goal)
-            self.figures.append(Figure("of them still warm then", left, "commits"))
+    def _rest(self, what: str, commits: list[str], floor: int) -> None:
+        """What stays on disk of templates that nobody uses any more, and what it costs to ask again."""
+        left = len(commits) - min(self._daemon.rest(timedelta(days=8)), len(commits))
+        self._weigh(f"{what}, 8 days after the last was asked for", self._daemon.templates_bytes(), floor)
+        self.figures.append(Figure("of them still warm then", left, "commits"))
         self._check_out(commits[-1:])
         some = commits[:: max(1, len(commits) // 10)][:10]
         again = [timed(partial(self._check_out, [commit])) for commit in some]
