@@ -37,6 +37,7 @@ class Condition:
         self._is_open = is_open
         self._notes: dict[str, str] = {}
         self._warn: list[Callable[[], Sequence[str]]] = [lambda: access.warnings]
+        self._degrade: list[Callable[[], Sequence[str]]] = []
         self._report: HealthReport | None = None
         self._reported_at = 0.0
 
@@ -48,6 +49,10 @@ class Condition:
     def warn_by(self, source: Callable[[], Sequence[str]]) -> None:
         """Have warnings told as they are when somebody asks."""
         self._warn.append(source)
+
+    def degrade_by(self, source: Callable[[], Sequence[str]]) -> None:
+        """Be degraded for the reasons that `source` has when somebody asks."""
+        self._degrade.append(source)
 
     def clear(self, key: str) -> None:
         if self._notes.pop(key, None):
@@ -68,6 +73,7 @@ class Condition:
     def _look(self) -> HealthReport:
         reasons = [] if self._is_open() else ["the daemon is still opening its state directory"]
         reasons += [*self._disk_reasons(), *self._notes.values()]
+        reasons += [text for source in self._degrade for text in source()]
         warnings = [f"warning: {text}" for source in self._warn for text in source()]
         health = Health(status="degraded" if reasons else "ok", reasons=reasons + warnings, version=__version__)
         return HealthReport(health, to_bytes(health), bool(reasons))

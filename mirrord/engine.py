@@ -50,7 +50,6 @@ from .protocol import Audit, AuditSummary, ReloadAnswer, Status
 log = structlog.get_logger()
 
 _CONFIG_QUIET = timedelta(seconds=0.2)
-_DATASET_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".gz", ".zst")
 
 
 class Engine:
@@ -64,6 +63,7 @@ class Engine:
         self._config_path = config_path
         self._load = load
         self._opened = asyncio.Event()
+        self._refused_files: dict[Path, str] = {}
         self._closing = AsyncExitStack()
         self.started_at = utc_now()
         self.layout = Layout(settings.state_dir)
@@ -125,6 +125,8 @@ class Engine:
         )
         await self.datasets.open()
         self.condition.warn_by(self.datasets.warnings)
+        self.condition.warn_by(self._file_warnings)
+        self.condition.degrade_by(self.mirrors.outages)
 
     async def _open_checkouts(self) -> None:
         """What checkouts are made from, then the checkouts that an earlier daemon left."""
@@ -271,7 +273,7 @@ class Engine:
     async def _watches(self) -> list[Watch]:
         watches = []
         if self._settings.datasets.watch:
-            places = {self.layout.datasets: _is_dataset_name}
+            places = {self.layout.datasets: is_complete_name}
             watches.append(Watch(places, self._import_watched, known=await self._known_files()))
         if self._config_path is not None:
             path = self._config_path
@@ -298,7 +300,16 @@ class Engine:
         return known
 
     async def _import_watched(self, path: Path) -> None:
-        await self.operations.wait(self.work.import_watched(path).id)
+        """A file that cannot be imported is a warning for as long as it is there."""
+        ended = await self.operations.wait(self.work.import_watched(path).id)
+        if ended.error is None:
+            self._refused_files.pop(path, None)
+        else:
+            self._refused_files[path] = ended.error.detail
+            self.events.publish("dataset.refused", file=path.name, code=ended.error.code, detail=ended.error.detail)
+
+    def _file_warnings(self) -> list[str]:
+        return [f"{path.name} in datasets: {fact}" for path, fact in self._refused_files.items() if path.exists()]
 
     async def _reload_changed(self, _path: Path) -> None:
         await self.reload()
@@ -380,10 +391,6 @@ def _summary(audit: Audit) -> AuditSummary:
 def _unservable(audit: Audit) -> int:
     servable = {CommitState.OK, CommitState.UNPINNED}
     return sum(count for state, count in audit.counts.items() if state not in servable)
-
-
-def _is_dataset_name(name: str) -> bool:
-    return is_complete_name(name) and name.lower().endswith(_DATASET_SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)

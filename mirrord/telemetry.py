@@ -14,6 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Hashable, MutableMapping
+from functools import partial
 from typing import Any, Literal, TextIO
 
 import structlog
@@ -27,6 +28,9 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 _USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^/\s'\"]*@")
 _HIDDEN_WORDS = r"(?:access_|private_|auth_)?token|password|passwd|secret|api_?key|authorization"
 _SECRET_PAIR = re.compile(rf"(?i)\b({_HIDDEN_WORDS})(\s*[=:]\s*)(?:basic |bearer )?[^\s&'\"]+")
+
+
+_PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
 
 
 # -- request ids ------------------------------------------------------------------------------------------------------
@@ -118,14 +122,27 @@ class _LineWriter:
 
     def __init__(self, out: TextIO) -> None:
         self._write = _writer(out)
+        self.debug, self.info, self.warning, self.error, self.critical = (
+            partial(self._line, priority(level, out)) for level in ("debug", "info", "warning", "error", "critical")
+        )
+        self.msg = self.log = self.info
+        self.warn, self.exception, self.fatal = self.warning, self.error, self.critical
 
-    def msg(self, line: str) -> None:
+    def _line(self, prefix: str, line: str) -> None:
         try:
-            self._write(line + "\n")
+            self._write(f"{prefix}{line}\n")
         except (OSError, ValueError):  # ENOSPC, EPIPE; ValueError when the stream was closed
             pass
 
-    log = debug = info = warn = warning = error = exception = critical = fatal = msg
+
+def priority(level: str, out: TextIO) -> str:
+    """What a line of this level begins with on `out`: sd-daemon(3)'s prefix where that is the journal, else nothing."""
+    try:
+        found = os.fstat(out.fileno())
+    except (OSError, ValueError):
+        return ""
+    is_journal = os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+    return f"<{_PRIORITIES[level]}>" if is_journal else ""
 
 
 def _writer(out: TextIO) -> Callable[[str], int]:

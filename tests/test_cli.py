@@ -62,6 +62,7 @@ DESIGNED = [
     "config-check",
     "config-show",
     "exec",
+    "reload",
     *(f"operations-{verb}" for verb in ("list", "show", "watch", "wait", "cancel")),
 ]
 ARGUMENTS = {
@@ -115,7 +116,7 @@ def lone_process() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def test_the_verbs_are_those_of_the_design() -> None:
-    """Its section 7, `exec`, and what steers operations."""
+    """Its section 7, `exec`, `reload`, and what steers operations."""
     assert sorted(verb.name.replace(" ", "-") for verb in VERBS) == sorted(DESIGNED)
     assert {verb.name.split()[0] for verb in VERBS if " " in verb.name} == set(GROUPS)
 

@@ -342,6 +342,40 @@ def test_the_journal_is_json(host: Host) -> None:
     assert all("event" in json.loads(line) for line in lines)
 
 
+def test_the_journal_knows_how_bad_a_line_is(host: Host) -> None:
+    """By the unit's name and the line's level, not by `python` and 6 for all."""
+    host.mirrord("mirror", "add", "no/such", user=None, check=False)
+    shown = ["journalctl", "--no-pager", "--identifier=mirrord", "--output=cat"]
+    warnings = host.machine.run(*shown, "--priority=warning").stdout
+    assert "mirror.failed" in warnings
+    assert "daemon.started" not in warnings
+    assert "daemon.started" in host.machine.run(*shown).stdout
+    host.mirrord("mirror", "remove", "no/such", user=None)
+
+
+def test_a_reload_of_a_bad_configuration_fails(host: Host, scratch: Path) -> None:
+    """In the words of `mirrord reload`, and the daemon goes on as it is."""
+    before = host.pid()
+    file = scratch / "etc" / "config.toml"
+    try:
+        file.write_text(f"{CONFIG}[checkouts]\nmax = 0\n")
+        assert host.machine.run("systemctl", "reload", "mirrord", check=False).returncode != 0
+        assert "checkouts.max: must be greater than or equal to 1" in host.machine.journal("mirrord.service")
+    finally:
+        file.write_text(CONFIG)
+    host.machine.run("systemctl", "reload", "mirrord")
+    assert host.pid() == before
+
+
+def test_stopping_the_socket_stops_the_daemon_for_good(host: Host) -> None:
+    """A client does not start it again, as it does after `systemctl stop mirrord.service`."""
+    host.machine.run("systemctl", "stop", "mirrord.socket")
+    assert host.mirrord("status", user=None, check=False).returncode == 9
+    assert host.machine.show("mirrord.service", "ActiveState") == "inactive"
+    host.machine.run("systemctl", "start", "mirrord.socket")
+    assert host.json("status", user=None)["health"]["status"] == "ok"
+
+
 def test_a_daemon_that_hangs_is_restarted(host: Host, checkout: dict[str, Any]) -> None:
     """The watchdog kills it, systemd starts another, and the checkout is still there."""
     drop_in = "/etc/systemd/system/mirrord.service.d"

@@ -109,6 +109,15 @@ def _jobs(found: Status) -> Iterator[str]:
         yield from table(("JOB", "NEXT", "LAST", "PROBLEM"), [(j.name, j.next_at, j.last_at, j.last_error) for j in found.jobs])
 
 
+def reload(session: Session) -> None:
+    """Prints the settings that changed; those that need a restart go to stderr. A bad file changes nothing, and is status 2."""
+    with session.client() as client:
+        answer = client.reload()
+    session.answer(answer, lambda: answer.applied)
+    for key in answer.refused:
+        session.note(f"{key} needs a restart")
+
+
 def events(
     session: Session,
     follow: Annotated[bool, Option("--follow", "-f", help="Go on with what happens, through restarts of the daemon.")] = False,

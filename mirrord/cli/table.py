@@ -79,6 +79,7 @@ VERBS = (
     Verb("operations wait", "operations:wait", "Wait until an operation ends.", (3, 4, 5, 6, 7, 8, 9)),
     Verb("operations cancel", "operations:cancel", "End an operation before it is done.", (3, 4, 9)),
     Verb("doctor", "examination:doctor", "Tell what this host can and cannot do.", (7,)),
+    Verb("reload", "service:reload", "Have the daemon read its configuration again.", (3, 9)),
     Verb("events", "service:events", "Print what happened, or with --follow what happens.", (3, 9)),
     Verb("config check", "configuration:check", "Check a configuration file.", ()),
     Verb("config show", "configuration:show", "Print the configuration in effect, defaults included.", ()),

@@ -67,6 +67,7 @@ def _serve(engine: Engine) -> int:
 
 
 def _explain(error: MirrordError) -> None:
-    print(f"mirrord: {error.message}", file=sys.stderr)  # noqa: T201
-    if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)  # noqa: T201
+    priority = telemetry.priority("error", sys.stderr)
+    told = [f"mirrord: {error.message}", *([f"hint: {error.hint}"] if error.hint else [])]
+    for line in "\n".join(told).splitlines():
+        print(f"{priority}{line}", file=sys.stderr)  # noqa: T201

@@ -67,6 +67,7 @@ class Mirrors:
         self._quarantine = Quarantine(settings().state_dir / "quarantine")
         self._sources = Sources(settings=settings, git=git, quarantine=self._quarantine)
         self._names: dict[str, MirrorName] = {}
+        self._unsynced: dict[str, str] = {}
         self._locks: dict[str, anyio.Lock] = {}
         self._mending = Mending(catalog, self.repository, self.lock)
         self._syncs: Flights[SyncResult] = Flights()
@@ -77,7 +78,9 @@ class Mirrors:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._quarantine.clean()
         self._mending.note(await reconcile(self._catalog, self._root, self.repository, self._sources.default_url))
-        self._names = {row.name.key: row.name for row in await self._catalog.list_mirrors()}
+        rows = await self._catalog.list_mirrors()
+        self._names = {row.name.key: row.name for row in rows}
+        self._unsynced = {row.name.key: str(row.error["detail"]) for row in rows if row.error}
 
     async def close(self) -> None:
         """Cancel running syncs; each leaves its mirror as it was."""
@@ -148,6 +151,7 @@ class Mirrors:
                 await self._catalog.put_mirror(row)
                 raise
             self._names.pop(row.name.key, None)
+            self._unsynced.pop(row.name.key, None)
         self._events.publish("mirror.removed", mirror=str(row.name))
 
     async def _must_be_unused(self, row: MirrorRow) -> None:
@@ -207,6 +211,7 @@ class Mirrors:
                 await self._record(row, result)
         except MirrordError as error:
             await self._catalog.update_mirror(name.key, attempted_at=started_at, error=error.problem())
+            self._unsynced[name.key] = error.message
             self._events.publish("mirror.failed", mirror=str(name), code=error.code, detail=error.message)
             raise
         if result.redirected_to:
@@ -221,7 +226,15 @@ class Mirrors:
         )
         return result
 
+    def outages(self) -> builtins.list[str]:
+        """Why nothing is up to date: the last sync of every mirror failed."""
+        if not self._names or not self._names.keys() <= self._unsynced.keys():
+            return []
+        name = next(iter(self._names))
+        return [f"no mirror can be synced ({len(self._names)} of {len(self._names)} fail); {name}: {self._unsynced[name]}"]
+
     async def _record(self, row: MirrorRow, result: SyncResult) -> None:
+        self._unsynced.pop(row.name.key, None)
         now = utc_now()
         await self._catalog.update_mirror(
             row.name.key,

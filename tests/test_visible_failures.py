@@ -1,0 +1,119 @@
+"""Failures that nobody asked about are seen: in status, health, events and the log, with the log's priority."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from daemons import Daemon, daemon
+from gitrepos import Upstream
+
+
+def _mirrord(running: Daemon, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "mirrord", "--socket", str(running.socket), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _reasons(running: Daemon) -> str:
+    return "; ".join(running.json("GET", "/v1/health")["reasons"])
+
+
+@pytest.mark.parametrize(("name", "content"), [("broken.jsonl", "not json\n"), ("rows.csv", "repo,base_commit\na/b,1\n")])
+def test_a_bad_file_in_the_watched_directory_is_a_warning_until_it_is_gone(name: str, content: str) -> None:
+    """In health, status, the events and the log; after a restart too."""
+    with daemon() as running:
+        file = running.state_dir / "datasets" / name
+        file.write_text(content)
+        _until(lambda: name in _reasons(running))
+        assert f"warning: {name} in datasets: cannot" in _mirrord(running, "status").stdout
+        assert "dataset.refused" in _mirrord(running, "events").stdout
+        (told,) = [line for line in running.log_lines if line["event"] == "dataset.refused"]
+        assert (told["level"], told["file"]) == ("warning", name)
+        running.stop()
+        running.start()
+        _until(lambda: name in _reasons(running))
+        file.unlink()
+        _until(lambda: name not in _reasons(running))
+
+
+def test_a_bad_file_that_was_repaired_is_no_warning(tmp_path: Path) -> None:
+    """It is imported when it changes."""
+    first = Upstream(tmp_path / "a" / "b").history(1)[0]
+    with daemon(f'[upstream]\nurl = "file://{tmp_path}/{{owner}}/{{name}}"\n') as running:
+        file = running.state_dir / "datasets" / "rows.jsonl"
+        file.write_text("not json\n")
+        _until(lambda: "rows.jsonl" in _reasons(running))
+        file.write_text(json.dumps({"repo": "a/b", "instance_id": "i", "base_commit": first}) + "\n")
+        _until(lambda: "rows" in [dataset["name"] for dataset in running.json("GET", "/v1/datasets")])
+        _until(lambda: "rows.jsonl" not in _reasons(running))
+
+
+def test_health_is_degraded_when_no_mirror_can_be_synced(tmp_path: Path) -> None:
+    """It says why, by a mirror; one that can be synced is enough, and a restart forgets nothing."""
+    with daemon(f'[upstream]\nurl = "file://{tmp_path}/{{owner}}/{{name}}"\n') as running:
+        assert running.get("/v1/health")[0] == 200
+        assert _mirrord(running, "mirror", "add", "a/b", "c/d").returncode == 6
+        running.stop()
+        running.start()
+        status, _, body = running.get("/v1/health")
+        reason = json.loads(body)["reasons"][0]
+        assert status == 503
+        assert re.match(r"no mirror can be synced \(2 of 2 fail\); \w__\w: cannot ", reason)
+        Upstream(tmp_path / "a" / "b").history(1)
+        assert _mirrord(running, "mirror", "sync", "a/b").returncode == 0
+        _until(lambda: running.get("/v1/health")[0] == 200)
+
+
+def test_reload_ends_as_the_daemon_judges() -> None:
+    """What was applied on stdout, what needs a restart on stderr; two for a file with faults, which changes nothing."""
+    with daemon("[checkouts]\nmax = 5\n[datasets]\nwatch = false\n") as running:
+        running.write_config('[checkouts]\nmax = 6\nbackend = "pool"\n[datasets]\nwatch = false\n')
+        done = _mirrord(running, "reload")
+        assert (done.returncode, done.stderr) == (0, "checkouts.backend needs a restart\n")
+        assert done.stdout in ("checkouts.max\n", "")  # the daemon that watches the file may have been first
+        assert running.json("GET", "/v1/status")["checkout_max"] == 6
+        running.write_config("[checkouts]\nmax = 0\n")
+        done = _mirrord(running, "reload")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "checkouts.max: must be greater than or equal to 1" in done.stderr
+        assert running.json("GET", "/v1/status")["checkout_max"] == 6
+
+
+def test_lines_for_the_journal_begin_with_their_priority(tmp_path: Path) -> None:
+    """Only where stderr is the journal, which takes it off again."""
+    with daemon(f'[upstream]\nurl = "file://{tmp_path}/{{owner}}/{{name}}"\n', start=False) as made:
+        made.log_path.touch()
+        found = made.log_path.stat()
+        running = Daemon(
+            made.root, made.config.read_text().split("\n", 2)[2], environment={"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
+        )
+        try:
+            running.start()
+            _mirrord(running, "mirror", "add", "a/b")
+        finally:
+            running.stop()
+        found = [re.fullmatch(r"<(\d)>(\{.*\})", line) for line in running.log.splitlines()]
+        assert all(found)
+        lines = [(int(line[1]), json.loads(line[2])) for line in found if line]
+        assert {(6, "info"), (4, "warning")} == {(number, line["level"]) for number, line in lines}
+        assert next(number for number, line in lines if line["event"] == "mirror.failed") == 4
+        running.write_config("[checkouts]\nmax = 0\n")
+        running.log_path.write_text("")
+        running.start(wait=False)
+        assert running.process is not None
+        assert running.process.wait(20) == 2
+        assert running.log.startswith("<3>mirrord: cannot use configuration")
+        assert all(line.startswith("<3>") for line in running.log.splitlines())
