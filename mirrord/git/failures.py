@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterable
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import (
     CorruptObjectError,
@@ -105,6 +105,9 @@ _SILENT_INDEX_PACK = "fatal: fetch-pack: invalid index-pack output"
 """What git fetch (2.39) says when its index-pack ended; one that refused a pack has said why before."""
 _NOISE = re.compile(r"^(remote: *$|hint:|warning: |Cloning into|From |POST |To )")
 _LEADING = re.compile(r"^(fatal|error|remote): ")
+_COMPLAINT = re.compile(r"^(?:remote: )?(?:fatal|error): ")
+_OID = re.compile(r"\b[0-9a-f]{40}\b")
+_MOST_OBJECTS = 20
 
 
 class HttpAnswer(NamedTuple):
@@ -131,13 +134,16 @@ def failure(
     if http.status == 429 or (http.status == 503 and http.retry_after):
         return _throttled(doing, fact, http)
     rules = (_DISK_FULL, *(_UPSTREAM_RULES if upstream else _LOCAL_RULES))
+    facts: dict[str, Any] = {"git_status": status, **_named_objects(stderr)}
+    if "filtering not recognized by server" in stderr:
+        facts["filter_ignored"] = True
     for rule in rules:
         if rule.pattern.search(stderr):
-            found: MirrordError = rule.error(f"cannot {doing}: {fact}", hint=rule.hint, git_status=status)
+            found: MirrordError = rule.error(f"cannot {doing}: {fact}", hint=rule.hint, **facts)
             return found
     if upstream:
-        return UpstreamError(f"cannot {doing}: {fact}", hint="try again later; check the upstream URL", git_status=status)
-    return GitFailedError(f"cannot {doing}: {fact}", hint="see the daemon's log; audit the mirror", git_status=status)
+        return UpstreamError(f"cannot {doing}: {fact}", hint="try again later; check the upstream URL", **facts)
+    return GitFailedError(f"cannot {doing}: {fact}", hint="see the daemon's log; audit the mirror", **facts)
 
 
 def _inner_death(stderr: str) -> str | None:
@@ -172,9 +178,18 @@ def retry_after_seconds(value: str | None, *, now: datetime) -> float | None:
     return max(0.0, (at - now).total_seconds()) if at.tzinfo else None
 
 
+def _named_objects(stderr: str) -> dict[str, list[str]]:
+    """The objects that git or upstream complains of: an id in a warning says nothing."""
+    complaints = (line for line in stderr.splitlines() if _COMPLAINT.match(line))
+    found = dict.fromkeys(oid for line in complaints for oid in _OID.findall(line))
+    return {"objects": list(found)[:_MOST_OBJECTS]} if found else {}
+
+
 def _fact(stderr: str) -> str:
-    """The line that says most: git's first `fatal:` or `error:`, else upstream's last words."""
+    """The line that says most: the first that names an object, git's first `fatal:` or `error:`, else upstream's last words."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip() and not _NOISE.match(line)]
+    if naming := [line for line in lines if _COMPLAINT.match(line) and _OID.search(line)]:
+        return _COMPLAINT.sub("", naming[0])[:400]
     for prefix in ("fatal: ", "error: "):
         if found := [line for line in lines if line.startswith(prefix)]:
             return _LEADING.sub("", found[0])[:400]

@@ -19,7 +19,7 @@ from ..catalog.catalog import Catalog
 from ..catalog.rows import PinRow
 from ..errors import GitFailedError, InvalidRequestError, MirrordError, ResourceError
 from ..model import CommitId, shown
-from .isolation import isolate
+from .bisect import find_bad
 from .repository import PINS, Refs, Repository
 from .transaction import Transaction, commit, recover
 
@@ -77,8 +77,8 @@ async def verify(repository: Repository, commits: Collection[CommitId]) -> dict[
         await repository.verify_closure(some)
 
     present = sorted(set(commits) - refused.keys())
-    failed = await isolate(present, attempt, blames_items=_blames_commits, budget=_FAILURES, hopeless=_FAILURES)
-    return refused | {oid: error.message for oid, error in failed}
+    failed = await find_bad(present, attempt, is_theirs=_blames_commits, budget=_FAILURES, hopeless=_FAILURES)
+    return refused | {oid: error.message for oid, error in failed.items()}
 
 
 def _blames_commits(error: MirrordError) -> bool:

@@ -48,7 +48,8 @@ class Sources:
         return [parse_upstream(url) for url in urls]
 
     def _fetcher(self, repository: Repository, upstream: Upstream, progress: ProgressSink | None) -> Fetcher:
-        return Fetcher(repository, upstream, self._quarantine, self._settings().upstream.timeout, progress)
+        quiet = self._settings().upstream.timeout
+        return Fetcher(repository, upstream, self._quarantine, quiet, progress, lambda: self._hosts.turn(upstream.host))
 
     # -- refs ---------------------------------------------------------------------------------------------------------
 
@@ -76,7 +77,7 @@ class Sources:
         self, row: MirrorRow, path: Path, upstream: Upstream, progress: ProgressSink | None, *, accept_loss: bool = False
     ) -> SyncResult:
         fetcher = self._fetcher(Repository(self._git, row.name, path), upstream, progress)
-        known = {str(fault["commit"]) for fault in row.ref_faults}
+        known = {str(fault["commit"]): str(fault["reason"]) for fault in row.ref_faults}
         return await sync(fetcher, self._settings().upstream.refs, known_faults=known, accept_loss=accept_loss)
 
     # -- commits ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ holds the mirror's lock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import MirrordError
@@ -53,12 +53,16 @@ class SyncResult:
 
 
 async def sync(
-    fetcher: Fetcher, patterns: Sequence[str], *, known_faults: Collection[str] = (), accept_loss: bool = False
+    fetcher: Fetcher,
+    patterns: Sequence[str],
+    *,
+    known_faults: Mapping[str, str] | None = None,
+    accept_loss: bool = False,
 ) -> SyncResult:
     """Bring the mirror up to date. Raises an UpstreamError when nothing could be had; single bad refs become faults.
 
-    `known_faults` are objects that upstream could not give last time: they are asked for again, but together and last. Without
-    `accept_loss` an upstream that lost most of its refs is an UpstreamLossError.
+    `known_faults` are objects that upstream could not give last time, with the reason: they are asked for again, but together and
+    last. Without `accept_loss` an upstream that lost most of its refs is an UpstreamLossError.
     """
     repository = fetcher.repository
     await recover(repository)
@@ -67,7 +71,7 @@ async def sync(
     offer = await fetcher.offer(patterns, may_be_empty=accept_loss or is_empty)
     if not accept_loss:
         must_not_vanish(repository.name, theirs(present), offer)
-    failed = await _fetch_missing(fetcher, offer, present, known_faults)
+    failed = await _fetch_missing(fetcher, offer, present, known_faults or {})
     if offer.refs and len(failed) == len(set(offer.refs.values())) and not theirs(present):
         raise next(iter(failed.values()))
     faults = [*offer.faults, *_faults(offer, failed)]
@@ -79,7 +83,9 @@ async def sync(
     return replace(_result(repository, present, target, changes, faults, head), redirected_to=offer.redirected_to)
 
 
-async def _fetch_missing(fetcher: Fetcher, offer: Offer, present: Refs, known_faults: Collection[str]) -> dict[str, MirrordError]:
+async def _fetch_missing(
+    fetcher: Fetcher, offer: Offer, present: Refs, known_faults: Mapping[str, str]
+) -> dict[str, MirrordError]:
     """Fetch what no ref of the mirror holds yet, the default branch first."""
     held = set(present.values())
     wanted = {oid: None for ref, oid in sorted(offer.refs.items(), key=lambda item: _rank(offer, item[0])) if oid not in held}
@@ -88,7 +94,7 @@ async def _fetch_missing(fetcher: Fetcher, offer: Offer, present: Refs, known_fa
     failed = await fetcher.fetch(fresh) if fresh else {}
     if failed and len(fresh) == 1:  # asked for only once: perhaps the connection broke, which says nothing of the object
         failed = await fetcher.fetch(fresh)
-    return failed | (await fetcher.fetch(again) if again else {})
+    return failed | (await fetcher.fetch(again, known_faults) if again else {})
 
 
 def _rank(offer: Offer, ref: str) -> tuple[int, str]:

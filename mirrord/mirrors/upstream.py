@@ -31,6 +31,10 @@ class Upstream:
     host: str
 
     @property
+    def is_local(self) -> bool:
+        return self.host == _LOCAL
+
+    @property
     def shown(self) -> str:
         """The URL as it may appear anywhere."""
         return masked_url(self.url)
