@@ -17,7 +17,7 @@ client reads it back as the same class. Messages read `cannot <verb> <noun> <nam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 _CLASSES: dict[str, type[MirrordError]] = {}
@@ -63,6 +63,11 @@ class MirrordError(Exception):
 
 def _rebuild(cls: type[MirrordError], message: str, hint: str | None, facts: dict[str, Any]) -> MirrordError:
     return cls(message, hint=hint, **facts)
+
+
+def iter_errors(family: type[MirrordError]) -> Iterator[type[MirrordError]]:
+    """The classes of a family that have a code of their own, itself first."""
+    return (each for each in _CLASSES.values() if issubclass(each, family))
 
 
 _PROBLEM_MEMBERS = {"type", "title", "status", "code", "detail", "hint", "instance", "message"}

@@ -17,6 +17,12 @@ from typing import Any
 
 import anyone
 
+from mirrord.api.routing import Routes
+from mirrord.api.table import ENDPOINTS
+from mirrord.errors import MirrordError
+
+_ROUTES = Routes(ENDPOINTS)
+
 
 class Daemon:
     """One daemon. `root` holds its configuration, state and socket; it must be short, because a socket's path must be."""
@@ -124,7 +130,9 @@ class Daemon:
         content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         lines = {"host": "mirrord", "connection": "close", "content-length": str(len(content)), **(headers or {})}
         head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        return parse_response(self.exchange(head.encode() + b"\r\n" + content))
+        answer = parse_response(self.exchange(head.encode() + b"\r\n" + content))
+        _must_be_documented(method, path, answer)
+        return answer
 
     def get(self, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
         return self.request("GET", path, headers=headers)
@@ -132,6 +140,19 @@ class Daemon:
     def json(self, method: str, path: str, body: Any = None) -> Any:
         """The answer read as JSON, whatever its status."""
         return json.loads(self.request(method, path, body)[2])
+
+
+def _must_be_documented(method: str, path: str, answer: tuple[int, dict[str, str], bytes]) -> None:
+    """Whatever problem a test provokes, the document has its status and its code at that endpoint."""
+    status, headers, body = answer
+    if headers.get("content-type") != "application/problem+json" or method == "HEAD":
+        return
+    try:
+        endpoint, _ = _ROUTES.find(method, path.partition("?")[0].encode())
+    except MirrordError:
+        return  # no endpoint, so nothing that could be documented
+    code = json.loads(body)["code"]
+    assert (status, code) in {(error.http_status, error.code) for error in endpoint.errors}, f"{method} {path}: {code}"
 
 
 def parse_response(raw: bytes) -> tuple[int, dict[str, str], bytes]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from anyone import BARE_PYTHON, NOBODY
 from daemons import Daemon, daemon, parse_response
 
 from mirrord.api.table import ENDPOINTS
+from mirrord.errors import MirrordError, iter_errors
 from mirrord.host.peers import Role
+from mirrord.protocol import RESULTS
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +222,54 @@ def test_the_document_has_every_endpoint_of_the_table(running: Daemon) -> None:
     assert checkout["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/StartCheckout")
     assert checkout["responses"]["201"]["content"]["application/json"]["schema"]["$ref"].endswith("/Checkout")
     assert "application/problem+json" in checkout["responses"]["default"]["content"]
+    patch = document["paths"]["/v1/checkouts/{id}/apply"]["post"]
+    assert set(patch["requestBody"]["content"]) == {"application/octet-stream", "text/x-diff"}
+    assert patch["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/Checkout")
+    assert "patch-conflict" in patch["responses"]["409"]["x-codes"]
+
+
+def test_the_document_says_which_problems_each_endpoint_answers_with(running: Daemon) -> None:
+    """By status, under their media type, as the one schema that generated clients read; each code where the table has it."""
+    document = running.json("GET", "/v1/openapi.json")
+    codes = {(error.http_status, error.code) for error in iter_errors(MirrordError)}
+    for path, methods in document["paths"].items():
+        for method, described in methods.items():
+            problems = {
+                status: each for status, each in described["responses"].items() if status == "default" or int(status) >= 400
+            }
+            assert {"default", "400", "500", "503"} <= set(problems), (method, path)
+            for status, each in problems.items():
+                expected = {"application/problem+json"} | (
+                    {"application/json"} if (path, status) == ("/v1/health", "503") else set()
+                )
+                assert set(each["content"]) == expected
+                assert each["content"]["application/problem+json"]["schema"] == {"$ref": "#/components/schemas/Problem"}
+                assert {(int(status), code) for code in each.get("x-codes", [])} <= codes if status != "default" else True
+    problem = document["components"]["schemas"]["Problem"]
+    assert problem["additionalProperties"] is True
+    assert set(problem["properties"]) == {"type", "title", "status", "code", "detail", "hint"}
+
+
+def test_every_reference_of_the_document_is_in_it(running: Daemon) -> None:
+    """What a generator stumbles over first."""
+    text = running.get("/v1/openapi.json")[2].decode()
+    schemas = json.loads(text)["components"]["schemas"]
+    assert set(re.findall(r'"#/components/schemas/(\w+)"', text)) <= set(schemas)
+    assert not re.search(r'"#/(?!components/schemas/)', text)
+
+
+def test_the_document_has_a_schema_for_the_result_of_each_kind_of_operation(running: Daemon) -> None:
+    """One of them, or none while it runs."""
+    schemas = running.json("GET", "/v1/openapi.json")["components"]["schemas"]
+    result = schemas["Operation"]["properties"]["result"]
+    assert {each.get("$ref", each.get("type")) for each in result["oneOf"]} == {
+        "null",
+        *(f"#/components/schemas/{message.__name__}" for message in RESULTS.values()),
+    }
+    for message in RESULTS.values():
+        assert set(schemas[message.__name__]["properties"]) == set(get_type_hints(message)) - {
+            name for name in get_type_hints(message) if name.startswith("_")
+        }
 
 
 def test_metrics_are_prometheus_text(running: Daemon) -> None:

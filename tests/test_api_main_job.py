@@ -16,6 +16,8 @@ from anyone import BARE_PYTHON, NOBODY
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
 
+from mirrord.protocol import RESULTS
+
 
 class World:
     """A daemon, one upstream, and a dataset of its first commits."""
@@ -35,6 +37,9 @@ class World:
         while operation["state"] == "running" and time.monotonic() < deadline:
             time.sleep(0.05)
             operation = self.daemon.json("GET", f"/v1/operations/{operation['id']}")
+        if operation["result"] is not None:
+            message = RESULTS[operation["kind"]]
+            assert message.from_json(operation["result"]).to_json() == operation["result"]  # nothing that is not documented
         return operation
 
     def import_dataset(self, name: str = "d.jsonl") -> dict[str, Any]:

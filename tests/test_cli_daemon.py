@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
@@ -193,6 +194,22 @@ def test_the_life_of_a_checkout(world: World, tree: Path, tmp_path: Path) -> Non
     assert not (tree / "new.bin").exists()
     assert world.run("apply", tree, "-", "--reverse", stdin=patch.out).status == 5
     assert world.run("verify-seal", tree, "--base", world.commits[1]).status == 0
+
+
+@pytest.mark.parametrize(("content", "encoding"), [(b"ol\xc3\xa9\n", "utf-8"), (b"\xff\xfe latin \xe9\n", "base64")])
+def test_a_diff_in_json_keeps_each_byte(world: World, tree: Path, tmp_path: Path, content: bytes, encoding: str) -> None:
+    """A patch need not be text: one that is not UTF-8 is in base64, and applies again."""
+    (tree / "README").write_bytes(content)
+    answer = world.run("diff", tree, "--json").json
+    assert answer["encoding"] == encoding
+    patch = base64.b64decode(answer["patch"]) if encoding == "base64" else answer["patch"].encode()
+    assert b"+" + content in patch
+    with Client(world.daemon.socket) as client:
+        assert patch == client.diff_checkout(tree.parent.name)
+    (tmp_path / "p").write_bytes(patch)
+    assert world.run("reset", tree).status == 0
+    assert world.run("apply", tree, tmp_path / "p").status == 0
+    assert (tree / "README").read_bytes() == content
 
 
 def test_a_reset_goes_on_to_another_instance_or_commit(world: World, tree: Path) -> None:

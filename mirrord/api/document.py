@@ -12,12 +12,17 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query
+from pydantic import TypeAdapter
 
 from .. import __version__
-from ..protocol import Problem
+from ..protocol import RESULTS, Health, Problem
 from .problems import MEDIA_TYPE
 from .queries import NoQuery
 from .table import ENDPOINTS, Endpoint
+
+_TEXT = {"schema": {"type": "string"}}
+_BYTES = {"schema": {"type": "string", "format": "binary"}}
+_SCHEMAS = "#/components/schemas"
 
 
 def openapi() -> str:
@@ -38,7 +43,25 @@ def openapi() -> str:
             responses=_answers(endpoint),
             openapi_extra=_extra(endpoint),
         )
-    return json.dumps(application.openapi())
+    document = application.openapi()
+    _describe(document["components"]["schemas"])
+    return json.dumps(document)
+
+
+def _describe(schemas: dict[str, Any]) -> None:
+    """What the classes do not say: the facts of a problem stand beside its members, and a result is as its operation's kind."""
+    for message in {*RESULTS.values(), Problem}:
+        made = TypeAdapter(message).json_schema(ref_template=f"{_SCHEMAS}/{{model}}")
+        for name, inner in {**made.pop("$defs", {}), message.__name__: made}.items():
+            schemas.setdefault(name, inner)
+    del schemas["Problem"]["properties"]["facts"]
+    schemas["Problem"]["additionalProperties"] = True
+    kinds = {kind: {"$ref": f"{_SCHEMAS}/{message.__name__}"} for kind, message in RESULTS.items()}
+    results = sorted({reference["$ref"] for reference in kinds.values()})
+    schemas["Operation"]["properties"]["result"] = {
+        "oneOf": [*({"$ref": reference} for reference in results), {"type": "null"}],
+        "description": "by kind: " + ", ".join(f"{kind}: {message.__name__}" for kind, message in RESULTS.items()),
+    }
 
 
 def _documented(endpoint: Endpoint) -> Callable[..., Any]:
@@ -59,15 +82,27 @@ def _documented(endpoint: Endpoint) -> Callable[..., Any]:
 
 
 def _answers(endpoint: Endpoint) -> dict[int | str, dict[str, Any]]:
-    problem: dict[str, Any] = {"description": "A problem", "model": Problem, "content": {MEDIA_TYPE: {}}}
-    answers: dict[int | str, dict[str, Any]] = {"default": problem}
+    problem = {MEDIA_TYPE: {"schema": {"$ref": f"{_SCHEMAS}/Problem"}}}
+    answers: dict[int | str, dict[str, Any]] = {"default": {"description": "A problem", "content": problem}}
+    for status in sorted({error.http_status for error in endpoint.errors}):
+        codes = sorted(error.code for error in endpoint.errors if error.http_status == status)
+        answers[status] = {"description": f"Problem: {', '.join(codes)}", "content": problem, "x-codes": codes}
+    if endpoint.answer is Health:  # a degraded daemon answers with its health too
+        answers[503]["content"] = {**problem, "application/json": {"schema": {"$ref": f"{_SCHEMAS}/Health"}}}
     if isinstance(endpoint.answer, str):
-        answers[200] = {"description": "Successful Response", "content": {endpoint.answer: {}}}
+        answers[200] = {"description": "Successful Response", "content": {endpoint.answer: _content(endpoint.answer)}}
     return answers
 
 
+def _content(media_type: str) -> dict[str, Any]:
+    if media_type == "application/json":
+        return {"schema": {"type": "object"}}
+    return _BYTES if media_type in {"application/octet-stream", "text/x-diff"} else _TEXT
+
+
 def _extra(endpoint: Endpoint) -> dict[str, Any]:
+    """Bytes are taken under any media type; generators know `application/octet-stream` best."""
     extra: dict[str, Any] = {"x-access": endpoint.access.name.lower()}
     if isinstance(endpoint.body, str):
-        extra["requestBody"] = {"content": {endpoint.body: {"schema": {"type": "string", "format": "binary"}}}}
+        extra["requestBody"] = {"content": {"application/octet-stream": _BYTES, endpoint.body: _BYTES}}
     return extra

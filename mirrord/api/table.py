@@ -10,6 +10,18 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import (
+    AccessError,
+    ConflictError,
+    IntegrityError,
+    InternalError,
+    MirrordError,
+    NotFoundError,
+    ResourceError,
+    UpstreamError,
+    UsageError,
+    iter_errors,
+)
 from ..host.peers import Role
 from ..protocol import (
     API,
@@ -109,11 +121,44 @@ class Endpoint:
         return self.body if isinstance(self.body, type) else None
 
     @property
+    def errors(self) -> list[type[MirrordError]]:
+        """What it may answer instead: whole families, without what speaks of another noun's things."""
+        families: list[type[MirrordError]] = [UsageError, ResourceError, IntegrityError, InternalError]
+        if self.access is not Role.STRANGER:
+            families.append(AccessError)
+        if self.parameters or self.body or self.query is not NoQuery:
+            families.append(NotFoundError)
+        if self.method != "GET" or self.noun == "checkouts":
+            families.append(ConflictError)
+        if self.method != "GET" and self.noun in {"mirrors", "pins", "bundles"}:
+            families.append(UpstreamError)
+        foreign = _SUBJECTS - _SPEAKS_OF.get(self.noun, set())
+        return [error for family in families for error in iter_errors(family) if foreign.isdisjoint(error.code.split("-"))]
+
+    @property
     def model(self) -> type[Message] | None:
         """The model of the answer, or of one item of it."""
         item = getattr(self.answer, "__args__", [self.answer])[0]
         return item if isinstance(item, type) and issubclass(item, Message) else None
 
+
+_SPEAKS_OF: dict[str, set[str]] = {
+    "reload": {"config"},
+    "mirrors": {"mirror", "name", "url", "commit", "bundle"},
+    "bundles": {"mirror", "name", "commit", "bundle", "dataset"},
+    "pins": {"mirror", "name", "commit", "pin", "url"},
+    "datasets": {"dataset", "name", "mirror", "url"},
+    "instances": {"instance", "dataset", "name"},
+    "audits": {"audit", "mirror", "dataset", "name"},
+    "heals": {"mirror", "name"},
+    "checkouts": {
+        "checkout", "checkouts", "instance", "dataset", "mirror", "name", "commit", "path", "patch", "tree", "diff", "ttl",
+        "process",
+    },
+    "operations": {"operation"},
+}  # fmt: skip
+_SUBJECTS = {"already", "new", "method"}.union(*_SPEAKS_OF.values())
+"""Words of codes that not every endpoint can answer with; of the first three, none that is in the table."""
 
 _MIRROR, _DATASET, _CHECKOUT = f"{API}/mirrors/{{name}}", f"{API}/datasets/{{name}}", f"{API}/checkouts/{{id}}"
 _FILE, _PATCH = "application/octet-stream", "text/x-diff"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import pwd
 import re
 import sys
@@ -80,10 +81,18 @@ def diff(session: Session, checkout_id: Id) -> None:
     with session.client() as client:
         patch = client.diff_checkout(find_id(client, checkout_id))
     if session.json:
-        session.print_json({"diff": patch.decode("utf-8", "replace")})
+        session.print_json(_as_json(patch))
         return
     sys.stdout.buffer.write(patch)
     sys.stdout.buffer.flush()
+
+
+def _as_json(patch: bytes) -> dict[str, str]:
+    """A patch need not be UTF-8, and no byte of it may be lost."""
+    try:
+        return {"patch": patch.decode(), "encoding": "utf-8"}
+    except UnicodeDecodeError:
+        return {"patch": base64.b64encode(patch).decode(), "encoding": "base64"}
 
 
 def apply(

@@ -31,11 +31,12 @@ from .datasets import (
 )
 from .messages import API, Answer, Bounds, MalformedError, Message, Problem, Repo, Request, to_bytes, to_json
 from .mirrors import AddMirror, AddPin, BundleFile, Mirror, Pin, RefChange, RefDiff, RefFault, RefRecord, RestoreRefs, SyncMirror
-from .operations import Operation, Progress
+from .operations import RESULTS, BundleImported, DatasetImported, Operation, Prewarmed, Progress, Synced
 from .service import Event, Health, JobState, ReloadAnswer, Status
 
 __all__ = [
     "API",
+    "RESULTS",
     "AddMirror",
     "AddPin",
     "Answer",
@@ -44,9 +45,11 @@ __all__ = [
     "AuditSummary",
     "Bounds",
     "BundleFile",
+    "BundleImported",
     "Checkout",
     "Dataset",
     "DatasetChange",
+    "DatasetImported",
     "DatasetSummary",
     "Event",
     "Finding",
@@ -60,6 +63,7 @@ __all__ = [
     "Mirror",
     "Operation",
     "Pin",
+    "Prewarmed",
     "Problem",
     "Progress",
     "Proof",
@@ -86,6 +90,7 @@ __all__ = [
     "StartHeal",
     "Status",
     "SyncMirror",
+    "Synced",
     "UnpinnedCommit",
     "to_bytes",
     "to_json",

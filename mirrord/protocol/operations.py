@@ -5,7 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
+from .audits import Audit
+from .datasets import Dataset, DatasetChange
 from .messages import Answer, Problem
+from .mirrors import RefChange, RefDiff, RefFault
 
 
 class Progress(Answer):
@@ -17,7 +20,63 @@ class Progress(Answer):
     note: str = ""
 
 
+class Synced(Answer):
+    """What a sync did. `changes` is cut at a thousand; `summary` counts all. `pinned` were refused before, and are not now."""
+
+    mirror: str
+    changed: bool
+    summary: str
+    ref_count: int
+    kept_count: int
+    default_branch: str | None = None
+    changes: list[RefChange] = []
+    faults: list[RefFault] = []
+    redirected_to: str | None = None
+    pinned: int = 0
+
+
+class DatasetImported(Answer):
+    dataset: Dataset
+    change: DatasetChange
+
+
+class BundleImported(Answer):
+    """`pins_taken_over` are pins of datasets that could not be restored: they belong to the importer now."""
+
+    mirror: str
+    created: bool
+    summary: str
+    kept: list[str]
+    pins: int = 0
+    pins_taken_over: int = 0
+    datasets: dict[str, int] = {}
+    datasets_refused: list[str] = []
+
+
+class Prewarmed(Answer):
+    """Commits. `left` had no room."""
+
+    prepared: int
+    failed: int
+    left: int = 0
+
+
+RESULTS: dict[str, type[Answer]] = {
+    "mirror.add": Synced,
+    "mirror.sync": Synced,
+    "refs.restore": RefDiff,
+    "bundle.import": BundleImported,
+    "dataset.import": DatasetImported,
+    "audit": Audit,
+    "heal": Audit,
+    "prewarm": Prewarmed,
+}
+"""What an operation of each kind ends with; a `mirror.maintain` ends with nothing."""
+
+
 class Operation(Answer):
+    """`result` is of the message that RESULTS has for its `kind`."""
+
     id: str
     kind: str
     subject: str
