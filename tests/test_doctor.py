@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
+import anyone
 import pytest
 
 from mirrord.cli.main import run
@@ -26,7 +28,7 @@ def _checks(state_dir: Path, socket: Path | None = None) -> dict[str, Check]:
 def test_every_check_answers_and_what_is_not_well_has_a_remedy(tmp_path: Path) -> None:
     """A verdict alone helps nobody."""
     checks = _checks(tmp_path / "state")
-    assert len(checks) == 24
+    assert len(checks) == 25
     assert all(check.fact for check in checks.values())
     assert all(check.remedy for check in checks.values() if check.verdict != "ok")
     assert {checks[name].verdict for name in ("git", "libgit2", "python packages", "kernel")} <= {"ok", "warn"}
@@ -81,6 +83,20 @@ def test_it_is_judged_what_the_daemons_user_may_and_not_who_asks(tmp_path: Path,
     assert _checks(state, tmp_path / "s")["socket"].verdict == "ok"
     os.chown(state, 65533, 65533)
     assert _checks(state, tmp_path / "s")["socket"].verdict == "fail"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be somebody else")
+def test_it_is_tried_whether_a_command_can_be_confined(tmp_path: Path) -> None:
+    """By root and by a user; not where the kernel allows no user namespaces."""
+    assert _checks(tmp_path)["exec"].verdict == "ok"
+    forbid = "confine._enter_own(); open('/proc/sys/user/max_user_namespaces', 'w').write('0')"
+    for before, said in (("", "None"), (forbid, "cannot make a namespace: No space left on device")):
+        script = f"from mirrord.host import confine; {before}\nprint(confine.find_obstacle())"
+        asked = subprocess.run(
+            [*anyone.python(), "-c", script], user=65534, group=65534, extra_groups=[], cwd="/",
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert asked.stdout == f"{said}\n"
 
 
 def test_a_daemon_that_holds_the_state_directory_is_named(tmp_path: Path) -> None:

@@ -170,7 +170,8 @@ def test_root_is_told_that_a_command_of_its_own_is_not_kept_out(world: World) ->
     assert "name a user with --owner" in ran.stderr
     found = json.loads(ran.stdout)
     assert not found["attempts"]["plain"].isdecimal()
-    assert found["uid"] == 0
+    assert (found["uid"], found["groups"]) == (0, [])
+    assert "without the groups daemon" in ran.stderr
 
 
 @pytest.mark.parametrize(("uid", "owner"), [(0, AGENT), (MEMBER, SUBUID), (MEMBER, None)])

@@ -78,10 +78,12 @@ def _bound(take: Callable[..., Checkout]) -> Checkout:
 
 def _tell(session: Session, become: tuple[int, int] | None, hidden: Path | None) -> None:
     """What the command has no more, and what it still has."""
-    if become and (groups := os.getgroups()):
-        session.note(f"mirrord: the command runs as uid {become[0]}, without the groups {', '.join(map(_group_name, groups))}")
-    elif hidden and not become and os.getuid() == 0:
-        session.note("mirrord: the command runs as root, which can reach the daemon all the same; name a user with --owner")
+    is_roots = hidden and not become and os.getuid() == 0
+    if (become or is_roots) and (groups := set(os.getgroups()) - {os.getgid()}):
+        user = become[0] if become else 0
+        session.note(f"mirrord: the command runs as uid {user}, without the groups {', '.join(map(_group_name, groups))}")
+    if is_roots:
+        session.note("mirrord: root can reach the daemon all the same; name a user with --owner")
 
 
 def _group_name(gid: int) -> str:

@@ -64,4 +64,5 @@ _CHECKS: tuple[tuple[str, Callable[[Settings], Result]], ...] = (
     ("socket", access.socket_path),
     ("daemon", access.daemon),
     ("group", access.group),
+    ("exec", access.confinement),
 )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import fcntl
 import grp
 import os
+import shutil
 import socket
 from pathlib import Path
 
 from ..config import Settings
+from ..host.confine import find_obstacle
+from ..host.processes import search_path
 from .asking import Result, existing, judge
 
 _SOCKET_PATH_BYTES = 107  # sockaddr_un, less its final zero
@@ -61,6 +64,15 @@ def _lock_holder(lock: Path) -> str | None:
     finally:
         os.close(descriptor)
     return None
+
+
+def confinement(settings: Settings) -> Result:
+    """What `mirrord exec` needs to keep the daemon out of its command's reach."""
+    if obstacle := find_obstacle():
+        return "warn", obstacle, "`mirrord exec` refuses to run; --keep-access runs without confinement"
+    if shutil.which("newuidmap", path=search_path()) is None:
+        return "ok", "for your own uid and for root; newuidmap is not installed", ""
+    return "ok", "for your own uid, for subordinate uids and for root", ""
 
 
 def group(settings: Settings) -> Result:

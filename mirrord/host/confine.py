@@ -15,9 +15,11 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from .files import opened
 from .processes import die_with_parent, search_path
 from .userns import Owner
 
@@ -44,12 +46,12 @@ class Confinement:
         if self.become and not is_root:
             _enter_subordinate(self.become)
         elif self.hidden:
-            own = os.getuid(), os.getgid()
-            _unshare(_CLONE_NEWNS if is_root else _CLONE_NEWNS | _CLONE_NEWUSER)
-            if not is_root:
-                _map_only(own)
+            _enter_own()
         if self.hidden:
             _hide(self.hidden)
+            if is_root:
+                with suppress(PermissionError):  # of a user namespace; root needs no group anyway
+                    os.setgroups([])
         if self.become:
             os.setgroups([])
             os.setresgid(self.become[1], self.become[1], self.become[1])
@@ -58,6 +60,36 @@ class Confinement:
             raise _failed("give up new privileges")
         os.chdir(self.directory)  # last: its owner alone may enter
         die_with_parent(self.parent_pid)  # after the uid has changed, which would undo it
+
+
+def find_obstacle() -> str | None:
+    """Why a command could not be confined by this process; None where it could. Tried in a child."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            _enter_own()
+            _mount(None, "/", None, _MS_REC | _MS_SLAVE)
+            _mount("/dev/null", "/dev/null", None, _MS_BIND)
+        except OSError as error:
+            os.write(writing, str(error.strerror).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with opened(reading):
+        obstacle = os.read(reading, 1000)
+    os.waitpid(child, 0)
+    return obstacle.decode() or None
+
+
+def _enter_own() -> None:
+    """Enter a mount namespace; who is not root, by way of a user namespace with itself alone in it."""
+    own = os.getuid(), os.getgid()
+    if os.geteuid() == 0:
+        _unshare(_CLONE_NEWNS)
+    else:
+        _unshare(_CLONE_NEWNS | _CLONE_NEWUSER)
+        _map_only(own)
 
 
 def _enter_subordinate(owner: Owner) -> None:
