@@ -9,7 +9,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -218,8 +218,9 @@ def test_idle_strangers_keep_nobody_out() -> None:
 
 def read_all(connection: socket.socket) -> bytes:
     raw = b""
-    while chunk := connection.recv(1 << 16):
-        raw += chunk
+    with suppress(ConnectionResetError):  # the end of a connection whose body was not read
+        while chunk := connection.recv(1 << 16):
+            raw += chunk
     return raw
 
 
@@ -333,3 +334,66 @@ def test_few_open_files_are_shared_with_idle_clients(
         assert "Traceback" not in running.log
         assert "install git" not in running.log
         assert any("open files" in reason for reason in running.json("GET", "/v1/health")["reasons"])
+
+
+# -- bodies -----------------------------------------------------------------------------------------------------------
+
+
+def announce(connection: socket.socket, path: str, size: int) -> None:
+    connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {size}\r\n\r\n".encode())
+
+
+def resident_bytes(running: Daemon) -> int:
+    lines = Path(f"/proc/{running.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+
+def test_a_patch_for_no_checkout_is_refused_before_it_is_read() -> None:
+    """Each of thirty is answered while none of its 64 MiB was sent."""
+    with daemon(ADMINS) as running, ExitStack() as stack:
+        for _ in range(30):
+            connection = stack.enter_context(connect(running, ALICE))
+            announce(connection, f"/v1/checkouts/{'a' * 16}/apply", 64 << 20)
+            assert b" 404 " in connection.recv(1 << 16)
+
+
+def test_patches_that_wait_are_on_disk_and_bounded(house: tuple[Daemon, Upstream]) -> None:
+    """Of six with 48 MiB of 64 each, the last is refused; the daemon does not grow, and nothing of them is left."""
+    running, _ = house
+    checkout = check_out(running, ALICE)
+    path = f"/v1/checkouts/{checkout['id']}/apply"
+    before = resident_bytes(running)
+    quarantine = running.state_dir / "quarantine"
+    with ExitStack() as stack:
+        connections = [stack.enter_context(connect(running, ALICE)) for _ in range(5)]
+        for connection in connections:
+            announce(connection, path, 64 << 20)
+            connection.sendall(bytes(48 << 20))
+        until(lambda: sum(file.stat().st_size for file in quarantine.iterdir()) >= 5 * 47 << 20)
+        assert resident_bytes(running) - before < 64 << 20
+        another = stack.enter_context(connect(running, ALICE))
+        announce(another, path, 64 << 20)
+        with suppress(OSError):
+            another.sendall(bytes(48 << 20))
+        assert b"limit-reached" in read_all(another)
+        assert ask(running, BOB, "GET", "/v1/status")["pid"] == running.pid
+    until(lambda: list(quarantine.iterdir()) == [])
+
+
+def test_a_long_patch_goes_through_files_both_ways(house: tuple[Daemon, Upstream]) -> None:
+    """What one checkout's diff says is applied to another, and is then its diff; no file of them is left."""
+    running, _ = house
+    first, second = check_out(running, ALICE), check_out(running, ALICE)
+    plant(first, ALICE, {"long.txt": "".join(f"line {number}\n" for number in range(200_000))})
+    patch = ask(running, ALICE, "GET", f"/v1/checkouts/{first['id']}/diff")
+    assert len(patch) > 2 << 20
+    ask(running, ALICE, "POST", f"/v1/checkouts/{second['id']}/apply", patch)
+    assert ask(running, ALICE, "GET", f"/v1/checkouts/{second['id']}/diff") == patch
+    chunked = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (patch[:1000], patch[1000:]))
+    ask(running, ALICE, "POST", f"/v1/checkouts/{second['id']}/reset", {})
+    with connect(running, ALICE) as connection:
+        head = f"POST /v1/checkouts/{second['id']}/apply HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        connection.sendall(head.encode() + b"transfer-encoding: chunked\r\n\r\n" + chunked + b"0\r\n\r\n")
+        assert receive(connection)[0] == 200
+    assert ask(running, ALICE, "GET", f"/v1/checkouts/{second['id']}/diff") == patch
+    assert list((running.state_dir / "quarantine").iterdir()) == []

@@ -7,14 +7,12 @@ millisecond, and a framework would cost a tenth of it. Every error leaves as a p
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
 import structlog
 from pydantic import TypeAdapter, ValidationError
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -26,7 +24,7 @@ from ..errors import CorruptCatalogError, InvalidRequestError
 from ..git.turns import Askers
 from ..host.peers import Peer, Role
 from ..telemetry import bind_request, new_request_id, usable_request_id
-from .bodies import JSON_LIMIT_BYTES, read_body
+from .bodies import JSON_LIMIT_BYTES, Bodies, Body, read_body
 from .call import Call
 from .connections import Connections
 from .metrics import Metrics
@@ -34,9 +32,6 @@ from .problems import as_mirrord_error, invalid_request, not_allowed, problem_re
 from .queries import NoQuery
 from .routing import Routes
 from .table import ENDPOINTS, Endpoint
-
-DRAIN_LIMIT_BYTES = 1024**2
-DRAIN_LIMIT_S = 1.0
 
 log = structlog.get_logger()
 
@@ -49,6 +44,7 @@ class Application:
         self.connections = Connections(self._role, engine.access.user_of)
         engine.condition.warn_by(lambda: self.connections.warnings)
         self._metrics = Metrics()
+        self._bodies = Bodies()
         self._routes = Routes(ENDPOINTS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,19 +57,19 @@ class Application:
                 message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
             await send(message)
 
-        body = _Body(receive)
-        with answering():
+        scope["state"]["body"] = body = Body(receive, self._bodies)
+        with body, answering():
             name, response = await self._answer(Request(scope, body.receive), body)
             self._metrics.observe_request(name, response.status_code, perf_counter() - started)
             await response(scope, receive, send_identified)
 
-    async def _answer(self, request: Request, body: _Body) -> tuple[str, Response]:
+    async def _answer(self, request: Request, body: Body) -> tuple[str, Response]:
         """The answer, whatever happens, and the name to count it under."""
         name = "none"
         try:
             endpoint, parameters = self._routes.find(request.method, request.scope["raw_path"])
             name = endpoint.name
-            return name, await self._respond(endpoint, request, parameters)
+            return name, await self._respond(endpoint, request, parameters, body)
         except Exception as error:  # noqa: BLE001  # the last line of defence; logged where it is turned into a problem
             if isinstance(error, CorruptCatalogError):
                 self._engine.condition.note("catalog", error.message)
@@ -82,10 +78,12 @@ class Application:
                 response.headers["connection"] = "close"
             return name, response
 
-    async def _respond(self, endpoint: Endpoint, request: Request, parameters: dict[str, str]) -> Response:
+    async def _respond(self, endpoint: Endpoint, request: Request, parameters: dict[str, str], body: Body) -> Response:
         peer: Peer = request.state.connection.peer
-        Askers(self._engine.access.user_of(peer.uid)).bind()
         role = self._role(peer)
+        user = self._engine.access.user_of(peer.uid)
+        Askers(user).bind()
+        body.user, body.is_admin = user, role is Role.ADMIN
         if role is Role.STRANGER and endpoint.access is Role.OWNER:
             await self._engine.wait_until_open()
             role = self._role(peer)
@@ -94,8 +92,8 @@ class Application:
         if not endpoint.early:
             await self._engine.wait_until_open()
         query = _query(endpoint, request)
-        body = await _json_body(endpoint.json_body, request) if endpoint.json_body else None
-        call = Call(self._engine, self._metrics, peer, role, request, parameters, query, body)
+        model = await _json_body(endpoint.json_body, request) if endpoint.json_body else None
+        call = Call(self._engine, self._metrics, peer, role, request, parameters, query, model)
         with call.connection.ending_with_client() if endpoint.ends_with_client else nullcontext():
             return _encode(endpoint, await endpoint.handler(call))
 
@@ -110,33 +108,6 @@ class Application:
         if endpoint.access is Role.ADMIN:
             return "only root, the daemon's user and [access] admins of the configuration may"
         return f"only members of the group {group} may; a new membership counts from the next login"
-
-
-class _Body:
-    """The body of one request on its way in: whether anything of it is still to come."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._has_ended = False
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        self._has_ended = not message.get("more_body", False)
-        return message
-
-    async def is_drained(self, headers: Headers) -> bool:
-        """Read the rest of a short body that nobody wanted: who writes into a connection that we close never reads the answer."""
-        length = headers.get("content-length", "0" if "transfer-encoding" not in headers else None)
-        if self._has_ended or length == "0":
-            return True
-        if "expect" in headers or (length and int(length) > DRAIN_LIMIT_BYTES):
-            return False
-        left = DRAIN_LIMIT_BYTES
-        with suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_LIMIT_S):
-                while left >= 0 and not self._has_ended:
-                    left -= len((await self.receive()).get("body", b""))
-        return self._has_ended
 
 
 def _request_id(scope: Scope) -> str:

@@ -1,5 +1,7 @@
-"""Bodies on their way in, each within its bound: JSON into memory, files into the quarantine directory.
+"""Bodies on their way in, each within its bound: short ones into memory, long ones into the quarantine directory.
 
+The bytes that are here at a time are bounded for each user and in all, until the request is answered; files of administrators,
+which are on disk, are not counted.
 A body that is too large, too slow, or cut off in the middle is an error and leaves nothing behind. What a daemon killed in the
 middle of a spool leaves is in the quarantine directory, which is emptied at the start.
 """
@@ -10,16 +12,19 @@ import asyncio
 import errno
 import os
 import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive
 
-from ..errors import BodyTooLargeError, DiskFullError, InvalidRequestError
+from ..errors import BodyTooLargeError, DiskFullError, InvalidRequestError, LimitReachedError
 from ..mirrors.quarantine import Quarantine
 
 JSON_LIMIT_BYTES = 1024**2
@@ -27,14 +32,96 @@ PATCH_LIMIT_BYTES = 64 * 1024**2
 DATASET_LIMIT_BYTES = 4 * 1024**3
 BUNDLE_LIMIT_BYTES = 256 * 1024**3
 SILENCE_LIMIT_S = 30.0
+USER_BODIES_BYTES = 256 * 1024**2
+ALL_BODIES_BYTES = 1024**3
+DRAIN_LIMIT_BYTES = 1024**2
+DRAIN_LIMIT_S = 1.0
 
 _WRITE_BYTES = 1024**2
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
+class Bodies:
+    """The bytes of bodies that are here. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._of: Counter[int] = Counter()
+
+    def take(self, user: int, size: int, *, is_admin: bool) -> None:
+        """Count bytes that a user sent; raises LimitReachedError. The total never keeps an administrator out."""
+        if self._of[user] + size > USER_BODIES_BYTES or (not is_admin and self._of.total() + size > ALL_BODIES_BYTES):
+            raise LimitReachedError(
+                "cannot take the request's body: too many bytes of other requests wait for their answers",
+                hint="send fewer large requests at a time",
+                retry_after=1,
+            )
+        self._of[user] += size
+
+    def give_back(self, user: int, size: int) -> None:
+        self._of -= Counter({user: size})
+
+
+class Body:
+    """The body of one request: what of it is here, and whether anything is still to come."""
+
+    def __init__(self, receive: Receive, bodies: Bodies) -> None:
+        self.user = -1
+        self.is_admin = False
+        self._receive = receive
+        self._bodies = bodies
+        self._has_ended = False
+        self._taken = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        if self._taken:
+            self._bodies.give_back(self.user, self._taken)
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._has_ended = not message.get("more_body", False)
+        return message
+
+    def keep(self, size: int) -> None:
+        """Count bytes that stay here until the answer; raises LimitReachedError."""
+        self._bodies.take(self.user, size, is_admin=self.is_admin)
+        self._taken += size
+
+    async def is_drained(self, headers: Headers) -> bool:
+        """Read the rest of a short body that nobody wanted: who writes into a connection that we close never reads the answer."""
+        length = headers.get("content-length", "0" if "transfer-encoding" not in headers else None)
+        if self._has_ended or length == "0":
+            return True
+        if "expect" in headers or (length and int(length) > DRAIN_LIMIT_BYTES):
+            return False
+        left = DRAIN_LIMIT_BYTES
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_LIMIT_S):
+                while left >= 0 and not self._has_ended:
+                    left -= len((await self.receive()).get("body", b""))
+        return self._has_ended
+
+
+@asynccontextmanager
+async def read_patch(request: Request, quarantine: Quarantine) -> AsyncIterator[bytes | Path]:
+    """The body inside the block: a long one, or one of unknown length, is a file in the quarantine."""
+    if int(request.headers.get("content-length", "0")) <= JSON_LIMIT_BYTES and "transfer-encoding" not in request.headers:
+        yield await read_body(request, JSON_LIMIT_BYTES)
+        return
+    path = await spool_body(request, quarantine, PATCH_LIMIT_BYTES, keep=request.state.body.keep)
+    try:
+        yield path if await anyio.to_thread.run_sync(os.path.getsize, path) else b""
+    finally:
+        with anyio.CancelScope(shield=True):
+            await quarantine.remove(path)
+
+
 async def read_body(request: Request, limit_bytes: int) -> bytes:
     """The whole body. Raises BodyTooLargeError before more than `limit_bytes` were kept."""
     _must_fit(request, limit_bytes)
+    incoming: Body = request.state.body
     body, more = bytearray(), True
     with _ends_named():
         async with asyncio.timeout(SILENCE_LIMIT_S) as silence:
@@ -44,18 +131,21 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
                     raise ClientDisconnect
                 silence.reschedule(asyncio.get_running_loop().time() + SILENCE_LIMIT_S)
                 body += message["body"]
+                incoming.keep(len(message["body"]))
                 more = message["more_body"]
                 if len(body) > limit_bytes:
                     raise _too_large(limit_bytes)
     return bytes(body)
 
 
-async def spool_body(request: Request, quarantine: Quarantine, limit_bytes: int) -> Path:
-    """The body as a private file in the quarantine, which is the caller's to remove."""
+async def spool_body(
+    request: Request, quarantine: Quarantine, limit_bytes: int, *, keep: Callable[[int], None] = lambda _: None
+) -> Path:
+    """The body as a private file in the quarantine, which is the caller's to remove. `keep` is told of each piece."""
     descriptor, name = await anyio.to_thread.run_sync(partial(tempfile.mkstemp, prefix="upload-", dir=quarantine.root))
     path = Path(name)
     try:
-        await _spool(request, descriptor, limit_bytes)
+        await _spool(request, descriptor, limit_bytes, keep)
     except BaseException:
         with anyio.CancelScope(shield=True):
             await quarantine.remove(path)
@@ -65,10 +155,11 @@ async def spool_body(request: Request, quarantine: Quarantine, limit_bytes: int)
     return path
 
 
-async def _spool(request: Request, descriptor: int, limit_bytes: int) -> None:
+async def _spool(request: Request, descriptor: int, limit_bytes: int, keep: Callable[[int], None]) -> None:
     pending: list[bytes] = []
     size = 0
     async for chunk in _iter_bounded(request, limit_bytes):
+        keep(len(chunk))
         pending.append(chunk)
         size += len(chunk)
         if size >= _WRITE_BYTES:

@@ -74,12 +74,14 @@ def list_overlay_changes(root: Path, upper: Path, layers: tuple[Path, ...], mirr
     return paths
 
 
-def diff_checkout(work: Work, changed: list[bytes]) -> bytes:
-    patch: bytes = _module("patches").diff(work, changed)
+def diff_checkout(work: Work, changed: list[bytes], spool: Path) -> bytes | None:
+    """A long patch crosses as the file `spool`, and not by pickle."""
+    patch: bytes | None = _module("patches").diff(work, changed, spool)
     return patch
 
 
-def apply_patch(work: Work, changed: list[bytes], patch: bytes, reverse: bool) -> list[bytes]:
+def apply_patch(work: Work, changed: list[bytes], patch: bytes | Path, reverse: bool) -> list[bytes]:
+    patch = patch.read_bytes() if isinstance(patch, Path) else patch
     written: list[bytes] = _module("patches").apply(work, changed, patch, reverse=reverse)
     return written
 

@@ -29,6 +29,7 @@ from .staging import Staging, staged
 from .writer import TreeWriter
 
 PATCH_LIMIT_BYTES = 256 * 1024**2
+SPOOLED_BYTES = 1024**2
 _OUTSIDE = re.compile(r"invalid path|beyond a symbolic link|outside repository")
 _INVALID = re.compile(
     r"corrupt (?:binary )?patch|No valid patches|unrecognized (?:input|binary patch)|fragment without header|header lacks"
@@ -45,21 +46,25 @@ class _Step:
     mode: str | None
 
 
-def diff(work: Work, changed: list[bytes]) -> bytes:
-    """The patch from the base commit to the checkout as `git add --all` would see it."""
+def diff(work: Work, changed: list[bytes], spool: Path) -> bytes | None:
+    """The patch from the base commit to the checkout as `git add --all` would see it; a long one is left in `spool`."""
     with staged(work) as staging:
         staging.add_changes(changed, keep_ignored=lambda path: False)
-        out = work.scratch / "patch"
         staging.run(
             "diff-index", "--cached", "--binary", "--full-index", "-M", "--no-ext-diff", "--no-textconv", "--src-prefix=a/",
-            "--dst-prefix=b/", work.commit, into=out,
+            "--dst-prefix=b/", work.commit, into=spool,
         )  # fmt: skip
-        if out.stat().st_size > PATCH_LIMIT_BYTES:
+        size = spool.stat().st_size
+        if size > PATCH_LIMIT_BYTES:
             raise DiffTooLargeError(
                 f"cannot give the diff: it is larger than {PATCH_LIMIT_BYTES >> 20} MiB",
                 hint="remove large files, or let a .gitignore name them",
             )
-        return out.read_bytes()
+        if size > SPOOLED_BYTES:
+            return None
+        patch = spool.read_bytes()
+        spool.unlink()
+        return patch
 
 
 def apply(work: Work, changed: list[bytes], patch: bytes, *, reverse: bool) -> list[bytes]:

@@ -6,11 +6,15 @@ workers, in a private directory beside the tree that is removed at its end and a
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Protocol
 
+import anyio
+
 from ..errors import AccessError, CommitNotFoundError, InvalidRequestError
 from ..git.workers import Workers
+from ..mirrors.quarantine import Quarantine
 from ..model import CommitId, MirrorName, View, parse_commit, shown
 from ..protocol import Pin, RestorePaths
 from .calls import DIFF_TIMEOUT, Work, apply_patch, diff_checkout, restore_paths
@@ -20,6 +24,9 @@ from .requests import Instances
 
 class Pinned(Protocol):
     """Where mirrors are, and which of their commits are pinned."""
+
+    @property
+    def quarantine(self) -> Quarantine: ...
 
     def path(self, name: MirrorName) -> Path: ...
 
@@ -34,11 +41,19 @@ class Revisions:
         self._mirrors = mirrors
         self._instances = instances
 
-    async def diff(self, lease: Lease, changed: list[bytes]) -> bytes:
-        """The patch from the base commit to the tree. `changed` are all paths that may differ."""
-        return await self._workers.call(diff_checkout, self._work(lease), changed, timeout=DIFF_TIMEOUT)
+    async def diff(self, lease: Lease, changed: list[bytes]) -> bytes | Path:
+        """The patch from the base commit to the tree, a long one as a file. `changed` are all paths that may differ."""
+        quarantine = self._mirrors.quarantine
+        spool = quarantine.root / f"diff-{secrets.token_hex(8)}"
+        try:
+            patch = await self._workers.call(diff_checkout, self._work(lease), changed, spool, timeout=DIFF_TIMEOUT)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await quarantine.remove(spool)
+            raise
+        return spool if patch is None else patch
 
-    async def apply(self, lease: Lease, changed: list[bytes], patch: bytes, *, reverse: bool) -> list[str]:
+    async def apply(self, lease: Lease, changed: list[bytes], patch: bytes | Path, *, reverse: bool) -> list[str]:
         """Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError; then nothing was changed."""
         paths = await self._workers.call(apply_patch, self._work(lease), changed, patch, reverse, timeout=DIFF_TIMEOUT)
         return [_text(path) for path in paths]

@@ -191,14 +191,21 @@ class Checkouts:
         """The checkouts that the peer owns or took, oldest first; everybody's for an administrator."""
         return [_answer(lease) for lease in self._leases if self._may_see(lease, peer)]
 
-    async def diff(self, checkout: str, peer: Peer) -> bytes:
-        """What changed since the base commit, untracked files included, as a patch that `git apply` takes."""
+    def must_be_usable(self, checkout: str, peer: Peer) -> None:
+        """Raise what `diff` and `apply` would raise at once."""
+        self._must_be_open()
+        _must_be_whole(self._get(checkout, peer))
+
+    async def diff(self, checkout: str, peer: Peer) -> bytes | Path:
+        """What changed since the base commit, untracked files included, as a patch that `git apply` takes; a long one as a
+        file, which is the caller's to remove.
+        """
         async with self._held_whole(checkout, peer) as lease:
             changed = await self._keeper.backend_of(lease).changed_paths(lease)
             return await self._revisions.diff(lease, changed)
 
     async def apply(
-        self, checkout: str, peer: Peer, *, patch: bytes | None, named: str | None = None, reverse: bool = False
+        self, checkout: str, peer: Peer, *, patch: bytes | Path | None, named: str | None = None, reverse: bool = False
     ) -> Checkout:
         """Apply a patch to the files, or the instance's own `@patch` or `@test_patch` (grader view): all of it or nothing."""
         async with self._held_whole(checkout, peer) as lease:
@@ -263,10 +270,7 @@ class Checkouts:
     async def _held_whole(self, checkout: str, peer: Peer) -> AsyncIterator[Lease]:
         """One whose tree is its commit's, or its owner's work on it."""
         async with self._held(checkout, peer) as lease:
-            if lease.state is LeaseState.RESETTING:
-                raise CheckoutBusyError(
-                    f"cannot work on checkout {lease.id}: its last reset failed half-way", hint="reset it again, or release it"
-                )
+            _must_be_whole(lease)
             yield lease
 
     @asynccontextmanager
@@ -410,6 +414,13 @@ class Checkouts:
             backend=str(lease.backend), history=str(lease.history), owner_uid=lease.owner_uid, taken_by=lease.taken_by,
             **fields,
         )  # fmt: skip
+
+
+def _must_be_whole(lease: Lease) -> None:
+    if lease.state is LeaseState.RESETTING:
+        raise CheckoutBusyError(
+            f"cannot work on checkout {lease.id}: its last reset failed half-way", hint="reset it again, or release it"
+        )
 
 
 async def _acquire(lock: anyio.Lock, checkout: CheckoutId) -> None:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio.to_thread
 import structlog
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ...errors import CheckoutNotFoundError, InvalidPatchError, InvalidRequestError
 from ...host.lifelines import process_of
 from ...model import Bind
 from ...protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, RestoreAnswer, RestorePaths, StartCheckout
-from ..bodies import PATCH_LIMIT_BYTES, read_body
+from ..bodies import read_patch
 from ..call import Call, text_response
 from ..queries import ApplyQuery
 
 log = structlog.get_logger()
 
 _DIFF = "text/x-diff"
+_PIECE_BYTES = 1024**2
 
 
 async def start_checkout(call: Call) -> Checkout:
@@ -52,12 +59,42 @@ async def renew_checkout(call: Call) -> Checkout:
 
 
 async def diff_checkout(call: Call) -> Response:
-    return text_response(await call.engine.checkouts.diff(call.path["id"], call.peer), _DIFF)
+    """A long patch is never in memory here: it is a file, which loses its name before it is sent."""
+    patch = await call.engine.checkouts.diff(call.path["id"], call.peer)
+    if isinstance(patch, bytes):
+        return text_response(patch, _DIFF)
+    try:
+        return _Spooled(patch)
+    finally:
+        patch.unlink()
+
+
+class _Spooled(StreamingResponse):
+    """A file, open from now on, closed when it was sent or its client hung up."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        headers = {"content-type": _DIFF, "content-length": str(os.fstat(self._file.fileno()).st_size)}
+        super().__init__(self._pieces(), headers=headers)
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        while piece := await anyio.to_thread.run_sync(self._file.read, _PIECE_BYTES):
+            yield piece
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
 
 
 async def apply_patch(call: Call) -> Checkout:
+    """Who may not, or has no such checkout, is told so before the patch is read."""
+    call.engine.checkouts.must_be_usable(call.path["id"], call.peer)
+    async with read_patch(call.request, call.engine.mirrors.quarantine) as patch:
+        return await _apply(call, patch)
+
+
+async def _apply(call: Call, patch: bytes | Path) -> Checkout:
     query: ApplyQuery = call.query
-    patch = await read_body(call.request, PATCH_LIMIT_BYTES)
     hint = "send the patch as the body, or ?named=@test_patch or @patch with no body"
     if patch and query.named:
         raise InvalidRequestError("cannot read the patch of the request: there are two, the body and `named`", hint=hint)
