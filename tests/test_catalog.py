@@ -421,6 +421,21 @@ def test_tens_of_thousands_of_instances_are_imported_in_bounded_memory(tmp_path:
     assert grown_kib < 60 * 1024
 
 
+def test_a_large_import_leaves_no_large_wal(tmp_path: Path) -> None:
+    """The daemon keeps the catalog open, so that SQLite never removes it by itself."""
+
+    async def run() -> None:
+        catalog = await Catalog.open(tmp_path / "catalog.sqlite3")
+        try:
+            await put(catalog, tmp_path, [instance(f"a{n}", patch="x" * 10_000_000) for n in range(10)], name="big")
+            assert len(await catalog.list_instance_ids("big")) == 10
+            assert (tmp_path / "catalog.sqlite3-wal").stat().st_size < 1 << 20
+        finally:
+            await catalog.close()
+
+    anyio.run(run)
+
+
 def test_a_killed_import_leaves_the_old_dataset_whole(tmp_path: Path) -> None:
     place = tmp_path / "catalog.sqlite3"
 

@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "cut-off row": (lines([row()])[:50], "cut off"),
     "no repository and no commit": (lines([{"instance_id": "a", "x": 1}]), "no known format"),
     "deeply nested": (b'{"a":' + b"[" * 100_000, "line 1"),
-    "a deeply nested array": (b"[" * 100_000, "cut off"),
+    "a deeply nested array": (b"[" * 100_000, "nested too deeply"),
     "cut-off Parquet": (b"PAR1" + b"\0" * 100, "not a whole Parquet"),
     "cut-off gzip": (gzip.compress(os.urandom(100))[:20], "damaged|neither"),
     "every row bad": (lines([row(1, base_commit="1234"), row(2, base_commit="")]), "none of its rows"),
@@ -585,3 +585,64 @@ def test_reading_json_loads_no_pyarrow(case: Case) -> None:
     case.read([row()])
     code = "import sys; from mirrord.datasets import reading; assert not {'pyarrow', 'alembic', 'pygit2'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- bombs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dictionary_that_stands_for_gigabytes_is_refused(tmp_path: Path) -> None:
+    """One value of 40 MiB for each of 64 rows, in kilobytes: the reader holds one row, and stops at the bound."""
+    bomb = pyarrow.table(
+        {
+            "instance_id": [f"a__b-{n}" for n in range(64)],
+            "repo": ["a/b"] * 64,
+            "base_commit": ["a" * 40] * 64,
+            "patch": pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int32()), ["x" * (40 << 20)]),
+        }
+    )
+    path = tmp_path / "bomb.parquet"
+    parquet.write_table(bomb, path, compression="zstd")
+    assert path.stat().st_size < 1 << 20
+    done = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=True)
+    message, peak = done.stdout.splitlines()
+    assert "unpack to more than 25" in message
+    assert int(peak) < 700 << 20
+
+
+READ = """
+import resource, sys
+from pathlib import Path
+from mirrord.datasets.reading import read_dataset
+from mirrord.errors import MirrordError
+path = Path(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    read_dataset(path, path.name, None, path.with_suffix(".spool"))
+except MirrordError as error:
+    print(error.message)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.parametrize("text", [b"[" * 1024, b'{"instance_id": "a", "patch": "' + b"x" * 1024], ids=["nested", "long"])
+def test_a_gzip_bomb_is_refused(tmp_path: Path, text: bytes) -> None:
+    """600 MiB in less than 3; what is nested too deeply ends at once, what is long at the bound."""
+    path = tmp_path / "bomb.json.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(600):
+            file.write(text[-1:] * (1 << 20) if file.tell() else text)
+    done = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=True)
+    message, peak = done.stdout.splitlines()
+    assert "nested too deeply" in message or "MiB" in message
+    assert int(peak) < 1 << 30
+
+
+def test_rows_in_text_that_shrinks_well_are_read(tmp_path: Path) -> None:
+    """The bound is on what is far from what people write."""
+    path = tmp_path / "rows.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        for number in range(2000):
+            row = {"instance_id": f"a__b-{number}", "repo": "a/b", "base_commit": f"{number + 1:040x}", "patch": "line\n" * 2000}
+            file.write(json.dumps(row) + "\n")
+    result = read_dataset(path, path.name, None, tmp_path / "spool")
+    assert (result.row_count, result.fault_count) == (2000, 0)

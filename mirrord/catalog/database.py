@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from functools import partial
 from importlib import import_module
@@ -30,6 +30,7 @@ from ..host.files import is_read_only
 BUSY_TIMEOUT_S = 60
 """How long a writer waits for another: the longest write is a dataset of some 100,000 rows."""
 
+_SHRINK_PATIENCE_MS = 1000
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _NO_ROOM = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL}
 _LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
@@ -89,6 +90,14 @@ class Database:
             connection = connection.execution_options(mirrord_begin="BEGIN IMMEDIATE")
             with connection.begin():
                 yield connection
+
+    def shrink(self) -> None:
+        """Give back the disk that a large write took: SQLite's WAL keeps its size until it is truncated. Not while somebody
+        reads what was before; the next large write does it then."""
+        if self.is_sqlite and self.way is not Way.FROZEN:
+            with suppress(DBAPIError), self._engine.connect() as connection:
+                connection.exec_driver_sql(f"PRAGMA busy_timeout = {_SHRINK_PATIENCE_MS}")
+                connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def widen(self) -> None:
         """Open it anew, in the first way that there is room for. Nobody may be using it."""

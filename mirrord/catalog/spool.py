@@ -87,6 +87,7 @@ def merge_dataset(place: str, head: DatasetHead, spool: Path) -> int | None:
         with database.write() as connection:
             return _merge(connection, head, spool)
     finally:
+        database.shrink()
         database.close()
 
 
@@ -112,6 +113,7 @@ def replace_dataset(place: str, head: DatasetHead, spool: Path) -> DatasetChange
         with database.write() as connection:
             return _replace(connection, head, spool)
     finally:
+        database.shrink()
         database.close()
 
 

@@ -14,6 +14,9 @@ from typing import Protocol
 ELEMENT_LIMIT_BYTES = 256 * 1024**2
 """Longer than any row that is published (168 MB), and short enough to be held."""
 
+DEPTH_LIMIT = 1000
+"""Python reads no JSON that is nested deeper."""
+
 _CHUNK_BYTES = 256 * 1024
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{}]', re.DOTALL)
 
@@ -45,10 +48,13 @@ class _Scanner:
         self._key: bytes | None = None
         self._in_array = False  # what the elements are in: there a string is a bad element, in an object it is a key
         self._ended = False
+        self._is_given_up = False
 
     def elements(self) -> Iterator[Element]:
         while self._fill():
             yield from self._scan()
+            if self._is_given_up:
+                return
             if self._ended:
                 yield from self._rest()
                 return
@@ -87,6 +93,9 @@ class _Scanner:
             yield from self._stray(start)
             self._start = start
         self._depth += 1
+        if self._depth > DEPTH_LIMIT:
+            yield Element(fault="it is nested too deeply; the file is read no further")
+            self._is_given_up = self._ended = True
         if self._depth == self._wanted:
             self._after, self._key = start + 1, None
             self._in_array = self._buffer[start : start + 1] == b"["

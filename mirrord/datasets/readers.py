@@ -22,6 +22,7 @@ from typing import Any, cast
 from ..errors import InvalidDatasetError
 from ..model import shown
 from .documents import ELEMENT_LIMIT_BYTES, Element, iter_elements
+from .expansion import Counted, Expansion
 from .formats import COLUMNS
 
 _HEAD_BYTES = 64 * 1024
@@ -46,18 +47,19 @@ def iter_rows(path: Path, source: str) -> Iterator[RawRow]:
         raise _refused(source, "it is not a regular file")
     with path.open("rb") as file:
         head = file.read(8)
+    expansion = Expansion(path, source)
     if head.startswith(b"PAR1"):
         columnar = import_module(".columnar", __package__)
-        rows = enumerate(columnar.iter_parquet(path, source, COLUMNS), 1)
+        rows = enumerate(columnar.iter_parquet(path, source, COLUMNS, expansion), 1)
         yield from (RawRow(line, value, fault) for line, (value, fault) in rows)
         return
-    with _open(path, head) as stream:
+    with _open(path, head, expansion) as stream:
         yield from _guarded(_iter_text(stream, source))
 
 
 @contextmanager
-def _open(path: Path, head: bytes) -> Iterator[io.BufferedReader[Any]]:
-    with _raw(path, head) as raw, io.BufferedReader(raw, _HEAD_BYTES) as stream:
+def _open(path: Path, head: bytes, expansion: Expansion) -> Iterator[io.BufferedReader[Any]]:
+    with Counted(_raw(path, head), expansion) as raw, io.BufferedReader(raw, _HEAD_BYTES) as stream:
         yield stream
 
 
