@@ -174,7 +174,7 @@ def test_the_first_checkout_of_a_commit_ends_with_the_last_who_wants_it(
 ) -> None:
     """Nothing of it is left, and it is made for the next who asks."""
     upstream = make_upstream("up")
-    upstream.commit({f"d{n // 100}/{n}": f"{n}\n" for n in range(20_000)})
+    upstream.commit({f"d{n // 100}/{n}": f"{n}\n" for n in range(4_000)})
     with daemon(ADMINS) as running:
         add_mirror(running, upstream)
         templates = running.state_dir / "templates" / "up__stream"
