@@ -21,9 +21,10 @@ import pytest
 import structlog
 from pebble.pool.channel import WorkerChannel
 
-from mirrord.errors import CommitNotFoundError, DeadlineError, StoppingError, WorkerCrashedError
+from mirrord.errors import CommitNotFoundError, DeadlineError, OutOfMemoryError, StoppingError, WorkerCrashedError
 from mirrord.git.forking import prepare_workers
 from mirrord.git.workers import Workers
+from mirrord.host.processes import memory_limit_bytes
 
 LONG = timedelta(seconds=30)
 
@@ -258,6 +259,27 @@ def test_a_crash_costs_one_call() -> None:
     run(body)
 
 
+def devour() -> int:
+    return len(bytearray(memory_limit_bytes() + 1))
+
+
+def run_git_that_devours() -> int:
+    command = "b = bytearray(int(__import__('sys').argv[1]) + 1)"
+    return subprocess.run([sys.executable, "-c", command, str(memory_limit_bytes())], capture_output=True).returncode
+
+
+def test_memory_is_bounded_and_costs_one_call() -> None:
+    """Of a worker, and of what it starts; the next call has its own."""
+
+    async def body(workers: Workers) -> None:
+        with pytest.raises(OutOfMemoryError, match="MiB of memory"):
+            await workers.call(devour, timeout=LONG)
+        assert await workers.call(run_git_that_devours, timeout=LONG) == 1
+        assert await workers.call(add, 1, 1, timeout=LONG) == 2
+
+    run(body)
+
+
 def test_cancelling_kills_the_worker(tmp_path: Path) -> None:
     """Nobody waits for the result any more, so nobody computes it."""
 
@@ -325,6 +347,7 @@ def test_workers_die_with_the_daemon(tmp_path: Path) -> None:
         import anyio
         from datetime import timedelta
         from mirrord.git.workers import Workers
+from mirrord.host.processes import memory_limit_bytes
         from test_workers import hang
         async def main():
             await Workers(size=1).call(hang, {str(tmp_path / "pid")!r}, timeout=timedelta(seconds=30))
