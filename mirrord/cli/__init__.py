@@ -6,6 +6,10 @@
 
 from __future__ import annotations
 
-from .main import main
+import gc
+
+gc.set_threshold(50_000)  # nothing that an import makes is garbage: looking for it is 5 ms of a verb
+
+from .main import main  # noqa: E402
 
 __all__ = ["main"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -97,4 +96,4 @@ def _bug(session: Session, error: Exception) -> int:
 
 def _show_traceback(session: Session) -> None:
     if session.debug:
-        traceback.print_exc(file=sys.stderr)
+        sys.excepthook(*sys.exc_info())
