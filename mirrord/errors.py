@@ -142,6 +142,10 @@ class AccessError(MirrordError):
     code, title, http_status, exit_status = "not-allowed", "Not allowed", 403, 3
 
 
+class OwnerDeniedError(AccessError):
+    code, title = "owner-denied", "The checkout's owner may not"
+
+
 # -- not found: exit 4 ------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +210,10 @@ class MirrorInUseError(ConflictError):
 
 class CheckoutBusyError(ConflictError):
     code, title = "checkout-busy", "The checkout is busy"
+
+
+class TreeRefusedError(ConflictError):
+    code, title = "tree-refused", "git refuses what is in the checkout"
 
 
 class PatchConflictError(ConflictError):
@@ -291,7 +299,7 @@ class TooManyFilesError(ResourceError):
 
 
 class DiffTooLargeError(ResourceError):
-    code, title = "diff-too-large", "The changes are too large"
+    code, title, http_status = "diff-too-large", "The changes are too large", 422
 
 
 class TreeTooLargeError(ResourceError):

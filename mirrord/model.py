@@ -22,6 +22,15 @@ CommitId = NewType("CommitId", str)
 NEAR = 64
 """How many first parents a look at a commit goes back."""
 
+NAME_LIMIT_BYTES = 255
+"""How long the name of a file may be: Linux's NAME_MAX."""
+
+TREE_DEPTH_LIMIT = 400
+"""Directories below one another. What walks a tree holds a stack frame, or an open file, for each."""
+
+TREE_PATH_LIMIT_BYTES = 3072
+"""From the top of the tree; the kernel takes 4,095 with what stands before it."""
+
 CheckoutId = NewType("CheckoutId", str)
 """A random, unguessable name of a checkout: 16 characters of a-z2-7."""
 

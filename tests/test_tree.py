@@ -19,6 +19,7 @@ from mirrord.checkouts.scan import scan
 from mirrord.checkouts.tree import materialise, move, repair
 from mirrord.checkouts.writer import TreeWriter
 from mirrord.errors import CheckoutBusyError, CommitNotFoundError, CommitUnservableError, ProofFailedError
+from mirrord.host.credentials import ActingAs
 from mirrord.host.files import open_directory, opened, remove
 
 Make = Callable[[str], Upstream]
@@ -281,7 +282,7 @@ def test_writing_goes_through_no_link(tmp_path: Path) -> None:
     root.mkdir()
     (root / "dir").symlink_to(outside)
     (root / "file").symlink_to(outside / "victim")
-    with opened(open_directory(root)) as fd, TreeWriter(fd, mtime_ns=NOW) as writer:
+    with opened(open_directory(root)) as fd, TreeWriter(fd, ActingAs(None), mtime_ns=NOW) as writer:
         with pytest.raises(CheckoutBusyError):
             writer.write_file(b"dir/victim", b"theirs")
         writer.remove(b"dir/victim")

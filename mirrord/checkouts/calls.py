@@ -69,8 +69,10 @@ def scan_checkout(place: Place) -> list[bytes]:
     return paths
 
 
-def list_overlay_changes(root: Path, upper: Path, layers: tuple[Path, ...], mirror: Path, tree: str) -> list[bytes]:
-    paths: list[bytes] = _module("overlaid").changed_paths(root, upper, layers, mirror, tree)
+def list_overlay_changes(
+    root: Path, upper: Path, layers: tuple[Path, ...], mirror: Path, tree: str, owner: tuple[int, int]
+) -> list[bytes]:
+    paths: list[bytes] = _module("overlaid").changed_paths(root, upper, layers, mirror, tree, owner)
     return paths
 
 

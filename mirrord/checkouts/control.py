@@ -1,34 +1,36 @@
 """The `.git` of a pooled checkout: kept where the manifest proves it, written where it differs from the sealed store.
 
-Owns what a `.git` must hold and how it gets there: small files are written anew, packs are hard links to the store's, or copies.
+Owns what a `.git` must hold and how it gets there: small files are written anew, packs are copied, sharing blocks where the file
+system can. Never a hard link: root in a container that sees the checkout alone could write the store through one.
 Nothing that its user wrote is ever read: a file is the one that was recorded, or it is replaced. Sync; runs in workers. A crash
 leaves a `.git` that its record does not match, which the next call mends.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import time
 from collections.abc import MutableMapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..errors import CheckoutBusyError, MirrordError
-from ..host.files import open_directory, open_regular, opened, remove
+from ..errors import MirrordError
+from ..host.credentials import ActingAs
+from ..host.files import open_directory, opened, remove
 from .descent import Descent
 from .graves import Graves
 from .manifest import Manifest, blob_id
 from .records import DIRECTORY, NO_OBJECT, Entry
-from .scan import Changes, is_control
+from .scan import Changes, file_id, is_control, open_top
 from .writer import TreeWriter
 
 _GIT = b".git"
 _INDEX = b".git/index"
 _PACKS = b".git/objects/pack/"
 _FILE = 0o100000
+_PACK_PERMISSIONS = 0o444
 
 
 @dataclass(frozen=True)
@@ -82,35 +84,35 @@ def read_index(tree: Path, manifest: Manifest) -> bytes:
         return b""
     try:
         with (
-            opened(open_directory(tree)) as root,
-            closing(Descent(root)) as descent,
-            opened(open_regular(*descent.locate(_INDEX))) as fd,
+            opened(open_top(tree)) as root,
+            ActingAs(manifest.owner) as owner,
+            Descent(root, owner) as descent,
+            opened(owner.open_regular(*descent.locate(_INDEX))) as fd,
         ):
             return os.read(fd, entry.size)
-    except (OSError, CheckoutBusyError):
+    except OSError:
         return b""
 
 
-def bring(
-    tree: Path, manifest: Manifest, found: Changes, store: Store, index: bytes | None, graves: Graves | None = None
-) -> Manifest:
-    """Make `.git` equal to the store, touching only what a scan `found` or what another store had; `index` None keeps it.
-
-    Packs are shared by hard link with an owner who cannot write them; one with the daemon's own uid could, and gets copies.
-    """
+def bring(tree: Path, manifest: Manifest, found: Changes, store: Store, index: bytes | None, graves: Graves) -> Manifest:
+    """Make `.git` equal to the store, touching only what a scan `found` or what another store had; `index` None keeps it."""
     contents = store.contents if index is None else store.contents | {_INDEX: index}
-    owner, now_ns = _owner(manifest), time.time_ns()
-    with opened(open_directory(tree)) as root, TreeWriter(root, owner=owner, mtime_ns=now_ns, graves=graves) as writer:
+    owner, now_ns = ActingAs(manifest.owner), time.time_ns()
+    with (
+        opened(open_top(tree)) as root,
+        TreeWriter(root, owner, mtime_ns=now_ns, graves=graves) as writer,
+    ):
         kept = _keep(manifest, found, store, writer)
         fresh = {path: _directory(path, writer) for path in store.directories if path not in kept}
         fresh |= {path: _write(path, data, writer) for path, data in contents.items() if not _holds(kept.get(path), data)}
         lacking = {path: pack for path, pack in store.packs.items() if path not in kept or not _is_copy(kept[path], pack)}
-        fresh |= {path: _put_pack(path, pack, manifest.owner_uid, writer) for path, pack in lacking.items()}
+        fresh |= {path: _copy_pack(path, pack, writer) for path, pack in lacking.items()}
         control, files = kept | fresh, manifest.files.copy()
-        for path in writer.touched:
-            where: MutableMapping[bytes, Entry] = control if is_control(path) else files
-            if path in where:
-                where[path] = where[path].with_stat(writer.get_stat(path))
+        with owner:
+            for path in writer.touched:
+                where: MutableMapping[bytes, Entry] = control if is_control(path) else files
+                if path in where:
+                    where[path] = where[path].with_stat(writer.get_stat(path))
     if not writer.touched:
         return manifest
     return replace(manifest, files=files, control=control, index=manifest.index if index is None else index[-20:].hex())
@@ -163,15 +165,11 @@ def _write(path: bytes, data: bytes, writer: TreeWriter) -> Entry:
     return git_file(blob_id(data), writer.write_file(path, data))
 
 
-def _put_pack(path: bytes, pack: Path, owner_uid: int, writer: TreeWriter) -> Entry:
-    if owner_uid != os.geteuid():
-        try:
-            return git_file(NO_OBJECT, writer.link_file(path, pack))
-        except OSError as error:
-            if error.errno not in {errno.EMLINK, errno.EXDEV, errno.EPERM}:
-                raise
-    found, content = writer.copy_file(path, pack)
-    return git_file(content, found)
+def _copy_pack(path: bytes, pack: Path, writer: TreeWriter) -> Entry:
+    """Copy a pack, or an index of one, as a file that nobody writes."""
+    with pack.open("rb") as source:
+        found = writer.copy_file(path, source.fileno(), permissions=_PACK_PERMISSIONS)
+        return git_file(file_id(source.fileno()), found)
 
 
 def git_file(content: bytes, found: os.stat_result) -> Entry:
@@ -186,7 +184,3 @@ def _holds(entry: Entry | None, data: bytes) -> bool:
 def _is_copy(entry: Entry, pack: Path) -> bool:
     """Whether a recorded file is the pack of this name: a name of the store never gets other bytes."""
     return stat.S_ISREG(entry.st_mode) and entry.size == pack.stat().st_size
-
-
-def _owner(manifest: Manifest) -> tuple[int, int]:
-    return manifest.owner_uid, manifest.owner_gid

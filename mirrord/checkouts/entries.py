@@ -7,7 +7,7 @@ entries, and in which order: a directory before what is in it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 
 from ..git.objects import CommitInfo, Conversions, Objects, TreeEntry
 from .blobs import Blobs
@@ -18,6 +18,8 @@ from .writer import TreeWriter
 _OLDEST_NS = 315_619_200 * 10**9  # 1980-01-02: zip files know no earlier time
 _SETTLED_NS = 10 * 10**9  # git calls a file racy whose mtime is not older than its index
 _ATTRIBUTES = b".gitattributes"
+_BATCH = 64
+_BATCH_BYTES = 4 * 1024**2
 
 
 def mtime_for(commit_time: int) -> int:
@@ -26,38 +28,68 @@ def mtime_for(commit_time: int) -> int:
 
 
 def write_entries(
-    objects: Objects, conversions: Conversions, entries: Iterable[TreeEntry], writer: TreeWriter, shared: Blobs | None = None
+    objects: Objects, conversions: Conversions, entries: Iterable[TreeEntry], writer: TreeWriter
 ) -> dict[bytes, Entry]:
-    """Write entries, each directory before what is in it. The stat of a directory is not yet recorded: it will change.
-
-    Files are links into `shared`, where they are given one: for layers, whose files nobody writes.
-    """
+    """Write entries, each directory before what is in it. The stat of a directory is not yet recorded: it will change."""
     written = {}
-    for entry in entries:
-        if entry.mode in (DIRECTORY, SUBMODULE):
-            writer.make_directory(entry.path)
-            written[entry.path] = unrecorded(entry)
-        else:
-            written[entry.path] = _write_blob(objects, conversions, entry, writer, shared)
+    for batch in _read_in_batches(objects, conversions, entries):
+        with writer.owner:  # once for many: the writer may not read the mirror
+            for entry, record, data in batch:
+                written[entry.path] = _write(writer, entry, record, data)
     return written
 
 
-def _write_blob(objects: Objects, conversions: Conversions, entry: TreeEntry, writer: TreeWriter, shared: Blobs | None) -> Entry:
-    path, _, oid = entry
+def share_entries(
+    objects: Objects, conversions: Conversions, entries: Iterable[TreeEntry], writer: TreeWriter, shared: Blobs
+) -> dict[bytes, Entry]:
+    """The same for a layer, whose files nobody writes: they are links into `shared`."""
+    return {entry.path: _share(objects, conversions, entry, writer, shared) for entry in entries}
+
+
+def _read_in_batches(
+    objects: Objects, conversions: Conversions, entries: Iterable[TreeEntry]
+) -> Iterator[list[tuple[TreeEntry, Entry, bytes]]]:
+    batch, size = [], 0
+    for entry in entries:
+        record, data = _read(objects, conversions, entry)
+        batch.append((entry, record, data))
+        size += len(data)
+        if len(batch) == _BATCH or size > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _read(objects: Objects, conversions: Conversions, entry: TreeEntry) -> tuple[Entry, bytes]:
+    """The record of an entry, and what is to be on disk."""
     record = unrecorded(entry)
-    if entry.is_symlink:
-        return record.with_stat(writer.write_symlink(path, objects.read_blob(oid)))
-    conversion = conversions.find(path)
-    if shared and not conversion and (lent := shared.lend(oid, writer, path, executable=entry.is_executable)):
-        return record.with_stat(lent)
-    data = objects.read_blob(oid)
-    if conversion:
-        data = conversion.apply(data, oid)
+    if entry.mode in (DIRECTORY, SUBMODULE):
+        return record, b""
+    data = objects.read_blob(entry.oid)
+    if not entry.is_symlink and (conversion := conversions.find(entry.path)):
+        data = conversion.apply(data, entry.oid)
         record = record._replace(content=blob_id(data))
-    found = writer.write_file(path, data, executable=entry.is_executable)
-    if shared:
-        found = shared.keep(record.content.hex(), writer, path, executable=entry.is_executable)
-    return record.with_stat(found)
+    return record, data
+
+
+def _write(writer: TreeWriter, entry: TreeEntry, record: Entry, data: bytes) -> Entry:
+    if entry.mode in (DIRECTORY, SUBMODULE):
+        writer.make_directory(entry.path)
+        return record
+    if entry.is_symlink:
+        return record.with_stat(writer.write_symlink(entry.path, data))
+    return record.with_stat(writer.write_file(entry.path, data, executable=entry.is_executable))
+
+
+def _share(objects: Objects, conversions: Conversions, entry: TreeEntry, writer: TreeWriter, shared: Blobs) -> Entry:
+    path, executable = entry.path, entry.is_executable
+    is_file = not (entry.is_symlink or entry.mode in (DIRECTORY, SUBMODULE))
+    if is_file and not conversions.find(path) and (lent := shared.lend(entry.oid, writer, path, executable=executable)):
+        return unrecorded(entry).with_stat(lent)
+    record = _write(writer, entry, *_read(objects, conversions, entry))
+    if not is_file:
+        return record
+    return record.with_stat(shared.keep(record.content.hex(), writer, path, executable=executable))
 
 
 def unrecorded(entry: TreeEntry) -> Entry:
@@ -84,10 +116,11 @@ def is_attributes(path: bytes) -> bool:
 
 def record_directories(files: MutableMapping[bytes, Entry], writer: TreeWriter) -> None:
     """Look at the directories that were made or written in, once everything in them is written."""
-    for path in sorted(writer.touched):
-        entry = files.get(path)
-        if entry is not None and entry.is_directory:
-            files[path] = entry.with_stat(writer.get_stat(path))
+    with writer.owner:
+        for path in sorted(writer.touched):
+            entry = files.get(path)
+            if entry is not None and entry.is_directory:
+                files[path] = entry.with_stat(writer.get_stat(path))
 
 
 def recorded(info: CommitInfo, files: dict[bytes, Entry], writer: TreeWriter) -> Manifest:

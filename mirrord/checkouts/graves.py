@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from ..host.files import GRAVE, open_directory, remove
@@ -29,15 +30,21 @@ def find_graves(directory: Path) -> list[Path]:
 class Graves:
     """Takes names out of directories that belong to somebody else. To be closed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, has_room: bool = True) -> None:
+        """Without room nothing is kept: what shall go is deleted at once."""
         self._path = path
+        self._has_room = has_room
         self._fd: int | None = None
         self._count = 0
 
     def bury(self, directory: int, name: bytes) -> None:
         """Take away whatever `name` is; nothing there is fine."""
+        if not self._has_room:
+            remove(directory, name)
+            return
         try:
-            os.rename(name, b"%d" % self._count, src_dir_fd=directory, dst_dir_fd=self._opened())
+            grave = self._opened()
+            os.rename(name, b"%d" % self._count, src_dir_fd=directory, dst_dir_fd=grave)
         except FileNotFoundError:
             return
         except OSError:  # a flag or mode that keeps it, something mounted, a full disk
@@ -51,6 +58,8 @@ class Graves:
 
     def _opened(self) -> int:
         if self._fd is None:
-            os.mkdir(self._path, 0o700)
+            with suppress(FileExistsError):  # an attempt before this one
+                os.mkdir(self._path, 0o700)
             self._fd = open_directory(self._path)
+            self._count = len(os.listdir(self._fd))
         return self._fd

@@ -12,12 +12,13 @@ import stat
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from ..errors import CheckoutBusyError, ProofFailedError
-from ..host.files import open_directory, opened, shown_path
+from ..errors import ProofFailedError
+from ..host.credentials import ActingAs
+from ..host.files import open_child, opened, shown_path
+from .descent import Descent
 from .manifest import Manifest
 from .records import DIRECTORY, Entry
-from .scan import content_id
-from .writer import TreeWriter
+from .scan import content_id, open_top
 
 _HINT = "another try makes it anew; if it happens again, the disk is failing"
 
@@ -28,35 +29,38 @@ def hash_tree(dest: Path, manifest: Manifest) -> str:
     A converted file is compared with the bytes that its conversion gave, and stands for its blob.
     """
     files = manifest.files.decoded()
-    prove_files(dest, files, files)
+    prove_files(dest, manifest.owner, files, files)
     return tree_id(manifest)
 
 
-def prove_files(dest: Path, files: Mapping[bytes, Entry], paths: Iterable[bytes]) -> None:
+def prove_files(dest: Path, owner: tuple[int, int], files: Mapping[bytes, Entry], paths: Iterable[bytes]) -> None:
     """Compare files on disk with their entries: kind, mode, bytes."""
-    with opened(open_directory(dest)) as root, TreeWriter(root, mtime_ns=0) as reader:
+    with opened(open_top(dest)) as root, ActingAs(owner) as acting, Descent(root, acting) as reader:
         for path in paths:
             if not _is_proven(reader, path, files[path]):
                 raise ProofFailedError(f"cannot prove {shown_path(path)}: what is on disk is not what git has", hint=_HINT)
 
 
-def _is_proven(reader: TreeWriter, path: bytes, entry: Entry) -> bool:
-    found = reader.find_stat(path)
-    if found is None or stat.S_IMODE(found.st_mode) != entry.permissions:
+def _is_proven(reader: Descent, path: bytes, entry: Entry) -> bool:
+    try:
+        found = reader.find_stat(path)
+        return found is not None and _is_as_recorded(reader, path, entry, found)
+    except OSError:
+        return False
+
+
+def _is_as_recorded(reader: Descent, path: bytes, entry: Entry, found: os.stat_result) -> bool:
+    if stat.S_IMODE(found.st_mode) != entry.permissions:
         return False
     if entry.is_directory:
         return stat.S_ISDIR(found.st_mode) and (entry.mode == DIRECTORY or _is_empty(reader, path))
     if stat.S_ISLNK(found.st_mode) != entry.is_symlink:
         return False
-    try:
-        return content_id(*reader.locate(path), found) == entry.content
-    except (OSError, CheckoutBusyError):
-        return False
+    return content_id(*reader.locate(path), found) == entry.content
 
 
-def _is_empty(reader: TreeWriter, path: bytes) -> bool:
-    directory, name = reader.locate(path)
-    with opened(os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)) as fd:
+def _is_empty(reader: Descent, path: bytes) -> bool:
+    with opened(open_child(*reader.locate(path))) as fd:
         return not os.listdir(fd)
 
 

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ProofFailedError
+from ..host.credentials import ActingAs
 from ..host.files import open_directory, opened, shown_path
+from .descent import Descent
 from .hashing import hash_tree, prove_files, tree_id
 from .index import index_bytes
 from .layer import Layer, files_path, index_path
 from .manifest import Manifest
-from .scan import iter_extra
+from .scan import iter_files
 from .stacks import laid_on, parents, read_manifest
-from .writer import TreeWriter
 
 _HINT = "it will be built again"
 
@@ -50,9 +51,9 @@ def _prove_index(directory: Path, manifest: Manifest) -> None:
 
 
 def prove_delta(files: Path, manifest: Manifest, whiteouts: Sequence[bytes]) -> None:
-    prove_files(files, manifest.files, (path for path, entry in manifest.files.items() if not entry.is_directory))
+    prove_files(files, manifest.owner, manifest.files, (path for path, entry in manifest.files.items() if not entry.is_directory))
     _prove_directories(files, [path for path, entry in manifest.files.items() if entry.is_directory])
-    with opened(open_directory(files)) as root, TreeWriter(root, mtime_ns=0) as reader:
+    with opened(open_directory(files)) as root, Descent(root, ActingAs(None)) as reader:
         for path in whiteouts:
             found = reader.find_stat(path)
             if found is None or not stat.S_ISCHR(found.st_mode) or found.st_rdev != 0:
@@ -63,7 +64,7 @@ def prove_delta(files: Path, manifest: Manifest, whiteouts: Sequence[bytes]) -> 
 
 def _prove_directories(files: Path, paths: Sequence[bytes]) -> None:
     """A directory of a delta is a directory; what is in it was, or will be, looked at by name."""
-    with opened(open_directory(files)) as root, TreeWriter(root, mtime_ns=0) as reader:
+    with opened(open_directory(files)) as root, Descent(root, ActingAs(None)) as reader:
         for path in paths:
             found = reader.find_stat(path)
             if found is None or stat.S_IFMT(found.st_mode) != stat.S_IFDIR or stat.S_IMODE(found.st_mode) != 0o755:
@@ -71,10 +72,8 @@ def _prove_directories(files: Path, paths: Sequence[bytes]) -> None:
 
 
 def prove_nothing_else(files: Path, expected: set[bytes]) -> None:
-    with opened(open_directory(files)) as root:
-        top = [os.fsencode(name) for name in os.listdir(root)]
-    for name in top:
-        for path, _ in iter_extra(files, name):
+    for name in os.listdir(os.fsencode(files)):
+        for path in iter_files(files, name):
             if path not in expected:
                 raise ProofFailedError(f"cannot prove {shown_path(path)}: it does not belong there", hint=_HINT)
 

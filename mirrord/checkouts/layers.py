@@ -15,9 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..git.objects import CommitInfo, Objects, TreeChange, changes, open_objects, read_commit
+from ..host.credentials import ActingAs
 from ..host.files import full_disk_named, open_directory, opened
 from .blobs import Blobs
-from .entries import conversions_for, is_attributes, mtime_for, recorded, unrecorded, write_entries
+from .entries import conversions_for, is_attributes, mtime_for, recorded, share_entries, unrecorded
 from .hashing import hash_tree, tree_id
 from .layer import Layer, blobs_path, chain_of, write_record
 from .layerproof import prove_delta, prove_nothing_else, prove_tree_id
@@ -125,7 +126,7 @@ def _build_delta(
     steps = list(changes(objects, base.tree, info.tree))
     files = temporary / "files"
     files.mkdir(mode=0o755)
-    with opened(open_directory(files)) as root, TreeWriter(root, mtime_ns=mtime_for(info.time)) as writer:
+    with opened(open_directory(files)) as root, TreeWriter(root, ActingAs(None), mtime_ns=mtime_for(info.time)) as writer:
         manifest = _write_delta(objects, info, below, steps, writer, Blobs(blobs_path(trees)))
         whiteouts = _whiteouts(steps)
         _make_directories(whiteouts, writer)
@@ -164,7 +165,7 @@ def _write_delta(
     directories = {entry.path: unrecorded(entry) for entry in new if entry.is_tree or entry.is_submodule}
     writer.make_directory(b"")
     _make_directories([*(entry.path for entry in new), *(path + b"/" for path in directories)], writer)
-    files = write_entries(objects, after, [entry for entry in new if entry.path not in directories], writer, shared)
+    files = share_entries(objects, after, [entry for entry in new if entry.path not in directories], writer, shared)
     return recorded(info, {b"": root_entry(info.tree), **directories, **files}, writer)
 
 

@@ -13,16 +13,19 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ..host.files import open_directory, opened
+from ..host.credentials import ActingAs
+from ..host.files import opened
 from .control import git_file
+from .graves import Graves
 from .manifest import Manifest, blob_id
+from .scan import open_top
 from .writer import TreeWriter
 
 _PREFIX = "mirrord-"
 _REASON = "held by a checkout of mirrord"
 
 
-def link(directory: Path, mirror: Path, manifest: Manifest, index: bytes) -> Manifest:
+def link(directory: Path, mirror: Path, manifest: Manifest, index: bytes, graves: Graves) -> Manifest:
     """Make `directory/tree` a worktree of `mirror` with a detached HEAD, whatever its `.git` was."""
     admin = _admin(mirror, directory.name)
     shutil.rmtree(admin, ignore_errors=True)
@@ -32,8 +35,11 @@ def link(directory: Path, mirror: Path, manifest: Manifest, index: bytes) -> Man
     (admin / "gitdir").write_text(f"{directory}/tree/.git\n")
     (admin / "HEAD").write_text(f"{manifest.commit}\n")
     (admin / "index").write_bytes(index)
-    owner = (manifest.owner_uid, manifest.owner_gid)
-    with opened(open_directory(directory / "tree")) as root, TreeWriter(root, owner=owner, mtime_ns=time.time_ns()) as writer:
+    owner, now_ns = ActingAs(manifest.owner), time.time_ns()
+    with (
+        opened(open_top(directory / "tree")) as root,
+        TreeWriter(root, owner, mtime_ns=now_ns, graves=graves) as writer,
+    ):
         writer.remove(b".git")
         name = f"gitdir: {admin}\n".encode()
         control = {b".git": git_file(blob_id(name), writer.write_file(b".git", name))}

@@ -56,12 +56,14 @@ class Manifest:
     index: str = ""
 
     @property
-    def owner_uid(self) -> int:
-        return self.files[b""].uid
+    def owner(self) -> tuple[int, int]:
+        """uid and gid of all files."""
+        top = self.files[b""]
+        return top.uid, top.gid
 
     @property
-    def owner_gid(self) -> int:
-        return self.files[b""].gid
+    def owner_uid(self) -> int:
+        return self.owner[0]
 
     @property
     def racy_from_ns(self) -> int:

@@ -159,7 +159,7 @@ class OverlayBackend:
         layers = template.layers if template else ()
         mirror = self._mirrors_path(lease.mirror)
         upper = lease.private / _LAYER / "upper"
-        facts = (lease.tree_path, upper, layers, mirror, lease.tree)
+        facts = (lease.tree_path, upper, layers, mirror, lease.tree, _owner(lease))
         return await self._workers.call(list_overlay_changes, *facts, timeout=DIFF_TIMEOUT)
 
     # -- templates ----------------------------------------------------------------------------------------------------

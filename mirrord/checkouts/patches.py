@@ -13,18 +13,21 @@ import stat
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..errors import (
     DiffTooLargeError,
     InvalidPatchError,
+    InvalidRequestError,
     MirrordError,
     PatchConflictError,
     PathNotFoundError,
     PathOutsideCheckoutError,
 )
-from ..host.files import shown_path
+from ..host.credentials import ActingAs
+from ..host.files import open_directory, open_regular, opened, shown_path
+from ..model import NAME_LIMIT_BYTES, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
 from .calls import Work
+from .descent import Descent
 from .staging import Staging, staged
 from .writer import TreeWriter
 
@@ -73,7 +76,8 @@ def apply(work: Work, changed: list[bytes], patch: bytes, *, reverse: bool) -> l
         staging.add_changes(changed, keep_ignored=lambda path: path in patch)
         before = staging.write_tree()
         _apply_to_index(staging, patch, reverse)
-        steps = _steps(staging, before, staging.write_tree())
+        steps = _steps(staging, before)
+        _must_fit([step.path for step in steps if step.mode is not None], InvalidPatchError)
         _must_be_free(staging, steps)
         return _write(staging, steps)
 
@@ -87,6 +91,7 @@ def restore(work: Work, commit: str, paths: list[bytes]) -> list[bytes]:
         entries = {line.partition(b"\t")[2]: line[:6].decode() for line in lines}
         for path in wanted:
             _must_match(path, entries, commit)
+        _must_fit(entries, InvalidRequestError)
         staging.run("update-index", "-z", "--replace", "--index-info", stdin=listing)
         return _write(staging, [_Step(path, False, mode) for path, mode in entries.items()])
 
@@ -120,8 +125,10 @@ def _refusal(stderr: str) -> MirrordError:
     )
 
 
-def _steps(staging: Staging, before: str, after: str) -> list[_Step]:
-    fields = staging.run("diff-tree", "-r", "-z", "--raw", "--no-renames", before, after).stdout.split(b"\0")[:-1]
+def _steps(staging: Staging, before: str) -> list[_Step]:
+    """What the index has differently from the tree `before`."""
+    listed = staging.run("diff-index", "--cached", "-z", "--raw", "--no-renames", before)
+    fields = listed.stdout.split(b"\0")[:-1]
     return [_step(meta.decode(), path) for meta, path in zip(fields[::2], fields[1::2], strict=True)]
 
 
@@ -131,17 +138,26 @@ def _step(meta: str, path: bytes) -> _Step:
 
 
 def _must_be_free(staging: Staging, steps: Iterable[_Step]) -> None:
-    """A file that the patch creates must not be there: git knows only of tracked and not ignored ones."""
+    """Where the patch creates a file there must be nothing, of which git knows only what is tracked
+    or not ignored, and directories in which the owner may make it.
+    """
     replaced = {step.path for step in steps if step.mode is None}
-    with TreeWriter(staging.root, mtime_ns=0) as reader:
-        for step in steps:
-            seen = reader.find_stat(step.path) if step.is_new else None
-            if seen is None or (stat.S_ISDIR(seen.st_mode) and any(path.startswith(step.path + b"/") for path in replaced)):
-                continue
-            raise PatchConflictError(
-                f"cannot apply the patch: {shown_path(step.path)} already exists in the checkout",
-                hint="nothing was changed; remove it first",
-            )
+    with staging.owner, Descent(staging.root, staging.owner) as reader:
+        for path in (step.path for step in steps if step.is_new):
+            seen = reader.find_stat(path)
+            if seen and not (stat.S_ISDIR(seen.st_mode) and any(gone.startswith(path + b"/") for gone in replaced)):
+                raise _in_the_way(path)
+            while not (seen := reader.find_stat(above := path.rpartition(b"/")[0])):
+                path = above
+            if not stat.S_ISDIR(seen.st_mode) and above not in replaced:
+                raise _in_the_way(above)
+
+
+def _in_the_way(path: bytes) -> PatchConflictError:
+    return PatchConflictError(
+        f"cannot apply the patch: {shown_path(path)} already exists in the checkout",
+        hint="nothing was changed; remove it first",
+    )
 
 
 # -- restoring --------------------------------------------------------------------------------------------------------
@@ -169,41 +185,47 @@ def _must_match(path: bytes, entries: dict[bytes, str], commit: str) -> None:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
+def _must_fit(paths: Iterable[bytes], error: type[MirrordError]) -> None:
+    """git's index takes names of any length; a file system does not."""
+    for path in paths:
+        parts = path.split(b"/")
+        if len(path) > TREE_PATH_LIMIT_BYTES or len(parts) > TREE_DEPTH_LIMIT or max(map(len, parts)) > NAME_LIMIT_BYTES:
+            raise error(
+                f"cannot write {shown_path(path[:100])}: a path may have {TREE_PATH_LIMIT_BYTES} bytes,"
+                f" {TREE_DEPTH_LIMIT} directories, and {NAME_LIMIT_BYTES} bytes in each name",
+                hint="nothing was changed",
+            )
+
+
 def _write(staging: Staging, steps: list[_Step]) -> list[bytes]:
-    """Remove what goes, then write what comes, as the owner's new files."""
+    """Remove what goes, then write what comes, as the owner and as its new files."""
     out = staging.check_out([step.path for step in steps if step.mode is not None])
-    with TreeWriter(staging.root, owner=staging.work.owner, mtime_ns=time.time_ns()) as writer:
-        for step in steps:
-            if step.mode is None:
-                writer.remove(step.path)
-                _remove_empty(staging.root, step.path)
-        for step in steps:
-            if step.mode is not None:
-                _write_one(writer, out, step.path, step.mode)
+    with (
+        opened(open_directory(out)) as top,
+        Descent(top, ActingAs(None)) as source,
+        TreeWriter(staging.root, staging.owner, mtime_ns=time.time_ns()) as writer,
+    ):
+        for step in sorted(steps, key=lambda step: step.mode is not None):
+            try:
+                _write_one(writer, source, step)
+            except PermissionError as error:
+                raise PermissionError(error.errno, error.strerror, step.path) from error
     return [step.path for step in steps]
 
 
-def _write_one(writer: TreeWriter, out: Path, path: bytes, mode: str) -> None:
-    source = os.path.join(os.fsencode(out), path)
-    above = path.rpartition(b"/")[0]
-    writer.make_directories(above)
-    if mode == "160000":
-        writer.make_directory(path)
-    elif mode == "120000":
-        writer.write_symlink(path, os.readlink(source))
+def _write_one(writer: TreeWriter, source: Descent, step: _Step) -> None:
+    if step.mode is None:
+        writer.remove(step.path)
+        writer.remove_empty_above(step.path)
+        return
+    writer.make_directories(step.path.rpartition(b"/")[0])
+    if step.mode == "160000":
+        writer.make_directory(step.path)
+        return
+    directory, name = source.locate(step.path)
+    if step.mode == "120000":
+        writer.write_symlink(step.path, os.readlink(name, dir_fd=directory))
     else:
-        with open(source, "rb") as file:
-            writer.write_file(path, file.read(), executable=mode == "100755")
-
-
-def _remove_empty(root: int, path: bytes) -> None:
-    """Remove the directories above a removed file that have become empty, as git does."""
-    above = path.rpartition(b"/")[0]
-    with TreeWriter(root, mtime_ns=0) as reader:
-        while above:
-            try:
-                directory, name = reader.locate(above)
-                os.rmdir(name, dir_fd=directory)
-            except (OSError, MirrordError):
-                return
-            above = above.rpartition(b"/")[0]
+        permissions = 0o755 if step.mode == "100755" else 0o644
+        with opened(open_regular(directory, name)) as file:
+            writer.copy_file(step.path, file, permissions=permissions)

@@ -6,6 +6,7 @@ otherwise be a file that two clients share. What is done to one tree is `pooled.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ import structlog
 
 from ..errors import TreeTooLargeError
 from ..git.workers import Workers
+from ..host.files import mounted_on
+from ..host.mounts import mounts_below
 from ..model import Backend, CommitId, History, MirrorName
 from ..protocol import Proof
 from . import linked
@@ -74,6 +77,7 @@ class PoolBackend:
         """In place: the lease says where it goes before anything is touched. What fails then cannot be undone."""
         await self._rubbish.keep_up()
         place = await self._place(to, to.commit)
+        await anyio.to_thread.run_sync(_must_be_unmounted, to)
         before = leases.find(to.id)
         leases.save(resetting(to))
         try:
@@ -93,7 +97,8 @@ class PoolBackend:
     async def destroy(self, directories: Directories, lease: Lease | None) -> None:
         if lease is not None and lease.history is History.LINKED:
             await anyio.to_thread.run_sync(linked.unlink, self._mirrors_path(lease.mirror), lease.id)
-        if lease is not None and self._keep(directories, lease):
+        is_mounted = bool(await anyio.to_thread.run_sync(mounts_below, str(directories.public)))
+        if lease is not None and not is_mounted and self._keep(directories, lease):
             return
         for directory in (directories.public, directories.private):
             await anyio.to_thread.run_sync(discard, directory)
@@ -150,6 +155,12 @@ class PoolBackend:
             return False
         self._warm.append((key, warm))
         return True
+
+
+def _must_be_unmounted(lease: Lease) -> None:
+    """What is mounted in a tree is not the checkout's: nobody may empty it."""
+    if mounted := mounts_below(str(lease.tree_path)):
+        raise mounted_on(os.fsencode(mounted[0]))
 
 
 def _key(lease: Lease) -> tuple[int, str]:

@@ -7,15 +7,14 @@ that was killed can simply be made again. Where the manifest or the tree's top i
 from __future__ import annotations
 
 import os
-import stat
 import time
 from collections.abc import Callable, MutableMapping
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from ..errors import DiskFullError, ProofFailedError
-from ..host.files import full_disk_named, open_directory, opened, remove
+from ..errors import CheckoutBusyError, DiskFullError, ProofFailedError
+from ..host.files import full_disk_named, open_directory, opened
 from ..protocol import Proof
 from . import control, linked
 from .calls import Place
@@ -27,7 +26,7 @@ from .leases import Directories
 from .manifest import Manifest, clock_ns
 from .proof import require, unsettled
 from .records import DIRECTORY, Entry
-from .scan import Changes, examine, is_control, scan
+from .scan import Changes, examine, is_control, open_top, scan
 from .tree import materialise, move, must_fit_from, repair
 
 _ROUNDS = 3
@@ -40,10 +39,12 @@ def make(place: Place, commit: str, tree: str, warm: Directories | None) -> tupl
     timings: dict[str, float] = {}
     with full_disk_named(f"checkout {place.directory.name}"):
         if warm is not None and _timed(timings, "take", lambda: _take(warm, place)):
-            proof = _timed(timings, "reset", lambda: reset(place, commit, tree))
-            return proof.tree, timings
-        manifest = _timed(timings, "tree", lambda: _write_anew(place, commit, tree))
-        manifest = _timed(timings, "git", lambda: _bring(place, _store(place), commit, manifest, Changes()))
+            with suppress(CheckoutBusyError):  # something was mounted in it since it was released
+                proof = _timed(timings, "reset", lambda: reset(place, commit, tree))
+                return proof.tree, timings
+        with closing(Graves(place.grave)) as graves:
+            manifest = _timed(timings, "tree", lambda: _write_anew(place, commit, tree, graves))
+            manifest = _timed(timings, "git", lambda: _bring(place, _store(place), commit, manifest, Changes(), graves))
         manifest.save(place.manifest)
     return manifest.tree, timings
 
@@ -57,7 +58,7 @@ def reset(place: Place, commit: str, tree: str) -> Proof:
             must_fit_from(place.mirror, before, tree)
         found = scan(place.tree, before) if before else Changes()
 
-        def bring(graves: Graves | None) -> Manifest:
+        def bring(graves: Graves) -> Manifest:
             return _bring(place, store, commit, before or _write_anew(place, commit, tree, graves), found, graves)
 
         after = _with_room(place, bring)
@@ -81,14 +82,14 @@ def reset(place: Place, commit: str, tree: str) -> Proof:
     return require(proof, head=place.head, tree=tree)
 
 
-def _with_room(place: Place, bring: Callable[[Graves | None], Manifest]) -> Manifest:
+def _with_room(place: Place, bring: Callable[[Graves], Manifest]) -> Manifest:
     """Do it with what shall go only moved away; once more without, where that is what fills the disk."""
     try:
         with closing(Graves(place.grave)) as graves, full_disk_named("the tree"):
             return bring(graves)
     except DiskFullError:
         control.discard(place.grave)
-        return bring(None)
+        return bring(Graves(place.grave, has_room=False))
 
 
 def changed_paths(place: Place) -> list[bytes]:
@@ -99,9 +100,7 @@ def changed_paths(place: Place) -> list[bytes]:
     return sorted(path for path in scan(place.tree, manifest).in_tree() if path)
 
 
-def _bring(
-    place: Place, store: Store | None, commit: str, before: Manifest, found: Changes, graves: Graves | None = None
-) -> Manifest:
+def _bring(place: Place, store: Store | None, commit: str, before: Manifest, found: Changes, graves: Graves) -> Manifest:
     """Undo what was found and move on; then look again at all that was touched, and so on until nothing differs.
 
     The answer is `before` itself where there is nothing to do, and nothing to record.
@@ -130,7 +129,7 @@ def _proven(manifest: Manifest, found: Changes) -> Manifest:
     return replace(manifest, files=files, control=control)
 
 
-def _step(place: Place, store: Store | None, commit: str, manifest: Manifest, found: Changes, graves: Graves | None) -> Manifest:
+def _step(place: Place, store: Store | None, commit: str, manifest: Manifest, found: Changes, graves: Graves) -> Manifest:
     """One round over tree and `.git`, which ends with a record of what was left there."""
     begun = manifest
     if found.in_tree():
@@ -139,7 +138,7 @@ def _step(place: Place, store: Store | None, commit: str, manifest: Manifest, fo
         before, manifest = manifest, move(place.mirror, manifest, commit, place.tree, graves)
         prove_directories(manifest, _changed_directories(before, manifest))
     if store is None:
-        return linked.link(place.directory, place.mirror, manifest, index_bytes(manifest))
+        return linked.link(place.directory, place.mirror, manifest, index_bytes(manifest), graves)
     is_new = manifest is not begun or not control.has_index(manifest, found)
     index = _index(place, begun, manifest) if is_new else None
     return control.bring(place.tree, manifest, found, store, index, graves)
@@ -166,10 +165,10 @@ def _changed_directories(before: Manifest, after: Manifest) -> list[bytes]:
     return [path for path in trees if path not in before.files or before.files[path].oid != after.files[path].oid]
 
 
-def _write_anew(place: Place, commit: str, tree: str, graves: Graves | None = None) -> Manifest:
+def _write_anew(place: Place, commit: str, tree: str, graves: Graves) -> Manifest:
     """Write the whole tree into a new directory, and read it back."""
     with opened(open_directory(place.directory)) as above:
-        (graves.bury if graves else remove)(above, b"tree")
+        graves.bury(above, b"tree")
     manifest = materialise(place.mirror, commit, place.tree, owner=place.owner)
     written_ns = clock_ns()
     seen = hash_tree(place.tree, manifest)
@@ -185,16 +184,17 @@ def _find_manifest(place: Place) -> Manifest | None:
         manifest = Manifest.load(place.manifest)
     except (FileNotFoundError, ProofFailedError):
         return None
-    return manifest if (manifest.owner_uid, manifest.owner_gid) == place.owner else None
+    return manifest if manifest.owner == place.owner else None
 
 
 def _has_top(place: Place) -> bool:
     """Whether the tree's top is a directory of its owner's, not a link or something else in its place."""
     try:
-        found = os.lstat(place.tree)
-    except FileNotFoundError:
+        with opened(open_top(place.tree)) as top:
+            found = os.fstat(top)
+    except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and (found.st_uid, found.st_gid) == place.owner
+    return (found.st_uid, found.st_gid) == place.owner
 
 
 def _take(warm: Directories, place: Place) -> bool:
@@ -206,7 +206,7 @@ def _take(warm: Directories, place: Place) -> bool:
         return False
     finally:
         for directory in (warm.public, warm.private):
-            with suppress(OSError):
+            with suppress(OSError, CheckoutBusyError):
                 control.discard(directory)
     return True
 

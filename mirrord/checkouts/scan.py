@@ -3,11 +3,12 @@
 Owns the judgement "unchanged". One lstat of every known path decides where to look closer: an ordinary user can forge mtime, size
 and the index, but not ctime, and no name appears in a directory or leaves it without changing the directory's. Looking closer
 opens no link, no pipe and no device, goes only into directories that the manifest knows, and lists or reads what stat cannot
-prove.
+prove. All of it is done as the owner of the tree: what that user may not see has changed. A mount in the tree ends it.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -18,11 +19,20 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from ..errors import CheckoutBusyError
-from ..host.files import find_stat, is_locked, names_in, open_child, open_directory, open_regular, opened
-from .descent import Descent
+from ..host.credentials import ActingAs
+from ..host.files import (
+    is_locked,
+    mounted_on,
+    names_in,
+    open_beneath,
+    open_child,
+    open_directory,
+    open_regular,
+    opened,
+)
+from .descent import Descent, enter
 from .manifest import Manifest, clock_ns
-from .records import Entry, Records, look
+from .records import Records, look
 
 _CHUNK_BYTES = 1 << 20
 _LARGE_BYTES = 4 << 20
@@ -68,10 +78,10 @@ def scan(root: Path, manifest: Manifest, *, rehash: bool | None = None) -> Chang
     """
     every = manifest.owner_uid == 0 if rehash is None else rehash
     found = Changes(began_ns=clock_ns())
-    with opened(open_directory(root)) as fd:
+    with opened(open_top(root)) as fd, ActingAs(manifest.owner) as owner:
         entries = manifest.files | manifest.control
-        paths = entries.keys() if every else _suspects(fd, manifest, found)
-        _examine(fd, manifest, entries, paths, every, found)
+        paths = entries.keys() if every else _suspects(fd, owner, manifest, found)
+        _examine(fd, owner, manifest, entries, paths, every, found)
     found.looked_at = len(entries) - 1
     return found
 
@@ -79,39 +89,47 @@ def scan(root: Path, manifest: Manifest, *, rehash: bool | None = None) -> Chang
 def examine(root: Path, manifest: Manifest, paths: Collection[bytes]) -> Changes:
     """Look closer at some of the paths, whatever their stat says: what was just written is read back."""
     found = Changes(began_ns=clock_ns(), looked_at=len(paths))
-    with opened(open_directory(root)) as fd:
-        _examine(fd, manifest, manifest.files | manifest.control, paths, True, found)
+    with opened(open_top(root)) as fd, ActingAs(manifest.owner) as owner:
+        _examine(fd, owner, manifest, manifest.files | manifest.control, paths, True, found)
     return found
 
 
-def _suspects(root: int, manifest: Manifest, found: Changes) -> list[bytes]:
+def _suspects(root: int, owner: ActingAs, manifest: Manifest, found: Changes) -> list[bytes]:
     """The paths whose stat is not what it was, or too young to prove anything.
 
-    A directory above a path may have become a link, and the stat then be of another file. That directory is a suspect itself,
-    and what is in it is lost to whoever looks closer.
+    Those in a directory that has become something else are suspects too, and lost to the closer look.
     """
     suspects = []
     racy_from_ns = manifest.racy_from_ns
     lstat = os.lstat
     control = [(path, entry[3:]) for path, entry in manifest.control.items()]
-    for path, was in chain(manifest.files.iter_seen(), control):
-        try:
-            now = look(lstat(path or b".", dir_fd=root))
-        except OSError:
-            suspects.append(path)
-            continue
-        if now != was:
-            suspects.append(path)
-        elif was[4] >= racy_from_ns:
-            suspects.append(path)
-            found.unsettled = True
-            found.youngest_ns = max(found.youngest_ns, was[4])
+    here, directory = b"", root
+    with Descent(root, owner) as descent:
+        for path, was in chain(manifest.files.iter_seen(), control):
+            above, _, name = path.rpartition(b"/")
+            try:
+                if above != here:
+                    directory, here = descent.locate(path)[0], above
+                now = look(lstat(name or b".", dir_fd=directory))
+            except OSError:
+                here = b"/"  # that of no path: what was open may be closed now
+                suspects.append(path)
+                continue
+            if now != was:
+                suspects.append(path)
+            elif was[4] >= racy_from_ns:
+                suspects.append(path)
+                found.unsettled = True
+                found.youngest_ns = max(found.youngest_ns, was[4])
     return suspects
 
 
-def _examine(root: int, manifest: Manifest, entries: Records, paths: Collection[bytes], every: bool, found: Changes) -> None:
+def _examine(
+    root: int, owner: ActingAs, manifest: Manifest, entries: Records, paths: Collection[bytes],
+    every: bool, found: Changes,
+) -> None:  # fmt: skip
     if paths:
-        with _Examination(root, manifest, entries, every, found) as examination:
+        with _Examination(root, owner, manifest, entries, every, found) as examination:
             examination.judge(paths)
 
 
@@ -123,14 +141,19 @@ def content_id(directory: int, name: bytes, found: os.stat_result) -> bytes:
     return _read(open_regular(directory, name), found.st_size)
 
 
+def file_id(fd: int) -> bytes:
+    """git's blob id of what an open file holds."""
+    return _read(os.dup(fd), os.fstat(fd).st_size)
+
+
 def _read(fd: int, size: int) -> bytes:
     """The blob id of an open file that should have `size` bytes; closes it."""
     with opened(fd):
         digest = hashlib.sha1(b"blob %d\0" % size)
-        left = size + 1  # one more than there should be: one read is enough for most
-        while left > 0 and (data := os.read(fd, min(_CHUNK_BYTES, left))):
+        at, left = 0, size + 1  # one more than there should be: one read is enough for most
+        while left > 0 and (data := os.pread(fd, min(_CHUNK_BYTES, left), at)):
             digest.update(data)
-            left -= len(data)
+            at, left = at + len(data), left - len(data)
             if left == 1:  # a read that got less than it asked for was at the end
                 break
         return digest.digest()
@@ -139,14 +162,14 @@ def _read(fd: int, size: int) -> bytes:
 class _Examination:
     """One closer look. A path is judged after the directories above it; `_lost` is what cannot be there any more."""
 
-    def __init__(self, root: int, manifest: Manifest, entries: Records, every: bool, found: Changes) -> None:
+    def __init__(self, root: int, owner: ActingAs, manifest: Manifest, entries: Records, every: bool, found: Changes) -> None:
         self._root = root
         self._entries = entries
-        self._owner_uid = manifest.owner_uid
         self._every = every
         self._racy_from_ns = manifest.racy_from_ns
         self._found = found
-        self._descent = Descent(root)
+        self._owner = owner
+        self._descent = Descent(root, owner)
         self._children: dict[bytes, list[bytes]] = {}
         self._lost: set[bytes] = set()
         self._large: dict[bytes, Future[bytes]] = {}
@@ -173,9 +196,9 @@ class _Examination:
     def _judge(self, path: bytes) -> None:
         entry = self._entries[path]
         try:
+            seen = self._descent.find_stat(path)
             directory, name = self._descent.locate(path) if path else (self._root, b".")
-            seen = find_stat(directory, name)
-        except (CheckoutBusyError, OSError):
+        except OSError:
             seen = None
         if seen is None:
             self._miss(path)
@@ -188,7 +211,7 @@ class _Examination:
         entry = self._entries[path]
         fd = -1
         if stat.S_ISDIR(seen.st_mode) and (seen.st_uid, seen.st_gid) == (entry.uid, entry.gid):
-            fd = _try_open(directory, name)
+            fd = self._try_open(directory, path, name)
         if fd < 0:
             self._found.modified.append(path)
             self._miss_below(path)
@@ -215,17 +238,12 @@ class _Examination:
 
     def _is_same_file(self, directory: int, name: bytes, path: bytes, seen: os.stat_result) -> bool:
         entry = self._entries[path]
-        shared = self._is_out_of_reach(entry)
-        now = entry.with_stat(seen)
-        if now != (entry._replace(ctime_ns=now.ctime_ns) if shared else entry):
+        if entry.with_stat(seen) != entry:
+            self._refuse_mount(directory, path, name)
             return False
-        if shared or not (self._every or entry.ctime_ns >= self._racy_from_ns):
+        if not (self._every or entry.ctime_ns >= self._racy_from_ns):
             return True
         return self._has_content(directory, name, path, seen)
-
-    def _is_out_of_reach(self, entry: Entry) -> bool:
-        """A pack of the daemon's, hard-linked into `.git`: each new link changes its ctime, but no client can change it."""
-        return entry.uid != self._owner_uid and not entry.permissions & 0o222 and stat.S_ISREG(entry.st_mode)
 
     def _has_content(self, directory: int, name: bytes, path: bytes, seen: os.stat_result) -> bool:
         self._found.hashed += 1
@@ -236,6 +254,21 @@ class _Examination:
             return content_id(directory, name, seen) == self._entries[path].content
         except OSError:
             return False
+
+    def _try_open(self, directory: int, path: bytes, name: bytes) -> int:
+        """Open a directory; -1 where it is none any more."""
+        try:
+            return enter(self._owner, directory, path, name)
+        except OSError:
+            return -1
+
+    def _refuse_mount(self, directory: int, path: bytes, name: bytes) -> None:
+        """Raise CheckoutBusyError where a file is mounted on: its lstat is of the file that covers it."""
+        try:
+            os.close(open_beneath(directory, name, os.O_PATH | os.O_NOFOLLOW))
+        except OSError as error:
+            if error.errno == errno.EXDEV:
+                raise mounted_on(path) from error
 
     def _miss(self, path: bytes) -> None:
         if path not in self._lost:
@@ -255,35 +288,22 @@ class _Examination:
         return self._children[path]
 
 
-def _try_open(directory: int, name: bytes) -> int:
-    """Open a directory; -1 where it is none any more."""
-    try:
-        return open_child(directory, name)
-    except OSError:
-        return -1
+def open_top(root: Path) -> int:
+    """Open the top of a pooled tree; CheckoutBusyError where something is mounted on it."""
+    with opened(open_directory(root.parent)) as above:
+        try:
+            return open_child(above, os.fsencode(root.name))
+        except OSError as error:
+            if error.errno == errno.EXDEV:
+                raise mounted_on(os.fsencode(root)) from error
+            raise
 
 
-def iter_extra(root: Path, path: bytes) -> Iterator[tuple[bytes, os.stat_result]]:
-    """Everything at and below an extra path, without following links; directories before what is in them. For patches."""
-    with opened(open_directory(root)) as fd:
-        yield from _iter_at(fd, b"", path)
+def iter_files(root: Path, name: bytes) -> Iterator[bytes]:
+    """Everything at and below a name in a directory of the daemon's own."""
 
+    def refused(path: bytes, error: Exception) -> None:
+        raise error
 
-def _iter_at(directory: int, above: bytes, path: bytes) -> Iterator[tuple[bytes, os.stat_result]]:
-    head, _, rest = path.partition(b"/")
-    if rest:
-        with opened(open_child(directory, head)) as fd:
-            yield from _iter_at(fd, above + head + b"/", rest)
-        return
-    yield from _iter_below(directory, above, head)
-
-
-def _iter_below(directory: int, above: bytes, name: bytes) -> Iterator[tuple[bytes, os.stat_result]]:
-    found = find_stat(directory, name)
-    if found is None:
-        return
-    yield above + name, found
-    if stat.S_ISDIR(found.st_mode):
-        with opened(open_child(directory, name)) as fd:
-            for child in sorted(names_in(fd)):
-                yield from _iter_below(fd, above + name + b"/", child)
+    with opened(open_directory(root)) as fd, Descent(fd, ActingAs(None)) as descent:
+        yield from (path for path, _ in descent.iter_below(name, refused))

@@ -1,7 +1,8 @@
 """A private copy of what a checkout's user changed, for git to work on without ever seeing the checkout.
 
-Owns a scratch repository whose objects are the mirror's, an index that starts at the base commit, and a work directory that
-gets the changed files, copied through descriptors that follow no link. The user's `.git`, its configuration and excludes are
+Owns a scratch repository whose objects are the mirror's, an index that starts at the base commit, and directories that get the
+changed files, each opened as the checkout's owner, through directories that no link and no mount leads to. A link is only a blob
+in the scratch repository, so nothing there is ever written through one. The user's `.git`, its configuration and excludes are
 never read; what is ignored is decided by the tree's own `.gitignore` files. Bounded in files and bytes. Sync; runs in workers.
 """
 
@@ -9,19 +10,28 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from ..errors import CheckoutBusyError, DiffTooLargeError, GitFailedError
+from ..errors import (
+    CheckoutBusyError,
+    DiffTooLargeError,
+    GitFailedError,
+    OwnerDeniedError,
+    TreeRefusedError,
+)
 from ..git.command import GitResult, run_git_sync
-from ..host.files import full_disk_named, open_directory, open_regular, opened, shown_path
+from ..host.credentials import ActingAs
+from ..host.files import full_disk_named, mounted_on, open_directory, opened, shown_path
 from .calls import Work
-from .scan import iter_extra
+from .control import discard
+from .descent import Descent
+from .manifest import blob_id
 from .writer import TreeWriter
 
 FILES_LIMIT = 200_000
@@ -29,16 +39,21 @@ BYTES_LIMIT = 512 * 1024**2
 _TIMEOUT = timedelta(minutes=4)
 _SUBMODULE = "160000"
 _CONFIG = "[core]\n\trepositoryformatversion = 0\n\tbare = false\n\tfilemode = true\n"
+_REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
+_LOOKS = 3
 
 
 @dataclass
 class Found:
-    """What is at the changed paths: gone from a tracked path, tracked and still there, there and not tracked."""
+    """What is at the changed paths: gone from a tracked path, tracked and still there, there and not tracked.
+
+    `unread` is what the owner may not look at, or what is too deep, with the reason.
+    """
 
     gone: list[bytes] = field(default_factory=list)
     tracked: list[bytes] = field(default_factory=list)
-    untracked: list[bytes] = field(default_factory=list)
-    links: dict[bytes, bytes] = field(default_factory=dict)
+    untracked: dict[bytes, None] = field(default_factory=dict)
+    unread: dict[bytes, Exception] = field(default_factory=dict)
 
 
 class Staging:
@@ -47,10 +62,12 @@ class Staging:
     def __init__(self, work: Work, root: int) -> None:
         self.work = work
         self.root = root
+        self.owner = ActingAs(work.owner)
         self.git_dir = work.scratch / "git"
-        self.files = work.scratch / "files"
+        self._rules = work.scratch / "rules"
+        self._files = work.scratch / "files"
         self._bytes_left = BYTES_LIMIT
-        for directory in (self.git_dir / "objects/info", self.git_dir / "refs", self.files):
+        for directory in (self.git_dir / "objects/info", self.git_dir / "refs", self._rules, self._files):
             directory.mkdir(parents=True)
         (self.git_dir / "HEAD").write_text("ref: refs/heads/none\n")
         (self.git_dir / "config").write_text(_CONFIG)
@@ -67,11 +84,11 @@ class Staging:
         into: Path | None = None,
         files: Path | None = None,
     ) -> GitResult:
-        """Run git on the scratch repository; `files` replaces the work directory, `into` takes what it prints."""
+        """Run git on the scratch repository; `files` is its work directory, `into` takes what it prints."""
         return run_git_sync(
             *args,
             git_dir=self.git_dir,
-            work_tree=files or self.files,
+            work_tree=files or self._files,
             stdin=stdin,
             stdout_path=into,
             ok=ok,
@@ -82,11 +99,27 @@ class Staging:
         """Bring the index to what `git add --all` would make of the checkout; ignored files only where `keep_ignored` says so."""
         found = self._look_at(changed)
         ignored = self._ignored(found)
+        for path, error in found.unread.items():
+            if path not in ignored:
+                raise error
         untracked = [path for path in found.untracked if path not in ignored or keep_ignored(path)]
-        added = self._copy([*found.tracked, *untracked], found)
-        gone = {*found.gone, *found.tracked} - set(added)
-        self.run("update-index", "-z", "--force-remove", "--stdin", stdin=_joined(gone))
-        self.run("update-index", "-z", "--add", "--replace", "--stdin", stdin=_joined(added))
+        files, links = self._copy([*found.tracked, *untracked], self._files)
+        gone = {*found.gone, *found.tracked} - {*files, *links}
+        self._update_index("--force-remove", "--stdin", listing=_joined(gone))
+        self._update_index("--add", "--replace", "--stdin", listing=_joined(files))
+        lines = (b"120000 %s 0\t%s" % (self._store(target), path) for path, target in links.items())
+        self._update_index("--replace", "--index-info", listing=_joined(lines))
+
+    def _update_index(self, *how: str, listing: bytes) -> None:
+        if not listing:
+            return
+        try:
+            self.run("update-index", "-z", *how, stdin=listing)
+        except GitFailedError as error:  # its encoding, say: our part of it is in order
+            raise TreeRefusedError(
+                f"cannot record what changed in the checkout: {error.message}",
+                hint="mend or remove the file that it names, or its attributes",
+            ) from error
 
     def write_tree(self) -> str:
         return self.run("write-tree").stdout.decode().strip()
@@ -107,18 +140,21 @@ class Staging:
 
     def _look_at(self, changed: Iterable[bytes]) -> Found:
         found = Found()
-        with TreeWriter(self.root, mtime_ns=0) as reader:
+        with self.owner, Descent(self.root, self.owner) as reader:
             for path in changed:
-                self._classify(path, reader.find_stat(path), found)
+                try:
+                    self._classify(reader, path, found)
+                except PermissionError as error:
+                    found.unread[path] = error
         return found
 
-    def _classify(self, path: bytes, seen: os.stat_result | None, found: Found) -> None:
-        is_tracked = path in self.base
+    def _classify(self, reader: Descent, path: bytes, found: Found) -> None:
+        is_tracked, seen = path in self.base, reader.find_stat(path)
         if seen is None:
             if is_tracked:
                 found.gone.append(path)
         elif stat.S_ISDIR(seen.st_mode):
-            self._classify_directory(path, is_tracked, found)
+            self._classify_directory(reader, path, is_tracked, found)
         elif not (stat.S_ISREG(seen.st_mode) or stat.S_ISLNK(seen.st_mode)):
             if is_tracked:
                 found.gone.append(path)  # git tracks no pipe, socket or device
@@ -127,17 +163,22 @@ class Staging:
         elif not self._is_out_of_bounds(path):
             self._add_untracked(path, found)
 
-    def _classify_directory(self, path: bytes, is_tracked: bool, found: Found) -> None:
+    def _classify_directory(self, reader: Descent, path: bytes, is_tracked: bool, found: Found) -> None:
         if path in self._directories or self.base.get(path) == _SUBMODULE or self._is_out_of_bounds(path):
             return
         if is_tracked:
             found.gone.append(path)
-        for below, seen in iter_extra(self.work.root, path):
+
+        def refused(below: bytes, error: Exception) -> None:
+            if not self._is_out_of_bounds(below):
+                found.unread[below] = error
+
+        for below, seen in reader.iter_below(path, refused):
             if (stat.S_ISREG(seen.st_mode) or stat.S_ISLNK(seen.st_mode)) and not self._is_out_of_bounds(below):
                 self._add_untracked(below, found)
 
     def _add_untracked(self, path: bytes, found: Found) -> None:
-        found.untracked.append(path)
+        found.untracked[path] = None
         if len(found.untracked) > FILES_LIMIT:
             raise _too_large(f"more than {FILES_LIMIT} files are new")
 
@@ -149,82 +190,103 @@ class Staging:
         return any(self.base.get(b"/".join(parts[:depth])) == _SUBMODULE for depth in range(1, len(parts)))
 
     def _ignored(self, found: Found) -> set[bytes]:
-        """Which untracked paths the `.gitignore` files ignore. At this moment the work directory holds nothing else."""
-        if not found.untracked:
+        """Which untracked paths the `.gitignore` files ignore. One that is a link says nothing, as in git (2.32)."""
+        if not found.untracked and not found.unread:
             return set()
         rules = {path for path in (*self.base, *found.untracked) if path.rpartition(b"/")[2] == b".gitignore"}
-        self._copy(sorted(rules - set(found.gone)), Found())
-        named = _joined(b"./" + path for path in found.untracked)  # else `:(…)` is magic; GIT_LITERAL_PATHSPECS is refused here
-        done = self.run("check-ignore", "-z", "--no-index", "--stdin", stdin=named, ok=(0, 1))
-        return {path.removeprefix(b"./") for path in done.stdout.split(b"\0")[:-1]}
+        self._copy(sorted(rules - set(found.gone)), self._rules)
+        named = [b"./" + path for path in found.untracked]  # else `:(…)` is magic; GIT_LITERAL_PATHSPECS is refused here
+        named += [b"./" + path + b"/" for path in found.unread]
+        done = self.run("check-ignore", "-z", "--no-index", "--stdin", stdin=_joined(named), ok=(0, 1), files=self._rules)
+        return {path.removeprefix(b"./").rstrip(b"/") for path in done.stdout.split(b"\0")[:-1]}
 
     # -- copying ------------------------------------------------------------------------------------------------------
 
-    def _copy(self, paths: Iterable[bytes], found: Found) -> list[bytes]:
-        """Copy files into the work directory; answers those that were there. Links come last: nothing is written through one."""
-        with TreeWriter(self.root, mtime_ns=0) as reader:
-            copied = [path for path in paths if self._copy_one(reader, path, found.links)]
-        copied += [path for path, target in found.links.items() if self._link(path, target)]
-        return copied
+    def _copy(self, paths: Iterable[bytes], into: Path) -> tuple[list[bytes], dict[bytes, bytes]]:
+        """Copy files into an empty directory; answers those that were there, and the links with their targets."""
+        files: list[bytes] = []
+        links: dict[bytes, bytes] = {}
+        with (
+            opened(open_directory(into)) as sink,
+            TreeWriter(sink, ActingAs(None), mtime_ns=0) as writer,
+            Descent(self.root, self.owner) as reader,
+        ):
+            for path in paths:
+                there = self._open(reader, path)
+                if isinstance(there, bytes):
+                    links[path] = there
+                elif there is not None:
+                    with opened(there):
+                        self._write(writer, path, there)
+                    files.append(path)
+        return files, links
 
-    def _copy_one(self, reader: TreeWriter, path: bytes, links: dict[bytes, bytes]) -> bool:
-        """False for a link, which is only noted, and for what vanished meanwhile."""
-        try:
-            directory, name = reader.locate(path)
-            seen = os.stat(name, dir_fd=directory, follow_symlinks=False)
-            if stat.S_ISLNK(seen.st_mode):
-                links[path] = os.fsencode(os.readlink(name, dir_fd=directory))
-                return False
-            with opened(open_regular(directory, name)) as source:
-                self._write(self._target(path), source)
-        except (FileNotFoundError, NotADirectoryError, FileExistsError, CheckoutBusyError):
-            return False
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                return False
-            if error.errno not in (errno.EACCES, errno.EPERM):
-                raise
-            raise GitFailedError(f"cannot read {shown_path(path)}: {error.strerror}", hint="make the file readable") from error
-        return True
+    def _open(self, reader: Descent, path: bytes) -> int | bytes | None:
+        """What is at a path now: an open file, the target of a link, or nothing that git tracks."""
+        for _ in range(_LOOKS):
+            try:
+                with self.owner:
+                    seen = reader.find_stat(path)
+                    if seen is None or not (stat.S_ISREG(seen.st_mode) or stat.S_ISLNK(seen.st_mode)):
+                        return None
+                    directory, name = reader.locate(path)
+                    if stat.S_ISLNK(seen.st_mode):
+                        return os.readlink(name, dir_fd=directory)
+                    return self.owner.open_regular(directory, name)
+            except PermissionError as error:
+                raise PermissionError(error.errno, error.strerror, path) from error
+            except OSError as error:
+                if error.errno == errno.EXDEV:
+                    raise mounted_on(path) from error
+                if error.errno not in _REPLACED:  # by something else, since it was looked at
+                    raise
+        raise CheckoutBusyError(
+            f"cannot read {shown_path(path)}: it changes while it is read", hint="stop what runs in the checkout"
+        )
 
-    def _write(self, target: bytes, source: int) -> None:
+    def _write(self, writer: TreeWriter, path: bytes, source: int) -> None:
         seen = os.fstat(source)
         if seen.st_size > self._bytes_left:
             raise _too_large(f"the changed files hold more than {BYTES_LIMIT >> 20} MiB")
-        mode = 0o755 if seen.st_mode & 0o100 else 0o644
-        with opened(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, mode)) as sink:
-            os.fchmod(sink, mode)
-            left = seen.st_size
-            while left and (data := os.read(source, min(left, 1 << 20))):
-                os.write(sink, data)
-                left -= len(data)
         self._bytes_left -= seen.st_size
+        writer.make_directories(path.rpartition(b"/")[0])
+        writer.copy_file(path, source, permissions=0o755 if seen.st_mode & 0o100 else 0o644)
 
-    def _link(self, path: bytes, target: bytes) -> bool:
-        try:
-            os.symlink(target, self._target(path))
-        except (FileExistsError, NotADirectoryError):
-            return False
-        return True
-
-    def _target(self, path: bytes) -> bytes:
-        target = os.path.join(os.fsencode(self.files), path)
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        return target
+    def _store(self, data: bytes) -> bytes:
+        """Write a blob into the scratch repository; its id."""
+        oid = blob_id(data).hex()
+        directory = self.git_dir / "objects" / oid[:2]
+        directory.mkdir(exist_ok=True)
+        (directory / oid[2:]).write_bytes(zlib.compress(b"blob %d\0" % len(data) + data))
+        return oid.encode()
 
 
 @contextmanager
 def staged(work: Work) -> Iterator[Staging]:
     """Open a scratch repository for one piece of work, and remove it at the end."""
-    shutil.rmtree(work.scratch, ignore_errors=True)
+    discard(work.scratch)
     with full_disk_named("a private copy of the checkout"), opened(_open_tree(work)) as root:
         work.scratch.mkdir(mode=0o700)
         try:
-            yield Staging(work, root)
-        except RecursionError as error:
-            raise _too_large("its directories are nested too deep") from error
+            with denials_named(work.owner):
+                yield Staging(work, root)
         finally:
-            shutil.rmtree(work.scratch, ignore_errors=True)
+            discard(work.scratch)
+
+
+@contextmanager
+def denials_named(owner: tuple[int, int]) -> Iterator[None]:
+    """Turn the refusal of a path in a checkout, which is bytes, into an OwnerDeniedError."""
+    try:
+        yield
+    except PermissionError as error:
+        if not isinstance(error.filename, bytes):
+            raise
+        raise OwnerDeniedError(
+            f"cannot use {shown_path(error.filename)} in the checkout: its owner, uid {owner[0]}, may not",
+            hint="make it accessible to the checkout's owner, remove it, or let a .gitignore name it",
+            path=error.filename.decode(errors="backslashreplace"),
+        ) from error
 
 
 def _open_tree(work: Work) -> int:

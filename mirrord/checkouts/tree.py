@@ -15,13 +15,25 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import CommitUnservableError
-from ..git.objects import Conversions, Objects, TreeChange, TreeEntry, changes, must_fit, open_objects, read_commit, walk
-from ..host.files import full_disk_named, open_directory, opened
+from ..git.objects import (
+    CommitInfo,
+    Conversions,
+    Objects,
+    TreeChange,
+    TreeEntry,
+    changes,
+    must_fit,
+    open_objects,
+    read_commit,
+    walk,
+)
+from ..host.credentials import ActingAs
+from ..host.files import full_disk_named, opened
 from .entries import conversions_for, is_attributes, mtime_for, record_directories, recorded, unrecorded, write_entries
 from .graves import Graves
 from .manifest import Manifest
 from .records import DIRECTORY, Entry, Records
-from .scan import Changes, is_control
+from .scan import Changes, is_control, open_top
 from .writer import TreeWriter
 
 Owner = tuple[int, int]
@@ -41,7 +53,7 @@ def materialise(git_dir: Path, commit: str, dest: Path, *, owner: Owner | None =
         conversions = conversions_for(objects, info.commit, entries)
         if owner and owner != (os.geteuid(), os.getegid()):
             os.fchown(root, *owner)
-        with TreeWriter(root, owner=owner, mtime_ns=mtime_for(info.time)) as writer:
+        with TreeWriter(root, ActingAs(owner), mtime_ns=mtime_for(info.time)) as writer:
             writer.make_directory(b"")
             files = {b"": root_entry(info.tree), **write_entries(objects, conversions, entries, writer)}
             return recorded(info, files, writer)
@@ -59,7 +71,7 @@ def move(git_dir: Path, manifest: Manifest, commit: str, dest: Path, graves: Gra
         info = read_commit(objects, commit)
         steps = list(changes(objects, manifest.tree, info.tree))
         files = manifest.files.copy()
-        with TreeWriter(root, owner=_owner(manifest), mtime_ns=mtime_for(info.time), graves=graves) as writer:
+        with _writer(root, manifest, info, graves) as writer:
             _remove_old(steps, files, writer)
             new = [step.new for step in steps if step.new and not step.is_within]
             staying = {step.path: unrecorded(step.new) for step in steps if step.new and step.is_within}
@@ -81,7 +93,7 @@ def repair(git_dir: Path, manifest: Manifest, found: Changes, dest: Path, graves
         info = read_commit(objects, manifest.commit)
         damaged = sorted(path for path in (*found.modified, *found.missing) if path in manifest.files)
         conversions = conversions_for(objects, info.commit, manifest.files)
-        with TreeWriter(root, owner=_owner(manifest), mtime_ns=mtime_for(info.time), graves=graves) as writer:
+        with _writer(root, manifest, info, graves) as writer:
             writer.make_directory(b"")
             for path in found.extra:
                 if not is_control(path):
@@ -117,14 +129,14 @@ def _remove_old(steps: list[TreeChange], files: Records, writer: TreeWriter) -> 
             writer.remove(step.path)
 
 
-def _owner(manifest: Manifest) -> Owner:
-    return manifest.owner_uid, manifest.owner_gid
+def _writer(root: int, manifest: Manifest, info: CommitInfo, graves: Graves | None) -> TreeWriter:
+    return TreeWriter(root, ActingAs(manifest.owner), mtime_ns=mtime_for(info.time), graves=graves)
 
 
 @contextmanager
 def _opened_tree(dest: Path, commit: str) -> Iterator[int]:
     """Open the tree, and say what a refused write means."""
-    with opened(open_directory(dest)) as root, full_disk_named(f"the tree of {commit[:12]}"):
+    with opened(open_top(dest)) as root, full_disk_named(f"the tree of {commit[:12]}"):
         try:
             yield root
         except OSError as error:

@@ -1,8 +1,8 @@
 """Files through directory descriptors, for trees whose owner may be hostile and may act while we work.
 
-Owns the ways to open, replace and remove that follow no symbolic link and leave no directory: a name is looked up only in a
-directory that is already open. Removing copes with any mode, with the immutable and append-only flags, and with any depth; it
-never opens a device or a pipe. Names are bytes.
+Owns the ways to open, replace and remove that follow no symbolic link, enter no mount and leave no directory: a name is looked up
+only in a directory that is already open. Removing copes with any mode, with the immutable and append-only flags, and with any
+depth; it never opens a device or a pipe. Names are bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from ..errors import (
@@ -32,22 +33,34 @@ GRAVE = ".gone-"
 """How the names begin that `remove` makes on its way."""
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+FOR_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _FS_IOC_GETFLAGS = 0x80086601  # linux/fs.h
 _FS_IOC_SETFLAGS = 0x40086602
 _LOCKING_FLAGS = 0x10 | 0x20  # FS_IMMUTABLE_FL, FS_APPEND_FL
 _LOCKED = (errno.EPERM, errno.EACCES)
+_FICLONE = 0x40049409  # linux/fs.h
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _ACL_VERSION, _ACL_NOBODY = 2, 0xFFFFFFFF  # linux/posix_acl_xattr.h
 _ACL_USER_OBJ, _ACL_USER, _ACL_GROUP_OBJ, _ACL_MASK, _ACL_OTHER = 0x1, 0x2, 0x4, 0x10, 0x20
+_SYS_OPENAT2 = 437  # the same on every architecture
+_NO_XDEV, _NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x1, 0x2, 0x4, 0x8  # linux/openat2.h
+_CHUNK_BYTES = 1 << 20
 _FAILED = (errno.EIO, errno.EROFS, errno.EUCLEAN)
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.renameat2.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+_libc.syscall.restype = ctypes.c_long
+
+
+class _OpenHow(ctypes.Structure):
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+_HOW_BYTES = ctypes.c_size_t(ctypes.sizeof(_OpenHow))
 
 
 @contextmanager
@@ -100,22 +113,60 @@ def open_directory(path: Path) -> int:
     return os.open(path, _DIRECTORY)
 
 
+def open_beneath(directory: int, path: bytes, flags: int = _DIRECTORY, *, into_mounts: bool = False) -> int:
+    """Open what lies below an open directory, by openat2(2) (Linux 5.6).
+
+    No component may be a symbolic link (ELOOP) or lead out of the directory (EXDEV); one that is
+    mounted on is refused too (EXDEV), unless `into_mounts`.
+    """
+    how = _how_to_open(flags, into_mounts)
+    while True:
+        fd = int(_libc.syscall(_SYS_OPENAT2, directory, path, how, _HOW_BYTES))
+        if fd >= 0:
+            return fd
+        # EAGAIN: a rename or mount elsewhere kept the kernel from proving that nothing escaped
+        if (number := ctypes.get_errno()) not in (errno.EINTR, errno.EAGAIN):
+            raise OSError(number, os.strerror(number), path)
+
+
+@cache
+def _how_to_open(flags: int, into_mounts: bool) -> object:
+    resolve = _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS | (0 if into_mounts else _NO_XDEV)
+    return ctypes.byref(_OpenHow(flags | os.O_CLOEXEC, 0, resolve))
+
+
 def open_child(directory: int, name: bytes) -> int:
     """Open the directory `name` in `directory`; ELOOP or ENOTDIR where it is anything else."""
-    try:
-        return os.open(name, _DIRECTORY, dir_fd=directory)
-    except PermissionError:
-        _grant(directory, name)
-        return os.open(name, _DIRECTORY, dir_fd=directory)
+    return open_own(directory, name, _DIRECTORY)
 
 
 def open_regular(directory: int, name: bytes) -> int:
     """Open a regular file for reading; FileNotFoundError where `name` is anything else. Never waits on a pipe."""
-    fd = os.open(name, _READ, dir_fd=directory)
+    fd = open_own(directory, name, FOR_READING)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
     return fd
+
+
+def open_own(directory: int, name: bytes, flags: int) -> int:
+    """Open what is called `name`, whatever its mode, where it is ours; PermissionError where it is not.
+
+    A directory of mode 000 stays open to us; a file gets its mode back.
+    """
+    try:
+        return open_beneath(directory, name, flags)
+    except PermissionError:
+        with opened(open_beneath(directory, name, _PATH)) as place:
+            mode, itself = os.fstat(place).st_mode, f"/proc/self/fd/{place}"
+            if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+                raise
+            os.chmod(itself, stat.S_IMODE(mode) | (0o700 if stat.S_ISDIR(mode) else 0o400))
+            try:
+                return os.open(itself, flags & ~os.O_NOFOLLOW)
+            finally:
+                if stat.S_ISREG(mode):
+                    os.chmod(itself, stat.S_IMODE(mode))
 
 
 def find_stat(directory: int, name: bytes) -> os.stat_result | None:
@@ -157,21 +208,21 @@ def admit(directory: str, uid: int) -> None:
         ) from error
 
 
-def set_owner(directory: int, name: bytes, uid: int, gid: int, mtime_ns: int) -> os.stat_result:
-    """Give a symbolic link that we just made its owner and time.
+def set_owner(directory: int, name: bytes, owner: tuple[int, int], mtime_ns: int, *, maker: int) -> os.stat_result:
+    """Give a symbolic link that `maker` (a uid) just made its owner and time.
 
-    Through a descriptor: had its directory's owner put a hard link to someone else's file in its place, that file would not be
-    ours, and is left alone.
+    Through a descriptor: had its directory's owner put a hard link to someone else's file in its
+    place, that file would not be the maker's, and is left alone.
     """
     with opened(os.open(name, _PATH, dir_fd=directory)) as fd:
         found = os.fstat(fd)
-        if not stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid():
+        if not stat.S_ISLNK(found.st_mode) or found.st_uid != maker:
             raise CheckoutBusyError(
                 f"cannot make link {shown_path(name)}: someone replaced it meanwhile", hint="stop what runs in it"
             )
         itself = f"/proc/self/fd/{fd}"
-        if (uid, gid) != (found.st_uid, found.st_gid):
-            os.chown(itself, uid, gid)
+        if owner != (found.st_uid, found.st_gid):
+            os.chown(itself, *owner)
         os.utime(itself, ns=(mtime_ns, mtime_ns))
         return os.fstat(fd)
 
@@ -224,6 +275,10 @@ def _unlink(directory: int, name: bytes) -> bool:
         return True
     except IsADirectoryError:
         return _rmdir(directory, name)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise mounted_on(name) from error
+        raise
     return True
 
 
@@ -236,11 +291,18 @@ def _rmdir(directory: int, name: bytes) -> bool:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             return False
         if error.errno == errno.EBUSY:
-            raise CheckoutBusyError(
-                f"cannot remove {shown_path(name)}: a file system is mounted on it", hint="unmount it, then try again"
-            ) from error
+            raise mounted_on(name) from error
         raise
     return True
+
+
+def mounted_on(path: bytes) -> CheckoutBusyError:
+    """The error for a path that something is mounted on: what is below it is somebody else's."""
+    return CheckoutBusyError(
+        f"cannot change {shown_path(path)}: a file system is mounted on it",
+        hint="unmount it, then try again",
+        path=path.decode(errors="backslashreplace"),
+    )
 
 
 def _empty(directory: int, name: bytes, graves: list[bytes]) -> None:
@@ -249,8 +311,11 @@ def _empty(directory: int, name: bytes, graves: list[bytes]) -> None:
         fd = open_child(directory, name)
     except (FileNotFoundError, NotADirectoryError):
         return
+    except OSError as error:
+        if error.errno == errno.EXDEV:
+            raise mounted_on(name) from error
+        raise
     with opened(fd):
-        _refuse_mount(directory, fd, name)
         _unlock(fd)
         for child in names_in(fd):
             if _remove_one(fd, child):
@@ -261,13 +326,6 @@ def _empty(directory: int, name: bytes, graves: list[bytes]) -> None:
             graves.append(grave)
 
 
-def _refuse_mount(directory: int, fd: int, name: bytes) -> None:
-    if os.fstat(fd).st_dev != os.fstat(directory).st_dev:
-        raise CheckoutBusyError(
-            f"cannot remove {shown_path(name)}: a file system is mounted on it", hint="unmount it, then try again"
-        )
-
-
 def unlock(directory: int, name: bytes) -> None:
     """Take the flags and modes away that keep `name` from being removed from `directory` or renamed."""
     _unlock(directory)
@@ -275,10 +333,9 @@ def unlock(directory: int, name: bytes) -> None:
     if found is None or not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         return
     try:
-        fd = os.open(name, _READ, dir_fd=directory)
+        fd = open_own(directory, name, FOR_READING)
     except PermissionError:
-        _grant(directory, name)
-        fd = os.open(name, _READ, dir_fd=directory)
+        raise
     except OSError:
         return
     with opened(fd):
@@ -314,14 +371,6 @@ def is_locked(fd: int) -> bool:
     return bool(read_flags(fd) & _LOCKING_FLAGS)
 
 
-def _grant(directory: int, name: bytes) -> None:
-    """Give ourselves access to a file or directory of mode 000 (root needs none)."""
-    with opened(os.open(name, _PATH, dir_fd=directory)) as fd:
-        mode = os.fstat(fd).st_mode
-        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-            os.chmod(f"/proc/self/fd/{fd}", stat.S_IMODE(mode) | 0o700)
-
-
 def write_all(fd: int, data: bytes) -> None:
     """Write all of `data`: one call may write less, and never more than 2 GiB."""
     written = os.write(fd, data)
@@ -329,6 +378,26 @@ def write_all(fd: int, data: bytes) -> None:
         view = memoryview(data)
         while written < len(data):
             written += os.write(fd, view[written:])
+
+
+def copy_bytes(source: int, sink: int, size: int) -> None:
+    """Copy the first `size` bytes of an open file into an empty one: as shared blocks where the file system has them, else in
+    the kernel. Neither is to be had between some file systems, of which each Linux refuses others.
+    """
+    with suppress(OSError):
+        fcntl.ioctl(sink, _FICLONE, source)
+        os.ftruncate(sink, min(size, os.fstat(sink).st_size))  # a client's file may have grown
+        return
+    at = 0
+    try:
+        while at < size and (copied := os.copy_file_range(source, sink, size - at, at)):
+            at += copied
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM):
+            raise
+    while at < size and (data := os.pread(source, min(size - at, _CHUNK_BYTES), at)):
+        write_all(sink, data)
+        at += len(data)
 
 
 def sync_directory(path: Path) -> None:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Sequence
 
 from ..errors import BackendUnavailableError, DiskFullError, MirrordError, ResourceError
+from . import files
 from .files import opened
 from .processes import Capability, has_capabilities
 
@@ -28,8 +29,7 @@ _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV, _MOUNT_ATTR_IDMAP = 0
 _MS_SHARED = 1 << 20
 _AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
 _SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 428, 429, 430, 431, 432
-_SYS_OPENAT2, _SYS_MOUNT_SETATTR = 437, 442  # the same on every architecture
-_RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x2, 0x4, 0x8
+_SYS_MOUNT_SETATTR = 442  # the same on every architecture
 
 _STACKED_MAX = 8
 _STRING_MAX = 255  # of a value for fsconfig(2)
@@ -52,10 +52,6 @@ class _MountAttr(ctypes.Structure):
         ("propagation", ctypes.c_uint64),
         ("userns_fd", ctypes.c_uint64),
     )
-
-
-class _OpenHow(ctypes.Structure):
-    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
 
 
 def make_overlay(lower: Sequence[int], upper: int, work: int) -> int:
@@ -146,13 +142,10 @@ def mount_id(fd: int) -> int:
 
 def open_beneath(directory: int, path: str) -> int:
     """Open a directory (O_PATH) that lies below another, following no link on the way."""
-    how = _OpenHow(
-        flags=os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC,
-        resolve=_RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS,
-    )
-    return _syscall(
-        "open", path, _SYS_OPENAT2, directory, os.fsencode(path), ctypes.byref(how), ctypes.c_size_t(ctypes.sizeof(how))
-    )
+    try:
+        return files.open_beneath(directory, os.fsencode(path), os.O_PATH | os.O_DIRECTORY, into_mounts=True)
+    except OSError as error:
+        raise _refused("open", path, error.errno or errno.EIO) from error
 
 
 def descriptor_path(fd: int) -> str:
@@ -165,6 +158,14 @@ def read_overlays() -> set[str]:
     with open("/proc/self/mountinfo", "rb") as file:
         fields = [line.split(b" ") for line in file]
     return {_unescape(each[4]) for each in fields if each[each.index(b"-") + 1] == b"overlay"}
+
+
+def mounts_below(directory: str) -> list[str]:
+    """What is mounted on a directory and below it, as this process sees it."""
+    top = os.path.realpath(directory)
+    with open("/proc/self/mountinfo", "rb") as file:
+        points = [_unescape(line.split(b" ", 5)[4]) for line in file]
+    return [point for point in points if point == top or point.startswith(f"{top}/")]
 
 
 def is_private_namespace() -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..errors import ResourceError
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
 _YIELDING = 15
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -27,6 +27,8 @@ class Capability(IntEnum):
     CHOWN = 0
     DAC_OVERRIDE = 1
     FOWNER = 3
+    SETGID = 6
+    SETUID = 7
     SYS_ADMIN = 21
 
 
@@ -48,6 +50,13 @@ def die_with_parent(parent_pid: int) -> None:
         raise ResourceError(f"cannot tie a worker to its parent: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent_pid:  # it ended before the call above
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_with_parent() -> bool:
+    """Whether `die_with_parent` holds for this thread: a change of its credentials undoes it."""
+    number = ctypes.c_int()
+    _libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(number), 0, 0, 0)
+    return number.value == signal.SIGKILL
 
 
 def lower_priority() -> None:

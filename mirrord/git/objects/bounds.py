@@ -12,8 +12,9 @@ from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
+from ...model import TREE_DEPTH_LIMIT
 from .repositories import Objects
-from .trees import DEPTH_LIMIT, TreeChange, TreeEntry, changes, read_entries, too_large
+from .trees import TreeChange, TreeEntry, changes, read_entries, too_large
 
 ENTRIES_LIMIT = 1_000_000
 FILE_LIMIT_BYTES = 1024**3
@@ -50,8 +51,8 @@ class _Measure:
     def of(self, tree: str, depth: int) -> _Size:
         """Of a subtree that stands `depth` levels deep. No deeper than the bound, so that Python's stack holds it."""
         found = self._known.get(tree) or self._known.setdefault(tree, self._add_up(tree, depth))
-        if depth + found.depth - 1 > DEPTH_LIMIT:
-            raise too_large(self._tree, f"it is more than {DEPTH_LIMIT} directories deep")
+        if depth + found.depth - 1 > TREE_DEPTH_LIMIT:
+            raise too_large(self._tree, f"it is more than {TREE_DEPTH_LIMIT} directories deep")
         return found
 
     def file_bytes(self, entry: TreeEntry) -> int:
@@ -67,8 +68,8 @@ class _Measure:
             raise too_large(self._tree, f"its files have more than {TREE_LIMIT_BYTES >> 30} GiB")
 
     def _add_up(self, tree: str, depth: int) -> _Size:
-        if depth > DEPTH_LIMIT:
-            raise too_large(self._tree, f"it is more than {DEPTH_LIMIT} directories deep")
+        if depth > TREE_DEPTH_LIMIT:
+            raise too_large(self._tree, f"it is more than {TREE_DEPTH_LIMIT} directories deep")
         entries = size_bytes = below = 0
         for entry in read_entries(self._objects, tree):
             inner = _Size(0, 0, 0)

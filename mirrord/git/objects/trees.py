@@ -12,18 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import CommitUnservableError, TreeTooLargeError
-from ...model import shown
+from ...model import NAME_LIMIT_BYTES, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, shown
 from .repositories import Objects, open_objects
 
 _TREE = 0o040000
 _SUBMODULE = 0o160000
 _SYMLINK = 0o120000
 _TYPES = {0o100000, _TREE, _SUBMODULE, _SYMLINK}
-_NAME_MAX = 255
-DEPTH_LIMIT = 400
-"""Directories below one another. What walks a tree holds a stack frame, or an open file, for each."""
-PATH_LIMIT_BYTES = 3072
-"""From the top of the tree; the kernel takes 4,095 with what stands before it."""
 _Token = tuple[bytes, bytes, bytes]
 _TOKEN = re.compile(rb"([0-7]+) ([^\0]*)\0(.{20})", re.DOTALL)
 _FIXED_BYTES = 22  # the space, the NUL and the id
@@ -124,13 +119,13 @@ def _parse(objects: Objects, tree: str | None) -> list[_Token]:
 
 def _entries(tree: str, tokens: list[_Token], above: bytes) -> list[TreeEntry]:
     entries = []
-    if above.count(b"/") >= DEPTH_LIMIT:
-        raise too_large(tree, f"it is more than {DEPTH_LIMIT} directories deep")
+    if above.count(b"/") >= TREE_DEPTH_LIMIT:
+        raise too_large(tree, f"it is more than {TREE_DEPTH_LIMIT} directories deep")
     for octal, name, oid in tokens:
         mode = int(octal, 8)
         _check(tree, mode, name)
-        if len(above) + len(name) > PATH_LIMIT_BYTES:
-            raise too_large(tree, f"it has a path of more than {PATH_LIMIT_BYTES} bytes")
+        if len(above) + len(name) > TREE_PATH_LIMIT_BYTES:
+            raise too_large(tree, f"it has a path of more than {TREE_PATH_LIMIT_BYTES} bytes")
         entries.append(TreeEntry(above + name, mode, oid.hex()))
     return entries
 
@@ -138,7 +133,7 @@ def _entries(tree: str, tokens: list[_Token], above: bytes) -> list[TreeEntry]:
 def _check(tree: str, mode: int, name: bytes) -> None:
     if mode & 0o170000 not in _TYPES or (mode & 0o170000 != 0o100000 and mode not in _TYPES):
         raise _unservable(tree, f"its entry {_shown(name)} has mode {mode:o}")
-    if b"/" in name or name in (b"", b".", b"..") or len(name) > _NAME_MAX:
+    if b"/" in name or name in (b"", b".", b"..") or len(name) > NAME_LIMIT_BYTES:
         raise _unservable(tree, f"its entry {_shown(name)} is no file name")
     if len(name) < 8 and name.lower() in (b".git", b"git~1"):  # git's verify_path refuses both, in any letter case
         raise _unservable(tree, f"its entry {_shown(name)} would be git's own directory")
