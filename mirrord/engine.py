@@ -204,6 +204,14 @@ class Engine:
 
     async def _open_jobs(self) -> None:
         """Last, because jobs use everything: configured mirrors, the clock, the watched places."""
+        prewarm = Prewarm(
+            settings=self.settings,
+            catalog=self.catalog,
+            operations=self.operations,
+            prepare=self._prepare,
+            oldest_first=self.gitdirs.oldest_first,
+            room=self.templates,
+        )
         self.work = Work(
             operations=self.operations,
             mirrors=self.mirrors,
@@ -213,15 +221,8 @@ class Engine:
             heals=self.heals,
             templates=self.templates,
             gitdirs=self.gitdirs,
+            prewarm=prewarm,
             on_mirrors_changed=self._mirrors_changed,
-        )
-        prewarm = Prewarm(
-            settings=self.settings,
-            catalog=self.catalog,
-            operations=self.operations,
-            prepare=self._prepare,
-            oldest_first=self.gitdirs.oldest_first,
-            room=self.templates,
         )
         self.datasets.on_change(prewarm.start)
         watches = await self._watches()
@@ -248,7 +249,8 @@ class Engine:
             await watch.open()
 
     async def _prepare(self, name: MirrorName, commit: CommitId, history: History) -> None:
-        """Make a checkout of this commit warm."""
+        """Make a checkout of this commit warm. Raises MirrorNotFoundError where the mirror was removed since it was asked for."""
+        self.mirrors.get_name(str(name))
         if self.backend is Backend.OVERLAY:
             await self.templates.ensure(name, commit, history)
         else:
@@ -352,6 +354,7 @@ class Engine:
             checkout_count=self.checkouts.count,
             checkout_max=self._settings.checkouts.max,
             operations_running=self.operations.running_count,
+            operations_queued=self.operations.queued_count,
             last_audit=_summary(audits[0]) if audits else None,
             jobs=self.schedule.states(),
         )

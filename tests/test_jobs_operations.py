@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from mirrord.errors import MirrorNotFoundError, OperationFinishedError, Operatio
 from mirrord.jobs.events import Events
 from mirrord.jobs.operations import Operations, ProgressSink
 from mirrord.protocol import Progress
+from mirrord.protocol.operations import QUEUED
 
 pytestmark = pytest.mark.anyio
 
@@ -129,4 +131,31 @@ async def test_only_the_last_thousand_are_remembered() -> None:
         await operations.wait(operations.start("sync", str(n), succeed).id)
     assert len(operations.list()) <= 1001
     assert operations.get(running.id).state == "running"
+    await operations.close()
+
+
+async def test_what_nobody_has_seen_the_end_of_is_not_forgotten() -> None:
+    """Whoever starts more than a thousand asks for them one after the other."""
+    operations = Operations(Events())
+    started = [operations.start("sync", str(n), succeed).id for n in range(2500)]
+    while operations.running_count:
+        await asyncio.sleep(0)
+    operations.start("sync", "another", succeed)
+    assert [(await operations.wait(identity)).state for identity in started] == ["done"] * 2500
+    operations.start("sync", "the last", succeed)
+    assert len(operations.list()) <= 1001
+    await operations.close()
+
+
+async def test_work_that_waits_for_its_turn_does_not_count_as_running() -> None:
+    operations = Operations(Events())
+
+    async def wait_for_turn(progress: ProgressSink) -> None:
+        progress(Progress(note=QUEUED))
+        await asyncio.sleep(60)
+
+    operations.start("sync", "queued", wait_for_turn)
+    operations.start("sync", "running", hang)
+    await asyncio.sleep(0)
+    assert (operations.running_count, operations.queued_count) == (1, 1)
     await operations.close()

@@ -182,8 +182,8 @@ def test_a_sync_brings_what_was_pushed_before_it_was_asked_for(house: Builder, u
 
         async with anyio.create_task_group() as group:
 
-            def push(_: Progress) -> None:
-                if not pushed:
+            def push(progress: Progress) -> None:
+                if not pushed and progress.unit != "syncs":
                     pushed.append(upstream.commit({"pushed": "while the first sync fetches\n"}))
                     for _ in range(4):
                         group.start_soon(later)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
+import anyio
 import pytest
 from gitrepos import Upstream, git
 
@@ -36,6 +38,8 @@ class Site:
         self.prepared: list[CommitId] = []
         self.priorities: set[tuple[str, ...]] = set()
         self.room = 100
+        self.prewarm: Prewarm | None = None
+        self.on_prepared: Callable[[], Awaitable[None]] | None = None
         self.settings = config.load(None)
         self.operations = Operations(Events())
         self.workers = Workers(size=1)
@@ -48,7 +52,7 @@ class Site:
         catalog = await Catalog.open(self.root / "catalog.sqlite3", self.workers)
         try:
             await self._record(catalog)
-            prewarm = Prewarm(
+            self.prewarm = prewarm = Prewarm(
                 settings=lambda: self.settings,
                 catalog=catalog,
                 operations=self.operations,
@@ -90,6 +94,8 @@ class Site:
         self.priorities.add(before_git())
         await self.gitdirs.ensure(name, commit, history)
         self.prepared.append(commit)
+        if self.on_prepared:
+            await self.on_prepared()
 
     async def is_full(self) -> bool:
         return len(self.prepared) >= self.room
@@ -120,6 +126,27 @@ async def test_it_goes_on_when_there_is_room_again(tmp_path: Path, monkeypatch: 
     site.room = 1
     assert await site.run(then_room=100) == {"prepared": 3, "failed": 1, "left": 0}
     assert site.prepared == site.line
+
+
+async def test_a_removal_of_a_mirror_waits_for_what_is_being_prepared_and_goes_before_the_rest(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    removed_after: list[int] = []
+
+    async def remove() -> None:
+        assert site.prewarm
+        async with site.prewarm.paused(NAME):
+            removed_after.append(len(site.prepared))
+
+    async def once() -> None:
+        site.on_prepared = None
+        tasks.start_soon(remove)
+        await anyio.sleep(0.05)
+        assert removed_after == [], "a store was being built"
+
+    site.on_prepared = once
+    async with anyio.create_task_group() as tasks:
+        await site.run()
+    assert removed_after == [1]
 
 
 async def test_nothing_starts_where_the_settings_say_no(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def _described(found: Status, running: list[Operation]) -> Iterator[str]:
             ("state", found.state_dir),
             ("configuration", found.config_path or "defaults"),
             ("checkouts", f"{found.checkout_count} of at most {found.checkout_max}, backend {found.backend}"),
-            ("operations", f"{found.operations_running} running"),
+            ("operations", f"{found.operations_running} running, {found.operations_queued} waiting for their turn"),
             ("last audit", _last_audit(found)),
         ]
     )

@@ -8,9 +8,11 @@ what was prepared once and evicted is not prepared again. Being killed costs not
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
+import anyio
 import structlog
 
 from ..catalog import Catalog
@@ -57,6 +59,13 @@ class Prewarm:
         self._oldest_first = oldest_first
         self._room = room
         self._unfinished: dict[DatasetName, list[_Wanted]] = {}
+        self._preparing: dict[str, anyio.Lock] = {}
+
+    @asynccontextmanager
+    async def paused(self, name: MirrorName) -> AsyncIterator[None]:
+        """Prepare nothing of a mirror meanwhile; what is being prepared ends first."""
+        async with self._preparing.setdefault(name.key, anyio.Lock()):
+            yield
 
     def start(self, dataset: DatasetName) -> None:
         """To be called when a dataset was imported or removed."""
@@ -87,8 +96,9 @@ class Prewarm:
                 self._unfinished[dataset] = wanted[number:]
                 break
             try:
-                with giving_way():
-                    await self._prepare(name, commit, history)
+                async with self.paused(name):
+                    with giving_way():
+                        await self._prepare(name, commit, history)
                 prepared += 1
             except DiskFullError:
                 raise

@@ -23,6 +23,7 @@ from ..mirrors.bundles.service import Bundles
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, DatasetName, MirrorName
 from ..protocol import Operation, StartAudit, to_json
+from .prewarm import Prewarm
 
 
 class Work:
@@ -39,6 +40,7 @@ class Work:
         heals: Heals,
         templates: Templates,
         gitdirs: Gitdirs,
+        prewarm: Prewarm,
         on_mirrors_changed: Callable[[], Awaitable[None]],
     ) -> None:
         self._operations = operations
@@ -49,6 +51,7 @@ class Work:
         self._heals = heals
         self._templates = templates
         self._gitdirs = gitdirs
+        self._prewarm = prewarm
         self._on_mirrors_changed = on_mirrors_changed
 
     # -- mirrors ------------------------------------------------------------------------------------------------------
@@ -92,9 +95,10 @@ class Work:
 
     async def remove_mirror(self, name: MirrorName) -> None:
         """Remove a mirror, and what was built from it. Raises MirrorInUseError while something recorded needs it."""
-        await self._mirrors.remove(name)
-        await self._templates.forget(name)
-        await self._gitdirs.forget(name)
+        async with self._prewarm.paused(name):
+            await self._mirrors.remove(name)
+            await self._templates.forget(name)
+            await self._gitdirs.forget(name)
         await self._on_mirrors_changed()
 
     # -- datasets -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Work that outlives the request which asked for it: an id, progress, a result or an error, and a way to cancel it.
 
-Owns the tasks of all running operations and remembers the last thousand that ended. Never knows what the work is. Nothing
-survives a restart: the work itself must stand being killed at any moment, so an operation is only how it is watched.
+Owns the tasks of all running operations, and remembers those that ended until somebody has seen how, the last thousand also
+after that. Never knows what the work is. Nothing survives a restart: the work itself must stand being killed at any moment, so an
+operation is only how it is watched.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..git.turns import Askers
 from ..host.files import host_error
 from ..model import shown, utc_now
 from ..protocol import Operation, Problem, Progress
+from ..protocol.operations import QUEUED
 from .events import Events
 
 log = structlog.get_logger()
@@ -29,6 +31,8 @@ Work = Callable[[ProgressSink], Awaitable[dict[str, Any] | None]]
 State = Literal["running", "done", "failed", "cancelled"]
 
 _KEPT = 1000
+_KEPT_UNSEEN = 20_000
+"""Somebody who waits for thousands asks for one after the other; what nobody ever asks for must not fill the memory."""
 _PROGRESS_INTERVAL_S = 0.25
 _CANCEL_BOUND_S = 5.0
 
@@ -46,6 +50,7 @@ class _Record:
     error: Problem | None = None
     finished_at: datetime | None = None
     told_at: float = 0.0
+    is_seen: bool = False
 
     def answer(self) -> Operation:
         return Operation(
@@ -78,7 +83,12 @@ class Operations:
 
     @property
     def running_count(self) -> int:
-        return len(self._tasks)
+        """Those at work; what waits for its turn is none of them."""
+        return len(self._tasks) - self.queued_count
+
+    @property
+    def queued_count(self) -> int:
+        return sum(self._records[identity].progress.note == QUEUED for identity in self._tasks)
 
     def start(self, kind: str, subject: str, run: Work, *, owner_uid: int = 0) -> Operation:
         """Run `run` in the background. Raises StoppingError once `close` was called."""
@@ -95,7 +105,7 @@ class Operations:
 
     def get(self, identity: str, *, owner_uid: int | None = None) -> Operation:
         """One operation; with `owner_uid`, only that user's. Raises OperationNotFoundError."""
-        return self._get(identity, owner_uid).answer()
+        return self._seen(self._get(identity, owner_uid))
 
     def list(self, *, owner_uid: int | None = None) -> list[Operation]:
         """All that run and the last that ended, newest first; with `owner_uid`, only that user's."""
@@ -107,7 +117,7 @@ class Operations:
         record = self._get(identity, None)
         if task := self._tasks.get(identity):
             await asyncio.wait([task], timeout=None if timeout is None else timeout.total_seconds())
-        return record.answer()
+        return self._seen(record)
 
     async def cancel(self, identity: str, *, owner_uid: int | None = None) -> Operation:
         """Cancel, and wait a bounded time for the work to end. Raises OperationFinishedError when it had ended."""
@@ -131,6 +141,10 @@ class Operations:
             task.cancel()
         if remaining:
             await asyncio.wait(remaining, timeout=_CANCEL_BOUND_S)
+
+    def _seen(self, record: _Record) -> Operation:
+        record.is_seen = record.state != "running"
+        return record.answer()
 
     def _get(self, identity: str, owner_uid: int | None) -> _Record:
         record = self._records.get(identity)
@@ -188,10 +202,12 @@ class Operations:
         self._events.publish(name, owner_uid=record.owner_uid, **fields)
 
     def _forget_oldest(self) -> None:
-        excess = len(self._records) - _KEPT
-        ended = [identity for identity, record in self._records.items() if record.state != "running"]
-        for identity in ended[: max(excess, 0)]:
-            del self._records[identity]
+        if len(self._records) <= _KEPT:
+            return
+        ended = [record for record in self._records.values() if record.state != "running"]
+        seen = [record for record in ended if record.is_seen]
+        for record in seen[: max(len(self._records) - _KEPT, 0)] or ended[: max(len(self._records) - _KEPT_UNSEEN, 0)]:
+            del self._records[record.id]
 
 
 def _bug(record: _Record) -> InternalError:

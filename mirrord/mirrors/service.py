@@ -35,7 +35,8 @@ from ..git.command import Git, masked_url
 from ..git.workers import Workers
 from ..jobs.events import Events
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
-from ..protocol import Mirror, Pin, RefDiff, RefRecord
+from ..protocol import Mirror, Pin, Progress, RefDiff, RefRecord
+from ..protocol.operations import QUEUED
 from . import history, pins
 from .flights import Flight, Flights, ProgressSink
 from .maintenance import maintain, size_bytes
@@ -77,10 +78,18 @@ class Mirrors:
         for path in (self._root, self._quarantine.root):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._quarantine.clean()
+        await self._remove_stubs()
         self._mending.note(await reconcile(self._catalog, self._root, self.repository, self._sources.default_url))
         rows = await self._catalog.list_mirrors()
         self._names = {row.name.key: row.name for row in rows}
         self._unsynced = {row.name.key: str(row.error["detail"]) for row in rows if row.error}
+
+    async def _remove_stubs(self) -> None:
+        """Work on a mirror that was removed may have left a directory; adopted, it would be a mirror that is damaged for ever."""
+        for path in await anyio.to_thread.run_sync(lambda: list(self._root.iterdir())):
+            if Repository(self._git, MirrorName("", path.name), path).is_stub():
+                log.warning("mirror.stub_removed", path=path.name)
+                await self._quarantine.discard(path)
 
     async def close(self) -> None:
         """Cancel running syncs; each leaves its mirror as it was."""
@@ -203,11 +212,17 @@ class Mirrors:
 
     async def _sync(self, name: MirrorName, flight: Flight[SyncResult], *, accept_loss: bool) -> SyncResult:
         started_at = utc_now()
+
+        def begin() -> None:
+            flight.depart()
+            flight.tell(Progress(unit="syncs", note="ask upstream for its refs"))
+
+        flight.tell(Progress(unit="syncs", note=QUEUED))
         try:
             async with self.lock(name):
                 row = await self.get(str(name))
                 path = self.path(row.name)
-                result = await self._sources.sync(row, path, flight.tell, asking=flight.depart, accept_loss=accept_loss)
+                result = await self._sources.sync(row, path, flight.tell, asking=begin, accept_loss=accept_loss)
                 await self._record(row, result)
         except MirrordError as error:
             await self._catalog.update_mirror(name.key, attempted_at=started_at, error=error.problem())

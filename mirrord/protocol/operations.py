@@ -10,6 +10,9 @@ from .datasets import Dataset, DatasetChange
 from .messages import Answer, Problem
 from .mirrors import RefChange, RefDiff, RefFault
 
+QUEUED = "waiting for its turn"
+"""The note of work that has not begun."""
+
 
 class Progress(Answer):
     """Units of work, in the unit named; `total` is None where nobody knows it."""

@@ -41,6 +41,7 @@ class Status(Answer):
     operations_running: int
     last_audit: AuditSummary | None = None
     jobs: list[JobState] = []
+    operations_queued: int = 0
 
 
 class ReloadAnswer(Answer):
