@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import (
     DiffTooLargeError,
