@@ -157,6 +157,19 @@ def test_two_diffs_that_hang_keep_nobody_else_waiting(house: tuple[Daemon, Upstr
         assert len(children(running, "check-ignore")) >= 2
 
 
+def test_what_is_released_goes_while_diffs_of_its_user_hang(house: tuple[Daemon, Upstream]) -> None:
+    """Else everybody would wait for room in the end."""
+    running, _ = house
+    checkout = check_out(running, ALICE, backend="overlay")
+    with being(ALICE):
+        (Path(checkout["path"]) / "d/e").mkdir(parents=True)
+    with hanging_diffs(running, ALICE, 2) as hanging:
+        ask(running, ALICE, "DELETE", f"/v1/checkouts/{checkout['id']}")
+        places = [running.state_dir / name for name in ("checkouts", "leases")]
+        until(lambda: all(len(list(place.iterdir())) == 2 for place in places))
+        assert select.select(hanging, [], [], 0)[0] == []
+
+
 def test_a_diff_ends_with_its_client(house: tuple[Daemon, Upstream]) -> None:
     """Its git is gone, and the checkout can be reset at once."""
     running, _ = house

@@ -20,6 +20,7 @@ from pathlib import Path
 import structlog
 
 from ..errors import MirrordError, ResourceError
+from ..git.turns import HOUSEKEEPING, Askers
 from ..git.workers import Workers
 from .calls import discard_all
 
@@ -125,6 +126,7 @@ class Rubbish:
         return found
 
     async def _sweep(self) -> None:
+        Askers(HOUSEKEEPING).bind()  # not for the user whose release came first
         while batch := list(self._waiting)[:_BATCH]:
             try:
                 problems = await self._workers.call(discard_all, batch, timeout=_TIMEOUT)

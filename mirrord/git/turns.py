@@ -14,6 +14,9 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+HOUSEKEEPING = -1
+"""The user that stands for what all wait for together, such as the removal of what was released."""
+
 _askers: ContextVar[Askers | None] = ContextVar("git_askers", default=None)
 _clock = itertools.count(1)
 
