@@ -9,10 +9,11 @@ import pytest
 from mirrord.api import bodies, connections, server
 from mirrord.checkouts import calls, patches, staging
 from mirrord.datasets import documents, expansion
-from mirrord.git.objects import bounds, trees
+from mirrord.git.objects import bounds
 from mirrord.git.workers import Workers
 from mirrord.host.peers import Role
 from mirrord.jobs import events
+from mirrord.model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
 
 MIB, GIB = 1024**2, 1024**3
 
@@ -32,8 +33,8 @@ BOUNDS = [
     ("a request's head", [f"{server.HEAD_LIMIT_BYTES // 1024} KiB", f"{server.HEAD_TIMEOUT_S:g} s"]),
     ("silence in a body", [f"{bodies.SILENCE_LIMIT_S:g} s; {server.STALLED_READER_S:g} s"]),
     ("the tree of a commit", [f"{bounds.ENTRIES_LIMIT:,} entries", f"{bounds.TREE_LIMIT_BYTES // GIB} GiB"]),
-    ("the tree of a commit", [f"files of {bounds.FILE_LIMIT_BYTES // GIB} GiB", f"{trees.DEPTH_LIMIT} directories"]),
-    ("the tree of a commit", [f"{trees.PATH_LIMIT_BYTES:,} bytes"]),
+    ("the tree of a commit", [f"files of {bounds.FILE_LIMIT_BYTES // GIB} GiB", f"{TREE_DEPTH_LIMIT} directories"]),
+    ("the tree of a commit", [f"{TREE_PATH_LIMIT_BYTES:,} bytes"]),
     ("a patch that is given", [f"{patches.PATCH_LIMIT_BYTES // MIB} MiB", f"{staging.FILES_LIMIT:,} new files"]),
     ("a patch that is given", [f"{staging.BYTES_LIMIT // MIB} MiB changed"]),
     ("what a dataset file", [f"{expansion.FREE_BYTES // MIB} MiB and {expansion.RATIO} times"]),
