@@ -88,11 +88,11 @@ def test_every_name_of_a_commit_answers_with_the_full_one(service: Service, rich
         ({"instance": "psf__requests@" + "0" * 39 + "1"}, CommitNotFoundError),
         ({"mirror": "psf__requests"}, InvalidRequestError),
         ({"instance": "x", "mirror": "psf__requests", "commit": "v2"}, InvalidRequestError),
-        ({"instance": "psf__requests@v2", "history": "linked"}, AccessError),
-        ({"instance": "psf__requests@v2", "view": "grader"}, AccessError),
+        ({"instance": "psf__requests@v2", "history": History.LINKED}, AccessError),
+        ({"instance": "psf__requests@v2", "view": View.GRADER}, AccessError),
     ],
 )
-def test_a_bad_request_makes_nothing(service: Service, request_: dict[str, str], error: type[MirrordError]) -> None:
+def test_a_bad_request_makes_nothing(service: Service, request_: dict[str, Any], error: type[MirrordError]) -> None:
     """Each has its class, and no directory is left."""
     with pytest.raises(error):
         start(service, **request_)
