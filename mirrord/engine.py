@@ -7,6 +7,7 @@ is opened only when everything it may call is open; a failure on the way closes 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -45,7 +46,7 @@ from .layout import Layout
 from .mirrors.bundles.service import Bundles
 from .mirrors.service import Mirrors
 from .model import Backend, CommitId, CommitState, History, MirrorName, utc_now
-from .protocol import Audit, AuditSummary, ReloadAnswer, Status
+from .protocol import Audit, AuditSummary, Configuration, ReloadAnswer, Status
 
 log = structlog.get_logger()
 
@@ -64,6 +65,7 @@ class Engine:
         self._load = load
         self._opened = asyncio.Event()
         self._refused_files: dict[Path, str] = {}
+        self._config_fault: str | None = None
         self._closing = AsyncExitStack()
         self.started_at = utc_now()
         self.layout = Layout(settings.state_dir)
@@ -126,6 +128,7 @@ class Engine:
         await self.datasets.open()
         self.condition.warn_by(self.datasets.warnings)
         self.condition.warn_by(self._file_warnings)
+        self.condition.warn_by(lambda: [self._config_fault] if self._config_fault else [])
         self.condition.degrade_by(self.mirrors.outages)
 
     async def _open_checkouts(self) -> None:
@@ -323,8 +326,10 @@ class Engine:
         try:
             new = await anyio.to_thread.run_sync(self._load)
         except InvalidConfigError as error:
+            self._config_fault = f"the settings from before are in force: {error.message.splitlines()[0]}"
             self.events.publish("config.refused", detail=error.message)
             raise
+        self._config_fault = None
         applied, refused = config.compare(self._settings, new)
         self._settings = config.merge_live(self._settings, new)
         telemetry.configure(self._settings.log.level, self._settings.log.format)
@@ -334,6 +339,10 @@ class Engine:
         await self.schedule.reconcile()
         self.events.publish("config.reloaded", applied=applied, refused=refused)
         return ReloadAnswer(applied=applied, refused=refused)
+
+    def configuration(self) -> Configuration:
+        path = str(self._config_path) if self._config_path else None
+        return Configuration(path=path, settings=json.loads(telemetry.masked(self._settings.model_dump_json())))
 
     def health(self) -> HealthReport:
         return self.condition.report()

@@ -117,3 +117,39 @@ def test_lines_for_the_journal_begin_with_their_priority(tmp_path: Path) -> None
         assert running.process.wait(20) == 2
         assert running.log.startswith("<3>mirrord: cannot use configuration")
         assert all(line.startswith("<3>") for line in running.log.splitlines())
+
+
+def test_config_show_prints_what_runs_else_the_file(tmp_path: Path) -> None:
+    """A setting that needs a restart differs between the two; stderr says which it is."""
+    with daemon('[checkouts]\nmax = 5\n[[mirror]]\nrepo = "a/b"\nurl = "https://me:hunter2@127.0.0.1:1/b.git"\n') as running:
+        running.write_config('[checkouts]\nmax = 5\nbackend = "pool"\n')
+        _mirrord(running, "reload")
+        for named in ([], ["--config", str(running.config)]):
+            shown = _mirrord(running, "config", "show", *named)
+            assert 'backend = "auto"' in shown.stdout
+            assert shown.stderr == f"in force; read from {running.config}\n"
+        assert json.loads(_mirrord(running, "config", "show", "--json").stdout)["checkouts"]["backend"] == "auto"
+        other = tmp_path / "other.toml"
+        other.write_text("[checkouts]\nmax = 9\n")
+        assert "max = 9\n" in _mirrord(running, "config", "show", "--config", str(other)).stdout
+        running.stop()
+        shown = _mirrord(running, "config", "show", "--config", str(running.config))
+        assert 'backend = "pool"' in shown.stdout
+        assert shown.stderr == f"no daemon tells what it runs with: from {running.config}\n"
+
+
+def test_the_settings_in_force_are_told_without_secrets() -> None:
+    """And to administrators alone."""
+    with daemon('[[mirror]]\nrepo = "a/b"\nurl = "https://me:hunter2@127.0.0.1:1/b.git"\n') as running:
+        shown = _mirrord(running, "config", "show").stdout
+        assert "https://***@127.0.0.1:1/b.git" in shown
+        assert "hunter2" not in shown
+
+
+def test_a_configuration_that_was_refused_is_a_warning_until_it_is_right() -> None:
+    """Whoever changed it may not look at the log."""
+    with daemon("[checkouts]\nmax = 5\n") as running:
+        running.write_config("[checkouts]\nmax = 0\n")
+        _until(lambda: "the settings from before are in force: cannot use configuration" in _mirrord(running, "status").stdout)
+        running.write_config("[checkouts]\nmax = 6\n")
+        _until(lambda: "settings from before" not in _reasons(running))

@@ -29,6 +29,7 @@ from ..protocol import (
     AddPin,
     Audit,
     Checkout,
+    Configuration,
     Dataset,
     FormatInfo,
     Health,
@@ -166,6 +167,7 @@ _FILE, _PATCH = "application/octet-stream", "text/x-diff"
 ENDPOINTS = (
     Endpoint("GET", f"{API}/health", OPEN, daemon.health, Health, early=True),
     Endpoint("GET", f"{API}/status", MEMBER, daemon.get_status, Status),
+    Endpoint("GET", f"{API}/config", ADMIN, daemon.get_configuration, Configuration),
     Endpoint("POST", f"{API}/reload", ADMIN, daemon.reload_configuration, ReloadAnswer),
     Endpoint("GET", f"{API}/mirrors", MEMBER, mirrors.list_mirrors, list[Mirror]),
     Endpoint("POST", f"{API}/mirrors", ADMIN, mirrors.add_mirror, Operation, 202, body=AddMirror),

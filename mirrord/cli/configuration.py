@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import config
+from ..errors import AccessError, InvalidConfigError, NoDaemonError
 from ..telemetry import masked
 from .parameters import Argument
 from .session import Session
 
 if TYPE_CHECKING:
     from ..config import Settings
+    from ..protocol import Configuration
 
 
 def check(session: Session, file: Annotated[Path | None, Argument(help="Default: the one in use.")] = None) -> None:
@@ -25,9 +27,27 @@ def check(session: Session, file: Annotated[Path | None, Argument(help="Default:
 
 
 def show(session: Session) -> None:
-    """As TOML that a configuration file may hold, or with --json as an object. Secrets in URLs are masked."""
-    values = _without_secrets(config.load(session.config_path() or config.find_path()))
+    """What the daemon runs with where one answers, else the file; stderr says which. As TOML that a configuration file may hold,
+    or with --json as an object. Secrets in URLs are masked."""
+    named = session.config_path()
+    found = _in_force(session)
+    if found and (named is None or found.path == str(named.absolute())):
+        session.note(f"in force; read from {found.path or 'no file: the defaults'}")
+        values = found.settings
+    else:
+        path = named or config.find_path()
+        values = _without_secrets(config.load(path))
+        session.note(f"no daemon tells what it runs with: from {path or 'no file: the defaults'}")
     session.answer(values, lambda: _toml(values))
+
+
+def _in_force(session: Session) -> Configuration | None:
+    """None without a daemon, and where the file does not even name its socket: its faults are told when it is read."""
+    try:
+        with session.client() as client:
+            return client.configuration()
+    except (NoDaemonError, AccessError, InvalidConfigError):
+        return None
 
 
 def _without_secrets(settings: Settings) -> dict[str, Any]:

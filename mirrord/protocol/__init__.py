@@ -32,7 +32,7 @@ from .datasets import (
 from .messages import API, Answer, Bounds, MalformedError, Message, Problem, Repo, Request, to_bytes, to_json
 from .mirrors import AddMirror, AddPin, BundleFile, Mirror, Pin, RefChange, RefDiff, RefFault, RefRecord, RestoreRefs, SyncMirror
 from .operations import RESULTS, BundleImported, DatasetImported, Operation, Prewarmed, Progress, Synced
-from .service import Event, Health, JobState, ReloadAnswer, Status
+from .service import Configuration, Event, Health, JobState, ReloadAnswer, Status
 
 __all__ = [
     "API",
@@ -47,6 +47,7 @@ __all__ = [
     "BundleFile",
     "BundleImported",
     "Checkout",
+    "Configuration",
     "Dataset",
     "DatasetChange",
     "DatasetImported",

@@ -44,6 +44,13 @@ class Status(Answer):
     operations_queued: int = 0
 
 
+class Configuration(Answer):
+    """The settings in force, secrets in URLs masked; `path` is the file they were read from, none where they are the defaults."""
+
+    path: str | None
+    settings: dict[str, Any]
+
+
 class ReloadAnswer(Answer):
     """`applied` and `refused` are configuration keys."""
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from starlette.responses import Response
 
-from ...protocol import ReloadAnswer, Status
+from ...protocol import Configuration, ReloadAnswer, Status
 from ..call import Call, text_response
 from ..metrics import MEDIA_TYPE
 from .mirrors import shown_mirror
@@ -30,6 +30,10 @@ async def get_status(call: Call) -> Status:
     mirrors = [shown_mirror(call, mirror) for mirror in status.mirrors]
     jobs = [replace(job, last_error=None) for job in status.jobs]
     return replace(status, mirrors=mirrors, jobs=jobs)
+
+
+async def get_configuration(call: Call) -> Configuration:
+    return call.engine.configuration()
 
 
 async def reload_configuration(call: Call) -> ReloadAnswer:

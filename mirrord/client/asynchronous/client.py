@@ -68,6 +68,10 @@ class AsyncClient:
     async def status(self) -> protocol.Status:
         return read_one(await self._connection.request("GET", "status"), protocol.Status)
 
+    async def configuration(self) -> protocol.Configuration:
+        """The settings in force; for administrators."""
+        return read_one(await self._connection.request("GET", "config"), protocol.Configuration)
+
     async def reload(self) -> protocol.ReloadAnswer:
         """Read the configuration again; a faulty file raises and changes nothing."""
         return read_one(await self._connection.request("POST", "reload"), protocol.ReloadAnswer)

@@ -67,6 +67,10 @@ class Client:
     def status(self) -> protocol.Status:
         return read_one(self._connection.request("GET", "status"), protocol.Status)
 
+    def configuration(self) -> protocol.Configuration:
+        """The settings in force; for administrators."""
+        return read_one(self._connection.request("GET", "config"), protocol.Configuration)
+
     def reload(self) -> protocol.ReloadAnswer:
         """Read the configuration again; a faulty file raises and changes nothing."""
         return read_one(self._connection.request("POST", "reload"), protocol.ReloadAnswer)
