@@ -17,8 +17,10 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import anyio
+import anyio.to_thread
 
 from ..config import Settings
 from ..errors import (
@@ -36,6 +38,7 @@ from ..host.owners import Owners
 from ..host.peers import Access, Peer, Role
 from ..host.processes import may_give_files_away
 from ..host.userns import Owner
+from ..host.visibility import Visible, shares_mounts, visible_to
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
 from ..model import Backend, Bind, CheckoutId, History, View, utc_now
@@ -84,6 +87,8 @@ class Checkouts:
         backends = [backend for backend in (overlay, self._pool) if backend is not None]
         self._keeper = Keeper(state_dir, backends, events, self._locked)
         self._leases = self._keeper.leases
+        self._directory = state_dir / "checkouts"
+        self._visible: WeakKeyDictionary[Peer, Visible] = WeakKeyDictionary()
         self._locks: dict[CheckoutId, anyio.Lock] = {}
         self._may_give_files_away = may_give_files_away()
         self._closing = False
@@ -115,7 +120,7 @@ class Checkouts:
     @property
     def backend(self) -> Backend:
         """What a request that names no backend gets."""
-        return self._choose(None, History.SEALED)[0].name
+        return self._choose(None, History.SEALED, Visible.MOUNTS)[0].name
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -129,7 +134,7 @@ class Checkouts:
         expires_at = self._deadline(request.ttl, peer)
         owner = await self._owners.find(request.owner, peer)
         self._must_be_allowed(peer, owner, request.view, history)
-        backends = self._choose(request.backend, history)
+        backends = self._choose(request.backend, history, await self._visible_to(peer))
         wanted = await self._requests.read_start(request, self._naming(peer))
         resolved_s = time.perf_counter() - began
 
@@ -393,10 +398,25 @@ class Checkouts:
         finally:
             holdings.add(taken_by, owner_uid, -1)
 
-    def _choose(self, asked: Backend | None, history: History) -> Sequence[CheckoutBackend]:
-        """The backends to try, the best first."""
+    async def _visible_to(self, peer: Peer) -> Visible:
+        """What a peer sees of the checkouts; looked at once for each connection."""
+        if (known := self._visible.get(peer)) is None:
+            known = Visible.MOUNTS
+            if not shares_mounts(peer.pid):
+                known = await anyio.to_thread.run_sync(visible_to, peer.pid, self._directory)
+            self._visible[peer] = known
+        return known
+
+    def _choose(self, asked: Backend | None, history: History, visible: Visible) -> Sequence[CheckoutBackend]:
+        """The backends to try, the best first. Who asks for the pool by name may see nothing of it: others may."""
         wanted = asked or self._settings().checkouts.backend
-        if wanted is Backend.POOL or (history is History.LINKED and wanted is Backend.AUTO):
+        if (wanted is Backend.AUTO and visible is Visible.NOTHING) or (wanted is Backend.OVERLAY and visible < Visible.MOUNTS):
+            raise BackendUnavailableError(
+                "cannot make a checkout: the process that asks is in another mount namespace,"
+                f" which does not show {'mounts in ' if visible is Visible.FILES else ''}{self._directory}",
+                hint=f"mount {self._directory} there with propagation rslave, or ask for the backend pool",
+            )
+        if visible is Visible.FILES or wanted is Backend.POOL or (history is History.LINKED and wanted is Backend.AUTO):
             return [self._pool]
         if history is History.LINKED:
             raise InvalidRequestError("cannot link an overlay checkout to a mirror", hint="use the backend pool with linked")

@@ -57,6 +57,8 @@ _CHECKS: tuple[tuple[str, Callable[[Settings], Result]], ...] = (
     ("its parents", state.parents),
     ("its file system", state.file_system),
     ("its parts", state.one_file_system),
+    ("access control lists", state.access_lists),
+    ("set-id bits", state.set_id_bits),
     ("space", state.space),
     ("inodes", state.inodes),
     ("catalog", catalog.catalog),

@@ -16,13 +16,13 @@ from ..host.mounting import LocalMounter, choose_mounter
 from ..model import Backend
 from .asking import Result, Verdict, entries, existing, judge, kernel_setting, status_field, version
 
-_IDMAPPED_LAYERS = (5, 19)  # idmapped mounts as lower layers of an overlay
+_IDMAPPED_LAYERS = (6, 15)  # detached idmapped mounts as lower layers of an overlay
 _CAP_SYS_ADMIN = 21
 
 
 def kernel(settings: Settings) -> Result:
     release = platform.release()
-    remedy = "Linux 5.19 and newer give checkouts to other users without a copy (idmapped layers)"
+    remedy = "Linux 6.15 and newer give overlay checkouts to other users than the daemon's (detached idmapped layers)"
     return judge(version(release) >= _IDMAPPED_LAYERS, f"Linux {release}", remedy, otherwise="warn")
 
 

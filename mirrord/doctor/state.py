@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 import time
 from pathlib import Path
 
 from ..config import Settings
+from ..errors import BackendUnavailableError
+from ..host.files import admit
+from ..host.mounting import choose_mounter
 from .asking import Result, entries, existing, file_system_of, judge
 
 _GIB = 1024**3
-_DIRECTORIES = ("mirrors", "templates", "checkouts", "quarantine", "datasets", "bundles")
+_NOBODY = 65534
+_HARMLESS = os.ST_NOSUID | os.ST_NODEV
+_DIRECTORIES = ("mirrors", "templates", "checkouts", "leases", "quarantine", "datasets", "bundles")
 _POOR_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "vfat", "overlay", "tmpfs"}
 
 
@@ -52,6 +58,31 @@ def one_file_system(settings: Settings) -> Result:
     away = [path.name for path in found if path.stat().st_dev != home]
     fact = f"elsewhere: {', '.join(away)}" if away else "one file system"
     return judge(not away, fact, "keep all of state_dir on one file system: it renames and hard-links between them")
+
+
+def access_lists(settings: Settings) -> Result:
+    """By making one: each checkout has an entry for its owner."""
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=existing(settings.state_dir)) as scratch:
+        try:
+            admit(scratch, _NOBODY)
+        except BackendUnavailableError as error:
+            return "fail", "none: only root and the daemon's own user can have checkouts", error.hint or ""
+    return "ok", "a checkout is entered by its owner alone", ""
+
+
+def set_id_bits(settings: Settings) -> Result:
+    checkouts = settings.state_dir / "checkouts"
+    if checkouts.exists() and os.statvfs(checkouts).f_flag & _HARMLESS == _HARMLESS:
+        return "ok", f"without effect in {checkouts}, and devices too", ""
+    remedy = (
+        "run the daemon as root or beside mirrord-mount.service, which see to that;"
+        f" or mount a file system of its own at {checkouts} with nosuid,nodev"
+    )
+    try:
+        choose_mounter(settings.state_dir, settings.socket.parent / "mount.sock")
+    except BackendUnavailableError:
+        return "warn", f"with effect in {checkouts}, and devices too", remedy
+    return "ok", "without effect in checkouts as soon as a daemon runs, and devices too", ""
 
 
 def space(settings: Settings) -> Result:

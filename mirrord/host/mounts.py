@@ -157,14 +157,14 @@ def read_overlays() -> set[str]:
     """Where overlays are mounted now. Costs 10 ms with 3,000 of them: not for the hot path."""
     with open("/proc/self/mountinfo", "rb") as file:
         fields = [line.split(b" ") for line in file]
-    return {_unescape(each[4]) for each in fields if each[each.index(b"-") + 1] == b"overlay"}
+    return {unescape(each[4]) for each in fields if each[each.index(b"-") + 1] == b"overlay"}
 
 
 def mounts_below(directory: str) -> list[str]:
     """What is mounted on a directory and below it, as this process sees it."""
     top = os.path.realpath(directory)
     with open("/proc/self/mountinfo", "rb") as file:
-        points = [_unescape(line.split(b" ", 5)[4]) for line in file]
+        points = [unescape(line.split(b" ", 5)[4]) for line in file]
     return [point for point in points if point == top or point.startswith(f"{top}/")]
 
 
@@ -262,6 +262,6 @@ def _refused(verb: str, noun: str, number: int) -> MirrordError | OSError:
     return ResourceError(f"{message}: {reason}", hint="the kernel's log may say more", errno=number)
 
 
-def _unescape(field: bytes) -> str:
+def unescape(field: bytes) -> str:
     """A path as mountinfo writes it: space, tab, newline and backslash in octal."""
     return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), field))

@@ -30,7 +30,7 @@ _GROUP_LOOKUP_S = 60.0
 _NO_UID = 1 << 32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Peer:
     """A process at the other end, as it was when it connected, in seconds since the boot."""
 
