@@ -54,7 +54,8 @@ def held(running: Daemon, **asked: Any) -> Iterator[dict[str, Any]]:
 
 LOOKS = (
     'ls "$D"', 'ls "$T"', 'cat "$T/README"', 'stat "$T/.git"', 'cat "$T/.git/HEAD"', 'git -C "$T" log', 'cd "$T"',
-    'cat "$T/answer"', 'for t in $(awk "/mirrord/{print \\$5}" /proc/self/mountinfo); do cat "$t/README" && exit 0; done; exit 1',
+    'cat "$T/answer"',
+    'for t in $(awk "index(\\$5, \\"${D%/*}\\") {print \\$5}" /proc/self/mountinfo); do cat "$t/README" && exit 0; done; exit 1',
 )  # fmt: skip
 
 

@@ -339,6 +339,7 @@ def test_the_journal_is_json(host: Host) -> None:
     """Every line of the daemon is one object with its event, for whoever reads the journal by program."""
     lines = host.machine.run("journalctl", "--output=cat", "--no-pager", "_SYSTEMD_UNIT=mirrord.service").stdout.splitlines()
     assert lines
+    assert [line for line in lines if not line.startswith("{")] == []
     assert all("event" in json.loads(line) for line in lines)
 
 

@@ -56,10 +56,11 @@ class GuardedMounter:
     """Does what a peer asks, below one state directory whose daemon is `daemon` (uid, gid)."""
 
     def __init__(self, state_dir: Path, daemon: Owner) -> None:
-        for name in BOUND:
+        for directory in (state_dir, *(state_dir / name for name in BOUND)):
             with suppress(FileExistsError):
-                (state_dir / name).mkdir(mode=0o700)
-                os.chown(state_dir / name, *daemon)
+                directory.mkdir(mode=0o700)
+                os.chown(directory, *daemon)
+        for name in BOUND:
             bind_once(str(state_dir / name))
         self._state = open_directory(state_dir)
         self._daemon = daemon
