@@ -137,6 +137,7 @@ def host(scratch: Path) -> Iterator[Host]:
         "/run/tmpfiles.d": _directory(scratch / "tmpfiles", {"mirrord.conf": (UNITS / "mirrord.tmpfiles").read_text()}),
         "/etc/mirrord": _directory(scratch / "etc", {"config.toml": CONFIG}),
     }
+    (scratch / "etc").chmod(0o750)
     with nspawn.booted(scratch, binds=binds, writable={STATE: scratch / "state"}) as machine:
         host = Host(machine, commits)
         host.mirrord("mirror", "add", "psf/requests", user=None)
@@ -333,6 +334,15 @@ def _outside(host: Host, inside: int) -> int:
         except (OSError, StopIteration):
             continue
     raise AssertionError(f"no process {inside} there")
+
+
+def test_what_clients_write_is_bound_before_the_daemon_starts(host: Host) -> None:
+    """By the part that mounts; the configuration is closed to a member, and the daemon reads it all the same."""
+    for name in ("checkouts", "leases"):
+        found = host.shell(f"findmnt --noheadings --output OPTIONS,PROPAGATION --mountpoint {STATE}/{name}", None)
+        assert {"nosuid", "nodev"} <= {*found.split()[0].split(",")}, found
+        assert "shared" in found
+    assert "Permission denied" in host.shell("cat /etc/mirrord/config.toml 2>&1", check=False)
 
 
 def test_the_journal_is_json(host: Host) -> None:

@@ -78,9 +78,8 @@ class Mounter(Protocol):
 
 
 class _Mapped(NamedTuple):
-    userns: int
     clone: int
-    source: int  # the inode it is a clone of
+    source: int  # the inode it is a clone of, which is not used again while the clone is there
 
 
 class MappedTemplates:
@@ -103,26 +102,30 @@ class MappedTemplates:
         """The clone for an owner of the directory that `templates` is open on; made anew where that is another by now."""
         found = os.fstat(templates)
         with self._lock:
-            known = self._known.pop(owner, None)
-            if known is None or known.source != found.st_ino:
-                userns = known.userns if known else make_userns(self._stored or (found.st_uid, found.st_gid), owner)
-                if known:
-                    os.close(known.clone)
-                known = _Mapped(userns, mounts.clone_idmapped(templates, userns), found.st_ino)
-            self._known[owner] = known
+            known = self._known.get(owner)
+            if known is not None and known.source == found.st_ino:
+                self._known[owner] = self._known.pop(owner)
+                return os.dup(known.clone)
+        userns = make_userns(self._stored or (found.st_uid, found.st_gid), owner)  # forks: not with the lock
+        try:
+            clone = mounts.clone_idmapped(templates, userns)
+        finally:
+            os.close(userns)
+        with self._lock:
+            self._drop(owner)
+            self._known[owner] = _Mapped(clone, found.st_ino)
             if len(self._known) > self.MAX:
-                self._close(self._known.pop(next(iter(self._known))))
-            return os.dup(known.clone)
+                self._drop(next(iter(self._known)))
+            return os.dup(clone)
 
     def close(self) -> None:
         with self._lock:
-            while self._known:
-                self._close(self._known.popitem()[1])
+            for owner in list(self._known):
+                self._drop(owner)
 
-    @staticmethod
-    def _close(mapped: _Mapped) -> None:
-        os.close(mapped.clone)
-        os.close(mapped.userns)
+    def _drop(self, owner: Owner) -> None:
+        if known := self._known.pop(owner, None):
+            os.close(known.clone)
 
 
 class LocalMounter:
