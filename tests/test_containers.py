@@ -83,6 +83,7 @@ def test_nobody_else_reads_a_checkout(running: Daemon, backend: str, uid: int) -
             assert Path(each["directory"]).stat().st_mode & 0o007 == 0
             assert [script for script in LOOKS if succeeds(uid, each, script)] == []
         assert succeeds(OWNER, agents, 'cat "$T/README" "$T/answer" && git -C "$T" log')
+        assert succeeds(OWNER, agents, LOOKS[-1]) is (backend == "overlay")
         assert not succeeds(OWNER, graders, 'cat "$T/answer"')
         assert not succeeds(OWNER, anothers, 'cat "$T/answer"')
 
