@@ -396,6 +396,7 @@ def _summary(audit: Audit) -> AuditSummary:
         counts=audit.counts,
         affected_count=len(audit.affected),
         finding_count=len(audit.findings),
+        open_count=audit.open_count,
         left_count=len(audit.left),
     )
 

@@ -353,6 +353,10 @@ class CorruptObjectError(IntegrityError):
     code, title = "corrupt-object", "A corrupt object"
 
 
+class DamagedMirrorError(CorruptObjectError):
+    code, title = "damaged-mirror", "A mirror is damaged"
+
+
 class CorruptCatalogError(IntegrityError):
     code, title = "corrupt-catalog", "The catalog is damaged"
 

@@ -97,6 +97,31 @@ class CommitState(StrEnum):
     NOT_MIRRORED = "not-mirrored"
 
 
+class FindingKind(StrEnum):
+    """What kind of thing an audit found; a commit's are as its state."""
+
+    MISSING = "missing"
+    INCOMPLETE = "incomplete"
+    CORRUPT = "corrupt"
+    UNPINNED = "unpinned"
+    NOT_MIRRORED = "not-mirrored"
+    PACK = "pack-damaged"
+    OBJECT = "object-damaged"
+    DERIVED = "derived-damaged"
+    REF = "ref-damaged"
+    REF_LOST = "ref-lost"
+    REF_MOVED = "ref-moved"
+    REF_INCOMPLETE = "ref-incomplete"
+    PIN_LOST = "pin-lost"
+    PIN_UNKNOWN = "pin-unknown"
+    HEAD = "head-changed"
+    CONFIG = "config-changed"
+    PLANTED = "planted"
+    LAYOUT = "layout-damaged"
+    STORE = "store-damaged"
+    UNJUDGED = "unjudged"
+
+
 class Reach(StrEnum):
     """What keeps a recorded commit alive, best first."""
 

@@ -20,6 +20,7 @@ from mirrord.heal import Heals
 from mirrord.heal.implant import no_step
 from mirrord.jobs.events import Events
 from mirrord.mirrors.bundles.service import Bundles
+from mirrord.mirrors.repository import HISTORY, PINS
 from mirrord.mirrors.service import Mirrors
 from mirrord.model import AuditLevel, CommitId, CommitRole, DatasetName, Direction, MirrorName, utc_now
 from mirrord.protocol import Audit, StartAudit
@@ -166,16 +167,36 @@ class Furnished:
         self.upstream = house.upstream
         self.mirror = house.mirror
         self._portal = portal
-        self._pristine = root / "pristine"
+        self.pristine = root / "pristine"
         self._settings = house.settings
-        shutil.copytree(self.mirror, self._pristine)
+        self.keep()
+
+    def keep(self) -> None:
+        """Have each test begin with the mirror as it is now."""
+        shutil.rmtree(self.pristine, ignore_errors=True)
+        shutil.copytree(self.mirror, self.pristine)
         self.refs = refs_of(self.mirror)
 
     def restore(self) -> None:
+        self.restore_files()
+        self._portal.call(self._restore_catalog)
+
+    def restore_files(self) -> None:
         for directory in (self.mirror, self.house.damaged, self.house.dropped, self.root / "state/templates"):
-            shutil.rmtree(directory, ignore_errors=True)
-        shutil.copytree(self._pristine, self.mirror)
+            if directory.is_dir() and not directory.is_symlink():
+                shutil.rmtree(directory)
+            else:
+                directory.unlink(missing_ok=True)
+        shutil.copytree(self.pristine, self.mirror)
         self.house.settings = self._settings
+
+    async def _restore_catalog(self) -> None:
+        """What a heal of an earlier test made of the row and the pins."""
+        catalog, key = self.house.catalog, self.house.name.key
+        await catalog.update_mirror(key, history=self.refs[HISTORY], error=None)
+        for pin in await catalog.list_pins(key):
+            if f"{PINS}{pin.owner}/{pin.commit}" not in self.refs:
+                await catalog.delete_pins(key, [pin.commit], pin.owner)
 
     def live(self, body: Callable[[House], Awaitable[None]]) -> None:
         self._portal.call(body, self.house)

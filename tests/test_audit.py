@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import anyio
@@ -20,10 +21,10 @@ from heallab import Daemon
 
 from mirrord.audit import content as audit_content
 from mirrord.audit.examine import Examined, examine
-from mirrord.audit.files import find_bad_files
+from mirrord.audit.files import Fault, find_bad_files
 from mirrord.errors import AuditNotFoundError, DatasetNotFoundError, MirrorNotFoundError
-from mirrord.mirrors.repository import PROTECTION
-from mirrord.model import AuditLevel, CommitId, CommitState, MirrorName, Reach
+from mirrord.mirrors.repository import CONFIGURATION
+from mirrord.model import AuditLevel, CommitId, CommitState, FindingKind, MirrorName, Reach
 from mirrord.protocol import Audit, StartAudit
 
 ALL_LEVELS = list(AuditLevel)
@@ -44,11 +45,11 @@ class Site:
         self.commits = [*self.line, *self.side]
         pins = "".join(f"create refs/mirrord/pins/dataset/d/{oid} {oid}\n" for oid in self.commits)
         self.git("update-ref", "--stdin", stdin=pins.encode())
-        for key, value in PROTECTION.items():
-            self.git("config", key, value)
-        self.git("update-ref", "refs/mirrord/history", self._record())
+        (self.path / "config").write_text(CONFIGURATION)
+        shutil.rmtree(self.path / "hooks")
+        self.git("update-ref", "refs/mirrord/history", self.record())
 
-    def _record(self) -> str:
+    def record(self) -> str:
         """The refs as a sync records them."""
         refs = self.git("for-each-ref", "--format=%(objectname) %(refname)", "refs/heads") + "\n"
         blob = self.git("hash-object", "-w", "--stdin", stdin=refs.encode())
@@ -241,7 +242,7 @@ def test_a_deleted_pack_is_found(site: Site, level: AuditLevel) -> None:
     name = site.pack.name
     site.pack.unlink()
     result = site.examine(level)
-    assert result.faults[name] == "its index is there and it is not"
+    assert result.faults[name] == Fault(FindingKind.PACK, "its index is there and it is not")
     assert {verdict.state for verdict in result.verdicts.values()} == {CommitState.MISSING}
 
 
@@ -256,9 +257,21 @@ def test_a_pack_that_git_is_removing_is_no_damage(site: Site) -> None:
 
 
 def test_a_directory_that_git_is_removing_is_no_damage(site: Site) -> None:
-    """It was listed, and is gone when it is looked into; so is what a dangling link names."""
-    (site.path / "objects/f8").symlink_to("gone")
-    assert find_bad_files(site.path, AuditLevel.CLOSURE) == []
+    """It comes and goes while the audit looks."""
+    is_over = threading.Event()
+
+    def come_and_go() -> None:
+        while not is_over.is_set():
+            (site.path / "objects/f8").mkdir()
+            (site.path / "objects/f8").rmdir()
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(come_and_go)
+        try:
+            for _ in range(50):
+                assert find_bad_files(site.path, AuditLevel.CLOSURE) == []
+        finally:
+            is_over.set()
 
 
 def test_a_truncated_loose_object_hangs_nobody(site: Site) -> None:
@@ -289,7 +302,7 @@ def test_many_commits_take_few_processes(site: Site, monkeypatch: pytest.MonkeyP
         count += 1
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    for module in ("graph", "content", "questions", "closures", "names", "lost"):
+    for module in ("graph", "content", "questions", "closures", "files", "lost"):
         monkeypatch.setattr(f"mirrord.audit.{module}.run_git_sync", counting)
     site.examine(AuditLevel.CONTENT)
     assert count < 12
@@ -471,14 +484,23 @@ def test_what_was_not_looked_at_for_longest_comes_first(tmp_path: Path, upstream
     with_daemon(tmp_path, upstream, body)
 
 
+def make_too_deep(directory: Path) -> None:
+    """Directories whose path is longer than the kernel takes."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    for _ in range(20):
+        os.mkdir("d" * 250, dir_fd=descriptor)
+        below = os.open("d" * 250, os.O_RDONLY, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = below
+    os.close(descriptor)
+
+
 def test_a_mirror_that_cannot_be_judged_keeps_no_other_waiting(tmp_path: Path, upstream: Upstream) -> None:
     """It is a finding, and it is left."""
 
     async def body(daemon: Daemon) -> None:
         names = await mirrors_of(daemon, upstream, 3)
-        refs = daemon.mirrors.path(MirrorName.parse(names[1])) / "packed-refs"
-        refs.unlink(missing_ok=True)
-        refs.mkdir()
+        make_too_deep(daemon.mirrors.path(MirrorName.parse(names[1])) / "refs")
         audit = await daemon.audits.run(StartAudit(heal=False))
         assert (audit.mirrors, audit.left) == ([names[0], names[2]], [names[1]])
         assert [finding.mirror for finding in audit.findings] == [names[1]]
@@ -540,6 +562,7 @@ def test_slips_that_real_histories_have_are_no_damage(site: Site) -> None:
     body = f"tree {tree}\nparent {site.line[9]}\nauthor a <a@b.c> 1 +051800\ncommitter a <a@b.c> 1 +051800\n\nx\n"
     oid = site.git("hash-object", "-t", "commit", "--literally", "-w", "--stdin", stdin=body.encode())
     site.git("update-ref", "refs/heads/main", oid)
+    site.git("update-ref", "refs/mirrord/history", site.record())
     site.git("repack", "-adq")
     fsck = audit_content.check_everything(site.path)
     assert (fsck.is_sound, fsck.named) == (True, set())
@@ -556,9 +579,8 @@ def test_an_undamaged_mirror_is_walked_or_hashed_once(site: Site, monkeypatch: p
         started.append(next(word for word in args if not word.startswith(("-", "core."))))
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    for module in ("graph", "content", "questions", "closures", "names", "lost", "past"):
+    for module in ("graph", "content", "questions", "closures", "files", "lost", "past"):
         monkeypatch.setattr(f"mirrord.audit.{module}.run_git_sync", counting)
-    site.git("config", "--remove-section", "remote.origin")
     known = site.examine(level).reached
     long = "rev-list" if level is AuditLevel.CLOSURE else "fsck"
     started.clear()

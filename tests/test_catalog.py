@@ -362,6 +362,7 @@ def test_the_newest_audits_are_kept(using: Any) -> None:
             finished_at=finished,
             counts=counts,
             findings=[],
+            open_count=0,
         )
 
     async def work(catalog: Catalog) -> None:

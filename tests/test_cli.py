@@ -426,7 +426,14 @@ def test_no_wait_answers_with_the_operation(path: Path, capsys: pytest.CaptureFi
 
 def test_an_audit_with_unservable_instances_ends_with_eight(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line per finding, then a total, whatever a name in it holds; what was done about it is on stderr."""
-    finding = {"mirror": "a__b", "commit": "c" * 40, "state": "missing", "instances": ["i"], "detail": "gone\nup\x1b[2Jstream"}
+    finding = {
+        "mirror": "a__b",
+        "kind": "missing",
+        "commit": "c" * 40,
+        "state": "missing",
+        "instances": ["i"],
+        "detail": "gone\nup\x1b[2Jstream",
+    }
     audit = {
         "id": "au1",
         "level": "closure",
@@ -436,6 +443,7 @@ def test_an_audit_with_unservable_instances_ends_with_eight(path: Path, capsys: 
         "counts": {"ok": 2, "missing": 1},
         "findings": [finding],
         "affected": ["i"],
+        "open_count": 1,
         "repairs": [{"mirror": "a__b", "objects": {"upstream": 2}, "unhealed": ["d" * 40], "unhealed_count": 1}],
     }
     routes: Any = {
@@ -449,7 +457,7 @@ def test_an_audit_with_unservable_instances_ends_with_eight(path: Path, capsys: 
     assert [line.partition(":")[0] for line in shown.err.splitlines()] == ["a__b healed", "a__b not healed"]
     assert shown.out.splitlines() == [
         f"a__b {'c' * 40} missing (i): gone\\nup\\x1b[2Jstream",
-        "3 recorded commits in 1 mirror at level closure: 2 ok, 1 missing; 1 instance cannot be served",
+        "3 recorded commits in 1 mirror at level closure: 2 ok, 1 missing; 1 instance cannot be served; 1 finding",
     ]
 
 

@@ -13,27 +13,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..host.processes import lower_priority
+from ..mirrors.pins import is_pin
 from ..mirrors.repository import HISTORY, PINS
-from ..model import AuditLevel, CommitId, CommitState, Reach
+from ..model import AuditLevel, CommitId, CommitState, FindingKind, Reach
 from .closures import Closures, Verdict, are_whole
 from .content import Damage, Fsck, check_everything, find_damage, unreadable
-from .files import find_bad_files
+from .files import BadFile, Fault, find_bad_files, find_lying, find_strange
 from .lost import lost_refs, questions, record_of
-from .names import Names, read_names, readable
+from .names import Names, read_names
 from .past import incomplete_refs
 from .questions import Answers, ask, peel, peeled, tree_of
 from .reach import Reached, reach_of
+from .view import readable
 
 _THREADS = 3  # the judge of the mirror, the one long git, and what is read beside it
 
 
 @dataclass(slots=True)
 class Examined:
-    """`faults` are about the mirror itself, by file; a recorded commit need not be hit."""
+    """`faults` are about the mirror itself, by file or ref; a recorded commit need not be hit.
+    `unknown` are pins that the catalog does not have.
+    """
 
     verdicts: dict[CommitId, Verdict] = field(default_factory=dict)
     reached: Reached = field(default_factory=lambda: Reached("", {}))
-    faults: dict[str, str] = field(default_factory=dict)
+    faults: dict[str, Fault] = field(default_factory=dict)
+    unknown: frozenset[str] = frozenset()
 
     @property
     def reach(self) -> dict[CommitId, Reach]:
@@ -41,14 +46,19 @@ class Examined:
 
 
 def examine(
-    git_dir: Path, commits: Collection[CommitId], level: AuditLevel, pins: Collection[str] = (), known: Reached | None = None
+    git_dir: Path,
+    commits: Collection[CommitId],
+    level: AuditLevel,
+    pins: Collection[str] = (),
+    known: Reached | None = None,
+    record: str | None = None,
 ) -> Examined:
-    """Judge `commits` at `level`, and the mirror itself, which should have `pins`, given as OWNER/COMMIT.
-
-    `known` is what an earlier look said of their reach.
+    """Judge `commits` at `level`, and the mirror itself, which should have `pins`, given as
+    OWNER/COMMIT, and in its ref history `record`. `known` is what an earlier look said of their reach.
     """
     with ThreadPoolExecutor(_THREADS, initializer=lower_priority) as threads:
-        return threads.submit(_examine, git_dir, sorted(commits), level, pins, known, threads).result()
+        work = threads.submit(_examine, git_dir, sorted(commits), level, pins, known, record, threads)
+        return work.result()
 
 
 def _examine(
@@ -57,30 +67,44 @@ def _examine(
     level: AuditLevel,
     pins: Collection[str],
     known: Reached | None,
+    record: str | None,
     threads: ThreadPoolExecutor,
 ) -> Examined:
     names = read_names(git_dir)
-    with readable(git_dir, names) as repository:
-        looking = threads.submit(find_bad_files, git_dir, AuditLevel.QUICK if level is AuditLevel.QUICK else AuditLevel.CLOSURE)
+    with readable(git_dir, names, list(find_strange(git_dir))) as repository:
+        looking = threads.submit(_look_at_files, git_dir, repository, level)
         history = [names.refs[HISTORY]] if HISTORY in names.refs else []
         proving = threads.submit(_PROOFS[level], repository, [*commits, *history])
         answers = ask(repository, _questions(names, commits), blob=record_of(names))
         refs = peel(names.refs, answers.objects)
         reached = reach_of(repository, names, refs, commits, known, look_for_lost=level is not AuditLevel.QUICK)
-        bad_files, damage = looking.result(), Damage()
+        (bad_files, lying), damage = looking.result(), Damage()
         proof = proving.result()
         if proof.fsck and (bad_files or not proof.fsck.is_sound):
             bad_files = find_bad_files(git_dir, level)
             damage = find_damage(repository, bad_files, proof.fsck)
         verdicts = _absent(repository, commits, answers)
         verdicts |= Closures(repository, _doubtful(commits, verdicts, reached, proof, damage), damage).judge()
-        lost = lost_refs(repository, git_dir, names, answers)
+        lost = lost_refs(repository, git_dir, names, answers, record)
         if not (proof.of_all or proof.of_reached):
             proven = [oid for oid in commits if oid not in verdicts]
             lost = incomplete_refs(repository, names, level, proven) | lost
     _judge_the_rest(verdicts, commits, refs)
-    told = {bad.name: bad.reason for bad in [*bad_files, *names.faults]}
-    return Examined(verdicts, reached, _lost_pins(names, pins) | reached.lost | damage.files | told | lost)
+    told = {bad.name: Fault(bad.kind.finding, bad.reason) for bad in [*bad_files, *names.faults]}
+    failing = {file: Fault(FindingKind.PACK, reason) for file, reason in damage.files.items()}
+    said = {f"{PINS}{pin}" for pin in pins}
+    faults = _lost_pins(names, said, verdicts) | reached.lost | failing | lying | told | lost
+    unknown = frozenset(ref for ref in names.refs if ref not in said and is_pin(ref))
+    return Examined(verdicts, reached, faults, unknown)
+
+
+def _look_at_files(git_dir: Path, repository: Path, level: AuditLevel) -> tuple[list[BadFile], dict[str, Fault]]:
+    """What needs no walk: bad files, and at level `content` derived ones that are whole and lie."""
+    if level is AuditLevel.QUICK:
+        return find_bad_files(git_dir, level), {}
+    bad_files = find_bad_files(git_dir, AuditLevel.CLOSURE)
+    is_deep = level is AuditLevel.CONTENT and not bad_files
+    return bad_files, find_lying(repository) if is_deep else {}
 
 
 # -- what proves most commits at once -----------------------------------------------------------------------------------
@@ -158,6 +182,9 @@ def _judge_the_rest(verdicts: dict[CommitId, Verdict], commits: Sequence[CommitI
         verdicts.setdefault(oid, Verdict(CommitState.OK) if oid in pinned else unpinned)
 
 
-def _lost_pins(names: Names, pins: Collection[str]) -> dict[str, str]:
-    lost = (f"{PINS}{pin}" for pin in pins if f"{PINS}{pin}" not in names.refs)
-    return dict.fromkeys(lost, "it is gone, and the catalog has it")
+def _lost_pins(names: Names, said: Collection[str], verdicts: Mapping[CommitId, Verdict]) -> dict[str, Fault]:
+    """Pins that only the catalog has; a commit that is told already is not told again."""
+    ok = Verdict(CommitState.OK)
+    lost = (ref for ref in said if ref not in names.refs)
+    untold = (ref for ref in lost if verdicts.get(CommitId(ref[-40:]), ok).state is CommitState.OK)
+    return dict.fromkeys(untold, Fault(FindingKind.PIN_LOST, "it is gone, and the catalog has it"))

@@ -65,7 +65,9 @@ def _read_store(git_dir: Path) -> Graph:
 
 
 def _cat_file(git_dir: Path, *options: str, stdin: bytes | None = None) -> GitResult:
-    return run_git_sync("cat-file", "--buffer", *options, git_dir=git_dir, stdin=stdin, timeout=TIMEOUT, doing="read objects")
+    return run_git_sync(
+        *UNTRUSTING, "cat-file", "--buffer", *options, git_dir=git_dir, stdin=stdin, timeout=TIMEOUT, doing="read objects"
+    )
 
 
 def _read_commits(git_dir: Path, oids: Collection[str]) -> Graph:

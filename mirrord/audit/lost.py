@@ -1,33 +1,47 @@
-"""Refs that are not there and should be: those that the ref history has, and those that name an object which is not here.
+"""Refs that are not what they should be: HEAD and the refs that follow upstream, kept refs and the
+ref history.
 
-Every move of a ref by mirrord is in the ref history, in the same transaction; so a ref that the newest record has and the mirror
-has not was taken away by somebody else. Reads only. Runs in a worker.
+Every move of a ref by mirrord is in the ref history, in the same transaction; so a ref that is not
+what the newest record says was moved or taken away by somebody else, and so was a history without
+the record that the catalog knows. Reads only. Runs in a worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
 from pathlib import Path
 
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
+from ..mirrors.history import WAS, parse_record
 from ..mirrors.repository import HISTORY, PINS
+from ..mirrors.transaction import JOURNAL
+from ..model import FindingKind
+from .files import Fault
+from .graph import UNTRUSTING
 from .names import Names, read_names
-from .past import Record, parse_record
+from .past import Record
 from .questions import Answers, ask
 
 _TOLD = 10
+_MOVING_S = 10.0
+"""A transaction takes less; a journal that is older was left by a crash."""
 
 
-def lost_refs(repository: Path, git_dir: Path, names: Names, answers: Answers) -> dict[str, str]:
-    """Faults by ref. `repository` has the objects of `git_dir`, and is what git can read; `answers` are to `questions`."""
-    found = _lost(names, answers)
+def lost_refs(repository: Path, git_dir: Path, names: Names, answers: Answers, known: str | None) -> dict[str, Fault]:
+    """Faults by ref. `repository` has the objects of `git_dir`, and is what git can read; `answers`
+    are to `questions`, and `known` is a record that was the newest once.
+    """
+    found = _lost(repository, names, answers, known)
     if not found:
         return {}
-    now = read_names(git_dir)  # a sync may have moved refs in between
+    ends = time.monotonic() + _MOVING_S
+    while (git_dir / JOURNAL).exists() and time.monotonic() < ends:  # refs are moving now
+        time.sleep(_MOVING_S / 100)
+    now = read_names(git_dir)
     asked = questions(now)
-    again = _lost(now, ask(repository, asked, blob=record_of(now)))
-    return {ref: reason for ref, reason in found.items() if again.get(ref) == reason}
+    again = _lost(repository, now, ask(repository, asked, blob=record_of(now)), known)
+    return _told({ref: fault for ref, fault in found.items() if again.get(ref) == fault})
 
 
 def questions(names: Names) -> set[str]:
@@ -40,30 +54,68 @@ def record_of(names: Names) -> str | None:
     return f"{names.refs[HISTORY]}:refs" if HISTORY in names.refs else None
 
 
-def _lost(names: Names, answers: Answers) -> dict[str, str]:
+def _lost(repository: Path, names: Names, answers: Answers, known: str | None) -> dict[str, Fault]:
     # a pin that names nothing is told as the commit that it should keep
-    hollow = (ref for ref, oid in names.refs.items() if oid not in answers.objects and PINS not in ref)
-    faults = _told("it names an object that is not here", hollow)
+    hollow = [ref for ref, oid in names.refs.items() if oid not in answers.objects and PINS not in ref]
+    faults = dict.fromkeys(hollow, Fault(FindingKind.REF, "it names an object that is not here"))
     broken = {bad.path for bad in names.faults}
-    if HISTORY not in names.refs:
-        return faults | ({HISTORY: "it is gone"} if names.refs and HISTORY not in broken else {})
-    recorded, _ = parse_record(answers.text or b"")
-    missing = (ref for ref in recorded if ref not in names.refs and ref not in broken)
-    return faults | _told("it is gone, and the ref history has it", missing)
+    tip = names.refs.get(HISTORY)
+    if tip is None:
+        is_lost = (names.refs or known) and HISTORY not in broken
+        return faults | ({HISTORY: Fault(FindingKind.REF_LOST, "it is gone")} if is_lost else {})
+    if answers.text is None:
+        return {HISTORY: Fault(FindingKind.REF_MOVED, "it names no record")} | faults
+    past = past_ids(repository, tip) if known not in {None, tip} else None
+    if past is not None and known not in past:
+        faults[HISTORY] = Fault(FindingKind.REF_MOVED, f"it does not lead to record {known}")
+    recorded, head = parse_record(answers.text)
+    for ref, oid in recorded.items():
+        if ref in broken or ref in faults:
+            continue
+        if ref not in names.refs:
+            faults[ref] = Fault(FindingKind.REF_LOST, "it is gone, and the ref history has it")
+        elif names.refs[ref] != oid:
+            reason = f"it names {names.refs[ref]}, and {oid} in the ref history"
+            faults[ref] = Fault(FindingKind.REF_MOVED, reason)
+    if head in recorded and names.head != head and "HEAD" not in broken:
+        reason = f"it names {names.head}, and {head} in the ref history"
+        faults["HEAD"] = Fault(FindingKind.HEAD, reason)
+    return faults
 
 
-def _told(reason: str, refs: Iterable[str]) -> dict[str, str]:
-    """One fault for each ref; many become one."""
-    listed = sorted(refs)
-    if len(listed) <= _TOLD:
-        return dict.fromkeys(listed, reason)
-    return {listed[0]: f"{reason}; {len(listed) - 1} more refs are like that"}
+def is_record(repository: Path, oid: str) -> bool:
+    """Whether an object is a record, as far as its form tells."""
+    return f"{oid}:refs" in ask(repository, [f"{oid}:refs"]).objects
+
+
+def past_ids(repository: Path, tip: str) -> set[str] | None:
+    """Every id that records of the history which ends at `tip` ever had; None where it has holes."""
+    try:
+        shown = run_git_sync(
+            *UNTRUSTING, "log", f"--format=%H %(trailers:key={WAS},valueonly,separator=%x20)", tip, "--",
+            git_dir=repository,
+            doing="read the ref history",
+        )  # fmt: skip
+    except (CorruptObjectError, GitFailedError):
+        return None
+    return set(shown.stdout.decode("ascii", "replace").split())
+
+
+def _told(faults: dict[str, Fault]) -> dict[str, Fault]:
+    """One fault for each ref; those of many are told together."""
+    told: dict[str, Fault] = {}
+    for kind in dict.fromkeys(fault.kind for fault in faults.values()):
+        listed = sorted(ref for ref, fault in faults.items() if fault.kind is kind)
+        told |= {ref: faults[ref] for ref in listed[:_TOLD]}
+        if more := listed[_TOLD:]:
+            told[f"{more[0]} and {len(more) - 1} more refs"] = faults[more[0]]
+    return told
 
 
 def read_record(repository: Path, record: str) -> Record:
     """One record of the ref history; nothing where it cannot be read."""
     try:
-        shown = run_git_sync("cat-file", "blob", f"{record}:refs", git_dir=repository, doing="read a ref record")
+        shown = run_git_sync(*UNTRUSTING, "cat-file", "blob", f"{record}:refs", git_dir=repository, doing="read a ref record")
     except (CorruptObjectError, GitFailedError):
         return {}, None
     return parse_record(shown.stdout)

@@ -1,46 +1,41 @@
-"""The names of a mirror (HEAD, refs) and its configuration, read without git: git refuses a repository whose HEAD is lost.
+"""The names of a mirror (HEAD, refs) and its configuration, read without git: git refuses a
+repository whose HEAD is lost, and follows what was planted.
 
-Says which files are not what git or mirrord wrote. Where they keep git from reading the mirror, `readable` lends a stand-in
-with the refs that could be read, so that the objects can be judged all the same. Reads only. Runs in a worker.
+All of these are ours, so whatever differs from what mirrord writes is a fault. Reads only. Runs in
+a worker.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import GitFailedError
-from ..git.command import run_git_sync
-from ..mirrors.repository import PROTECTION
-from .files import BadFile, FileKind
+from ..mirrors.fetch import INCOMING
+from ..mirrors.pins import is_pin
+from ..mirrors.repository import HISTORY, KEPT, OURS, PINS, changed_settings
+from .files import BadFile, FileKind, no_directory, no_file
 
 _VALUE = re.compile(r"([0-9a-f]{40})\n?")
 _SYMBOLIC = re.compile(r"ref: (refs/\S+)\n?")
 _PACKED = re.compile(r"([0-9a-f]{40}) (refs/\S+)")
 _PEELED = re.compile(r"\^[0-9a-f]{40}")
-_SECTION = re.compile(r"\[([a-z]+)\]")
-_ENTRY = re.compile(r"\t([A-Za-z]+) = ([\w./-]+)")
-_WANTED = {"core.repositoryformatversion": "0", "core.bare": "true"} | {key.lower(): value for key, value in PROTECTION.items()}
 _NEVER = "refs/replace/"
-_STOPS_GIT = {FileKind.HEAD, FileKind.CONFIG, FileKind.PACKED_REFS}
+_DIRECTORIES = ("refs/heads", "refs/tags", OURS.rstrip("/"), PINS.rstrip("/"), KEPT.rstrip("/"))
 
 
 @dataclass(slots=True)
 class Names:
-    """`head` is the ref that HEAD names, `refs` what could be read, planted ones left out."""
+    """`head` is the ref that HEAD names, `refs` what is as it must be as far as names alone tell,
+    `astray` what other refs name, so that nothing is lost when they are put right.
+    """
 
     head: str | None = None
     refs: dict[str, str] = field(default_factory=dict)
+    astray: dict[str, str] = field(default_factory=dict)
     faults: list[BadFile] = field(default_factory=list)
-
-    @property
-    def stops_git(self) -> bool:
-        return any(bad.kind in _STOPS_GIT for bad in self.faults)
 
 
 def read_names(git_dir: Path) -> Names:
@@ -60,7 +55,13 @@ def _read(git_dir: Path) -> Names:
     names.refs = {**dict(_packed_refs(git_dir, names)), **loose}
     for bad in names.faults:
         names.refs.pop(bad.path, None)  # what is packed under that name is older
-    names.faults += [*_config_faults(git_dir), *_lost_directories(git_dir)]
+    _judge_ours(names)
+    _judge_places(names, loose)
+    if wrong := no_file(git_dir / "config"):
+        names.faults.append(BadFile("config", FileKind.LAYOUT, wrong))
+    elif changed := changed_settings(git_dir / "config"):
+        more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
+        names.faults.append(BadFile("config", FileKind.CONFIG, ", ".join(changed[:3]) + more))
     names.faults.sort()
     return names
 
@@ -70,40 +71,68 @@ def read_packed(git_dir: Path) -> dict[str, str]:
     return dict(_packed_refs(git_dir, Names()))
 
 
-def _text(path: Path) -> str | None:
+def _text(git_dir: Path, name: str, kind: FileKind, names: Names) -> str | None:
+    """A file; None where there is none, or with a fault where it is something else."""
+    wrong = no_file(git_dir / name)
     try:
-        return path.read_bytes().decode("utf-8", "surrogateescape")
+        if wrong is None:
+            return (git_dir / name).read_bytes().decode("utf-8", "surrogateescape")
+        kind = FileKind.LAYOUT if kind is not FileKind.REF else kind
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except (PermissionError, IsADirectoryError) as error:
+        wrong = f"it cannot be read: {error.strerror}"
+    names.faults.append(BadFile(name, kind, wrong))
+    return None
 
 
 def _read_head(git_dir: Path, names: Names) -> None:
-    text = _text(git_dir / "HEAD")
-    found = _SYMBOLIC.fullmatch(text or "")
-    if found:
+    before = len(names.faults)
+    text = _text(git_dir, "HEAD", FileKind.HEAD, names)
+    if len(names.faults) > before:
+        return
+    if found := _SYMBOLIC.fullmatch(text or ""):
         names.head = found[1]
-    elif text is None or not _VALUE.fullmatch(text):
-        names.faults.append(BadFile("HEAD", FileKind.HEAD, "it is lost" if text is None else "it names no ref"))
+        return
+    is_detached = _VALUE.fullmatch(text or "")
+    reason = "it is lost" if text is None else "it names a commit, not a branch" if is_detached else "it names no ref"
+    names.faults.append(BadFile("HEAD", FileKind.HEAD, reason))
 
 
-def _loose_refs(git_dir: Path, names: Names) -> Iterator[tuple[str, str]]:
-    for directory, _, files in os.walk(git_dir / "refs"):
-        for file in files:
-            ref = str((Path(directory) / file).relative_to(git_dir))
-            text = _text(git_dir / ref)
-            if file.endswith(".lock") or text is None:
-                continue
-            found = _VALUE.fullmatch(text)
-            if ref.startswith(_NEVER):
-                names.faults.append(BadFile(ref, FileKind.PLANTED, "it gives an object another's content"))
-            elif found and found[1] != "0" * 40:
-                yield ref, found[1]
-            elif not _SYMBOLIC.fullmatch(text):
-                names.faults.append(BadFile(ref, FileKind.REF, "it is empty" if not text else "it does not hold an object id"))
+def _loose_refs(git_dir: Path, names: Names, directory: str = "refs") -> Iterator[tuple[str, str]]:
+    if directory == "refs" and (wrong := no_directory(git_dir / directory)):
+        names.faults.append(BadFile(directory, FileKind.LAYOUT, wrong))
+        return
+    try:
+        with os.scandir(git_dir / directory) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):  # git removes directories that became empty
+        return
+    for entry in entries:
+        ref = f"{directory}/{entry.name}"
+        if entry.is_dir(follow_symlinks=False):
+            yield from _loose_refs(git_dir, names, ref)
+        elif not entry.name.endswith(".lock") and (oid := _loose_ref(git_dir, ref, names)):
+            yield ref, oid
+
+
+def _loose_ref(git_dir: Path, ref: str, names: Names) -> str | None:
+    text = _text(git_dir, ref, FileKind.REF, names)
+    if text is None:
+        return None
+    found = _VALUE.fullmatch(text)
+    if ref.startswith(_NEVER):
+        names.faults.append(BadFile(ref, FileKind.PLANTED, "it gives an object another's content"))
+        return None
+    if found and found[1] != "0" * 40:
+        return found[1]
+    symbolic = "it is symbolic" if _SYMBOLIC.fullmatch(text) else "it does not hold an object id"
+    names.faults.append(BadFile(ref, FileKind.REF, symbolic if text else "it is empty"))
+    return None
 
 
 def _packed_refs(git_dir: Path, names: Names) -> Iterator[tuple[str, str]]:
-    text = _text(git_dir / "packed-refs")
+    text = _text(git_dir, "packed-refs", FileKind.PACKED_REFS, names)
     if text is None:
         return
     lines = text.split("\n")
@@ -125,68 +154,29 @@ def _packed_refs(git_dir: Path, names: Names) -> Iterator[tuple[str, str]]:
         names.faults.append(BadFile("packed-refs", FileKind.PACKED_REFS, bad[0] + more))
 
 
-def _config_faults(git_dir: Path) -> Iterator[BadFile]:
-    """git reads a mirror without configuration, but nothing then protects it from a person who runs git in it."""
-    path = git_dir / "config"
-    if not path.exists():
-        yield BadFile("config", FileKind.CONFIG, "it is lost")
-        return
-    try:
-        there = _plain_config(path) or _read_config(path)
-    except GitFailedError:
-        yield BadFile("config", FileKind.CONFIG, "git cannot read it")
-        return
-    lacking = sorted(key for key, value in _WANTED.items() if there.get(key) != value)
-    if lacking:
-        yield BadFile("config", FileKind.CONFIG, f"it lacks {', '.join(lacking)}")
-
-
-def _plain_config(path: Path) -> dict[str, str] | None:
-    """A configuration as git writes it when nobody edits it; None for one that only git can read."""
-    there: dict[str, str] = {}
-    section = ""
-    for line in path.read_text("utf-8", "replace").splitlines():
-        if head := _SECTION.fullmatch(line):
-            section = head[1].lower()
-        elif section and (entry := _ENTRY.fullmatch(line)):
-            there[f"{section}.{entry[1].lower()}"] = entry[2]
+def _judge_ours(names: Names) -> None:
+    """A pin, a kept ref and a mark of a fetch carry the object in their name; no other is ours."""
+    for ref, oid in [item for item in names.refs.items() if item[0].startswith(OURS)]:
+        is_named = ref.endswith(oid) and (is_pin(ref) or ref in {f"{KEPT}{oid}", f"{INCOMING}{oid}"})
+        if is_named or ref == HISTORY:
+            continue
+        names.astray[ref] = names.refs.pop(ref)
+        if ref.startswith(INCOMING) or not named_in(ref):
+            names.faults.append(BadFile(ref, FileKind.PLANTED, "mirrord makes no such ref"))
         else:
-            return None
-    return there
+            names.faults.append(BadFile(ref, FileKind.REF, f"it names {oid}, not what its name says"))
 
 
-def _read_config(path: Path) -> dict[str, str]:
-    shown = run_git_sync("config", "--file", str(path), "--null", "--list", doing="read a mirror's configuration").stdout
-    return dict(item.partition("\n")[::2] for item in shown.decode("utf-8", "replace").split("\0"))
+def named_in(ref: str) -> str | None:
+    """The object that a pin or a kept ref must name."""
+    oid = ref.rpartition("/")[2]
+    return oid if _VALUE.fullmatch(oid) and (ref == f"{KEPT}{oid}" or is_pin(ref)) else None
 
 
-def _lost_directories(git_dir: Path) -> Iterator[BadFile]:
-    for name in ("objects", "refs"):
-        if not (git_dir / name).is_dir():
-            yield BadFile(name, FileKind.HEAD, "the directory is lost")
-
-
-@contextmanager
-def readable(git_dir: Path, names: Names) -> Iterator[Path]:
-    """The mirror itself, or a stand-in with its objects where git would refuse it."""
-    if not names.stops_git:
-        yield git_dir
-        return
-    with tempfile.TemporaryDirectory(prefix="mirrord-stand-in-") as directory:
-        stand_in = Path(directory)
-        (stand_in / "objects").symlink_to(git_dir / "objects")
-        write_skeleton(stand_in, names.refs, names.head)
-        yield stand_in
-
-
-def write_skeleton(repository: Path, refs: dict[str, str], head: str | None) -> None:
-    """What git needs beside objects: HEAD, and refs, all packed."""
-    (repository / "HEAD").write_text(f"ref: {head or 'refs/heads/main'}\n")
-    (repository / "refs").mkdir(exist_ok=True)
-    (repository / "packed-refs").write_bytes(packed_refs(refs))
-
-
-def packed_refs(refs: dict[str, str]) -> bytes:
-    """The content of a packed-refs file. Nothing is peeled, so git does that when it is asked."""
-    lines = (f"{oid} {ref}\n" for ref, oid in sorted(refs.items()))
-    return "".join(["# pack-refs with: sorted \n", *lines]).encode("utf-8", "surrogateescape")
+def _judge_places(names: Names, loose: dict[str, str]) -> None:
+    """A file where other refs need a directory."""
+    directories = {ref.rpartition("/")[0] for ref in names.refs}  # few, where refs are many
+    needed = {str(above) for path in directories for above in (Path(path), *Path(path).parents)}
+    for ref in sorted(loose.keys() & {*needed, *_DIRECTORIES}):
+        names.astray[ref] = names.refs.pop(ref, loose[ref])
+        names.faults.append(BadFile(ref, FileKind.REF, "it is a file, where refs need a directory"))

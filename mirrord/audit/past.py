@@ -11,20 +11,23 @@ from pathlib import Path
 
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
+from ..mirrors.history import parse_record
+from ..mirrors.refs import theirs
 from ..mirrors.repository import HISTORY, KEPT, PINS
-from ..model import AuditLevel
+from ..model import AuditLevel, FindingKind
+from .files import Fault
 from .graph import TIMEOUT, UNTRUSTING, Graph, ancestors, lines_of, read_graph
 from .names import Names
 from .questions import ask
 
 Record = tuple[dict[str, str], str | None]
-"""The refs of a record of the ref history, and what HEAD named."""
+"""The refs of a record of the ref history, the kept ones too, and what HEAD named."""
 
 
 # -- what is missing behind refs --------------------------------------------------------------------------------------
 
 
-def incomplete_refs(repository: Path, names: Names, level: AuditLevel, proven: Collection[str]) -> dict[str, str]:
+def incomplete_refs(repository: Path, names: Names, level: AuditLevel, proven: Collection[str]) -> dict[str, Fault]:
     """A fault for the first ref whose objects are not all there: of the ref history, and at level `content` of all refs.
 
     Nothing is walked behind `proven`, commits that are whole. One fault is enough for a heal, which looks at all of them.
@@ -36,7 +39,8 @@ def incomplete_refs(repository: Path, names: Names, level: AuditLevel, proven: C
         tips = {ref: there[ref] for ref in refs if ref in there}
         if reason := _hole(repository, tips.values(), proven):
             first = _first_with_a_hole(repository, tips, proven)
-            found[first] = f"not all that it reaches is here: {reason}"
+            reason = f"not all that it reaches is here: {reason}"
+            found[first] = Fault(FindingKind.REF_INCOMPLETE, reason)
     return found
 
 
@@ -67,12 +71,13 @@ def _first_with_a_hole(repository: Path, tips: Mapping[str, str], proven: Collec
 # -- what refs were ---------------------------------------------------------------------------------------------------
 
 
-def lost_tips(repository: Path, names: Names, graph: Graph) -> dict[str, str]:
+def lost_tips(repository: Path, names: Names, graph: Graph) -> dict[str, Fault]:
     """A fault for each kept ref that is not there, while nothing else leads to its commit. `graph` is all that refs lead to."""
     if HISTORY not in names.refs:
         return {}
     lost = unkept(repository, read_records(repository, names.refs[HISTORY]), names.refs, graph)
-    return dict.fromkeys(lost, "it is gone, and the ref history had its commit")
+    reason = "it is gone, and the ref history had its commit"
+    return dict.fromkeys(lost, Fault(FindingKind.REF_LOST, reason))
 
 
 def unkept(repository: Path, records: Iterable[Record], refs: Mapping[str, str], graph: Graph | None = None) -> dict[str, str]:
@@ -81,7 +86,7 @@ def unkept(repository: Path, records: Iterable[Record], refs: Mapping[str, str],
     None while something is missing or damaged, when nobody can tell what leads to what.
     """
     lasting = {oid for ref, oid in refs.items() if not ref.startswith(PINS)}
-    past = {oid for recorded, _ in records for oid in recorded.values()} - lasting
+    past = {oid for recorded, _ in records for oid in theirs(recorded).values()} - lasting
     if not past:
         return {}
     ends = ask(repository, [f"{oid}^{{}}" for oid in lasting]).objects  # through tags
@@ -117,16 +122,17 @@ def read_records(repository: Path, history: str) -> list[Record]:
     return found
 
 
-def parse_record(text: bytes) -> Record:
-    pairs = [line.partition(" ")[::2] for line in text.decode("utf-8", "surrogateescape").split("\n")]
-    head = next((ref.removeprefix("HEAD ") for oid, ref in pairs if oid == "@"), None)
-    return {ref: oid for oid, ref in pairs if oid != "@" and ref.startswith("refs/")}, head
-
-
 def _read_blobs(repository: Path, names: Collection[str]) -> Iterator[bytes]:
     """The content of those that are there, in order; git ends at the first that is damaged."""
     output = run_git_sync(
-        "cat-file", "--batch", "--buffer", git_dir=repository, stdin=lines_of(names), timeout=TIMEOUT, doing="read ref records"
+        *UNTRUSTING,
+        "cat-file",
+        "--batch",
+        "--buffer",
+        git_dir=repository,
+        stdin=lines_of(names),
+        timeout=TIMEOUT,
+        doing="read ref records",
     ).stdout
     at = 0
     while at < len(output):

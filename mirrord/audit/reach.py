@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..mirrors.repository import KEPT, OURS, PINS
 from ..model import CommitId, Reach
+from .files import Fault
 from .graph import Graph, ancestors, read_graph
 from .names import Names
 from .past import lost_tips
@@ -30,7 +31,7 @@ class Reached:
 
     key: str
     by_commit: dict[CommitId, Reach]
-    lost: dict[str, str] = field(default_factory=dict)
+    lost: dict[str, Fault] = field(default_factory=dict)
 
 
 def reach_of(

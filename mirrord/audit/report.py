@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TypeVar
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
 
-from ..catalog.rows import RecordedRow
-from ..model import AuditLevel, CommitState, MirrorName, utc_now
+from ..catalog.rows import MirrorRow, RecordedRow
+from ..model import AuditLevel, CommitState, FindingKind, MirrorName, utc_now
 from ..protocol import Audit, AuditPart, Finding, Repair, StartAudit
 from .examine import Examined
 
@@ -20,13 +21,17 @@ _SERVABLE = {CommitState.OK, CommitState.UNPINNED}
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One mirror after its audit: what is recorded of it and what was found."""
+    """One mirror after its audit: what is recorded of it and what was found. `accept` are the
+    findings that the configuration accepts.
+    """
 
     name: MirrorName
     rows: Collection[RecordedRow]
     examined: Examined
+    accept: Collection[str] = ()
     healed: int = 0
     repair: Repair | None = None
+    row: MirrorRow | None = None
 
 
 def part_of(judged: Judged, stores: Mapping[str, str]) -> AuditPart:
@@ -36,24 +41,23 @@ def part_of(judged: Judged, stores: Mapping[str, str]) -> AuditPart:
     """
     recorded = {row.commit for row in judged.rows}
     verdicts, reach = judged.examined.verdicts, judged.examined.reach
-    damaged = [
-        Finding(mirror=str(judged.name), state=CommitState.CORRUPT, detail=f"{what}: {fate}")
-        for what, fate in sorted(stores.items())
-    ]
+    damaged = [_told(judged, FindingKind.STORE, what, detail=f"{what}: {fate}") for what, fate in sorted(stores.items())]
+    findings = [*findings_of(judged), *damaged]
     return AuditPart(
         mirror=str(judged.name),
         counts=dict(Counter(verdict.state for commit, verdict in verdicts.items() if commit in recorded)),
         reach=dict(Counter(kept_by for commit, kept_by in reach.items() if commit in recorded)),
-        findings=[*findings_of(judged), *damaged],
-        affected=sorted(set(_affected(judged))),
+        findings=findings,
+        affected=sorted(set(_affected(judged, findings))),
         healed=judged.healed,
         repair=judged.repair,
     )
 
 
-def unjudged(name: MirrorName, reason: str) -> Finding:
+def unjudged(name: MirrorName, reason: str, accept: Collection[str]) -> Finding:
     """A mirror that could not be looked at. Its commits are counted nowhere."""
-    return Finding(mirror=str(name), state=CommitState.CORRUPT, detail=f"it could not be judged: {reason}")
+    judged = Judged(name, (), Examined(), accept)
+    return _told(judged, FindingKind.UNJUDGED, detail=f"it could not be judged: {reason}")
 
 
 @dataclass(slots=True)
@@ -69,6 +73,7 @@ class Round:
 
 def report(current: Round, request: StartAudit, level: AuditLevel) -> Audit:
     parts = sorted(current.parts.values(), key=lambda part: part.mirror.lower())
+    findings = [*(finding for part in parts for finding in part.findings), *current.failures]
     return Audit(
         id=current.id,
         level=level,
@@ -79,7 +84,8 @@ def report(current: Round, request: StartAudit, level: AuditLevel) -> Audit:
         finished_at=utc_now(),
         counts=_sum(part.counts for part in parts),
         reach=_sum(part.reach for part in parts),
-        findings=[*(finding for part in parts for finding in part.findings), *current.failures],
+        findings=findings,
+        open_count=sum(not finding.accepted for finding in findings),
         affected=sorted({instance for part in parts for instance in part.affected}),
         healed=sum(part.healed for part in parts),
         repairs=[part.repair for part in parts if part.repair],
@@ -95,31 +101,48 @@ def _sum(counts: Iterable[Mapping[K, int]]) -> dict[K, int]:
 
 def is_sound(judged: Judged) -> bool:
     """Whether there is nothing to heal."""
-    states = {verdict.state for verdict in judged.examined.verdicts.values()}
-    return states <= {CommitState.OK} and not judged.examined.faults
+    return all(finding.accepted for finding in findings_of(judged))
 
 
 def findings_of(judged: Judged) -> Iterator[Finding]:
-    """One for each commit that is not in order, one for each damaged file of the mirror."""
-    instances: dict[str, set[str]] = {}
-    for row in judged.rows:
-        instances.setdefault(row.commit, set()).add(row.instance)
-    for commit, verdict in sorted(judged.examined.verdicts.items()):
-        if verdict.state is not CommitState.OK:
-            yield Finding(
-                mirror=str(judged.name),
-                commit=commit,
-                state=verdict.state,
-                reach=judged.examined.reach.get(commit),
-                instances=sorted(instances.get(commit, ())),
-                objects=list(verdict.objects),
-                detail=verdict.detail,
-            )
-    for file, fault in sorted(judged.examined.faults.items()):
-        yield Finding(mirror=str(judged.name), state=CommitState.CORRUPT, detail=f"{file}: {fault}")
+    """One for each commit that is not in order, one for each file or ref of the mirror that is not."""
+    verdicts = sorted(judged.examined.verdicts.items())
+    bad = [(commit, verdict) for commit, verdict in verdicts if verdict.state is not CommitState.OK]
+    instances: dict[str, set[str]] = {commit: set() for commit, _ in bad}
+    for row in judged.rows if bad else ():
+        instances.get(row.commit, set()).add(row.instance)
+    for commit, verdict in bad:
+        yield _told(
+            judged,
+            FindingKind(verdict.state),
+            commit,
+            commit=commit,
+            state=verdict.state,
+            reach=judged.examined.reach.get(commit),
+            instances=sorted(instances[commit]),
+            objects=list(verdict.objects),
+            detail=verdict.detail,
+        )
+    for subject, fault in sorted(judged.examined.faults.items()):
+        yield _told(judged, fault.kind, subject, detail=f"{subject}: {fault.reason}")
 
 
-def _affected(judged: Judged) -> Iterator[str]:
-    """Instances that cannot be served."""
-    broken = {commit for commit, verdict in judged.examined.verdicts.items() if verdict.state not in _SERVABLE}
+def _told(judged: Judged, kind: FindingKind, subject: str = "", **more: Any) -> Finding:
+    told = {"state": CommitState.CORRUPT} | more
+    accepted = any(_accepts(line, kind, judged.name, subject) for line in judged.accept)
+    return Finding(mirror=str(judged.name), kind=kind, subject=subject, accepted=accepted, **told)
+
+
+def _accepts(line: str, kind: FindingKind, name: MirrorName, subject: str) -> bool:
+    """A line is `KIND`, `KIND owner/name` or `KIND owner/name SUBJECT`, where `*` stands for anything."""
+    accepted, mirror, pattern = (*line.split(), "", "")[:3]
+    is_here = not mirror or MirrorName.parse(mirror).key == name.key
+    return accepted == kind and is_here and (not pattern or fnmatchcase(subject, pattern))
+
+
+def _affected(judged: Judged, findings: Collection[Finding]) -> Iterator[str]:
+    """Instances that cannot be served, but for what is accepted."""
+    broken = {
+        finding.commit for finding in findings if finding.commit and finding.state not in _SERVABLE and not finding.accepted
+    }
     return (row.instance for row in judged.rows if row.commit in broken)

@@ -52,7 +52,15 @@ class Audits:
         self._mirrors = mirrors
         self._catalog = catalog
         self._events = events
-        self._judge = Judge(mirrors=mirrors, catalog=catalog, workers=workers, events=events, repair=repair, scrub=scrub)
+        self._judge = Judge(
+            mirrors=mirrors,
+            catalog=catalog,
+            workers=workers,
+            events=events,
+            repair=repair,
+            scrub=scrub,
+            accept=lambda: settings().audit.accept,
+        )
 
     async def run(self, request: StartAudit, progress: ProgressSink | None = None, *, resume: bool = False) -> Audit:
         """Judge what the request names, everything recorded by default; with `resume`, go on where an audit was interrupted.
@@ -150,11 +158,12 @@ class Audits:
             except (MirrordError, OSError) as error:
                 reason = error.message if isinstance(error, MirrordError) else str(error)
                 log.warning("audit.failed", mirror=str(name), detail=reason)
-                current.failures.append(unjudged(name, reason))
+                current.failures.append(unjudged(name, reason, self._settings().audit.accept))
                 continue
             except Exception:  # a bug costs the one mirror
                 log.exception("audit.crashed", mirror=str(name))
-                current.failures.append(unjudged(name, "an unexpected error; the daemon's log has the details"))
+                reason = "an unexpected error; the daemon's log has the details"
+                current.failures.append(unjudged(name, reason, self._settings().audit.accept))
                 continue
             current.parts[name.key] = part
             del current.left[name.key]
@@ -173,6 +182,7 @@ class Audits:
             level=str(audit.level),
             counts={str(state): count for state, count in audit.counts.items()},
             affected_count=len(audit.affected),
+            open_count=audit.open_count,
             left_count=len(audit.left),
             healed=audit.healed,
             duration_s=(audit.finished_at - audit.started_at).total_seconds(),

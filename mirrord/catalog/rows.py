@@ -12,7 +12,8 @@ from ..protocol import AuditPart, RowFault
 
 @dataclass(frozen=True, slots=True)
 class MirrorRow:
-    """A mirror as the catalog knows it. `url` may hold a secret: show it only masked."""
+    """A mirror as the catalog knows it. `url` may hold a secret: show it only masked. `history` is
+    a record of its ref history that was the newest once."""
 
     name: MirrorName
     url: str = field(repr=False)
@@ -25,6 +26,7 @@ class MirrorRow:
     attempted_at: datetime | None = None
     error: dict[str, Any] | None = None
     ref_faults: list[dict[str, Any]] = field(default_factory=list)
+    history: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

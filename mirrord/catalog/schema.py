@@ -28,7 +28,7 @@ from sqlalchemy import (
     TypeDecorator,
 )
 
-HEAD = "0002"
+HEAD = "0003"
 """The newest migration."""
 
 
@@ -68,6 +68,7 @@ mirrors = Table(
     Column("attempted_at", UtcTime),
     Column("error", JSON),
     Column("ref_faults", JSON, nullable=False),
+    Column("history", String(40)),
 )
 
 pins = Table(

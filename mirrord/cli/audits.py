@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Names = Annotated[list[str] | None, Argument(metavar="[NAME]...", help="Of which mirrors; default: all.")]
 NoWait = Annotated[bool, Option("--no-wait", help="Answer with the operation at once.")]
-_UNSERVABLE = 8
+_INTEGRITY = 8
 
 
 def audit(
@@ -31,8 +31,8 @@ def audit(
     no_heal: Annotated[bool, Option("--no-heal", help="Only look, fetch nothing again.")] = False,
     no_wait: NoWait = False,
 ) -> None:
-    """Prints one line per finding, then a total; what was repaired goes to stderr. Status 8 when a recorded commit cannot be
-    served."""
+    """Prints one line per finding, then a total; what was repaired goes to stderr. Status 8 when
+    anything found is neither healed nor accepted by `audit.accept`."""
     with session.client() as client:
         operation = client.start_audit(*names or (), dataset=dataset, level=level, heal=False if no_heal else None)
         if no_wait:
@@ -51,8 +51,8 @@ def _found(session: Session, client: Client, operation: Operation) -> Audit:
 
 def _answer(session: Session, found: Audit, shown: Callable[[], Iterable[str]]) -> None:
     session.answer(found, shown)
-    if found.affected:
-        raise SystemExit(_UNSERVABLE)
+    if found.open_count:
+        raise SystemExit(_INTEGRITY)
 
 
 def _repairs(found: Audit) -> Iterator[str]:
@@ -66,15 +66,19 @@ def _findings(found: Audit) -> Iterator[str]:
     states = ", ".join(f"{number:,} {state}" for state, number in found.counts.items() if number)
     total = sum(found.counts.values())
     affected = f"; {count(len(found.affected), 'instance')} cannot be served" if found.affected else ""
+    accepted = len(found.findings) - found.open_count
+    is_open = f"; {count(found.open_count, 'finding')}" if found.open_count else ""
+    is_open += f"; {count(accepted, 'finding')} accepted" if accepted else ""
     healed = f"; {found.healed} of them healed" if found.healed else ""
     scope = f"{count(total, 'recorded commit')} in {count(len(found.mirrors), 'mirror')}"
-    yield f"{scope} at level {found.level}: {states or 'nothing'}{healed}{affected}"
+    yield f"{scope} at level {found.level}: {states or 'nothing'}{healed}{affected}{is_open}"
 
 
 def _finding(finding: Finding) -> str:
     commit = f" {finding.commit}" if finding.commit else ""
     instances = f" ({', '.join(finding.instances)})" if finding.instances else ""
-    return f"{finding.mirror}{commit} {finding.state}{instances}: {finding.detail or 'no detail'}"
+    accepted = ", accepted" if finding.accepted else ""
+    return f"{finding.mirror}{commit} {finding.kind}{accepted}{instances}: {finding.detail or 'no detail'}"
 
 
 def _repair(repair: Repair) -> Iterator[str]:
@@ -105,7 +109,7 @@ def heal(
     ] = None,
     no_wait: NoWait = False,
 ) -> None:
-    """Prints what was done and what is still wrong, as `mirrord audit` does; status 8 when a recorded commit cannot be served.
+    """Prints what was done and what is still wrong, as `mirrord audit` does; status 8 as there.
     Bundles that lie in the directory bundles/ of the daemon's state are asked without being named."""
     with session.client() as client:
         operation = _start_heal(session, client, names or [], bundle)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-from ..errors import MirrordError, UsageError
+from ..errors import IntegrityError, MirrordError, UsageError, from_problem
 from .output import count, facts, short, size, table
 from .parameters import Argument, Option
 from .progress import finish_all
@@ -98,9 +98,18 @@ def _problem(mirror: Mirror) -> str | None:
 
 
 def show(session: Session, name: Name) -> None:
+    """Status 8 when git cannot open the mirror."""
     with session.client() as client:
         mirror = client.get_mirror(name)
     session.answer(mirror, lambda: _described(mirror))
+    _must_be_openable([mirror])
+
+
+def _must_be_openable(mirrors: Iterable[Mirror]) -> None:
+    """End with status 8 where git cannot open one of them."""
+    problems = (from_problem({"code": m.error.code}) for m in mirrors if m.error)
+    if any(isinstance(problem, IntegrityError) for problem in problems):
+        raise SystemExit(IntegrityError.exit_status)
 
 
 def _described(mirror: Mirror) -> Iterator[str]:

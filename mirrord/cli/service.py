@@ -83,6 +83,7 @@ def _last_audit(found: Status) -> str:
         return "none yet"
     states = ", ".join(f"{number:,} {state}" for state, number in audit.counts.items() if number) or "nothing recorded"
     affected = f"; {count(audit.affected_count, 'instance')} cannot be served" if audit.affected_count else ""
+    affected += f"; {count(audit.open_count, 'finding')}" if audit.open_count else ""
     return f"{when(audit.finished_at)} at level {audit.level}: {states}{affected}"
 
 

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from ..model import AuditLevel, Backend, History
 from ..places import default_socket, default_state_dir
-from .values import AbsolutePath, Duration, Group, Period, RefPattern, Repo, Restart, Size, Url, UrlTemplate, User
+from .values import AbsolutePath, Acceptance, Duration, Group, Period, RefPattern, Repo, Restart, Size, Url, UrlTemplate, User
 
 
 class _Section(BaseModel):
@@ -36,6 +36,7 @@ class AuditSettings(_Section):
     level: AuditLevel = AuditLevel.CLOSURE
     content_interval: Duration = timedelta(days=7)
     heal: StrictBool = True
+    accept: tuple[Acceptance, ...] = ()
 
 
 class MaintenanceSettings(_Section):

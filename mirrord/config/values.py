@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from ..errors import MirrordError
-from ..model import MirrorName, shown
+from ..model import FindingKind, MirrorName, shown
 from ..units import format_duration, format_size, parse_duration, parse_size
 
 _URL = re.compile(r"(?:(?:https?|ssh|git|file)://|/|[a-z0-9][a-z0-9._@-]*:(?!:|/?/))[^\x00-\x20\x7f]*", re.IGNORECASE)
@@ -68,6 +69,18 @@ def _user(value: object) -> str | int:
     raise ValueError("is neither the name of a user nor a uid")
 
 
+def _acceptance(value: str) -> str:
+    words = value.split()
+    if not 1 <= len(words) <= 3:
+        raise ValueError(f"{shown(value)} is not KIND, KIND owner/name or KIND owner/name SUBJECT")
+    kinds = [str(kind) for kind in FindingKind]
+    if words[0] not in kinds:
+        close = difflib.get_close_matches(words[0], kinds, n=1)
+        guess = f"; did you mean {close[0]}?" if close else f": {', '.join(kinds)}"
+        raise ValueError(f"{shown(words[0])} is no kind of finding{guess}")
+    return " ".join([words[0], *map(_repo, words[1:2]), *words[2:]])
+
+
 def _absolute(value: Path) -> Path:
     if "\0" in str(value) or not value.is_absolute():
         raise ValueError(f"{shown(str(value))} is not an absolute path")
@@ -77,6 +90,9 @@ def _absolute(value: Path) -> Path:
 Duration = Annotated[timedelta, BeforeValidator(parse_duration), PlainSerializer(format_duration)]
 Period = Annotated[Duration, AfterValidator(_positive)]
 Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size)]
+Acceptance = Annotated[str, AfterValidator(_acceptance)]
+"""A finding that is known and accepted: its kind, the mirror, and the commit, file or ref."""
+
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 Repo = Annotated[str, AfterValidator(_repo)]
 Url = Annotated[str, AfterValidator(_url)]

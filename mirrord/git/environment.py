@@ -46,6 +46,8 @@ _SAFE: tuple[tuple[str, str], ...] = (
     ("gc.autoDetach", "false"),
     ("maintenance.auto", "false"),
     ("fetch.writeCommitGraph", "false"),
+    # we write none, and git believes whatever one says
+    ("pack.useBitmaps", "false"),
     # Gitaly's choice; git's default does not flush references
     ("core.fsync", "objects,derived-metadata,reference"),
     # land as packs: libgit2 1.9 hangs on a torn loose object

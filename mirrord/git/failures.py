@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ..errors import (
     CorruptObjectError,
+    DamagedMirrorError,
     DiskFullError,
     GitFailedError,
     GitKilledError,
@@ -90,6 +91,12 @@ _UPSTREAM_RULES = (
 )
 _LOCAL_RULES = (
     _rule(
+        r"not a git repository|bad config (line|file)|bad numeric config value|unknown repository extension"
+        r"|expected git repo version|invalid value for 'extensions\.",
+        DamagedMirrorError,
+        "`mirrord heal NAME` repairs a mirror",
+    ),
+    _rule(
         r"is corrupt|corrupt (loose|patch|delta|pack)|bad object|inflate|hash mismatch|sha1 collision|unable to read [0-9a-f]{7,}"
         r"|could not read [0-9a-f]{40}|missing (blob|tree|commit|tag)|failed to read object|packed object|does not match index"
         r"|unable to (parse|find|read) |bad tree object|not a valid object",
@@ -103,6 +110,8 @@ _INNER_DEATH = re.compile(r"^error: (\S.* died of signal (?:9|15))$", re.MULTILI
 """What git says of a git of its own; other signals are what a hostile pack can make of one."""
 _SILENT_INDEX_PACK = "fatal: fetch-pack: invalid index-pack output"
 """What git fetch (2.39) says when its index-pack ended; one that refused a pack has said why before."""
+_NO_REPOSITORY = re.compile(r"^fatal: not a git repository: ", re.MULTILINE)
+"""Said of the repository that git was started in, not of an upstream: that is in quotes."""
 _NOISE = re.compile(r"^(remote: *$|hint:|warning: |Cloning into|From |POST |To )")
 _LEADING = re.compile(r"^(fatal|error|remote): ")
 _COMPLAINT = re.compile(r"^(?:remote: )?(?:fatal|error): ")
@@ -133,6 +142,8 @@ def failure(
         return GitKilledError(f"cannot {doing}: {how}", hint="was memory short? see the kernel's log", git_status=status)
     if http.status == 429 or (http.status == 503 and http.retry_after):
         return _throttled(doing, fact, http)
+    if _NO_REPOSITORY.search(stderr):
+        fact = "its HEAD, refs, objects or configuration are damaged"
     rules = (_DISK_FULL, *(_UPSTREAM_RULES if upstream else _LOCAL_RULES))
     facts: dict[str, Any] = {"git_status": status, **_named_objects(stderr)}
     if "filtering not recognized by server" in stderr:

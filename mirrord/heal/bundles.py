@@ -14,6 +14,7 @@ from pathlib import Path
 
 import anyio
 
+from ..audit.view import borrow_from, make_repository
 from ..errors import MirrordError
 from ..git.command import Git
 from ..mirrors.bundles.header import BundleHeader, read_header
@@ -23,7 +24,6 @@ from ..mirrors.flights import ProgressSink
 from ..mirrors.quarantine import Quarantine
 from ..mirrors.repository import Repository
 from ..model import MirrorName
-from .view import borrow_from, make_repository
 
 LENT = "the bundle that was sent"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import anyio
 
+from ..audit.view import borrow_from, make_repository
 from ..catalog.rows import MirrorRow
 from ..errors import CorruptObjectError
 from ..git.packs import PackIndex, pack_is_whole, pack_trailer
@@ -23,7 +24,6 @@ from ..mirrors.upstream import Upstream
 from ..model import CommitId, MirrorName
 from .bundles import BundleFile, Shelf
 from .missing import Missing
-from .view import borrow_from, make_repository
 
 _CLOSURE_PACKS = ("packs/*/pack-*.pack", "gits/*/.git/objects/pack/pack-*.pack")
 

@@ -46,16 +46,18 @@ class Evidence:
 
     def move(self, relative: str) -> None:
         """Move a file of the mirror in here; one that is not there is fine."""
-        source, target = self.git_dir / relative, self._place(relative)
-        if source.exists():
+        source = self.git_dir / relative
+        if os.path.lexists(source):
+            target = self._place(relative)
             source.rename(target)
             sync_directory(target.parent)
             sync_directory(source.parent)
 
     def keep(self, relative: str) -> None:
         """Keep the file as it is now, while it stays in its place until something better is renamed over it."""
-        source, target = self.git_dir / relative, self._place(relative)
-        if source.exists() and not target.exists():
+        source = self.git_dir / relative
+        if source.exists() and not (self.path / relative).exists():
+            target = self._place(relative)
             os.link(source, target)
             sync_directory(target.parent)
 
@@ -73,7 +75,7 @@ def packs_taken(quarantine: Path, name: MirrorName) -> list[Path]:
 def _described(git_dir: Path, bad: BadFile) -> dict[str, Any]:
     file = git_dir / bad.path
     facts = asdict(bad) | {"kind": str(bad.kind)}
-    if not file.is_file():
+    if file.is_symlink() or not file.is_file():
         return facts | {"size_bytes": None, "sha256": None}
     digest = hashlib.sha256()
     with file.open("rb") as stream:

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..audit.files import BadFile, FileKind
-from ..audit.names import packed_refs, read_packed
+from ..audit.names import read_packed
+from ..audit.view import packed_refs
 from ..errors import ConflictError
 from ..host.files import full_disk_named, sync_directory
+from ..mirrors.repository import CONFIGURATION
 from ..model import MirrorName
 from .evidence import Evidence
 from .names import RefPlan
@@ -42,7 +44,6 @@ class Implant:
     quarantine: Path
     work: Path
     bad_files: Collection[BadFile]
-    config: bytes
     plan: RefPlan
     step: Step
 
@@ -51,6 +52,10 @@ class Implant:
         with full_disk_named(f"mirror {self.name}"):
             self.step("evidence")
             evidence = Evidence.begin(self.quarantine, self.name, self.git_dir, self.bad_files) if self.bad_files else None
+            for bad in self.bad_files:
+                if evidence and bad.kind is FileKind.LAYOUT:
+                    self.step("take what is in the way")
+                    evidence.move(bad.path)
             for directory in ("objects/pack", "refs"):
                 (self.git_dir / directory).mkdir(parents=True, exist_ok=True)
             fresh = self._put_packs(evidence)
@@ -73,7 +78,7 @@ class Implant:
     def _put(self, file: Path, relative: str, evidence: Evidence | None) -> None:
         """A file that has the name already has the same content, unless it is a bad one."""
         target = self.git_dir / relative
-        is_bad = any(bad.path == relative for bad in self.bad_files)
+        is_bad = any(relative in _files_of(bad) for bad in self.bad_files)
         if target.exists() and not is_bad:
             return
         if evidence:
@@ -91,12 +96,12 @@ class Implant:
     # -- names --------------------------------------------------------------------------------------------------------
 
     def _write_names(self, evidence: Evidence | None) -> None:
-        kinds = {bad.kind for bad in self.bad_files}
-        if FileKind.CONFIG in kinds:
-            self._replace("config", self.config, evidence)
-        if FileKind.HEAD in kinds:
+        paths = {bad.path for bad in self.bad_files}
+        if "config" in paths:
+            self._replace("config", CONFIGURATION.encode(), evidence)
+        if "HEAD" in paths:
             self._replace("HEAD", f"ref: {self.plan.head or 'refs/heads/main'}\n".encode(), evidence)
-        if FileKind.PACKED_REFS in kinds or self.plan.restore:
+        if "packed-refs" in paths or self.plan.restore or self.plan.drop:
             self._write_packed_refs(evidence)
         for bad in self.bad_files:
             if evidence and bad.kind in {FileKind.REF, FileKind.PLANTED}:
@@ -113,7 +118,9 @@ class Implant:
                 f"cannot restore refs of mirror {self.name}: somebody else is packing them", hint="try again later"
             ) from error
         try:
-            self._replace("packed-refs", packed_refs({**read_packed(self.git_dir), **self.plan.restore}), evidence)
+            packed = read_packed(self.git_dir)
+            staying = {ref: oid for ref, oid in packed.items() if ref not in self.plan.drop}
+            self._replace("packed-refs", packed_refs({**staying, **self.plan.restore}), evidence)
         finally:
             lock.unlink(missing_ok=True)
 
@@ -134,5 +141,7 @@ def _files_of(bad: BadFile) -> Iterator[str]:
     """The files that go with a bad one: of a pack or its index, the pack with all that belongs to it."""
     if bad.kind in _PACKS:
         yield from (bad.path.rpartition(".")[0] + suffix for suffix in _FAMILY)
+    elif bad.kind is FileKind.LAYOUT:
+        return
     elif bad.kind in _OBJECTS or bad.path.startswith("objects/"):
         yield bad.path

@@ -1,7 +1,9 @@
-"""What the refs and HEAD of a mirror should be, where they are lost or broken: from their names, the ref history and the catalog.
+"""What the refs and HEAD of a mirror should be, where they are lost, broken or moved: from their
+names, the ref history and the catalog.
 
-A pin and a kept ref carry the object in their name; the others are in the newest record of the ref history; whatever any record
-had and nothing reaches any more is kept. A ref that is there and names something is never moved. Reads only; runs in a worker.
+A pin and a kept ref carry the object in their name; HEAD and the others are in the newest record of
+the ref history, which the catalog knows. Whatever any record had, or a ref named that is put right,
+and nothing reaches any more is kept. Reads only; runs in a worker.
 """
 
 from __future__ import annotations
@@ -11,17 +13,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..audit.files import FileKind
 from ..audit.graph import TIMEOUT, lines_of, read_graph
-from ..audit.lost import read_record
-from ..audit.names import Names
-from ..audit.past import read_records, unkept
+from ..audit.lost import is_record, past_ids, read_record
+from ..audit.names import Names, named_in
+from ..audit.past import Record, kinds_of, read_records, unkept
 from ..git.command import run_git_sync
 from ..mirrors.history import WAS
-from ..mirrors.refs import is_followed
-from ..mirrors.repository import HISTORY, KEPT, OURS, PINS
+from ..mirrors.repository import HISTORY, KEPT, OURS
 
-_NAMED = re.compile(f"(?:{KEPT}|{PINS}.+/)([0-9a-f]{{40}})")
 _OURS = re.compile(rb"committer mirrord <mirrord@localhost> (\d+) ")
 _TRAILER = b"\n\nRefs: "
 _FORMER = f"\n{WAS}: ".encode()
@@ -30,24 +29,68 @@ _USUAL = ("refs/heads/main", "refs/heads/master")
 
 @dataclass(slots=True)
 class RefPlan:
-    """`restore` are refs to make again; `head` is what HEAD should name."""
+    """`restore` are refs to make, `drop` those to remove; `head` is what HEAD should name. `lines`
+    are the tips of two lines of records that the history is to go on from, where it has two.
+    """
 
     restore: dict[str, str] = field(default_factory=dict)
+    drop: set[str] = field(default_factory=set)
     head: str | None = None
+    lines: tuple[str, ...] = ()
+
+    def refs(self, names: Names) -> dict[str, str]:
+        """All refs as they should be."""
+        staying = {ref: oid for ref, oid in names.refs.items() if ref not in self.drop}
+        return {**staying, **self.restore}
 
 
-def plan_refs(view: Path, names: Names, default_branch: str | None) -> RefPlan:
-    """Say what is to be restored. `view` has the refs that could be read, and every object that could be had so far."""
-    broken = {bad.path for bad in names.faults if bad.kind is FileKind.REF}
-    restore = {ref: found[1] for ref in broken if (found := _NAMED.fullmatch(ref))}
-    history = names.refs.get(HISTORY) or _find_history(view, names.refs)
-    records = read_records(view, history) if history else []
-    if history and HISTORY not in names.refs:
-        restore[HISTORY] = history
-    recorded, head = records[0] if records else ({}, None)
-    restore |= {ref: oid for ref, oid in recorded.items() if ref not in names.refs and is_followed(ref)}
-    restore |= unkept(view, records, {**names.refs, **restore})
-    return RefPlan(restore, _head(names, head, default_branch, {**names.refs, **restore}))
+def plan_refs(view: Path, names: Names, default_branch: str | None, known: str | None) -> RefPlan:
+    """Say what is to be put right. `view` has the refs that could be read, and every object that
+    could be had so far; `known` is a record that the history must have.
+    """
+    plan = RefPlan()
+    wrong = {bad.path for bad in names.faults if bad.path.startswith("refs/")}
+    plan.restore = {ref: oid for ref in wrong if (oid := named_in(ref))}
+    plan.drop = wrong - plan.restore.keys()
+    history, plan.lines = _history(view, names, known)
+    if history and names.refs.get(HISTORY) != history:
+        plan.restore[HISTORY] = history
+    records = [record for line in plan.lines or [history] if line for record in read_records(view, line)]
+    recorded, head = read_record(view, history) if history else ({}, None)
+    plan.restore |= {ref: oid for ref, oid in recorded.items() if names.refs.get(ref) != oid}
+    plan.drop |= _in_the_way(names, plan.restore) - recorded.keys()
+    plan.drop -= plan.restore.keys()
+    astray = dict(names.astray)
+    astray |= {ref: oid for ref, oid in names.refs.items() if plan.refs(names).get(ref) != oid}
+    plan.restore |= _kept(view, astray, records, plan.refs(names))
+    plan.head = _head(names, head, default_branch, plan.refs(names))
+    return plan
+
+
+def _in_the_way(names: Names, restore: Mapping[str, str]) -> set[str]:
+    """Refs that are a directory of one to restore, or lie below it."""
+    above = {"/".join(parts[:n]) for parts in (ref.split("/") for ref in restore) for n in range(2, len(parts))}
+    return {ref for ref in names.refs if ref in above or any(ref.startswith(f"{new}/") for new in restore)}
+
+
+def _kept(view: Path, astray: Mapping[str, str], records: list[Record], refs: Mapping[str, str]) -> dict[str, str]:
+    """Kept refs for what refs named that are put right, and for what records had."""
+    pasts = [*records, ({f"refs/heads/{number}": oid for number, oid in enumerate(astray.values())}, None)]
+    kinds = kinds_of(view, set(astray.values()) - set(refs.values()))
+    tags = {f"{KEPT}{oid}": oid for oid, kind in kinds.items() if kind == "tag"}
+    return tags | unkept(view, pasts, {**refs, **tags})
+
+
+def _history(view: Path, names: Names, known: str | None) -> tuple[str | None, tuple[str, ...]]:
+    """Where the ref history should be; and both tips, where it lost `known` and went on since."""
+    tip = names.refs.get(HISTORY)
+    tip = tip if tip and is_record(view, tip) else None
+    if known is None or not is_record(view, known):
+        return tip or _find_history(view, names.refs), ()
+    past, since = past_ids(view, known), past_ids(view, tip) if tip else set()
+    if tip is None or past is None or since is None or tip in past:
+        return known, ()
+    return tip, () if known in since else (known, tip)
 
 
 def _commits_among(view: Path, oids: Collection[str]) -> set[str]:
@@ -106,7 +149,7 @@ def _parents(view: Path, oid: str) -> tuple[str, ...]:
 
 
 def _head(names: Names, recorded: str | None, default_branch: str | None, refs: Mapping[str, str]) -> str | None:
-    """HEAD as it is where that can be read, else what the record, the catalog or custom says."""
-    said = (names.head, recorded, f"refs/heads/{default_branch}" if default_branch else None, *_USUAL)
+    """HEAD as the newest record has it, else as it is, or as the catalog or custom says."""
+    said = (recorded, names.head, f"refs/heads/{default_branch}" if default_branch else None, *_USUAL)
     branches = (ref for ref in sorted(refs) if ref.startswith("refs/heads/"))
-    return names.head or next((ref for ref in (*said, *branches) if ref in refs), None)
+    return next((ref for ref in (*said, *branches) if ref in refs), names.head)

@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio
 
 from ..audit.graph import TIMEOUT
+from ..audit.view import borrow_from
 from ..errors import CorruptObjectError
 from ..git.workers import Workers
 from ..host.files import full_disk_named
@@ -22,7 +23,6 @@ from .donors import Donor, Lend
 from .evidence import packs_taken
 from .missing import Missing
 from .salvage import SALVAGED, may_hold, salvage
-from .view import borrow_from
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from ..audit.content import unreadable
 from ..audit.graph import TIMEOUT
+from ..audit.view import make_repository
 from ..errors import CorruptObjectError
 from ..git.command import run_git_sync
 from ..git.packs import PackIndex
-from .view import make_repository
 
 SALVAGED = "the intact part of "
 
@@ -44,7 +44,7 @@ def salvage(pack: Path, into: Path) -> Salvage:
         return Salvage(into)
     try:
         index = PackIndex(pack.with_suffix(".idx"))
-    except (CorruptObjectError, FileNotFoundError):
+    except (CorruptObjectError, OSError):
         _unpack_front(pack, into)
         return Salvage(into)
     copy = into / "objects/pack" / pack.name
@@ -57,9 +57,11 @@ def salvage(pack: Path, into: Path) -> Salvage:
 
 def may_hold(pack: Path, oids: Collection[str]) -> bool:
     """Whether one of `oids` is in a pack as far as its index tells; without one, anything may be."""
+    if pack.is_dir():
+        return False
     try:
         index = PackIndex(pack.with_suffix(".idx"))
-    except (CorruptObjectError, FileNotFoundError):
+    except (CorruptObjectError, OSError):
         return True
     return any(bytes.fromhex(oid) in index for oid in oids)
 

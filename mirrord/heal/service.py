@@ -8,6 +8,7 @@ after it.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,22 +16,26 @@ from datetime import timedelta
 from pathlib import Path
 
 import structlog
+from anyio import to_thread
 
+from ..audit.files import BadFile, FileKind
 from ..audit.report import Judged
 from ..catalog import Catalog
 from ..catalog.rows import MirrorRow
 from ..config import Settings
-from ..errors import MirrordError, StoppingError
+from ..errors import MirrordError, StoppingError, UpstreamError
 from ..git.command import Git
 from ..git.workers import Workers
 from ..jobs.events import Events
 from ..layout import Layout
 from ..mirrors.flights import ProgressSink
+from ..mirrors.history import columns_of
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, MirrorName
 from ..protocol import Audit, Repair
 from .bundles import Shelf
 from .donors import Donors
+from .evidence import Evidence
 from .implant import Step, no_step
 from .treatment import Outcome, Treatment
 
@@ -137,12 +142,43 @@ class Heals:
         if row is None and not await self._catalog.list_recorded(judged.name.key):
             return Outcome()  # it was removed since the audit looked
         row = row or await self._mirrors.add(judged.name.repo)
-        if not self._mirrors.path(row.name).exists():
-            await self._mirrors.sync(row.name, progress)
+        refused = await self._make_again(row, progress)
         async with self._mirrors.lock(row.name), self._mirrors.quarantine.directory("heal") as work:
             outcome = await self._treat(row, judged, work, progress)
+            if refused and not outcome.objects:
+                await self._mirrors.quarantine.discard(self._mirrors.path(row.name))
+                raise refused
+            await self._note(row, outcome)
         await self._mirrors.restore_pins(row.name)
         return outcome
+
+    async def _make_again(self, row: MirrorRow, progress: ProgressSink | None) -> UpstreamError | None:
+        """Have a repository where the mirror is gone: a new one from upstream, or an empty one and
+        why, where other donors may have what it had.
+        """
+        path = self._mirrors.path(row.name)
+        if os.path.lexists(path) and not path.is_dir():
+            bad = BadFile(path.name, FileKind.LAYOUT, "it is no directory")
+            root = self._mirrors.quarantine.root
+            async with self._mirrors.lock(row.name):
+                evidence = await to_thread.run_sync(Evidence.begin, root, row.name, path.parent, [bad])
+                await to_thread.run_sync(evidence.move, bad.path)
+        if path.exists():
+            return None
+        try:
+            await self._mirrors.sync(row.name, progress)
+        except UpstreamError as error:
+            if row.history is None:
+                raise
+            await self._mirrors.make_empty(row.name)
+            return error
+        return None
+
+    async def _note(self, row: MirrorRow, outcome: Outcome) -> None:
+        """Bring the catalog in line; a history that could not be had whole is the one there is."""
+        known = None if outcome.history else row.history
+        columns = await columns_of(self._mirrors.repository(row.name), known)
+        await self._catalog.update_mirror(row.name.key, **columns)
 
     async def _treat(self, row: MirrorRow, judged: Judged, work: Path, progress: ProgressSink | None) -> Outcome:
         view = work / "view"
@@ -166,8 +202,9 @@ class Heals:
             quarantine=self._mirrors.quarantine.root,
             donors=donors,
             recorded=pinned | {recorded.commit for recorded in judged.rows},
-            suspects=judged.examined.faults.keys(),
+            suspects=judged.examined.faults,
             default_branch=row.default_branch,
+            record=row.history,
             step=self._step,
             progress=progress,
         )
@@ -177,7 +214,7 @@ class Heals:
 def _ends(audit: Audit) -> dict[str, bool]:
     """Whether a heal of each mirror left something open, as far as this audit can tell: a shallow one does not see all."""
     tried = {repair.mirror: bool(repair.unhealed_count or repair.error) for repair in audit.repairs}
-    found = {finding.mirror for finding in audit.findings}
+    found = {finding.mirror for finding in audit.findings if not finding.accepted}
     sound = set(audit.mirrors) - found if audit.level is AuditLevel.CONTENT else set[str]()
     return dict.fromkeys(sound, False) | tried
 

@@ -8,24 +8,27 @@ are. The caller holds the mirror's lock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import anyio
 import structlog
 
-from ..audit.files import BadFile, FileKind, find_bad_files
+from ..audit.files import BadFile, Fault, FileKind, find_bad_files
 from ..audit.graph import TIMEOUT
 from ..audit.names import Names, read_names
+from ..audit.view import borrow_from, damaged_packs, is_readable_link, make_repository, make_view
 from ..errors import CorruptObjectError, DiskFullError, GitFailedError, MirrordError, StoppingError
 from ..git.command import Git
 from ..git.workers import Workers
 from ..mirrors.flights import ProgressSink
 from ..mirrors.history import BEGUN_ANEW, write_record
 from ..mirrors.refs import theirs
-from ..mirrors.repository import HISTORY, Repository
-from ..model import AuditLevel, MirrorName
+from ..mirrors.repository import HISTORY, KEPT, Repository
+from ..model import AuditLevel, FindingKind, MirrorName
 from ..protocol import Progress
 from .bundles import BundleFile
 from .donors import Donor, Donors, lying_at
@@ -36,9 +39,9 @@ from .past import find_past
 from .remains import Remains
 from .salvage import SALVAGED, Salvage, may_hold, salvage
 from .transplant import Transplant
-from .view import borrow_from, damaged_packs, make_repository, make_view
 
 NEW_HISTORY = "a new ref history"
+_LINKED = "/linked"  # no pack has such a name
 _BLAMES_LINKS = (CorruptObjectError, GitFailedError)
 
 log = structlog.get_logger()
@@ -65,8 +68,9 @@ class Outcome:
 
 @dataclass(slots=True)
 class Treatment:
-    """The heal of the mirror `name` at `git_dir`. `recorded` are the commits that must be whole; `suspects` are names of packs
-    that an audit found damaged although their checksums are right.
+    """The heal of the mirror `name` at `git_dir`. `recorded` are the commits that must be whole,
+    `record` is one that the ref history must have; `suspects` are what an audit found, files among
+    it that are damaged although their checksums are right.
     """
 
     git: Git
@@ -77,8 +81,9 @@ class Treatment:
     quarantine: Path
     donors: Donors
     recorded: Collection[str]
-    suspects: Collection[str]
+    suspects: Mapping[str, Fault]
     default_branch: str | None
+    record: str | None
     step: Step
     progress: ProgressSink | None = None
     outcome: Outcome = field(default_factory=Outcome)
@@ -92,16 +97,24 @@ class Treatment:
         await anyio.to_thread.run_sync(make_view, self.git_dir, bad_files, names.refs, self._view)
         transplant = Transplant(self.git, self.workers, self._view, self.work)
         await self._salvage(bad_files, transplant)
-        missing = await self._collect({*self.recorded, *names.refs.values()}, transplant)
-        plan: RefPlan = await self.workers.call(plan_refs, self._view, names, self.default_branch, timeout=TIMEOUT)
-        refs = {**names.refs, **plan.restore}
-        if plan.restore:
-            missing = await self._collect({*self.recorded, *refs.values()}, transplant)
-        if await self._history_is_lost(refs, missing):
-            await self._renew_history(refs, plan, transplant)
-            missing = await self._collect({*self.recorded, *{**refs, **plan.restore}.values()}, transplant)
+        await self._follow_links(bad_files)
+        known = {self.record} if self.record else set()
+        missing = await self._collect({*self.recorded, *names.refs.values(), *known}, transplant)
+        plan: RefPlan = await self.workers.call(plan_refs, self._view, names, self.default_branch, self.record, timeout=TIMEOUT)
+        if known & missing.all:
+            self.outcome.history = f"record {self.record} was lost, and nobody has it; it goes on from what is here"
+        if plan.restore or known & missing.all:
+            missing = await self._collect({*self.recorded, *plan.refs(names).values()}, transplant)
+        if plan.lines:
+            await self._write_history(plan.refs(names), plan, plan.lines, "joined by a heal", transplant)
+            self.outcome.history = "it was moved back, and goes on from both of its lines"
+        elif await self._history_is_lost(plan.refs(names), missing):
+            await self._renew_history(plan.refs(names), plan, transplant)
+            missing = await self._collect({*self.recorded, *plan.refs(names).values()}, transplant)
         plan.restore = {ref: oid for ref, oid in plan.restore.items() if oid not in missing.all}
         movable = [bad for bad in bad_files if self._may_go(bad, missing.all)] + names.faults
+        if plan.head != names.head and not any(bad.path == "HEAD" for bad in movable):
+            movable.append(BadFile("HEAD", FileKind.HEAD, f"it named {names.head}"))
         movable += [*self._replaced_refs(names, plan), *self._outdated(movable, missing, transplant)]
         return await self._implant(transplant, missing, movable, plan)
 
@@ -125,19 +138,29 @@ class Treatment:
             self.outcome.history = f"its records were lost; it goes on from those of {past.at:%Y-%m-%d} in {past.donor}"
         else:
             self.outcome.history = "its records were lost, and no bundle has them; it begins anew"
-        parent, why = (past.record, "continued by a heal") if past else (None, BEGUN_ANEW)
+        parents, why = ([past.record], "continued by a heal") if past else ([], BEGUN_ANEW)
+        await self._write_history({**refs, **plan.restore}, plan, parents, why, transplant)
+
+    async def _write_history(
+        self, refs: Mapping[str, str], plan: RefPlan, parents: Sequence[str], why: str, transplant: Transplant
+    ) -> None:
+        """A new record of the refs, as the tip of the history."""
         scratch = Repository(self.git, self.name, self.work / "history")
         await anyio.to_thread.run_sync(make_repository, scratch.path)
         borrow_from(scratch.path, self._view)
-        plan.restore[HISTORY] = await write_record(scratch, theirs(dict(refs)), plan.head, [], parent=parent, why=why)
+        kept = {ref.removeprefix(KEPT) for ref in refs if ref.startswith(KEPT)}
+        plan.restore[HISTORY] = await write_record(
+            scratch, theirs(dict(refs)), plan.head, [], kept=kept, parents=parents, why=why
+        )
         await transplant.take_all(NEW_HISTORY, scratch.path, ())
 
     def _replaced_refs(self, names: Names, plan: RefPlan) -> list[BadFile]:
         """What restoring refs writes over, kept like every file that goes."""
         listed = {bad.path for bad in names.faults}
-        loose = (ref for ref in plan.restore if ref in names.refs and (self.git_dir / ref).is_file())
-        bad = [BadFile(ref, FileKind.REF, "it names what nobody has") for ref in loose]
-        if plan.restore and "packed-refs" not in listed and (self.git_dir / "packed-refs").exists():
+        changed = (ref for ref in [*plan.restore, *plan.drop] if ref in names.refs)
+        loose = (ref for ref in changed if (self.git_dir / ref).is_file() and ref not in listed)
+        bad = [BadFile(ref, FileKind.REF, f"it named {names.refs[ref]}") for ref in loose]
+        if (plan.restore or plan.drop) and "packed-refs" not in listed and (self.git_dir / "packed-refs").exists():
             bad.append(BadFile("packed-refs", FileKind.PACKED_REFS, "refs are lost from it"))
         return bad
 
@@ -154,10 +177,15 @@ class Treatment:
     async def _bad_object_files(self) -> list[BadFile]:
         found = await self.workers.call(find_bad_files, self.git_dir, AuditLevel.CONTENT, timeout=TIMEOUT)
         known = {bad.path for bad in found}
-        suspected = (f"objects/pack/{name}" for name in self.suspects if name.endswith(".pack"))
-        return found + [
-            BadFile(path, FileKind.PACK, "an object in it is not what its index says") for path in suspected if path not in known
-        ]
+        for name, fault in self.suspects.items():
+            path = name if name.startswith("objects/") else f"objects/pack/{name}"
+            if path in known or not (self.git_dir / path).is_file():
+                continue
+            if fault.kind is FindingKind.PACK and name.endswith(".pack"):
+                found.append(BadFile(path, FileKind.PACK, "an object in it is not what its index says"))
+            elif fault.kind is FindingKind.DERIVED:
+                found.append(BadFile(path, FileKind.DERIVED, fault.reason))
+        return found
 
     async def _salvage(self, bad_files: Collection[BadFile], transplant: Transplant) -> None:
         """What is intact in damaged packs stays ours, whether anything needs it or not.
@@ -173,6 +201,15 @@ class Treatment:
                 self._salvaged[pack.stem] = Donor(f"{SALVAGED}{pack.name}", lying_at(saved.path))
             except _BLAMES_LINKS as error:
                 log.warning("salvage.failed", mirror=str(self.name), pack=pack.name, detail=error.message)
+
+    async def _follow_links(self, bad_files: Collection[BadFile]) -> None:
+        """Objects that only a symbolic link in the mirror leads to are taken before it goes."""
+        links = {bad.path for bad in bad_files if is_readable_link(self.git_dir / bad.path)}
+        if links:
+            others = [bad for bad in bad_files if bad.path not in links]
+            linked = self.work / "linked"
+            await anyio.to_thread.run_sync(partial(make_view, link=os.symlink), self.git_dir, others, {}, linked)
+            self._salvaged[_LINKED] = Donor("what symbolic links lead to", lying_at(linked))
 
     async def _collect(self, tips: Collection[str], transplant: Transplant) -> Missing:
         """Ask donors for what is missing, round after round for as long as it gets less; answers what nobody had."""
@@ -217,6 +254,8 @@ class Treatment:
         """A file stays when it may hold something needed that nobody else has, but for packs of which the intact part is here."""
         if not unhealed or bad.kind in {FileKind.DERIVED, FileKind.PLANTED}:
             return True
+        if bad.kind is FileKind.LAYOUT:
+            return not is_readable_link(self.git_dir / bad.path)
         if bad.kind is FileKind.LOOSE:
             return bad.path.removeprefix("objects/").replace("/", "") not in unhealed
         file = self.git_dir / bad.path
@@ -229,7 +268,8 @@ class Treatment:
         outdated: list[Path] = []
         if any(bad.kind in {FileKind.PACK, FileKind.INDEX} for bad in movable):
             outdated += (objects / "pack").glob("multi-pack-index*")
-        if missing.commits or NEW_HISTORY in transplant.counts:
+        is_lying = any(Path(bad.path).name.startswith("commit-graph") for bad in movable)
+        if missing.commits or NEW_HISTORY in transplant.counts or is_lying:
             outdated += [*(objects / "info/commit-graphs").glob("*"), *(objects / "info").glob("commit-graph")]
         for path in (str(file.relative_to(self.git_dir)) for file in outdated if file.is_file()):
             if path not in listed:
@@ -252,19 +292,12 @@ class Treatment:
             quarantine=self.quarantine,
             work=final,
             bad_files=movable,
-            config=await self._config() if any(bad.kind is FileKind.CONFIG for bad in movable) else b"",
             plan=plan,
             step=self.step,
         )
         with anyio.CancelScope(shield=True):
             outcome.evidence = await anyio.to_thread.run_sync(implant.perform)
         return outcome
-
-    async def _config(self) -> bytes:
-        """As a new mirror has it."""
-        fresh = Repository(self.git, self.name, self.work / "fresh")
-        await fresh.create()
-        return (fresh.path / "config").read_bytes()
 
     async def _prove(self, transplant: Transplant, final: Path, *, whole: bool) -> None:
         """Strictly where nothing is missing; salvaged objects that nothing reaches may name others that were never here."""

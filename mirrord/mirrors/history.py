@@ -1,21 +1,24 @@
 """The ref history of a mirror: what its refs were after each sync that changed one.
 
-Owns `refs/mirrord/history`: a line of commits, each with a tree of one blob `refs` (sorted `<object id> <ref>` lines, and a line
-`@ HEAD <ref>`). It lives in git in the mirror itself, so it is copied, packed and verified with it. Records are only added.
+Owns `refs/mirrord/history`: a line of commits, each with a tree of one blob `refs` (sorted
+`<object id> <ref>` lines of the refs that follow upstream and of the kept refs, and a line
+`@ HEAD <ref>`). It lives in git in the mirror itself, so it is copied, packed and verified with
+it. Records are only added. HEAD and the refs of a mirror are what the newest record says.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from typing import Any
 
-from ..errors import InvalidRequestError, NotFoundError
+from ..errors import CorruptObjectError, GitFailedError, InvalidRequestError, NotFoundError
 from ..model import shown
 from ..protocol import RefChange, RefRecord
-from .refs import compare, is_followed, summarise
-from .repository import HISTORY, Refs, Repository
+from .refs import compare, is_followed, summarise, theirs
+from .repository import HISTORY, KEPT, Refs, Repository
 
 _OID = re.compile(r"[0-9a-f]{40}")
 _ID = re.compile(r"[0-9a-f]{7,40}")
@@ -32,17 +35,26 @@ EVERY_RECORD = 1_000_000
 
 
 async def write_record(
-    repository: Repository, refs: Refs, head: str | None, changes: Sequence[RefChange], *, parent: str | None, why: str
+    repository: Repository,
+    refs: Refs,
+    head: str | None,
+    changes: Sequence[RefChange],
+    *,
+    kept: Collection[str],
+    parents: Sequence[str],
+    why: str,
 ) -> str:
-    """Store a set of refs; answers the record's commit. Nothing points at it yet."""
-    lines = [f"{oid} {ref}\n" for ref, oid in sorted(refs.items())]
+    """Store a set of refs and the ids of the kept ones; answers the record's commit. Nothing
+    points at it yet. The history goes on from the first of `parents`."""
+    listed = refs | {f"{KEPT}{oid}": oid for oid in kept}
+    lines = [f"{oid} {ref}\n" for ref, oid in sorted(listed.items())]
     content = "".join([*lines, f"@ HEAD {head}\n" if head else ""])
-    blob = await repository.write_object("blob", content.encode())
+    blob = await repository.write_object("blob", content.encode("utf-8", "surrogateescape"))
     tree = await repository.write_object("tree", b"100644 refs\0" + bytes.fromhex(blob))
     message = f"{why}: {summarise(changes)}\n\nRefs: {len(refs)}\n"
-    parents = ("-p", parent) if parent else ()
+    above = [word for parent in parents for word in ("-p", parent)]
     made = await repository.git.run(
-        "commit-tree", *parents, tree, git_dir=repository.path, stdin=message.encode(),
+        "commit-tree", *above, tree, git_dir=repository.path, stdin=message.encode(),
         doing=f"record the refs of mirror {repository.name}",
     )  # fmt: skip
     return made.lines[0]
@@ -117,18 +129,63 @@ def _moment(text: str) -> datetime:
 
 async def read_refs(repository: Repository, record: str) -> tuple[Refs, str | None]:
     """The refs of a record, and the branch that HEAD named."""
-    content = await repository.git.run(
-        "cat-file", "blob", f"{record}:refs", git_dir=repository.path, doing=f"read ref record {record} of {repository.name}"
-    )
+    listed, head = parse_record(await _read_lines(repository, record))
+    return {ref: oid for ref, oid in listed.items() if is_followed(ref)}, head
+
+
+async def read_kept(repository: Repository, record: str | None) -> set[str]:
+    """The ids of the kept refs of a record; none where it cannot be read."""
+    try:
+        listed, _ = parse_record(await _read_lines(repository, record) if record else b"")
+    except (CorruptObjectError, GitFailedError):
+        return set()
+    return {oid for ref, oid in listed.items() if ref == f"{KEPT}{oid}"}
+
+
+async def _read_lines(repository: Repository, record: str) -> bytes:
+    doing = f"read ref record {record} of {repository.name}"
+    shown = await repository.git.run("cat-file", "blob", f"{record}:refs", git_dir=repository.path, doing=doing)
+    return shown.stdout
+
+
+def parse_record(text: bytes) -> tuple[Refs, str | None]:
+    """The refs that a record lists, the kept ones too, and what HEAD named.
+
+    A record may have come in a bundle: names that a mirror may not have are left out.
+    """
     refs: Refs = {}
     head = None
-    for line in content.lines:
+    for line in text.decode("utf-8", "surrogateescape").split("\n"):
         oid, _, ref = line.partition(" ")
         if oid == "@":
             head = ref.removeprefix("HEAD ")
-        elif _OID.fullmatch(oid) and is_followed(ref):  # a record may have come in a bundle
+        elif _OID.fullmatch(oid) and (is_followed(ref) or ref == f"{KEPT}{oid}"):
             refs[ref] = oid
     return refs, head
+
+
+async def columns_of(repository: Repository, known: str | None) -> dict[str, Any]:
+    """What the refs of a mirror decide, as columns of its row in the catalog.
+
+    `known` is the record that the row has. It stays where the history has lost it, until a heal
+    has brought it back or said that nobody has it.
+    """
+    refs = await repository.all_refs()
+    tip = refs.get(HISTORY)
+    is_lost = known is not None and (tip is None or not await is_known(repository, known, tip))
+    kept_count = sum(ref.startswith(KEPT) for ref in refs)
+    return {
+        "ref_count": len(theirs(refs)),
+        "kept_count": kept_count,
+        "history": known if is_lost else tip,
+    }
+
+
+async def is_known(repository: Repository, record: str, tip: str) -> bool:
+    """Whether a record, by any id that it ever had, is in the history that ends at `tip`."""
+    if record == tip or await repository.is_ancestor(record, tip):
+        return True
+    return any(record in past.was for past in await list_records(repository, EVERY_RECORD, tip))
 
 
 async def diff_records(repository: Repository, a: str, b: str, kept: Refs) -> list[RefChange]:

@@ -24,6 +24,7 @@ from .repository import PINS, Refs, Repository
 from .transaction import Transaction, commit, recover
 
 _OWNER = re.compile(r"dataset/[A-Za-z0-9][A-Za-z0-9._-]{0,99}|person/\d{1,10}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _FAILURES = 400
 
 ADOPTED = "found in the mirror"
@@ -57,13 +58,18 @@ def check_owner(owner: str) -> None:
         raise InvalidRequestError(f"cannot pin for {shown(owner)}: an owner is dataset/NAME or person/UID")
 
 
+def is_pin(ref: str) -> bool:
+    """Whether a ref has the name of a pin."""
+    owner, _, commit_id = ref.removeprefix(PINS).rpartition("/")
+    return ref.startswith(PINS) and bool(_OWNER.fullmatch(owner)) and bool(_COMMIT.fullmatch(commit_id))
+
+
 def read_pins(refs: Refs) -> list[tuple[str, CommitId]]:
     """The pins among refs, as (owner, commit)."""
     found = []
     for ref, oid in refs.items():
-        owner, _, commit_id = ref.removeprefix(PINS).rpartition("/")
-        if ref.startswith(PINS) and commit_id == oid and _OWNER.fullmatch(owner):
-            found.append((owner, CommitId(oid)))
+        if is_pin(ref) and ref.endswith(oid):
+            found.append((ref.removeprefix(PINS).rpartition("/")[0], CommitId(oid)))
     return found
 
 

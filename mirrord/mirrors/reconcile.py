@@ -17,11 +17,12 @@ import structlog
 
 from ..catalog.catalog import Catalog
 from ..catalog.rows import MirrorRow, PinRow
-from ..errors import InvalidNameError, MirrordError
+from ..errors import DamagedMirrorError, GitFailedError, InvalidNameError, MirrordError
 from ..host.files import host_error
 from ..model import MirrorName, utc_now
 from .fetch import unmark
 from .halves import mend_halves
+from .history import columns_of
 from .leftovers import remove_leftovers
 from .pins import ADOPTED, read_pins, stands_alone
 from .repository import Repository
@@ -71,14 +72,21 @@ def _names(root: Path) -> list[MirrorName]:
 async def _reconcile_one(catalog: Catalog, repository: Repository) -> bool:
     try:
         await put_in_line(catalog, repository)
+    except (DamagedMirrorError, GitFailedError, NotADirectoryError, IsADirectoryError) as error:
+        fact = error.message.partition(": ")[2] if isinstance(error, MirrordError) else str(error.strerror)
+        problem: MirrordError = DamagedMirrorError(
+            f"cannot open mirror {repository.name}: {fact}", hint=f"`mirrord heal {repository.name}`"
+        )
     except (MirrordError, OSError) as error:
-        problem = error if isinstance(error, MirrordError) else host_error(error, f"open mirror {repository.name}")
-        if problem is None:
+        found = error if isinstance(error, MirrordError) else host_error(error, f"open mirror {repository.name}")
+        if found is None:
             raise
-        await catalog.update_mirror(repository.name.key, error=problem.problem())
-        log.warning("mirror.damaged", mirror=str(repository.name), code=problem.code, detail=problem.message)
-        return False
-    return True
+        problem = found
+    else:
+        return True
+    await catalog.update_mirror(repository.name.key, error=problem.problem())
+    log.warning("mirror.damaged", mirror=str(repository.name), code=problem.code, detail=problem.message)
+    return False
 
 
 async def put_in_line(catalog: Catalog, repository: Repository) -> None:
@@ -90,10 +98,12 @@ async def put_in_line(catalog: Catalog, repository: Repository) -> None:
     await mend_halves(repository)
     await recover(repository)
     await unmark(repository)
-    await _follow_pins(catalog, repository)
+    await follow_pins(catalog, repository)
+    await _follow_history(catalog, repository)
 
 
-async def _follow_pins(catalog: Catalog, repository: Repository) -> None:
+async def follow_pins(catalog: Catalog, repository: Repository) -> None:
+    """Adopt pins that the catalog does not have, and tell those that only it has."""
     there = set(read_pins(await repository.all_refs()))
     said = {(row.owner, row.commit): row for row in await catalog.list_pins(repository.name.key)}
     now = utc_now()
@@ -103,11 +113,15 @@ async def _follow_pins(catalog: Catalog, repository: Repository) -> None:
         owners = sorted({row.owner for row in adopted})
         log.warning("pins.adopted", mirror=str(repository.name), count=len(adopted), owners=owners)
     for owner, commit in sorted(said.keys() - there):
+        # an unpin forgets the row first, so this ref was lost: an audit tells, a heal makes it again
         log.warning("pin.lost", mirror=str(repository.name), commit=commit, owner=owner)
-        if not stands_alone(
-            said[owner, commit]
-        ):  # an unpin forgets the row first, so this one was lost, and a heal makes it again
-            await catalog.delete_pins(repository.name.key, [commit], owner)
+
+
+async def _follow_history(catalog: Catalog, repository: Repository) -> None:
+    """Know the newest record of a mirror that the catalog has none of."""
+    row = await catalog.find_mirror(repository.name.key)
+    if row is not None and row.history is None:
+        await catalog.update_mirror(repository.name.key, **await columns_of(repository, None))
 
 
 async def _forget_state(catalog: Catalog, row: MirrorRow) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..protocol import RefChange, RefFault
-from .repository import KEPT, OURS, Refs
+from .repository import OURS, Refs
 
 _NEVER = (OURS, "refs/replace/", "refs/bisect/", "refs/worktree/", "refs/rewritten/", "refs/stash")
 _OID = re.compile(r"[0-9a-f]{40}")
@@ -71,11 +71,6 @@ def drop_shadowed(refs: Refs) -> list[RefFault]:
 def theirs(refs: Refs) -> Refs:
     """The refs that follow upstream: all but ours."""
     return {ref: oid for ref, oid in refs.items() if not ref.startswith(OURS)}
-
-
-def count_refs(refs: Refs) -> dict[str, int]:
-    """The two figures of a mirror that its refs decide, as columns of the catalog."""
-    return {"ref_count": len(theirs(refs)), "kept_count": sum(ref.startswith(KEPT) for ref in refs)}
 
 
 def compare(old: Refs, new: Refs) -> list[RefChange]:

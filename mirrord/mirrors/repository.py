@@ -5,12 +5,14 @@ Owns the namespace `refs/mirrord/`. Never takes a lock and never decides anythin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
 
+from ..errors import DamagedMirrorError
 from ..git.command import Git
 from ..host.files import sync_file, sync_tree
 from ..model import MirrorName
@@ -23,15 +25,25 @@ PINS = "refs/mirrord/pins/"
 Refs = dict[str, str]
 """Full ref name to object id."""
 
-PROTECTION = {
-    "core.logAllRefUpdates": "false",
-    "core.useReplaceRefs": "false",
-    "gc.auto": "0",
-    "gc.pruneExpire": "never",
-    "maintenance.auto": "false",
-    "transfer.hideRefs": "refs/mirrord",
-}
-"""What protects a mirror from a person who runs git in it."""
+CONFIGURATION = """\
+[core]
+	repositoryformatversion = 0
+	filemode = true
+	bare = true
+	logAllRefUpdates = false
+	useReplaceRefs = false
+[gc]
+	auto = 0
+	pruneExpire = never
+[maintenance]
+	auto = false
+[transfer]
+	hideRefs = refs/mirrord
+"""
+"""The whole configuration of every mirror: what git needs, and protection from git run by hand."""
+
+_SECTION = re.compile(r"\[([A-Za-z]+)\]")
+_ENTRY = re.compile(r"\t([A-Za-z]+) = ([\w./-]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +67,17 @@ class Repository:
         """Make an empty repository at `path`."""
         doing = f"create mirror {self.name}"
         await self.git.run("init", "--quiet", "--bare", "--object-format=sha1", str(self.path), doing=doing)
-        await anyio.to_thread.run_sync(_protect, self.path)
+        await anyio.to_thread.run_sync(_configure, self.path)
+
+    async def must_be_ours(self) -> None:
+        """Refuse to change a mirror that git cannot open, or opens as something else; raises
+        DamagedMirrorError.
+
+        `extensions.objectFormat = sha256` alone makes git (2.39) see no tag, and a sync would
+        drop them all; a promisor remote makes it accept holes.
+        """
+        if fact := await anyio.to_thread.run_sync(_why_not_ours, self.path):
+            raise DamagedMirrorError(f"cannot use mirror {self.name}: {fact}", hint=f"`mirrord heal {self.name}` repairs it")
 
     async def all_refs(self) -> Refs:
         """Every ref, ours included."""
@@ -140,9 +162,47 @@ class Repository:
         )  # fmt: skip
 
 
-def _protect(path: Path) -> None:
-    """Add PROTECTION to a configuration that nobody else has yet, and flush all: git (2.39) flushes neither that nor HEAD."""
-    lines = (f"[{section}]\n\t{key} = {value}\n" for name, value in PROTECTION.items() for section, key in [name.split(".")])
-    with (path / "config").open("a", encoding="ascii") as config:
-        config.writelines(lines)
+def _configure(path: Path) -> None:
+    """Write CONFIGURATION, and flush all: git (2.39) flushes neither that nor HEAD."""
+    (path / "config").write_text(CONFIGURATION, encoding="ascii")
     sync_tree(path)
+
+
+def _why_not_ours(path: Path) -> str | None:
+    for name, is_right in (("objects", Path.is_dir), ("refs", Path.is_dir), ("HEAD", Path.is_file)):
+        if not is_right(path / name):
+            return f"its {name} is lost, or something else"
+    changed = changed_settings(path / "config")
+    return f"its configuration was changed: {changed[0]}" if changed else None
+
+
+def changed_settings(config: Path) -> list[str]:
+    """How a configuration differs from CONFIGURATION, one phrase for each setting; none where it
+    does not. Includes are not followed: one is a difference.
+    """
+    try:
+        text = config.read_bytes().decode("utf-8", "surrogateescape")
+    except FileNotFoundError:
+        return ["it is lost"]
+    except OSError as error:
+        return [f"it cannot be read: {error.strerror}"]
+    if text == CONFIGURATION:
+        return []
+    there, wanted = _settings(text), _settings(CONFIGURATION)
+    lacking = [f"it lacks {setting}" for setting in wanted if setting not in there]
+    return lacking + [f"{ascii(setting)[1:-1]} is not ours" for setting in there if there.count(setting) > wanted.count(setting)]
+
+
+def _settings(text: str) -> list[str]:
+    """`section.key=value` for each line that git writes for us; any other line as it stands."""
+    settings: list[str] = []
+    section = ""
+    for line in text.splitlines():
+        if head := _SECTION.fullmatch(line):
+            section = head[1].lower()
+        elif section and (entry := _ENTRY.fullmatch(line)):
+            settings.append(f"{section}.{entry[1].lower()}={entry[2]}")
+        else:
+            section = ""  # whatever follows belongs to a section that is not ours
+            settings.append(line.strip()[:100])
+    return settings

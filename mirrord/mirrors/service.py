@@ -33,6 +33,7 @@ from ..errors import (
 )
 from ..git.command import Git, masked_url
 from ..git.workers import Workers
+from ..host.files import sync_directory
 from ..jobs.events import Events
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..protocol import Mirror, Pin, Progress, RefDiff, RefRecord
@@ -43,8 +44,8 @@ from .maintenance import maintain, size_bytes
 from .mending import Mending
 from .present import shown_mirror
 from .quarantine import Quarantine
-from .reconcile import reconcile
-from .refs import count_refs, is_followed
+from .reconcile import follow_pins, reconcile
+from .refs import is_followed
 from .repository import PINS, Repository
 from .sources import Sources
 from .sync import SyncResult, move_refs
@@ -193,6 +194,10 @@ class Mirrors:
             with self._mending.watched(name):
                 yield
 
+    def is_busy(self, name: MirrorName) -> bool:
+        """Whether somebody holds the lock of a mirror."""
+        return name.key in self._locks and self._locks[name.key].locked()
+
     async def mend(self) -> bool:
         """Bring in line what failed, and remove what could not be removed, as a start does; answers whether nothing is left."""
         cleaned = await self._quarantine.clean()
@@ -222,6 +227,8 @@ class Mirrors:
             async with self.lock(name):
                 row = await self.get(str(name))
                 path = self.path(row.name)
+                if path.exists():
+                    await self.repository(row.name).must_be_ours()
                 result = await self._sources.sync(row, path, flight.tell, asking=begin, accept_loss=accept_loss)
                 await self._record(row, result)
         except MirrordError as error:
@@ -251,11 +258,13 @@ class Mirrors:
     async def _record(self, row: MirrorRow, result: SyncResult) -> None:
         self._unsynced.pop(row.name.key, None)
         now = utc_now()
+        columns = {"ref_count": result.ref_count, "kept_count": result.kept_count}
+        if result.changed or row.history is None:
+            columns = await history.columns_of(self.repository(row.name), row.history)
         await self._catalog.update_mirror(
             row.name.key,
+            **columns,
             default_branch=result.default_branch,
-            ref_count=result.ref_count,
-            kept_count=result.kept_count,
             size_bytes=await anyio.to_thread.run_sync(size_bytes, self.path(row.name)),
             synced_at=now,
             attempted_at=now,
@@ -270,6 +279,7 @@ class Mirrors:
             return
         await self._quarantine.clean()
         async with self.lock(row.name):
+            await self.repository(row.name).must_be_ours()
             await maintain(self.repository(row.name), progress)
         size = await anyio.to_thread.run_sync(size_bytes, self.path(row.name))
         await self._catalog.update_mirror(row.name.key, size_bytes=size)
@@ -338,6 +348,7 @@ class Mirrors:
         row = await self._synced(name)
         repository = self.repository(row.name)
         async with self.lock(row.name):
+            await repository.must_be_ours()
             refused = await pins.verify(repository, commits)
             proven = sorted(set(commits) - refused.keys())
             before = {pin.commit: pin for pin in await self._catalog.list_pins(row.name.key, owner=owner)}
@@ -348,10 +359,21 @@ class Mirrors:
             self._events.publish("commits.pinned", mirror=str(row.name), owner=owner, count=len(proven), refused=len(refused))
         return refused
 
+    async def make_empty(self, name: MirrorName) -> None:
+        """Put an empty repository where a mirror was, for a heal to fill."""
+        async with self.lock(name), self._quarantine.directory("clone") as directory:
+            building = directory / "repository"
+            await Repository(self._git, name, building).create()
+            building.rename(self.path(name))
+            await anyio.to_thread.run_sync(sync_directory, self._root)
+
     async def restore_pins(self, name: MirrorName) -> None:
-        """Make lost pins again: those that the catalog has, and those of what datasets record now, each once it is proven."""
+        """Make lost pins again: those that the catalog has, and those of what datasets record now, each once it is proven.
+        Pins that the catalog does not have are adopted, as at a start."""
         repository = self.repository(name)
         async with self.lock(name):
+            if not self._mending.debts(name):
+                await follow_pins(self._catalog, repository)
             refs = await repository.all_refs()
             unpinned = await self._catalog.list_recorded(name.key, unpinned=True)
             recorded = [
@@ -413,7 +435,8 @@ class Mirrors:
             before = await history.find_record(repository, "latest")
             refs, head = await history.read_refs(repository, record.id)
             changes = await move_refs(repository, refs, head, why=f"restore {record.id[:12]}")
-            await self._catalog.update_mirror(row.name.key, **count_refs(await repository.all_refs()))
+            columns = await history.columns_of(repository, row.history)
+            await self._catalog.update_mirror(row.name.key, **columns)
         self._events.publish("refs.restored", mirror=str(row.name), at=record.id, changes=len(changes))
         return RefDiff(mirror=str(row.name), a=before.id, b=record.id, changes=changes)
 

@@ -14,7 +14,7 @@ from ..errors import MirrordError
 from ..protocol import RefChange, RefFault
 from .fetch import Fetcher
 from .guard import must_not_vanish
-from .history import classify, write_record
+from .history import classify, read_kept, write_record
 from .refs import Offer, compare, summarise, theirs
 from .repository import HISTORY, KEPT, Refs, Repository
 from .transaction import Transaction, commit, recover
@@ -77,9 +77,8 @@ async def sync(
     faults = [*offer.faults, *_faults(offer, failed)]
     target = _target(offer, theirs(present), failed)
     changes = await classify(repository, compare(theirs(present), target))
-    if changes:
-        await _move(repository, offer, present, target, changes, why="sync, loss accepted" if accept_loss else "sync")
-    head = await _follow_head(repository, offer, target)
+    why = "sync, loss accepted" if accept_loss else "sync"
+    head = await _move(repository, offer, present, target, changes, why=why)
     return replace(_result(repository, present, target, changes, faults, head), redirected_to=offer.redirected_to)
 
 
@@ -123,40 +122,42 @@ def _target(offer: Offer, old: Refs, failed: dict[str, MirrordError]) -> Refs:
 
 
 async def _move(
-    repository: Repository, offer: Offer, present: Refs, target: Refs, changes: Sequence[RefChange], *, why: str
-) -> None:
-    transaction = Transaction()
+    repository: Repository,
+    offer: Offer,
+    present: Refs,
+    target: Refs,
+    changes: Sequence[RefChange],
+    *,
+    why: str,
+) -> str | None:
+    """Move the refs and HEAD, keep the tips they leave, and record it, all in one transaction;
+    answers the ref that HEAD names: upstream's default branch, or else one that exists."""
+    now = await repository.head()
+    branches = (ref for ref in sorted(target) if ref.startswith("refs/heads/"))
+    choices = (offer.head, now, *_USUAL_HEADS, *branches)
+    head = next((ref for ref in choices if ref in target), None)
+    if not changes and head in {None, now}:
+        return head
+    transaction = Transaction(head=head if head != now else None)
     for change in changes:
         transaction.move(change.ref, change.old, change.new)
         if change.kept and change.old and f"{KEPT}{change.old}" not in present:
             transaction.create(f"{KEPT}{change.old}", change.old)
     parent = present.get(HISTORY)
-    record = await write_record(repository, target, offer.head, changes, parent=parent, why=why)
+    kept = await read_kept(repository, parent)  # one that was removed by hand is to be missed
+    kept |= {ref.removeprefix(KEPT) for ref in [*present, *transaction.moves] if ref.startswith(KEPT)}
+    record = await write_record(repository, target, head, changes, kept=kept, parents=[parent] if parent else [], why=why)
     transaction.move(HISTORY, parent, record)
     await commit(repository, transaction)
+    return head
 
 
 async def move_refs(repository: Repository, target: Refs, head: str | None, *, why: str) -> list[RefChange]:
     """Put the refs that follow upstream where `target` says; nothing that a ref leaves is lost."""
     present = await repository.all_refs()
     changes = await classify(repository, compare(theirs(present), target))
-    if changes:
-        await _move(repository, Offer(target, head), present, target, changes, why=why)
-    await _follow_head(repository, Offer(target, head), target)
+    await _move(repository, Offer(target, head), present, target, changes, why=why)
     return changes
-
-
-async def _follow_head(repository: Repository, offer: Offer, target: Refs) -> str | None:
-    """HEAD names upstream's default branch, or else one that is there."""
-    now = await repository.head()
-    wanted = next((ref for ref in (offer.head, now, *_USUAL_HEADS, *_branches(target)) if ref in target), None)
-    if wanted is not None and wanted != now:
-        await repository.set_head(wanted)
-    return wanted
-
-
-def _branches(refs: Refs) -> Iterable[str]:
-    return (ref for ref in sorted(refs) if ref.startswith("refs/heads/"))
 
 
 def _result(

@@ -27,9 +27,11 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class Transaction:
-    """Moves to make together. `moves` maps a ref to (old, new); None stands for absent."""
+    """Moves to make together. `moves` maps a ref to (old, new); None stands for absent. `head` is
+    the ref that HEAD is to name, where that changes too."""
 
     moves: dict[str, tuple[str | None, str | None]] = field(default_factory=dict)
+    head: str | None = None
 
     def create(self, ref: str, new: str) -> None:
         self.moves[ref] = (None, new)
@@ -41,8 +43,8 @@ class Transaction:
         self.moves[ref] = (old, None)
 
     def text(self) -> str:
-        """The moves as `git update-ref --stdin` reads them."""
-        return _text(self.moves)
+        """The moves as `git update-ref --stdin` reads them; HEAD on a line of its own."""
+        return _text(self.moves) + (f"head {self.head}\n" if self.head else "")
 
 
 Moves = dict[str, tuple[str | None, str | None]]
@@ -60,7 +62,7 @@ def _line(ref: str, old: str | None, new: str | None) -> str:
 
 async def commit(repository: Repository, transaction: Transaction) -> None:
     """Make all moves; on any error none. A git that was killed in the middle is finished."""
-    if not transaction.moves:
+    if not transaction.moves and transaction.head is None:
         return
     await recover(repository)  # the journal of one that was killed must not be written over: it says which tips are to be kept
     journal = repository.path / JOURNAL
@@ -68,7 +70,10 @@ async def commit(repository: Repository, transaction: Transaction) -> None:
     try:
         async with removed_on_failure(repository.path):
             await anyio.to_thread.run_sync(write_durably, journal, transaction.text().encode())
-            await _make(repository, transaction.moves)
+            if transaction.moves:
+                await _make(repository, transaction.moves)
+            if transaction.head:
+                await repository.set_head(transaction.head)
     except Exception:
         if await repository.all_refs() != before:
             await recover(repository)
@@ -130,21 +135,27 @@ async def recover(repository: Repository) -> bool:
     journal = repository.path / JOURNAL
     if not journal.exists():
         return False
-    targets = _read(await anyio.to_thread.run_sync(journal.read_text, "utf-8"))
+    targets, head = _read(await anyio.to_thread.run_sync(journal.read_text, "utf-8"))
     now = await repository.all_refs()
     await _make(repository, {ref: (now.get(ref), new) for ref, new in targets.items() if now.get(ref) != new})
     await repository.pack_refs()
+    if head:
+        await repository.set_head(head)
     await anyio.to_thread.run_sync(_remove, journal)
     log.info("transaction.recovered", mirror=str(repository.name), refs=len(targets))
     return True
 
 
-def _read(text: str) -> dict[str, str | None]:
+def _read(text: str) -> tuple[dict[str, str | None], str | None]:
     targets: dict[str, str | None] = {}
+    head = None
     for line in text.splitlines():
         verb, ref, *oids = line.split(" ")
-        targets[ref] = None if verb == "delete" else oids[0]
-    return targets
+        if verb == "head":
+            head = ref
+        else:
+            targets[ref] = None if verb == "delete" else oids[0]
+    return targets, head
 
 
 def write_durably(path: Path, content: bytes) -> None:

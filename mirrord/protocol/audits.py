@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from ..model import AuditLevel, CommitState, Reach
+from ..model import AuditLevel, CommitState, FindingKind, Reach
 from .messages import Answer, Repo, Request
 
 
@@ -22,9 +22,15 @@ class StartHeal(Request):
 
 
 class Finding(Answer):
-    """One recorded commit that cannot be served, or something wrong with its mirror (`commit` is then empty)."""
+    """One recorded commit that cannot be served, or something wrong with its mirror (`commit` is then empty).
+
+    `subject` is the commit, file or ref; `accepted` says that the configuration accepts it.
+    """
 
     mirror: str
+    kind: FindingKind
+    subject: str = ""
+    accepted: bool = False
     commit: str = ""
     state: CommitState
     reach: Reach | None = None
@@ -69,7 +75,8 @@ class Audit(Answer):
     """`counts` and `reach` count recorded commits; `affected` are the instances that cannot be served.
 
     `healed` counts the commits that were not in order before, and are now. `left` are mirrors it did not come to, because it was
-    interrupted, or could not judge; nothing else in it speaks of them.
+    interrupted, or could not judge; nothing else in it speaks of them. `open_count` counts the
+    findings that are neither healed nor accepted, `affected` leaves out what is accepted.
     """
 
     id: str
@@ -82,6 +89,7 @@ class Audit(Answer):
     counts: dict[CommitState, int]
     reach: dict[Reach, int] = {}
     findings: list[Finding]
+    open_count: int
     affected: list[str] = []
     healed: int = 0
     repairs: list[Repair] = []
@@ -94,4 +102,5 @@ class AuditSummary(Answer):
     counts: dict[CommitState, int]
     affected_count: int
     finding_count: int
+    open_count: int
     left_count: int = 0

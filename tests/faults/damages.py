@@ -56,6 +56,8 @@ class Trial:
 
     async def run(self, chance: random.Random) -> Row:
         self.patient.restore(self.injury.shape)
+        history = self.truth.refs[HISTORY]
+        await self.patient.catalog.update_mirror(self.patient.name.key, history=history, error=None)
         self.injury.injure(self.patient, chance)
         before = snapshot(self.patient.mirror)
         with self.patient.with_donors(self.donors):

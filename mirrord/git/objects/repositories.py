@@ -6,6 +6,7 @@ repository that was replaced by another at the same path is opened anew.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import OrderedDict
@@ -16,7 +17,7 @@ from pathlib import Path
 import pygit2
 from pygit2.enums import ObjectType, RepositoryOpenFlag
 
-from ...errors import CorruptObjectError, MirrorNotFoundError
+from ...errors import CorruptObjectError, DamagedMirrorError
 
 _KEPT_OPEN = 2
 _FLAGS = RepositoryOpenFlag.NO_SEARCH | RepositoryOpenFlag.NO_DOTGIT | RepositoryOpenFlag.BARE
@@ -30,7 +31,7 @@ class Objects:
         try:
             self.repository = pygit2.Repository(str(git_dir), _FLAGS)
         except (pygit2.GitError, KeyError) as error:
-            raise MirrorNotFoundError(f"cannot open repository {git_dir.name}: {error}", hint="sync the mirror again") from error
+            raise _damaged(git_dir, "its HEAD, refs, objects or configuration are damaged") from error
 
     def read(self, oid: str | bytes, kind: ObjectType) -> bytes:
         """The bytes of an object; raises CorruptObjectError where it is absent, damaged or of another kind."""
@@ -39,7 +40,7 @@ class Objects:
         except (pygit2.GitError, KeyError, ValueError) as error:
             if "out of memory" in str(error).lower():  # libgit2's words where malloc fails
                 raise MemoryError from error
-            raise _corrupt(oid, str(error).lower() or "it is absent") from error
+            raise _corrupt(oid, _fact(error)) from error
         if found != kind:
             raise _corrupt(oid, f"it is a {ObjectType(found).name.lower()}, not a {kind.name.lower()}")
         return data
@@ -56,7 +57,7 @@ class Objects:
         try:
             _, size = self.repository.odb.read_header(_oid(oid))
         except (pygit2.GitError, KeyError, ValueError) as error:
-            raise _corrupt(oid, str(error).lower() or "it is absent") from error
+            raise _corrupt(oid, _fact(error)) from error
         return size
 
     def close(self) -> None:
@@ -65,6 +66,17 @@ class Objects:
 
 def _oid(oid: str | bytes) -> pygit2.Oid:
     return pygit2.Oid(raw=oid) if isinstance(oid, bytes) else pygit2.Oid(hex=oid)
+
+
+def _fact(error: Exception) -> str:
+    """What libgit2 says, in a word that says what to expect."""
+    return "it is absent" if isinstance(error, KeyError) else "it is damaged"
+
+
+def _damaged(git_dir: Path, fact: str) -> DamagedMirrorError:
+    return DamagedMirrorError(
+        f"cannot open repository {git_dir.name}: {fact}", hint=f"`mirrord heal {git_dir.name}` repairs a mirror"
+    )
 
 
 def _corrupt(oid: str | bytes, fact: str) -> CorruptObjectError:
@@ -99,5 +111,5 @@ def _identity(git_dir: Path) -> tuple[int, int]:
     try:
         found = os.stat(git_dir)
     except OSError as error:
-        raise MirrorNotFoundError(f"cannot open repository {git_dir.name}: {error.strerror}", hint="sync the mirror") from error
+        raise _damaged(git_dir, "it is gone" if error.errno == errno.ENOENT else str(error.strerror)) from error
     return found.st_dev, found.st_ino

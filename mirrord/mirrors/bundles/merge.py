@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ...errors import InvalidBundleError, MirrordError
 from ...model import CommitId, MirrorName
 from ...protocol import RefChange
-from ..history import BEGUN_ANEW, EVERY_RECORD, list_records, read_refs, write_again, write_record
+from ..history import BEGUN_ANEW, EVERY_RECORD, list_records, read_kept, read_refs, write_again, write_record
 from ..pins import read_pins
 from ..refs import drop_shadowed, is_followed, theirs
 from ..repository import HISTORY, KEPT, OURS, PINS, Refs, Repository
@@ -87,7 +87,7 @@ async def merge(repository: Repository, contents: Contents, pins: list[tuple[str
         _create(made, present, f"{KEPT}{oid}", oid)
     for owner, commit in pins:
         _create(made, present, f"{PINS}{owner}/{commit}", commit)
-    await _follow_history(repository, made, present.get(HISTORY), contents.history, head)
+    await _follow_history(repository, made, present, contents.history, head)
     return made
 
 
@@ -118,16 +118,19 @@ def _create(made: Merge, present: Refs, ref: str, oid: str) -> None:
         made.transaction.create(ref, oid)
 
 
-async def _follow_history(repository: Repository, made: Merge, own: str | None, offered: str | None, head: str | None) -> None:
+async def _follow_history(repository: Repository, made: Merge, present: Refs, offered: str | None, head: str | None) -> None:
     """The bundle's history where it goes on from ours, ours is empty, or below ours; and a record of what differs from it."""
-    parent = own
+    parent = own = present.get(HISTORY)
     if offered is not None and (own is None or await repository.is_ancestor(own, offered)):
         parent = offered
     elif own is not None and offered is not None and await _is_before(repository, offered, own):
         parent = await write_again(repository, await list_records(repository, EVERY_RECORD), parent=offered)
-    recorded = (await read_refs(repository, parent))[0] if parent else None
-    if recorded != made.target:
-        parent = await write_record(repository, made.target, head, made.changes, parent=parent, why="import")
+    kept = await read_kept(repository, own)
+    kept |= {ref.removeprefix(KEPT) for ref in [*present, *made.transaction.moves] if ref.startswith(KEPT)}
+    said = (*await read_refs(repository, parent), await read_kept(repository, parent)) if parent else None
+    if said != (made.target, head if head in made.target else None, kept):
+        parents = [parent] if parent else []
+        parent = await write_record(repository, made.target, head, made.changes, kept=kept, parents=parents, why="import")
     if parent != own:
         made.transaction.move(HISTORY, own, parent)
 

@@ -24,11 +24,11 @@ from ...host.files import full_disk_named, sync_directory, sync_tree
 from ...jobs.events import Events
 from ...model import CommitId, MirrorName, utc_now
 from ..flights import ProgressSink
-from ..history import find_record, list_records, read_refs
+from ..history import columns_of, find_record, list_records, read_refs
 from ..leftovers import remove_leftovers
 from ..maintenance import size_bytes
 from ..quarantine import accept_objects
-from ..refs import count_refs, summarise, theirs
+from ..refs import summarise, theirs
 from ..repository import HISTORY, KEPT, PINS, Refs, Repository
 from ..service import Mirrors
 from ..transaction import commit
@@ -206,8 +206,9 @@ class Bundles:
     async def _record(self, name: MirrorName, *, is_new: bool) -> None:
         repository = self._mirrors.repository(name)
         refs = await repository.all_refs()
+        row = await self._mirrors.get(str(name))
         columns: dict[str, Any] = {
-            **count_refs(refs),
+            **await columns_of(repository, row.history),
             "size_bytes": await anyio.to_thread.run_sync(size_bytes, repository.path),
         }
         if is_new:
