@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -64,6 +65,17 @@ def test_the_client_needs_no_other_package_and_the_daemon_the_same_version_of_it
     assert needs["mirrord_client"] == []
     assert f"mirrord-client=={mirrord.__version__}" in needs["mirrord"]
     assert all(f"-{mirrord.__version__}-" in wheel.name for wheel in wheels.values())
+
+
+def test_the_doctor_knows_both_as_installed(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """The client's distribution has no module of its name."""
+    for wheel in wheels.values():
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(tmp_path)
+    code = "from mirrord import config; from mirrord.doctor import programs; print(programs.packages(config.Settings()))"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "('ok', 'all installed', '')\n"
 
 
 def test_the_client_alone_talks_to_a_daemon(environment: Path) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import re
 import shutil
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
 
 import anyio
@@ -40,7 +39,7 @@ def setpriv(settings: Settings) -> Result:
 
 
 def packages(settings: Settings) -> Result:
-    missing = [name for name in _required() if importlib.util.find_spec(_module(name)) is None]
+    missing = [name for name in _required() if not _is_installed(name)]
     return judge(
         not missing, f"missing: {', '.join(missing)}" if missing else "all installed", "install mirrord with its dependencies"
     )
@@ -54,8 +53,13 @@ def _required() -> list[str]:
     return [re.split(r"[^A-Za-z0-9._-]", line)[0] for line in lines if "extra ==" not in line]
 
 
-def _module(distribution: str) -> str:
-    return distribution.lower().replace("-", "_")
+def _is_installed(name: str) -> bool:
+    """By its distribution: that of the client has no module of its name."""
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def certificates(settings: Settings) -> Result:
