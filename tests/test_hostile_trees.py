@@ -274,38 +274,56 @@ def test_a_patch_is_applied_as_its_client_may(service: Service, checkout: Checko
     assert [path.name for path in (tree / "e").iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o000])
-def test_a_daemon_without_setuid_judges_by_mode(tmp_path: Path, mode: int) -> None:
-    """The systemd unit's capabilities give it every file, but do not let it act as its clients."""
-    (tmp_path / "theirs").write_text("x")
-    (tmp_path / "theirs").chmod(mode)
-    (tmp_path / "own").write_text("x")
-    (tmp_path / "own").chmod(0)
-    os.chown(tmp_path / "own", USER, USER)
-    script = f"""
-import os
-from mirrord.host.credentials import ActingAs
-from mirrord.host.files import open_directory
+UNIT = """
 from pathlib import Path
-top = open_directory(Path({str(tmp_path)!r}))
-with ActingAs(({USER}, {USER})) as owner:
-    os.close(owner.open_regular(top, b"own"))
+from checkoutlab import NAME, USER, USER_PEER, running_service, passable_directory
+from gitrepos import Upstream
+from mirrord.errors import MirrordError
+from mirrord.model import Backend
+from mirrord.protocol import ResetCheckout, StartCheckout
+
+def code_of(call, *args, **kwargs):
     try:
-        owner.open_regular(top, b"theirs")
-    except PermissionError:
-        print("refused", owner.maker)
+        return service.call(call, made.id, *args, **kwargs)
+    except MirrordError as error:
+        return error.code
+
+with passable_directory() as place:
+    upstream = Upstream(place / "upstream")
+    upstream.commit({"README": "one\\n", "d/file": "old\\n"})
+    with running_service(upstream) as service:
+        made = service.call(service.checkouts.checkout, StartCheckout(instance=f"{NAME}@main", backend=Backend.POOL), USER_PEER)
+        tree = Path(made.path)
+        print("=", {(found.st_uid, found.st_gid) for found in [path.lstat() for path in [tree, *tree.rglob("*")]]})
+        (tree / "README").write_bytes(b"changed\\n")
+        (tree / "secret").write_text("SECRET")
+        (tree / "secret").chmod(0o600)
+        print("=", code_of(service.checkouts.diff, USER_PEER))
+        (tree / "secret").unlink()
+        (tree / "d").rename(tree / "e")
+        (tree / "d").symlink_to("/etc")
+        print("=", b"+changed" in code_of(service.checkouts.diff, USER_PEER))
+        patch = b"--- /dev/null\\n+++ b/new/file\\n@@ -0,0 +1 @@\\n+x\\n"
+        code_of(service.checkouts.apply, USER_PEER, patch=patch)
+        print("=", (tree / "new/file").stat().st_uid, (tree / "new").stat().st_uid)
+        proof = service.call(service.checkouts.reset, made.id, ResetCheckout(), USER_PEER).proof
+        print("=", proof.files_restored, sorted(path.name for path in tree.iterdir()))
 """
+"""Runs a pool by a daemon that may do to files what `mirrord.service` may, and nothing else."""
+
+
+def test_a_daemon_without_setuid_judges_by_mode(tmp_path: Path) -> None:
+    """The systemd unit's capabilities give it every file, but do not let it act as its clients."""
     kept = "+chown,+fowner,+dac_override,+dac_read_search,+linux_immutable"
-    become = [
-        "setpriv",
-        "--reuid=4711",
-        "--regid=4711",
-        "--clear-groups",
-        f"--inh-caps=-all,{kept}",
-        f"--ambient-caps=-all,{kept}",
-    ]
-    done = subprocess.run([*become, *anyone.python(), "-c", script], capture_output=True, text=True, check=True, cwd="/")
-    assert done.stdout == "refused (4711, 4711)\n"
+    drop = ["setpriv", "--reuid=4711", "--regid=4711", "--clear-groups", f"--inh-caps=-all,{kept}", f"--ambient-caps=-all,{kept}"]
+    done = subprocess.run([*drop, *anyone.python(), "-c", UNIT], capture_output=True, text=True, check=False, cwd="/")
+    assert [line[2:] for line in done.stdout.splitlines() if line.startswith("= ")] == [
+        f"{{({USER}, {USER})}}",
+        "owner-denied",
+        "True",
+        f"{USER} {USER}",
+        "3 ['.git', 'README', 'd']",
+    ], done.stderr
 
 
 # -- mounts -----------------------------------------------------------------------------------------------------------
