@@ -204,6 +204,10 @@ class MirrorExistsError(ConflictError):
     code, title = "mirror-exists", "The mirror exists"
 
 
+class InstanceAmbiguousError(ConflictError):
+    code, title = "instance-ambiguous", "Several datasets record the instance differently"
+
+
 class MirrorInUseError(ConflictError):
     code, title = "mirror-in-use", "The mirror is in use"
 

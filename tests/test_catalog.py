@@ -24,7 +24,14 @@ import pytest
 from mirrord.catalog import Catalog, DatasetHead, InstanceRow, MirrorRow, PinRow, spooled
 from mirrord.catalog.schema import HEAD, metadata
 from mirrord.catalog.upgrade import MIGRATIONS, migrate
-from mirrord.errors import CatalogTooNewError, CorruptCatalogError, DiskFullError, InvalidUrlError, ResourceError
+from mirrord.errors import (
+    CatalogTooNewError,
+    CorruptCatalogError,
+    DiskFullError,
+    InstanceAmbiguousError,
+    InvalidUrlError,
+    ResourceError,
+)
 from mirrord.git.workers import Workers
 from mirrord.model import AuditLevel, CommitId, CommitRole, CommitState, DatasetName, Direction, MirrorName
 from mirrord.protocol import Audit, RowFault
@@ -229,7 +236,9 @@ def test_instance_ids_keep_their_letter_case(using: Any, tmp_path: Path) -> None
 def test_the_dataset_first_imported_answers_for_an_id_that_several_have(using: Any, tmp_path: Path) -> None:
     async def work(catalog: Catalog) -> None:
         await put(catalog, tmp_path, [instance("a", base=1)], name="zoo")
-        await put(catalog, tmp_path, [instance("a", base=2)], name="ant")
+        await put(catalog, tmp_path, [instance("a", base=3)], name="ant")
+        with pytest.raises(InstanceAmbiguousError):
+            await catalog.find_instance("a")
         await put(catalog, tmp_path, [instance("a", base=3)], name="zoo")
         found = await catalog.find_instance("a")
         assert found is not None
@@ -305,7 +314,7 @@ def test_recorded_commits_are_listed_by_mirror_and_by_dataset_in_the_registered_
         assert {str(row.mirror) for row in rows} == {"PSF__requests"}
         assert len(await catalog.list_recorded()) == 6
         assert await catalog.instances_of("PSF__Requests", commit(99)) == ["a"]
-        assert (await catalog.find_instance("a")).mirror == MirrorName("PSF", "requests")  # type: ignore[union-attr]
+        assert (await catalog.find_instance("a", "lite")).mirror == MirrorName("PSF", "requests")  # type: ignore[union-attr]
 
     using(work)
 

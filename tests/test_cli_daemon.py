@@ -25,7 +25,7 @@ from gitrepos import Upstream, git
 from mirrord import AsyncClient, Client
 from mirrord.cli import rehearse
 from mirrord.cli.main import run
-from mirrord.errors import AccessError, NoDaemonError
+from mirrord.errors import AccessError, InstanceAmbiguousError, NoDaemonError
 from mirrord.model import View
 
 
@@ -194,6 +194,46 @@ def test_the_life_of_a_checkout(world: World, tree: Path, tmp_path: Path) -> Non
     assert not (tree / "new.bin").exists()
     assert world.run("apply", tree, "-", "--reverse", stdin=patch.out).status == 5
     assert world.run("verify-seal", tree, "--base", world.commits[1]).status == 0
+
+
+def test_an_id_of_two_datasets_is_checked_out_by_the_name_of_its_dataset(world: World, tmp_path: Path) -> None:
+    """Without it the answer names both; the checkout remembers whose it is, over resets and for the grader."""
+    row = json.loads(world.file.read_text().splitlines()[0])
+    other = {**row, "base_commit": world.commits[3], "patch": "", "test_patch": row["test_patch"].replace("test_x", "test_y")}
+    (tmp_path / "other.jsonl").write_text(json.dumps(other) + "\n")
+    imported = world.run("dataset", "import", tmp_path / "other.jsonl", "--json")
+    try:
+        assert imported.status == 0, imported.err
+        assert imported.json["result"]["ambiguous"] == [{"id": "demo__project-1", "datasets": ["other", "demo"]}]
+        told = world.run("dataset", "import", tmp_path / "other.jsonl").err
+        assert "demo__project-1: demo records another repository or base commit" in told
+        refused = world.run("checkout", "demo__project-1", "--json")
+        assert (refused.status, "--dataset" in refused.err, '"demo"' in refused.err + refused.out) == (5, True, True)
+        assert world.run("checkout", "demo__project-2", "--dataset", "other").status == 4
+        with Client(world.daemon.socket) as client:
+            with client.checkout("demo__project-1", dataset="other", view=View.GRADER) as checkout:
+                assert checkout.commit == world.commits[3]
+                checkout.reset()
+                checkout.apply("@test_patch")
+                assert (Path(checkout.path) / "tests/test_y.py").exists()
+                checkout.reset("demo__project-1", dataset="demo")
+                assert checkout.commit == world.commits[1]
+                checkout.apply("@test_patch")
+                assert (Path(checkout.path) / "tests/test_x.py").exists()
+                with pytest.raises(InstanceAmbiguousError):
+                    checkout.reset("demo__project-1")
+                again = world.run("reset", checkout.id, "demo__project-1", "--dataset", "other", "--json")
+                assert again.json["commit"] == world.commits[3]
+            assert client.get_instance("demo__project-1", dataset="demo").base_commit == world.commits[1]
+            with pytest.raises(InstanceAmbiguousError) as ambiguous:
+                client.get_instance("demo__project-1")
+            assert ambiguous.value.facts["datasets"] == ["demo", "other"]
+        assert world.run("rehearse", "--dataset", "other").status in {0, 8}
+    finally:
+        assert world.run("dataset", "remove", "other").status == 0
+    taken = world.run("checkout", "demo__project-1", "--json")
+    assert taken.json["commit"] == world.commits[1]
+    world.run("release", taken.json["id"])
 
 
 @pytest.mark.parametrize(("content", "encoding"), [(b"ol\xc3\xa9\n", "utf-8"), (b"\xff\xfe latin \xe9\n", "base64")])

@@ -25,6 +25,7 @@ from mirrord.datasets.service import Datasets, name_from
 from mirrord.datasets.spools import record
 from mirrord.errors import (
     DatasetNotFoundError,
+    InstanceAmbiguousError,
     InstanceNotFoundError,
     InvalidDatasetError,
     InvalidNameError,
@@ -54,7 +55,7 @@ class House:
         path = self.root / "upload"
         path.write_bytes(rows if isinstance(rows, bytes) else b"".join(json.dumps(row).encode() + b"\n" for row in rows))
         answer = await self.datasets.import_file(path, name=name, format=None, source="lite.jsonl", **options)
-        return {**answer["dataset"], "change": answer["change"]}
+        return {**answer["dataset"], **{key: value for key, value in answer.items() if key != "dataset"}}
 
     def refs(self, name: MirrorName = NAME) -> set[str]:
         """The pins of a mirror as refs, without their prefix."""
@@ -570,7 +571,7 @@ def test_the_cache_is_bounded_and_never_keeps_an_answer_older_than_a_change() ->
         loads: list[str] = []
         gate = anyio.Event()
 
-        async def load(identity: str) -> InstanceRow:
+        async def load(identity: str, _: str | None) -> InstanceRow:
             loads.append(identity)
             if identity == "slow":
                 await gate.wait()
@@ -657,3 +658,38 @@ def test_pins_outlive_the_catalog_until_their_dataset_is_there_again(house: Buil
     for file in (house.root / "state").glob("catalog*"):
         file.unlink()
     house.run(start_without_catalog)
+
+
+# -- one id in several datasets ---------------------------------------------------------------------------------------
+
+
+def test_an_id_that_two_datasets_record_differently_is_told_and_asks_for_its_dataset(house: Builder, upstream: Upstream) -> None:
+    """By base commit or by repository, in any spelling; the same facts in two datasets are one instance."""
+    first, second, third = upstream.history(3)
+
+    async def body(it: House) -> None:
+        await it.take([row("a", first), row("b", second), row("c", third)], name="lite")
+        same = await it.take([row("a", first, repo="Owner/NAME")], name="same")
+        assert (same["ambiguous"], same["ambiguous_count"]) == ([], 0)
+        assert (await it.datasets.instance("a", grader=False)).dataset == "lite"
+        other = await it.take([row("a", second), row("b", second), row("c", first)], name="other")
+        assert other["ambiguous"] == [
+            {"id": "a", "datasets": ["other", "lite", "same"]},
+            {"id": "c", "datasets": ["other", "lite"]},
+        ]
+        assert other["ambiguous_count"] == 2
+        with pytest.raises(InstanceAmbiguousError) as refused:
+            await it.datasets.instance("a", grader=False)
+        assert refused.value.facts["datasets"] == ["lite", "same", "other"]
+        assert "--dataset lite" in (refused.value.hint or "")
+        assert (await it.datasets.instance("a", grader=False, dataset="other")).base_commit == second
+        assert (await it.datasets.instance("a", grader=False, dataset="same")).base_commit == first
+        assert (await it.datasets.instance("b", grader=False)).dataset == "lite"
+        with pytest.raises(InstanceNotFoundError):
+            await it.datasets.instance("c", grader=False, dataset="same")
+        found = await it.datasets.find_instance("a", "other")
+        assert await it.datasets.find_instance("a", "other") is found, "it was looked up in the catalog again"
+        await it.datasets.remove("other")
+        assert (await it.datasets.instance("a", grader=False)).base_commit == first
+
+    house.run(body)

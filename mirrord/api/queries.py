@@ -56,6 +56,7 @@ class InstancesQuery(Query):
 
 class InstanceQuery(Query):
     view: View = View.AGENT
+    dataset: str | None = None
 
 
 class AuditsQuery(Query):

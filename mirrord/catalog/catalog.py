@@ -19,7 +19,7 @@ from sqlalchemy import Connection
 from ..errors import DiskFullError
 from ..git.workers import Workers
 from ..model import AuditLevel, CommitId
-from ..protocol import Audit, Dataset, DatasetChange, DatasetSummary
+from ..protocol import AmbiguousInstance, Audit, Dataset, DatasetChange, DatasetSummary
 from . import audits, datasets, mirrors
 from .database import Database, Way
 from .rows import DatasetHead, InstanceRow, JudgementRow, MirrorRow, PinRow, RecordedRow
@@ -135,9 +135,13 @@ class Catalog:
         """Say anew why commits of one mirror (`*`: all of them) have no pin of this dataset."""
         await self._write(datasets.put_refused, name, key, refused)
 
-    async def find_instance(self, identity: str) -> InstanceRow | None:
-        """An instance by its exact id. When several datasets have it, the one that was first imported answers."""
-        return await self._read(datasets.find_instance, identity)
+    async def find_instance(self, identity: str, dataset: str | None = None) -> InstanceRow | None:
+        """An instance by its exact id, of one dataset or of any. Raises InstanceAmbiguousError where any may be several."""
+        return await self._read(datasets.find_instance, identity, dataset)
+
+    async def list_ambiguous(self, dataset: str) -> list[AmbiguousInstance]:
+        """Instances of a dataset of which another one records another repository or base commit."""
+        return await self._read(datasets.list_ambiguous, dataset)
 
     async def list_instance_ids(self, dataset: str | None = None) -> list[str]:
         return await self._read(datasets.list_instance_ids, dataset)

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, and_, delete, exists, func, outerjoin, select, update
+from sqlalchemy import ColumnElement, Connection, RowMapping, and_, delete, exists, func, or_, outerjoin, select, update
 
-from ..model import CommitId, CommitRole, Direction, MirrorName
-from ..protocol import Dataset, DatasetSummary, RowFault, UnpinnedCommit
+from ..errors import InstanceAmbiguousError
+from ..model import CommitId, CommitRole, Direction, MirrorName, shown
+from ..protocol import AmbiguousInstance, Dataset, DatasetSummary, RowFault, UnpinnedCommit
 from .rows import InstanceRow, RecordedRow
 from .schema import datasets, instances, mirrors, pins, recorded
 
@@ -138,11 +139,44 @@ def _reason(reasons: dict[str, str], commit: str) -> str:
 # -- instances and what they record -----------------------------------------------------------------------------------
 
 
-def find_instance(connection: Connection, identity: str) -> InstanceRow | None:
-    """An instance by its exact id. When several datasets have it, the one that was first imported answers."""
-    query = _instances().where(instances.c.id == identity).order_by(instances.c.dataset_id).limit(1)
-    row = connection.execute(query).mappings().first()
-    return None if row is None else _instance(connection, row)
+def find_instance(connection: Connection, identity: str, dataset: str | None = None) -> InstanceRow | None:
+    """An instance by its exact id, of one dataset or of any; of several that record the same, the one imported first answers.
+
+    Raises InstanceAmbiguousError where any was asked for and two record another repository or base commit.
+    """
+    query = _instances().where(instances.c.id == identity).order_by(instances.c.dataset_id)
+    if dataset is not None:
+        query = query.where(datasets.c.name == dataset)
+    rows = connection.execute(query).mappings().all()
+    if len({(row["mirror_name"].lower(), row["base_commit"]) for row in rows}) > 1:
+        names = [row["dataset"] for row in rows]
+        raise InstanceAmbiguousError(
+            f"cannot tell which instance {shown(identity)} is meant: {len(names)} datasets record it with"
+            " different repositories or base commits",
+            hint=f"name the dataset: --dataset {names[0]}",
+            instance=identity,
+            datasets=names,
+        )
+    return _instance(connection, rows[0]) if rows else None
+
+
+def list_ambiguous(connection: Connection, dataset: str) -> list[AmbiguousInstance]:
+    """Instances of a dataset of which another one records another repository or base commit."""
+    mine, other = instances.alias(), instances.alias()
+    differs = or_(func.lower(mine.c.mirror_name) != func.lower(other.c.mirror_name), mine.c.base_commit != other.c.base_commit)
+    ours, theirs = datasets.alias(), datasets.alias()
+    query = (
+        select(mine.c.id, theirs.c.name)
+        .join(ours, ours.c.id == mine.c.dataset_id)
+        .join(other, and_(other.c.id == mine.c.id, other.c.dataset_id != mine.c.dataset_id, differs))
+        .join(theirs, theirs.c.id == other.c.dataset_id)
+        .where(ours.c.name == dataset)
+        .order_by(mine.c.id, theirs.c.name)
+    )
+    found: dict[str, list[str]] = {}
+    for identity, name in connection.execute(query):
+        found.setdefault(identity, [dataset]).append(name)
+    return [AmbiguousInstance(id=identity, datasets=names) for identity, names in found.items()]
 
 
 def iter_instances(connection: Connection, dataset: str, key: str) -> Iterator[InstanceRow]:

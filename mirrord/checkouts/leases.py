@@ -60,7 +60,8 @@ class Directories:
 class Lease:
     """The right to one checkout. `commit` and `tree` are what it is, or while RESETTING becomes, clean at.
 
-    `taken_by` is the uid that asked for it, for `owner_uid`; `bound_to` the process that it ends with.
+    `taken_by` is the uid that asked for it, for `owner_uid`; `bound_to` the process that it ends with;
+    `dataset` the one whose `instance` it is.
     """
 
     id: CheckoutId
@@ -78,6 +79,7 @@ class Lease:
     created_at: datetime
     expires_at: datetime
     bound_to: Process | None = None
+    dataset: str | None = None
     state: LeaseState = LeaseState.LIVE
 
     @property
@@ -270,6 +272,7 @@ def _to_json(lease: Lease) -> dict[str, object]:
         "commit": lease.commit,
         "tree": lease.tree,
         "instance": lease.instance,
+        "dataset": lease.dataset,
         "history": lease.history,
         "view": lease.view,
         "backend": lease.backend,
@@ -299,6 +302,7 @@ def _from_json(facts: dict[str, Any], directories: Directories, state: LeaseStat
         created_at=datetime.fromisoformat(facts["created_at"]),
         expires_at=datetime.fromisoformat(facts["expires_at"]),
         bound_to=Process(*facts["bound_to"]) if facts["bound_to"] else None,
+        dataset=facts.get("dataset"),
         state=state,
     )
 

@@ -49,7 +49,7 @@ class Naming(Enum):
 class Instances(Protocol):
     """Where instances are looked up."""
 
-    async def find_instance(self, instance: str) -> InstanceRow | None: ...
+    async def find_instance(self, instance: str, dataset: str | None = None) -> InstanceRow | None: ...
 
     async def find_base_commit(self, name: MirrorName, digits: str) -> CommitId | None: ...
 
@@ -88,20 +88,22 @@ class Requests:
         CommitNotFoundError, CommitUnservableError."""
         if (request.instance is None) == (request.mirror is None) or (request.mirror is None) != (request.commit is None):
             raise InvalidRequestError("cannot tell what to check out: the request names too little or too much", hint=_HOW)
+        _must_name_an_instance(request)
         if request.instance is None:
             return await self._commit(str(request.mirror), str(request.commit), naming)
-        row = await self._instances.find_instance(request.instance)
+        row = await self._instances.find_instance(request.instance, request.dataset)
         if row is not None:
             return await self._instance(row)
         name, at, commitish = request.instance.partition("@")
-        if not at or not commitish:
-            raise _no_instance(request.instance)
+        if request.dataset or not at or not commitish:
+            raise _no_instance(request.instance, request.dataset)
         return await self._commit(name, commitish, naming)
 
     async def read_reset(self, request: ResetCheckout, lease: Lease, naming: Naming) -> Wanted:
         """Where a reset goes; the instance stays what it was unless another is named. Only within the lease's mirror."""
         if request.instance is not None and request.commit is not None:
             raise InvalidRequestError("cannot reset to an instance and a commit at the same time", hint="name one of them")
+        _must_name_an_instance(request)
         if naming is Naming.NOTHING and (request.instance or request.commit):
             raise AccessError(
                 "cannot reset to another commit: only members of the access group may",
@@ -110,9 +112,9 @@ class Requests:
         if request.commit is not None:
             return Wanted(lease.mirror, await self._named(lease.mirror, request.commit, naming))
         if request.instance is None:
-            row = await self._instances.find_instance(lease.instance) if lease.instance else None
+            row = await self._instances.find_instance(lease.instance, lease.dataset) if lease.instance else None
             return Wanted(lease.mirror, Target(lease.commit, lease.tree), row)
-        wanted = await self.read_start(StartCheckout(instance=request.instance), naming)
+        wanted = await self.read_start(StartCheckout(instance=request.instance, dataset=request.dataset), naming)
         if wanted.mirror.key != lease.mirror.key:
             raise InvalidRequestError(
                 f"cannot reset to {shown(request.instance)}: it is of {wanted.mirror}, the checkout of {lease.mirror}",
@@ -170,7 +172,15 @@ class Requests:
         return Target(found.commit, found.tree)
 
 
-def _no_instance(text: str) -> InstanceNotFoundError:
+def _must_name_an_instance(request: StartCheckout | ResetCheckout) -> None:
+    if request.dataset is not None and request.instance is None:
+        raise InvalidRequestError(
+            "cannot check out of a dataset without an instance", hint="name one of its instances, or leave the dataset out"
+        )
+
+
+def _no_instance(text: str, dataset: str | None) -> InstanceNotFoundError:
+    fact = f"dataset {shown(dataset)} has no such instance" if dataset else "no dataset has it"
     return InstanceNotFoundError(
-        f"cannot find instance {shown(text)}: no dataset has it", hint="see `mirrord dataset list`, or write NAME@COMMIT"
+        f"cannot find instance {shown(text)}: {fact}", hint="see `mirrord dataset list`, or write NAME@COMMIT"
     )

@@ -70,7 +70,7 @@ class Revisions:
     async def named_patch(self, lease: Lease, named: str) -> bytes:
         """`@patch` or `@test_patch` of the lease's instance."""
         _must_grade(lease, "apply the instance's own patch")
-        row = await self._instances.find_instance(lease.instance) if lease.instance else None
+        row = await self._instances.find_instance(lease.instance, lease.dataset) if lease.instance else None
         if row is None:
             raise InvalidRequestError(
                 f"cannot apply {shown(named)}: the checkout is of no instance", hint="send the patch itself"

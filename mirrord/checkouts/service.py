@@ -146,6 +146,7 @@ class Checkouts:
                 commit=wanted.target.commit,
                 tree=wanted.target.tree,
                 instance=wanted.instance.id if wanted.instance else None,
+                dataset=wanted.instance.dataset if wanted.instance else None,
                 history=history,
                 view=request.view,
                 backend=backend,
@@ -170,7 +171,9 @@ class Checkouts:
         began = time.perf_counter()
         async with self._held(checkout, peer) as lease:
             wanted = await self._requests.read_reset(request, lease, self._naming(peer))
-            lease, proof = await self._keeper.reset(lease, wanted.target, wanted.instance.id if wanted.instance else None)
+            instance = wanted.instance
+            lease = replace(lease, dataset=instance.dataset if instance else None)
+            lease, proof = await self._keeper.reset(lease, wanted.target, instance.id if instance else None)
         duration_s = round(time.perf_counter() - began, 6)
         self._publish("checkout.reset", lease, duration_s=duration_s, restored=proof.files_restored, removed=proof.files_removed)
         return ResetAnswer(**_members(lease, {"total": duration_s}), proof=proof)

@@ -25,6 +25,7 @@ Owner = Annotated[
     str | None,
     Option("--owner", metavar="USER", help="The user, by name or uid, whose checkout it is; default: you."),
 ]
+Dataset = Annotated[str | None, Option(metavar="NAME", help="Whose instance, where several datasets record the id differently.")]
 _CHECKOUT_ID = re.compile(r"[a-z2-7]{16}")
 _COMMIT = re.compile(r"[0-9a-fA-F]{40}")
 
@@ -32,6 +33,7 @@ _COMMIT = re.compile(r"[0-9a-fA-F]{40}")
 def checkout(
     session: Session,
     instance: Annotated[str, Argument(metavar="INSTANCE", help="An instance id, or NAME@COMMITISH.")],
+    dataset: Dataset = None,
     history: Annotated[History | None, Option(help="How much of the past it shows; default: as configured.")] = None,
     view: Annotated[View, Option(help="Who it is for: an agent, or the grader of one.")] = View.AGENT,
     backend: Annotated[Backend | None, Option(help="How it is made; default: as configured.")] = None,
@@ -44,6 +46,7 @@ def checkout(
     with session.client() as client:
         handle = client.checkout(
             instance,
+            dataset=dataset,
             history=history,
             view=view,
             backend=backend,
@@ -58,14 +61,17 @@ def reset(
     session: Session,
     checkout_id: Id,
     to: Annotated[str | None, Argument(metavar="[INSTANCE or COMMITISH]", help="Another one of the same repository.")] = None,
+    dataset: Dataset = None,
 ) -> None:
     """Answers after the tree and the control files of .git were proven equal to the template's; prints the path."""
     with session.client() as client:
-        answer = _reset(client, find_id(client, checkout_id), to)
+        answer = _reset(client, find_id(client, checkout_id), to, dataset)
     session.answer(answer, lambda: [answer.path])
 
 
-def _reset(client: Client, found: str, to: str | None) -> ResetAnswer:
+def _reset(client: Client, found: str, to: str | None, dataset: str | None) -> ResetAnswer:
+    if dataset is not None:
+        return client.reset_checkout(found, to, dataset=dataset)
     if to is None:
         return client.reset_checkout(found)
     if _COMMIT.fullmatch(to):

@@ -62,6 +62,11 @@ def _complaints(result: dict[str, Any]) -> Iterator[str]:
     dataset = result.get("dataset") or {}
     for fault in dataset.get("faults") or []:
         yield f"{fault['file']}:{fault['line']}: {fault.get('instance') or 'row'}: {fault['reason']}"
+    for instance in result.get("ambiguous") or []:
+        others = ", ".join(name for name in instance["datasets"] if name != dataset["name"])
+        yield f"{instance['id']}: {others} records another repository or base commit; check it out with --dataset"
+    if unseen := result.get("ambiguous_count", 0) - len(result.get("ambiguous") or []):
+        yield f"{unseen} more instances are recorded differently by other datasets"
     by_reason: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for commit in dataset.get("unpinned") or []:
         by_reason.setdefault((commit["mirror"], commit["reason"]), []).append(commit)

@@ -66,27 +66,27 @@ def rehearse(
             wanted += [found.id for found in client.list_instances(dataset)]
         if not wanted:
             raise UsageError("cannot rehearse: there are no instances", hint="import a dataset first, or name instances")
-        rows = list(_rehearsed(session, client, wanted))
+        rows = list(_rehearsed(session, client, wanted, dataset))
     _answer(session, rows)
     if statuses := {row.status for row in rows} - {0}:
         raise SystemExit(_FAILED if _FAILED in statuses else min(statuses))
 
 
-def _rehearsed(session: Session, client: Client, instances: list[str]) -> Iterator[Row]:
+def _rehearsed(session: Session, client: Client, instances: list[str], dataset: str | None) -> Iterator[Row]:
     with watching(session, "rehearse") as watch:
         for number, instance in enumerate(instances):
             watch(Progress(done=number, total=len(instances), unit="instances", note=instance))
-            yield _rehearse(client, instance)
+            yield _rehearse(client, instance, dataset)
 
 
-def _rehearse(client: Client, instance: str) -> Row:
+def _rehearse(client: Client, instance: str, dataset: str | None) -> Row:
     """Each step needs those before it, so the first failure ends the row; the checkout is released all the same."""
     steps: list[Step] = []
     checkout: Checkout | None = None
     patch = b""
     with suppress(MirrordError):  # the last step holds it
-        row = _timed(steps, "instance", partial(client.get_instance, instance, view=View.GRADER))
-        checkout = _timed(steps, "checkout", partial(client.checkout, instance, view=View.GRADER))
+        row = _timed(steps, "instance", partial(client.get_instance, instance, view=View.GRADER, dataset=dataset))
+        checkout = _timed(steps, "checkout", partial(client.checkout, instance, view=View.GRADER, dataset=dataset))
         for name, reverse in _patches(row):
             _timed(steps, name, partial(checkout.apply, name, reverse=reverse))
         patch = _timed(steps, "diff", checkout.diff)

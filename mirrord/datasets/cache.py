@@ -14,28 +14,34 @@ from ..model import CommitId, MirrorName
 
 _ROW_OVERHEAD_BYTES = 1000
 _LIMIT_BYTES = 16 * 1024**2
+_Key = tuple[str, str | None]
+_Load = Callable[[str, str | None], Awaitable[InstanceRow | None]]
 _COMMITS_LIMIT = 100_000
 
 
 class InstanceCache:
     """Least recently used first out. Belongs to one event loop."""
 
-    def __init__(self, load: Callable[[str], Awaitable[InstanceRow | None]], *, limit_bytes: int = _LIMIT_BYTES) -> None:
+    def __init__(
+        self, load: Callable[[str, str | None], Awaitable[InstanceRow | None]], *, limit_bytes: int = _LIMIT_BYTES
+    ) -> None:
         self._load = load
         self._limit_bytes = limit_bytes
-        self._rows: OrderedDict[str, InstanceRow] = OrderedDict()
+        self._rows: OrderedDict[_Key, InstanceRow] = OrderedDict()
         self._held_bytes = 0
         self._generation = 0
 
-    async def find(self, identity: str) -> InstanceRow | None:
-        row = self._rows.get(identity)
+    async def find(self, identity: str, dataset: str | None = None) -> InstanceRow | None:
+        """Of one dataset, or of any."""
+        key = (identity, dataset)
+        row = self._rows.get(key)
         if row is not None:
-            self._rows.move_to_end(identity)
+            self._rows.move_to_end(key)
             return row
         generation = self._generation
-        row = await self._load(identity)
+        row = await self._load(identity, dataset)
         if row is not None and generation == self._generation:
-            self._keep(row)
+            self._keep(key, row)
         return row
 
     def forget(self) -> None:
@@ -43,11 +49,11 @@ class InstanceCache:
         self._rows.clear()
         self._held_bytes = 0
 
-    def _keep(self, row: InstanceRow) -> None:
+    def _keep(self, key: _Key, row: InstanceRow) -> None:
         size = _size_bytes(row)
-        if row.id in self._rows or size > self._limit_bytes // 16:
+        if key in self._rows or size > self._limit_bytes // 16:
             return
-        self._rows[row.id] = row
+        self._rows[key] = row
         self._held_bytes += size
         while self._held_bytes > self._limit_bytes:
             self._held_bytes -= _size_bytes(self._rows.popitem(last=False)[1])

@@ -37,6 +37,7 @@ from .reading import ReadResult, read_dataset
 from .spools import Before, Spools, place_of, record
 
 _READ_TIMEOUT = timedelta(hours=1)
+_SHOWN_AMBIGUOUS = 1000
 _SUFFIXES = re.compile(r"(?:\.(?:jsonl|ndjson|json|parquet|gz|zst))+$", re.IGNORECASE)
 
 log = structlog.get_logger()
@@ -142,6 +143,7 @@ class Datasets:
         finally:
             self._forget()
         await self._drop_stale_pins(owner)
+        ambiguous = await self._catalog.list_ambiguous(dataset)
         self._changed(
             "dataset.imported",
             dataset,
@@ -149,10 +151,16 @@ class Datasets:
             changed=len(change.changed),
             removed=len(change.removed),
             faults=read.fault_count,
+            ambiguous=len(ambiguous),
             unpinned=sum(map(len, refused.values())),
         )
         taken = await self.get(dataset)
-        return {"dataset": taken.to_json(), "change": change.to_json()}
+        return {
+            "dataset": taken.to_json(),
+            "change": change.to_json(),
+            "ambiguous": [instance.to_json() for instance in ambiguous[:_SHOWN_AMBIGUOUS]],
+            "ambiguous_count": len(ambiguous),
+        }
 
     async def repin(self, name: MirrorName) -> int:
         """Try again what a mirror refused to pin, for all datasets: worth it after a sync. Answers how many are pinned now."""
@@ -209,13 +217,13 @@ class Datasets:
             await self.get(name)
         return await self._catalog.list_instance_ids(name)
 
-    async def find_instance(self, identity: str) -> InstanceRow | None:
+    async def find_instance(self, identity: str, dataset: str | None = None) -> InstanceRow | None:
         """An instance by its exact id, from memory when it was asked for lately.
 
-        Ids are case-sensitive. When several datasets have one, the dataset that was imported first answers, so that a new
-        dataset never changes what an id stands for.
+        Ids are case-sensitive. Raises InstanceAmbiguousError where no dataset is named, and several record the id with different
+        repositories or base commits; of several that record the same, the one that was imported first answers.
         """
-        return await self._cache.find(identity)
+        return await self._cache.find(identity, dataset)
 
     async def find_base_commit(self, name: MirrorName, digits: str) -> CommitId | None:
         """The one base commit of the mirror's instances that begins with these digits.
@@ -224,9 +232,9 @@ class Datasets:
         """
         return await self._base_commits.find(name, digits)
 
-    async def instance(self, identity: str, grader: bool) -> Instance:
+    async def instance(self, identity: str, grader: bool, dataset: str | None = None) -> Instance:
         """What the socket tells of an instance; its answer only to a grader. Raises InstanceNotFoundError."""
-        row = await self.find_instance(identity)
+        row = await self.find_instance(identity, dataset)
         if row is None:
             raise InstanceNotFoundError(
                 f"cannot find instance {shown(identity)}: no dataset has that id",

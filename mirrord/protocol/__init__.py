@@ -19,6 +19,7 @@ from .checkouts import (
     StartCheckout,
 )
 from .datasets import (
+    AmbiguousInstance,
     Dataset,
     DatasetChange,
     DatasetSummary,
@@ -39,6 +40,7 @@ __all__ = [
     "RESULTS",
     "AddMirror",
     "AddPin",
+    "AmbiguousInstance",
     "Answer",
     "Audit",
     "AuditPart",

@@ -50,12 +50,14 @@ _Word = Annotated[str, Bounds(min_length=1, max_length=500)]
 class StartCheckout(Request):
     """What to check out: `instance` (an instance id, or NAME@COMMITISH), or `mirror` with `commit`.
 
+    `dataset` says whose instance, where several record the id differently.
     `bind` "process": it ends with the process that made the connection, not with the connection.
     """
 
     instance: _Word | None = None
     mirror: Repo | None = None
     commit: _Word | None = None
+    dataset: _Word | None = None
     history: History | None = None
     view: View = View.AGENT
     backend: Backend | None = None
@@ -69,6 +71,7 @@ class ResetCheckout(Request):
 
     instance: _Word | None = None
     commit: _Word | None = None
+    dataset: _Word | None = None
 
 
 class RenewCheckout(Request):

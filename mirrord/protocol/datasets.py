@@ -66,6 +66,13 @@ class DatasetChange(Answer):
     unchanged_count: int = 0
 
 
+class AmbiguousInstance(Answer):
+    """An id that `datasets` record with different repositories or base commits."""
+
+    id: str
+    datasets: list[str]
+
+
 class RecordedCommit(Answer):
     commit: str
     role: CommitRole

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from .audits import Audit
-from .datasets import Dataset, DatasetChange
+from .datasets import AmbiguousInstance, Dataset, DatasetChange
 from .messages import Answer, Problem
 from .mirrors import RefChange, RefDiff, RefFault
 
@@ -39,8 +39,12 @@ class Synced(Answer):
 
 
 class DatasetImported(Answer):
+    """`ambiguous` are the first of the ids that other datasets record differently."""
+
     dataset: Dataset
     change: DatasetChange
+    ambiguous: list[AmbiguousInstance] = []
+    ambiguous_count: int = 0
 
 
 class BundleImported(Answer):

@@ -56,7 +56,7 @@ async def get_instance(call: Call) -> Instance:
             f"cannot show instance {call.path['id']} in the grader view: only an administrator may see its patches",
             hint="leave out view=grader, or see [access] admins in the configuration",
         )
-    return await call.engine.datasets.instance(call.path["id"], is_grader)
+    return await call.engine.datasets.instance(call.path["id"], is_grader, query.dataset)
 
 
 def _shown(call: Call, dataset: Dataset) -> Dataset:

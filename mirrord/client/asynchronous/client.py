@@ -196,9 +196,10 @@ class AsyncClient:
         """All instances, or one dataset's; for administrators."""
         return read_list(await self._connection.request("GET", "instances", dataset=dataset), protocol.InstanceName)
 
-    async def get_instance(self, instance: str, *, view: View = View.AGENT) -> protocol.Instance:
+    async def get_instance(self, instance: str, *, view: View = View.AGENT, dataset: str | None = None) -> protocol.Instance:
         """One instance; its patches only in the grader view, and only to who may see them."""
-        answer = await self._connection.request("GET", f"instances/{quote(instance, safe='')}", view=view.value)
+        path = f"instances/{quote(instance, safe='')}"
+        answer = await self._connection.request("GET", path, view=view.value, dataset=dataset)
         return read_one(answer, protocol.Instance)
 
     # -- audits and heals ---------------------------------------------------------------------------------------------
@@ -244,6 +245,7 @@ class AsyncClient:
         *,
         mirror: str | None = None,
         commit: str | None = None,
+        dataset: str | None = None,
         history: History | None = None,
         view: View = View.AGENT,
         backend: Backend | None = None,
@@ -254,13 +256,14 @@ class AsyncClient:
     ) -> Pending[AsyncCheckout]:
         """Lease a working tree at an instance's base commit, at NAME@COMMITISH, or at `commit` of `mirror`.
 
+        `dataset` says whose instance, where several record the id differently.
         `ttl` is how long it is held unless renewed: a timedelta, seconds, or a duration such as "30m".
         With `auto_renew` this client renews it as long as the handle is there and not released.
         `owner` is the uid whose tree it is; `bind` "process" ends it with this process.
         """
         body = message(
             protocol.StartCheckout, instance=instance, mirror=mirror, commit=commit, history=history, view=view, backend=backend,
-            ttl=seconds_of(ttl), owner=owner, bind=bind,
+            ttl=seconds_of(ttl), owner=owner, bind=bind, dataset=dataset,
         )  # fmt: skip
         return Pending(self._check_out(body, auto_renew))
 
@@ -286,9 +289,9 @@ class AsyncClient:
         return read_one(await self._connection.request("GET", f"checkouts/{quote(checkout, safe='')}"), protocol.Checkout)
 
     async def reset_checkout(
-        self, checkout: str, instance: str | None = None, *, commit: str | None = None
+        self, checkout: str, instance: str | None = None, *, commit: str | None = None, dataset: str | None = None
     ) -> protocol.ResetAnswer:
-        body = message(protocol.ResetCheckout, instance=instance, commit=commit)
+        body = message(protocol.ResetCheckout, instance=instance, commit=commit, dataset=dataset)
         answer = await self._connection.request("POST", f"checkouts/{quote(checkout, safe='')}/reset", body=body)
         return read_one(answer, protocol.ResetAnswer)
 

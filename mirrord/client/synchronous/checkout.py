@@ -80,9 +80,9 @@ class Checkout:
     def expires_at(self) -> datetime:
         return self.lease.expires_at
 
-    def reset(self, instance: str | None = None, *, commit: str | None = None) -> protocol.Proof:
+    def reset(self, instance: str | None = None, *, commit: str | None = None, dataset: str | None = None) -> protocol.Proof:
         """Bring the tree back to clean, or on to another instance or commit of the same mirror; answers the proof."""
-        answer = self._client.reset_checkout(self.id, instance, commit=commit)
+        answer = self._client.reset_checkout(self.id, instance, commit=commit, dataset=dataset)
         self.lease = answer
         return answer.proof
 

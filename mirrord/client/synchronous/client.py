@@ -193,9 +193,10 @@ class Client:
         """All instances, or one dataset's; for administrators."""
         return read_list(self._connection.request("GET", "instances", dataset=dataset), protocol.InstanceName)
 
-    def get_instance(self, instance: str, *, view: View = View.AGENT) -> protocol.Instance:
+    def get_instance(self, instance: str, *, view: View = View.AGENT, dataset: str | None = None) -> protocol.Instance:
         """One instance; its patches only in the grader view, and only to who may see them."""
-        answer = self._connection.request("GET", f"instances/{quote(instance, safe='')}", view=view.value)
+        path = f"instances/{quote(instance, safe='')}"
+        answer = self._connection.request("GET", path, view=view.value, dataset=dataset)
         return read_one(answer, protocol.Instance)
 
     # -- audits and heals ---------------------------------------------------------------------------------------------
@@ -239,6 +240,7 @@ class Client:
         *,
         mirror: str | None = None,
         commit: str | None = None,
+        dataset: str | None = None,
         history: History | None = None,
         view: View = View.AGENT,
         backend: Backend | None = None,
@@ -249,13 +251,14 @@ class Client:
     ) -> Checkout:
         """Lease a working tree at an instance's base commit, at NAME@COMMITISH, or at `commit` of `mirror`.
 
+        `dataset` says whose instance, where several record the id differently.
         `ttl` is how long it is held unless renewed: a timedelta, seconds, or a duration such as "30m".
         With `auto_renew` this client renews it as long as the handle is there and not released.
         `owner` is the uid whose tree it is; `bind` "process" ends it with this process.
         """
         body = message(
             protocol.StartCheckout, instance=instance, mirror=mirror, commit=commit, history=history, view=view, backend=backend,
-            ttl=seconds_of(ttl), owner=owner, bind=bind,
+            ttl=seconds_of(ttl), owner=owner, bind=bind, dataset=dataset,
         )  # fmt: skip
         return self._check_out(body, auto_renew)
 
@@ -280,8 +283,10 @@ class Client:
     def get_checkout(self, checkout: str) -> protocol.Checkout:
         return read_one(self._connection.request("GET", f"checkouts/{quote(checkout, safe='')}"), protocol.Checkout)
 
-    def reset_checkout(self, checkout: str, instance: str | None = None, *, commit: str | None = None) -> protocol.ResetAnswer:
-        body = message(protocol.ResetCheckout, instance=instance, commit=commit)
+    def reset_checkout(
+        self, checkout: str, instance: str | None = None, *, commit: str | None = None, dataset: str | None = None
+    ) -> protocol.ResetAnswer:
+        body = message(protocol.ResetCheckout, instance=instance, commit=commit, dataset=dataset)
         answer = self._connection.request("POST", f"checkouts/{quote(checkout, safe='')}/reset", body=body)
         return read_one(answer, protocol.ResetAnswer)
 
