@@ -13,10 +13,14 @@ SEED ?= 1
 # What the tests need from Debian; nothing of it is needed to run the daemon but git.
 DEBIAN_PACKAGES := git python3.11-venv systemd-container util-linux e2fsprogs strace postgresql-15 uidmap
 
-.PHONY: help setup run demo test faults lint bench debian clean
+LOWEST_TOOLS := hatchling==1.31.0 hypothesis pytest pytest-timeout pytest-xdist
+LOWEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,config api api_main_job protocol client catalog \
+	dataset_reading jobs_schedule jobs_watch telemetry workers pool))
+
+.PHONY: help setup run demo test test-lowest faults lint bench debian clean
 
 help:
-	@grep -E '^(setup|run|demo|test|faults|lint|bench|clean):.*##' Makefile | sed 's/:.*## /\t/' | expand -t 10
+	@grep -E '^(setup|run|demo|test|test-lowest|faults|lint|bench|clean):.*##' Makefile | sed 's/:.*## /\t/' | expand -t 13
 
 setup: .venv/ready ## make the environment and leave .venv/bin/mirrord
 
@@ -36,6 +40,15 @@ demo: setup ## do the main job once, on real repositories, in a scratch director
 
 test: debian setup lint ## run every test and check
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+test-lowest: ## some of the tests with the oldest versions that pyproject.toml allows, in a scratch environment
+	@scratch=$$(mktemp -d); trap 'rm -rf "$$scratch"' EXIT; set -e; \
+	$(PYTHON) -m venv $$scratch/uv; $$scratch/uv/bin/python -m pip install --quiet --disable-pip-version-check uv; \
+	$(PYTHON) -m venv --without-pip $$scratch/venv; \
+	install="$$scratch/uv/bin/uv pip install --quiet --only-binary :all: -p $$scratch/venv/bin/python"; \
+	$$install --resolution lowest-direct -r pyproject.toml -e packaging/client; $$install --no-deps -e .; \
+	$$install $(LOWEST_TOOLS); \
+	$$scratch/venv/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(LOWEST_TESTS)
 
 faults: debian setup ## break it everywhere while it works, and write docs/reliability.md; SEED=number
 	PYTHONPATH=tests $(BIN)/python -m faults --seed $(SEED) --document docs/reliability.md $(FAULTS_ARGS)

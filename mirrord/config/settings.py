@@ -107,8 +107,7 @@ def setting_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterato
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from setting_keys(inner, f"{prefix}{name}.")
         else:
-            extra = info.json_schema_extra
-            yield f"{prefix}{name}", bool(isinstance(extra, dict) and extra.get("restart"))
+            yield f"{prefix}{name}", Restart in info.metadata
 
 
 def compare(old: Settings, new: Settings) -> tuple[list[str], list[str]]:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 
 from ..errors import MirrordError
 from ..model import FindingKind, MirrorName, shown
@@ -100,5 +100,5 @@ UrlTemplate = Annotated[str, AfterValidator(_url_template)]
 User = Annotated[str | int, BeforeValidator(_user)]
 Group = Annotated[str, AfterValidator(_account)]
 RefPattern = Annotated[str, AfterValidator(_ref_pattern)]
-Restart = Field(json_schema_extra={"restart": True})
+Restart = object()
 """Marks a setting that a reload refuses: what was built from it at the start would have to be built again."""
