@@ -121,6 +121,32 @@ def test_neither_set_id_bits_nor_devices_count_in_a_checkout(running: Daemon, ba
             (tree / "null").read_bytes()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_binds_outlive_a_daemon_that_leaves_a_lease(tmp_path: Path, backend: str) -> None:
+    """Killed or stopped: what is in a checkout must not come to count meanwhile. One that leaves none takes them away."""
+    upstream = Upstream(tmp_path / "r")
+    upstream.commit({"README": "1\n"})
+    with daemon('[audit]\ninterval = "0"\n') as it:
+        checkouts = it.state_dir / "checkouts"
+        operation = it.json("POST", "/v1/mirrors", {"repo": "o/r", "url": upstream.url})
+        while operation["state"] == "running":
+            time.sleep(0.05)
+            operation = it.json("GET", f"/v1/operations/{operation['id']}")
+        made = it.json("POST", "/v1/checkouts", {"instance": "o__r@main", "backend": backend})
+        for end in (it.kill, it.stop):
+            end()
+            assert os.statvfs(checkouts).f_flag & os.ST_NOSUID
+            it.start()
+            assert Path(made["path"], "README").read_text() == "1\n"
+            mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+            assert mounted.count(str(checkouts)) == 1
+        release(it, made)
+        time.sleep(0.5)
+        it.stop()
+        assert not os.path.ismount(checkouts)
+        shutil.rmtree(it.state_dir)
+
+
 # -- containers -----------------------------------------------------------------------------------------------------------
 
 

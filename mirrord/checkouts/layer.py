@@ -1,8 +1,8 @@
 """One layer of overlay templates, as it is recorded beside its files.
 
-Owns `layer.json` in `trees/<tree>` (a keyframe: a whole tree) and `trees/<tree>@<base tree>` (a delta),
-beside `files`, `index` and the private manifest. Loads no libgit2: the
-daemon keeps these records in memory, workers build what they describe.
+Owns `layer.json` in `trees/<tree>` (a keyframe: a whole tree) and `trees/<tree>@<base tree>` (a
+delta), beside `files`, `index` and the private manifest. Loads no libgit2: the daemon keeps these
+records in memory, workers build what they describe.
 """
 
 from __future__ import annotations

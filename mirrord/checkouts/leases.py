@@ -1,10 +1,12 @@
 """Leases: who holds which checkout until when, and the two directories that a checkout has.
 
-`checkouts/<id>` is what clients get: it is entered by the owner and the daemon alone, is stable over resets, and holds `tree`.
-`leases/<id>` (0700) has all that is private, and is the truth: no database knows a lease. A lease is `lease.json` there, or
-`resetting.json` while a tree is changed. A directory of either kind without a whole one is half-made; one called `.gone-<id>` was
-released; both are only rubbish. Nothing is flushed: after a power cut a lease that was seconds old may be gone, but never half
-there. Only what replaces a lease that has stood for long, a renewal, is flushed first. Never touches what is inside the tree.
+`checkouts/<id>` is what clients get: it is entered by the owner and the daemon alone, is stable
+over resets, and holds `tree`. `leases/<id>` (0700) has all that is private, and is the truth: no
+database knows a lease. A lease is `lease.json` there, or `resetting.json` while a tree is
+changed. A directory of either kind without a whole one is half-made; one called `.gone-<id>` was
+released; both are only rubbish. Nothing is flushed: after a power cut a lease that was seconds
+old may be gone, but never half there. Only what replaces a lease that has stood for long, a
+renewal, is flushed first. Never touches what is inside the tree.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The overlay backend: a checkout is one mount, a private layer over the immutable layers of its template.
 
-Owns `checkouts/<id>/tree`, where the mount is, and `leases/<id>/layer/`, with `upper`, what the client wrote, and overlayfs's
-`work`. With a warm template a checkout is six mkdirs and a mount. A reset makes another layer, proves the mount of it before it
-is attached anywhere, and puts it in the place of the old one in one step, which containers that mounted `checkouts/<id>` follow.
-All that is done on the event loop: it takes less time than a thread would to begin. Taking things down again waits for the
-kernel and the disk, and is done by threads.
+Owns `checkouts/<id>/tree`, where the mount is, and `leases/<id>/layer/`, with `upper`, what the
+client wrote, and overlayfs's `work`. With a warm template a checkout is six mkdirs and a mount. A
+reset makes another layer, proves the mount of it before it is attached anywhere, and puts it in
+the place of the old one in one step, which containers that mounted `checkouts/<id>` follow. All
+that is done on the event loop: it takes less time than a thread would to begin. Taking things
+down again waits for the kernel and the disk, and is done by threads.
 
-Mounts outlive the daemon. After a crash a lease is found mounted as it was; after a reboot its layer is mounted again. What is
-called `.old-…` or `.gone-…` in a private directory is rubbish.
+Mounts outlive the daemon. After a crash a lease is found mounted as it was; after a reboot its
+layer is mounted again. What is called `.old-…` or `.gone-…` in a private directory is rubbish.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class OverlayBackend:
         may_map_owners: bool,
     ) -> None:
         self._store = f"{state_dir}/templates/"
+        self._leases = state_dir / "leases"
         self._mounter = mounter
         self._templates = templates
         self._workers = workers
@@ -83,7 +85,8 @@ class OverlayBackend:
 
     async def close(self) -> None:
         await self._rubbish.close()
-        self._mounter.close(unbind=not self._held)
+        is_leased = any(not path.name.startswith(".") for path in self._leases.iterdir())
+        self._mounter.close(unbind=not is_leased)
 
     async def create(self, lease: Lease) -> Made:
         began = time.perf_counter()
@@ -91,7 +94,7 @@ class OverlayBackend:
         async def fill(template: Template) -> Made:
             ready = time.perf_counter()
             with full_disk_named(f"checkout {lease.id}"), suppress(FileExistsError):
-                os.mkdir(lease.tree_path, 0o700)  # which nobody is to enter while nothing is mounted there
+                os.mkdir(lease.tree_path, 0o700)  # nobody enters it while nothing is mounted there
             with opened(self._make(lease, _LAYER, template)) as mount:
                 self._mounter.attach(lease.id, mount)
             timings = {"template": round(ready - began, 6), "mount": round(time.perf_counter() - ready, 6)}
@@ -167,8 +170,8 @@ class OverlayBackend:
     async def _with_template(self, lease: Lease, use: Callable[[Template], Awaitable[T]]) -> T:
         """Find or make the lease's template and `use` it; hold it for the lease, in the place of the one before.
 
-        A template can vanish between the two, or be deleted behind our back: the mount finds that out,
-        and it is made again, once.
+        A template can vanish between the two, or be deleted behind our back: the mount finds that
+        out, and it is made again, once.
         """
         owner = _owner(lease)
         self._must_serve(owner)
@@ -221,7 +224,8 @@ class OverlayBackend:
     def _attach_next(self, lease: Lease, mount: int) -> None:
         """Put the next layer in the place of the one there is.
 
-        The old tree is held until the client has its answer: to tear one down takes 15 ms where 5,000 files were looked at.
+        The old tree is held until the client has its answer: to tear one down takes 15 ms where
+        5,000 files were looked at.
         """
         old = os.open(lease.tree_path, os.O_PATH | os.O_CLOEXEC)
         self._mounter.replace(lease.id, mount)

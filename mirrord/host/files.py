@@ -191,7 +191,8 @@ def exchange(one: Path, other: Path) -> None:
 def admit(directory: str, uid: int) -> None:
     """Let one user pass through a directory of mode 0700, and not list it: a POSIX ACL entry `user:UID:--x`.
 
-    A later chmod would set the ACL's mask, and lock that user out. Raises BackendUnavailableError where the file system has none.
+    A later chmod would set the ACL's mask, and lock that user out. Raises BackendUnavailableError
+    where the file system has none.
     """
     entries = [(_ACL_USER_OBJ, 7, _ACL_NOBODY), (_ACL_USER, 1, uid), (_ACL_GROUP_OBJ, 0, _ACL_NOBODY)]
     entries += [(_ACL_MASK, 1, _ACL_NOBODY), (_ACL_OTHER, 0, _ACL_NOBODY)]

@@ -1,11 +1,13 @@
 """The mount service: `python -m mirrord.host.mounter --state-dir DIR --user USER (--socket PATH | socket of systemd)`.
 
-A process with CAP_SYS_ADMIN and no mount namespace of its own, that mounts checkouts for a daemon that has neither. It is a
-privilege boundary: it answers one uid and root (SO_PEERCRED), takes four typed requests, makes every path itself out of checked
-names, and opens each below the state directory following no link; the kernel gets those descriptors, so what a name comes to mean
-later does not matter. The daemon's files, and nobody else's, are shown as those of ordinary users, each with a group of its own,
-and of a checkout that is leased to that user; set-id bits count nowhere that a client's bytes can be. It reads no file of a
-checkout, runs nothing, and keeps nothing: killed at any moment, it goes on where it was.
+A process with CAP_SYS_ADMIN and no mount namespace of its own, that mounts checkouts for a daemon
+that has neither. It is a privilege boundary: it answers one uid and root (SO_PEERCRED), takes
+four typed requests, makes every path itself out of checked names, and opens each below the state
+directory following no link; the kernel gets those descriptors, so what a name comes to mean later
+does not matter. The daemon's files, and nobody else's, are shown as those of ordinary users, each
+with a group of its own, and of a checkout that is leased to that user; set-id bits count nowhere
+that a client's bytes can be. It reads no file of a checkout, runs nothing, and keeps nothing:
+killed at any moment, it goes on where it was.
 """
 
 from __future__ import annotations
@@ -121,7 +123,7 @@ class GuardedMounter:
         raise AccessError(f"cannot mount checkout {order.checkout}: it is not leased to that user")
 
     def _must_be_ordinary(self, owner: Owner) -> None:
-        """What is written in a checkout is its owner's: never let that be root, a daemon, or with the rights of their groups."""
+        """What is written in a checkout is its owner's: never let that be root or the daemon, or have a group's rights."""
         uid, gid = owner
         if uid == self._daemon[0] or not _is_ordinary(uid, gid):
             raise BackendUnavailableError(

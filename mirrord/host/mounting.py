@@ -1,8 +1,9 @@
 """Mounting for checkouts: what may be asked, and the two ways to have it done.
 
-Owns what is mounted in a state directory: `checkouts/<name>/tree`, an overlay over `leases/<name>/<layer>`, and `checkouts` and
-`leases` themselves, bound over themselves. `LocalMounter` calls the kernel in this process. `RemoteMounter` asks
-`mirrord.host.mounter`, a process of its own, because a service with a private mount namespace makes mounts that its clients
+Owns what is mounted in a state directory: `checkouts/<name>/tree`, an overlay over
+`leases/<name>/<layer>`, and `checkouts` and `leases` themselves, bound over themselves.
+`LocalMounter` calls the kernel in this process. `RemoteMounter` asks `mirrord.host.mounter`, a
+process of its own, because a service with a private mount namespace makes mounts that its clients
 cannot see. Calls are short and block.
 """
 

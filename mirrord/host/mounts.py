@@ -1,9 +1,11 @@
 """Mounts: the raw system calls, with types and our errors.
 
-Owns how an overlay, an idmapped clone, a bind and an unmount are asked of the kernel, and what its refusals mean. Decides
-nothing about what is mounted where. What is attached outlives the process that made it: nothing here is undone by a crash.
+Owns how an overlay, an idmapped clone, a bind and an unmount are asked of the kernel, and what
+its refusals mean. Decides nothing about what is mounted where. What is attached outlives the
+process that made it: nothing here is undone by a crash.
 
-A path that is gone stays FileNotFoundError, so that the caller can make it anew; every other refusal is a ResourceError.
+A path that is gone stays FileNotFoundError, so that the caller can make it anew; every other
+refusal is a ResourceError.
 """
 
 from __future__ import annotations

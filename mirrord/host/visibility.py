@@ -1,7 +1,8 @@
 """What a process sees of a directory of ours: it may live in a mount namespace of its own, as containers and many units do.
 
-Asks the kernel about a process by its id, and changes nothing. What it may not ask, as in a daemon without the right to look at
-other users' processes, counts as seen. The answer is for the moment: a process may enter another namespace afterwards.
+Asks the kernel about a process by its id, and changes nothing. What it may not ask, as in a
+daemon without the right to look at other users' processes, counts as seen. The answer is for the
+moment: a process may enter another namespace afterwards.
 """
 
 from __future__ import annotations
