@@ -29,6 +29,7 @@ interval = "0"
 [checkouts]
 prewarm = false
 [access]
+commits = "any"
 group = "nogroup"
 """
 _OPERATION_S = 60.0
