@@ -161,6 +161,30 @@ async def test_background_work_that_a_user_waits_for_overtakes_the_rest_of_it() 
     await race.end("audit")
 
 
+async def test_who_holds_a_lock_that_another_user_wants_is_not_kept_by_a_queue_of_its_own() -> None:
+    """Alice's work hangs; her build has the lock of a mirror, and waits behind it. Bob wants the lock."""
+    workers, lock = Turns(4, each=2), Turns()
+    race = Race(workers)
+    await race.join("hanging 1", ALICE)
+    await race.join("hanging 2", ALICE)
+    done: list[str] = []
+
+    async def build(uid: int, name: str) -> None:
+        Askers(uid).bind()
+        async with lock.turn(), workers.turn():
+            done.append(name)
+
+    alice = asyncio.create_task(build(ALICE, "alice"))
+    await anyio.wait_all_tasks_blocked()
+    assert done == []
+    with anyio.fail_after(5):
+        await asyncio.create_task(build(BOB, "bob"))
+    assert done == ["alice", "bob"]
+    await alice
+    await race.end("hanging 1")
+    await race.end("hanging 2")
+
+
 async def test_shared_work_ends_when_nobody_waits_for_it_any_more() -> None:
     """The first who hangs up leaves it to the other."""
     flights: Flights[None] = Flights()

@@ -61,7 +61,8 @@ class _Turn:
 class Turns:
     """At most `most` turns at a time, `each` of them for one user and `background` for background work. One event loop's.
 
-    Who waits lends its users to background work that holds a turn: that gets through what it waits for itself as they would.
+    Where there is only one, it is a lock: who waits lends its users to whoever holds it, who gets through the queues that it
+    stands in itself as they would.
     """
 
     def __init__(self, most: int = 1, *, each: int = 1, background: int = 1) -> None:
@@ -99,8 +100,8 @@ class Turns:
 
     async def _wait(self, turn: _Turn) -> None:
         with ExitStack() as stack:
-            for holder in self._running:
-                if holder.uid is None:
+            if self._most == 1:
+                for holder in self._running:
                     stack.enter_context(holder.askers.joined(turn.askers))
             await turn.begun.wait()
 
