@@ -293,7 +293,7 @@ def test_strangers_are_refused(host: Host, checkout: dict[str, Any]) -> None:
         done = host.machine.run("/opt/mirrord/bin/python", "-c", connect, user=user, env=USER, check=False)
         assert "PermissionError" in done.stderr
         assert (
-            host.shell(f"ls {STATE}/templates {STATE}/mirrors {STATE}/idmaps {STATE}/checkouts 2>/dev/null", user, check=False)
+            host.shell(f"ls {STATE}/templates {STATE}/mirrors {STATE}/leases {STATE}/checkouts 2>/dev/null", user, check=False)
             == ""
         )
     assert host.shell(f"ls {STATE}/checkouts/{checkout['id']}/layer 2>/dev/null", check=False) == ""
