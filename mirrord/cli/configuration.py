@@ -32,13 +32,13 @@ def show(session: Session) -> None:
     named = session.config_path()
     found = _in_force(session)
     if found and (named is None or found.path == str(named.absolute())):
-        session.note(f"in force; read from {found.path or 'no file: the defaults'}")
-        values = found.settings
+        values, told = found.settings, f"in force; read from {found.path or 'no file: the defaults'}"
     else:
         path = named or config.find_path()
         values = _without_secrets(config.load(path))
-        session.note(f"no daemon tells what it runs with: from {path or 'no file: the defaults'}")
+        told = f"no daemon tells what it runs with: from {path or 'no file: the defaults'}"
     session.answer(values, lambda: _toml(values))
+    session.note(told)
 
 
 def _in_force(session: Session) -> Configuration | None:
