@@ -131,7 +131,7 @@ def restore(
 
 
 def release(session: Session, checkout_ids: Annotated[list[str], Argument(metavar="ID...", help="Ids or paths.")]) -> None:
-    """What was not taken out with `mirrord diff` is gone."""
+    """Unsaved changes are lost; save them with `mirrord diff` first."""
     with session.client() as client:
         session.each(checkout_ids, lambda one: client.release_checkout(find_id(client, one)))
     if session.json:

@@ -1,6 +1,7 @@
-"""The table of verbs as a tree of click's commands. A verb is a name and a line until it is called; then its module is loaded.
+"""The table of verbs as a tree of click's commands.
 
-Every verb takes the shared options, before or after its name; they end up in the session.
+A verb is a name and a line until it is called; then its module is loaded. Every verb takes the
+shared options, before or after its name; they end up in the session.
 """
 
 from __future__ import annotations

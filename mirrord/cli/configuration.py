@@ -27,8 +27,8 @@ def check(session: Session, file: Annotated[Path | None, Argument(help="Default:
 
 
 def show(session: Session) -> None:
-    """What the daemon runs with where one answers, else the file; stderr says which. As TOML that a configuration file may hold,
-    or with --json as an object. Secrets in URLs are masked."""
+    """The daemon's settings if one answers, else the file's; stderr says which. Prints TOML that a
+    configuration file may hold, or with --json an object. Secrets in URLs are masked."""
     named = session.config_path()
     found = _in_force(session)
     if found and (named is None or found.path == str(named.absolute())):
@@ -42,7 +42,7 @@ def show(session: Session) -> None:
 
 
 def _in_force(session: Session) -> Configuration | None:
-    """None without a daemon, and where the file does not even name its socket: its faults are told when it is read."""
+    """None without a daemon, or for a file that does not parse: reading it tells its faults."""
     try:
         with session.client() as client:
             return client.configuration()

@@ -29,7 +29,7 @@ def import_file(
     ] = None,
     no_wait: Annotated[bool, Option("--no-wait", help="Answer with the operation at once.")] = False,
 ) -> None:
-    """A bad row is told and the rest goes on. Importing a changed file again shows what changed. Status 8 when a recorded commit
+    """Invalid rows are reported and skipped. Importing a changed file again shows what changed. Status 8 when a recorded commit
     could not be pinned, and so cannot be served."""
     if not file.is_file():
         raise UsageError(f"cannot import {file}: it is not a file", hint="name a jsonl, json or parquet file")

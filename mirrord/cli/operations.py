@@ -21,7 +21,7 @@ def list_all(
     session: Session,
     running: Annotated[bool, Option("--running", help="Only those that have not ended.")] = False,
 ) -> None:
-    """Your own; an administrator sees everybody's. The daemon forgets what ended at its next start."""
+    """Your own; an administrator sees everybody's. A restart of the daemon clears the list."""
     with session.client() as client:
         known = [found for found in client.list_operations() if not running or found.state == "running"]
     session.answer(known, lambda: rows(known))
@@ -57,7 +57,7 @@ def _described(found: Operation) -> Iterator[str]:
 
 
 def watch(session: Session, operation_id: Id) -> None:
-    """Prints a line for each change until the operation ends, then ends as the verb that started it would."""
+    """Prints a line for each change; ends with the status of the verb that started it."""
     printed = ""
 
     def show_change(found: Operation) -> None:
@@ -76,14 +76,14 @@ def _line(found: Operation) -> str:
 
 
 def wait(session: Session, operation_id: Id) -> None:
-    """Ends as the verb that started the operation would."""
+    """Ends with the status of the verb that started it."""
     with session.client() as client:
         ended = finish(session, client, client.get_operation(operation_id))
     session.answer(ended, lambda: [_line(ended)])
 
 
 def cancel(session: Session, operation_id: Id) -> None:
-    """What it did so far stays where it is complete."""
+    """Complete results stay: mirrors, pins and rows that it has finished."""
     with session.client() as client:
         found = client.cancel_operation(operation_id)
     session.answer(found, lambda: [_line(found)])

@@ -28,7 +28,7 @@ _LEAK = 8
 def verify(
     session: Session,
     path: Annotated[Path, Argument(help="A working tree or a .git directory, ours or not.")],
-    base: Annotated[str, Option(metavar="SHA", help="The commit after which nothing may be found.")],
+    base: Annotated[str, Option(metavar="SHA", help="Base commit; anything newer is a leak.")],
     mirror: Annotated[
         str | None, Option(metavar="NAME", help="A mirror, or the path of a repository, that knows the history.")
     ] = None,

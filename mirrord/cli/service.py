@@ -121,8 +121,10 @@ def reload(session: Session) -> None:
 
 def events(
     session: Session,
-    follow: Annotated[bool, Option("--follow", "-f", help="Go on with what happens, through restarts of the daemon.")] = False,
-    after: Annotated[str | None, Option(metavar="BOOT:ID", help="Begin behind this event.")] = None,
+    follow: Annotated[
+        bool, Option("--follow", "-f", help="Print new events as they come, through restarts of the daemon.")
+    ] = False,
+    after: Annotated[str | None, Option(metavar="BOOT:ID", help="Start after this event.")] = None,
 ) -> None:
     """Without --follow: what the daemon remembers since it started. With --json, one object a line."""
     with session.client() as client:

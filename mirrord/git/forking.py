@@ -18,8 +18,9 @@ def prepare_workers(preload: Sequence[str] = (), *, nest: Path | None = None) ->
     Its socket lies below `nest`, where one is given the first time. Call it in the thread that lives longest: the server dies
     with the *thread* that started it. It keeps the umask and the limits of this moment.
     """
-    # multiprocessing (3.11) starts its servers with `python -c`, which looks for modules in the working directory first: under
-    # root, in a checkout, that is somebody else's json.py. It hands on -P where we have it; a verb's script has not.
+    # multiprocessing (3.11) starts its servers with `python -c`, which looks for modules in the
+    # working directory first: a json.py in a checkout would run as root. It hands on -P only where
+    # this process has it, and a console script has not.
     os.environ["PYTHONSAFEPATH"] = "1"
     _loaded.extend(preload)
     forkserver.set_forkserver_preload(_loaded)
