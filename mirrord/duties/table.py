@@ -15,13 +15,13 @@ from ..catalog import Catalog, MirrorRow
 from ..checkouts.service import Checkouts
 from ..checkouts.templates import Templates
 from ..config import Settings
-from ..errors import MirrordError, from_problem
+from ..errors import MirrordError, UpstreamAuthError, UpstreamNotFoundError, from_problem
 from ..heal import Heals
 from ..host.processes import trim_memory
 from ..jobs.operations import Operations
 from ..jobs.schedule import Job
 from ..jobs.watch import Watch
-from ..model import AuditLevel, MirrorName
+from ..model import AuditLevel, MirrorName, utc_now
 from ..protocol import Audit, Operation, StartAudit
 from .mend import Mend
 from .prewarm import Prewarm
@@ -35,6 +35,19 @@ TRIM_INTERVAL = timedelta(minutes=1)
 RETRY_INTERVAL = timedelta(minutes=1)
 SYNC_RETRY = timedelta(minutes=1)
 MAINTENANCE_RETRY = timedelta(minutes=10)
+
+
+NEVER_FOUND_INTERVAL = timedelta(days=7)
+_NEVER_FOUND = {UpstreamNotFoundError.code, UpstreamAuthError.code}  # forges ask for a password where there is nothing
+
+
+def _is_given_up(row: MirrorRow, now: datetime) -> bool:
+    """Whether a mirror was never synced, and upstream said that there is nothing: a name that was mistyped, most likely. It is
+    asked for again once a week, by an import, and whenever a person does.
+    """
+    if row.synced_at is not None or row.error is None or row.attempted_at is None:
+        return False
+    return row.error.get("code") in _NEVER_FOUND and now < row.attempted_at + NEVER_FOUND_INTERVAL
 
 
 class Jobs:
@@ -125,7 +138,9 @@ class Jobs:
     # -- what they do -------------------------------------------------------------------------------------------------
 
     async def _run_sync(self, name: MirrorName) -> None:
-        await self._finish(self._work.sync(name))
+        row = await self._catalog.find_mirror(name.key)
+        if row is None or not _is_given_up(row, utc_now()):
+            await self._finish(self._work.sync(name))
 
     async def _maintain_all(self) -> None:
         """One mirror after the other; a failure is told by its operation, and the last one here."""

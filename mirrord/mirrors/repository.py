@@ -60,7 +60,7 @@ class Repository:
 
     def is_stub(self) -> bool:
         """Whether a directory is there of which nothing can be read or saved: no ref, no pack, no HEAD."""
-        known = ("HEAD", "packed-refs", "refs/*/**/*", "objects/pack/*", "objects/[0-9a-f][0-9a-f]/*", "worktrees/*")
+        known = ("HEAD", "packed-refs", "refs/*/**/*", "worktrees/*", "*/[0-9a-f][0-9a-f]/*", "**/pack-*")
         return self.path.is_dir() and not any(next(self.path.glob(pattern), None) for pattern in known)
 
     async def create(self) -> None:

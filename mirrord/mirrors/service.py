@@ -227,6 +227,8 @@ class Mirrors:
             async with self.lock(name):
                 row = await self.get(str(name))
                 path = self.path(row.name)
+                if await anyio.to_thread.run_sync(self.repository(row.name).is_stub):
+                    await self._quarantine.discard(path)
                 if path.exists():
                     await self.repository(row.name).must_be_ours()
                 result = await self._sources.sync(row, path, flight.tell, asking=begin, accept_loss=accept_loss)

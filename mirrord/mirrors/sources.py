@@ -63,9 +63,6 @@ class Sources:
         upstream = parse_upstream(row.url)
         async with self._hosts.turn(upstream.host):
             asking()
-            repository = Repository(self._git, row.name, path)
-            if await anyio.to_thread.run_sync(repository.is_stub):
-                await self._quarantine.discard(path)
             if path.exists():
                 return await self._sync(row, path, upstream, progress, accept_loss=accept_loss)
             async with self._quarantine.directory("clone") as directory:
