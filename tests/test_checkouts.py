@@ -14,6 +14,7 @@ import pytest
 from checkoutlab import NAME, ROOT_PEER, USER, USER_PEER, Service, as_user, running_service
 from gitrepos import Upstream
 
+from mirrord.checkouts.leases import resetting
 from mirrord.errors import (
     AccessError,
     CheckoutBusyError,
@@ -227,27 +228,37 @@ def test_a_failed_reset_leaves_the_checkout_where_it_was(service: Service) -> No
     assert (Path(checkout.path) / "mine").exists()
 
 
-def test_nobody_works_on_a_tree_that_a_reset_left_half_way(service: Service) -> None:
-    """The pool cannot undo one: the checkout is to be reset again, which a restart does by itself."""
+def test_a_reset_of_a_tree_with_a_mount_in_it_is_refused_untouched(service: Service) -> None:
+    """What is mounted there is nobody's to remove; the lease stands as it was."""
     checkout = start(service, instance="psf__requests@v2", backend=Backend.POOL)
     tree = Path(checkout.path)
     (tree / "mine").mkdir()
+    (tree / "work").write_text("work")
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tree / "mine"], check=True)
     with pytest.raises(CheckoutBusyError, match="mounted"):
         reset(service, checkout, commit="v1")
+    subprocess.run(["umount", tree / "mine"], check=True)
+    assert (tree / "work").read_text() == "work"
+    assert b"+work" in service.call(service.checkouts.diff, checkout.id, USER_PEER)
+    assert reset(service, checkout, commit="v1").commit != checkout.commit
+    assert as_user(tree, "status", "--porcelain", "--ignored") == ""
+
+
+def test_nobody_works_on_a_tree_that_a_reset_left_half_way(service: Service) -> None:
+    """The pool cannot undo one: the checkout is to be reset again, which a restart does by itself."""
+    checkout = start(service, instance="psf__requests@v2", backend=Backend.POOL)
+    (Path(checkout.path) / "half").write_text("done")
+
+    async def leave_half_way() -> None:
+        leases = service.checkouts._leases
+        leases.save(resetting(leases.get(checkout.id)))
+
+    service.call(leave_half_way)
     with pytest.raises(CheckoutBusyError, match="half-way"):
         service.call(service.checkouts.diff, checkout.id, USER_PEER)
-    subprocess.run(["umount", tree / "mine"], check=True)
     service.restart()
     service.call(service.checkouts.renew, checkout.id, RenewCheckout(), USER_PEER)  # waits for the lock
     assert service.call(service.checkouts.diff, checkout.id, USER_PEER) == b""
-    (tree / "mine").mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tree / "mine"], check=True)
-    with pytest.raises(CheckoutBusyError, match="mounted"):
-        reset(service, checkout, commit="v2")
-    subprocess.run(["umount", tree / "mine"], check=True)
-    assert reset(service, checkout, commit="v1").commit != checkout.commit
-    assert as_user(tree, "status", "--porcelain", "--ignored") == ""
 
 
 def test_a_restart_adopts_leases_and_removes_rubbish(service: Service) -> None:
