@@ -97,6 +97,7 @@ if TYPE_CHECKING:
         View,
     )
     from .protocol import (
+        AmbiguousInstance,
         Audit,
         AuditPart,
         AuditSummary,
@@ -142,6 +143,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AccessError",
     "AlreadyRunningError",
+    "AmbiguousInstance",
     "AsyncCheckout",
     "AsyncClient",
     "Audit",
