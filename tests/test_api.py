@@ -223,7 +223,7 @@ def test_the_document_has_every_endpoint_of_the_table(running: Daemon) -> None:
     assert checkout["responses"]["201"]["content"]["application/json"]["schema"]["$ref"].endswith("/Checkout")
     assert "application/problem+json" in checkout["responses"]["default"]["content"]
     patch = document["paths"]["/v1/checkouts/{id}/apply"]["post"]
-    assert set(patch["requestBody"]["content"]) == {"application/octet-stream", "text/x-diff"}
+    assert set(patch["requestBody"]["content"]) == {"application/octet-stream"}  # generators skip an endpoint for others
     assert patch["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/Checkout")
     assert "patch-conflict" in patch["responses"]["409"]["x-codes"]
 

@@ -101,8 +101,8 @@ def _content(media_type: str) -> dict[str, Any]:
 
 
 def _extra(endpoint: Endpoint) -> dict[str, Any]:
-    """Bytes are taken under any media type; generators know `application/octet-stream` best."""
+    """Bytes are taken under any media type; the one that generators know is named."""
     extra: dict[str, Any] = {"x-access": endpoint.access.name.lower()}
     if isinstance(endpoint.body, str):
-        extra["requestBody"] = {"content": {"application/octet-stream": _BYTES, endpoint.body: _BYTES}}
+        extra["requestBody"] = {"content": {endpoint.body: _BYTES}}
     return extra

@@ -202,7 +202,7 @@ ENDPOINTS = (
     Endpoint("POST", f"{_CHECKOUT}/renew", OWNER, checkouts.renew_checkout, Checkout, body=RenewCheckout),
     Endpoint("GET", f"{_CHECKOUT}/diff", OWNER, checkouts.diff_checkout, _PATCH),
     Endpoint(
-        "POST", f"{_CHECKOUT}/apply", OWNER, checkouts.apply_patch, Checkout, body=_PATCH, query=ApplyQuery, interruptible=True
+        "POST", f"{_CHECKOUT}/apply", OWNER, checkouts.apply_patch, Checkout, body=_FILE, query=ApplyQuery, interruptible=True
     ),
     Endpoint(
         "POST", f"{_CHECKOUT}/restore", ADMIN, checkouts.restore_paths, RestoreAnswer, body=RestorePaths, interruptible=True
