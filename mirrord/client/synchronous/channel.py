@@ -122,6 +122,11 @@ class Channel:
 
     def read_rest(self, head: Head) -> Response:
         """The whole answer, after its head."""
+        if head.length is not None:
+            while len(self._buffer) < head.length:
+                self._fill()
+            self._is_read_whole = True
+            return Response(head, self._taken(head.length))
         return Response(head, b"".join(self.iter_body(head)))
 
     def iter_body(self, head: Head) -> Generator[bytes, None, None]:
@@ -151,6 +156,9 @@ class Channel:
     def _some(self, most: int) -> bytes:
         if not self._buffer:
             self._fill()
+        return self._taken(most)
+
+    def _taken(self, most: int) -> bytes:
         piece = bytes(self._buffer[:most])
         del self._buffer[:most]
         return piece
