@@ -12,15 +12,25 @@ _LOCK = Path("/run/lock/mirrord-tests-accounts")
 
 @contextmanager
 def accounts(**files: str) -> Iterator[None]:
-    """Add a line to files of /etc (`passwd=`, `group=`, `subuid=`, `subgid=`), one test at a time, and take them out again."""
-    with _LOCK.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        paths = {Path("/etc", name): line.removesuffix("\n") + "\n" for name, line in files.items()}
-        for path, text in paths.items():
+    """Add lines to files of /etc (`passwd=`, `group=`, `subuid=`, `subgid=`), and take them out again.
+
+    Tests run side by side: the lock is held for the edits alone, so lines are a test's own.
+    """
+    texts = {Path("/etc", name): lines.removesuffix("\n") + "\n" for name, lines in files.items()}
+    with _locked():
+        for path, text in texts.items():
             with path.open("a") as file:
                 file.write(text)
-        try:
-            yield
-        finally:
-            for path, text in paths.items():
+    try:
+        yield
+    finally:
+        with _locked():
+            for path, text in texts.items():
                 path.write_text(path.read_text().replace(text, "", 1))
+
+
+@contextmanager
+def _locked() -> Iterator[None]:
+    with _LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
