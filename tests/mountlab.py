@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mirrord.host import mounts
 from mirrord.host.files import opened
 from mirrord.host.mounting import Mounter, OverlayOrder
 from mirrord.host.userns import Owner
@@ -18,6 +19,10 @@ from mirrord.model import new_checkout_id
 
 TREE = "psf__requests/trees/" + "1" * 40 + "/files"
 GIT = "psf__requests/gits/sealed-" + "2" * 40
+
+
+KERNELS = [mounts.KERNEL, (6, 1)]
+"""This machine's, and Debian 12's: its way to name layers and to show them as another user's works on newer ones too."""
 
 
 class Lab:

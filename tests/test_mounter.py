@@ -22,9 +22,9 @@ from typing import Any
 
 import anyone
 import pytest
-from mountlab import TREE, Lab, mounted_below, mountlab
+from mountlab import KERNELS, TREE, Lab, mounted_below, mountlab
 
-from mirrord.errors import AccessError, BackendUnavailableError, InvalidRequestError, ResourceError, from_problem
+from mirrord.errors import AccessError, BackendUnavailableError, InvalidRequestError, MirrordError, ResourceError, from_problem
 from mirrord.host import mounts
 from mirrord.host.files import opened
 from mirrord.host.mounting import LocalMounter, OverlayOrder, RemoteMounter, choose_mounter
@@ -39,13 +39,15 @@ pytestmark = pytest.mark.skipif(not mounts.may_mount(), reason="mounting needs C
 class Service:
     """The service on a lab's state, started and ended by the test."""
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: Lab, kernel: tuple[int, ...]) -> None:
         self.lab = lab
+        self.kernel = kernel
         self.socket = lab.state / "mount.sock"
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-I", "-m", "mirrord.host.mounter", "--state-dir", str(self.lab.state)]
+        script = f"import sys; from mirrord.host import mounter, mounts; mounts.KERNEL = {self.kernel}; sys.exit(mounter.main())"
+        command = [sys.executable, "-I", "-c", script, "--state-dir", str(self.lab.state)]
         self.socket.unlink(missing_ok=True)
         self.process = subprocess.Popen([*command, "--user", str(DAEMON), "--socket", str(self.socket)], stderr=subprocess.PIPE)
         deadline = time.monotonic() + 30
@@ -90,9 +92,9 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
-@pytest.fixture
-def service(lab: Lab) -> Iterator[Service]:
-    made = Service(lab)
+@pytest.fixture(params=KERNELS, ids=str)
+def service(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Service]:
+    made = Service(lab, request.param)
     yield made
     made.stop()
 
@@ -105,8 +107,9 @@ def mounter(service: Service) -> Iterator[RemoteMounter]:
 
 
 def overlays(lab: Lab) -> list[str]:
-    """What is mounted besides the directories that the service bound over themselves."""
-    return [path for path in mounted_below(lab.state) if Path(path).parent != lab.state]
+    """What is mounted besides the directories that the service bound over themselves, and its views for owners."""
+    paths = [Path(path) for path in mounted_below(lab.state)]
+    return [str(path) for path in paths if lab.state not in path.parents[:1] and path.parent != lab.state / "idmaps"]
 
 
 def as_uid(uid: int, script: str, *args: str) -> str:
@@ -169,6 +172,35 @@ def test_one_that_was_restarted_goes_on(lab: Lab, service: Service, mounter: Rem
     service.start()
     mounter.umount(order.checkout)
     assert overlays(lab) == []
+
+
+def test_views_for_owners_go_with_the_service(lab: Lab, service: Service, mounter: RemoteMounter) -> None:
+    """Those of one that was killed with its next, and of one that is stopped at once; what was mounted keeps what it lies on."""
+    views = []
+    orders = [lab.checkout(USER) for _ in range(3)]
+    for order, end in zip(orders, (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM), strict=True):
+        lab.mount(mounter, order)
+        views.append(mounted_below(lab.state / "idmaps"))
+        service.stop(end)
+        if end is signal.SIGKILL:
+            service.start()
+    assert service.process.returncode == 0
+    assert [len(each) for each in views] == ([0] * 3 if service.kernel >= (6, 15) else [1] * 3)
+    assert len({path for each in views for path in each}) == sum(map(len, views))
+    assert [path for path in mounted_below(lab.state) if "idmaps" in path] == []
+    for order in orders:
+        assert (lab.tree(order) / "README").stat().st_uid == USER[0]
+
+
+def test_no_link_is_followed_to_where_views_are(lab: Lab, service: Service, mounter: RemoteMounter) -> None:
+    """A daemon may put one there, and what it leads to is not mounted over."""
+    victim = lab.state / "victim"
+    victim.mkdir()
+    (lab.state / "idmaps").symlink_to(victim)
+    if service.kernel < (6, 15):
+        with pytest.raises((FileNotFoundError, MirrordError)):
+            mounter.make(lab.checkout(USER))
+    assert str(victim) not in Path("/proc/self/mountinfo").read_text()
 
 
 def test_asking_for_what_is_not_there(lab: Lab, mounter: RemoteMounter) -> None:

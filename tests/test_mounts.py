@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import anyone
 import pytest
-from mountlab import GIT, TREE, Lab, mounted_below, mountlab
+from mountlab import GIT, KERNELS, TREE, Lab, mounted_below, mountlab
 
 from mirrord.checkouts.control import discard
 from mirrord.errors import BackendUnavailableError, CheckoutBusyError
@@ -24,6 +25,14 @@ USER = (12345, 12346)
 pytestmark = pytest.mark.skipif(not mounts.may_mount(), reason="mounting needs CAP_SYS_ADMIN")
 
 
+@pytest.fixture(autouse=True, params=KERNELS, ids=str)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
+    """Which one it is taken for."""
+    monkeypatch.setattr(mounts, "KERNEL", request.param)
+    version: tuple[int, ...] = request.param
+    return version
+
+
 @pytest.fixture
 def lab() -> Iterator[Lab]:
     with mountlab() as made:
@@ -31,8 +40,10 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.fixture
-def mounter(lab: Lab) -> LocalMounter:
-    return LocalMounter(lab.state)
+def mounter(lab: Lab) -> Iterator[LocalMounter]:
+    made = LocalMounter(lab.state)
+    yield made
+    made.close(unbind=False)
 
 
 def as_user(script: str, cwd: Path) -> str:
@@ -122,30 +133,61 @@ def test_an_idmapped_layer_belongs_to_the_client(lab: Lab, mounter: LocalMounter
     assert (kept.st_uid, (lab.template / "README").read_text(), (lab.template / "src/main.py").exists()) == (0, "below\n", True)
 
 
-def test_an_idmapped_layer_is_nowhere_to_be_found_and_for_reading(lab: Lab) -> None:
-    """No path leads to it, and nobody writes into templates by way of it, root included."""
-    mapped = MappedTemplates()
-    with opened(os.open(lab.state / "templates", os.O_PATH)) as templates, opened(mapped.get(templates, USER)) as clone:
+def test_an_idmapped_layer_is_nowhere_to_be_found_and_for_reading(lab: Lab, kernel: tuple[int, ...]) -> None:
+    """No path leads to it but root's, and nobody writes into templates by way of it, root included."""
+    mapped = MappedTemplates(str(lab.state / "idmaps"))
+    with opened(os.open(lab.state / "templates", os.O_PATH)) as templates, mapped.view(templates, USER) as clone:
         assert os.stat(f"{TREE}/README", dir_fd=clone).st_uid == USER[0]
         with pytest.raises(OSError, match="Read-only"):
             os.open(f"{TREE}/README", os.O_WRONLY, dir_fd=clone)
-        assert mounted_below(lab.state) == []
+        place = lab.state / "idmaps"
+        attached_ids = {line.split()[0] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
+        assert (str(mounts.mount_id(clone)) in attached_ids) == (kernel < (6, 15))
+        if kernel >= (6, 15):
+            assert mounted_below(lab.state) == []
+        else:
+            attached, room = mounted_below(lab.state)
+            assert (room, Path(attached).parent, place.stat().st_mode & 0o777) == (str(place), place, 0o700)
+            assert re.fullmatch("[0-9a-f]{16}", Path(attached).name)
+            mountinfo = Path("/proc/self/mountinfo").read_text().splitlines()
+            said = " ".join(line for line in mountinfo if str(place) in line)
+            assert not re.search(r"\b(1234[56]|shared:|master:)", said)
     mapped.close()
+    assert mounted_below(lab.state) == []
+
+
+def test_what_was_left_attached_goes_with_the_next_start(lab: Lab, kernel: tuple[int, ...]) -> None:
+    """A killed daemon detaches nothing; overlays that were made keep what they lie on."""
+    killed, order, other = LocalMounter(lab.state), lab.checkout(USER), lab.checkout((20000, 20000))
+    lab.mount(killed, order)
+    left = set(mounted_below(lab.state / "idmaps"))
+    assert len(left) == (0 if kernel >= (6, 15) else 1)
+    started = LocalMounter(lab.state)
+    lab.mount(started, other)
+    now = set(mounted_below(lab.state / "idmaps"))
+    assert (len(now), left & now) == (len(left), set())
+    started.close(unbind=False)
+    assert sorted(mounted_below(lab.state)) == sorted(str(lab.tree(each)) for each in (order, other))
+    assert (lab.tree(order) / "README").stat().st_uid == USER[0]
+    assert (lab.tree(other) / "src/main.py").read_text() == "print(1)\n"
 
 
 def test_what_one_owner_uses_is_not_taken_from_under_it(lab: Lab) -> None:
     """Neither where many others come, nor where the templates are replaced: each view lasts as long as its descriptor."""
-    mapped = MappedTemplates()
-    with opened(os.open(lab.state / "templates", os.O_PATH)) as templates, opened(mapped.get(templates, USER)) as clone:
+    mapped = MappedTemplates(str(lab.state / "idmaps"))
+    with opened(os.open(lab.state / "templates", os.O_PATH)) as templates, mapped.view(templates, USER) as clone:
         for uid in range(20000, 20000 + MappedTemplates.MAX + 1):
-            os.close(mapped.get(templates, (uid, uid)))
+            with mapped.view(templates, (uid, uid)):
+                pass
         assert USER not in mapped
         order = lab.checkout(USER)
         upper, work = (os.open(lab.upper(order).with_name(name), os.O_PATH) for name in ("upper", "work"))
         lower = os.open(TREE, os.O_PATH, dir_fd=clone)
         with opened(upper), opened(work), opened(lower), opened(mounts.make_overlay([lower], upper, work)) as mount:
             assert os.stat("README", dir_fd=mount).st_uid == USER[0]
+    assert len(mounted_below(lab.state / "idmaps")) in (0, MappedTemplates.MAX)  # the one that went was detached
     mapped.close()
+    assert mounted_below(lab.state) == []
 
 
 def test_templates_that_were_replaced_are_seen_anew(lab: Lab, mounter: LocalMounter) -> None:

@@ -18,11 +18,13 @@ import anyone
 import pytest
 from checkoutlab import NAME, ROOT_PEER, USER, USER_PEER, Service, as_user, running_service
 from gitrepos import ENV, Upstream, git
+from mountlab import KERNELS, mounted_below
 
 from mirrord.checkouts.leases import Lease, Leases
 from mirrord.checkouts.overlay import OverlayBackend
 from mirrord.errors import BackendUnavailableError, DiskFullError
 from mirrord.git.workers import Workers
+from mirrord.host import mounts
 from mirrord.host.mounting import LocalMounter, OverlayOrder
 from mirrord.host.peers import Peer
 from mirrord.model import Backend, CommitId, History, View, new_checkout_id, utc_now
@@ -31,10 +33,13 @@ from mirrord.protocol import Checkout, Proof, ResetCheckout, StartCheckout
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
 
-@pytest.fixture(scope="module")
-def service(rich: Upstream) -> Iterator[Service]:
-    with running_service(rich, with_overlay=True) as running:
-        yield running
+@pytest.fixture(scope="module", params=KERNELS, ids=str)
+def service(rich: Upstream, request: pytest.FixtureRequest) -> Iterator[Service]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mounts, "KERNEL", request.param)
+        with running_service(rich, with_overlay=True) as running:
+            yield running
+        assert not mounted_below(running.state / "idmaps")
 
 
 @pytest.fixture
@@ -166,8 +171,12 @@ def test_an_edit_that_keeps_the_size_is_seen(service: Service, uid: int) -> None
     service.call(service.checkouts.release, checkout.id, ROOT_PEER)
 
 
-def test_two_users_with_dozens_of_templates_each_take_nothing_from_each_other(make_upstream: Callable[[str], Upstream]) -> None:
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_two_users_with_dozens_of_templates_each_take_nothing_from_each_other(
+    make_upstream: Callable[[str], Upstream], monkeypatch: pytest.MonkeyPatch, kernel: tuple[int, ...]
+) -> None:
     """60 and 82 instances, held by both; then the first asks for all of its own again, at once: each was built once."""
+    monkeypatch.setattr(mounts, "KERNEL", kernel)
     upstream = make_upstream("many")
     commits = [upstream.commit({f"d{n % 7}/f{n}": f"{n}\n"}) for n in range(82)]
     with running_service(upstream, with_overlay=True) as service:

@@ -259,7 +259,7 @@ class OverlayBackend:
         if owner != self._me and not self._may_map_owners:
             raise BackendUnavailableError(
                 f"cannot give an overlay checkout to uid {owner[0]}: this host has no idmapped mounts for it",
-                hint="use the pool backend; Linux 6.15 and newer have them on ext4, xfs and btrfs",
+                hint="use the pool backend; Linux 5.19 and newer have them on ext4, xfs and btrfs",
             )
 
     async def _map_owner(self, owner: Owner) -> None:

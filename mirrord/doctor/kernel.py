@@ -16,13 +16,13 @@ from ..host.mounting import LocalMounter, choose_mounter
 from ..model import Backend
 from .asking import Result, Verdict, entries, existing, judge, kernel_setting, status_field, version
 
-_IDMAPPED_LAYERS = (6, 15)  # detached idmapped mounts as lower layers of an overlay
+_IDMAPPED_LAYERS = (5, 19)  # idmapped mounts as lower layers of an overlay
 _CAP_SYS_ADMIN = 21
 
 
 def kernel(settings: Settings) -> Result:
     release = platform.release()
-    remedy = "Linux 6.15 and newer give overlay checkouts to other users than the daemon's (detached idmapped layers)"
+    remedy = "Linux 5.19 and newer give overlay checkouts to other users than the daemon's (idmapped layers)"
     return judge(version(release) >= _IDMAPPED_LAYERS, f"Linux {release}", remedy, otherwise="warn")
 
 
@@ -34,7 +34,11 @@ def overlay(settings: Settings) -> Result:
         if not isinstance(mounter, LocalMounter):
             return "ok", "the mount service makes them", ""
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=existing(settings.state_dir)) as scratch:
-            trial = try_overlay(Path(scratch), LocalMounter(Path(scratch)))
+            mounter = LocalMounter(Path(scratch))
+            try:
+                trial = try_overlay(Path(scratch), mounter)
+            finally:
+                mounter.close(unbind=True)
     except MirrordError as error:
         return verdict, error.message, f"{error.hint or 'see the kernel log'}; without it the pool backend serves"
     remedy = "only the daemon's own user has overlay checkouts; the pool backend serves others"

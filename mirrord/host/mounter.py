@@ -6,8 +6,8 @@ four typed requests, makes every path itself out of checked names, and opens eac
 directory following no link; the kernel gets those descriptors, so what a name comes to mean later
 does not matter. The daemon's files, and nobody else's, are shown as those of ordinary users, each
 with a group of its own, and of a checkout that is leased to that user; set-id bits count nowhere
-that a client's bytes can be. It reads no file of a checkout, runs nothing, and keeps nothing:
-killed at any moment, it goes on where it was.
+that a client's bytes can be. It reads no file of a checkout, runs nothing, and keeps nothing
+that another cannot make: killed at any moment, it goes on where it was.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import os
 import pwd
 import re
 import selectors
+import signal
 import socket
 import struct
 import sys
@@ -31,7 +32,7 @@ from typing import Any, cast
 from ..errors import AccessError, BackendUnavailableError, InvalidRequestError, MirrordError, ResourceError
 from . import mounts
 from .files import open_directory, open_regular, opened
-from .mounting import BOUND, MESSAGE_MAX_BYTES, PROBE_LAYER, MappedTemplates, OverlayOrder, bind_once
+from .mounting import BOUND, IDMAPS, MESSAGE_MAX_BYTES, PROBE_LAYER, MappedTemplates, OverlayOrder, bind_once
 from .systemd import Notifier, take_sockets
 from .userns import Owner
 
@@ -66,7 +67,7 @@ class GuardedMounter:
             bind_once(str(state_dir / name))
         self._state = open_directory(state_dir)
         self._daemon = daemon
-        self._mapped = MappedTemplates(stored=daemon)
+        self._mapped = MappedTemplates(f"{mounts.descriptor_path(self._state)}/{IDMAPS}", stored=daemon)
         self._pending: dict[str, int] = {}
 
     def make(self, order: OverlayOrder) -> int:
@@ -80,7 +81,7 @@ class GuardedMounter:
                 self._must_be_leased(self._open(stack, private), order)
                 self._must_be_ordinary(order.owner)
                 self._must_be_ours(templates)
-                templates = stack.enter_context(opened(self._mapped.get(templates, order.owner)))
+                templates = stack.enter_context(self._mapped.view(templates, order.owner))
             lower = [stack.enter_context(opened(mounts.open_beneath(templates, layer))) for layer in order.layers]
             mount = mounts.make_overlay(lower, upper, work)
             self._give_back(work)
@@ -108,6 +109,10 @@ class GuardedMounter:
         """Drop what was made and not attached."""
         for checkout in list(self._pending):
             self._forget(checkout)
+
+    def close(self) -> None:
+        self.forget_all()
+        self._mapped.close()
 
     def _forget(self, checkout: str) -> None:
         if (mount := self._pending.pop(checkout, None)) is not None:
@@ -299,7 +304,7 @@ def listen(path: Path, uid: int) -> socket.socket:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until killed; 2 when started wrongly."""
+    """Serve until SIGTERM; 2 when started wrongly."""
     parser = argparse.ArgumentParser(prog="python -m mirrord.host.mounter", description="mounts checkouts for another process")
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--user", required=True, help="the daemon's user: a name or a uid")
@@ -311,11 +316,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("give a user that exists, and a socket: --socket, or through systemd")
     try:
         listener = sockets[0] if sockets else listen(options.socket, daemon[0])
-        service = Service(listener, GuardedMounter(options.state_dir, daemon), daemon[0])
+        mounter = GuardedMounter(options.state_dir, daemon)
     except (OSError, MirrordError) as error:
         parser.error(f"cannot serve: {error}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     Notifier.from_environment().ready("mounts checkouts")
-    service.run()
+    try:
+        Service(listener, mounter, daemon[0]).run()
+    finally:
+        mounter.close()
     return 0
 
 

@@ -13,12 +13,12 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ..errors import BackendUnavailableError, ResourceError, from_problem
 from . import mounts
@@ -28,6 +28,8 @@ from .userns import Owner, make_userns
 PROBE_LAYER = ".probe"
 BOUND = ("checkouts", "leases")
 """The directories that hold what clients write: without set-id bits and devices, whatever way leads there."""
+IDMAPS = "idmaps"
+"""Where kernels before 6.15 have the templates as other owners see them. Empty on newer ones."""
 MESSAGE_MAX_BYTES = 64 * 1024
 _TIMEOUT = timedelta(seconds=5)
 _HARMLESS = os.ST_NOSUID | os.ST_NODEV
@@ -78,55 +80,103 @@ class Mounter(Protocol):
         """`unbind` takes away what `open` did, unless something is mounted or in use there."""
 
 
-class _Mapped(NamedTuple):
+@dataclass(slots=True)
+class _Mapped:
     clone: int
     source: int  # the inode it is a clone of, which is not used again while the clone is there
+    attached: str | None
+    users: int = 0
 
 
 class MappedTemplates:
-    """The templates as they seem to other owners: detached clones, which nothing can unmount and no path leads to.
+    """The templates as they seem to other owners: read-only clones, to which no path leads that anybody else may go.
 
-    What is made from one keeps what it needs of it. `get` answers a descriptor of the caller's own.
+    They are attached nowhere, so nothing can unmount them. Before Linux 6.15, overlayfs takes only layers that are attached:
+    then each is below `place`, in a private directory in memory, under a name that tells no owner. What was made from one
+    keeps what it needs of it; one that is being used stays.
     """
 
     MAX = 256
 
-    def __init__(self, stored: Owner | None = None) -> None:
+    def __init__(self, place: str, stored: Owner | None = None) -> None:
+        self._place = place
         self._stored = stored
         self._known: dict[Owner, _Mapped] = {}  # the one used last at the end
         self._lock = threading.Lock()
+        self._room: int | None = None
 
     def __contains__(self, owner: Owner) -> bool:
         return owner in self._known
 
-    def get(self, templates: int, owner: Owner) -> int:
+    @contextmanager
+    def view(self, templates: int, owner: Owner) -> Iterator[int]:
         """The clone for an owner of the directory that `templates` is open on; made anew where that is another by now."""
+        mapped = self._take(templates, owner)
+        try:
+            yield mapped.clone
+        finally:
+            with self._lock:
+                mapped.users -= 1
+                if mapped is not self._known.get(owner):
+                    self._end(mapped)
+
+    def close(self) -> None:
+        with self._lock:
+            for owner in list(self._known):
+                self._drop(owner)
+            if self._room is not None:
+                os.close(self._room)
+                self._room = None
+                mounts.umount(self._place)
+
+    def _take(self, templates: int, owner: Owner) -> _Mapped:
         found = os.fstat(templates)
         with self._lock:
             known = self._known.get(owner)
             if known is not None and known.source == found.st_ino:
                 self._known[owner] = self._known.pop(owner)
-                return os.dup(known.clone)
+                known.users += 1
+                return known
         userns = make_userns(self._stored or (found.st_uid, found.st_gid), owner)  # forks: not with the lock
         try:
             clone = mounts.clone_idmapped(templates, userns)
         finally:
             os.close(userns)
         with self._lock:
+            try:
+                attached = None if mounts.takes_detached_layers() else self._attach(clone)
+            except BaseException:
+                os.close(clone)
+                raise
             self._drop(owner)
-            self._known[owner] = _Mapped(clone, found.st_ino)
+            mapped = self._known[owner] = _Mapped(clone, found.st_ino, attached, users=1)
             if len(self._known) > self.MAX:
                 self._drop(next(iter(self._known)))
-            return os.dup(clone)
+            return mapped
 
-    def close(self) -> None:
-        with self._lock:
-            for owner in list(self._known):
-                self._drop(owner)
+    def _attach(self, clone: int) -> str:
+        if self._room is None:
+            mounts.umount(self._place)  # with all that an earlier process left there
+            with suppress(FileExistsError):
+                os.mkdir(self._place, 0o700)
+            self._room = mounts.mount_private(self._place)
+        path = f"{mounts.descriptor_path(self._room)}/{os.urandom(8).hex()}"
+        os.mkdir(path, 0o700)
+        mounts.attach(clone, path)
+        return path
 
     def _drop(self, owner: Owner) -> None:
         if known := self._known.pop(owner, None):
-            os.close(known.clone)
+            self._end(known)
+
+    def _end(self, mapped: _Mapped) -> None:
+        if mapped.users:
+            return
+        os.close(mapped.clone)
+        if mapped.attached is not None and self._room is not None:
+            mounts.umount(mapped.attached)
+            with suppress(FileNotFoundError):
+                os.rmdir(mapped.attached)
 
 
 class LocalMounter:
@@ -134,7 +184,7 @@ class LocalMounter:
 
     def __init__(self, state_dir: Path) -> None:
         self._state = str(state_dir)
-        self._mapped = MappedTemplates()
+        self._mapped = MappedTemplates(f"{self._state}/{IDMAPS}")
 
     def open(self) -> None:
         for name in BOUND:
@@ -144,8 +194,8 @@ class LocalMounter:
         return owner in self._mapped
 
     def map_owner(self, owner: Owner) -> None:
-        with opened(os.open(f"{self._state}/templates", _DIRECTORY)) as templates:
-            os.close(self._mapped.get(templates, owner))
+        with opened(os.open(f"{self._state}/templates", _DIRECTORY)) as templates, self._mapped.view(templates, owner):
+            pass  # it is known now
 
     def make(self, order: OverlayOrder) -> int:
         private = f"{self._state}/leases/{order.checkout}/{order.upper}"
@@ -156,7 +206,7 @@ class LocalMounter:
 
             templates = at(f"{self._state}/templates")
             if order.owner is not None:
-                templates = stack.enter_context(opened(self._mapped.get(templates, order.owner)))
+                templates = stack.enter_context(self._mapped.view(templates, order.owner))
             lower = [at(layer, templates) for layer in order.layers]
             return mounts.make_overlay(lower, at(f"{private}/upper"), at(f"{private}/work"))
 

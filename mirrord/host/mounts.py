@@ -14,7 +14,8 @@ import ctypes
 import errno
 import os
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 from ..errors import BackendUnavailableError, DiskFullError, MirrordError, ResourceError
 from . import files
@@ -28,10 +29,15 @@ _MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_BENEATH = 0x4, 0x200
 _FSOPEN_CLOEXEC = _FSMOUNT_CLOEXEC = 1
 _FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV, _MOUNT_ATTR_IDMAP = 0x1, 0x2, 0x4, 0x100000
-_MS_SHARED = 1 << 20
+_MOUNT_ATTR_NOEXEC = 0x8
+_MS_PRIVATE, _MS_SHARED = 1 << 18, 1 << 20
+_CLONE_FS = 0x200
 _AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
 _SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 428, 429, 430, 431, 432
 _SYS_MOUNT_SETATTR = 442  # the same on every architecture
+
+KERNEL = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
+"""The version of Linux, which alone tells some abilities of overlayfs: older kernels refuse late, and as they refuse mistakes."""
 
 _STACKED_MAX = 8
 _STRING_MAX = 255  # of a value for fsconfig(2)
@@ -64,15 +70,19 @@ def make_overlay(lower: Sequence[int], upper: int, work: int) -> int:
     """
     with opened(_syscall("open", "the overlay file system", _SYS_FSOPEN, b"overlay", _FSOPEN_CLOEXEC)) as context:
         _set_string(context, "source", "mirrord")
-        _set_lower(context, [descriptor_path(each) for each in lower])
         _set_string(context, "upperdir", descriptor_path(upper))
         _set_string(context, "workdir", descriptor_path(work))
         for key, value in _OVERLAY_OPTIONS.items():
             _set_string(context, key, value)
         _configure(context, _FSCONFIG_SET_FLAG, b"volatile", None)
-        _configure(context, _FSCONFIG_CMD_CREATE, None, None)
+        _create_over(context, lower)
         flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
         return _syscall("mount", "an overlay", _SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, flags)
+
+
+def takes_detached_layers() -> bool:
+    """Whether a layer may be in a mount that is attached nowhere."""
+    return KERNEL >= (6, 15)
 
 
 def attach(mount: int, target: str) -> None:
@@ -123,6 +133,26 @@ def clone_idmapped(source: int, userns: int) -> int:
         os.close(clone)
         raise
     return clone
+
+
+def mount_private(target: str) -> int:
+    """Mount an empty directory in memory, entered by root and this user alone; answers its root.
+
+    What is attached in it is seen in no other namespace, and goes with it.
+    """
+    with opened(_syscall("open", "a file system in memory", _SYS_FSOPEN, b"tmpfs", _FSOPEN_CLOEXEC)) as context:
+        _set_string(context, "source", "mirrord")
+        _set_string(context, "mode", "0700")
+        _configure(context, _FSCONFIG_CMD_CREATE, None, None)
+        flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV | _MOUNT_ATTR_NOEXEC
+        root = _syscall("mount", "a file system in memory", _SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, flags)
+    try:
+        _move(root, target)
+        _set_attributes(root, _MountAttr(propagation=_MS_PRIVATE))  # it became shared if what it is in is
+    except BaseException:
+        os.close(root)
+        raise
+    return root
 
 
 def bind_over(directory: int, target: str) -> None:
@@ -186,18 +216,49 @@ def may_mount() -> bool:
     return has_capabilities(Capability.SYS_ADMIN)
 
 
-def _set_lower(context: int, paths: list[str]) -> None:
-    try:
-        for path in paths:
-            _set_string(context, "lowerdir+", path)
-    except BackendUnavailableError:  # Linux 6.7 brought it
-        joined = ":".join(paths)
-        if len(joined) > _STRING_MAX:
-            raise BackendUnavailableError(
-                f"cannot mount {len(paths)} layers: this kernel takes no more than {_STRING_MAX} bytes of their names",
-                hint="Linux 6.7 and newer take them one by one; the pool backend serves without",
-            ) from None
-        _set_string(context, "lowerdir", joined)
+def _create_over(context: int, lower: Sequence[int]) -> None:
+    """Name the lower directories, and have the kernel look at all that was named.
+
+    Linux 6.7 takes them one by one. Before, one value names them all, of at most 255 bytes: they are named by their numbers
+    alone, from a thread that is where descriptors are (room for 64 of three digits).
+    """
+    if KERNEL >= (6, 7):
+        for each in lower:
+            _set_string(context, "lowerdir+", descriptor_path(each))
+        _configure(context, _FSCONFIG_CMD_CREATE, None, None)
+        return
+    joined = ":".join(map(str, lower))
+    if len(joined) > _STRING_MAX:
+        raise BackendUnavailableError(
+            f"cannot mount {len(lower)} layers: this kernel takes no more than {_STRING_MAX} bytes of their names",
+            hint="Linux 6.7 and newer take them one by one; the pool backend serves without",
+        )
+
+    def create() -> None:
+        _set_string(context, "lowerdir", joined)  # Linux 6.5 and 6.6 look at the names here, older ones at the end
+        _configure(context, _FSCONFIG_CMD_CREATE, None, None)
+
+    _run_among_descriptors(create)
+
+
+def _run_among_descriptors(work: Callable[[], None]) -> None:
+    """In a thread with a working directory of its own: the descriptors of this process."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            if _libc.unshare(_CLONE_FS):
+                raise _refused("leave", "the working directory", ctypes.get_errno())
+            os.chdir("/proc/self/fd")
+            work()
+        except BaseException as error:  # noqa: BLE001  (the caller's thread raises it)
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
 
 
 def _set_string(context: int, key: str, value: str) -> None:
