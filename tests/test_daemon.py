@@ -121,7 +121,7 @@ def test_after_kill_9_it_starts_again_over_the_stale_socket() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
-@pytest.mark.parametrize("inodes", [10, 16])
+@pytest.mark.parametrize("inodes", [10, 11])
 def test_a_disk_without_room_for_a_start_is_said_and_ends_with_7(inodes: int) -> None:
     """No traceback; what is there stays as it is, for a start with room."""
     with daemon(start=False) as made:
@@ -133,6 +133,23 @@ def test_a_disk_without_room_for_a_start_is_said_and_ends_with_7(inodes: int) ->
             subprocess.run(["umount", made.state_dir], check=True)
         assert (status, "Traceback" in log) == (7, False)
         assert "cannot start the daemon: No space left on device" in log
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+@pytest.mark.parametrize("inodes", [13, 16, 19, 400])
+def test_a_disk_with_or_without_room_can_be_unmounted_after_a_stop(inodes: int) -> None:
+    """What was bound over itself, and what was tried there, is gone where no checkout is held."""
+    with daemon(start=False) as made:
+        made.state_dir.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"nr_inodes={inodes}", "none", made.state_dir], check=True)
+        try:
+            made.start(wait=False)
+            while not made.socket.exists():
+                time.sleep(0.02)
+            assert made.get("/v1/status")[0] == 200
+            assert made.stop() == 0
+        finally:
+            subprocess.run(["umount", made.state_dir], check=True)
 
 
 def test_a_killed_daemon_leaves_nothing_where_temporary_files_are_but_for_the_next_start(scratch: Path) -> None:

@@ -31,6 +31,7 @@ BUSY_TIMEOUT_S = 60
 """How long a writer waits for another: the longest write is a dataset of some 100,000 rows."""
 
 _SHRINK_PATIENCE_MS = 1000
+_INDEX_PAGE_BYTES, _INDEX_BYTES = 4096, 32768
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _NO_ROOM = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL}
 _LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
@@ -178,6 +179,9 @@ def _open_sqlite(url: URL, ways: Iterable[Way]) -> tuple[Engine, Way]:
     """The first way that works; the last one's engine where none does, for whoever uses it to see why."""
     for way in ways:
         engine = _make_sqlite_engine(url, way)
+        if way is Way.SHARED and not _has_room_for_index(Path(str(url.database)).parent):
+            log.warning("catalog.narrowed", catalog=url.database, way=way.name.lower(), reason="no space left on device")
+            continue
         try:
             with engine.connect() as connection:
                 connection.exec_driver_sql("SELECT 1 FROM sqlite_master")
@@ -192,6 +196,13 @@ def _open_sqlite(url: URL, ways: Iterable[Way]) -> tuple[Engine, Way]:
         if way is Way.ALONE and Path(f"{url.database}-wal").exists():
             break
     return engine, way
+
+
+def _has_room_for_index(directory: Path) -> bool:
+    """SQLite 3.40 writes one byte of each 4 KB of the `-shm` file before it maps them. Smaller blocks leave holes there: a write
+    to one on a full disk is a SIGBUS, which ends the process."""
+    disk = os.statvfs(directory)
+    return disk.f_bsize >= _INDEX_PAGE_BYTES or disk.f_bavail * disk.f_frsize >= 2 * _INDEX_BYTES
 
 
 def _make_sqlite_engine(url: URL, way: Way) -> Engine:
