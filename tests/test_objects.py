@@ -11,7 +11,7 @@ import pytest
 from gitrepos import Upstream, git
 from trees import awkward, tree_of
 
-from mirrord.errors import CommitNotFoundError, CorruptObjectError, MirrorNotFoundError
+from mirrord.errors import CommitNotFoundError, CorruptObjectError, DamagedMirrorError
 from mirrord.git.objects import is_ancestor, open_objects, read_commit, resolve, tree_changes, tree_entries
 
 Make = Callable[[str], Upstream]
@@ -172,5 +172,5 @@ def test_objects_that_arrive_later_are_seen(make_upstream: Make, tmp_path: Path)
 def test_no_repository_is_said(tmp_path: Path) -> None:
     """Neither a directory nor what is in it."""
     for path in (tmp_path / "nothing", tmp_path):
-        with pytest.raises(MirrorNotFoundError):
+        with pytest.raises(DamagedMirrorError):
             resolve(path, "HEAD")

@@ -347,7 +347,6 @@ def test_workers_die_with_the_daemon(tmp_path: Path) -> None:
         import anyio
         from datetime import timedelta
         from mirrord.git.workers import Workers
-from mirrord.host.processes import memory_limit_bytes
         from test_workers import hang
         async def main():
             await Workers(size=1).call(hang, {str(tmp_path / "pid")!r}, timeout=timedelta(seconds=30))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import GitFailedError
+from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
 from ..model import shown
 from ..protocol import SealLeak
@@ -203,7 +203,7 @@ def _config(where: str, content: bytes, private: Path) -> Judgement:
     arguments = ("config", "--file=-", "--no-includes", "--list", "-z")
     try:
         listed = run_git_sync(*arguments, stdin=content, git_dir=private, doing=f"read {where}").stdout
-    except GitFailedError as error:
+    except (CorruptObjectError, GitFailedError) as error:
         yield leak("unreadable", error.message)
         return
     settings = [row.partition("\n") for row in listed.decode("utf-8", "surrogateescape").split("\0") if row]

@@ -31,8 +31,10 @@ _STOPPED = ("sh", "-c", 'kill -STOP $$; exec "$@"', "sh")
 _FILES = ("catalog.sqlite3", "catalog.sqlite3-wal", "catalog.sqlite3-shm")
 _START_S = 30.0
 _BUG = 1
-_NOTED = ("mirrors", "error")
-"""What a start notes of a git that failed."""
+_NOTED = {("mirrors", "error"), ("mirrors", "history")}
+"""What a start notes of a git that failed, and what only the newest schema has."""
+_DROPPED = {"audits", "judgements"}
+"""What a migration leaves to the next audit."""
 
 Rows = dict[str, list[tuple[object, ...]]]
 
@@ -93,7 +95,8 @@ def make_old(state: Path) -> Rows:
         with closing(sqlite3.connect(catalog)) as connection:
             connection.execute("ATTACH ? AS new", (str(new),))
             for table in _tables(connection):
-                connection.execute(f"INSERT INTO {table} SELECT * FROM new.{table}")
+                names = ", ".join(json.dumps(name) for name in _columns(connection, table))
+                connection.execute(f"INSERT INTO {table} ({names}) SELECT {names} FROM new.{table}")
             connection.commit()
             connection.execute("DETACH new")
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -118,7 +121,11 @@ def _migrate_to(revision: str, catalog: Path) -> None:
 
 def _tables(connection: sqlite3.Connection) -> list[str]:
     found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-    return sorted(name for (name,) in found if not name.startswith(("sqlite_", "alembic_")))
+    return sorted(name for (name,) in found if not name.startswith(("sqlite_", "alembic_")) and name not in _DROPPED)
+
+
+def _columns(connection: sqlite3.Connection, table: str) -> list[str]:
+    return [name for _, name, *_ in connection.execute(f"PRAGMA table_info({table})")]
 
 
 def _read(catalog: Path) -> tuple[str, Rows]:
@@ -130,7 +137,7 @@ def _read(catalog: Path) -> tuple[str, Rows]:
 
 
 def _rows_of(connection: sqlite3.Connection, table: str) -> list[tuple[object, ...]]:
-    names = [name for _, name, *_ in connection.execute(f"PRAGMA table_info({table})") if (table, name) != _NOTED]
+    names = [name for name in _columns(connection, table) if (table, name) not in _NOTED]
     return connection.execute(f"SELECT {', '.join(map(json.dumps, names))} FROM {table}").fetchall()
 
 

@@ -90,7 +90,7 @@ class Sync(Operation):
         refs = refs_of(self.lab.mirror, "refs/heads", "refs/tags")
         assert refs in (self._old, self._new), f"half of the refs moved: {refs.items() ^ self._new.items()}"
         record = git(self.lab.mirror, "cat-file", "blob", "refs/mirrord/history:refs")
-        recorded = {line for line in record.splitlines() if not line.startswith("@")}
+        recorded = {line for line in record.splitlines() if not line.startswith("@") and "refs/mirrord/kept/" not in line}
         assert recorded == {f"{oid} {ref}" for ref, oid in refs.items()}, "the ref history does not say what the refs are"
         if refs == self._old:
             return BEFORE
