@@ -16,8 +16,8 @@ from pathlib import Path
 from rivals import disk_bytes
 
 from mirrord import Client
-from mirrord.checkouts.gitdirs import Gitdirs
-from mirrord.checkouts.templates import Templates
+from mirrord.checkouts.stores.builder import StoreBuilder
+from mirrord.checkouts.templates.store import Templates
 from mirrord.config import Settings
 from mirrord.errors import MirrordError
 from mirrord.git.command import Git
@@ -112,7 +112,7 @@ async def _evict(state: Path) -> int:
     """What the daemon does every few minutes."""
     workers = Workers(size=1)
     places = {"state_dir": state, "workers": workers, "mirrors_path": lambda name: state / "mirrors" / str(name)}
-    gitdirs = Gitdirs(git=Git(home=state / "home"), **places)
+    gitdirs = StoreBuilder(git=Git(home=state / "home"), **places)
     templates = Templates(settings=Settings, gitdirs=gitdirs, events=Events(), **places)
     try:
         await templates.open()

@@ -84,18 +84,7 @@ if TYPE_CHECKING:
         UsageError,
         WorkerCrashedError,
     )
-    from .model import (
-        AuditLevel,
-        Backend,
-        Bind,
-        CommitRole,
-        CommitState,
-        Direction,
-        FindingKind,
-        History,
-        Reach,
-        View,
-    )
+    from .model import AuditLevel, Backend, Bind, CommitRole, CommitState, Direction, FindingKind, History, Reach, View
     from .protocol import (
         AmbiguousInstance,
         Audit,

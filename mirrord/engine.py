@@ -22,14 +22,14 @@ import structlog
 from . import __version__, config, telemetry
 from .audit.service import Audits
 from .catalog import Catalog
-from .checkouts.gitdirs import Gitdirs
+from .checkouts.overlay.probe import find_overlay
 from .checkouts.service import Checkouts
-from .checkouts.templates import Templates
-from .checkouts.trial import find_overlay
+from .checkouts.stores.builder import StoreBuilder
+from .checkouts.templates.store import Templates
 from .condition import Condition, HealthReport
 from .config import Settings
 from .datasets.service import Datasets
-from .duties.mend import Mend
+from .duties.cleanup import Cleanup
 from .duties.prewarm import Prewarm
 from .duties.table import Jobs
 from .duties.work import Work
@@ -133,7 +133,7 @@ class Engine:
 
     async def _open_checkouts(self) -> None:
         """What checkouts are made from, then the checkouts that an earlier daemon left."""
-        self.gitdirs = Gitdirs(
+        self.gitdirs = StoreBuilder(
             state_dir=self.layout.root,
             git=self.git,
             workers=self.workers,
@@ -239,7 +239,7 @@ class Engine:
             work=self.work,
             heals=self.heals,
             prewarm=prewarm,
-            mend=Mend([self.mirrors.mend, self.datasets.mend, self.templates.mend]),  # datasets drop pins that mirrors adopt
+            mend=Cleanup([self.mirrors.mend, self.datasets.mend, self.templates.mend]),  # datasets drop pins that mirrors adopt
             find_unfinished=self.audits.find_unfinished,
             watches=watches,
         )

@@ -20,14 +20,14 @@ from gitrepos import ENV, Upstream, git
 from mountlab import unmount_below
 
 from mirrord.catalog.catalog import Catalog
-from mirrord.checkouts.calls import Place
-from mirrord.checkouts.gitdirs import Gitdirs
 from mirrord.checkouts.graves import new_grave
 from mirrord.checkouts.leases import Lease, Leases
-from mirrord.checkouts.pool import PoolBackend
+from mirrord.checkouts.overlay.probe import find_overlay
+from mirrord.checkouts.pool.backend import PoolBackend
 from mirrord.checkouts.service import Checkouts
-from mirrord.checkouts.templates import Templates
-from mirrord.checkouts.trial import find_overlay
+from mirrord.checkouts.stores.builder import StoreBuilder
+from mirrord.checkouts.templates.store import Templates
+from mirrord.checkouts.worker_calls import Place
 from mirrord.config import Settings
 from mirrord.datasets.service import Datasets
 from mirrord.git.command import Git
@@ -45,7 +45,7 @@ USER = 12345
 class Pool:
     """A pool with one mirror, below a state directory of its own."""
 
-    def __init__(self, state: Path, workers: Workers, gitdirs: Gitdirs, backend: PoolBackend) -> None:
+    def __init__(self, state: Path, workers: Workers, gitdirs: StoreBuilder, backend: PoolBackend) -> None:
         self.mirror = state / "mirrors" / str(NAME)
         self.workers = workers
         self.gitdirs = gitdirs
@@ -87,7 +87,7 @@ async def running_pool(state: Path, upstream: Upstream) -> AsyncIterator[Pool]:
     git(state, "clone", "--quiet", "--mirror", upstream.url, str(mirror))
     workers = Workers()
     starter = Git(home=state / "home")
-    gitdirs = Gitdirs(state_dir=state, git=starter, workers=workers, mirrors_path=lambda name: state / "mirrors" / str(name))
+    gitdirs = StoreBuilder(state_dir=state, git=starter, workers=workers, mirrors_path=lambda name: state / "mirrors" / str(name))
     backend = PoolBackend(
         state_dir=state, workers=workers, gitdirs=gitdirs, mirrors_path=lambda name: state / "mirrors" / str(name)
     )
@@ -148,7 +148,7 @@ class Service:
         await self.mirrors.open()
         self.datasets = Datasets(catalog=self.catalog, mirrors=self.mirrors, state_dir=self.state, **parts)
         await self.datasets.open()
-        self.gitdirs = Gitdirs(state_dir=self.state, git=git_starter, workers=self.workers, mirrors_path=self.mirrors.path)
+        self.gitdirs = StoreBuilder(state_dir=self.state, git=git_starter, workers=self.workers, mirrors_path=self.mirrors.path)
         await self.gitdirs.open()
         store: dict[str, Any] = {"state_dir": self.state, "workers": self.workers, "mirrors_path": self.mirrors.path}
         self.templates = Templates(settings=lambda: self._settings, gitdirs=self.gitdirs, events=self.events, **store)

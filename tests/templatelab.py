@@ -9,8 +9,8 @@ from pathlib import Path
 import anyio
 from gitrepos import Upstream, git
 
-from mirrord.checkouts.gitdirs import Gitdirs
-from mirrord.checkouts.templates import Template, Templates
+from mirrord.checkouts.stores.builder import StoreBuilder
+from mirrord.checkouts.templates.store import Template, Templates
 from mirrord.config import Settings
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
@@ -32,7 +32,7 @@ class Store:
         home.mkdir(parents=True, exist_ok=True)
         settings = lambda: Settings.model_validate({"checkouts": {"template_bytes": self.template_bytes}})  # noqa: E731
         path = lambda name: upstream.path / ".git"  # noqa: E731
-        self.gitdirs = Gitdirs(state_dir=state_dir, git=Git(home=home), workers=workers, mirrors_path=path)
+        self.gitdirs = StoreBuilder(state_dir=state_dir, git=Git(home=home), workers=workers, mirrors_path=path)
         self.templates = Templates(
             settings=settings,
             state_dir=state_dir,

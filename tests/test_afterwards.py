@@ -7,7 +7,7 @@ import asyncio
 import anyio
 import pytest
 
-from mirrord.checkouts.afterwards import Afterwards, answering
+from mirrord.checkouts.deferred import Deferred, answering
 
 
 class Work:
@@ -28,7 +28,7 @@ async def turns() -> None:
 
 @pytest.mark.anyio
 async def test_nothing_begins_before_the_answer_has_gone_and_then_it_does_at_once() -> None:
-    afterwards, work = Afterwards(), Work()
+    afterwards, work = Deferred(), Work()
 
     async def flight() -> None:
         afterwards.begin(("kind", "which"), work)
@@ -44,7 +44,7 @@ async def test_nothing_begins_before_the_answer_has_gone_and_then_it_does_at_onc
 
 @pytest.mark.anyio
 async def test_another_answer_that_takes_long_holds_nothing_up() -> None:
-    afterwards, work = Afterwards(), Work()
+    afterwards, work = Deferred(), Work()
     done = anyio.Event()
 
     async def slow() -> None:
@@ -63,7 +63,7 @@ async def test_another_answer_that_takes_long_holds_nothing_up() -> None:
 
 @pytest.mark.anyio
 async def test_what_nobody_waits_for_begins_at_once() -> None:
-    afterwards, work = Afterwards(), Work()
+    afterwards, work = Deferred(), Work()
     afterwards.begin(("kind", "which"), work)
     await turns()
     assert work.count == 1

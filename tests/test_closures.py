@@ -12,19 +12,19 @@ import anyio
 import pytest
 from gitrepos import Upstream, git
 
-from mirrord.checkouts import chains as chains_module
-from mirrord.checkouts import closures as module
-from mirrord.checkouts import packing as packing_module
-from mirrord.checkouts.afterwards import Afterwards, answering
-from mirrord.checkouts.chains import CHAIN_LIMIT, MARGINS, STRIDES, Layer, choose_root, grid, plan, previous
-from mirrord.checkouts.closures import BUILDING, Closures, remove_leftovers
-from mirrord.checkouts.commits import Commits
-from mirrord.checkouts.packing import Packer
-from mirrord.checkouts.survey import check_written
+from mirrord.checkouts.deferred import Deferred, answering
+from mirrord.checkouts.stores import chains as chains_module
+from mirrord.checkouts.stores import closures as module
+from mirrord.checkouts.stores import packer as packing_module
+from mirrord.checkouts.stores.chains import CHAIN_LIMIT, MARGINS, STRIDES, Layer, choose_root, grid, plan, previous
+from mirrord.checkouts.stores.closures import BUILDING, Closures, remove_leftovers
+from mirrord.checkouts.stores.commits import Commits
+from mirrord.checkouts.stores.packer import Packer
+from mirrord.checkouts.stores.sources import check_written
 from mirrord.errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError
 from mirrord.git.children import Command
 from mirrord.git.command import Git
-from mirrord.git.packs import PackIndex
+from mirrord.git.packfile import PackIndex
 from mirrord.git.workers import Workers
 from mirrord.host.remains import Remains
 from mirrord.model import CommitId, MirrorName
@@ -49,7 +49,7 @@ class Site:
     def run(self, body: Callable[[Closures], Awaitable[None]]) -> None:
         async def main() -> None:
             workers = Workers(size=1)
-            afterwards = Afterwards()
+            afterwards = Deferred()
             try:
                 git = Git(home=self.root / "home")
                 closures = Closures(

@@ -28,7 +28,7 @@ from mirrord.errors import (
     UpstreamTimeoutError,
 )
 from mirrord.git.command import Git, Remote, masked_url, run_git_sync
-from mirrord.git.failures import HttpAnswer, failure, retry_after_seconds
+from mirrord.git.errors import HttpAnswer, failure, retry_after_seconds
 from mirrord.git.output import StderrReader
 from mirrord.git.priority import giving_way
 from mirrord.mirrors.fetch import blames_objects

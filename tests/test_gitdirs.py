@@ -11,10 +11,10 @@ import anyio
 import pytest
 from gitrepos import Upstream, git
 
-from mirrord.checkouts import graphs
-from mirrord.checkouts.gitdirs import Gitdir, Gitdirs
+from mirrord.checkouts.stores import commit_graphs as graphs
+from mirrord.checkouts.stores.builder import SealedStore, StoreBuilder
 from mirrord.errors import CommitNotFoundError, InvalidRequestError
-from mirrord.git import commitgraph
+from mirrord.git import commit_graph
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
 from mirrord.model import CommitId, History, MirrorName
@@ -40,10 +40,10 @@ class Site:
         self.mirror = root / "mirror.git"
         git(root, "clone", "-q", "--mirror", self.upstream.url, str(self.mirror))
 
-    def run(self, body: Callable[[Gitdirs], Awaitable[None]]) -> None:
+    def run(self, body: Callable[[StoreBuilder], Awaitable[None]]) -> None:
         async def main() -> None:
             workers = Workers(size=1)
-            gitdirs = Gitdirs(
+            gitdirs = StoreBuilder(
                 state_dir=self.root, git=Git(home=self.root / "home"), workers=workers, mirrors_path=lambda name: self.mirror
             )
             try:
@@ -54,16 +54,16 @@ class Site:
 
         anyio.run(main)
 
-    def build(self, commit: CommitId, history: History = History.SEALED) -> Gitdir:
-        built: list[Gitdir] = []
+    def build(self, commit: CommitId, history: History = History.SEALED) -> SealedStore:
+        built: list[SealedStore] = []
 
-        async def body(gitdirs: Gitdirs) -> None:
+        async def body(gitdirs: StoreBuilder) -> None:
             built.append(await gitdirs.ensure(NAME, commit, history))
 
         self.run(body)
         return built[0]
 
-    def checkout(self, gitdir: Gitdir) -> Path:
+    def checkout(self, gitdir: SealedStore) -> Path:
         """A private copy with a tree and an index, as a user gets it."""
         path = self.root / "checkout"
         shutil.copytree(gitdir.path, path)
@@ -153,8 +153,8 @@ def test_stores_share_packs_and_one_users_gc_harms_no_other(site: Site) -> None:
 
 
 def test_a_store_is_built_once_however_many_ask(site: Site) -> None:
-    async def body(gitdirs: Gitdirs) -> None:
-        found: list[Gitdir] = []
+    async def body(gitdirs: StoreBuilder) -> None:
+        found: list[SealedStore] = []
 
         async def ask() -> None:
             found.append(await gitdirs.ensure(NAME, site.line[4], History.SEALED))
@@ -172,7 +172,7 @@ def test_a_store_is_found_again_and_rebuilt_when_it_was_deleted(site: Site) -> N
     """By another daemon; and after somebody removed it behind our back."""
     gitdir = site.build(site.line[4])
 
-    async def body(gitdirs: Gitdirs) -> None:
+    async def body(gitdirs: StoreBuilder) -> None:
         assert gitdirs.find(NAME, site.line[4], History.SEALED) == gitdir
         shutil.rmtree(gitdir.git)
         assert gitdirs.find(NAME, site.line[4], History.SEALED) is None
@@ -195,7 +195,7 @@ def test_what_a_power_cut_emptied_or_shortened_is_built_again(site: Site, name: 
         file.chmod(0o644)
         os.truncate(file, int(file.stat().st_size * kept))
 
-    async def after(gitdirs: Gitdirs) -> None:
+    async def after(gitdirs: StoreBuilder) -> None:
         assert gitdirs.find(NAME, site.line[4], History.SEALED) is None
         assert await gitdirs.ensure(NAME, site.line[4], History.SEALED) == gitdir
         assert verify_seal(gitdir.path, site.line[4]).sealed
@@ -207,12 +207,12 @@ def test_what_a_power_cut_emptied_or_shortened_is_built_again(site: Site, name: 
 def test_a_store_gets_the_commit_graph_of_its_large_packs(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written behind the first store, linked by the next; of the closure only; one that a power cut tore is written again."""
     monkeypatch.setattr(graphs, "LARGE", 3)
-    built: list[Gitdir] = []
+    built: list[SealedStore] = []
 
-    def graph(gitdir: Gitdir) -> Path:
+    def graph(gitdir: SealedStore) -> Path:
         return gitdir.git / "objects/info/commit-graph"
 
-    async def body(gitdirs: Gitdirs) -> None:
+    async def body(gitdirs: StoreBuilder) -> None:
         built.append(await gitdirs.ensure(NAME, site.line[3], History.SEALED))
         assert not graph(built[0]).exists()
         with anyio.fail_after(30):
@@ -221,12 +221,12 @@ def test_a_store_gets_the_commit_graph_of_its_large_packs(site: Site, monkeypatc
         await gitdirs.drop(built[0])
         built.append(await gitdirs.ensure(NAME, site.line[3], History.SEALED))
 
-    async def after(gitdirs: Gitdirs) -> None:
+    async def after(gitdirs: StoreBuilder) -> None:
         assert gitdirs.find(NAME, site.line[3], History.SEALED) is None
         await gitdirs.ensure(NAME, site.line[3], History.SEALED)
 
     site.run(body)
-    assert {oid.hex() for oid in commitgraph.commit_ids(graph(built[1]))} <= set(site.line[:4])
+    assert {oid.hex() for oid in commit_graph.commit_ids(graph(built[1]))} <= set(site.line[:4])
     git(built[1].path, "commit-graph", "verify")
     assert verify_seal(built[1].path, site.line[3]).sealed
     graph(built[1]).chmod(0o644)
@@ -241,7 +241,7 @@ def test_leftovers_of_a_killed_build_are_removed_at_the_start(site: Site) -> Non
     half = gitdir.path.parent / f"sealed-{site.line[5]}"
     shutil.copytree(gitdir.path, half)
 
-    async def body(gitdirs: Gitdirs) -> None:
+    async def body(gitdirs: StoreBuilder) -> None:
         assert not (gitdir.path.parent / ".building-x").exists()
         assert gitdirs.find(NAME, site.line[5], History.SEALED) is None
         assert (await gitdirs.ensure(NAME, site.line[5], History.SEALED)).head == site.line[5]
@@ -263,7 +263,7 @@ def test_a_damaged_tag_is_left_out(site: Site) -> None:
 
 
 def test_what_cannot_be_built_is_an_error(site: Site) -> None:
-    async def body(gitdirs: Gitdirs) -> None:
+    async def body(gitdirs: StoreBuilder) -> None:
         with pytest.raises(CommitNotFoundError):
             await gitdirs.ensure(NAME, ABSENT, History.SEALED)
         with pytest.raises(CommitNotFoundError):

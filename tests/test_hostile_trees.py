@@ -20,9 +20,9 @@ from checkoutlab import NAME, USER, USER_PEER, Service, as_user, running_service
 from gitrepos import Upstream, git
 from mountlab import mounted_below
 
-from mirrord.checkouts import patches
-from mirrord.checkouts.calls import Work
-from mirrord.checkouts.staging import staged
+from mirrord.checkouts.patches import apply as patches
+from mirrord.checkouts.patches.staging import staged
+from mirrord.checkouts.worker_calls import Work
 from mirrord.errors import (
     CheckoutBusyError,
     DiffTooLargeError,

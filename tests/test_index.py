@@ -11,10 +11,10 @@ import pytest
 from gitrepos import ENV, Upstream, git
 from trees import awkward, tree_of
 
-from mirrord.checkouts.index import Former, index_bytes, spliced_index
-from mirrord.checkouts.manifest import Manifest
-from mirrord.checkouts.scan import Changes
-from mirrord.checkouts.tree import materialise, move, repair
+from mirrord.checkouts.files.index import Former, index_bytes, spliced_index
+from mirrord.checkouts.files.manifest import Manifest
+from mirrord.checkouts.files.scan import Changes
+from mirrord.checkouts.files.tree import materialise, move, repair
 
 Make = Callable[[str], Upstream]
 

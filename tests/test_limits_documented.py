@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from mirrord.api import bodies, connections, server
-from mirrord.checkouts import calls, patches, staging
+from mirrord.checkouts import worker_calls as calls
+from mirrord.checkouts.patches import apply as patches
+from mirrord.checkouts.patches import staging
 from mirrord.datasets import documents, expansion
 from mirrord.git.objects import bounds
 from mirrord.git.workers import Workers

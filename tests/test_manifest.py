@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import awkward, record_control
 
-from mirrord.checkouts.manifest import Manifest
-from mirrord.checkouts.records import Entry, Records
-from mirrord.checkouts.tree import materialise
+from mirrord.checkouts.files.manifest import Manifest
+from mirrord.checkouts.files.records import Entry, Records
+from mirrord.checkouts.files.tree import materialise
 from mirrord.errors import ProofFailedError
 
 WORD, LONG, OID = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.binary(min_size=20, max_size=20)

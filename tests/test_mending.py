@@ -20,7 +20,7 @@ from starlette.requests import Request
 from test_mirrors import NAME, Builder, House
 
 from mirrord.api.bodies import spool_body
-from mirrord.duties.mend import Mend
+from mirrord.duties.cleanup import Cleanup
 from mirrord.errors import InvalidRequestError
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.model import CommitId
@@ -182,7 +182,7 @@ def test_what_stays_owed_is_tried_less_and_less() -> None:
             tries.append(len(tries))
             return len(tries) == 4
 
-        mend = Mend([part])
+        mend = Cleanup([part])
         counts = []
         for _ in range(13):
             await mend.take_turn()
@@ -238,7 +238,7 @@ def test_a_checkout_that_could_not_be_removed_goes_without_a_restart() -> None:
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(inner)], check=True)
         it.kill()
         it.start()
-        until(lambda: it.log.count("checkout.stuck") >= 3)
+        until(lambda: it.log.count("removal.failed") >= 3)
         time.sleep(3)  # of each backend, the tries that come one after the other
         subprocess.run(["umount", str(checkouts / ".gone-half-made/inner")], check=True)
         until(lambda: not any(checkouts.iterdir()))

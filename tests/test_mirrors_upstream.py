@@ -10,10 +10,10 @@ import anyio
 import pytest
 
 from mirrord.errors import GitFailedError, InvalidUrlError, MirrordError, UpstreamAuthError, UpstreamThrottledError
-from mirrord.mirrors.backoff import Hosts
 from mirrord.mirrors.bisect import find_bad
-from mirrord.mirrors.flights import Flight, Flights
+from mirrord.mirrors.coalesce import Coalescer, Flight
 from mirrord.mirrors.refs import is_safe_ref, read_offer
+from mirrord.mirrors.throttle import Hosts
 from mirrord.mirrors.upstream import parse_upstream, upstream_url
 from mirrord.model import MirrorName
 from mirrord.protocol import Progress
@@ -236,7 +236,7 @@ def test_a_host_that_throttles_is_left_alone_as_long_as_it_asks() -> None:
 
 def test_passengers_share_progress_and_the_last_one_cancels() -> None:
     async def main() -> None:
-        flights: Flights[int] = Flights()
+        flights: Coalescer[int] = Coalescer()
         runs: list[str] = []
         seen: list[int] = []
 
@@ -267,7 +267,7 @@ def test_who_comes_after_the_departure_shares_the_next_flight() -> None:
     """Whatever was seen before one asked is nobody's answer; the end of all cancels those that wait and those that fly."""
 
     async def main() -> None:
-        flights: Flights[int] = Flights()
+        flights: Coalescer[int] = Coalescer()
         turn = anyio.Lock()
         facts = [0]
         answers: list[tuple[str, int]] = []
@@ -311,7 +311,7 @@ def test_a_flight_that_was_given_up_takes_nobody_more() -> None:
     """Also one that was given up before it began."""
 
     async def main() -> None:
-        flights: Flights[int] = Flights()
+        flights: Coalescer[int] = Coalescer()
 
         async def run(flight: Flight[int]) -> int:
             await anyio.sleep(0)

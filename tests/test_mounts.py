@@ -13,7 +13,7 @@ import anyone
 import pytest
 from mountlab import GIT, KERNELS, TREE, Lab, mounted_below, mountlab
 
-from mirrord.checkouts.control import discard
+from mirrord.checkouts.pool.dotgit import discard
 from mirrord.errors import BackendUnavailableError, CheckoutBusyError
 from mirrord.host import mounts
 from mirrord.host.files import opened

@@ -21,7 +21,7 @@ from gitrepos import ENV, Upstream, git
 from mountlab import KERNELS, mounted_below
 
 from mirrord.checkouts.leases import Lease, Leases
-from mirrord.checkouts.overlay import OverlayBackend
+from mirrord.checkouts.overlay.backend import OverlayBackend
 from mirrord.errors import BackendUnavailableError, DiskFullError
 from mirrord.git.workers import Workers
 from mirrord.host import mounts

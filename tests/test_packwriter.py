@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mirrord.errors import CorruptObjectError
-from mirrord.git.packs import PackIndex
-from mirrord.git.packwriter import KINDS, Packed, PackObject, delta, patched, write_pack
+from mirrord.git.pack_writer import KINDS, Packed, PackObject, delta, patched, write_pack
+from mirrord.git.packfile import PackIndex
 
 _BLOB = 3
 

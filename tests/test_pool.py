@@ -17,13 +17,13 @@ import pytest
 from checkoutlab import USER, Pool, as_user, deeds, passable_directory, running_pool
 from gitrepos import Upstream, git
 
-from mirrord.checkouts import pooled
-from mirrord.checkouts import scan as scanning
-from mirrord.checkouts.calls import Place
+from mirrord.checkouts.files import scan as scanning
+from mirrord.checkouts.files.manifest import Manifest, clock_ns
+from mirrord.checkouts.files.records import Records
+from mirrord.checkouts.files.scan import Changes, examine, scan
 from mirrord.checkouts.leases import Lease
-from mirrord.checkouts.manifest import Manifest, clock_ns
-from mirrord.checkouts.records import Records
-from mirrord.checkouts.scan import Changes, examine, scan
+from mirrord.checkouts.pool import worktree as pooled
+from mirrord.checkouts.worker_calls import Place
 from mirrord.model import History
 
 

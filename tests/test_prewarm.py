@@ -12,7 +12,7 @@ from gitrepos import Upstream, git
 
 from mirrord import config
 from mirrord.catalog import Catalog, DatasetHead, InstanceRow, MirrorRow, spooled
-from mirrord.checkouts.gitdirs import Gitdirs
+from mirrord.checkouts.stores.builder import StoreBuilder
 from mirrord.duties import prewarm
 from mirrord.duties.prewarm import Prewarm
 from mirrord.git.command import Git
@@ -43,7 +43,7 @@ class Site:
         self.settings = config.load(None)
         self.operations = Operations(Events())
         self.workers = Workers(size=1)
-        self.gitdirs = Gitdirs(
+        self.gitdirs = StoreBuilder(
             state_dir=root, git=Git(home=root / "home"), workers=self.workers, mirrors_path=lambda name: root / "mirror.git"
         )
 

@@ -16,11 +16,11 @@ import pytest
 from gitrepos import Upstream, git
 from trees import awkward, contents, record_control
 
+from mirrord.checkouts.files.manifest import Manifest, clock_ns
+from mirrord.checkouts.files.records import Records
+from mirrord.checkouts.files.scan import Changes, iter_files, scan
+from mirrord.checkouts.files.tree import materialise, repair
 from mirrord.checkouts.graves import Graves
-from mirrord.checkouts.manifest import Manifest, clock_ns
-from mirrord.checkouts.records import Records
-from mirrord.checkouts.scan import Changes, iter_files, scan
-from mirrord.checkouts.tree import materialise, repair
 
 OWNER = (1234, 1234)
 
@@ -77,7 +77,7 @@ def test_nothing_is_believed_of_another_boot(checkout: Checkout, tmp_path: Path,
     replace(checkout.manifest, files=files).save(tmp_path / "manifest")
     checkout.manifest = Manifest.load(tmp_path / "manifest")
     assert checkout.scan().is_empty
-    monkeypatch.setattr("mirrord.checkouts.manifest.boot_id", lambda: "another")
+    monkeypatch.setattr("mirrord.checkouts.files.manifest.boot_id", lambda: "another")
     checkout.manifest = Manifest.load(tmp_path / "manifest")
     found = checkout.scan()
     assert (found.modified, found.hashed > 1) == ([path], True)

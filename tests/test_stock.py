@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from mirrord.checkouts.layer import Layer, chain_of
-from mirrord.checkouts.stock import NEAR, Stock
+from mirrord.checkouts.templates.layer import Layer, chain_of
+from mirrord.checkouts.templates.layer_index import NEAR, LayerIndex
 
 
-def grown(seed: int, count: int = 60) -> tuple[Stock, dict[str, Layer]]:
+def grown(seed: int, count: int = 60) -> tuple[LayerIndex, dict[str, Layer]]:
     """Layers on layers, some of them taken away again with all that lies on them; and the same as a plain list."""
-    chance, stock = random.Random(seed), Stock()
+    chance, stock = random.Random(seed), LayerIndex()
     plain: dict[str, Layer] = {}
     for number in range(count):
         base = chance.choice([None, *plain.values()])
@@ -62,7 +62,7 @@ def test_what_is_near_is_the_nearest_of_each_depth(seed: int) -> None:
 
 def test_a_worker_is_told_of_few_layers_however_many_there_are() -> None:
     """A thousand variants of one tree: the keyframe, and the nearest variants."""
-    stock = Stock()
+    stock = LayerIndex()
     stock.add(Layer("k" * 40, None, "", 0, 1, 0, 0, 0))
     for number in range(1000):
         stock.add(Layer(f"{number:040}", "k" * 40, "", number, 2, 0, 0, 0))
@@ -72,7 +72,7 @@ def test_a_worker_is_told_of_few_layers_however_many_there_are() -> None:
 
 def test_a_layer_whose_base_is_gone_is_not_whole() -> None:
     """It is not offered to be built on; that is no error."""
-    stock = Stock()
+    stock = LayerIndex()
     stock.add(Layer("k" * 40, None, "", 0, 1, 0, 0, 0))
     stock.add(Layer("d" * 40, "k" * 40, "", 0, 2, 0, 0, 0))
     stock.remove("k" * 40)

@@ -14,10 +14,10 @@ import pytest
 from gitrepos import Upstream, git
 from trees import awkward, contents, tree_of, worktree
 
-from mirrord.checkouts.hashing import hash_tree
-from mirrord.checkouts.scan import scan
-from mirrord.checkouts.tree import materialise, move, repair
-from mirrord.checkouts.writer import TreeWriter
+from mirrord.checkouts.files.hashing import hash_tree
+from mirrord.checkouts.files.scan import scan
+from mirrord.checkouts.files.tree import materialise, move, repair
+from mirrord.checkouts.files.writer import TreeWriter
 from mirrord.errors import CheckoutBusyError, CommitNotFoundError, CommitUnservableError, ProofFailedError
 from mirrord.host.credentials import ActingAs
 from mirrord.host.files import open_directory, opened, remove

@@ -14,7 +14,7 @@ from test_workers import add, hang, is_gone, until
 
 from mirrord.git.turns import Askers, Turns
 from mirrord.git.workers import Workers
-from mirrord.mirrors.flights import Flights
+from mirrord.mirrors.coalesce import Coalescer
 
 pytestmark = pytest.mark.anyio
 
@@ -112,7 +112,7 @@ async def test_work_that_two_wait_for_gets_the_turn_of_the_one_who_is_next() -> 
     race = Race(turns)
     for name in ("a1", "a2", "a3"):
         await race.join(name, ALICE)
-    flights: Flights[str] = Flights()
+    flights: Coalescer[str] = Coalescer()
 
     async def ask(uid: int) -> str:
         Askers(uid).bind()
@@ -187,7 +187,7 @@ async def test_who_holds_a_lock_that_another_user_wants_is_not_kept_by_a_queue_o
 
 async def test_shared_work_ends_when_nobody_waits_for_it_any_more() -> None:
     """The first who hangs up leaves it to the other."""
-    flights: Flights[None] = Flights()
+    flights: Coalescer[None] = Coalescer()
     ended: list[bool] = []
 
     async def work() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from gitrepos import Upstream, git
 
-from mirrord.checkouts.manifest import Manifest, blob_id
-from mirrord.checkouts.records import DIRECTORY, NO_OBJECT, Entry
+from mirrord.checkouts.files.manifest import Manifest, blob_id
+from mirrord.checkouts.files.records import DIRECTORY, NO_OBJECT, Entry
 
 
 def awkward(upstream: Upstream) -> list[str]:

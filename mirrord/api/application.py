@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from .. import protocol
-from ..checkouts.afterwards import answering
+from ..checkouts.deferred import answering
 from ..engine import Engine
 from ..errors import CorruptCatalogError, InvalidRequestError
 from ..git.turns import Askers

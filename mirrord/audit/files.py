@@ -23,10 +23,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from ..checkouts.survey import loose_digest
+from ..checkouts.stores.sources import loose_digest
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
-from ..git.packs import ID_BYTES, PackIndex, pack_is_whole, pack_trailer
+from ..git.packfile import ID_BYTES, PackIndex, pack_is_whole, pack_trailer
 from ..model import AuditLevel, FindingKind
 from .graph import TIMEOUT
 

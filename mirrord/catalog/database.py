@@ -180,7 +180,7 @@ def _open_sqlite(url: URL, ways: Iterable[Way]) -> tuple[Engine, Way]:
     for way in ways:
         engine = _make_sqlite_engine(url, way)
         if way is Way.SHARED and not _has_room_for_index(Path(str(url.database)).parent):
-            log.warning("catalog.narrowed", catalog=url.database, way=way.name.lower(), reason="no space left on device")
+            log.warning("catalog.degraded", catalog=url.database, way=way.name.lower(), reason="no space left on device")
             continue
         try:
             with engine.connect() as connection:
@@ -190,7 +190,7 @@ def _open_sqlite(url: URL, ways: Iterable[Way]) -> tuple[Engine, Way]:
             if code not in _NO_ROOM or way is Way.FROZEN:
                 return engine, way
             engine.dispose()
-            log.warning("catalog.narrowed", catalog=url.database, way=way.name.lower(), reason=str(error.orig))
+            log.warning("catalog.degraded", catalog=url.database, way=way.name.lower(), reason=str(error.orig))
         else:
             return engine, way
         if way is Way.ALONE and Path(f"{url.database}-wal").exists():

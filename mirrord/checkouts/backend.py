@@ -1,4 +1,4 @@
-"""What a way of making checkouts must keep to. Only words: `pool.py` and `overlay.py` do it, `service.py` relies on it.
+"""The contract of a backend, in prose: `pool/backend.py` and `overlay/backend.py` keep it, `service.py` relies on it.
 
 For every method:
 

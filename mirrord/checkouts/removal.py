@@ -96,7 +96,7 @@ class Removal:
             try:
                 await backend.destroy(directories, lease)
             except (MirrordError, OSError) as error:
-                log.warning("checkout.stuck", directory=directories.public.name, attempt=attempt, error=str(error))
+                log.warning("removal.failed", directory=directories.public.name, attempt=attempt, error=str(error))
                 await anyio.sleep(_PAUSE_S)
             else:
                 return True

@@ -22,7 +22,7 @@ import structlog
 from ..errors import MirrordError, ResourceError
 from ..git.turns import HOUSEKEEPING, Askers
 from ..git.workers import Workers
-from .calls import discard_all
+from .worker_calls import discard_all
 
 _THREADS = 8
 _PAUSE_S = 0.05
@@ -101,7 +101,7 @@ class Rubbish:
                 return True
             return not await self._enqueue(directory)
         except (MirrordError, OSError) as error:
-            log.warning("directory.stuck", directory=str(directory), problem=str(error))
+            log.warning("removal.failed", directory=str(directory), problem=str(error))
             return False
 
     def _step_aside(self) -> None:
@@ -135,7 +135,7 @@ class Rubbish:
             for directory in batch:
                 problem = problems.get(directory)
                 if problem:
-                    log.warning("directory.stuck", directory=str(directory), problem=problem)
+                    log.warning("removal.failed", directory=str(directory), problem=problem)
                 waiting = self._waiting.pop(directory)
                 if not waiting.done():
                     waiting.set_result(problem)

@@ -3,7 +3,7 @@
 Owns who may do what, the limits, and the deadlines. A checkout answers to its owner, to the uid
 that took it, and to administrators; to others it does not exist. Work on one checkout runs one
 after the other; after half a minute of waiting comes CheckoutBusyError. What happens to a lease and
-its tree, and what a crash leaves of them, is `keeper.py`'s.
+its tree, and what a crash leaves of them, is `lifecycle.py`'s.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from ..model import Backend, Bind, CheckoutId, History, View, utc_now
 from ..protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, RestoreAnswer, RestorePaths, StartCheckout
 from ..units import format_duration
 from .backend import CheckoutBackend
-from .gitdirs import Gitdirs
-from .keeper import Keeper
 from .leases import Directories, Lease, LeaseState, not_found
-from .pool import PoolBackend
-from .requests import Instances, Naming, Requests
-from .revisions import Revisions
+from .lifecycle import Lifecycle
+from .patches.revisions import Revisions
+from .pool.backend import PoolBackend
+from .resolve import Instances, Naming, Requests
+from .stores.builder import StoreBuilder
 
 _PATIENCE = timedelta(seconds=30)
 
@@ -69,7 +69,7 @@ class Checkouts:
         workers: Workers,
         mirrors: Mirrors,
         datasets: Instances,
-        gitdirs: Gitdirs,
+        gitdirs: StoreBuilder,
         overlay: CheckoutBackend | None,
         access: Access,
         events: Events,
@@ -85,7 +85,7 @@ class Checkouts:
         self._requests = Requests(instances=datasets, commits=mirrors, learn=gitdirs.commits.learn)
         self._revisions = Revisions(workers=workers, mirrors=mirrors, instances=datasets)
         backends = [backend for backend in (overlay, self._pool) if backend is not None]
-        self._keeper = Keeper(state_dir, backends, events, self._locked)
+        self._keeper = Lifecycle(state_dir, backends, events, self._locked)
         self._leases = self._keeper.leases
         self._directory = state_dir / "checkouts"
         self._visible: WeakKeyDictionary[Peer, Visible] = WeakKeyDictionary()

@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ..checkouts.trial import try_overlay
+from ..checkouts.overlay.probe import try_overlay
 from ..config import Settings
 from ..errors import MirrordError
 from ..host.mounting import LocalMounter, choose_mounter

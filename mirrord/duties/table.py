@@ -13,7 +13,7 @@ import anyio.to_thread
 
 from ..catalog import Catalog, MirrorRow
 from ..checkouts.service import Checkouts
-from ..checkouts.templates import Templates
+from ..checkouts.templates.store import Templates
 from ..config import Settings
 from ..errors import MirrordError, UpstreamAuthError, UpstreamNotFoundError, from_problem
 from ..heal import Heals
@@ -23,7 +23,7 @@ from ..jobs.schedule import Job
 from ..jobs.watch import Watch
 from ..model import AuditLevel, MirrorName, utc_now
 from ..protocol import Audit, Operation, StartAudit
-from .mend import Mend
+from .cleanup import Cleanup
 from .prewarm import Prewarm
 from .work import Work
 
@@ -65,7 +65,7 @@ class Jobs:
         work: Work,
         heals: Heals,
         prewarm: Prewarm,
-        mend: Mend,
+        mend: Cleanup,
         find_unfinished: Callable[[AuditLevel], Awaitable[datetime | None]],
         watches: list[Watch],
     ) -> None:
@@ -128,7 +128,7 @@ class Jobs:
     def _housekeeping(self) -> list[Job]:
         return [
             Job("checkouts.expire", EXPIRE_INTERVAL, self._expire, since=self._started_at),
-            Job("state.mend", MEND_INTERVAL, self._mend.take_turn, since=self._started_at),
+            Job("cleanup.retry", MEND_INTERVAL, self._mend.take_turn, since=self._started_at),
             Job("templates.evict", EVICT_INTERVAL, self._evict, since=self._started_at),
             Job("watch.look", LOOK_INTERVAL, self._look, since=self._started_at),
             Job("memory.trim", TRIM_INTERVAL, self._trim, since=self._started_at),

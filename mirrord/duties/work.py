@@ -13,8 +13,8 @@ from typing import Any
 import anyio
 
 from ..audit.service import Audits
-from ..checkouts.gitdirs import Gitdirs
-from ..checkouts.templates import Templates
+from ..checkouts.stores.builder import StoreBuilder
+from ..checkouts.templates.store import Templates
 from ..datasets.service import Datasets
 from ..heal import Heals
 from ..jobs.operations import Operations, ProgressSink
@@ -39,7 +39,7 @@ class Work:
         audits: Audits,
         heals: Heals,
         templates: Templates,
-        gitdirs: Gitdirs,
+        gitdirs: StoreBuilder,
         prewarm: Prewarm,
         on_mirrors_changed: Callable[[], Awaitable[None]],
     ) -> None:

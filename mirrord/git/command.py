@@ -24,7 +24,7 @@ from ..errors import DeadlineError, GitFailedError, MirrordError, UpstreamError,
 from ..protocol import Progress
 from .children import NOTHING, PIPE, Child, Command, Stream, in_memory, run_to_end
 from .environment import Remote, child_environment, make_home
-from .failures import HttpAnswer, failure, masked_url
+from .errors import HttpAnswer, failure, masked_url
 from .output import StderrReader
 from .priority import before_git
 

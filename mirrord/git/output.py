@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ..protocol import Progress
-from .failures import HttpAnswer
+from .errors import HttpAnswer
 
 _PROGRESS = re.compile(r"(?:remote: )?([A-Z][A-Za-z -]+):\s+(?:\d+% \((\d+)/(\d+)\)|(\d+))(?:,.*)?\s*")
 _TRACE = re.compile(r"\d\d:\d\d:\d\d\.\d+ \S+\.c:\d+\s+(.*)")

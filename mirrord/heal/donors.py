@@ -17,8 +17,8 @@ import anyio
 from ..audit.view import borrow_from, make_repository
 from ..catalog.rows import MirrorRow
 from ..errors import CorruptObjectError
-from ..git.packs import PackIndex, pack_is_whole, pack_trailer
-from ..mirrors.flights import ProgressSink
+from ..git.packfile import PackIndex, pack_is_whole, pack_trailer
+from ..mirrors.coalesce import ProgressSink
 from ..mirrors.service import Mirrors
 from ..mirrors.upstream import Upstream
 from ..model import CommitId, MirrorName

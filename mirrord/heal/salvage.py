@@ -18,7 +18,7 @@ from ..audit.graph import TIMEOUT
 from ..audit.view import make_repository
 from ..errors import CorruptObjectError
 from ..git.command import run_git_sync
-from ..git.packs import PackIndex
+from ..git.packfile import PackIndex
 
 SALVAGED = "the intact part of "
 

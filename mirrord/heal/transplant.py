@@ -16,7 +16,7 @@ from ..audit.past import kinds_of
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import Git
 from ..git.environment import STRICT
-from ..git.packs import PackIndex
+from ..git.packfile import PackIndex
 from ..git.workers import Workers
 from .missing import Missing
 

@@ -24,7 +24,7 @@ from ..audit.view import borrow_from, damaged_packs, is_readable_link, make_repo
 from ..errors import CorruptObjectError, DiskFullError, GitFailedError, MirrordError, StoppingError
 from ..git.command import Git
 from ..git.workers import Workers
-from ..mirrors.flights import ProgressSink
+from ..mirrors.coalesce import ProgressSink
 from ..mirrors.history import BEGUN_ANEW, write_record
 from ..mirrors.refs import theirs
 from ..mirrors.repository import HISTORY, KEPT, Repository

@@ -19,14 +19,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from ..errors import (
-    BackendUnavailableError,
-    CheckoutBusyError,
-    DiskFailedError,
-    DiskFullError,
-    ResourceError,
-    TooManyFilesError,
-)
+from ..errors import BackendUnavailableError, CheckoutBusyError, DiskFailedError, DiskFullError, ResourceError, TooManyFilesError
 from ..model import shown
 
 GRAVE = ".gone-"

@@ -17,7 +17,7 @@ import anyio
 
 from ..git.priority import giving_way
 from ..protocol import Progress
-from .halves import mend_halves
+from .incomplete_packs import mend_halves
 from .leftovers import remove_leftovers
 from .repository import Repository
 

@@ -153,7 +153,7 @@ async def _settle_or_owe(repository: Repository, catalog: Catalog, debt: Debt, d
     try:
         await settle(repository, catalog, debt)
     except Exception as error:  # noqa: BLE001 the caller hears of what came first
-        log.warning("pins.owed", mirror=str(repository.name), owner=debt.owner, count=len(debt.commits), detail=str(error))
+        log.warning("pins.pending", mirror=str(repository.name), owner=debt.owner, count=len(debt.commits), detail=str(error))
         debts.append(debt)
 
 

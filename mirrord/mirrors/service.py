@@ -39,15 +39,15 @@ from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..protocol import Mirror, Pin, Progress, RefDiff, RefRecord
 from ..protocol.operations import QUEUED
 from . import history, pins
-from .flights import Flight, Flights, ProgressSink
+from .cleanup import Mending
+from .coalesce import Coalescer, Flight, ProgressSink
 from .maintenance import maintain, size_bytes
-from .mending import Mending
 from .present import shown_mirror
 from .quarantine import Quarantine
-from .reconcile import follow_pins, reconcile
 from .refs import is_followed
 from .repository import PINS, Repository
 from .sources import Sources
+from .startup import follow_pins, reconcile
 from .sync import SyncResult, move_refs
 from .upstream import Upstream, parse_upstream
 
@@ -72,7 +72,7 @@ class Mirrors:
         self._unsynced: dict[str, str] = {}
         self._locks: dict[str, anyio.Lock] = {}
         self._mending = Mending(catalog, self.repository, self.lock)
-        self._syncs: Flights[SyncResult] = Flights()
+        self._syncs: Coalescer[SyncResult] = Coalescer()
 
     async def open(self) -> None:
         """Finish or remove what a crash left, then bring disk and catalog in line."""

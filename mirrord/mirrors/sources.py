@@ -16,12 +16,12 @@ from ..errors import UpstreamError
 from ..git.command import Git
 from ..host.files import sync_directory
 from ..model import CommitId, MirrorName
-from .backoff import Hosts
+from .coalesce import ProgressSink
 from .fetch import Fetcher
-from .flights import ProgressSink
 from .quarantine import Quarantine
 from .repository import Repository
 from .sync import SyncResult, sync
+from .throttle import Hosts
 from .upstream import Upstream, parse_upstream, upstream_url
 
 Unfetched = dict[CommitId, str]

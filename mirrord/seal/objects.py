@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from ..checkouts.survey import loose_digest
+from ..checkouts.stores.sources import loose_digest
 from ..errors import CorruptObjectError, GitFailedError
-from ..git import commitgraph
+from ..git import commit_graph
 from ..git.command import run_git_sync
-from ..git.packs import PackIndex, pack_is_whole
+from ..git.packfile import PackIndex, pack_is_whole
 from ..protocol import SealLeak
 from .repository import Found, Repository, read_bytes, walk
 
@@ -116,8 +116,8 @@ def _is_reverse_index(path: Path) -> bool:
 
 def _graphed(path: Path, where: str, contents: Contents) -> list[bytes]:
     try:
-        ids = commitgraph.commit_ids(path)
-        if commitgraph.has_known_chunks_only(path) and pack_is_whole(path):  # a graph ends in its checksum as a pack does
+        ids = commit_graph.commit_ids(path)
+        if commit_graph.has_known_chunks_only(path) and pack_is_whole(path):  # a graph ends in its checksum as a pack does
             return ids
     except (CorruptObjectError, OSError):
         pass

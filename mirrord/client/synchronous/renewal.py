@@ -1,7 +1,7 @@
 # Generated from ../asynchronous/renewal.py by tests/unasync.py: edit that file, then run it.
 """Keeps the leases of a client alive while their handles are: at a third of what is left, one worker for all of them.
 
-A handle that is released, closed with its client or dropped is renewed no longer. Holds handles
+A handle that is released, closed with its client or dropped is renewed no longer. RefCounts handles
 weakly, so that a forgotten one ends as the lease says. A renewal that fails is tried again until
 the lease is over; each failure is a warning in the log `mirrord`.
 """

@@ -16,8 +16,8 @@ from pathlib import Path
 from pygit2.enums import ObjectType
 
 from ...errors import CorruptObjectError
-from ..packs import PackIndex
-from ..packwriter import Packed, PackObject, write_pack
+from ..pack_writer import Packed, PackObject, write_pack
+from ..packfile import PackIndex
 from .repositories import Objects, open_objects
 
 _OBJECTS_MAX = 2000

@@ -19,11 +19,11 @@ from ...catalog.catalog import Catalog
 from ...catalog.rows import MirrorRow, PinRow
 from ...errors import InvalidBundleError, MirrorNotFoundError
 from ...git.command import Git
-from ...git.packs import PackIndex
+from ...git.packfile import PackIndex
 from ...host.files import full_disk_named, sync_directory, sync_tree
 from ...jobs.events import Events
 from ...model import CommitId, MirrorName, utc_now
-from ..flights import ProgressSink
+from ..coalesce import ProgressSink
 from ..history import columns_of, find_record, list_records, read_refs
 from ..leftovers import remove_leftovers
 from ..maintenance import size_bytes

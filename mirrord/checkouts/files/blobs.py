@@ -1,0 +1,105 @@
+"""What files of several layers hold, kept once: a file with the same bytes and permissions is one file with many links.
+
+Owns `templates/<mirror>/blobs`, which has a link of each regular file of the deltas, named by the id of its bytes and its mode. A
+file that nothing else links to belongs to no layer, and goes. Never trusts a file that it lends: its bytes are hashed first. A
+crash leaves files that no layer has, which `weigh` removes.
+
+A link changes the ctime of a file that other layers show already; that is why git is told not to compare it (`gitdirs.CONFIG`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from ...errors import ProofFailedError
+from ...host.remains import is_removed
+from .manifest import Manifest
+from .scan import content_id
+from .writer import TreeWriter
+
+_MODES = {False: 0o644, True: 0o755}
+_BLOCK_BYTES = 512
+_ALONE = 1
+
+
+class Blobs:
+    """The shared files of one mirror. Any number of processes may use it at the same time."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def has(self, content: str, *, executable: bool) -> bool:
+        """Whether a file with these bytes, by their id, would take no room."""
+        return self._path(content, executable=executable).exists()
+
+    def lend(self, content: str, writer: TreeWriter, path: bytes, *, executable: bool) -> os.stat_result | None:
+        """Have the file at `path` of a layer, as a link; None where there is none, or none that is sound."""
+        source = self._path(content, executable=executable)
+        try:
+            found = writer.link_file(path, source)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EMLINK):
+                raise
+            return None
+        if stat.S_IMODE(found.st_mode) == _MODES[executable] and content_id(*writer.locate(path), found).hex() == content:
+            return found
+        writer.remove(path)
+        source.unlink(missing_ok=True)
+        return None
+
+    def keep(self, content: str, writer: TreeWriter, path: bytes, *, executable: bool) -> os.stat_result:
+        """Remember a file that was just written; answers its stat, which this changes."""
+        shared = self._path(content, executable=executable)
+        with suppress(FileExistsError):
+            try:
+                writer.share_file(path, shared)
+            except FileNotFoundError:
+                self._directory.mkdir(mode=0o700, exist_ok=True)
+                writer.share_file(path, shared)
+        return writer.get_stat(path)
+
+    def let_go(self, layer: Path) -> int | None:
+        """Forget what only the layer in this directory has, which is removed next; answers the bytes that frees.
+
+        None where it is not known, or could not be: `weigh` finds out later.
+        """
+        try:
+            return self._let_go(layer, Manifest.load(layer / "manifest"))
+        except (OSError, ProofFailedError):
+            return None
+
+    def _let_go(self, layer: Path, manifest: Manifest) -> int:
+        freed = 0
+        for path, entry in manifest.files.items():
+            if not entry.is_directory and not entry.is_symlink:
+                executable = bool(entry.permissions & stat.S_IXUSR)
+                freed += self._forget(os.fsencode(layer / "files") + b"/" + path, entry.content.hex(), executable=executable)
+        return freed
+
+    def weigh(self) -> tuple[int, bool]:
+        """The bytes that the files take; removes those that no layer has. Answers also whether all of these went."""
+        total, is_clean = 0, True
+        with suppress(FileNotFoundError), os.scandir(self._directory) as listed:
+            for item in listed:
+                found = item.stat(follow_symlinks=False)
+                if found.st_nlink > _ALONE:
+                    total += found.st_blocks * _BLOCK_BYTES
+                else:
+                    is_clean &= is_removed(Path(item.path))
+        return total, is_clean
+
+    def _forget(self, file: bytes, content: str, *, executable: bool) -> int:
+        blob = self._path(content, executable=executable)
+        with suppress(FileNotFoundError):
+            found, kept = os.lstat(file), blob.lstat()
+            if found.st_ino == kept.st_ino and found.st_nlink == _ALONE + 1:
+                blob.unlink()
+                return found.st_blocks * _BLOCK_BYTES
+        return 0
+
+    def _path(self, content: str, *, executable: bool) -> Path:
+        return self._directory / f"{content}.{_MODES[executable]:o}"

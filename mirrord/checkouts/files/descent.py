@@ -1,0 +1,136 @@
+"""The way down into a tree that belongs to somebody else: open directories, none of them reached through a link or a mount.
+
+Owns the descriptors on the way to the path that was looked at last, so that neighbours cost no second
+opening, and what a walk through such a tree may cost. Changes nothing. The caller acts as the owner.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from ...errors import DiffTooLargeError
+from ...host.credentials import ActingAs
+from ...host.files import find_stat, mounted_on, shown_path
+from ...host.files import names_in as listed_in
+from ...model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
+
+_REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
+class Descent:
+    """Directories below `root`, a descriptor that stays the caller's."""
+
+    def __init__(self, root: int, owner: ActingAs) -> None:
+        self._root = root
+        self._owner = owner
+        self._stack: list[tuple[bytes, int]] = []  # each path with a slash behind it
+        self._here, self._here_fd = b"", root
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def locate(self, path: bytes) -> tuple[int, bytes]:
+        """The open directory of a path, and the name in it.
+
+        FileNotFoundError where a directory above it is none any more, PermissionError where its
+        owner may not enter one, CheckoutBusyError where one is mounted on.
+        """
+        above, _, name = path.rpartition(b"/")
+        if above != self._here:
+            self._go(above)
+        return self._here_fd, name
+
+    def find_stat(self, path: bytes) -> os.stat_result | None:
+        """lstat of a path; None where there is nothing, or no directory above it any more."""
+        if not path:
+            return os.fstat(self._root)
+        try:
+            directory, name = self.locate(path)
+        except FileNotFoundError:
+            return None
+        try:
+            return find_stat(directory, name)
+        except PermissionError as error:
+            with suppress(PermissionError):  # it may be the owner's, to be read but not entered
+                os.fchmod(directory, stat.S_IMODE(os.fstat(directory).st_mode) | stat.S_IXUSR)
+                return find_stat(directory, name)
+            raise PermissionError(error.errno, error.strerror, path) from error
+
+    def iter_below(self, path: bytes, refused: Callable[[bytes, Exception], None]) -> Iterator[tuple[bytes, os.stat_result]]:
+        """Each path from `path` down, a directory before what is in it, in the order of names.
+
+        A directory whose content the owner may not see, or that is too deep, goes to `refused`.
+        """
+        pending = [path]
+        while pending:
+            here = pending.pop()
+            found = self.find_stat(here)
+            if found is None:
+                continue
+            yield here, found
+            if stat.S_ISDIR(found.st_mode):
+                try:
+                    pending += [here + b"/" + name for name in self.names_in(here)]
+                except FileNotFoundError:
+                    continue
+                except (PermissionError, DiffTooLargeError) as error:
+                    refused(here, error)
+
+    def leave(self, path: bytes) -> None:
+        """Close what is open at and below `path`, which goes away."""
+        while self._stack and self._stack[-1][0].startswith(path + b"/"):
+            self._pop()
+
+    def close(self) -> None:
+        while self._stack:
+            self._pop()
+
+    def names_in(self, path: bytes) -> list[bytes]:
+        """The names in a directory, the last first; raises also DiffTooLargeError for one that is too deep."""
+        if path.count(b"/") >= TREE_DEPTH_LIMIT or len(path) >= TREE_PATH_LIMIT_BYTES:
+            raise DiffTooLargeError(
+                f"cannot look into {shown_path(path[-200:])}: it is more than {TREE_DEPTH_LIMIT} directories deep,"
+                f" or its path has more than {TREE_PATH_LIMIT_BYTES} bytes",
+                hint="remove it, or let a .gitignore name it",
+            )
+        self._go(path)
+        return sorted(listed_in(self._here_fd), reverse=True)
+
+    def _go(self, above: bytes) -> None:
+        """Make `above` the current directory, reusing what is open."""
+        wanted = above + b"/" if above else b""
+        while self._stack and not wanted.startswith(self._stack[-1][0]):
+            self._pop()
+        at = len(self._stack[-1][0]) if self._stack else 0
+        while at < len(wanted):
+            end = wanted.index(b"/", at)
+            fd = enter(self._owner, self._here_fd, wanted[:end], wanted[at:end])
+            at = end + 1
+            self._stack.append((wanted[:at], fd))
+            self._here, self._here_fd = wanted[:end], fd
+
+    def _pop(self) -> None:
+        os.close(self._stack.pop()[1])
+        above, self._here_fd = self._stack[-1] if self._stack else (b"", self._root)
+        self._here = above[:-1]
+
+
+def enter(owner: ActingAs, directory: int, path: bytes, name: bytes) -> int:
+    """Open the directory `name`, which is at `path` in the tree; raises what `Descent.locate` raises."""
+    try:
+        return owner.open_directory(directory, name)
+    except OSError as error:
+        if error.errno == errno.EXDEV:
+            raise mounted_on(path) from error
+        if error.errno in _REPLACED:
+            raise FileNotFoundError(errno.ENOENT, "not a directory any more", path) from error
+        raise type(error)(error.errno, error.strerror, path) from error

@@ -1,0 +1,148 @@
+"""Trees of commits on disk: made, moved on to another commit by what differs, and mended.
+
+Owns what a working tree must look like: what `git checkout` with umask 022 writes, submodules as empty directories. Sync; runs in
+workers, since it reads objects. `.git` is not its business. A crash leaves a tree without a manifest, or one that its manifest
+does not match: the first is removed, the second found by a scan.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from ...errors import CommitUnservableError
+from ...git.objects import (
+    CommitInfo,
+    Conversions,
+    Objects,
+    TreeChange,
+    TreeEntry,
+    changes,
+    must_fit,
+    open_objects,
+    read_commit,
+    walk,
+)
+from ...host.credentials import ActingAs
+from ...host.files import full_disk_named, opened
+from ..graves import Graves
+from .entries import conversions_for, is_attributes, mtime_for, record_directories, recorded, unrecorded, write_entries
+from .manifest import Manifest
+from .records import DIRECTORY, Entry, Records
+from .scan import Changes, is_control, open_top
+from .writer import TreeWriter
+
+Owner = tuple[int, int]
+
+
+def materialise(git_dir: Path, commit: str, dest: Path, *, owner: Owner | None = None) -> Manifest:
+    """Write the tree of `commit` into `dest`, which is made, or is an empty directory.
+
+    `owner` is (uid, gid) of all files; the daemon's own when None. Raises CommitUnservableError, TreeTooLargeError,
+    CorruptObjectError, DiskFullError.
+    """
+    dest.mkdir(mode=0o755, exist_ok=True)
+    with open_objects(git_dir) as objects, _opened_tree(dest, commit) as root:
+        info = read_commit(objects, commit)
+        must_fit(objects, info.tree)
+        entries = list(walk(objects, info.tree))
+        conversions = conversions_for(objects, info.commit, entries)
+        if owner and owner != (os.geteuid(), os.getegid()):
+            os.fchown(root, *owner)
+        with TreeWriter(root, ActingAs(owner), mtime_ns=mtime_for(info.time)) as writer:
+            writer.make_directory(b"")
+            files = {b"": root_entry(info.tree), **write_entries(objects, conversions, entries, writer)}
+            return recorded(info, files, writer)
+
+
+def must_fit_from(git_dir: Path, manifest: Manifest, tree: str) -> None:
+    """Raise TreeTooLargeError where the tree that `manifest` records cannot be moved to another."""
+    with open_objects(git_dir) as objects:
+        must_fit(objects, tree, near=manifest.tree)
+
+
+def move(git_dir: Path, manifest: Manifest, commit: str, dest: Path, graves: Graves | None = None) -> Manifest:
+    """Bring the clean tree that `manifest` records to `commit`, touching only what differs. `.git` stays as it is."""
+    with open_objects(git_dir) as objects, _opened_tree(dest, commit) as root:
+        info = read_commit(objects, commit)
+        steps = list(changes(objects, manifest.tree, info.tree))
+        files = manifest.files.copy()
+        with _writer(root, manifest, info, graves) as writer:
+            _remove_old(steps, files, writer)
+            new = [step.new for step in steps if step.new and not step.is_within]
+            staying = {step.path: unrecorded(step.new) for step in steps if step.new and step.is_within}
+            after = conversions_for(objects, info.commit, files | {entry.path: unrecorded(entry) for entry in new})
+            if any(is_attributes(step.path) for step in steps):
+                new += reconverted(objects, manifest, after, files)
+            files |= write_entries(objects, after, new, writer) | staying | {b"": root_entry(info.tree)}
+            writer.touched |= {b"", *staying}
+            record_directories(files, writer)
+            return replace(manifest, commit=info.commit, tree=info.tree, files=files)
+
+
+def repair(git_dir: Path, manifest: Manifest, found: Changes, dest: Path, graves: Graves | None = None) -> Manifest:
+    """Undo in the tree what a scan found: remove what is extra, write again what is gone or changed, each as a new file.
+
+    Control files are left to whoever builds `.git`.
+    """
+    with open_objects(git_dir) as objects, _opened_tree(dest, manifest.commit) as root:
+        info = read_commit(objects, manifest.commit)
+        damaged = sorted(path for path in (*found.modified, *found.missing) if path in manifest.files)
+        conversions = conversions_for(objects, info.commit, manifest.files)
+        with _writer(root, manifest, info, graves) as writer:
+            writer.make_directory(b"")
+            for path in found.extra:
+                if not is_control(path):
+                    writer.remove(path)
+            entries = [TreeEntry(path, manifest.files[path].mode, manifest.files[path].oid.hex()) for path in damaged if path]
+            files = manifest.files | write_entries(objects, conversions, entries, writer)
+            record_directories(files, writer)
+            return replace(manifest, files=files)
+
+
+def root_entry(tree: str) -> Entry:
+    return unrecorded(TreeEntry(b"", DIRECTORY, tree))
+
+
+def reconverted(objects: Objects, manifest: Manifest, after: Conversions, kept: Records) -> list[TreeEntry]:
+    """Of the files that stay, those that a changed `.gitattributes` writes in another way."""
+    before = conversions_for(objects, manifest.commit, manifest.files)
+    regular = [path for path, entry in kept.items() if entry.mode & 0o170000 == 0o100000]
+    old = {path: before.find(path) for path in regular}  # all of one commit first: libgit2 keeps the attributes of one at a time
+    return [TreeEntry(path, kept[path].mode, kept[path].oid.hex()) for path in regular if old[path] != after.find(path)]
+
+
+def _remove_old(steps: list[TreeChange], files: Records, writer: TreeWriter) -> None:
+    """Remove what the new tree does not have. What changes its kind is replaced when it is written, but for a submodule, which
+    would keep what is in the directory that it becomes.
+    """
+    for step in steps:
+        if step.old is None:
+            continue
+        del files[step.path]
+        gone = step.new is None and not step.inherited
+        if gone or (step.new and step.new.is_submodule and step.old.is_tree):
+            writer.remove(step.path)
+
+
+def _writer(root: int, manifest: Manifest, info: CommitInfo, graves: Graves | None) -> TreeWriter:
+    return TreeWriter(root, ActingAs(manifest.owner), mtime_ns=mtime_for(info.time), graves=graves)
+
+
+@contextmanager
+def _opened_tree(dest: Path, commit: str) -> Iterator[int]:
+    """Open the tree, and say what a refused write means."""
+    with opened(open_top(dest)) as root, full_disk_named(f"the tree of {commit[:12]}"):
+        try:
+            yield root
+        except OSError as error:
+            if error.errno not in (errno.ENAMETOOLONG, errno.EILSEQ, errno.EINVAL):
+                raise
+            raise CommitUnservableError(
+                f"cannot check out commit {commit}: this file system refuses one of its names: {error.strerror}",
+                hint="put state_dir on ext4, xfs or btrfs",
+            ) from error

@@ -1,0 +1,1 @@
+"""Checkouts as one overlay mount each, over the layers of a template."""

@@ -1,0 +1,1 @@
+"""Diff, apply and restore in the tree of a checkout."""

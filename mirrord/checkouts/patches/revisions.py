@@ -1,0 +1,109 @@
+"""Changes of a checkout as patches: out, in, and files of other commits. The daemon's half of `apply.py`.
+
+Owns who may name the instance's own patches and other commits: only a checkout with the grader view. The work itself runs in
+workers, in a private directory beside the tree that is removed at its end and at the next use.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Protocol
+
+import anyio
+
+from ...errors import AccessError, CommitNotFoundError, InvalidRequestError
+from ...git.workers import Workers
+from ...mirrors.quarantine import Quarantine
+from ...model import CommitId, MirrorName, View, parse_commit, shown
+from ...protocol import Pin, RestorePaths
+from ..leases import Lease
+from ..resolve import Instances
+from ..worker_calls import DIFF_TIMEOUT, Work, apply_patch, diff_checkout, restore_paths
+
+
+class Pinned(Protocol):
+    """Where mirrors are, and which of their commits are pinned."""
+
+    @property
+    def quarantine(self) -> Quarantine: ...
+
+    def path(self, name: MirrorName) -> Path: ...
+
+    async def list_pins(self, name: MirrorName | None = None) -> list[Pin]: ...
+
+
+class Revisions:
+    """Diff, apply and restore for one lease at a time; the caller holds its lock."""
+
+    def __init__(self, *, workers: Workers, mirrors: Pinned, instances: Instances) -> None:
+        self._workers = workers
+        self._mirrors = mirrors
+        self._instances = instances
+
+    async def diff(self, lease: Lease, changed: list[bytes]) -> bytes | Path:
+        """The patch from the base commit to the tree, a long one as a file. `changed` are all paths that may differ."""
+        quarantine = self._mirrors.quarantine
+        spool = quarantine.root / f"diff-{secrets.token_hex(8)}"
+        try:
+            patch = await self._workers.call(diff_checkout, self._work(lease), changed, spool, timeout=DIFF_TIMEOUT)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await quarantine.remove(spool)
+            raise
+        return spool if patch is None else patch
+
+    async def apply(self, lease: Lease, changed: list[bytes], patch: bytes | Path, *, reverse: bool) -> list[str]:
+        """Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError; then nothing was changed."""
+        paths = await self._workers.call(apply_patch, self._work(lease), changed, patch, reverse, timeout=DIFF_TIMEOUT)
+        return [_text(path) for path in paths]
+
+    async def restore(self, lease: Lease, request: RestorePaths) -> list[str]:
+        """Raises AccessError outside the grader view, CommitNotFoundError for a commit that is not pinned, PathNotFoundError."""
+        _must_grade(lease, "restore files of another commit")
+        commit = parse_commit(request.commit)
+        await self._must_be_pinned(lease.mirror, commit)
+        wanted = [path.encode(errors="surrogateescape") for path in request.paths]
+        paths = await self._workers.call(restore_paths, self._work(lease), commit, wanted, timeout=DIFF_TIMEOUT)
+        return [_text(path) for path in paths]
+
+    async def named_patch(self, lease: Lease, named: str) -> bytes:
+        """`@patch` or `@test_patch` of the lease's instance."""
+        _must_grade(lease, "apply the instance's own patch")
+        row = await self._instances.find_instance(lease.instance, lease.dataset) if lease.instance else None
+        if row is None:
+            raise InvalidRequestError(
+                f"cannot apply {shown(named)}: the checkout is of no instance", hint="send the patch itself"
+            )
+        patches = {"@patch": row.patch, "@test_patch": row.test_patch}
+        if named not in patches:
+            raise InvalidRequestError(f"cannot apply {shown(named)}: no such name", hint="the names are @patch and @test_patch")
+        patch = patches[named]
+        if not patch:
+            raise InvalidRequestError(f"cannot apply {named}: instance {row.id} has none", hint="send the patch itself")
+        return patch.encode(errors="surrogateescape")
+
+    async def _must_be_pinned(self, mirror: MirrorName, commit: CommitId) -> None:
+        pins = await self._mirrors.list_pins(mirror)
+        if not any(pin.commit == commit for pin in pins):
+            raise CommitNotFoundError(
+                f"cannot restore from commit {commit}: it is not pinned in {mirror}", hint=f"run `mirrord pin {mirror} {commit}`"
+            )
+
+    def _work(self, lease: Lease) -> Work:
+        return Work(
+            root=lease.tree_path,
+            mirror=self._mirrors.path(lease.mirror),
+            commit=lease.commit,
+            owner=(lease.owner_uid, lease.owner_gid),
+            scratch=lease.private / ".scratch",
+        )
+
+
+def _must_grade(lease: Lease, what: str) -> None:
+    if lease.view is not View.GRADER:
+        raise AccessError(f"cannot {what}: the checkout has the agent's view", hint="ask for a checkout with --view grader")
+
+
+def _text(path: bytes) -> str:
+    return path.decode(errors="backslashreplace")

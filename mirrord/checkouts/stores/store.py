@@ -1,0 +1,139 @@
+"""One sealed store, as it is recorded beside its directory.
+
+Owns `gits/<history>-<commit>.json`, which is written when the store is whole, and the configuration that each store has. The time
+of that file says when the store was asked for last. What a power cut tore is not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ...git import commit_graph
+from ...git.packfile import has_both_ends
+from ...model import CommitId, History, MirrorName
+
+# checkStat: git compares the seconds of mtime, size and mode only, so one index is valid for every user
+# (idmapped mounts change uid and gid) and in every overlay. trustctime: the files of layers are shared
+# by hard links, and each link changes the ctime; libgit2 knows no checkStat.
+CONFIG = (
+    b"[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n\tlogallrefupdates = true\n"
+    b"\ttrustctime = false\n\tcheckStat = minimal\n[gc]\n\tauto = 0\n"
+)
+GRAPH = "objects/info/commit-graph"
+_CONTROL = ("HEAD", "config", "packed-refs")
+
+
+@dataclass(frozen=True, slots=True)
+class SealedStore:
+    """`path` is the directory that holds `.git`. `head` is the commit HEAD names: the base commit, or the squashed one.
+
+    `packs` are file names in `.git/objects/pack`; `pack_sizes` are their bytes with their indexes, shared packs too.
+    """
+
+    path: Path
+    mirror: MirrorName
+    commit: CommitId
+    history: History
+    head: CommitId
+    tree: str
+    packs: tuple[str, ...]
+    pack_sizes: tuple[int, ...]
+    tag_count: int
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.pack_sizes)
+
+    @property
+    def git(self) -> Path:
+        return self.path / ".git"
+
+    @property
+    def record(self) -> Path:
+        return self.path.with_suffix(".json")
+
+
+def save(gitdir: SealedStore, control: Sequence[bytes]) -> None:
+    """Write the record of a store that is whole. `control` is what was written to HEAD, config and packed-refs."""
+    facts = asdict(gitdir)
+    del facts["path"], facts["mirror"]
+    facts["control"] = _control_sum(control)
+    temporary = gitdir.record.with_suffix(".json.new")
+    temporary.write_text(json.dumps(facts))
+    temporary.rename(gitdir.record)
+
+
+def load(path: Path, name: MirrorName) -> SealedStore | None:
+    """The store at `path`; None where there is none, or not all of it."""
+    try:
+        found = read_record(path, name)
+        return found if found and _is_whole(found) else None
+    except OSError:
+        return None
+
+
+def read_record(path: Path, name: MirrorName) -> SealedStore | None:
+    """What is recorded of the store at `path`, which may be torn or gone."""
+    try:
+        facts = json.loads(path.with_suffix(".json").read_text())
+        del facts["control"]
+        facts |= {"path": path, "mirror": name, "history": History(facts["history"])}
+        facts["packs"] = tuple(map(sys.intern, facts["packs"]))  # neighbours name the same ones
+        facts["pack_sizes"] = tuple(facts["pack_sizes"])
+        return SealedStore(**facts)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def is_as_built(gitdir: SealedStore) -> bool:
+    """Whether every control file has the bytes it was written with, and every pack is there. What packs hold is not looked at."""
+    try:
+        control = json.loads(gitdir.record.read_text())["control"]
+        packs = [gitdir.git / "objects/pack" / name for name in gitdir.packs]
+        found = _control_sum((gitdir.git / name).read_bytes() for name in _CONTROL)
+        return control == found and all(pack.exists() and pack.with_suffix(".idx").exists() for pack in packs)
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _control_sum(contents: Iterable[bytes]) -> str:
+    digest = hashlib.sha1()
+    for content in contents:
+        digest.update(b"%d %b" % (len(content), content))
+    return digest.hexdigest()
+
+
+def read_records(directory: Path, name: MirrorName) -> dict[Path, tuple[SealedStore, float]]:
+    """All that is recorded in `directory`, each with the time of its last use."""
+    found: dict[Path, tuple[SealedStore, float]] = {}
+    for record in directory.glob("*.json"):
+        gitdir = read_record(record.with_suffix(""), name)
+        if gitdir:
+            found[gitdir.path] = gitdir, record.stat().st_mtime
+    return found
+
+
+def note_uses(used: Mapping[SealedStore, float]) -> None:
+    """Keep the time of each one's last use for the next daemon; fine where the store is gone."""
+    for gitdir, at in used.items():
+        with suppress(FileNotFoundError):
+            os.utime(gitdir.record, (at, at))
+
+
+def _is_whole(found: SealedStore) -> bool:
+    """Whether every file is as long as it was written: nothing was flushed, and a power cut can empty or shorten any of them."""
+    if (found.git / "HEAD").read_text() != f"{found.head}\n" or (found.git / "config").read_bytes() != CONFIG:
+        return False
+    if (found.git / "packed-refs").read_bytes().count(b"\n") != found.tag_count + 1:
+        return False
+    if (found.git / GRAPH).exists() and not commit_graph.is_whole(found.git / GRAPH):
+        return False
+    packs = zip(found.packs, found.pack_sizes, strict=True)
+    return all(has_both_ends(found.git / "objects/pack" / name, size) for name, size in packs)

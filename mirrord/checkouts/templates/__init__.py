@@ -1,0 +1,1 @@
+"""Templates of overlay checkouts: layers built, proven, kept on record and evicted."""
