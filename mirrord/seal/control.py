@@ -18,7 +18,7 @@ from ..git.command import run_git_sync
 from ..model import shown
 from ..protocol import SealLeak
 from .index import read_index
-from .repository import Found, Repository, read_bytes, read_start, read_text, walk
+from .repository import ForeignFile, ForeignRepository, read_bytes, read_start, read_text, walk
 
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
 _ONE_ID = re.compile(r"[0-9a-f]{40}\n?")
@@ -81,7 +81,7 @@ class Named:
 Judgement = Iterator[Named | SealLeak]
 
 
-def resolve_head(repository: Repository) -> str | None:
+def resolve_head(repository: ForeignRepository) -> str | None:
     """The commit that HEAD names, itself or through a branch."""
     text = read_text(repository.git_dir / "HEAD") or ""
     for _ in range(_SYMREF_DEPTH):
@@ -92,7 +92,7 @@ def resolve_head(repository: Repository) -> str | None:
     return None
 
 
-def _ref_value(repository: Repository, ref: str) -> str:
+def _ref_value(repository: ForeignRepository, ref: str) -> str:
     if ".." in ref:
         return ""
     for directory in repository.directories:
@@ -102,7 +102,7 @@ def _ref_value(repository: Repository, ref: str) -> str:
     return next((oid for oid, _, name in (line.partition(" ") for line in packed) if name == ref), "")
 
 
-def judge_control(repository: Repository, private: Path) -> Judgement:
+def judge_control(repository: ForeignRepository, private: Path) -> Judgement:
     """Every object that a file names, and every file that must not be there. `private` is a git directory of ours."""
     if repository.git_dir != repository.common_dir:
         yield leak("shared-store", f"this is a linked worktree: its objects are those of {repository.common_dir.resolve()}")
@@ -114,7 +114,7 @@ def judge_control(repository: Repository, private: Path) -> Judgement:
             yield from _judge(found, private)
 
 
-def _judge(found: Found, private: Path) -> Judgement:
+def _judge(found: ForeignFile, private: Path) -> Judgement:
     if found.kind == "unreadable":
         yield leak("unreadable", f"{found.where} cannot be read")
     elif found.kind != "file":
@@ -129,7 +129,7 @@ def _judge(found: Found, private: Path) -> Judgement:
         yield from _unknown(found)
 
 
-def _unknown(found: Found) -> Judgement:
+def _unknown(found: ForeignFile) -> Judgement:
     """Why a file that must not be there is what it is: the archive, or the objects that it names, say more than its name."""
     kind = next((kind for place, kind in _KINDS.items() if f"{found.where}/".startswith(f"{place}/")), None)
     if kind:
@@ -228,7 +228,7 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[[str, bytes, Path], Judgement]], .
 # -- the working tree ---------------------------------------------------------------------------------------------------
 
 
-def judge_work_tree(repository: Repository) -> Iterator[SealLeak]:
+def judge_work_tree(repository: ForeignRepository) -> Iterator[SealLeak]:
     """Other repositories, bundles and packs beside the checkout's own files. What else an untracked file holds is not judged."""
     if repository.work_tree is None:
         return

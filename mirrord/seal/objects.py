@@ -20,7 +20,7 @@ from ..git import commit_graph
 from ..git.command import run_git_sync
 from ..git.packfile import PackIndex, pack_is_whole
 from ..protocol import SealLeak
-from .repository import Found, Repository, read_bytes, walk
+from .repository import ForeignFile, ForeignRepository, read_bytes, walk
 
 TIMEOUT = timedelta(hours=1)
 _LOOSE = re.compile(r"([0-9a-f]{2})/([0-9a-f]{38})")
@@ -32,7 +32,7 @@ _REV = b"RIDX\0\0\0\1\0\0\0\1"  # version 1, SHA-1
 
 
 @dataclass(slots=True)
-class Contents:
+class StoreContents:
     """`ids` are raw. `graphed` are the commits that each commit-graph names. `leaks` tell of what must not be there."""
 
     ids: set[bytes] = field(default_factory=set)
@@ -44,9 +44,9 @@ class Contents:
         self.leaks.append(SealLeak(kind=kind, detail=detail))
 
 
-def read_contents(repository: Repository, private: Path) -> Contents:
+def read_contents(repository: ForeignRepository, private: Path) -> StoreContents:
     """Every object in every store. `private` is a git directory of ours whose `storeN` lead to them."""
-    contents = Contents()
+    contents = StoreContents()
     for number, store in enumerate(repository.stores):
         files = {found.where: found for found in walk(store)}
         for found in files.values():
@@ -57,7 +57,7 @@ def read_contents(repository: Repository, private: Path) -> Contents:
     return contents
 
 
-def _read_file(found: Found, names: Iterable[str], contents: Contents) -> None:
+def _read_file(found: ForeignFile, names: Iterable[str], contents: StoreContents) -> None:
     where, path = f"objects/{found.where}", found.path
     if found.kind != "file":
         contents.leak("stray-file", f"{where} is not a regular file")
@@ -80,7 +80,7 @@ def _read_file(found: Found, names: Iterable[str], contents: Contents) -> None:
         contents.leak("stray-file", f"{where} is no part of a sealed object store")
 
 
-def _read_packed(part: str, found: Found, names: Iterable[str], contents: Contents) -> None:
+def _read_packed(part: str, found: ForeignFile, names: Iterable[str], contents: StoreContents) -> None:
     where, path = f"objects/{found.where}", found.path
     if part == "pack":
         if found.where.removesuffix("pack") + "idx" not in names:
@@ -114,7 +114,7 @@ def _is_reverse_index(path: Path) -> bool:
     return data == made + hashlib.sha1(made, usedforsecurity=False).digest()
 
 
-def _graphed(path: Path, where: str, contents: Contents) -> list[bytes]:
+def _graphed(path: Path, where: str, contents: StoreContents) -> list[bytes]:
     try:
         ids = commit_graph.commit_ids(path)
         if commit_graph.has_known_chunks_only(path) and pack_is_whole(path):  # a graph ends in its checksum as a pack does
@@ -125,7 +125,7 @@ def _graphed(path: Path, where: str, contents: Contents) -> list[bytes]:
     return []
 
 
-def _verify_graphs(contents: Contents, private: Path, store: Path) -> None:
+def _verify_graphs(contents: StoreContents, private: Path, store: Path) -> None:
     """Let git hold the graph's parents, trees and dates against the commits."""
     if not contents.graphed:
         return
@@ -137,7 +137,7 @@ def _verify_graphs(contents: Contents, private: Path, store: Path) -> None:
         contents.leak("commit-graph", f"a commit-graph does not say what its commits say: {error.message}")
 
 
-def _verify_packs(contents: Contents, private: Path) -> None:
+def _verify_packs(contents: StoreContents, private: Path) -> None:
     """Let git hash every pack; its index then says what is in it."""
     if not contents.packs:
         return

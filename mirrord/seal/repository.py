@@ -20,7 +20,7 @@ _ALTERNATES_LIMIT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Repository:
+class ForeignRepository:
     """`git_dir` holds HEAD, `common_dir` refs and configuration: another directory in a linked worktree only.
 
     `stores` are its object directories: its own first, then every alternate, alternates of alternates included. `work_tree` is
@@ -40,7 +40,7 @@ class Repository:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ForeignFile:
     """One name in a directory tree. `where` is its path from the top; `kind` is file, directory, link, other or unreadable."""
 
     where: str
@@ -48,7 +48,7 @@ class Found:
     kind: str
 
 
-def locate(path: Path) -> Repository:
+def locate(path: Path) -> ForeignRepository:
     """Find the repository at `path`: a working tree, its `.git`, or a bare repository. Raises PathNotFoundError."""
     path = path.absolute()
     git_dir = _git_dir(path)
@@ -61,7 +61,7 @@ def locate(path: Path) -> Repository:
     common_dir = (git_dir / pointer) if pointer else git_dir
     stores, alternates = _stores(common_dir / "objects")
     work_tree = path if os.path.lexists(path / ".git") else None
-    return Repository(path, git_dir, common_dir, stores, alternates, work_tree)
+    return ForeignRepository(path, git_dir, common_dir, stores, alternates, work_tree)
 
 
 def _git_dir(path: Path) -> Path | None:
@@ -130,7 +130,7 @@ def read_text(path: Path) -> str | None:
     return None if content is None else content.decode("utf-8", "surrogateescape")
 
 
-def walk(top: Path, *, skip: frozenset[str] = frozenset()) -> Iterator[Found]:
+def walk(top: Path, *, skip: frozenset[str] = frozenset()) -> Iterator[ForeignFile]:
     """Every name below `top` but directories, which are only entered; those at `skip` are not.
 
     Not `os.walk`, which before Python 3.12 recurses, and ends at a depth of 1,000.
@@ -142,13 +142,13 @@ def walk(top: Path, *, skip: frozenset[str] = frozenset()) -> Iterator[Found]:
             with os.scandir(directory) as entries:
                 found = sorted(entries, key=lambda entry: entry.name)
         except OSError:
-            yield Found(above or ".", directory, "unreadable")
+            yield ForeignFile(above or ".", directory, "unreadable")
             continue
         for entry in found:
             where = f"{above}/{entry.name}" if above else entry.name
             kind = _kind(entry)
             if kind != "directory":
-                yield Found(where, Path(entry.path), kind)
+                yield ForeignFile(where, Path(entry.path), kind)
             elif where not in skip:
                 pending.append((where, Path(entry.path)))
 

@@ -19,8 +19,8 @@ from ..git.command import run_git_sync
 from ..model import CommitId, parse_commit
 from ..protocol import SealLeak, SealReport
 from .control import Named, judge_control, judge_work_tree, leak, resolve_head
-from .objects import TIMEOUT, Contents, read_contents
-from .repository import Repository, locate, read_bytes, walk
+from .objects import TIMEOUT, StoreContents, read_contents
+from .repository import ForeignRepository, locate, read_bytes, walk
 
 _EXAMPLES = 5
 _TAG = re.compile(rb"object ([0-9a-f]{40})\ntype (commit|tag)\n")
@@ -70,7 +70,7 @@ def verify_seal(path: Path, base: str, mirror: Path | None = None) -> SealReport
         return _report(repository, commit, head, contents, closure, leaks)
 
 
-def _private_git(scratch: Path, repository: Repository) -> Path:
+def _private_git(scratch: Path, repository: ForeignRepository) -> Path:
     """A git directory of ours whose alternates are the stores of theirs, through names that need no quoting."""
     (scratch / "objects/info").mkdir(parents=True)
     (scratch / "refs").mkdir()
@@ -159,7 +159,7 @@ def _leads_inside(oid: str, targets: dict[str, tuple[str, bytes]], closure: _Clo
 # -- leaks ------------------------------------------------------------------------------------------------------------
 
 
-def _head_leaks(head: str | None, base: CommitId, closure: _Closure, contents: Contents) -> list[SealLeak]:
+def _head_leaks(head: str | None, base: CommitId, closure: _Closure, contents: StoreContents) -> list[SealLeak]:
     if head == base or closure.squashed:
         return []
     is_unknown = bytes.fromhex(base) not in contents.ids and not closure.ids
@@ -188,7 +188,7 @@ def _object_leaks(private: Path, outside: set[bytes]) -> list[SealLeak]:
     ]
 
 
-def _closure_leaks(closure: _Closure, contents: Contents, base: CommitId) -> list[SealLeak]:
+def _closure_leaks(closure: _Closure, contents: StoreContents, base: CommitId) -> list[SealLeak]:
     missing = closure.ids - contents.ids
     if closure.complete and not missing:
         return []
@@ -225,7 +225,12 @@ def _gitlink_leaks(private: Path, names: Collection[Named], head: str | None) ->
 
 
 def _report(
-    repository: Repository, base: CommitId, head: str | None, contents: Contents, closure: _Closure, leaks: list[SealLeak]
+    repository: ForeignRepository,
+    base: CommitId,
+    head: str | None,
+    contents: StoreContents,
+    closure: _Closure,
+    leaks: list[SealLeak],
 ) -> SealReport:
     history = "squashed" if closure.squashed else "sealed"
     return SealReport(
@@ -252,7 +257,7 @@ def _digest(file: Path) -> str:
     return "absent" if content is None else hashlib.sha256(content).hexdigest()
 
 
-def _control_digest(repository: Repository) -> str:
+def _control_digest(repository: ForeignRepository) -> str:
     """One hash over the names and bytes of every file of the git directory outside its object store and index."""
     digest = hashlib.sha256()
     for found in sorted(walk(repository.git_dir, skip=frozenset({"objects"})), key=lambda found: found.where):
