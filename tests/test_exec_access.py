@@ -17,6 +17,8 @@ from anyone import BARE_PYTHON, python
 from daemons import Daemon, daemon
 from gitrepos import Upstream
 
+from mirrord.cli.execute import _forwarding
+
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may be somebody else")
 
 GROUP = 1  # daemon, on every Debian
@@ -195,3 +197,12 @@ def test_a_command_ends_with_its_exec_whoever_it_has_become(
     while Path(f"/proc/{pid}").exists() or world.held():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_signal_from_before_the_command_was_known_reaches_it() -> None:
+    """It may come while the command has begun and its process is not yet in our hands."""
+    with _forwarding() as forward_to:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with subprocess.Popen(["sleep", "1000"]) as process:
+            forward_to(process)
+            assert process.wait(20) == -signal.SIGTERM

@@ -103,9 +103,9 @@ def _openable(path: Path) -> Path:
 
 
 def _run(session: Session, checkout: Checkout, command: list[str], confinement: Confinement) -> int:
-    with _forwarding() as running:
+    with _forwarding() as forward_to:
         process = _start(checkout, command, confinement)  # before there is a thread: the child runs Python
-        running.append(process)
+        forward_to(process)
         with _renewing(session, checkout):
             status = process.wait()
     return status if status >= 0 else 128 - status
@@ -145,8 +145,11 @@ def _start(checkout: Checkout, command: list[str], confinement: Confinement) -> 
 
 
 @contextmanager
-def _forwarding() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Give the command our signals, and outlive them. From a terminal, Ctrl-C has reached the command already."""
+def _forwarding() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
+    """Give the command our signals, also those from before it was known, and outlive them.
+
+    From a terminal, Ctrl-C has reached the command already.
+    """
     running: list[subprocess.Popen[bytes]] = []
     early: list[int] = []
 
@@ -157,9 +160,14 @@ def _forwarding() -> Iterator[list[subprocess.Popen[bytes]]]:
             with suppress(ProcessLookupError):
                 running[0].send_signal(number)
 
+    def forward_to(process: subprocess.Popen[bytes]) -> None:
+        running.append(process)
+        for number in early:
+            forward(number, None)
+
     before = {number: signal.signal(number, forward) for number in _FORWARDED}
     try:
-        yield running
+        yield forward_to
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
