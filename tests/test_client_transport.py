@@ -107,7 +107,7 @@ def test_the_cost_of_a_request_does_not_grow_with_the_connections_of_its_client(
             async with AsyncClient(path) as client:
                 await asyncio.gather(*[client.health() for _ in range(connections)])
                 server.routes = OK
-                for _ in range(5):  # the event loop may have had something else to do
+                for _ in range(50):  # the event loop may have something else to do, and an answer may come in two pieces
                     calls[0] = 0
                     sys.setprofile(count)
                     await client.health()

@@ -358,6 +358,19 @@ def test_a_refused_mount_leaves_nothing(service: Service, bench: Bench) -> None:
     assert not lease.private.exists()
 
 
+def test_a_checkout_whose_template_failed_leaves_nothing(service: Service, bench: Bench) -> None:
+    """There is no tree yet: its directory goes all the same."""
+    lease = bench.lease()
+    Leases(service.state).begin(lease)
+
+    async def story() -> None:
+        await bench.backend.destroy(lease.directories, lease)
+
+    service.call(story)
+    assert not lease.directory.exists()
+    assert not lease.private.exists()
+
+
 def test_a_refused_reset_leaves_what_was_there(service: Service, bench: Bench) -> None:
     """Nobody touched the owner's work, and the next reset goes through."""
     lease = bench.lease()

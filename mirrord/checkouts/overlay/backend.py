@@ -272,13 +272,13 @@ class OverlayBackend:
 
 
 def _remove_public(public: Path) -> None:
-    """A tree of another backend's is left to that."""
-    try:
-        os.rmdir(public / "tree")
-        os.rmdir(public)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
-            raise
+    """A tree of another backend's is left to that; one that was never made is none."""
+    for directory in (public / "tree", public):
+        try:
+            os.rmdir(directory)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                raise
 
 
 def _owner(lease: Lease) -> Owner:
