@@ -68,7 +68,14 @@ def _row(repo: str, commit: str) -> dict[str, str]:
     identity = f"{repo.replace('/', '__')}-{commit[:12]}"
     texts = dict.fromkeys(("patch", "test_patch", "problem_statement", "hints_text", "version"), "")
     lists = {"FAIL_TO_PASS": "[]", "PASS_TO_PASS": "[]"}
-    return {"instance_id": identity, "repo": repo, "base_commit": commit, "created_at": "2020-01-01T00:00:00Z", **texts, **lists}
+    return {
+        "instance_id": identity,
+        "repo": repo,
+        "base_commit": commit,
+        "created_at": "2020-01-01T00:00:00Z",
+        **texts,
+        **lists,
+    }
 
 
 def _duration_s(operation: Operation) -> float:

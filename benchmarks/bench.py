@@ -48,7 +48,13 @@ class Bench:
         self.rows: list[Row] = []
         self.figures: list[Figure] = []
 
-    def compare(self, row: Row, ours: Callable[[], float], theirs: Callable[[], float], rounds: int | None = None) -> None:
+    def compare(
+        self,
+        row: Row,
+        ours: Callable[[], float],
+        theirs: Callable[[], float],
+        rounds: int | None = None,
+    ) -> None:
         for _ in range(rounds or self.rounds):
             row.ours.append(ours())
             row.theirs.append(theirs())
@@ -71,10 +77,20 @@ class Bench:
 
             add = self._rival(lambda path: self.git.worktree_add(path, tip))
             shared = self._rival(lambda path: self.git.clone_shared(path, tip))
-            self.compare(Row("warm sealed checkout", "git worktree add --detach", goal=200), ours, add)
-            self.compare(Row("warm sealed checkout", "git clone --shared, checkout", goal=200), ours, shared)
             self.compare(
-                Row("warm sealed checkout", "three mkdirs and a mount, and a health request", goal=0.4), ours, self._floor(client)
+                Row("warm sealed checkout", "git worktree add --detach", goal=200), ours, add
+            )
+            self.compare(
+                Row("warm sealed checkout", "git clone --shared, checkout", goal=200), ours, shared
+            )
+            self.compare(
+                Row(
+                    "warm sealed checkout",
+                    "three mkdirs and a mount, and a health request",
+                    goal=0.4,
+                ),
+                ours,
+                self._floor(client),
             )
 
     def _floor(self, client: Client) -> Callable[[], float]:
@@ -90,8 +106,13 @@ class Bench:
             for path in (upper, work, tree):
                 path.mkdir()
             with ExitStack() as stack:
-                below, above, scratch = (stack.enter_context(opened(os.open(each, os.O_PATH))) for each in (lower, upper, work))
-                attach(stack.enter_context(opened(make_overlay([below], above, scratch))), str(tree))
+                below, above, scratch = (
+                    stack.enter_context(opened(os.open(each, os.O_PATH)))
+                    for each in (lower, upper, work)
+                )
+                attach(
+                    stack.enter_context(opened(make_overlay([below], above, scratch))), str(tree)
+                )
             client.health()
             took = time.perf_counter() - began
             umount(str(tree))
@@ -147,7 +168,14 @@ class Bench:
             theirs = self._rival(lambda path: self.git.worktree_add(path, self.line[10]))
             rounds = min(self.rounds, len(self.line[10::10]) - 1)
             self.compare(
-                Row("first checkout, 10 commits from one served", "git worktree add --detach", goal=5), ours, theirs, rounds
+                Row(
+                    "first checkout, 10 commits from one served",
+                    "git worktree add --detach",
+                    goal=5,
+                ),
+                ours,
+                theirs,
+                rounds,
             )
 
     def first_checkout(self) -> None:
@@ -165,7 +193,14 @@ class Bench:
 
         theirs = self._rival(lambda path: self.git.clone_isolated(path, tip))
         self.compare(
-            Row("very first checkout, nothing prepared", "git clone --no-local --single-branch", goal=3), ours, theirs, 3
+            Row(
+                "very first checkout, nothing prepared",
+                "git clone --no-local --single-branch",
+                goal=3,
+            ),
+            ours,
+            theirs,
+            3,
         )
 
     def pool_move(self) -> None:
@@ -192,13 +227,26 @@ class Bench:
         lower.mkdir(exist_ok=True)
         kernel = self._rate(kernel_alone, (self.area, str(lower), seconds), 2, seconds)
         self.figures += [
-            Figure(f"{clients} clients, checkout and release (plain HTTP)", lean, "a second", "1,000"),
-            Figure(f"{clients} clients, checkout and release (Python clients)", python, "a second", "1,000"),
+            Figure(
+                f"{clients} clients, checkout and release (plain HTTP)", lean, "a second", "1,000"
+            ),
+            Figure(
+                f"{clients} clients, checkout and release (Python clients)",
+                python,
+                "a second",
+                "1,000",
+            ),
             Figure("the same directories and mounts, no daemon, 2 processes", kernel, "a second"),
             Figure("checkouts leaked by them", leaked, "", "0"),
         ]
 
-    def _rate(self, work: Callable[..., int], arguments: tuple[object, ...], processes: int, seconds: float) -> float:
+    def _rate(
+        self,
+        work: Callable[..., int],
+        arguments: tuple[object, ...],
+        processes: int,
+        seconds: float,
+    ) -> float:
         with ProcessPoolExecutor(processes) as pool:
             tasks = [pool.submit(work, *arguments) for _ in range(processes)]
             return sum(task.result() for task in tasks) / seconds
@@ -213,14 +261,21 @@ class Bench:
             busy = self.daemon.memory()
             time.sleep(20)
             idle = self.daemon.memory()
-            distinct = len({checkout.path for checkout in held if (checkout.path / ".git").is_dir()})
+            distinct = len(
+                {checkout.path for checkout in held if (checkout.path / ".git").is_dir()}
+            )
             for checkout in held:
                 checkout.release()
         self.figures += [
             Figure("held at once, each with its own tree", distinct, "checkouts", "1,000"),
             Figure("making one while they add up", took / count * 1000, "ms"),
             Figure("daemon memory just after, workers included", busy["rss_mib"], "MiB resident"),
-            Figure("daemon memory while they are held, workers included", idle["rss_mib"], "MiB resident", "under 150"),
+            Figure(
+                "daemon memory while they are held, workers included",
+                idle["rss_mib"],
+                "MiB resident",
+                "under 150",
+            ),
         ]
 
     def weigh(self, case: Callable[[Stores], None]) -> None:
@@ -233,7 +288,13 @@ class Bench:
         self.daemon.forget_templates()
         audited = Audited(self.daemon, self.git, self.line)
         for level, rival, theirs, goal, rounds in (
-            (AuditLevel.CLOSURE, "git rev-list --objects of the same tips", audited.walk, 0.77, self.rounds),
+            (
+                AuditLevel.CLOSURE,
+                "git rev-list --objects of the same tips",
+                audited.walk,
+                0.77,
+                self.rounds,
+            ),
             (AuditLevel.CONTENT, "git fsck --full", audited.fsck, 0.91, 3),
         ):
             row = Row(f"audit, level {level}, no templates", rival, goal=goal)
@@ -262,7 +323,9 @@ def _area(parent: str | None) -> Iterator[Path]:
 
 
 def _machine(area: Path) -> dict[str, object]:
-    disk = subprocess.run(["findmnt", "-no", "FSTYPE,OPTIONS", "-T", area], capture_output=True, text=True, check=True).stdout
+    disk = subprocess.run(
+        ["findmnt", "-no", "FSTYPE,OPTIONS", "-T", area], capture_output=True, text=True, check=True
+    ).stdout
     return {
         "disk": " ".join(disk.split()),
         "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -295,10 +358,17 @@ def run(source: Path, parent: str | None, rounds: int, cases: list[str]) -> dict
                 everything[name]()
         finally:
             bench.daemon.stop()
-        files = len(git("ls-tree", "-r", "--name-only", bench.line[0], cwd=bench.git.mirror).splitlines())
+        files = len(
+            git("ls-tree", "-r", "--name-only", bench.line[0], cwd=bench.git.mirror).splitlines()
+        )
         rows = [{**asdict(row), "ratio": row.ratio} for row in bench.rows]
         subject = {"name": source.name, "files": files, "commits": len(bench.line)}
-        return {"machine": _machine(area), "repository": subject, "rows": rows, "figures": [asdict(f) for f in bench.figures]}
+        return {
+            "machine": _machine(area),
+            "repository": subject,
+            "rows": rows,
+            "figures": [asdict(f) for f in bench.figures],
+        }
 
 
 def _generated(area: Path) -> Path:
@@ -315,23 +385,46 @@ def _generated(area: Path) -> Path:
             with (work / f"package{number % 50}" / f"module{number}.py").open("a") as file:
                 file.write(f"value += {commit}\n")
         git("add", "--all", cwd=work)
-        git("-c", "user.name=bench", "-c", "user.email=bench@example.com", "commit", "--quiet", "-m", f"{commit}", cwd=work)
+        git(
+            "-c",
+            "user.name=bench",
+            "-c",
+            "user.email=bench@example.com",
+            "commit",
+            "--quiet",
+            "-m",
+            f"{commit}",
+            cwd=work,
+        )
     return work
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repo", type=Path, action="append", help="a repository to measure on; may be given again")
-    parser.add_argument("--area", help="where to work: a directory on the file system to be measured")
+    parser.add_argument(
+        "--repo", type=Path, action="append", help="a repository to measure on; may be given again"
+    )
+    parser.add_argument(
+        "--area", help="where to work: a directory on the file system to be measured"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--cases", nargs="*", default=[])
     parser.add_argument("--json", type=Path, default=Path("build/bench.json"))
-    parser.add_argument("--keep", action="store_true", help="put what the JSON file already has before the results of this run")
-    parser.add_argument("--docs", action="store_true", help="write docs/benchmarks.md and docs/benchmarks.svg")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="put what the JSON file already has before the results of this run",
+    )
+    parser.add_argument(
+        "--docs", action="store_true", help="write docs/benchmarks.md and docs/benchmarks.svg"
+    )
     options = parser.parse_args()
     with _area(options.area) as area:
         sources = options.repo or [_generated(area)]
-        ran = [run(source.absolute(), options.area, options.rounds, options.cases) for source in sources]
+        ran = [
+            run(source.absolute(), options.area, options.rounds, options.cases)
+            for source in sources
+        ]
     results = [*(json.loads(options.json.read_text()) if options.keep else []), *ran]
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -20,8 +20,12 @@ _REQUEST = b"GET /v1/health HTTP/1.1\r\nhost: m\r\n\r\n"
 
 def report(name: str, count: int, taken: list[float], seconds: float) -> None:
     taken.sort()
-    p50, p99, longest = (1000 * taken[min(int(len(taken) * part), len(taken) - 1)] for part in (0.5, 0.99, 1))
-    print(f"{name:8} {count:4}: {len(taken) / seconds:7.0f}/s  p50 {p50:6.1f}  p99 {p99:6.1f}  max {longest:6.1f} ms")
+    p50, p99, longest = (
+        1000 * taken[min(int(len(taken) * part), len(taken) - 1)] for part in (0.5, 0.99, 1)
+    )
+    print(
+        f"{name:8} {count:4}: {len(taken) / seconds:7.0f}/s  p50 {p50:6.1f}  p99 {p99:6.1f}  max {longest:6.1f} ms"
+    )
 
 
 async def streams(socket: str, count: int, seconds: float) -> list[float]:
@@ -74,15 +78,24 @@ def threads(socket: str, count: int, seconds: float) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("socket")
     parser.add_argument("--tasks", type=int, nargs="*", default=[1, 64, 256])
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 64])
     parser.add_argument("--seconds", type=float, default=5.0)
     given = parser.parse_args()
     for count in given.tasks:
-        report("streams", count, asyncio.run(streams(given.socket, count, given.seconds)), given.seconds)
-        report("tasks", count, asyncio.run(tasks(given.socket, count, given.seconds)), given.seconds)
+        report(
+            "streams",
+            count,
+            asyncio.run(streams(given.socket, count, given.seconds)),
+            given.seconds,
+        )
+        report(
+            "tasks", count, asyncio.run(tasks(given.socket, count, given.seconds)), given.seconds
+        )
     for count in given.threads:
         report("threads", count, threads(given.socket, count, given.seconds), given.seconds)
 

@@ -50,14 +50,21 @@ class Daemon:
         return Client(self.socket)
 
     def start(self) -> None:
-        command = [Path(sys.executable).with_name("mirrord"), "serve", "--config", str(self.area / "config.toml")]
+        command = [
+            Path(sys.executable).with_name("mirrord"),
+            "serve",
+            "--config",
+            str(self.area / "config.toml"),
+        ]
         with (self.area / "daemon.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             try:
                 with Client(self.socket, patience=timedelta()) as client:
-                    if client.health().status == "ok":  # until then it answers, and opens its state directory
+                    if (
+                        client.health().status == "ok"
+                    ):  # until then it answers, and opens its state directory
                         return
             except MirrordError:
                 pass
@@ -98,7 +105,11 @@ class Daemon:
                 name, _, rest = line.partition(":")
                 if name in sums:
                     sums[name] += int(rest.split()[0])
-        return {"processes": len(family), "rss_mib": sums["Rss"] / 1024, "pss_mib": sums["Pss"] / 1024}
+        return {
+            "processes": len(family),
+            "rss_mib": sums["Rss"] / 1024,
+            "pss_mib": sums["Pss"] / 1024,
+        }
 
     @property
     def mirror(self) -> Path:
@@ -111,7 +122,11 @@ class Daemon:
 async def _evict(state: Path) -> int:
     """What the daemon does every few minutes."""
     workers = Workers(size=1)
-    places = {"state_dir": state, "workers": workers, "mirrors_path": lambda name: state / "mirrors" / str(name)}
+    places = {
+        "state_dir": state,
+        "workers": workers,
+        "mirrors_path": lambda name: state / "mirrors" / str(name),
+    }
     gitdirs = StoreBuilder(git=Git(home=state / "home"), **places)
     templates = Templates(settings=Settings, gitdirs=gitdirs, events=Events(), **places)
     try:

@@ -50,7 +50,11 @@ class Session:
         print(f"\n$ mirrord serve --config {self.config} &")
         began = time.monotonic()
         with self.log.open("wb") as log:
-            self.daemon = subprocess.Popen([MIRRORD, "serve", "--config", str(self.config)], stderr=log, stdin=subprocess.DEVNULL)
+            self.daemon = subprocess.Popen(
+                [MIRRORD, "serve", "--config", str(self.config)],
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
         while self.run("status", "--json", quiet=True).returncode:
             if self.daemon.poll() is not None or time.monotonic() - began > 30:
                 raise SystemExit(f"the daemon did not start:\n{self.log.read_text()}")
@@ -61,17 +65,26 @@ class Session:
         began = time.monotonic()
         self.daemon.send_signal(signal.SIGTERM)
         status = self.daemon.wait(timeout=30)
-        print(f"\ndaemon stopped with status {status} after {time.monotonic() - began:.2f} s; nothing is left of {self.scratch}")
+        print(
+            f"\ndaemon stopped with status {status} after {time.monotonic() - began:.2f} s; nothing is left of {self.scratch}"
+        )
 
     def run(self, *words: str | Path, quiet: bool = False) -> subprocess.CompletedProcess[str]:
         """Run a verb; prints it, its answer and how long the whole command took."""
         words = tuple(map(str, words))
         began = time.monotonic()
         env = {**os.environ, "MIRRORD_SOCKET": str(self.socket)}
-        done = subprocess.run([MIRRORD, *words], env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [MIRRORD, *words], env=env, capture_output=True, text=True, check=False
+        )
         if not quiet:
-            print(f"\n$ mirrord {shlex.join(words)}    # {time.monotonic() - began:.2f} s, exit status {done.returncode}")
-            print("".join(f"  {line}\n" for line in (done.stdout + done.stderr).splitlines()[:24]), end="")
+            print(
+                f"\n$ mirrord {shlex.join(words)}    # {time.monotonic() - began:.2f} s, exit status {done.returncode}"
+            )
+            print(
+                "".join(f"  {line}\n" for line in (done.stdout + done.stderr).splitlines()[:24]),
+                end="",
+            )
         return done
 
     def must(self, *words: str | Path, quiet: bool = False) -> str:
@@ -94,9 +107,13 @@ def generate(path: Path, owner: str, name: str) -> tuple[str, dict[str, str]]:
         for part in range(40):
             (work / f"part{part}.py").write_text(f"value = {number * part}\n" * 30)
         subprocess.run(["git", "-C", work, "add", "-A"], check=True)
-        subprocess.run(["git", "-C", work, *identity, "commit", "-q", "-m", f"release {number}"], check=True)
+        subprocess.run(
+            ["git", "-C", work, *identity, "commit", "-q", "-m", f"release {number}"], check=True
+        )
         subprocess.run(["git", "-C", work, "tag", f"v{number}.0"], check=True)
-        head = subprocess.run(["git", "-C", work, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+        head = subprocess.run(
+            ["git", "-C", work, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+        )
         releases[f"v{number}.0"] = head.stdout.strip()
     return f"file://{path}/{{owner}}+{{name}}", releases
 
@@ -104,9 +121,19 @@ def generate(path: Path, owner: str, name: str) -> tuple[str, dict[str, str]]:
 def write_dataset(path: Path, repo: str, releases: dict[str, str]) -> list[str]:
     """A dataset of the SWE-bench family: one instance a release."""
     name = repo.replace("/", "__")
-    rows = [{"instance_id": f"{name}-{tag}", "repo": repo, "base_commit": commit} for tag, commit in releases.items()]
+    rows = [
+        {"instance_id": f"{name}-{tag}", "repo": repo, "base_commit": commit}
+        for tag, commit in releases.items()
+    ]
     for row in rows:
-        row.update(patch="", test_patch="", problem_statement="", version="", FAIL_TO_PASS="[]", PASS_TO_PASS="[]")
+        row.update(
+            patch="",
+            test_patch="",
+            problem_statement="",
+            version="",
+            FAIL_TO_PASS="[]",
+            PASS_TO_PASS="[]",
+        )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [row["instance_id"] for row in rows]
 
@@ -124,7 +151,9 @@ def dirty(tree: Path) -> None:
 
 def exercise(session: Session, instances: list[str]) -> None:
     """Check out, dirty, diff, reset, verify and release each instance."""
-    print(f"\n{'instance':28} {'checkout':>10} {'reset':>10}  tree after reset                          seal")
+    print(
+        f"\n{'instance':28} {'checkout':>10} {'reset':>10}  tree after reset                          seal"
+    )
     for instance in instances:
         made = json.loads(session.must("checkout", instance, "--json", quiet=True))
         tree = Path(made["path"])
@@ -134,7 +163,9 @@ def exercise(session: Session, instances: list[str]) -> None:
         seal = session.run("verify-seal", tree, "--base", made["commit"], quiet=True)
         took = [sum(answer["timings"].values()) * 1000 for answer in (made, again)]
         verdict = "sealed" if seal.returncode == 0 else f"LEAKS ({seal.returncode})"
-        print(f"{instance:28} {took[0]:7.1f} ms {took[1]:7.1f} ms  {again['proof']['tree']}  {verdict}")
+        print(
+            f"{instance:28} {took[0]:7.1f} ms {took[1]:7.1f} ms  {again['proof']['tree']}  {verdict}"
+        )
         session.must("release", tree, quiet=True)
 
 
@@ -146,7 +177,14 @@ def main() -> None:
         scratch = Path(name)
         scratch.chmod(0o755)
         reachable = subprocess.run(
-            ["git", "ls-remote", "--exit-code", "-q", upstream.replace("{owner}", "psf").replace("{name}", "requests"), "HEAD"],
+            [
+                "git",
+                "ls-remote",
+                "--exit-code",
+                "-q",
+                upstream.replace("{owner}", "psf").replace("{name}", "requests"),
+                "HEAD",
+            ],
             env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
             capture_output=True,
             check=False,

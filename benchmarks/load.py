@@ -56,7 +56,10 @@ class _Lean:
 
     def __init__(self, socket_path: str, mirror: str, commit: str, ends: float) -> None:
         body = json.dumps({"mirror": mirror, "commit": commit}).encode()
-        self._start = b"POST /v1/checkouts HTTP/1.1\r\nhost: m\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+        self._start = b"POST /v1/checkouts HTTP/1.1\r\nhost: m\r\ncontent-length: %d\r\n\r\n%s" % (
+            len(body),
+            body,
+        )
         self._ends = ends
         self._received = b""
         self._held = b""
@@ -102,7 +105,9 @@ def kernel_alone(area: Path, lower: str, seconds: float) -> int:
             os.mkdir(path)
         with ExitStack() as stack:
             names = (lower, f"{at}/layer/upper", f"{at}/layer/work")
-            below, upper, work = (stack.enter_context(opened(os.open(name, os.O_PATH))) for name in names)
+            below, upper, work = (
+                stack.enter_context(opened(os.open(name, os.O_PATH))) for name in names
+            )
             attach(stack.enter_context(opened(make_overlay([below], upper, work))), f"{at}/tree")
         umount(f"{at}/tree")
         assert remove_layer(Path(at, "layer"))

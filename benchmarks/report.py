@@ -18,7 +18,9 @@ its goal is told in [limits.md](limits.md).
 
 
 def _span(seconds: list[float]) -> str:
-    low, middle, high = (f"{value * 1000:,.2f}" for value in (min(seconds), statistics.median(seconds), max(seconds)))
+    low, middle, high = (
+        f"{value * 1000:,.2f}" for value in (min(seconds), statistics.median(seconds), max(seconds))
+    )
     return f"{middle} ({low} to {high})"
 
 
@@ -31,7 +33,14 @@ def _verdict(row: dict[str, Any]) -> str:
 
 def _rows(result: dict[str, Any]) -> list[list[str]]:
     return [
-        [row["work"], row["against"], _span(row["ours"]), _span(row["theirs"]), f"{row['ratio']:.2f}", _verdict(row)]
+        [
+            row["work"],
+            row["against"],
+            _span(row["ours"]),
+            _span(row["theirs"]),
+            f"{row['ratio']:.2f}",
+            _verdict(row),
+        ]
         for row in result["rows"]
     ]
 
@@ -49,7 +58,9 @@ def print_table(result: dict[str, Any]) -> None:
         f"\n{_title(result)} ({result['machine']['git']}, Linux {result['machine']['kernel']}, {result['machine']['cpus']} CPUs)"
     )
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
     for figure in result["figures"]:
         print(
             f"{figure['name']}: {figure['value']:,.2f} {figure['unit']}"
@@ -69,8 +80,13 @@ def write_docs(results: list[dict[str, Any]], docs: Path) -> None:
             text += "".join("| " + " | ".join(row) + " |\n" for row in _rows(result))
         if result["figures"]:
             text += "\n| figure | value | goal |\n|---|---|---|\n"
-            text += "".join(f"| {f['name']} | {f['value']:,.2f} {f['unit']} | {f['goal']} |\n" for f in result["figures"])
-    text += "\n![How many times faster than the alternative, on a logarithmic scale](benchmarks.svg)\n"
+            text += "".join(
+                f"| {f['name']} | {f['value']:,.2f} {f['unit']} | {f['goal']} |\n"
+                for f in result["figures"]
+            )
+    text += (
+        "\n![How many times faster than the alternative, on a logarithmic scale](benchmarks.svg)\n"
+    )
     docs.mkdir(exist_ok=True)
     (docs / "benchmarks.md").write_text(text)
     (docs / "benchmarks.svg").write_text(_plot(results))
@@ -78,14 +94,22 @@ def write_docs(results: list[dict[str, Any]], docs: Path) -> None:
 
 def _plot(results: list[dict[str, Any]]) -> str:
     """Bars of theirs/ours, logarithmic: 1 is the middle line, right of it mirrord is faster."""
-    bars = [(f"{_title(result)}: {row['work']} / {row['against']}", row["ratio"]) for result in results for row in result["rows"]]
+    bars = [
+        (f"{_title(result)}: {row['work']} / {row['against']}", row["ratio"])
+        for result in results
+        for row in result["rows"]
+    ]
     height, left, unit = 22, 620, 110
     bottom = height * len(bars)
     scale = "".join(_label(left + n * unit, bottom + 18, "middle", f"{10**n}x") for n in range(4))
     axis = f'<line x1="{left}" x2="{left}" y1="0" y2="{bottom}" stroke="black"/>'
-    drawn = "\n".join(_bar(left, number * height + 4, unit, *bar) for number, bar in enumerate(bars))
+    drawn = "\n".join(
+        _bar(left, number * height + 4, unit, *bar) for number, bar in enumerate(bars)
+    )
     size = f'width="{left + 4 * unit}" height="{bottom + 30}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
+    )
     return f'{head}\n<rect width="100%" height="100%" fill="white"/>\n{axis}\n{drawn}\n{scale}\n</svg>\n'
 
 

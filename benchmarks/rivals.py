@@ -16,7 +16,9 @@ ENV = {
 
 
 def git(*words: str | Path, cwd: Path | None = None) -> str:
-    done = subprocess.run(["git", *map(str, words)], cwd=cwd, env=ENV, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", *map(str, words)], cwd=cwd, env=ENV, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"git {' '.join(map(str, words))}: {done.stderr}")
     return done.stdout.strip()
@@ -37,7 +39,9 @@ class Git:
 
     def line(self, count: int) -> list[str]:
         """Up to `count` commits of the first-parent line, newest first."""
-        return git("rev-list", "--first-parent", f"--max-count={count}", self.tip, cwd=self.mirror).split()
+        return git(
+            "rev-list", "--first-parent", f"--max-count={count}", self.tip, cwd=self.mirror
+        ).split()
 
     def fresh(self) -> Path:
         self._count += 1
@@ -53,7 +57,9 @@ class Git:
     def clone_isolated(self, path: Path, commit: str) -> None:
         """A clone that shares nothing and holds the history of one commit."""
         git("update-ref", "refs/heads/bench", commit, cwd=self.mirror)
-        git("clone", "--quiet", "--no-local", "--single-branch", "--branch=bench", self.mirror, path)
+        git(
+            "clone", "--quiet", "--no-local", "--single-branch", "--branch=bench", self.mirror, path
+        )
 
     def floor_bytes(self, commit: str) -> int:
         """The disk of one checkout without its `.git`, and of the one pack of its closure."""
@@ -70,7 +76,9 @@ class Git:
         versions: dict[str, int] = {}
         for commit in commits:
             for line in git("ls-tree", "-r", "-l", "-z", commit, cwd=self.mirror).split("\0"):
-                mode, _, oid, size = line.partition("\t")[0].split()[:4] if line else ("160000", "", "", "")
+                mode, _, oid, size = (
+                    line.partition("\t")[0].split()[:4] if line else ("160000", "", "", "")
+                )
                 if mode != "160000":
                     versions[oid] = int(size)
         pack = self.area / "least"
@@ -83,13 +91,19 @@ class Git:
             check=True,
         )
         name = listed.stdout.decode().strip()
-        return sum(versions.values()) + sum((self.area / f"least-{name}.{kind}").stat().st_size for kind in ("pack", "idx"))
+        return sum(versions.values()) + sum(
+            (self.area / f"least-{name}.{kind}").stat().st_size for kind in ("pack", "idx")
+        )
 
     def write_variants(self, mirror: Path, commit: str, count: int) -> list[str]:
         """Write `count` children of `commit` into `mirror`, each with a line more in one of its files."""
         listed = git("ls-tree", "-r", "-z", commit, cwd=mirror).split("\0")
         entries = [entry.partition("\t") for entry in listed if entry.startswith("100644 blob")]
-        plain = [(meta.split()[2], path) for meta, _, path in entries if path.isascii() and '"' not in path and "\n" not in path]
+        plain = [
+            (meta.split()[2], path)
+            for meta, _, path in entries
+            if path.isascii() and '"' not in path and "\n" not in path
+        ]
         chosen = plain[:: max(1, len(plain) // count)]
         blobs = _read_blobs(mirror, [oid for oid, _ in chosen])
         stream = self.area / "variants"
@@ -98,7 +112,9 @@ class Git:
                 oid, path = chosen[number % len(chosen)]
                 blob = blobs[oid] + b"# variant %d\n" % number
                 head = f"commit refs/variants/{number}\ncommitter b <b@localhost> {number} +0000\ndata 1\nv\nfrom {commit}\n"
-                out.write(f"{head}M 100644 inline {path}\ndata {len(blob)}\n".encode() + blob + b"\n")
+                out.write(
+                    f"{head}M 100644 inline {path}\ndata {len(blob)}\n".encode() + blob + b"\n"
+                )
         with stream.open("rb") as source:
             command = ["git", "-c", "fastimport.unpackLimit=1", "fast-import", "--quiet"]
             subprocess.run(command, cwd=mirror, env=ENV, stdin=source, check=True)
@@ -122,7 +138,13 @@ class Git:
 
     def fsck(self) -> None:
         """Slips that real histories have make its status 1, and cost it nothing."""
-        subprocess.run(["git", "fsck", "--full", "--no-progress"], cwd=self.mirror, env=ENV, capture_output=True, check=False)
+        subprocess.run(
+            ["git", "fsck", "--full", "--no-progress"],
+            cwd=self.mirror,
+            env=ENV,
+            capture_output=True,
+            check=False,
+        )
 
     def remove(self, path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
@@ -132,7 +154,9 @@ class Git:
 def _read_blobs(repository: Path, oids: list[str]) -> dict[str, bytes]:
     asked = "".join(f"{oid}\n" for oid in oids).encode()
     command = ["git", "cat-file", "--batch"]
-    out = subprocess.run(command, cwd=repository, env=ENV, input=asked, capture_output=True, check=True).stdout
+    out = subprocess.run(
+        command, cwd=repository, env=ENV, input=asked, capture_output=True, check=True
+    ).stdout
     found, at = {}, 0
     for oid in oids:
         begin = out.index(b"\n", at) + 1
@@ -144,14 +168,20 @@ def _read_blobs(repository: Path, oids: list[str]) -> dict[str, bytes]:
 
 def disk_bytes(*paths: Path) -> int:
     """The blocks that directories take, hard links counted once."""
-    done = subprocess.run(["du", "-s", "-c", "-B1", *paths], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["du", "-s", "-c", "-B1", *paths], capture_output=True, text=True, check=True
+    )
     return int(done.stdout.splitlines()[-1].split()[0])
 
 
 def dirty(tree: Path) -> None:
     """Change 20 tracked files and create 100."""
     files = git("ls-files", "-z", cwd=tree).split("\0")
-    plain = [name for name in files if name and (tree / name).is_file() and not (tree / name).is_symlink()]
+    plain = [
+        name
+        for name in files
+        if name and (tree / name).is_file() and not (tree / name).is_symlink()
+    ]
     for name in plain[:: max(1, len(plain) // 20)][:20]:
         with (tree / name).open("ab") as file:
             file.write(b"# changed\n")

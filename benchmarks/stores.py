@@ -32,7 +32,11 @@ class Stores:
         self._check_out(commits)
         what = f"{len(commits)} sealed base commits"
         self._weigh(f"{what}, all warm", self._daemon.templates_bytes(), floor)
-        self._weigh(f"{what}, every version of a file once, and one closure pack", self._git.least_bytes(commits), floor)
+        self._weigh(
+            f"{what}, every version of a file once, and one closure pack",
+            self._git.least_bytes(commits),
+            floor,
+        )
         self._rest(what, commits, floor)
 
     def variants(self, count: int = 5000) -> None:
@@ -52,11 +56,27 @@ class Stores:
         again = timed(partial(self._check_out, last[-_INDEXES_KEPT:])) / len(last[-_INDEXES_KEPT:])
         what = f"{count:,} one-file variants"
         self.figures += [
-            Figure("first checkout of a one-file variant, of the first tenth", began / len(first) * 1000, "ms"),
-            Figure("first checkout of a one-file variant, of the last tenth", ended / len(last) * 1000, "ms"),
-            Figure("checkout and release of one that is warm beside all the others", again * 1000, "ms"),
-            Figure("disk of each one-file variant that is warm", (warm - alone) / count / 1024, "KiB"),
-            Figure(f"daemon memory just after {what}, workers included", busy["rss_mib"], "MiB resident"),
+            Figure(
+                "first checkout of a one-file variant, of the first tenth",
+                began / len(first) * 1000,
+                "ms",
+            ),
+            Figure(
+                "first checkout of a one-file variant, of the last tenth",
+                ended / len(last) * 1000,
+                "ms",
+            ),
+            Figure(
+                "checkout and release of one that is warm beside all the others", again * 1000, "ms"
+            ),
+            Figure(
+                "disk of each one-file variant that is warm", (warm - alone) / count / 1024, "KiB"
+            ),
+            Figure(
+                f"daemon memory just after {what}, workers included",
+                busy["rss_mib"],
+                "MiB resident",
+            ),
         ]
         self._weigh(f"{what}, all warm", warm, floor)
         self._rest(what, commits, floor)
@@ -64,12 +84,16 @@ class Stores:
     def _rest(self, what: str, commits: list[str], floor: int) -> None:
         """What stays on disk of templates that nobody uses any more, and what it costs to ask again."""
         left = len(commits) - min(self._daemon.rest(timedelta(days=8)), len(commits))
-        self._weigh(f"{what}, 8 days after the last was asked for", self._daemon.templates_bytes(), floor)
+        self._weigh(
+            f"{what}, 8 days after the last was asked for", self._daemon.templates_bytes(), floor
+        )
         self.figures.append(Figure("of them still warm then", left, "commits"))
         self._check_out(commits[-1:])
         some = commits[:: max(1, len(commits) // 10)][:10]
         again = [timed(partial(self._check_out, [commit])) for commit in some]
-        self.figures.append(Figure("first checkout of one that had gone", statistics.median(again) * 1000, "ms"))
+        self.figures.append(
+            Figure("first checkout of one that had gone", statistics.median(again) * 1000, "ms")
+        )
 
     def _check_out(self, commits: list[str]) -> None:
         with self._daemon.client() as client:
@@ -77,4 +101,6 @@ class Stores:
                 client.checkout(mirror=MIRROR, commit=commit).release()
 
     def _weigh(self, what: str, ours: float, floor: int, goal: str = "") -> None:
-        self.figures.append(Figure(f"disk of {what}", ours / floor, "times a full tree and a closure pack", goal))
+        self.figures.append(
+            Figure(f"disk of {what}", ours / floor, "times a full tree and a closure pack", goal)
+        )

@@ -84,7 +84,18 @@ if TYPE_CHECKING:
         UsageError,
         WorkerCrashedError,
     )
-    from .model import AuditLevel, Backend, Bind, CommitRole, CommitState, Direction, FindingKind, History, Reach, View
+    from .model import (
+        AuditLevel,
+        Backend,
+        Bind,
+        CommitRole,
+        CommitState,
+        Direction,
+        FindingKind,
+        History,
+        Reach,
+        View,
+    )
     from .protocol import (
         AmbiguousInstance,
         Audit,
@@ -255,7 +266,13 @@ __all__ = [
     "__version__",
 ]
 
-_PLACES = ("errors", "model", "client.synchronous", "client.asynchronous", "protocol")  # the lightest first
+_PLACES = (
+    "errors",
+    "model",
+    "client.synchronous",
+    "client.asynchronous",
+    "protocol",
+)  # the lightest first
 
 
 def __getattr__(name: str) -> Any:

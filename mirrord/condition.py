@@ -75,7 +75,9 @@ class Condition:
         reasons += [*self._disk_reasons(), *self._notes.values()]
         reasons += [text for source in self._degrade for text in source()]
         warnings = [f"warning: {text}" for source in self._warn for text in source()]
-        health = Health(status="degraded" if reasons else "ok", reasons=reasons + warnings, version=__version__)
+        health = Health(
+            status="degraded" if reasons else "ok", reasons=reasons + warnings, version=__version__
+        )
         return HealthReport(health, to_bytes(health), bool(reasons))
 
     def _disk_reasons(self) -> list[str]:
@@ -87,7 +89,11 @@ class Condition:
         if disk.f_flag & os.ST_RDONLY:
             reasons.append(f"the file system of {self._state_dir} is read-only")
         if disk.f_bavail * disk.f_frsize < LOW_DISK_BYTES:
-            reasons.append(f"the disk of {self._state_dir} is nearly full: {disk.f_bavail * disk.f_frsize >> 20} MiB are free")
+            reasons.append(
+                f"the disk of {self._state_dir} is nearly full: {disk.f_bavail * disk.f_frsize >> 20} MiB are free"
+            )
         if disk.f_files and disk.f_favail < LOW_INODES:  # file systems without a limit say 0
-            reasons.append(f"the disk of {self._state_dir} is nearly out of inodes: {disk.f_favail} are free")
+            reasons.append(
+                f"the disk of {self._state_dir} is nearly out of inodes: {disk.f_favail} are free"
+            )
         return reasons

@@ -59,7 +59,9 @@ class Engine:
     `load` reads the settings again, as the command line that started the daemon would have it.
     """
 
-    def __init__(self, settings: Settings, *, config_path: Path | None, load: Callable[[], Settings]) -> None:
+    def __init__(
+        self, settings: Settings, *, config_path: Path | None, load: Callable[[], Settings]
+    ) -> None:
         self._settings = settings
         self._config_path = config_path
         self._load = load
@@ -95,7 +97,9 @@ class Engine:
         await self._open_audits()
         await self._open_jobs()
         self._opened.set()
-        self.events.publish("daemon.opened", duration_s=(utc_now() - self.started_at).total_seconds())
+        self.events.publish(
+            "daemon.opened", duration_s=(utc_now() - self.started_at).total_seconds()
+        )
 
     async def close(self) -> None:
         """Close what was opened, in reverse."""
@@ -105,17 +109,25 @@ class Engine:
         """What is recorded, and the mirrors that hold it."""
         log_settings = self._settings.log
         self.git = Git(home=self.layout.home)
-        self.workers = Workers(on_start=partial(telemetry.configure, log_settings.level, log_settings.format))
+        self.workers = Workers(
+            on_start=partial(telemetry.configure, log_settings.level, log_settings.format)
+        )
         self._closing.push_async_callback(self.workers.close)
         # the catalog first: opening the mirrors brings it in line with their refs
         self.catalog = await Catalog.open(self.layout.catalog, self.workers)
         self._closing.push_async_callback(self.catalog.close)
         self.mirrors = Mirrors(
-            settings=self.settings, git=self.git, workers=self.workers, catalog=self.catalog, events=self.events
+            settings=self.settings,
+            git=self.git,
+            workers=self.workers,
+            catalog=self.catalog,
+            events=self.events,
         )
         self._closing.push_async_callback(self.mirrors.close)
         await self.mirrors.open()
-        self.bundles = Bundles(mirrors=self.mirrors, catalog=self.catalog, git=self.git, events=self.events)
+        self.bundles = Bundles(
+            mirrors=self.mirrors, catalog=self.catalog, git=self.git, events=self.events
+        )
         # datasets drop stale pins when they open, which needs mirrors in line with the catalog
         self.datasets = Datasets(
             settings=self.settings,
@@ -239,7 +251,9 @@ class Engine:
             work=self.work,
             heals=self.heals,
             prewarm=prewarm,
-            mend=Cleanup([self.mirrors.mend, self.datasets.mend, self.templates.mend]),  # datasets drop pins that mirrors adopt
+            mend=Cleanup(
+                [self.mirrors.mend, self.datasets.mend, self.templates.mend]
+            ),  # datasets drop pins that mirrors adopt
             find_unfinished=self.audits.find_unfinished,
             watches=watches,
         )
@@ -271,7 +285,9 @@ class Engine:
             try:
                 await self.mirrors.add(mirror.repo, mirror.url)
             except MirrordError as error:
-                self.events.publish("mirror.refused", repo=mirror.repo, code=error.code, detail=error.message)
+                self.events.publish(
+                    "mirror.refused", repo=mirror.repo, code=error.code, detail=error.message
+                )
 
     # -- the watched places -------------------------------------------------------------------------------------------
 
@@ -295,7 +311,10 @@ class Engine:
 
     async def _known_files(self) -> dict[Path, Signature]:
         """Files that were imported since they last changed: a restart does not import them again."""
-        imported = {dataset.source: dataset.imported_at.timestamp() for dataset in await self.catalog.list_datasets()}
+        imported = {
+            dataset.source: dataset.imported_at.timestamp()
+            for dataset in await self.catalog.list_datasets()
+        }
         known = {}
         for source, at in imported.items():
             path = self.layout.datasets / Path(source).name
@@ -311,10 +330,16 @@ class Engine:
             self._refused_files.pop(path, None)
         else:
             self._refused_files[path] = ended.error.detail
-            self.events.publish("dataset.refused", file=path.name, code=ended.error.code, detail=ended.error.detail)
+            self.events.publish(
+                "dataset.refused", file=path.name, code=ended.error.code, detail=ended.error.detail
+            )
 
     def _file_warnings(self) -> list[str]:
-        return [f"{path.name} in datasets: {fact}" for path, fact in self._refused_files.items() if path.exists()]
+        return [
+            f"{path.name} in datasets: {fact}"
+            for path, fact in self._refused_files.items()
+            if path.exists()
+        ]
 
     async def _reload_changed(self, _path: Path) -> None:
         await self.reload()
@@ -326,7 +351,9 @@ class Engine:
         try:
             new = await anyio.to_thread.run_sync(self._load)
         except InvalidConfigError as error:
-            self._config_fault = f"the settings from before are in force: {error.message.splitlines()[0]}"
+            self._config_fault = (
+                f"the settings from before are in force: {error.message.splitlines()[0]}"
+            )
             self.events.publish("config.refused", detail=error.message)
             raise
         self._config_fault = None
@@ -342,7 +369,9 @@ class Engine:
 
     def configuration(self) -> Configuration:
         path = str(self._config_path) if self._config_path else None
-        return Configuration(path=path, settings=json.loads(telemetry.masked(self._settings.model_dump_json())))
+        return Configuration(
+            path=path, settings=json.loads(telemetry.masked(self._settings.model_dump_json()))
+        )
 
     def health(self) -> HealthReport:
         return self.condition.report()

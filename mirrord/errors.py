@@ -61,7 +61,9 @@ class MirrordError(Exception):
         return {**self.facts, **members}
 
 
-def _rebuild(cls: type[MirrordError], message: str, hint: str | None, facts: dict[str, Any]) -> MirrordError:
+def _rebuild(
+    cls: type[MirrordError], message: str, hint: str | None, facts: dict[str, Any]
+) -> MirrordError:
     return cls(message, hint=hint, **facts)
 
 
@@ -81,7 +83,11 @@ def from_problem(problem: Mapping[str, Any]) -> MirrordError:
         families = (c for c in _CLASSES.values() if c.http_status == status)
         cls = next(families, InternalError)
     facts = {key: value for key, value in problem.items() if key not in _PROBLEM_MEMBERS}
-    return cls(str(problem.get("detail") or problem.get("title") or "unknown error"), hint=problem.get("hint"), **facts)
+    return cls(
+        str(problem.get("detail") or problem.get("title") or "unknown error"),
+        hint=problem.get("hint"),
+        **facts,
+    )
 
 
 # -- usage: exit 2 ----------------------------------------------------------------------------------------------------

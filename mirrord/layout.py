@@ -56,7 +56,15 @@ class Layout:
 
     def make(self) -> None:
         """Make what is missing, and put the modes right."""
-        for private in (self.mirrors, self.datasets, self.bundles, self.templates, self.leases, self.quarantine, self.home):
+        for private in (
+            self.mirrors,
+            self.datasets,
+            self.bundles,
+            self.templates,
+            self.leases,
+            self.quarantine,
+            self.home,
+        ):
             self._make(private, 0o700)
         self._make(self.checkouts, 0o711)
         if not self.catalog.exists():

@@ -184,7 +184,12 @@ class MirrorName:
 
 
 def _is_owner(text: str) -> bool:
-    return bool(_OWNER.fullmatch(text)) and "__" not in text and not text.endswith(("_", ".")) and ".." not in text
+    return (
+        bool(_OWNER.fullmatch(text))
+        and "__" not in text
+        and not text.endswith(("_", "."))
+        and ".." not in text
+    )
 
 
 def _is_name(text: str) -> bool:

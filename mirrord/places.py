@@ -34,4 +34,6 @@ def default_socket() -> Path:
     """Root's is /run/mirrord/mirrord.sock; a user's is below XDG_RUNTIME_DIR."""
     if os.geteuid() == 0:
         return Path("/run/mirrord/mirrord.sock")
-    return xdg_directory("XDG_RUNTIME_DIR", Path(f"/run/user/{os.geteuid()}")) / "mirrord/mirrord.sock"
+    return (
+        xdg_directory("XDG_RUNTIME_DIR", Path(f"/run/user/{os.geteuid()}")) / "mirrord/mirrord.sock"
+    )

@@ -74,7 +74,9 @@ def _masked_value(value: Any) -> Any:
     return value
 
 
-def _mask_secrets(_logger: WrappedLogger, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+def _mask_secrets(
+    _logger: WrappedLogger, _method: str, event: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
     for key, value in event.items():
         event[key] = _masked_value(value)
     return event
@@ -92,7 +94,10 @@ def configure(level: Level = "info", form: Format = "auto", stream: TextIO | Non
     console = form == "console" or (form == "auto" and out.isatty())
     number = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
-        processors=[*_shared_processors(), *(_console_renderer(out) if console else _json_renderer())],
+        processors=[
+            *_shared_processors(),
+            *(_console_renderer(out) if console else _json_renderer()),
+        ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=lambda *_: _LineWriter(out),
         cache_logger_on_first_use=False,
@@ -109,11 +114,17 @@ def _shared_processors() -> list[Processor]:
 
 
 def _json_renderer() -> list[Processor]:
-    return [structlog.processors.format_exc_info, _mask_secrets, structlog.processors.JSONRenderer(default=str)]
+    return [
+        structlog.processors.format_exc_info,
+        _mask_secrets,
+        structlog.processors.JSONRenderer(default=str),
+    ]
 
 
 def _console_renderer(out: TextIO) -> list[Processor]:
-    renderer = structlog.dev.ConsoleRenderer(colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback)
+    renderer = structlog.dev.ConsoleRenderer(
+        colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
     return [structlog.processors.format_exc_info, _mask_secrets, renderer]
 
 
@@ -123,7 +134,8 @@ class _LineWriter:
     def __init__(self, out: TextIO) -> None:
         self._write = _writer(out)
         self.debug, self.info, self.warning, self.error, self.critical = (
-            partial(self._line, priority(level, out)) for level in ("debug", "info", "warning", "error", "critical")
+            partial(self._line, priority(level, out))
+            for level in ("debug", "info", "warning", "error", "critical")
         )
         self.msg = self.log = self.info
         self.warn, self.exception, self.fatal = self.warning, self.error, self.critical

@@ -11,7 +11,11 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 60
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|s|m|h|d|w))+", re.ASCII)
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)", re.ASCII)
 _LONGEST = timedelta(days=3660)
-_BYTES = {"B": 1, **{f"{p}B": 1000**n for n, p in enumerate("kMGT", 1)}, **{f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}}
+_BYTES = {
+    "B": 1,
+    **{f"{p}B": 1000**n for n, p in enumerate("kMGT", 1)},
+    **{f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)},
+}
 _LARGEST = 1 << 63
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)(B|kB|MB|GB|TB|KiB|MiB|GiB|TiB)", re.ASCII)
 
@@ -23,7 +27,9 @@ def parse_duration(value: object) -> timedelta:
     if value == "0" or (type(value) is int and value == 0):
         return timedelta()
     if not isinstance(value, str) or not _DURATION.fullmatch(value):
-        raise ValueError(f"{shown(str(value))} is not a duration; write a number and one of ms, s, m, h, d, w, for example 10m")
+        raise ValueError(
+            f"{shown(str(value))} is not a duration; write a number and one of ms, s, m, h, d, w, for example 10m"
+        )
     seconds = sum(float(n) * _SECONDS[unit] for n, unit in _DURATION_PART.findall(value))
     if seconds > _LONGEST.total_seconds():
         raise ValueError(f"{shown(value)} is longer than ten years")
@@ -46,7 +52,9 @@ def parse_size(value: object) -> int:
         return value
     found = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if not found or not isinstance(value, str):
-        raise ValueError(f"{shown(str(value))} is not a size; write a number and one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB")
+        raise ValueError(
+            f"{shown(str(value))} is not a size; write a number and one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
+        )
     size = float(found[1]) * _BYTES[found[2]]
     if size >= _LARGEST:
         raise ValueError(f"{shown(value)} is more than any disk")

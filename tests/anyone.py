@@ -58,8 +58,18 @@ for method, path, body in json.loads(sys.argv[2]):
 """
 
 
-def ask_as(uid: int, path: Path, *requests: tuple[str, str, object], groups: Sequence[int] = ()) -> list[tuple[int, str]]:
+def ask_as(
+    uid: int, path: Path, *requests: tuple[str, str, object], groups: Sequence[int] = ()
+) -> list[tuple[int, str]]:
     """Send requests (method, path below /v1, JSON body) as a process of another user; answers statuses and bodies."""
     command = [BARE_PYTHON, "-c", _ASK, str(path), json.dumps(requests)]
-    done = subprocess.run(command, user=uid, group=uid, extra_groups=groups, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command,
+        user=uid,
+        group=uid,
+        extra_groups=groups,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]

@@ -45,7 +45,9 @@ USER = 12345
 class Pool:
     """A pool with one mirror, below a state directory of its own."""
 
-    def __init__(self, state: Path, workers: Workers, gitdirs: StoreBuilder, backend: PoolBackend) -> None:
+    def __init__(
+        self, state: Path, workers: Workers, gitdirs: StoreBuilder, backend: PoolBackend
+    ) -> None:
         self.mirror = state / "mirrors" / str(NAME)
         self.workers = workers
         self.gitdirs = gitdirs
@@ -71,10 +73,14 @@ class Pool:
         """What a worker is told about a checkout that goes to `commit`."""
         gitdir = await self.gitdirs.ensure(NAME, CommitId(commit), lease.history)
         owner, grave = (lease.owner_uid, lease.owner_gid), new_grave(lease.directory.parent)
-        return Place(lease.directory, lease.private, self.mirror, gitdir.git, gitdir.head, owner, grave)
+        return Place(
+            lease.directory, lease.private, self.mirror, gitdir.git, gitdir.head, owner, grave
+        )
 
     async def reset(self, lease: Lease, commit: str) -> Proof:
-        return await self.backend.reset(replace(lease, commit=CommitId(commit), tree=self.tree_of(commit)), self.leases)
+        return await self.backend.reset(
+            replace(lease, commit=CommitId(commit), tree=self.tree_of(commit)), self.leases
+        )
 
     def tree_of(self, commit: str) -> str:
         return git(self.mirror, "rev-parse", f"{commit}^{{tree}}")
@@ -87,9 +93,17 @@ async def running_pool(state: Path, upstream: Upstream) -> AsyncIterator[Pool]:
     git(state, "clone", "--quiet", "--mirror", upstream.url, str(mirror))
     workers = Workers()
     starter = Git(home=state / "home")
-    gitdirs = StoreBuilder(state_dir=state, git=starter, workers=workers, mirrors_path=lambda name: state / "mirrors" / str(name))
+    gitdirs = StoreBuilder(
+        state_dir=state,
+        git=starter,
+        workers=workers,
+        mirrors_path=lambda name: state / "mirrors" / str(name),
+    )
     backend = PoolBackend(
-        state_dir=state, workers=workers, gitdirs=gitdirs, mirrors_path=lambda name: state / "mirrors" / str(name)
+        state_dir=state,
+        workers=workers,
+        gitdirs=gitdirs,
+        mirrors_path=lambda name: state / "mirrors" / str(name),
     )
     await backend.open()
     try:
@@ -99,10 +113,20 @@ async def running_pool(state: Path, upstream: Upstream) -> AsyncIterator[Pool]:
         await workers.close()
 
 
-def as_user(tree: Path, *args: str | bytes, uid: int = USER, stdin: bytes | None = None, check: bool = True) -> str:
+def as_user(
+    tree: Path, *args: str | bytes, uid: int = USER, stdin: bytes | None = None, check: bool = True
+) -> str:
     """Run git in a checkout as another user, with no `safe.directory`."""
     done = subprocess.run(
-        ["git", *args], cwd=tree, input=stdin, env=ENV, user=uid, group=uid, extra_groups=[], capture_output=True, check=False
+        ["git", *args],
+        cwd=tree,
+        input=stdin,
+        env=ENV,
+        user=uid,
+        group=uid,
+        extra_groups=[],
+        capture_output=True,
+        check=False,
     )
     assert not check or done.returncode == 0, done.stderr.decode()
     return done.stdout.decode(errors="surrogateescape").rstrip("\n")
@@ -131,7 +155,9 @@ USER_PEER = Peer(uid=USER, gid=USER, pid=1)
 class Service:
     """Checkouts with real mirrors, datasets and workers, on an event loop in a thread of its own."""
 
-    def __init__(self, portal: BlockingPortal, state: Path, settings: Settings, *, with_overlay: bool) -> None:
+    def __init__(
+        self, portal: BlockingPortal, state: Path, settings: Settings, *, with_overlay: bool
+    ) -> None:
         self._portal = portal
         self._with_overlay = with_overlay
         self._settings = settings
@@ -143,18 +169,39 @@ class Service:
         self.workers = Workers()
         self.catalog = await Catalog.open(self.state / "catalog.sqlite3", self.workers)
         git_starter = Git(home=self.state / "home")
-        parts: dict[str, Any] = {"settings": lambda: self._settings, "workers": self.workers, "events": self.events}
+        parts: dict[str, Any] = {
+            "settings": lambda: self._settings,
+            "workers": self.workers,
+            "events": self.events,
+        }
         self.mirrors = Mirrors(git=git_starter, catalog=self.catalog, **parts)
         await self.mirrors.open()
-        self.datasets = Datasets(catalog=self.catalog, mirrors=self.mirrors, state_dir=self.state, **parts)
+        self.datasets = Datasets(
+            catalog=self.catalog, mirrors=self.mirrors, state_dir=self.state, **parts
+        )
         await self.datasets.open()
-        self.gitdirs = StoreBuilder(state_dir=self.state, git=git_starter, workers=self.workers, mirrors_path=self.mirrors.path)
+        self.gitdirs = StoreBuilder(
+            state_dir=self.state,
+            git=git_starter,
+            workers=self.workers,
+            mirrors_path=self.mirrors.path,
+        )
         await self.gitdirs.open()
-        store: dict[str, Any] = {"state_dir": self.state, "workers": self.workers, "mirrors_path": self.mirrors.path}
-        self.templates = Templates(settings=lambda: self._settings, gitdirs=self.gitdirs, events=self.events, **store)
+        store: dict[str, Any] = {
+            "state_dir": self.state,
+            "workers": self.workers,
+            "mirrors_path": self.mirrors.path,
+        }
+        self.templates = Templates(
+            settings=lambda: self._settings, gitdirs=self.gitdirs, events=self.events, **store
+        )
         await self.templates.open()
         service = self.state / "mount.sock"
-        overlay = await find_overlay(service=service, templates=self.templates, **store) if self._with_overlay else None
+        overlay = (
+            await find_overlay(service=service, templates=self.templates, **store)
+            if self._with_overlay
+            else None
+        )
         self.checkouts = Checkouts(
             state_dir=self.state, mirrors=self.mirrors, datasets=self.datasets, gitdirs=self.gitdirs, overlay=overlay,
             access=Access(lambda: self._settings), clock=lambda: utc_now() + self.now_shift, **parts,
@@ -187,7 +234,9 @@ class Service:
     def import_instances(self, rows: list[dict[str, str]]) -> None:
         file = self.state / "instances.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        self.call(self.datasets.import_file, file, name="lab", format=None, source="instances.jsonl")
+        self.call(
+            self.datasets.import_file, file, name="lab", format=None, source="instances.jsonl"
+        )
 
     @property
     def mirror(self) -> Path:
@@ -232,7 +281,15 @@ def rich_upstream(upstream: Upstream) -> list[str]:
     upstream.git("tag", "v1")
     ids = [upstream.git("rev-parse", "HEAD")]
     for n in (2, 3):
-        ids.append(upstream.commit({"README": f"{n}\n" * 5, f"docs/new{n}.txt": f"{n}\n", "src/main.py": f"print({n})\n"}))
+        ids.append(
+            upstream.commit(
+                {
+                    "README": f"{n}\n" * 5,
+                    f"docs/new{n}.txt": f"{n}\n",
+                    "src/main.py": f"print({n})\n",
+                }
+            )
+        )
         upstream.git("tag", f"v{n}")
     return ids
 
@@ -245,7 +302,11 @@ _deeds: list[list[str]] = []
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
     if not _deeds:
         return
-    if event == "open" and isinstance(arguments[0], (str, bytes)) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+    if (
+        event == "open"
+        and isinstance(arguments[0], (str, bytes))
+        and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+    ):
         _deeds[-1].append(f"write {Path(os.fsdecode(arguments[0])).name}")
     elif event in ("os.link", "os.symlink"):
         _deeds[-1].append(f"link {Path(os.fsdecode(arguments[1])).name}")

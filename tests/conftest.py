@@ -26,7 +26,9 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(autouse=True)
-def _own_git_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def _own_git_configuration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """The machine's own `safe.directory=*` would hide ownership bugs."""
     monkeypatch.setenv("HOME", str(tmp_path_factory.getbasetemp()))
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")

@@ -28,7 +28,12 @@ class Daemon:
     """One daemon. `root` holds its configuration, state and socket; it must be short, because a socket's path must be."""
 
     def __init__(
-        self, root: Path, text: str = "", *, environment: Mapping[str, str] | None = None, user: int | None = None
+        self,
+        root: Path,
+        text: str = "",
+        *,
+        environment: Mapping[str, str] | None = None,
+        user: int | None = None,
     ) -> None:
         self.root = root
         self.config = root / "config.toml"
@@ -66,7 +71,12 @@ class Daemon:
         """Start it; with `wait`, until it is open."""
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [*prefix, *self.command], env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, user=self.user
+                [*prefix, *self.command],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                user=self.user,
             )
         if wait:
             self.wait_until_healthy()
@@ -77,7 +87,9 @@ class Daemon:
         deadline = time.monotonic() + bound_s
         while time.monotonic() < deadline:
             if self.process is not None and self.process.poll() is not None:
-                raise AssertionError(f"the daemon ended with {self.process.returncode}:\n{self.log}")
+                raise AssertionError(
+                    f"the daemon ended with {self.process.returncode}:\n{self.log}"
+                )
             try:
                 status, _, body = self.get("/v1/health")
             except OSError:
@@ -127,9 +139,18 @@ class Daemon:
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers in lower case, body. `body` is bytes, or anything JSON."""
-        content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-        lines = {"host": "mirrord", "connection": "close", "content-length": str(len(content)), **(headers or {})}
-        head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        content = (
+            body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        )
+        lines = {
+            "host": "mirrord",
+            "connection": "close",
+            "content-length": str(len(content)),
+            **(headers or {}),
+        }
+        head = f"{method} {path} HTTP/1.1\r\n" + "".join(
+            f"{name}: {value}\r\n" for name, value in lines.items()
+        )
         answer = parse_response(self.exchange(head.encode() + b"\r\n" + content))
         _must_be_documented(method, path, answer)
         return answer
@@ -152,7 +173,9 @@ def _must_be_documented(method: str, path: str, answer: tuple[int, dict[str, str
     except MirrordError:
         return  # no endpoint, so nothing that could be documented
     code = json.loads(body)["code"]
-    assert (status, code) in {(error.http_status, error.code) for error in endpoint.errors}, f"{method} {path}: {code}"
+    assert (status, code) in {(error.http_status, error.code) for error in endpoint.errors}, (
+        f"{method} {path}: {code}"
+    )
 
 
 def parse_response(raw: bytes) -> tuple[int, dict[str, str], bytes]:
@@ -184,7 +207,11 @@ def unmount_below(root: Path) -> None:
 
 @contextmanager
 def daemon(
-    text: str = "", *, start: bool = True, environment: Mapping[str, str] | None = None, user: int | None = None
+    text: str = "",
+    *,
+    start: bool = True,
+    environment: Mapping[str, str] | None = None,
+    user: int | None = None,
 ) -> Iterator[Daemon]:
     """A daemon in a short scratch directory, stopped at the end whatever happened."""
     with tempfile.TemporaryDirectory(prefix="md-", ignore_cleanup_errors=True) as scratch:

@@ -77,7 +77,9 @@ class Forge:
             "GIT_PROTOCOL": request.headers.get("Git-Protocol", ""),
             "REMOTE_ADDR": "127.0.0.1",
         }
-        done = subprocess.run(["git", "http-backend"], env=environment, input=body, capture_output=True, check=False)
+        done = subprocess.run(
+            ["git", "http-backend"], env=environment, input=body, capture_output=True, check=False
+        )
         head, _, content = done.stdout.partition(b"\r\n\r\n")
         headers = dict(line.split(": ", 1) for line in head.decode().split("\r\n") if ": " in line)
         status = int(headers.pop("Status", "200").split()[0])
@@ -102,7 +104,9 @@ def _body(request: BaseHTTPRequestHandler) -> bytes:
     return body
 
 
-def _send(request: BaseHTTPRequestHandler, status: int, headers: dict[str, str], content: bytes) -> None:
+def _send(
+    request: BaseHTTPRequestHandler, status: int, headers: dict[str, str], content: bytes
+) -> None:
     request.send_response(status)
     for name, value in headers.items():
         request.send_header(name, value)

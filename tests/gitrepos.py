@@ -20,11 +20,26 @@ ENV = {
 }
 
 
-def git(cwd: Path, *args: str | bytes, stdin: bytes | None = None, env: dict[str, str] | None = None, check: bool = True) -> str:
+def git(
+    cwd: Path,
+    *args: str | bytes,
+    stdin: bytes | None = None,
+    env: dict[str, str] | None = None,
+    check: bool = True,
+) -> str:
     """Run git in `cwd`; answers stdout without its last newline."""
-    done = subprocess.run(["git", *args], cwd=cwd, input=stdin, env={**ENV, **(env or {})}, capture_output=True, check=False)
+    done = subprocess.run(
+        ["git", *args],
+        cwd=cwd,
+        input=stdin,
+        env={**ENV, **(env or {})},
+        capture_output=True,
+        check=False,
+    )
     if check and done.returncode:
-        raise AssertionError(f"git {args!r} failed with {done.returncode}: {done.stderr.decode(errors='replace')}")
+        raise AssertionError(
+            f"git {args!r} failed with {done.returncode}: {done.stderr.decode(errors='replace')}"
+        )
     return done.stdout.decode(errors="surrogateescape").rstrip("\n")
 
 
@@ -44,7 +59,13 @@ class Upstream:
     def git(self, *args: str | bytes, stdin: bytes | None = None, check: bool = True) -> str:
         self._clock += 3600
         date = f"{self._clock} +0000"
-        return git(self.path, *args, stdin=stdin, env={"GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date}, check=check)
+        return git(
+            self.path,
+            *args,
+            stdin=stdin,
+            env={"GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date},
+            check=check,
+        )
 
     def write(self, files: dict[str, str | bytes | None]) -> None:
         """Write files; None deletes."""
@@ -56,7 +77,9 @@ class Upstream:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content.encode() if isinstance(content, str) else content)
 
-    def commit(self, files: dict[str, str | bytes | None] | None = None, message: str = "change") -> str:
+    def commit(
+        self, files: dict[str, str | bytes | None] | None = None, message: str = "change"
+    ) -> str:
         """Commit everything in the work tree; answers the commit id."""
         self.write(files or {})
         self.git("add", "--all")
@@ -67,7 +90,11 @@ class Upstream:
         """`count` commits, each touching a few files in a few directories."""
         return [
             self.commit(
-                {f"src/mod{n % 5}.py": f"value = {n}\n" * 20, f"docs/page{n}.txt": f"page {n}\n", "README": f"number {n}\n"}
+                {
+                    f"src/mod{n % 5}.py": f"value = {n}\n" * 20,
+                    f"docs/page{n}.txt": f"page {n}\n",
+                    "README": f"number {n}\n",
+                }
             )
             for n in range(count)
         ]

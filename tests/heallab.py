@@ -22,7 +22,15 @@ from mirrord.jobs.events import Events
 from mirrord.mirrors.bundles.service import Bundles
 from mirrord.mirrors.repository import HISTORY, PINS
 from mirrord.mirrors.service import Mirrors
-from mirrord.model import AuditLevel, CommitId, CommitRole, DatasetName, Direction, MirrorName, utc_now
+from mirrord.model import (
+    AuditLevel,
+    CommitId,
+    CommitRole,
+    DatasetName,
+    Direction,
+    MirrorName,
+    utc_now,
+)
 from mirrord.protocol import Audit, StartAudit
 
 
@@ -33,7 +41,8 @@ class Daemon:
         self.state_dir = root / "state"
         self.state_dir.mkdir(exist_ok=True)
         self.settings = Settings(
-            state_dir=self.state_dir, upstream=UpstreamSettings(url=f"file://{upstream.path.parent}/{{name}}")
+            state_dir=self.state_dir,
+            upstream=UpstreamSettings(url=f"file://{upstream.path.parent}/{{name}}"),
         )
         self.name = MirrorName("owner", "name")
 
@@ -50,7 +59,10 @@ class Daemon:
         )
         await self.mirrors.open()
         self.bundles = Bundles(
-            mirrors=self.mirrors, catalog=self.catalog, git=Git(home=self.state_dir / "home"), events=self.events
+            mirrors=self.mirrors,
+            catalog=self.catalog,
+            git=Git(home=self.state_dir / "home"),
+            events=self.events,
         )
         self.heals = self.make_heals(step)
         self.audits = Audits(
@@ -81,19 +93,37 @@ class Daemon:
     async def record(self, name: MirrorName, commits: dict[str, CommitId]) -> None:
         """A dataset with one instance for each commit."""
         rows = [
-            InstanceRow(identity, "", name, oid, Direction.FORWARD, ((oid, CommitRole.BASE),), None, None, (), ())
+            InstanceRow(
+                identity,
+                "",
+                name,
+                oid,
+                Direction.FORWARD,
+                ((oid, CommitRole.BASE),),
+                None,
+                None,
+                (),
+                (),
+            )
             for identity, oid in commits.items()
         ]
         spool = self.state_dir / "spool.jsonl"
         spool.write_bytes(b"".join(spooled(row) for row in rows))
-        head = DatasetHead(DatasetName("lite"), "swe-bench", "lite.jsonl", "0" * 64, utc_now(), 0, [], {}, {})
+        head = DatasetHead(
+            DatasetName("lite"), "swe-bench", "lite.jsonl", "0" * 64, utc_now(), 0, [], {}, {}
+        )
         await self.catalog.replace_dataset(head, spool)
 
     async def mirror_and_pin(self, commits: dict[str, CommitId]) -> None:
         await self.mirrors.add(self.name.repo)
         await self.mirrors.sync(self.name)
         await self.record(self.name, commits)
-        assert await self.mirrors.pin(self.name, list(commits.values()), owner="dataset/lite", reason="recorded") == {}
+        assert (
+            await self.mirrors.pin(
+                self.name, list(commits.values()), owner="dataset/lite", reason="recorded"
+            )
+            == {}
+        )
 
 
 class House(Daemon):
@@ -124,7 +154,12 @@ class House(Daemon):
         self.upstream.commit({"after": "the force push\n"})
         self.upstream.git("tag", "-a", "-m", "a tag", "v1", "HEAD~1")
         await self.mirrors.sync(self.name)
-        await self.mirror_and_pin({f"owner__name-{n}": CommitId(self.upstream.git("rev-parse", f"HEAD~{n}")) for n in range(3)})
+        await self.mirror_and_pin(
+            {
+                f"owner__name-{n}": CommitId(self.upstream.git("rev-parse", f"HEAD~{n}"))
+                for n in range(3)
+            }
+        )
         first = CommitId(self.upstream.git("rev-list", "--max-parents=0", "HEAD"))
         assert await self.mirrors.pin(self.name, [first], owner="person/7", reason="paper") == {}
         await self.mirrors.maintain(self.name)
@@ -182,7 +217,12 @@ class Furnished:
         self._portal.call(self._restore_catalog)
 
     def restore_files(self) -> None:
-        for directory in (self.mirror, self.house.damaged, self.house.dropped, self.root / "state/templates"):
+        for directory in (
+            self.mirror,
+            self.house.damaged,
+            self.house.dropped,
+            self.root / "state/templates",
+        ):
             if directory.is_dir() and not directory.is_symlink():
                 shutil.rmtree(directory)
             else:
@@ -224,7 +264,9 @@ class Furnished:
             self.loose(oid).unlink()
 
     def pack(self) -> Path:
-        return max((self.mirror / "objects/pack").glob("pack-*.pack"), key=lambda file: file.stat().st_size)
+        return max(
+            (self.mirror / "objects/pack").glob("pack-*.pack"), key=lambda file: file.stat().st_size
+        )
 
 
 # -- what is done to it -----------------------------------------------------------------------------------------------

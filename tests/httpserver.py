@@ -113,7 +113,9 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 def serving(path: Path, routes: dict[tuple[str, str], Route]) -> Iterator[Server]:
     """Serve until the end of the block; then the socket is gone, as after a daemon's end."""
     server = Server(path, routes)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     try:
         yield server

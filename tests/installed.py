@@ -27,10 +27,14 @@ def install(environment: Path) -> None:
     site = environment / "lib" / PYTHON / "site-packages"
     site.mkdir(parents=True)
     (environment / "bin").mkdir()
-    (environment / "pyvenv.cfg").write_text("home = /usr/bin\ninclude-system-site-packages = false\n")
+    (environment / "pyvenv.cfg").write_text(
+        "home = /usr/bin\ninclude-system-site-packages = false\n"
+    )
     (environment / "bin" / "python").symlink_to(f"/usr/bin/{PYTHON}")
     script = environment / "bin" / "mirrord"
-    script.write_text("#!/opt/mirrord/bin/python\nimport sys\nfrom mirrord.cli import main\nsys.exit(main())\n")
+    script.write_text(
+        "#!/opt/mirrord/bin/python\nimport sys\nfrom mirrord.cli import main\nsys.exit(main())\n"
+    )
     script.chmod(0o755)
     for entry in LIBRARIES.iterdir():
         if "mirrord" not in entry.name and entry.name != "__pycache__":

@@ -61,7 +61,15 @@ def another_project(upstream: Upstream, _: Forge) -> None:
 def break_objects(upstream: Upstream, _: Forge) -> None:
     """A branch with a commit that strict fsck refuses."""
     raw = upstream.git("cat-file", "commit", "main").replace("author A U Thor", "author  A\0U")
-    bad = upstream.git("hash-object", "-t", "commit", "-w", "--stdin", "--literally", stdin=f"tree {'0' * 40}\n{raw}".encode())
+    bad = upstream.git(
+        "hash-object",
+        "-t",
+        "commit",
+        "-w",
+        "--stdin",
+        "--literally",
+        stdin=f"tree {'0' * 40}\n{raw}".encode(),
+    )
     upstream.path.joinpath(".git/refs/heads/bad").write_text(f"{bad}\n")
 
 

@@ -41,10 +41,14 @@ class Lab:
         for path, text in files.items():
             (top / path).parent.mkdir(parents=True, exist_ok=True)
             (top / path).write_text(text)
-        subprocess.run(["chown", "-R", f"{self.uid}:{self.uid}", str(self.state / "templates")], check=True)
+        subprocess.run(
+            ["chown", "-R", f"{self.uid}:{self.uid}", str(self.state / "templates")], check=True
+        )
         return top
 
-    def checkout(self, owner: Owner | None = None, *, layers: tuple[str, ...] = (GIT, TREE)) -> OverlayOrder:
+    def checkout(
+        self, owner: Owner | None = None, *, layers: tuple[str, ...] = (GIT, TREE)
+    ) -> OverlayOrder:
         """A checkout's directory, ready to be mounted."""
         name = new_checkout_id()
         public, private = self.state / "checkouts" / name, self.state / "leases" / name
@@ -54,7 +58,9 @@ class Lab:
             self._make(private / directory, mode)
         seen = owner or (self.uid, self.uid)
         os.chown(private / "layer/upper", *seen)
-        (private / "lease.json").write_text(json.dumps({"owner_uid": seen[0], "owner_gid": seen[1]}))
+        (private / "lease.json").write_text(
+            json.dumps({"owner_uid": seen[0], "owner_gid": seen[1]})
+        )
         return OverlayOrder(name, "layer", layers, owner)
 
     def mount(self, mounter: Mounter, order: OverlayOrder) -> None:
@@ -77,7 +83,10 @@ class Lab:
 def mounted_below(directory: Path) -> list[str]:
     """Where something is mounted, the deepest first."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    return sorted((line.split()[4] for line in lines if line.split()[4].startswith(f"{directory}/")), reverse=True)
+    return sorted(
+        (line.split()[4] for line in lines if line.split()[4].startswith(f"{directory}/")),
+        reverse=True,
+    )
 
 
 def unmount_below(directory: Path) -> None:

@@ -17,7 +17,11 @@ from pathlib import Path
 
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 _CGROUPS = Path("/sys/fs/cgroup")
-_MASKED = ("systemd-networkd-wait-online.service", "systemd-firstboot.service", "systemd-networkd.service")
+_MASKED = (
+    "systemd-networkd-wait-online.service",
+    "systemd-firstboot.service",
+    "systemd-networkd.service",
+)
 
 _START = r"""
 set -e
@@ -52,7 +56,11 @@ def why_not() -> str:
     """Why no systemd can be booted here; empty where one can."""
     if os.geteuid() != 0:
         return "booting a systemd needs root"
-    missing = [name for name in ("systemd-nspawn", "nsenter", "unshare", "mknod") if shutil.which(name) is None]
+    missing = [
+        name
+        for name in ("systemd-nspawn", "nsenter", "unshare", "mknod")
+        if shutil.which(name) is None
+    ]
     return f"not on this machine: {', '.join(missing)}" if missing else ""
 
 
@@ -63,10 +71,17 @@ class Machine:
         self.leader = leader
         self.console = console
 
-    def command(self, *command: str, user: str | None = None, env: Mapping[str, str] | None = None) -> list[str]:
+    def command(
+        self, *command: str, user: str | None = None, env: Mapping[str, str] | None = None
+    ) -> list[str]:
         """The command that runs `command` inside."""
         enter = ["nsenter", "-t", str(self.leader), "-m", "-u", "-i", "-n", "-p", "-C", "-r", "-w"]
-        clean = ["env", "-i", f"PATH={PATH}", *(f"{name}={value}" for name, value in (env or {}).items())]
+        clean = [
+            "env",
+            "-i",
+            f"PATH={PATH}",
+            *(f"{name}={value}" for name, value in (env or {}).items()),
+        ]
         become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"] if user else []
         return [*enter, *clean, *become, *command]
 
@@ -80,15 +95,32 @@ class Machine:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command inside, as root or as `user`."""
         inside = self.command(*command, user=user, env=env)
-        done = subprocess.run(inside, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=bound_s, check=False)
+        done = subprocess.run(
+            inside,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=bound_s,
+            check=False,
+        )
         if check and done.returncode != 0:
-            raise AssertionError(f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}\n{self.journal()}")
+            raise AssertionError(
+                f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}\n{self.journal()}"
+            )
         return done
 
-    def start(self, *command: str, user: str | None = None, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, *command: str, user: str | None = None, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         """Start a command inside; its end is the caller's business."""
         inside = self.command(*command, user=user, env=env)
-        return subprocess.Popen(inside, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            inside,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def show(self, unit: str, name: str) -> str:
         """One property of a unit."""
@@ -98,7 +130,14 @@ class Machine:
         """What units logged; without any, all of it."""
         chosen = [f"--unit={unit}" for unit in units]
         command = self.command("journalctl", "--no-pager", "--output=cat", *chosen)
-        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60).stdout
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        ).stdout
 
 
 def wait_until(condition: Callable[[], object], what: str, *, bound_s: float = 60) -> None:
@@ -110,7 +149,9 @@ def wait_until(condition: Callable[[], object], what: str, *, bound_s: float = 6
 
 
 @contextmanager
-def booted(scratch: Path, *, binds: Mapping[str, Path], writable: Mapping[str, Path]) -> Iterator[Machine]:
+def booted(
+    scratch: Path, *, binds: Mapping[str, Path], writable: Mapping[str, Path]
+) -> Iterator[Machine]:
     """Boot; `binds` and `writable` say which directory of this machine is seen at which path inside."""
     group = f"mirrord-test-{os.getpid()}"
     dev, console = scratch / "dev", scratch / "console"
@@ -123,10 +164,24 @@ def booted(scratch: Path, *, binds: Mapping[str, Path], writable: Mapping[str, P
         *(f"--bind={outside}:{inside}" for inside, outside in writable.items()),
         "--boot", *(f"systemd.mask={unit}" for unit in _MASKED), "systemd.unit=multi-user.target",
     ]  # fmt: skip
-    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _START, "sh", group, str(dev), *arguments]
+    command = [
+        "unshare",
+        "--mount",
+        "--propagation",
+        "private",
+        "sh",
+        "-c",
+        _START,
+        "sh",
+        group,
+        str(dev),
+        *arguments,
+    ]
     with console.open("wb") as output:
         environment = {**os.environ, "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"}
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+        )
     try:
         yield _wait_for_boot(process, console)
     finally:
@@ -142,7 +197,10 @@ def _wait_for_boot(process: subprocess.Popen[bytes], console: Path) -> Machine:
     wait_until(has_leader, "nspawn has started its PID 1")
     machine = Machine(_find_leader(process.pid) or 0, console)
     states = ("running", "degraded")
-    wait_until(lambda: machine.run("systemctl", "is-system-running", check=False).stdout.strip() in states, "it is booted")
+    wait_until(
+        lambda: machine.run("systemctl", "is-system-running", check=False).stdout.strip() in states,
+        "it is booted",
+    )
     return machine
 
 
@@ -174,7 +232,11 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def _remove_cgroups(group: str) -> None:
     for tree in ("unified", "systemd"):
         top = _CGROUPS / tree / group
-        below = sorted(top.rglob("*"), key=lambda path: len(path.parts), reverse=True) if top.is_dir() else []
+        below = (
+            sorted(top.rglob("*"), key=lambda path: len(path.parts), reverse=True)
+            if top.is_dir()
+            else []
+        )
         for path in [*(each for each in below if each.is_dir()), top]:
             with suppress(FileNotFoundError):
                 wait_until(lambda path=path: _removed(path), f"{path} is empty", bound_s=10)  # type: ignore[misc]

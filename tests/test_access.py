@@ -85,7 +85,9 @@ def world(made: World) -> Iterator[World]:
 
 def kept_tip(world: World) -> str:
     """A private ref of the mirror that holds what upstream deleted."""
-    return git(world.mirror, "for-each-ref", "--format=%(refname)", "refs/mirrord/kept").splitlines()[0]
+    return git(
+        world.mirror, "for-each-ref", "--format=%(refname)", "refs/mirrord/kept"
+    ).splitlines()[0]
 
 
 # -- which commits ----------------------------------------------------------------------------------------------------
@@ -109,7 +111,17 @@ def test_a_member_is_refused_all_other_commits_in_the_same_words(world: World) -
         "main", "v4", "HEAD", world.commits[4], world.commits[3], world.commits[4][:10], f"{world.commits[1]}~1", world.hidden,
         "refs/heads/main", "refs/mirrord/history", "mirrord/history", kept_tip(world),
     ]  # fmt: skip
-    absent = ["nowhere", "v5", "ORIG_HEAD", "9" * 40, "8" * 40, "9" * 10, f"{'9' * 40}~1", "refs/heads/x", "refs/mirrord/x"]
+    absent = [
+        "nowhere",
+        "v5",
+        "ORIG_HEAD",
+        "9" * 40,
+        "8" * 40,
+        "9" * 10,
+        f"{'9' * 40}~1",
+        "refs/heads/x",
+        "refs/mirrord/x",
+    ]
     shapes = set()
     for name in (*secret, *absent):
         asked = [
@@ -119,7 +131,14 @@ def test_a_member_is_refused_all_other_commits_in_the_same_words(world: World) -
             world.ask(MEMBER, "POST", f"checkouts/{held}/reset", {"instance": f"o__r@{name}"}),
         ]
         for status, answer in asked:
-            shapes.add((status, answer["code"], answer["detail"].replace(ascii(name), "NAME"), answer["hint"]))
+            shapes.add(
+                (
+                    status,
+                    answer["code"],
+                    answer["detail"].replace(ascii(name), "NAME"),
+                    answer["hint"],
+                )
+            )
     assert len(shapes) == 1, shapes
     ((status, code, _, hint),) = shapes
     assert (status, code) == (403, "not-allowed")
@@ -130,7 +149,14 @@ def test_a_base_commit_is_one_until_its_dataset_is_removed(world: World, tmp_pat
     """What is remembered of recorded commits follows imports and removals."""
     late = world.commits[4]
     assert world.checkout(MEMBER, f"o/r@{late}")[0] == 403
-    row = {"instance_id": "late", "repo": "o/r", "base_commit": late, "patch": "", "test_patch": "", "problem_statement": ""}
+    row = {
+        "instance_id": "late",
+        "repo": "o/r",
+        "base_commit": late,
+        "patch": "",
+        "test_patch": "",
+        "problem_statement": "",
+    }
     (tmp_path / "late.jsonl").write_text(json.dumps(row) + "\n")
     with Client(world.daemon.socket) as client:
         client.wait(client.import_dataset(tmp_path / "late.jsonl", name="late"))
@@ -142,16 +168,38 @@ def test_a_base_commit_is_one_until_its_dataset_is_removed(world: World, tmp_pat
 def test_with_any_a_member_names_what_upstream_shows(world: World) -> None:
     """Branches, tags, ids that they reach; never a ref of ours, nor a commit that only such a ref reaches."""
     world.configure('commits = "any"')
-    public = ["main", "v4", "HEAD", "refs/heads/main~1", world.commits[4], world.commits[3][:10], world.commits[1]]
+    public = [
+        "main",
+        "v4",
+        "HEAD",
+        "refs/heads/main~1",
+        world.commits[4],
+        world.commits[3][:10],
+        world.commits[1],
+    ]
     for name in (*public, *public):
         status, answer = world.checkout(MEMBER, f"o/r@{name}")
         assert (status, answer["commit"]) == (201, git(world.mirror, "rev-parse", name)), name
-    private = ["refs/mirrord/history", "mirrord/history", kept_tip(world), "refs/mirrord/x", "refs/replace/x", "main@{0}"]
-    assert [world.checkout(MEMBER, f"o/r@{name}")[1]["code"] for name in private] == ["not-allowed"] * len(private)
+    private = [
+        "refs/mirrord/history",
+        "mirrord/history",
+        kept_tip(world),
+        "refs/mirrord/x",
+        "refs/replace/x",
+        "main@{0}",
+    ]
+    assert [world.checkout(MEMBER, f"o/r@{name}")[1]["code"] for name in private] == [
+        "not-allowed"
+    ] * len(private)
     unseen = [world.hidden, world.hidden[:12], "9" * 40, "main^{/number}", "nowhere"]
     assert git(world.mirror, "cat-file", "-t", world.hidden) == "commit"
-    words = {world.checkout(MEMBER, f"o/r@{name}")[1]["detail"].replace(ascii(name), "NAME") for name in unseen}
-    assert words == {"cannot resolve commit NAME: no branch or tag of o__r has that name or reaches that id"}
+    words = {
+        world.checkout(MEMBER, f"o/r@{name}")[1]["detail"].replace(ascii(name), "NAME")
+        for name in unseen
+    }
+    assert words == {
+        "cannot resolve commit NAME: no branch or tag of o__r has that name or reaches that id"
+    }
     assert world.checkout(MEMBER, f"o/r@{world.commits[1]}^{{/number}}")[0] == 404
 
 
@@ -178,11 +226,21 @@ def test_nothing_a_member_may_read_names_a_later_commit_or_anothers_checkout(wor
     """Every endpoint that a member may GET, after errors that name commits and with another uid's checkout held."""
     assert world.daemon.stop() == 0
     world.daemon.start()  # with the events of this test alone
-    others = world.daemon.json("POST", "/v1/checkouts", {"instance": "o__r-2", "owner": OTHER})["id"]
+    others = world.daemon.json("POST", "/v1/checkouts", {"instance": "o__r-2", "owner": OTHER})[
+        "id"
+    ]
     mine = world.checkout(MEMBER)[1]["id"]
     catalog = world.daemon.state_dir / "catalog.sqlite3"
     fault = json.dumps([{"ref": "refs/heads/x", "commit": world.commits[4], "reason": "damaged"}])
-    error = json.dumps({"type": "about:blank", "title": "t", "status": 502, "code": "c", "detail": f"lost {world.commits[4]}"})
+    error = json.dumps(
+        {
+            "type": "about:blank",
+            "title": "t",
+            "status": 502,
+            "code": "c",
+            "detail": f"lost {world.commits[4]}",
+        }
+    )
     with closing(sqlite3.connect(catalog)) as connection, connection:
         connection.execute("UPDATE mirrors SET ref_faults = ?, error = ?", (fault, error))
     assert world.commits[4] in world.daemon.get("/v1/mirrors")[2].decode()
@@ -205,7 +263,14 @@ def test_root_hands_a_checkout_to_a_uid_that_may_use_it_and_nothing_else(world: 
     assert (taken["owner_uid"], taken["taken_by"]) == (AGENT, os.getuid())
     tree = Path(taken["path"])
     assert tree.stat().st_uid == AGENT
-    subprocess.run(["sh", "-c", "echo mine > README"], cwd=tree, user=AGENT, group=AGENT, extra_groups=[], check=True)
+    subprocess.run(
+        ["sh", "-c", "echo mine > README"],
+        cwd=tree,
+        user=AGENT,
+        group=AGENT,
+        extra_groups=[],
+        check=True,
+    )
     mine = f"checkouts/{taken['id']}"
     ((_, patch),) = ask_as(AGENT, world.daemon.socket, ("GET", f"{mine}/diff", None))
     assert "+mine" in patch
@@ -230,13 +295,24 @@ def test_the_command_line_works_for_owner_and_asker(world: World) -> None:
 
     def run(uid: int, *words: str) -> str:
         command = [*python(), "-m", "mirrord", "--socket", str(world.daemon.socket), *words]
-        done = subprocess.run(command, user=uid, group=uid, extra_groups=[], cwd="/", check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            command,
+            user=uid,
+            group=uid,
+            extra_groups=[],
+            cwd="/",
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         return done.stdout.strip()
 
     assert Path(run(0, "checkout", "o__r-1", "--owner", "nobody")).stat().st_uid == NOBODY
     tree = run(0, "checkout", "o__r-1", "--owner", str(AGENT))
     script = "echo mine > README"
-    subprocess.run(["sh", "-c", script], cwd=tree, user=AGENT, group=AGENT, extra_groups=[], check=True)
+    subprocess.run(
+        ["sh", "-c", script], cwd=tree, user=AGENT, group=AGENT, extra_groups=[], check=True
+    )
     assert "+mine" in run(AGENT, "diff", tree)
     assert "+mine" in run(0, "diff", tree)
     assert [run(uid, "reset", tree) for uid in (AGENT, 0)] == [tree, tree]
@@ -247,10 +323,17 @@ def test_the_command_line_works_for_owner_and_asker(world: World) -> None:
 
 def test_a_graders_checkout_may_be_owned_by_a_plain_uid(world: World) -> None:
     """The tests run as that uid; the instance's patches and other commits stay the administrator's to put in."""
-    taken = world.daemon.json("POST", "/v1/checkouts", {"instance": "o__r-1", "owner": AGENT, "view": "grader"})
+    taken = world.daemon.json(
+        "POST", "/v1/checkouts", {"instance": "o__r-1", "owner": AGENT, "view": "grader"}
+    )
     mine = f"checkouts/{taken['id']}"
     assert world.ask(AGENT, "POST", f"{mine}/apply?named=@patch")[0] == 403
-    assert world.ask(AGENT, "POST", f"{mine}/restore", {"commit": world.commits[3], "paths": ["README"]})[0] == 403
+    assert (
+        world.ask(
+            AGENT, "POST", f"{mine}/restore", {"commit": world.commits[3], "paths": ["README"]}
+        )[0]
+        == 403
+    )
     restore = {"commit": world.commits[3], "paths": ["README"]}
     assert world.daemon.request("POST", f"/v1/{mine}/restore", restore)[0] == 200
     assert (Path(taken["path"]) / "README").read_text() == "number 3\n"
@@ -263,19 +346,26 @@ def subids() -> Iterator[None]:
         yield
 
 
-def test_a_member_asks_for_its_subordinate_uids_and_for_no_others(world: World, subids: None) -> None:
+def test_a_member_asks_for_its_subordinate_uids_and_for_no_others(
+    world: World, subids: None
+) -> None:
     """The gid is the one at the same place of /etc/subgid, and where there is none, the member's own."""
     world.configure('owners = "none"')
     assert world.checkout(MEMBER, owner=200003)[0] == 403
     world.configure()
     status, taken = world.checkout(MEMBER, owner=200003)
     assert (status, taken["owner_uid"], taken["taken_by"]) == (201, 200003, MEMBER)
-    assert (Path(taken["path"]).stat().st_uid, Path(taken["path"]).stat().st_gid) == (200003, 400003)
+    assert (Path(taken["path"]).stat().st_uid, Path(taken["path"]).stat().st_gid) == (
+        200003,
+        400003,
+    )
     for owner, gid in ((300004, 400014), (300005, MEMBER)):
         assert Path(world.checkout(MEMBER, owner=owner)[1]["path"]).stat().st_gid == gid
     refused = [0, 1, OTHER, 199999, 200010, os.getuid()]
     assert [world.checkout(MEMBER, owner=owner)[0] for owner in refused] == [403] * len(refused)
-    assert [world.checkout(MEMBER, owner=owner)[0] for owner in (-1, 2**32 - 1, "root", 1.5)] == [400] * 4
+    assert [world.checkout(MEMBER, owner=owner)[0] for owner in (-1, 2**32 - 1, "root", 1.5)] == [
+        400
+    ] * 4
     assert world.ask(200003, "GET", f"checkouts/{taken['id']}")[0] == 200
     assert world.checkout(200003)[0] == 403
     assert world.ask(MEMBER, "DELETE", f"checkouts/{taken['id']}")[0] == 204
@@ -299,9 +389,17 @@ def test_one_uid_has_so_many_checkouts(world: World, subids: None) -> None:
     world.configure("max_per_user = 3")
     held = [world.checkout(MEMBER, owner=owner)[1]["id"] for owner in (MEMBER, 200001, 200001)]
     status, answer = world.checkout(MEMBER)
-    assert (status, answer["code"], answer["max"], answer["uid"]) == (503, "too-many-checkouts", 3, MEMBER)
+    assert (status, answer["code"], answer["max"], answer["uid"]) == (
+        503,
+        "too-many-checkouts",
+        3,
+        MEMBER,
+    )
     for owner in (MEMBER, os.getuid()):
-        assert world.daemon.request("POST", "/v1/checkouts", {"instance": "o__r-1", "owner": owner})[0] == 201
+        assert (
+            world.daemon.request("POST", "/v1/checkouts", {"instance": "o__r-1", "owner": owner})[0]
+            == 201
+        )
     assert world.ask(MEMBER, "DELETE", f"checkouts/{held[1]}")[0] == 204
     assert world.checkout(MEMBER)[0] == 503  # root's gift counts
     assert world.ask(MEMBER, "DELETE", f"checkouts/{held[0]}")[0] == 204
@@ -312,7 +410,9 @@ def test_root_gets_in_where_members_hold_all_there_are(world: World) -> None:
     """`checkouts.max` counts for an administrator what administrators took."""
     world.configure("[checkouts]", "max = 2")
     assert [world.checkout(MEMBER)[0] for _ in range(3)] == [201, 201, 503]
-    root = [world.daemon.request("POST", "/v1/checkouts", {"instance": "o__r-1"})[0] for _ in range(3)]
+    root = [
+        world.daemon.request("POST", "/v1/checkouts", {"instance": "o__r-1"})[0] for _ in range(3)
+    ]
     assert root == [201, 201, 503]
 
 
@@ -324,7 +424,18 @@ def test_a_member_holds_no_checkout_longer_than_the_longest(world: World) -> Non
     assert "1h is the longest" in answer["detail"]
     held = world.checkout(MEMBER, ttl="1h")[1]
     default = world.checkout(MEMBER)[1]
-    assert world.ask(MEMBER, "POST", f"checkouts/{held['id']}/renew", {"ttl": 3601})[1]["code"] == "ttl-too-long"
+    assert (
+        world.ask(MEMBER, "POST", f"checkouts/{held['id']}/renew", {"ttl": 3601})[1]["code"]
+        == "ttl-too-long"
+    )
     for lease in (held, default, world.ask(MEMBER, "POST", f"checkouts/{held['id']}/renew", {})[1]):
-        assert lease["expires_at"] <= world.daemon.json("POST", f"/v1/checkouts/{held['id']}/renew", {"ttl": "61m"})["expires_at"]
-    assert world.daemon.request("POST", "/v1/checkouts", {"instance": "o__r-1", "ttl": "300d"})[0] == 201
+        assert (
+            lease["expires_at"]
+            <= world.daemon.json("POST", f"/v1/checkouts/{held['id']}/renew", {"ttl": "61m"})[
+                "expires_at"
+            ]
+        )
+    assert (
+        world.daemon.request("POST", "/v1/checkouts", {"instance": "o__r-1", "ttl": "300d"})[0]
+        == 201
+    )

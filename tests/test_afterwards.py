@@ -34,7 +34,9 @@ async def test_nothing_begins_before_the_answer_has_gone_and_then_it_does_at_onc
         afterwards.begin(("kind", "which"), work)
 
     with answering():
-        await asyncio.get_running_loop().create_task(flight())  # as a template is made: in a task of its own
+        await asyncio.get_running_loop().create_task(
+            flight()
+        )  # as a template is made: in a task of its own
         await turns()
         assert work.count == 0
     await turns()

@@ -71,7 +71,9 @@ def test_every_answer_has_a_request_id(running: Daemon) -> None:
 
 def test_all_faults_of_a_body_are_reported_at_once(running: Daemon) -> None:
     """With the key of each."""
-    found = problem(running.request("POST", "/v1/checkouts", {"ttl": -1, "history": "none", "surprise": 1}))
+    found = problem(
+        running.request("POST", "/v1/checkouts", {"ttl": -1, "history": "none", "surprise": 1})
+    )
     assert found["code"] == "invalid-request"
     assert {fault["key"] for fault in found["faults"]} == {"ttl", "history", "surprise"}
 
@@ -83,13 +85,17 @@ def test_a_time_that_is_none_is_refused(running: Daemon, ttl: object) -> None:
     assert [fault["key"] for fault in found["faults"]] == ["ttl"]
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b"null", b"\xff\xfe", b'{"ttl": NaN}', b'"x"', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "body", [b"{", b"[]", b"null", b"\xff\xfe", b'{"ttl": NaN}', b'"x"', b"[" * 100_000]
+)
 def test_a_body_that_is_not_the_json_asked_for_is_a_problem(running: Daemon, body: bytes) -> None:
     """Malformed, of the wrong type, not UTF-8, nested without end."""
     assert problem(running.request("POST", "/v1/checkouts", body))["code"] == "invalid-request"
 
 
-@pytest.mark.parametrize("path", ["/v1/events?after=1&after=2", "/v1/events?surprise=1", "/v1/events?follow=perhaps"])
+@pytest.mark.parametrize(
+    "path", ["/v1/events?after=1&after=2", "/v1/events?surprise=1", "/v1/events?follow=perhaps"]
+)
 def test_a_bad_query_is_a_problem(running: Daemon, path: str) -> None:
     """Unknown names, wrong types and doubles are refused as in a body."""
     assert problem(running.get(path))["code"] == "invalid-request"
@@ -98,14 +104,18 @@ def test_a_bad_query_is_a_problem(running: Daemon, path: str) -> None:
 def test_a_body_over_the_limit_is_refused_by_its_announced_length(running: Daemon) -> None:
     """Before anything of it is read."""
     with running.connect() as connection:
-        connection.sendall(b"POST /v1/checkouts HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
+        connection.sendall(
+            b"POST /v1/checkouts HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n"
+        )
         assert problem(parse_response(_until_closed(connection)))["code"] == "body-too-large"
 
 
 def test_a_chunked_body_over_the_limit_is_refused_on_the_way(running: Daemon) -> None:
     """A body that announces nothing is counted."""
     with running.connect() as connection:
-        connection.sendall(b"POST /v1/checkouts HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        connection.sendall(
+            b"POST /v1/checkouts HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
         chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
         try:
             for _ in range(40):
@@ -144,7 +154,9 @@ def test_garbage_is_answered_with_a_problem_and_hung_up_on(running: Daemon, raw:
     assert problem(parse_response(running.exchange(raw)))["code"] == "invalid-request"
 
 
-@pytest.mark.parametrize("filler", [b"x-%d: y\r\n", b"x" * 1000], ids=["many headers", "one endless header"])
+@pytest.mark.parametrize(
+    "filler", [b"x-%d: y\r\n", b"x" * 1000], ids=["many headers", "one endless header"]
+)
 def test_a_head_without_end_is_cut_off(running: Daemon, filler: bytes) -> None:
     """64 KiB are enough for any request."""
     with running.connect() as connection:
@@ -161,9 +173,13 @@ def test_a_head_without_end_is_cut_off(running: Daemon, filler: bytes) -> None:
 def test_requests_on_one_connection_are_answered_in_order(running: Daemon) -> None:
     """Keep-alive and pipelining."""
     request = b"GET /v1/health HTTP/1.1\r\nhost: x\r\nx-request-id: r-%d\r\n\r\n"
-    last = b"GET /v1/health HTTP/1.1\r\nhost: x\r\nx-request-id: r-last\r\nconnection: close\r\n\r\n"
+    last = (
+        b"GET /v1/health HTTP/1.1\r\nhost: x\r\nx-request-id: r-last\r\nconnection: close\r\n\r\n"
+    )
     raw = running.exchange(b"".join(request % n for n in range(20)) + last)
-    identities = [line.split(b": ")[1] for line in raw.split(b"\r\n") if line.startswith(b"x-request-id")]
+    identities = [
+        line.split(b": ")[1] for line in raw.split(b"\r\n") if line.startswith(b"x-request-id")
+    ]
     assert identities == [b"r-%d" % n for n in range(20)] + [b"r-last"]
 
 
@@ -204,7 +220,15 @@ for method, path in json.loads(sys.argv[2]):
     print(json.dumps(json.loads(body).get("code")))
 """
     command = [BARE_PYTHON, "-c", script, str(path), json.dumps(requests)]
-    done = subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command,
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -216,15 +240,25 @@ def test_a_refusal_says_what_was_refused() -> None:
 def test_the_document_has_every_endpoint_of_the_table(running: Daemon) -> None:
     """Paths, parameters, bodies and problems."""
     document = running.json("GET", "/v1/openapi.json")
-    documented = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    documented = {
+        (method.upper(), path) for path, methods in document["paths"].items() for method in methods
+    }
     assert documented == {(e.method, e.path) for e in ENDPOINTS}
     checkout = document["paths"]["/v1/checkouts"]["post"]
-    assert checkout["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/StartCheckout")
-    assert checkout["responses"]["201"]["content"]["application/json"]["schema"]["$ref"].endswith("/Checkout")
+    assert checkout["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith(
+        "/StartCheckout"
+    )
+    assert checkout["responses"]["201"]["content"]["application/json"]["schema"]["$ref"].endswith(
+        "/Checkout"
+    )
     assert "application/problem+json" in checkout["responses"]["default"]["content"]
     patch = document["paths"]["/v1/checkouts/{id}/apply"]["post"]
-    assert set(patch["requestBody"]["content"]) == {"application/octet-stream"}  # generators skip an endpoint for others
-    assert patch["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/Checkout")
+    assert set(patch["requestBody"]["content"]) == {
+        "application/octet-stream"
+    }  # generators skip an endpoint for others
+    assert patch["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith(
+        "/Checkout"
+    )
     assert "patch-conflict" in patch["responses"]["409"]["x-codes"]
 
 
@@ -235,7 +269,9 @@ def test_the_document_says_which_problems_each_endpoint_answers_with(running: Da
     for path, methods in document["paths"].items():
         for method, described in methods.items():
             problems = {
-                status: each for status, each in described["responses"].items() if status == "default" or int(status) >= 400
+                status: each
+                for status, each in described["responses"].items()
+                if status == "default" or int(status) >= 400
             }
             assert {"default", "400", "500", "503"} <= set(problems), (method, path)
             for status, each in problems.items():
@@ -243,8 +279,14 @@ def test_the_document_says_which_problems_each_endpoint_answers_with(running: Da
                     {"application/json"} if (path, status) == ("/v1/health", "503") else set()
                 )
                 assert set(each["content"]) == expected
-                assert each["content"]["application/problem+json"]["schema"] == {"$ref": "#/components/schemas/Problem"}
-                assert {(int(status), code) for code in each.get("x-codes", [])} <= codes if status != "default" else True
+                assert each["content"]["application/problem+json"]["schema"] == {
+                    "$ref": "#/components/schemas/Problem"
+                }
+                assert (
+                    {(int(status), code) for code in each.get("x-codes", [])} <= codes
+                    if status != "default"
+                    else True
+                )
     problem = document["components"]["schemas"]["Problem"]
     assert problem["additionalProperties"] is True
     assert set(problem["properties"]) == {"type", "title", "status", "code", "detail", "hint"}
@@ -258,7 +300,9 @@ def test_every_reference_of_the_document_is_in_it(running: Daemon) -> None:
     assert not re.search(r'"#/(?!components/schemas/)', text)
 
 
-def test_the_document_has_a_schema_for_the_result_of_each_kind_of_operation(running: Daemon) -> None:
+def test_the_document_has_a_schema_for_the_result_of_each_kind_of_operation(
+    running: Daemon,
+) -> None:
     """One of them, or none while it runs."""
     schemas = running.json("GET", "/v1/openapi.json")["components"]["schemas"]
     result = schemas["Operation"]["properties"]["result"]
@@ -284,7 +328,9 @@ def test_metrics_are_prometheus_text(running: Daemon) -> None:
 def test_an_operation_that_does_not_exist_is_a_problem(running: Daemon) -> None:
     """Its own code."""
     assert problem(running.get("/v1/operations/nope"))["code"] == "operation-not-found"
-    assert problem(running.request("DELETE", "/v1/operations/nope"))["code"] == "operation-not-found"
+    assert (
+        problem(running.request("DELETE", "/v1/operations/nope"))["code"] == "operation-not-found"
+    )
 
 
 def test_events_are_followed_and_resumed(running: Daemon) -> None:
@@ -305,7 +351,10 @@ def test_events_of_another_boot_start_over(running: Daemon) -> None:
 
 def test_events_without_follow_end(running: Daemon) -> None:
     """What is remembered, and then the end of the answer."""
-    assert running.get("/v1/events?follow=false")[2] == running.get("/v1/events?follow=false&after=0")[2]
+    assert (
+        running.get("/v1/events?follow=false")[2]
+        == running.get("/v1/events?follow=false&after=0")[2]
+    )
     status, headers, body = running.get("/v1/events?follow=false&after=0")
     assert (status, headers["content-type"].split(";")[0]) == (200, "text/event-stream")
     assert body.count(b"data: ") >= 1
@@ -320,8 +369,12 @@ def _next_events(running: Daemon, after: str, count: int) -> list[dict[str, Any]
             raw += connection.recv(65536)
     lines = raw.decode().split("\n")
     identities = [line.removeprefix("id: ") for line in lines if line.startswith("id: ")]
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-    return [{**event, "sse_id": identity} for event, identity in zip(events, identities, strict=True)][:count]
+    events = [
+        json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")
+    ]
+    return [
+        {**event, "sse_id": identity} for event, identity in zip(events, identities, strict=True)
+    ][:count]
 
 
 def _until_closed(connection: socket.socket) -> bytes:

@@ -18,7 +18,11 @@ def small_disk() -> Iterator[Daemon]:
     """A daemon whose state directory is on a file system of 24 MiB."""
     with tempfile.TemporaryDirectory(prefix="md-") as scratch:
         root = Path(scratch)
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", scratch], check=False, capture_output=True)
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", scratch],
+            check=False,
+            capture_output=True,
+        )
         if mounted.returncode:
             pytest.skip("this machine allows no mounts")
         made = Daemon(root)
@@ -26,7 +30,9 @@ def small_disk() -> Iterator[Daemon]:
             yield made.start()
         finally:
             made.stop()
-            subprocess.run(["umount", "--lazy", scratch], check=True)  # the fork server ends a moment after the daemon
+            subprocess.run(
+                ["umount", "--lazy", scratch], check=True
+            )  # the fork server ends a moment after the daemon
 
 
 def test_an_upload_that_fills_the_disk_is_refused_and_removed(small_disk: Daemon) -> None:
@@ -51,7 +57,10 @@ def test_a_follower_that_does_not_read_costs_nothing_and_learns_what_it_missed()
                 received = b""
                 while received.count(b"HTTP/1.1 202") < 100:
                     received += other.recv(1 << 20)
-        while b'mirrord_events_total{name="operation.finished"} 2700' not in running.get("/metrics")[2]:
+        while (
+            b'mirrord_events_total{name="operation.finished"} 2700'
+            not in running.get("/metrics")[2]
+        ):
             time.sleep(0.1)
         raw = b""
         while b"events.dropped" not in raw:

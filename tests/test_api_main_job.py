@@ -27,7 +27,10 @@ class World:
 
     @property
     def dataset(self) -> bytes:
-        rows = ({"instance_id": f"o__r-{n}", "repo": "o/r", "base_commit": c, **_ROW} for n, c in enumerate(self.commits[:4]))
+        rows = (
+            {"instance_id": f"o__r-{n}", "repo": "o/r", "base_commit": c, **_ROW}
+            for n, c in enumerate(self.commits[:4])
+        )
         return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
     def finished(self, operation: dict[str, Any]) -> dict[str, Any]:
@@ -39,11 +42,15 @@ class World:
             operation = self.daemon.json("GET", f"/v1/operations/{operation['id']}")
         if operation["result"] is not None:
             message = RESULTS[operation["kind"]]
-            assert message.from_json(operation["result"]).to_json() == operation["result"]  # nothing that is not documented
+            assert (
+                message.from_json(operation["result"]).to_json() == operation["result"]
+            )  # nothing that is not documented
         return operation
 
     def import_dataset(self, name: str = "d.jsonl") -> dict[str, Any]:
-        return self.finished(self.daemon.json("POST", f"/v1/datasets?filename={name}", self.dataset))
+        return self.finished(
+            self.daemon.json("POST", f"/v1/datasets?filename={name}", self.dataset)
+        )
 
     def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 30
@@ -90,7 +97,12 @@ def test_a_dataset_file_becomes_mirrors_pins_and_instances(world: World) -> None
 def test_importing_again_changes_nothing(world: World) -> None:
     """Idempotent, and it says so."""
     change = world.import_dataset()["result"]["change"]
-    assert (change["added"], change["changed"], change["removed"], change["unchanged_count"]) == ([], [], [], 4)
+    assert (change["added"], change["changed"], change["removed"], change["unchanged_count"]) == (
+        [],
+        [],
+        [],
+        4,
+    )
 
 
 def test_an_agent_sees_no_answer_and_a_grader_does(world: World) -> None:
@@ -115,7 +127,11 @@ def test_a_checkout_is_made_diffed_reset_and_released(world: World) -> None:
     checkout = world.daemon.json("POST", "/v1/checkouts", {"instance": "o__r-2"})
     tree = Path(checkout["path"])
     assert git(tree, "rev-parse", "HEAD") == world.commits[2]
-    assert git(tree, "write-tree") == git(world.upstream.path, "rev-parse", f"{world.commits[2]}^{{tree}}") == checkout["tree"]
+    assert (
+        git(tree, "write-tree")
+        == git(world.upstream.path, "rev-parse", f"{world.commits[2]}^{{tree}}")
+        == checkout["tree"]
+    )
     (tree / "new").write_text("new\n")
     identity = checkout["id"]
     status, headers, patch = world.daemon.get(f"/v1/checkouts/{identity}/diff")
@@ -125,7 +141,8 @@ def test_a_checkout_is_made_diffed_reset_and_released(world: World) -> None:
     assert answer["proof"]["tree"] == checkout["tree"]
     assert not (tree / "new").exists()
     deadlines = [
-        world.daemon.json("POST", f"/v1/checkouts/{identity}/renew", {"ttl": ttl})["expires_at"] for ttl in (7200, "2h", 60)
+        world.daemon.json("POST", f"/v1/checkouts/{identity}/renew", {"ttl": ttl})["expires_at"]
+        for ttl in (7200, "2h", 60)
     ]
     seconds, words, short = map(datetime.fromisoformat, deadlines)
     assert timedelta() <= words - seconds < timedelta(minutes=1) < seconds - short
@@ -149,14 +166,19 @@ def test_a_client_that_hangs_up_leaves_no_checkout(world: World) -> None:
     for _ in range(3):
         with world.daemon.connect() as connection:
             body = b'{"instance": "o__r-1"}'
-            head = b"POST /v1/checkouts HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+            head = b"POST /v1/checkouts HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(
+                body
+            )
             connection.sendall(head + body)
     world.until(lambda: world.daemon.json("GET", "/v1/checkouts") == [] and not _busy(world))
 
 
 def _busy(world: World) -> bool:
     """Whether a checkout directory that nobody lists is still about."""
-    return any(path.suffix == "" and len(path.name) == 16 for path in (world.daemon.state_dir / "checkouts").iterdir())
+    return any(
+        path.suffix == "" and len(path.name) == 16
+        for path in (world.daemon.state_dir / "checkouts").iterdir()
+    )
 
 
 def test_a_file_dropped_into_the_watched_directory_is_imported(world: World) -> None:
@@ -179,7 +201,9 @@ def test_a_broken_file_dropped_there_is_told_once(world: World) -> None:
 
     def failures() -> int:
         events = world.daemon.get("/v1/events?follow=false&after=0")[2].decode()
-        return sum('"subject":"broken.jsonl","state":"failed"' in line for line in events.splitlines())
+        return sum(
+            '"subject":"broken.jsonl","state":"failed"' in line for line in events.splitlines()
+        )
 
     world.until(lambda: failures() == 1)
     assert _datasets(world) == {"d", "w"}
@@ -226,7 +250,15 @@ print(json.dumps(found))
 
     def ask(*requests: tuple[str, str]) -> list[tuple[int, str]]:
         command = [BARE_PYTHON, "-c", script, str(world.daemon.socket), json.dumps(requests)]
-        done = subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[1], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command,
+            user=NOBODY,
+            group=NOBODY,
+            extra_groups=[1],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         return [(status, body) for status, body in json.loads(done.stdout)]
 
     return ask
@@ -254,7 +286,9 @@ def test_only_commits_are_pinned(world: World) -> None:
 
 def test_a_dataset_is_sent_with_its_name_or_that_of_its_file(world: World) -> None:
     """One of them is enough, as a client that has no file at hand would do; with neither nothing is begun."""
-    sent = world.finished(world.daemon.json("POST", "/v1/datasets?name=streamed", world.dataset + b"{}\n"))
+    sent = world.finished(
+        world.daemon.json("POST", "/v1/datasets?name=streamed", world.dataset + b"{}\n")
+    )
     assert sent["result"]["dataset"]["source"] == "streamed"
     assert [fault["file"] for fault in sent["result"]["dataset"]["faults"]] == ["streamed"]
     status, _, body = world.daemon.request("POST", "/v1/datasets", world.dataset)
@@ -262,17 +296,27 @@ def test_a_dataset_is_sent_with_its_name_or_that_of_its_file(world: World) -> No
     world.daemon.request("DELETE", "/v1/datasets/streamed")
 
 
-def test_a_member_uses_checkouts_and_no_more(as_member: Callable[..., list[tuple[int, str]]]) -> None:
+def test_a_member_uses_checkouts_and_no_more(
+    as_member: Callable[..., list[tuple[int, str]]],
+) -> None:
     """In the group: status and checkouts; the rest is for administrators."""
-    allowed = [("GET", path) for path in ("status", "mirrors", "datasets", "checkouts", "instances/o__r-0", "operations")]
+    allowed = [
+        ("GET", path)
+        for path in ("status", "mirrors", "datasets", "checkouts", "instances/o__r-0", "operations")
+    ]
     assert [status for status, _ in as_member(*allowed)] == [200] * len(allowed)
     assert [status for status, _ in as_member(*_ADMINISTRATION)] == [403] * len(_ADMINISTRATION)
 
 
-def test_a_member_is_shown_nothing_that_tells_an_answer(world: World, as_member: Callable[..., list[tuple[int, str]]]) -> None:
+def test_a_member_is_shown_nothing_that_tells_an_answer(
+    world: World, as_member: Callable[..., list[tuple[int, str]]]
+) -> None:
     """Which commits are pinned, what could not be, whose work runs: all of it may name the commit of the fix."""
     gone = "9" * 40
-    rows = b'{"instance_id": "o__r-gone", "repo": "o/r", "base_commit": "%b"}\n{"repo": "o/r"}\n' % gone.encode()
+    rows = (
+        b'{"instance_id": "o__r-gone", "repo": "o/r", "base_commit": "%b"}\n{"repo": "o/r"}\n'
+        % gone.encode()
+    )
     operation = world.finished(world.daemon.json("POST", "/v1/datasets?filename=torn.jsonl", rows))
     shown = world.daemon.json("GET", "/v1/datasets/torn")
     assert (len(shown["unpinned"]), len(shown["faults"])) == (1, 1)

@@ -164,14 +164,23 @@ def test_a_missing_commit_hidden_by_a_commit_graph_is_found(site: Site, level: A
 
 
 @pytest.mark.parametrize("level", DEEP_LEVELS)
-def test_a_missing_blob_hits_the_commits_that_have_it_in_their_past(site: Site, level: AuditLevel) -> None:
+def test_a_missing_blob_hits_the_commits_that_have_it_in_their_past(
+    site: Site, level: AuditLevel
+) -> None:
     """It came with the third commit: the first two are whole, everything after is not, the side branch included."""
     site.explode()
     blob = site.git("rev-parse", f"{site.line[2]}:docs/page2.txt")
     site.loose(blob).unlink()
     result = site.examine(level)
-    assert site.states(level) == {CommitState.OK: set(site.line[:2]), CommitState.INCOMPLETE: {*site.line[2:], *site.side}}
-    assert {verdict.objects for verdict in result.verdicts.values() if verdict.state is CommitState.INCOMPLETE} == {(blob,)}
+    assert site.states(level) == {
+        CommitState.OK: set(site.line[:2]),
+        CommitState.INCOMPLETE: {*site.line[2:], *site.side},
+    }
+    assert {
+        verdict.objects
+        for verdict in result.verdicts.values()
+        if verdict.state is CommitState.INCOMPLETE
+    } == {(blob,)}
 
 
 @pytest.mark.parametrize("level", DEEP_LEVELS)
@@ -202,7 +211,9 @@ def test_altered_bytes_in_a_pack_are_corrupt(site: Site) -> None:
     blob = site.git("rev-parse", f"{site.line[9]}:docs/page9.txt")
     offset = next(
         int(line.split()[0])
-        for line in git(site.path, "show-index", stdin=site.pack.with_suffix(".idx").read_bytes()).splitlines()
+        for line in git(
+            site.path, "show-index", stdin=site.pack.with_suffix(".idx").read_bytes()
+        ).splitlines()
         if blob in line
     )
     data = bytearray(site.pack.read_bytes())
@@ -211,7 +222,10 @@ def test_altered_bytes_in_a_pack_are_corrupt(site: Site) -> None:
     site.pack.write_bytes(data)
     result = site.examine(AuditLevel.CONTENT)
     states = site.states(AuditLevel.CONTENT)
-    assert states == {CommitState.OK: {*site.line[:9], *site.side}, CommitState.CORRUPT: {site.line[9]}}
+    assert states == {
+        CommitState.OK: {*site.line[:9], *site.side},
+        CommitState.CORRUPT: {site.line[9]},
+    }
     assert result.verdicts[site.line[9]].objects == (blob,)
     assert list(result.faults) == [site.pack.name]
 
@@ -311,7 +325,9 @@ def test_many_commits_take_few_processes(site: Site, monkeypatch: pytest.MonkeyP
 # -- the service ------------------------------------------------------------------------------------------------------
 
 
-def with_daemon(tmp_path: Path, upstream: Upstream, body: Callable[[Daemon], Awaitable[None]]) -> None:
+def with_daemon(
+    tmp_path: Path, upstream: Upstream, body: Callable[[Daemon], Awaitable[None]]
+) -> None:
     async def run() -> None:
         daemon = Daemon(tmp_path, upstream)
         await daemon.open()
@@ -375,7 +391,12 @@ def test_a_lost_pin_is_found_and_pinned_again(tmp_path: Path, upstream: Upstream
         commits = recorded(upstream)
         await daemon.mirror_and_pin(commits)
         oid = commits["owner__name-1"]
-        git(daemon.mirrors.path(daemon.name), "update-ref", "-d", f"refs/mirrord/pins/dataset/lite/{oid}")
+        git(
+            daemon.mirrors.path(daemon.name),
+            "update-ref",
+            "-d",
+            f"refs/mirrord/pins/dataset/lite/{oid}",
+        )
         audit = await daemon.audits.run(StartAudit(heal=False))
         assert (audit.counts, audit.affected) == ({CommitState.OK: 2, CommitState.UNPINNED: 1}, [])
         audit = await daemon.audits.run(StartAudit(heal=True))
@@ -399,7 +420,9 @@ def test_a_mirror_that_was_never_made_is_not_mirrored(tmp_path: Path, upstream: 
 
 def drop_object(mirror: Path, oid: str) -> None:
     """Pack everything again without one object."""
-    listing = git(mirror, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)").splitlines()
+    listing = git(
+        mirror, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)"
+    ).splitlines()
     keep = "\n".join(name for name in listing if name != oid).encode()
     old = list((mirror / "objects/pack").iterdir())
     git(mirror, "pack-objects", "-q", str(mirror / "objects/pack/pack"), stdin=keep)
@@ -424,7 +447,9 @@ async def mirrors_of(daemon: Daemon, upstream: Upstream, count: int) -> list[str
 async def interrupted_after(daemon: Daemon, done: int, request: StartAudit) -> Audit:
     """An audit that is cancelled while it looks at the mirror after the first `done`."""
     reached = asyncio.Event()
-    work = asyncio.ensure_future(daemon.audits.run(request, lambda progress: progress.done == done and reached.set()))
+    work = asyncio.ensure_future(
+        daemon.audits.run(request, lambda progress: progress.done == done and reached.set())
+    )
     await reached.wait()
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -433,7 +458,9 @@ async def interrupted_after(daemon: Daemon, done: int, request: StartAudit) -> A
 
 
 @pytest.mark.parametrize("level", DEEP_LEVELS)
-def test_an_interrupted_audit_says_what_it_left_and_goes_on_there(tmp_path: Path, upstream: Upstream, level: AuditLevel) -> None:
+def test_an_interrupted_audit_says_what_it_left_and_goes_on_there(
+    tmp_path: Path, upstream: Upstream, level: AuditLevel
+) -> None:
     """Under the same id; what was judged before is not looked at again."""
 
     async def body(daemon: Daemon) -> None:
@@ -442,7 +469,9 @@ def test_an_interrupted_audit_says_what_it_left_and_goes_on_there(tmp_path: Path
         assert (partial.mirrors, partial.left) == (names[:2], names[2:])
         assert await daemon.audits.find_unfinished(level) == partial.started_at
         seen: list[str] = []
-        whole = await daemon.audits.run(StartAudit(level=level), lambda progress: seen.append(progress.note), resume=True)
+        whole = await daemon.audits.run(
+            StartAudit(level=level), lambda progress: seen.append(progress.note), resume=True
+        )
         assert (seen, whole.id, whole.started_at) == (names[2:], partial.id, partial.started_at)
         assert (whole.mirrors, whole.left) == (names, [])
         assert await daemon.audits.find_unfinished(level) is None
@@ -451,7 +480,9 @@ def test_an_interrupted_audit_says_what_it_left_and_goes_on_there(tmp_path: Path
     with_daemon(tmp_path, upstream, body)
 
 
-def test_an_audit_that_a_crash_ended_goes_on_after_the_start(tmp_path: Path, upstream: Upstream) -> None:
+def test_an_audit_that_a_crash_ended_goes_on_after_the_start(
+    tmp_path: Path, upstream: Upstream
+) -> None:
     """A crash leaves no partial audit on record, only what was said of each mirror."""
 
     async def begin(daemon: Daemon) -> None:
@@ -462,7 +493,9 @@ def test_an_audit_that_a_crash_ended_goes_on_after_the_start(tmp_path: Path, ups
 
     async def go_on(daemon: Daemon) -> None:
         seen: list[str] = []
-        whole = await daemon.audits.run(StartAudit(), lambda progress: seen.append(progress.note), resume=True)
+        whole = await daemon.audits.run(
+            StartAudit(), lambda progress: seen.append(progress.note), resume=True
+        )
         assert seen == ["owner__m1", "owner__m2"]
         assert whole.mirrors == ["owner__m0", "owner__m1", "owner__m2"]
 
@@ -495,7 +528,9 @@ def make_too_deep(directory: Path) -> None:
     os.close(descriptor)
 
 
-def test_a_mirror_that_cannot_be_judged_keeps_no_other_waiting(tmp_path: Path, upstream: Upstream) -> None:
+def test_a_mirror_that_cannot_be_judged_keeps_no_other_waiting(
+    tmp_path: Path, upstream: Upstream
+) -> None:
     """It is a finding, and it is left."""
 
     async def body(daemon: Daemon) -> None:
@@ -511,16 +546,22 @@ def test_a_mirror_that_cannot_be_judged_keeps_no_other_waiting(tmp_path: Path, u
 # -- what else is found -----------------------------------------------------------------------------------------------
 
 
-def test_a_hole_behind_what_only_a_person_pinned_is_found(tmp_path: Path, upstream: Upstream) -> None:
+def test_a_hole_behind_what_only_a_person_pinned_is_found(
+    tmp_path: Path, upstream: Upstream
+) -> None:
     """It counts among what datasets recorded nowhere."""
 
     async def body(daemon: Daemon) -> None:
         await daemon.mirror_and_pin({})
         tip = CommitId(upstream.git("rev-parse", "HEAD"))
         assert await daemon.mirrors.pin(daemon.name, [tip], owner="person/7", reason="paper") == {}
-        drop_object(daemon.mirrors.path(daemon.name), upstream.git("rev-parse", "HEAD:docs/page3.txt"))
+        drop_object(
+            daemon.mirrors.path(daemon.name), upstream.git("rev-parse", "HEAD:docs/page3.txt")
+        )
         audit = await daemon.audits.run(StartAudit(heal=False))
-        assert [(finding.commit, finding.state) for finding in audit.findings] == [(tip, CommitState.INCOMPLETE)]
+        assert [(finding.commit, finding.state) for finding in audit.findings] == [
+            (tip, CommitState.INCOMPLETE)
+        ]
         assert (audit.counts, audit.affected) == ({}, [])
 
     with_daemon(tmp_path, upstream, body)
@@ -528,7 +569,9 @@ def test_a_hole_behind_what_only_a_person_pinned_is_found(tmp_path: Path, upstre
 
 @pytest.mark.parametrize(("name", "text"), [("shallow", "{0}\n"), ("info/grafts", "{0}\n")])
 @pytest.mark.parametrize("level", DEEP_LEVELS)
-def test_a_planted_cut_of_history_hides_nothing(site: Site, level: AuditLevel, name: str, text: str) -> None:
+def test_a_planted_cut_of_history_hides_nothing(
+    site: Site, level: AuditLevel, name: str, text: str
+) -> None:
     """git ends its walks there; the audit tells the file, and finds what is missing behind it."""
     site.explode()
     (site.path / "info").mkdir(exist_ok=True)
@@ -549,10 +592,14 @@ def test_a_multi_pack_index_hides_nothing(site: Site) -> None:
         assert set(site.states(level)) == {CommitState.MISSING}
 
 
-@pytest.mark.parametrize("content", [b"MIDX\1\1\0\0" + bytes(60), b"MIDX\1\1\x09\0" + bytes(8)], ids=["no names", "cut"])
+@pytest.mark.parametrize(
+    "content", [b"MIDX\1\1\0\0" + bytes(60), b"MIDX\1\1\x09\0" + bytes(8)], ids=["no names", "cut"]
+)
 def test_a_multi_pack_index_of_no_sense_is_a_finding(site: Site, content: bytes) -> None:
     """Its checksum is right: somebody made it so."""
-    (site.path / "objects/pack/multi-pack-index").write_bytes(content + hashlib.sha1(content).digest())
+    (site.path / "objects/pack/multi-pack-index").write_bytes(
+        content + hashlib.sha1(content).digest()
+    )
     assert list(site.examine(AuditLevel.CLOSURE).faults) == ["multi-pack-index"]
 
 
@@ -560,7 +607,9 @@ def test_slips_that_real_histories_have_are_no_damage(site: Site) -> None:
     """fsck complains of the time zone and ends with 5; every object is what its name says."""
     tree = site.git("rev-parse", f"{site.line[9]}^{{tree}}")
     body = f"tree {tree}\nparent {site.line[9]}\nauthor a <a@b.c> 1 +051800\ncommitter a <a@b.c> 1 +051800\n\nx\n"
-    oid = site.git("hash-object", "-t", "commit", "--literally", "-w", "--stdin", stdin=body.encode())
+    oid = site.git(
+        "hash-object", "-t", "commit", "--literally", "-w", "--stdin", stdin=body.encode()
+    )
     site.git("update-ref", "refs/heads/main", oid)
     site.git("update-ref", "refs/mirrord/history", site.record())
     site.git("repack", "-adq")
@@ -570,7 +619,9 @@ def test_slips_that_real_histories_have_are_no_damage(site: Site) -> None:
 
 
 @pytest.mark.parametrize("level", DEEP_LEVELS)
-def test_an_undamaged_mirror_is_walked_or_hashed_once(site: Site, monkeypatch: pytest.MonkeyPatch, level: AuditLevel) -> None:
+def test_an_undamaged_mirror_is_walked_or_hashed_once(
+    site: Site, monkeypatch: pytest.MonkeyPatch, level: AuditLevel
+) -> None:
     """One long git, one look-up, and one walk of commits for their reach, which is not done again while refs stay."""
     started: list[str] = []
     real = audit_content.run_git_sync
@@ -592,10 +643,15 @@ def test_an_undamaged_mirror_is_walked_or_hashed_once(site: Site, monkeypatch: p
 def test_reach_is_asked_anew_when_a_ref_moved(site: Site) -> None:
     known = site.examine(AuditLevel.QUICK).reached
     site.git("update-ref", "-d", "refs/heads/side")
-    assert examine(site.path, site.commits, AuditLevel.QUICK, known=known).reach[site.side[1]] is Reach.PIN
+    assert (
+        examine(site.path, site.commits, AuditLevel.QUICK, known=known).reach[site.side[1]]
+        is Reach.PIN
+    )
 
 
-def test_what_an_audit_does_yields_to_whoever_serves(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_audit_does_yields_to_whoever_serves(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its threads are nice, and so are the gits they start; the worker that runs them is as it was."""
     nice: set[int] = set()
     real = audit_content.run_git_sync

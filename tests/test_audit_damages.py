@@ -162,7 +162,9 @@ def lie_in_commit_graph(it: Furnished) -> None:
     rows = [struct.unpack_from(">4sQ", data, 8 + 12 * n) for n in range(data[6])]
     places = dict(rows)
     count = struct.unpack_from(">I", data, places[b"OIDF"] + 255 * 4)[0]
-    names = [data[places[b"OIDL"] + 20 * n : places[b"OIDL"] + 20 * n + 20].hex() for n in range(count)]
+    names = [
+        data[places[b"OIDL"] + 20 * n : places[b"OIDL"] + 20 * n + 20].hex() for n in range(count)
+    ]
     at = places[b"CDAT"] + 36 * names.index(it.object("main")) + 20
     data[at : at + 4] = struct.pack(">I", names.index(it.object("main~3")))
     with_checksum(graph, bytes(data))
@@ -188,16 +190,23 @@ def lie_in_rev(it: Furnished) -> None:
 def hide_by_promisor(it: Furnished) -> set[str]:
     """git excuses what a promisor pack names and nobody has."""
     oid = it.object("main:docs/page1.txt")
-    listing = git(it.mirror, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)").splitlines()
+    listing = git(
+        it.mirror, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)"
+    ).splitlines()
     old = list((it.mirror / "objects/pack").iterdir())
     keep = "".join(f"{name}\n" for name in listing if name != oid)
     git(it.mirror, "pack-objects", "-q", "objects/pack/pack", stdin=keep.encode())
     for file in old:
         file.unlink(missing_ok=True)
     it.pack().with_suffix(".promisor").write_bytes(b"")
-    configure('[extensions]\n\tpartialClone = p\n[remote "p"]\n\turl = /nonexistent\n\tpromisor = true\n')(it)
+    configure(
+        '[extensions]\n\tpartialClone = p\n[remote "p"]\n\turl = /nonexistent\n\tpromisor = true\n'
+    )(it)
     text = CONFIGURATION.replace("repositoryformatversion = 0", "repositoryformatversion = 1")
-    write(it.mirror / "config", text.encode() + (it.mirror / "config").read_bytes()[len(CONFIGURATION) :])
+    write(
+        it.mirror / "config",
+        text.encode() + (it.mirror / "config").read_bytes()[len(CONFIGURATION) :],
+    )
     return {oid}
 
 
@@ -358,7 +367,10 @@ def instances_with(it: Furnished, lost: set[str]) -> set[str]:
     """Whom the loss of objects hits, as the undamaged mirror tells."""
     if "all" in lost:
         return ALL
-    reached = {n: git(it.pristine, "rev-list", "--objects", "--no-object-names", f"main~{n}").split() for n in range(3)}
+    reached = {
+        n: git(it.pristine, "rev-list", "--objects", "--no-object-names", f"main~{n}").split()
+        for n in range(3)
+    }
     return {f"owner__name-{n}" for n, oids in reached.items() if lost & set(oids)}
 
 

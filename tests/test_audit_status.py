@@ -34,14 +34,21 @@ ALL = ["owner__name-0", "owner__name-1", "owner__name-2"]
 
 
 def call(running: Daemon, *words: str) -> tuple[int, str, str]:
-    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    out, err = (
+        io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)
+    )
     with redirect_stdout(out), redirect_stderr(err):
         status = run(["--socket", str(running.socket), *words])
     return status, *(stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined,return-value]
 
 
 def lose_pin(mirror: Path) -> None:
-    git(mirror, "update-ref", "-d", git(mirror, "for-each-ref", "--format=%(refname)", "refs/mirrord/pins/"))
+    git(
+        mirror,
+        "update-ref",
+        "-d",
+        git(mirror, "for-each-ref", "--format=%(refname)", "refs/mirrord/pins/"),
+    )
 
 
 def bloat_unrecorded(mirror: Path) -> None:
@@ -74,7 +81,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Daemon:
 
 
 @pytest.mark.parametrize("damage", HARMLESS)
-def test_what_affects_no_instance_is_status_8_until_it_is_healed(running: Daemon, damage: str) -> None:
+def test_what_affects_no_instance_is_status_8_until_it_is_healed(
+    running: Daemon, damage: str
+) -> None:
     HARMLESS[damage](running.state_dir / "mirrors/demo__project")
     status, out, _ = call(running, "audit", "--no-heal", "--level", "content")
     assert (status, "1 finding" in out or "2 findings" in out) == (8, True), out
@@ -145,13 +154,20 @@ def test_a_mirror_that_is_gone_comes_back(furnished: Furnished, how: str, donor:
                 healed = await house.heal()
         else:
             healed = await house.heal()
-        assert (healed.counts, [finding.detail for finding in healed.findings]) == ({CommitState.OK: 3}, [])
+        assert (healed.counts, [finding.detail for finding in healed.findings]) == (
+            {CommitState.OK: 3},
+            [],
+        )
         git(house.mirror, "fsck", "--full")
 
     furnished.live(body)
     shutil.rmtree(furnished.root / "state/aside", ignore_errors=True)
     now = refs_of(furnished.mirror)
-    lasting = {ref: oid for ref, oid in furnished.refs.items() if donor == "bundle" or ("/kept/" not in ref and ref != HISTORY)}
+    lasting = {
+        ref: oid
+        for ref, oid in furnished.refs.items()
+        if donor == "bundle" or ("/kept/" not in ref and ref != HISTORY)
+    }
     assert {ref: now.get(ref) for ref in lasting} == lasting
 
 
@@ -175,7 +191,10 @@ def test_a_sync_does_not_follow_upstream_with_a_foreign_configuration(furnished:
 
     async def body(house: House) -> None:
         before = refs_of(house.mirror)
-        write(house.mirror / "config", CONFIGURATION.encode() + b"[extensions]\n\tobjectFormat = sha256\n")
+        write(
+            house.mirror / "config",
+            CONFIGURATION.encode() + b"[extensions]\n\tobjectFormat = sha256\n",
+        )
         for work in (house.mirrors.sync, house.mirrors.maintain):
             with pytest.raises(DamagedMirrorError, match="objectformat"):
                 await work(house.name)
@@ -195,14 +214,18 @@ def test_a_history_that_lost_records_and_went_on_is_joined(furnished: Furnished)
         await house.mirrors.sync(house.name)
         since = refs_of(house.mirror)[HISTORY]
         found = await house.audits.run(StartAudit(heal=False, level=AuditLevel.QUICK))
-        assert [(finding.kind, finding.subject) for finding in found.findings] == [(FindingKind.REF_MOVED, HISTORY)]
+        assert [(finding.kind, finding.subject) for finding in found.findings] == [
+            (FindingKind.REF_MOVED, HISTORY)
+        ]
         healed = await house.heal()
         assert healed.findings == []
         records = git(house.mirror, "rev-list", HISTORY).split()
         assert {since, furnished.refs[HISTORY]} <= set(records)
         house.upstream.git("branch", "-D", "since")
         await house.mirrors.sync(house.name)
-        assert (await house.audits.run(StartAudit(heal=False, level=AuditLevel.CONTENT))).findings == []
+        assert (
+            await house.audits.run(StartAudit(heal=False, level=AuditLevel.CONTENT))
+        ).findings == []
 
     furnished.live(body)
 

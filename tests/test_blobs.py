@@ -13,13 +13,19 @@ from templatelab import Store, assert_equals_commit, disk_bytes, run
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
 
-def test_a_file_of_several_layers_is_on_disk_once(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_a_file_of_several_layers_is_on_disk_once(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """What comes back in a later commit is a link, git still sees clean trees, and it goes with the last layer that has it."""
     upstream = make_upstream("up")
     commits = [upstream.commit({f"d{n % 3}/f{n}": os.urandom(9999).hex() for n in range(30)})]
     text = os.urandom(9999).hex()
     for turn in range(4):
-        commits.append(upstream.commit({"d0/back": text if turn % 2 == 0 else None, f"d1/new{turn}": f"{turn}"}))
+        commits.append(
+            upstream.commit(
+                {"d0/back": text if turn % 2 == 0 else None, f"d1/new{turn}": f"{turn}"}
+            )
+        )
     trees = [upstream.git("rev-parse", f"{commit}^{{tree}}") for commit in commits]
 
     async def test(store: Store) -> None:
@@ -67,7 +73,9 @@ def test_a_shared_file_that_is_damaged_is_lent_to_nobody(
     run(tmp_path, upstream, test)
 
 
-def test_shared_files_that_no_layer_has_go(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_shared_files_that_no_layer_has_go(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """A killed build leaves them; the next daemon removes them when it sees what there is."""
     upstream = make_upstream("up")
     first = upstream.commit({f"d{n}/f": os.urandom(9999).hex() for n in range(30)})

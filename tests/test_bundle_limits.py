@@ -51,14 +51,22 @@ def _bomb(times: int) -> tuple[str, bytes]:
     oid = hashlib.sha1(b"blob %d\0" % len(base) + base).digest()
     copies = (b"\xf0" + _COPY.to_bytes(3, "little")) * times
     delta = _varint(_COPY) + _varint(_COPY * times) + copies
-    objects = _object_head(3, len(base)) + zlib.compress(base) + _object_head(7, len(delta)) + oid + zlib.compress(delta)
+    objects = (
+        _object_head(3, len(base))
+        + zlib.compress(base)
+        + _object_head(7, len(delta))
+        + oid
+        + zlib.compress(delta)
+    )
     pack = b"PACK" + struct.pack(">II", 2, 2) + objects
     return oid.hex(), pack + hashlib.sha1(pack).digest()
 
 
 def test_a_pack_bomb_ends_within_its_memory(tmp_path: Path) -> None:
     """A few kilobytes that unpack to more than git may allocate are refused; a small one of the kind is taken."""
-    repository = Repository(Git(home=tmp_path / "home"), MirrorName("a", "b"), tmp_path / "repository")
+    repository = Repository(
+        Git(home=tmp_path / "home"), MirrorName("a", "b"), tmp_path / "repository"
+    )
 
     async def take(times: int) -> None:
         oid, pack = _bomb(times)
@@ -104,7 +112,12 @@ def _wait_until_empty(directory: Path) -> None:
 
 
 def _packing(running: Daemon) -> list[str]:
-    listing = subprocess.run(["ps", "-o", "args=", "--ppid", str(running.pid)], capture_output=True, text=True, check=False)
+    listing = subprocess.run(
+        ["ps", "-o", "args=", "--ppid", str(running.pid)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return [line for line in listing.stdout.splitlines() if "pack-objects" in line]
 
 
@@ -117,7 +130,15 @@ def test_a_full_disk_refuses_a_bundle_and_harms_nothing(tmp_path: Path, room_mib
     upstream.git("bundle", "create", "--quiet", str(file), "main", "HEAD")
     with daemon(CONFIG, start=False) as running:
         running.state_dir.mkdir()
-        tmpfs = ["mount", "-t", "tmpfs", "-o", f"size={room_mib}m,mode=711", "tmpfs", str(running.state_dir)]
+        tmpfs = [
+            "mount",
+            "-t",
+            "tmpfs",
+            "-o",
+            f"size={room_mib}m,mode=711",
+            "tmpfs",
+            str(running.state_dir),
+        ]
         subprocess.run(tmpfs, check=True)
         try:
             running.start()
@@ -126,7 +147,9 @@ def test_a_full_disk_refuses_a_bundle_and_harms_nothing(tmp_path: Path, room_mib
                     client.wait(client.import_bundle(file, mirror="demo/project"))
                 assert client.list_mirrors() == []
                 _wait_until_empty(running.state_dir / "quarantine")
-                subprocess.run(["mount", "-o", "remount,size=200m", str(running.state_dir)], check=True)
+                subprocess.run(
+                    ["mount", "-o", "remount,size=200m", str(running.state_dir)], check=True
+                )
                 client.wait(client.import_bundle(file, mirror="demo/project"))
                 assert client.get_mirror("demo/project").ref_count == 1
             running.stop()

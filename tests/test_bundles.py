@@ -18,7 +18,13 @@ from gitrepos import Upstream, git
 
 from mirrord import Client
 from mirrord.cli.main import run
-from mirrord.errors import InvalidBundleError, MirrordError, NoDaemonError, NotFoundError, UsageError
+from mirrord.errors import (
+    InvalidBundleError,
+    MirrordError,
+    NoDaemonError,
+    NotFoundError,
+    UsageError,
+)
 from mirrord.mirrors.bundles.header import header_bytes, read_header
 from mirrord.model import View
 from mirrord.protocol import Progress
@@ -37,7 +43,9 @@ class Pair:
         return at.state_dir / "mirrors" / NAME
 
     def refs(self, at: Daemon) -> dict[str, str]:
-        lines = git(self.mirror(at), "for-each-ref", "--format=%(objectname) %(refname)").splitlines()
+        lines = git(
+            self.mirror(at), "for-each-ref", "--format=%(objectname) %(refname)"
+        ).splitlines()
         return {ref: oid for oid, ref in (line.split() for line in lines)}
 
     def bundle(self, since: str | None = None, file: Path | None = None) -> Any:
@@ -99,7 +107,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
 
 @pytest.fixture
 def pair(tmp_path: Path, source: Source) -> Iterator[Pair]:
-    with daemon('[upstream]\nurl = "file:///nonexistent/{owner}/{name}"\n[checkouts]\nprewarm = false\n') as other:
+    with daemon(
+        '[upstream]\nurl = "file:///nonexistent/{owner}/{name}"\n[checkouts]\nprewarm = false\n'
+    ) as other:
         yield Pair(source.daemon, other, source.upstream, tmp_path)
 
 
@@ -109,16 +119,26 @@ def test_a_bundle_restores_the_whole_mirror_elsewhere(pair: Pair) -> None:
     assert made.size_bytes == pair.file.stat().st_size
     assert pair.file.stat().st_mode & 0o777 == 0o600
     result = pair.take()
-    assert (result["created"], result["datasets"], result["datasets_refused"]) == (True, {"tiny": 2}, [])
+    assert (result["created"], result["datasets"], result["datasets_refused"]) == (
+        True,
+        {"tiny": 2},
+        [],
+    )
     assert pair.refs(pair.other) == pair.refs(pair.one)
     with Client(pair.one.socket) as one, Client(pair.other.socket) as other:
         assert other.list_pins() == one.list_pins()
         assert other.log_refs(NAME) == one.log_refs(NAME)
         assert made.record == one.log_refs(NAME)[0].id
         shown = other.get_mirror(NAME)
-        assert (shown.url, shown.state, shown.default_branch) == (pair.upstream.url, "ready", "main")
+        assert (shown.url, shown.state, shown.default_branch) == (
+            pair.upstream.url,
+            "ready",
+            "main",
+        )
         assert (shown.ref_count, shown.kept_count, shown.pin_count) == (2, 1, 4)
-        one_row, other_row = (client.get_instance("demo__project-1", view=View.GRADER) for client in (one, other))
+        one_row, other_row = (
+            client.get_instance("demo__project-1", view=View.GRADER) for client in (one, other)
+        )
         assert one_row == other_row
     found = pair.audit(pair.other)
     assert (found["findings"], found["affected"]) == ([], [])
@@ -153,14 +173,20 @@ def test_a_kill_in_an_import_leaves_what_the_same_import_finishes(pair: Pair, mo
     """Killed while objects are checked, while rows are, or at the end: no half mirror, and nothing is lost."""
     pair.bundle()
     signs: dict[str, Callable[[], bool]] = {
-        "import.checking": lambda: any(pair.other.state_dir.glob("quarantine/import-*/repository/objects/pack/*")),
+        "import.checking": lambda: any(
+            pair.other.state_dir.glob("quarantine/import-*/repository/objects/pack/*")
+        ),
         "import.moving": lambda: any(pair.other.state_dir.glob("quarantine/import-*/rows*")),
         "import.ended": pair.mirror(pair.other).exists,
     }
     with Client(pair.other.socket) as client:
         client.import_bundle(pair.file)
         deadline = time.monotonic() + 30
-        while not signs[moment]() and not pair.mirror(pair.other).exists() and time.monotonic() < deadline:
+        while (
+            not signs[moment]()
+            and not pair.mirror(pair.other).exists()
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.001)
     pair.other.kill()
     pair.other.start()
@@ -178,7 +204,11 @@ def test_a_kill_in_an_import_leaves_what_the_same_import_finishes(pair: Pair, mo
 def test_an_import_makes_a_mirror_that_was_registered_and_never_synced(pair: Pair) -> None:
     """As a crash of the first import leaves one: it knows its branch and when its upstream was last seen."""
     pair.bundle()
-    pair.other.json("POST", "/v1/mirrors", {"repo": NAME, "url": pair.upstream.url.replace("file://", "file:///nonexistent")})
+    pair.other.json(
+        "POST",
+        "/v1/mirrors",
+        {"repo": NAME, "url": pair.upstream.url.replace("file://", "file:///nonexistent")},
+    )
     result = pair.take()
     assert result["created"]
     with Client(pair.one.socket) as one, Client(pair.other.socket) as other:
@@ -229,7 +259,13 @@ def test_a_mirror_that_went_on_is_not_moved_back(pair: Pair) -> None:
     """Newer tips stay, tips that differ are kept, pins are added; the same bundle again changes nothing."""
     pair.bundle()
     ours = Upstream(pair.root / "ours")
-    ours.git("fetch", "--quiet", str(pair.mirror(pair.one)), "+refs/heads/*:refs/remotes/o/*", "+refs/tags/*:refs/tags/*")
+    ours.git(
+        "fetch",
+        "--quiet",
+        str(pair.mirror(pair.one)),
+        "+refs/heads/*:refs/remotes/o/*",
+        "+refs/tags/*:refs/tags/*",
+    )
     ours.git("reset", "--quiet", "--hard", "o/main")
     newer = ours.commit({"newer": "1"})
     ours.git("checkout", "--quiet", "--orphan", "feature")
@@ -242,7 +278,11 @@ def test_a_mirror_that_went_on_is_not_moved_back(pair: Pair) -> None:
     assert (result["created"], result["pins"]) == (False, 4)
     assert after["refs/heads/main"] == newer
     assert after["refs/heads/feature"] == before["refs/heads/feature"]
-    pinned = {ref for ref in pair.refs(pair.one) if ref.startswith(("refs/mirrord/pins/", "refs/mirrord/kept/", "refs/tags/"))}
+    pinned = {
+        ref
+        for ref in pair.refs(pair.one)
+        if ref.startswith(("refs/mirrord/pins/", "refs/mirrord/kept/", "refs/tags/"))
+    }
     assert pinned <= after.keys()
     again = pair.take()
     assert (again["summary"], pair.refs(pair.other)) == ("no change", after)
@@ -276,7 +316,11 @@ def test_pins_of_a_dataset_that_differs_go_to_who_imports(pair: Pair, source: So
         assert client.get_dataset("tiny").instance_count == 1
         pair.other.kill()
         pair.other.start()
-        pinned = {ref.rpartition("/")[2] for ref in pair.refs(pair.one) if ref.startswith("refs/mirrord/pins/")}
+        pinned = {
+            ref.rpartition("/")[2]
+            for ref in pair.refs(pair.one)
+            if ref.startswith("refs/mirrord/pins/")
+        }
         assert pinned <= {pin.commit for pin in client.list_pins()}
 
 
@@ -316,7 +360,16 @@ def test_a_damaged_bundle_changes_nothing(pair: Pair) -> None:
     """No mirror, no row, no pin, no leftovers; and the error says that the bundle is bad."""
     pair.bundle()
     whole = pair.file.read_bytes()
-    for damage in (_truncated, _flipped, _beheaded, _half_a_head, _no_pack, _another_tip, _no_text, lambda _: b""):
+    for damage in (
+        _truncated,
+        _flipped,
+        _beheaded,
+        _half_a_head,
+        _no_pack,
+        _another_tip,
+        _no_text,
+        lambda _: b"",
+    ):
         pair.file.write_bytes(damage(whole))
         with pytest.raises(InvalidBundleError) as caught:
             pair.take()
@@ -332,7 +385,11 @@ def _hand_made(at: Path, refs: dict[str, str], *extra: str) -> Path:
     file = at / "hand.bundle"
     wanted = "".join(f"{oid}\n" for oid in [*refs.values(), *extra]).encode()
     pack = subprocess.run(
-        ["git", "pack-objects", "--revs", "--stdout", "-q"], cwd=at, input=wanted, capture_output=True, check=True
+        ["git", "pack-objects", "--revs", "--stdout", "-q"],
+        cwd=at,
+        input=wanted,
+        capture_output=True,
+        check=True,
     )
     file.write_bytes(header_bytes([], refs) + pack.stdout)
     return file
@@ -353,7 +410,9 @@ def test_a_hostile_bundle_plants_nothing(pair: Pair) -> None:
     }
     file = _hand_made(upstream.path, refs)
     pair.take(file, mirror="demo/project")
-    assert {ref for ref in pair.refs(pair.other) if ref != "refs/mirrord/history"} == {"refs/heads/main"}
+    assert {ref for ref in pair.refs(pair.other) if ref != "refs/mirrord/history"} == {
+        "refs/heads/main"
+    }
     blob = upstream.git("hash-object", "-w", "--stdin", stdin=b"x")
     raw = b"100644 .git\0" + bytes.fromhex(blob)
     tree = upstream.git("hash-object", "-t", "tree", "-w", "--stdin", "--literally", stdin=raw)
@@ -366,7 +425,13 @@ def test_a_hostile_bundle_plants_nothing(pair: Pair) -> None:
 def test_records_that_lie_change_nothing(pair: Pair) -> None:
     """A row that is none, a dataset with a bad name, a URL that starts a program, a history that is none, a later format."""
     upstream = pair.upstream
-    good = {"name": "d", "format": "f", "source": "s", "sha256": "0" * 64, "imported_at": "2026-01-01T00:00:00Z"}
+    good = {
+        "name": "d",
+        "format": "f",
+        "source": "s",
+        "sha256": "0" * 64,
+        "imported_at": "2026-01-01T00:00:00Z",
+    }
     lies: list[tuple[dict[str, Any], bytes, str]] = [
         ({"datasets": [good]}, b'{"id": 1}\n', "refs/heads/x"),
         ({"datasets": [good]}, b"not json\n", "refs/heads/x"),
@@ -376,13 +441,25 @@ def test_records_that_lie_change_nothing(pair: Pair) -> None:
         ({}, b"", "refs/mirrord/history"),
     ]
     for records, rows, ref in lies:
-        files = {"mirror.json": json.dumps({"mirror": NAME, **records}).encode(), "dataset-d.jsonl": rows}
-        blobs = {name: upstream.git("hash-object", "-w", "--stdin", stdin=content) for name, content in files.items()}
+        files = {
+            "mirror.json": json.dumps({"mirror": NAME, **records}).encode(),
+            "dataset-d.jsonl": rows,
+        }
+        blobs = {
+            name: upstream.git("hash-object", "-w", "--stdin", stdin=content)
+            for name, content in files.items()
+        }
         tree = upstream.git(
-            "mktree", stdin="".join(f"100644 blob {oid}\t{name}\n" for name, oid in sorted(blobs.items())).encode()
+            "mktree",
+            stdin="".join(
+                f"100644 blob {oid}\t{name}\n" for name, oid in sorted(blobs.items())
+            ).encode(),
         )
         commit = upstream.git("commit-tree", "-m", "records", tree)
-        refs = {"refs/heads/main": upstream.git("rev-parse", "main"), f"refs/mirrord/records/{NAME}": commit}
+        refs = {
+            "refs/heads/main": upstream.git("rev-parse", "main"),
+            f"refs/mirrord/records/{NAME}": commit,
+        }
         with pytest.raises(UsageError):
             pair.take(_hand_made(upstream.path, {**refs, ref: refs["refs/heads/main"]}))
     with Client(pair.other.socket) as client:
@@ -435,14 +512,18 @@ def test_the_command_line_makes_and_takes_bundles(pair: Pair) -> None:
     """With facts for a reader and JSON for a program; a bad file ends with two."""
 
     def call(at: Daemon, *words: str | Path) -> tuple[int, str, str]:
-        out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+        out, err = (
+            io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)
+        )
         with redirect_stdout(out), redirect_stderr(err):
             status = run(["--socket", str(at.socket), *map(str, words)])
         return status, *(stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined,return-value]
 
     status, out, _ = call(pair.one, "bundle", "create", "demo/project", pair.file, "--json")
     assert (status, json.loads(out)["mirror"]) == (0, NAME)
-    status, out, _ = call(pair.one, "bundle", "create", "demo/project", pair.root / "next", "--since", "latest")
+    status, out, _ = call(
+        pair.one, "bundle", "create", "demo/project", pair.root / "next", "--since", "latest"
+    )
     assert status == 0
     assert "since" in out
     status, out, err = call(pair.other, "bundle", "import", pair.file)

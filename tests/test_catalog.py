@@ -33,12 +33,24 @@ from mirrord.errors import (
     ResourceError,
 )
 from mirrord.git.workers import Workers
-from mirrord.model import AuditLevel, CommitId, CommitRole, CommitState, DatasetName, Direction, MirrorName
+from mirrord.model import (
+    AuditLevel,
+    CommitId,
+    CommitRole,
+    CommitState,
+    DatasetName,
+    Direction,
+    MirrorName,
+)
 from mirrord.protocol import Audit, RowFault
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone.utc)
 REQUESTS = MirrorName("psf", "Requests")
-POSTGRESQL = sorted(Path("/usr/lib/postgresql").glob("*/bin")) if Path("/usr/lib/postgresql").exists() else []
+POSTGRESQL = (
+    sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    if Path("/usr/lib/postgresql").exists()
+    else []
+)
 
 
 def commit(number: int) -> CommitId:
@@ -49,9 +61,22 @@ def mirror(name: MirrorName = REQUESTS) -> MirrorRow:
     return MirrorRow(name=name, url=f"https://example.com/{name.repo}", added_at=NOW)
 
 
-def instance(identity: str, base: int = 1, name: MirrorName = REQUESTS, patch: str | None = "diff") -> InstanceRow:
+def instance(
+    identity: str, base: int = 1, name: MirrorName = REQUESTS, patch: str | None = "diff"
+) -> InstanceRow:
     commits = ((commit(base), CommitRole.BASE), (commit(99), CommitRole.ENVIRONMENT))
-    return InstanceRow(identity, "", name, commit(base), Direction.FORWARD, commits, patch, None, ("a",), ("b", "c"))
+    return InstanceRow(
+        identity,
+        "",
+        name,
+        commit(base),
+        Direction.FORWARD,
+        commits,
+        patch,
+        None,
+        ("a",),
+        ("b", "c"),
+    )
 
 
 def head(name: str = "lite", **changes: Any) -> DatasetHead:
@@ -83,7 +108,13 @@ def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         environment = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "PGTZ": "Asia/Tokyo"}
         command = [str(POSTGRESQL[-1] / program), *args]
         subprocess.run(
-            command, user="postgres", group="postgres", cwd=home, env=environment, check=True, stdout=subprocess.DEVNULL
+            command,
+            user="postgres",
+            group="postgres",
+            cwd=home,
+            env=environment,
+            check=True,
+            stdout=subprocess.DEVNULL,
         )
 
     run("initdb", "-D", f"{home}/data", "-A", "trust", "--no-sync")
@@ -107,7 +138,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str | Path:
     name = f"catalog{next(_databases)}"
     import psycopg
 
-    with psycopg.connect(server.replace("+psycopg", "") + "postgres", autocommit=True) as connection:
+    with psycopg.connect(
+        server.replace("+psycopg", "") + "postgres", autocommit=True
+    ) as connection:
         connection.execute(f"CREATE DATABASE {name}")
     return server + name
 
@@ -145,13 +178,22 @@ def test_a_mirror_comes_back_as_it_was_put_whatever_the_letter_case(using: Any) 
 def test_columns_of_a_mirror_are_updated_with_aware_times_and_large_sizes(using: Any) -> None:
     async def work(catalog: Catalog) -> None:
         await catalog.put_mirror(mirror())
-        changes = {"synced_at": NOW, "size_bytes": 2**40, "error": {"code": "x"}, "ref_faults": [{"ref": "r"}]}
+        changes = {
+            "synced_at": NOW,
+            "size_bytes": 2**40,
+            "error": {"code": "x"},
+            "ref_faults": [{"ref": "r"}],
+        }
         assert await catalog.update_mirror("psf__requests", **changes)
         found = await catalog.find_mirror("psf__requests")
         assert found is not None
         assert found.synced_at == NOW
         assert found.synced_at.utcoffset() == timedelta()
-        assert (found.size_bytes, found.error, found.ref_faults) == (2**40, {"code": "x"}, [{"ref": "r"}])
+        assert (found.size_bytes, found.error, found.ref_faults) == (
+            2**40,
+            {"code": "x"},
+            [{"ref": "r"}],
+        )
         assert not await catalog.update_mirror("no__such", size_bytes=1)
 
     using(work)
@@ -170,7 +212,9 @@ def test_putting_a_mirror_again_keeps_its_pins(using: Any) -> None:
 def test_a_pin_belongs_to_its_owner_and_goes_with_its_mirror(using: Any) -> None:
     async def work(catalog: Catalog) -> None:
         await catalog.put_mirror(mirror())
-        rows = [PinRow(REQUESTS, commit(1), owner, "why", NOW) for owner in ("dataset/lite", "person/7")]
+        rows = [
+            PinRow(REQUESTS, commit(1), owner, "why", NOW) for owner in ("dataset/lite", "person/7")
+        ]
         await catalog.put_pins(rows + rows)
         assert await catalog.list_pins(commit=commit(1)) == rows
         assert await catalog.count_pins() == {"psf__requests": 1}
@@ -196,28 +240,50 @@ def test_thousands_of_pins_are_put_and_deleted_at_once(using: Any) -> None:
 # -- datasets ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_dataset_says_what_changed_and_importing_it_again_changes_nothing(using: Any, tmp_path: Path) -> None:
+def test_a_dataset_says_what_changed_and_importing_it_again_changes_nothing(
+    using: Any, tmp_path: Path
+) -> None:
     async def work(catalog: Catalog) -> None:
         first = await put(catalog, tmp_path, [instance("a"), instance("b"), instance("c")])
-        assert (first.added, first.changed, first.removed, first.unchanged_count) == (["a", "b", "c"], [], [], 0)
+        assert (first.added, first.changed, first.removed, first.unchanged_count) == (
+            ["a", "b", "c"],
+            [],
+            [],
+            0,
+        )
         again = await put(catalog, tmp_path, [instance("a"), instance("b"), instance("c")])
         assert (again.added, again.changed, again.removed, again.unchanged_count) == ([], [], [], 3)
         third = await put(catalog, tmp_path, [instance("a"), instance("b", base=2), instance("d")])
-        assert (third.added, third.changed, third.removed, third.unchanged_count) == (["d"], ["b"], ["c"], 1)
+        assert (third.added, third.changed, third.removed, third.unchanged_count) == (
+            ["d"],
+            ["b"],
+            ["c"],
+            1,
+        )
         assert await catalog.list_instance_ids("lite") == ["a", "b", "d"]
 
     using(work)
 
 
-def test_an_instance_comes_back_whole_even_with_a_nul_in_its_patch(using: Any, tmp_path: Path) -> None:
+def test_an_instance_comes_back_whole_even_with_a_nul_in_its_patch(
+    using: Any, tmp_path: Path
+) -> None:
     async def work(catalog: Catalog) -> None:
         await put(catalog, tmp_path, [instance("psf__requests-1", patch="a\0b\r\n\x7fü")])
         found = await catalog.find_instance("psf__requests-1")
         assert found is not None
-        assert (found.dataset, found.mirror, found.base_commit, found.repo) == ("lite", REQUESTS, commit(1), "psf/Requests")
+        assert (found.dataset, found.mirror, found.base_commit, found.repo) == (
+            "lite",
+            REQUESTS,
+            commit(1),
+            "psf/Requests",
+        )
         assert (found.patch, found.test_patch) == ("a\0b\r\n\x7fü", None)
         assert (found.fail_to_pass, found.pass_to_pass) == (("a",), ("b", "c"))
-        assert set(found.commits) == {(commit(1), CommitRole.BASE), (commit(99), CommitRole.ENVIRONMENT)}
+        assert set(found.commits) == {
+            (commit(1), CommitRole.BASE),
+            (commit(99), CommitRole.ENVIRONMENT),
+        }
 
     using(work)
 
@@ -233,7 +299,9 @@ def test_instance_ids_keep_their_letter_case(using: Any, tmp_path: Path) -> None
     using(work)
 
 
-def test_the_dataset_first_imported_answers_for_an_id_that_several_have(using: Any, tmp_path: Path) -> None:
+def test_the_dataset_first_imported_answers_for_an_id_that_several_have(
+    using: Any, tmp_path: Path
+) -> None:
     async def work(catalog: Catalog) -> None:
         await put(catalog, tmp_path, [instance("a", base=1)], name="zoo")
         await put(catalog, tmp_path, [instance("a", base=3)], name="ant")
@@ -260,7 +328,11 @@ def test_a_dataset_is_pinned_only_where_its_own_pins_are(using: Any, tmp_path: P
         await catalog.put_pins([PinRow(REQUESTS, commit(2), "person/0", "mine", NOW)])
         found = await catalog.find_dataset("lite")
         assert found is not None
-        assert (found.instance_count, found.commit_count, found.mirrors) == (2, 3, ["psf__Requests"])
+        assert (found.instance_count, found.commit_count, found.mirrors) == (
+            2,
+            3,
+            ["psf__Requests"],
+        )
         unpinned = {row.commit: row for row in found.unpinned}
         assert set(unpinned) == {commit(2), commit(99)}
         assert unpinned[commit(99)].instances == ["a", "b"]
@@ -269,7 +341,11 @@ def test_a_dataset_is_pinned_only_where_its_own_pins_are(using: Any, tmp_path: P
         assert found.unpinned_count == 2
         assert [row.unpinned_count for row in await catalog.summarise_datasets()] == [2]
         left = await catalog.list_recorded("psf__requests", unpinned=True)
-        assert {(row.commit, row.instance) for row in left} == {(commit(2), "b"), (commit(99), "a"), (commit(99), "b")}
+        assert {(row.commit, row.instance) for row in left} == {
+            (commit(2), "b"),
+            (commit(99), "a"),
+            (commit(99), "b"),
+        }
 
     using(work)
 
@@ -293,18 +369,28 @@ def test_pins_of_rows_that_went_away_are_stale(using: Any, tmp_path: Path) -> No
     async def work(catalog: Catalog) -> None:
         await catalog.put_mirror(mirror())
         owners = ["dataset/lite", "dataset/gone", "person/0"]
-        await catalog.put_pins([PinRow(REQUESTS, commit(n), owner, "", NOW) for n in (1, 2) for owner in owners])
+        await catalog.put_pins(
+            [PinRow(REQUESTS, commit(n), owner, "", NOW) for n in (1, 2) for owner in owners]
+        )
         await put(catalog, tmp_path, [instance("a", base=1)])
         stale = {(row.owner, row.commit) for row in await catalog.list_stale_pins()}
-        assert stale == {("dataset/lite", commit(2)), ("dataset/gone", commit(1)), ("dataset/gone", commit(2))}
+        assert stale == {
+            ("dataset/lite", commit(2)),
+            ("dataset/gone", commit(1)),
+            ("dataset/gone", commit(2)),
+        }
 
     using(work)
 
 
-def test_recorded_commits_are_listed_by_mirror_and_by_dataset_in_the_registered_spelling(using: Any, tmp_path: Path) -> None:
+def test_recorded_commits_are_listed_by_mirror_and_by_dataset_in_the_registered_spelling(
+    using: Any, tmp_path: Path
+) -> None:
     async def work(catalog: Catalog) -> None:
         await catalog.put_mirror(mirror(MirrorName("PSF", "requests")))
-        await put(catalog, tmp_path, [instance("a"), instance("f", name=MirrorName("pallets", "flask"))])
+        await put(
+            catalog, tmp_path, [instance("a"), instance("f", name=MirrorName("pallets", "flask"))]
+        )
         await put(catalog, tmp_path, [instance("a", base=2)], name="full")
         rows = await catalog.list_recorded("psf__requests", "lite")
         assert [(row.commit, row.role, row.instance) for row in rows] == [
@@ -334,17 +420,30 @@ def test_deleting_a_dataset_takes_its_instances_along(using: Any, tmp_path: Path
 def test_faults_and_rules_of_an_import_are_kept(using: Any, tmp_path: Path) -> None:
     async def work(catalog: Catalog) -> None:
         fault = RowFault(file="f.jsonl", line=3, instance="x", reason="no commit")
-        await put(catalog, tmp_path, [instance("a")], faults=[fault], fault_count=7, rules={"list: JSON string": 2})
+        await put(
+            catalog,
+            tmp_path,
+            [instance("a")],
+            faults=[fault],
+            fault_count=7,
+            rules={"list: JSON string": 2},
+        )
         found = await catalog.find_dataset("lite")
         assert found is not None
-        assert (found.faults, found.rules, found.imported_at) == ([fault], {"list: JSON string": 2}, NOW)
+        assert (found.faults, found.rules, found.imported_at) == (
+            [fault],
+            {"list: JSON string": 2},
+            NOW,
+        )
         assert found.fault_count == 7
         assert (await catalog.summarise_datasets())[0].fault_count == 7
 
     using(work)
 
 
-def test_a_list_of_datasets_shows_only_the_first_of_many_unpinned_commits(using: Any, tmp_path: Path) -> None:
+def test_a_list_of_datasets_shows_only_the_first_of_many_unpinned_commits(
+    using: Any, tmp_path: Path
+) -> None:
     async def work(catalog: Catalog) -> None:
         await put(catalog, tmp_path, [instance(f"i{n}", base=n + 100) for n in range(150)])
         (listed,) = await catalog.list_datasets()
@@ -424,9 +523,13 @@ def test_tens_of_thousands_of_instances_are_imported_in_bounded_memory(tmp_path:
     spool = tmp_path / "spool.jsonl"
     with spool.open("wb") as file:
         for number in range(30_000):
-            file.write(spooled(instance(f"owner__name-{number}", base=number + 1, patch="x" * 4000)))
+            file.write(
+                spooled(instance(f"owner__name-{number}", base=number + 1, patch="x" * 4000))
+            )
     command = [sys.executable, "-c", _IMPORT_MANY, str(tmp_path / "catalog.sqlite3"), str(spool)]
-    added, grown_kib = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    added, grown_kib = map(
+        int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    )
     assert added == 30_000
     assert grown_kib < 60 * 1024
 
@@ -437,7 +540,12 @@ def test_a_large_import_leaves_no_large_wal(tmp_path: Path) -> None:
     async def run() -> None:
         catalog = await Catalog.open(tmp_path / "catalog.sqlite3")
         try:
-            await put(catalog, tmp_path, [instance(f"a{n}", patch="x" * 10_000_000) for n in range(10)], name="big")
+            await put(
+                catalog,
+                tmp_path,
+                [instance(f"a{n}", patch="x" * 10_000_000) for n in range(10)],
+                name="big",
+            )
             assert len(await catalog.list_instance_ids("big")) == 10
             assert (tmp_path / "catalog.sqlite3-wal").stat().st_size < 1 << 20
         finally:
@@ -516,7 +624,9 @@ def test_migrations_build_exactly_the_tables_of_the_schema(place: str | Path) ->
     migrate(str(place))
     database = Database.at(place)
     with database.read() as connection:
-        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
+        context = MigrationContext.configure(
+            connection, opts={"compare_type": True, "compare_server_default": True}
+        )
         assert compare_metadata(context, metadata) == []
         assert context.get_current_revision() == HEAD
     database.close()
@@ -590,8 +700,12 @@ def test_a_full_disk_stops_the_write_and_keeps_what_was(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
         try:
             with pytest.raises((DiskFullError, ResourceError)):
-                await catalog.put_mirror(mirror(MirrorName("owner", "n" * 90)))  # small, so that only the next one is too large
-                await catalog.put_pins(PinRow(REQUESTS, commit(n), "person/0", "x" * 1000, NOW) for n in range(1000))
+                await catalog.put_mirror(
+                    mirror(MirrorName("owner", "n" * 90))
+                )  # small, so that only the next one is too large
+                await catalog.put_pins(
+                    PinRow(REQUESTS, commit(n), "person/0", "x" * 1000, NOW) for n in range(1000)
+                )
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             signal.signal(signal.SIGXFSZ, handler)
@@ -606,7 +720,12 @@ def test_a_full_database_is_a_disk_full_error(tmp_path: Path) -> None:
     async def work() -> None:
         catalog = await Catalog.open(tmp_path / "catalog.sqlite3")
         with pytest.raises(DiskFullError, match="cannot write the catalog"):
-            await catalog._write(lambda connection: (connection.exec_driver_sql("PRAGMA max_page_count = 1"), _grow(connection)))
+            await catalog._write(
+                lambda connection: (
+                    connection.exec_driver_sql("PRAGMA max_page_count = 1"),
+                    _grow(connection),
+                )
+            )
         await catalog.close()
 
     def _grow(connection: Any) -> None:
@@ -639,7 +758,9 @@ def test_an_unknown_url_is_refused_without_showing_it(place: str) -> None:
         anyio.run(work)
 
 
-def test_a_server_that_does_not_answer_is_a_missing_resource_and_its_password_is_not_shown() -> None:
+def test_a_server_that_does_not_answer_is_a_missing_resource_and_its_password_is_not_shown() -> (
+    None
+):
     async def work() -> None:
         await Catalog.open("postgresql+psycopg://user:s3cret@127.0.0.1:1/none")
 

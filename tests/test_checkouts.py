@@ -68,7 +68,9 @@ def reset(service: Service, checkout: Checkout, peer: Peer = USER_PEER, **onto: 
         {"mirror": "psf__requests", "commit": "main~1"},
     ],
 )
-def test_every_name_of_a_commit_answers_with_the_full_one(service: Service, rich: Upstream, request_: dict[str, str]) -> None:
+def test_every_name_of_a_commit_answers_with_the_full_one(
+    service: Service, rich: Upstream, request_: dict[str, str]
+) -> None:
     """Branches, tags and ancestors; the answer has the mirror's own spelling."""
     checkout = start(service, **request_)
     assert checkout.commit == rich.git("rev-parse", "v2")
@@ -93,7 +95,9 @@ def test_every_name_of_a_commit_answers_with_the_full_one(service: Service, rich
         ({"instance": "psf__requests@v2", "view": View.GRADER}, AccessError),
     ],
 )
-def test_a_bad_request_makes_nothing(service: Service, request_: dict[str, Any], error: type[MirrordError]) -> None:
+def test_a_bad_request_makes_nothing(
+    service: Service, request_: dict[str, Any], error: type[MirrordError]
+) -> None:
     """Each has its class, and no directory is left."""
     with pytest.raises(error):
         start(service, **request_)
@@ -145,7 +149,9 @@ def test_the_limit_of_checkouts_holds_for_those_that_come_at_once(service: Servi
     assert (service.checkouts.count, len(refused)) == (2, 4)
 
 
-def test_a_lease_that_is_renewed_while_others_expire_stands(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_is_renewed_while_others_expire_stands(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Taking the first away waits for the disk; a client that renews the second in that time keeps it."""
     leases = [start(service, instance="psf__requests@v1", ttl=60) for _ in range(2)]
     removal = service.checkouts._keeper.removal
@@ -159,18 +165,25 @@ def test_a_lease_that_is_renewed_while_others_expire_stands(service: Service, mo
     monkeypatch.setattr(removal, "keep_up", renew_the_other)
     service.now_shift = timedelta(seconds=70)
     assert service.call(service.checkouts.expire) == 1
-    assert {lease.id for lease in service.call(service.checkouts.list, USER_PEER)} < {lease.id for lease in leases}
+    assert {lease.id for lease in service.call(service.checkouts.list, USER_PEER)} < {
+        lease.id for lease in leases
+    }
     assert service.checkouts.count == 1
 
 
 def test_an_expired_lease_is_released_and_a_renewed_one_is_not(service: Service) -> None:
     """Renewing counts from now."""
-    short, renewed = start(service, instance="psf__requests@v1", ttl=60), start(service, instance="psf__requests@v1", ttl=60)
+    short, renewed = (
+        start(service, instance="psf__requests@v1", ttl=60),
+        start(service, instance="psf__requests@v1", ttl=60),
+    )
     service.now_shift = timedelta(seconds=50)
     service.call(service.checkouts.renew, renewed.id, RenewCheckout(ttl=60), USER_PEER)
     service.now_shift = timedelta(seconds=70)
     assert service.call(service.checkouts.expire) == 1
-    assert [checkout.id for checkout in service.call(service.checkouts.list, USER_PEER)] == [renewed.id]
+    assert [checkout.id for checkout in service.call(service.checkouts.list, USER_PEER)] == [
+        renewed.id
+    ]
     assert not Path(short.path).exists()
 
 
@@ -178,8 +191,12 @@ def test_many_clients_at_once_lose_nothing(service: Service) -> None:
     """64 checkouts and resets at the same time: all different, all clean."""
 
     async def one(made: list[Checkout]) -> None:
-        checkout = await service.checkouts.checkout(StartCheckout(instance="psf__requests@v2"), USER_PEER)
-        made.append(await service.checkouts.reset(checkout.id, ResetCheckout(commit="v1"), USER_PEER))
+        checkout = await service.checkouts.checkout(
+            StartCheckout(instance="psf__requests@v2"), USER_PEER
+        )
+        made.append(
+            await service.checkouts.reset(checkout.id, ResetCheckout(commit="v1"), USER_PEER)
+        )
 
     async def all_of_them() -> list[Checkout]:
         made: list[Checkout] = []
@@ -208,7 +225,9 @@ def test_work_on_one_checkout_runs_one_after_the_other(service: Service) -> None
         ended: list[str] = []
         async with anyio.create_task_group() as group:
             for commit in ("v1", "v3", "v2"):
-                group.start_soon(attempt, ended, service.checkouts.reset, ResetCheckout(commit=commit), USER_PEER)
+                group.start_soon(
+                    attempt, ended, service.checkouts.reset, ResetCheckout(commit=commit), USER_PEER
+                )
                 group.start_soon(attempt, ended, service.checkouts.diff, USER_PEER)
             group.start_soon(attempt, ended, service.checkouts.release, USER_PEER)
         return ended
@@ -257,7 +276,9 @@ def test_nobody_works_on_a_tree_that_a_reset_left_half_way(service: Service) -> 
     with pytest.raises(CheckoutBusyError, match="half-way"):
         service.call(service.checkouts.diff, checkout.id, USER_PEER)
     service.restart()
-    service.call(service.checkouts.renew, checkout.id, RenewCheckout(), USER_PEER)  # waits for the lock
+    service.call(
+        service.checkouts.renew, checkout.id, RenewCheckout(), USER_PEER
+    )  # waits for the lock
     assert service.call(service.checkouts.diff, checkout.id, USER_PEER) == b""
 
 
@@ -266,7 +287,12 @@ def test_a_restart_adopts_leases_and_removes_rubbish(service: Service) -> None:
     kept, interrupted = start(service), start(service)
     (Path(kept.path) / "mine").write_text("work")
     (Path(interrupted.path) / "mine").write_text("work")
-    for kind, name in (("checkouts", "a" * 16), ("leases", "a" * 16), ("checkouts", "b" * 16), ("leases", "c" * 16)):
+    for kind, name in (
+        ("checkouts", "a" * 16),
+        ("leases", "a" * 16),
+        ("checkouts", "b" * 16),
+        ("leases", "c" * 16),
+    ):
         (service.state / kind / name / "tree").mkdir(parents=True)
     lease_file = service.state / "leases" / interrupted.id / "lease.json"
     lease_file.rename(lease_file.with_name("resetting.json"))
@@ -274,12 +300,18 @@ def test_a_restart_adopts_leases_and_removes_rubbish(service: Service) -> None:
     found = service.call(service.checkouts.list, USER_PEER)
     assert {checkout.id for checkout in found} == {kept.id, interrupted.id}
     assert as_user(Path(kept.path), "status", "--porcelain") == "?? mine"
-    service.call(service.checkouts.renew, interrupted.id, RenewCheckout(), USER_PEER)  # waits for the lock
+    service.call(
+        service.checkouts.renew, interrupted.id, RenewCheckout(), USER_PEER
+    )  # waits for the lock
     assert as_user(Path(interrupted.path), "status", "--porcelain", "--ignored") == ""
     assert service.call(service.checkouts.diff, kept.id, USER_PEER).startswith(b"diff --git a/mine")
     service.call(service.checkouts.close)
     for kind in ("checkouts", "leases"):
-        names = {path.name for path in (service.state / kind).iterdir() if not path.name.startswith(".warm-")}
+        names = {
+            path.name
+            for path in (service.state / kind).iterdir()
+            if not path.name.startswith(".warm-")
+        }
         assert names == {kept.id, interrupted.id}
     service.restart()
 
@@ -301,7 +333,9 @@ def test_a_checkout_whose_proof_fails_is_destroyed_and_counted(service: Service)
 
 def test_the_grader_view_and_linked_history_are_for_administrators(service: Service) -> None:
     """Root, here; and its linked checkout shows all of the mirror."""
-    checkout = start(service, ROOT_PEER, instance="psf__requests@v1", history=History.LINKED, view=View.GRADER)
+    checkout = start(
+        service, ROOT_PEER, instance="psf__requests@v1", history=History.LINKED, view=View.GRADER
+    )
     assert as_user(Path(checkout.path), "rev-parse", "--verify", "v3", uid=os.getuid())
 
 

@@ -55,7 +55,11 @@ def open_files() -> set[str]:
 
 def children() -> set[str]:
     """Zombies too. Workers of other tests are among them."""
-    return {pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+    return {
+        pid
+        for path in Path("/proc/self/task").glob("*/children")
+        for pid in path.read_text().split()
+    }
 
 
 def runs(pid: int) -> bool:
@@ -133,11 +137,15 @@ def test_hundreds_leave_no_descriptor_no_process_and_everybody_their_own(run) ->
         await asyncio.gather(task, return_exceptions=True)
 
     async def body() -> None:
-        await asyncio.gather(read(), leave(), kill(), cancel())  # what the loop opens once is open now
+        await asyncio.gather(
+            read(), leave(), kill(), cancel()
+        )  # what the loop opens once is open now
         before = open_files(), children()
         with others_at_work():
             for _ in range(20):
-                await asyncio.gather(*(each() for each in (read, leave, kill, cancel) for _ in range(4)))
+                await asyncio.gather(
+                    *(each() for each in (read, leave, kill, cancel) for _ in range(4))
+                )
         assert (open_files(), children()) == before
 
     run(body)
@@ -187,7 +195,9 @@ def test_who_is_not_read_waits(run, tmp_path: Path) -> None:  # type: ignore[no-
     """Back-pressure: a pipe's worth is written, and no more."""
 
     async def body() -> None:
-        async with Child(shell(f"i=0; while :; do printf %1024s x; i=$((i+1)); echo $i > {tmp_path}/count; done")) as child:
+        async with Child(
+            shell(f"i=0; while :; do printf %1024s x; i=$((i+1)); echo $i > {tmp_path}/count; done")
+        ) as child:
             before, now = -1, 0
             while now != before or not now:
                 await asyncio.sleep(0.2)
@@ -201,7 +211,9 @@ def test_who_is_not_read_waits(run, tmp_path: Path) -> None:  # type: ignore[no-
 def test_who_ends_when_asked_may_clean_up(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     async def body() -> None:
         async with Child(
-            shell(f"trap 'touch {tmp_path}/cleaned; exit 0' TERM; echo ready; while :; do sleep 0.01; done")
+            shell(
+                f"trap 'touch {tmp_path}/cleaned; exit 0' TERM; echo ready; while :; do sleep 0.01; done"
+            )
         ) as child:
             await child.read_stdout()
         assert child.status == 0
@@ -233,8 +245,17 @@ def test_what_cannot_be_started_is_an_error_and_leaves_nothing(run) -> None:  # 
 def test_without_a_loop_a_deadline_ends_the_whole_group(tmp_path: Path) -> None:
     before = open_files(), children()
     with in_memory(b"in") as stdin:
-        assert run_to_end(shell("cat; echo err >&2; exit 2", stdin), timedelta(seconds=20)) == (2, b"in", b"err\n")
-    assert run_to_end(shell(f"sleep 300 & echo $! > {tmp_path}/pid; wait"), timedelta(milliseconds=300)) is None
+        assert run_to_end(shell("cat; echo err >&2; exit 2", stdin), timedelta(seconds=20)) == (
+            2,
+            b"in",
+            b"err\n",
+        )
+    assert (
+        run_to_end(
+            shell(f"sleep 300 & echo $! > {tmp_path}/pid; wait"), timedelta(milliseconds=300)
+        )
+        is None
+    )
     while runs(int((tmp_path / "pid").read_text())):
         time.sleep(0.01)
     assert (open_files(), children()) == before

@@ -123,12 +123,18 @@ def test_the_verbs_are_those_of_the_design() -> None:
 
 def test_the_exit_statuses_are_those_of_the_errors() -> None:
     """One table for people, one for programs: the same."""
-    classes = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.MirrordError)]
+    classes = [
+        each
+        for each in vars(errors).values()
+        if isinstance(each, type) and issubclass(each, errors.MirrordError)
+    ]
     assert {each.exit_status for each in classes} | {0} == set(EXIT_STATUSES)
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
-def test_every_verb_explains_itself_and_its_exit_statuses(verb: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_explains_itself_and_its_exit_statuses(
+    verb: Verb, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the shared options."""
     assert run([*verb.name.split(), "--help"]) == 0
     text = capsys.readouterr().out
@@ -163,13 +169,17 @@ STATUS = {
 
 
 def _modules(*words: str) -> set[str]:
-    done = subprocess.run([sys.executable, "-P", "-c", _LOADED, *words], capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _LOADED, *words], capture_output=True, check=True
+    )
     return set(done.stderr.decode().split())
 
 
 def test_help_needs_none_of_the_heavy_libraries() -> None:
     """Nor does completion, which runs at every press of the key."""
-    assert not _modules("--help") & (_HEAVY | {"pydantic", "anyio", "asyncio", "mirrord.config", "mirrord.client"})
+    assert not _modules("--help") & (
+        _HEAVY | {"pydantic", "anyio", "asyncio", "mirrord.config", "mirrord.client"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,7 +200,8 @@ def test_a_verb_loads_what_it_needs(words: list[str], path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"), [("mirrord mir", "mirror"), ("mirrord mirror a", "add"), ("mirrord reset --js", "--json")]
+    ("words", "expected"),
+    [("mirrord mir", "mirror"), ("mirrord mirror a", "add"), ("mirrord reset --js", "--json")],
 )
 def test_the_shell_completes_verbs_and_options(words: str, expected: str) -> None:
     """As bash asks."""
@@ -207,8 +218,12 @@ def test_the_shell_completes_verbs_and_options(words: str, expected: str) -> Non
 # -- how it fails -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb.name not in NEEDS_NO_DAEMON], ids=lambda verb: verb.name)
-def test_every_verb_without_a_daemon_ends_with_nine(verb: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "verb", [verb for verb in VERBS if verb.name not in NEEDS_NO_DAEMON], ids=lambda verb: verb.name
+)
+def test_every_verb_without_a_daemon_ends_with_nine(
+    verb: Verb, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nothing on stdout, a sentence and a hint on stderr."""
     assert run([*verb.name.split(), *ARGUMENTS.get(verb.name, [])]) == 9
     shown = capsys.readouterr()
@@ -219,7 +234,14 @@ def test_every_verb_without_a_daemon_ends_with_nine(verb: Verb, capsys: pytest.C
 
 @pytest.mark.parametrize(
     "words",
-    [["bogus"], [], ["checkout"], ["checkout", "i", "--histroy", "sealed"], ["checkout", "i", "--history", "all"], ["mirror"]],
+    [
+        ["bogus"],
+        [],
+        ["checkout"],
+        ["checkout", "i", "--histroy", "sealed"],
+        ["checkout", "i", "--history", "all"],
+        ["mirror"],
+    ],
     ids=" ".join,
 )
 def test_wrong_usage_ends_with_two(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,7 +261,9 @@ def test_wrong_usage_ends_with_two(words: list[str], capsys: pytest.CaptureFixtu
     ],
     ids=" ".join,
 )
-def test_wrong_usage_as_json_is_a_problem_like_any_other(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_as_json_is_a_problem_like_any_other(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """One object on stderr, wherever --json stands."""
     assert run(words) == 2
     shown = capsys.readouterr()
@@ -256,7 +280,9 @@ def test_json_of_another_command_is_not_ours(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("ttl", ["soon", "0", "-1s", "5"])
-def test_a_ttl_that_is_no_duration_is_wrong_usage(ttl: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_ttl_that_is_no_duration_is_wrong_usage(
+    ttl: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Before the daemon is asked."""
     assert run(["checkout", "i", f"--ttl={ttl}"]) == 2
     assert "--ttl 2h" in capsys.readouterr().err
@@ -285,7 +311,11 @@ def test_a_bug_is_told_in_short_and_with_debug_in_full(
 def test_a_reader_that_hangs_up_is_no_traceback() -> None:
     """`mirrord … | head`."""
     done = subprocess.run(
-        f"{sys.executable} -m mirrord config show | true", shell=True, capture_output=True, text=True, check=False
+        f"{sys.executable} -m mirrord config show | true",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stderr == ""
 
@@ -293,7 +323,11 @@ def test_a_reader_that_hangs_up_is_no_traceback() -> None:
 def test_ctrl_c_ends_with_130(path: Path, lone_process: list[subprocess.Popen[bytes]]) -> None:
     """Without a traceback."""
     with serving(path, {("GET", "/v1/status"): lambda h: time.sleep(0.2)}) as server:
-        process = subprocess.Popen(_command("--socket", str(path), "status"), stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            _command("--socket", str(path), "status"),
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         lone_process.append(process)
         _until(lambda: server.seen)
         process.send_signal(signal.SIGINT)
@@ -313,7 +347,11 @@ def _until(true: Any) -> None:
 
 @pytest.mark.parametrize("order", ["before", "after", "between", "environment", "config"])
 def test_the_daemon_is_chosen_before_or_after_the_verb(
-    order: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    order: str,
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Or by the environment, or by the configuration."""
     config = tmp_path / "config.toml"
@@ -343,7 +381,9 @@ def test_checkout_prints_the_path_alone(path: Path, capsys: pytest.CaptureFixtur
         assert capsys.readouterr().out == f"{LEASE['path']}\n"
 
 
-def test_diff_prints_the_bytes_of_the_patch(path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_diff_prints_the_bytes_of_the_patch(
+    path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
     """Not all patches are UTF-8."""
     with serving(path, CHECKOUT_ROUTES):
         assert run(["diff", str(LEASE["id"]), "--socket", str(path)]) == 0
@@ -367,12 +407,17 @@ def test_reset_takes_an_instance_else_a_commit(path: Path) -> None:
     assert bodies == [{"instance": "v1.0"}, {"commit": "v1.0"}, {"commit": "c" * 40}]
 
 
-def test_a_checkout_may_be_named_by_a_path_inside_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_may_be_named_by_a_path_inside_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`.` above all; the daemon says whether the path is a checkout's."""
     tree = path.parent / "checkouts" / str(LEASE["id"]) / "tree"
     (tree / "src").mkdir(parents=True)
     monkeypatch.chdir(tree / "src")
-    routes: Any = {**CHECKOUT_ROUTES, ("GET", CHECKOUT): lambda h: h.answer({**LEASE, "path": str(tree)})}
+    routes: Any = {
+        **CHECKOUT_ROUTES,
+        ("GET", CHECKOUT): lambda h: h.answer({**LEASE, "path": str(tree)}),
+    }
     with serving(path, routes) as server:
         assert run(["release", ".", "--socket", str(path)]) == 0
         assert server.asked == [("GET", CHECKOUT), ("DELETE", CHECKOUT)]
@@ -399,7 +444,9 @@ def test_whoever_stood_in_the_tree_before_a_reset_stands_in_the_one_after(
     assert [request.path for request in server.seen] == [identity, identity]
 
 
-def test_release_goes_on_behind_one_that_fails(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_release_goes_on_behind_one_that_fails(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And ends with the first failure's status."""
     with serving(path, CHECKOUT_ROUTES) as server:
         assert run(["release", "b" * 16, str(LEASE["id"]), "--socket", str(path)]) == 4
@@ -407,11 +454,16 @@ def test_release_goes_on_behind_one_that_fails(path: Path, capsys: pytest.Captur
     assert "not-found" in capsys.readouterr().err
 
 
-def test_apply_reads_standard_input(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_apply_reads_standard_input(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """As `git apply -` does."""
     with serving(path, CHECKOUT_ROUTES) as server:
         subprocess.run(
-            _command("apply", str(LEASE["id"]), "-", "--socket", str(path)), input=b"p\xff", check=True, capture_output=True
+            _command("apply", str(LEASE["id"]), "-", "--socket", str(path)),
+            input=b"p\xff",
+            check=True,
+            capture_output=True,
         )
     assert server.seen[0].body == b"p\xff"
 
@@ -419,12 +471,17 @@ def test_apply_reads_standard_input(path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_no_wait_answers_with_the_operation(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And asks nothing further."""
     with serving(path, {("POST", "/v1/mirrors"): lambda h: h.answer(OPERATION, 202)}) as server:
-        assert run(["mirror", "add", "psf/requests", "--no-wait", "--json", "--socket", str(path)]) == 0
+        assert (
+            run(["mirror", "add", "psf/requests", "--no-wait", "--json", "--socket", str(path)])
+            == 0
+        )
     assert json.loads(capsys.readouterr().out)[0]["id"] == "op1"
     assert len(server.seen) == 1
 
 
-def test_an_audit_with_unservable_instances_ends_with_eight(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_audit_with_unservable_instances_ends_with_eight(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One line per finding, then a total, whatever a name in it holds; what was done about it is on stderr."""
     finding = {
         "mirror": "a__b",
@@ -444,17 +501,29 @@ def test_an_audit_with_unservable_instances_ends_with_eight(path: Path, capsys: 
         "findings": [finding],
         "affected": ["i"],
         "open_count": 1,
-        "repairs": [{"mirror": "a__b", "objects": {"upstream": 2}, "unhealed": ["d" * 40], "unhealed_count": 1}],
+        "repairs": [
+            {
+                "mirror": "a__b",
+                "objects": {"upstream": 2},
+                "unhealed": ["d" * 40],
+                "unhealed_count": 1,
+            }
+        ],
     }
     routes: Any = {
         ("POST", "/v1/audits"): lambda h: h.answer(OPERATION, 202),
-        ("GET", "/v1/operations/op1"): lambda h: h.answer({**OPERATION, "state": "done", "result": {"id": "au1"}}),
+        ("GET", "/v1/operations/op1"): lambda h: h.answer(
+            {**OPERATION, "state": "done", "result": {"id": "au1"}}
+        ),
         ("GET", "/v1/audits/au1"): lambda h: h.answer(audit),
     }
     with serving(path, routes):
         assert run(["audit", "--socket", str(path)]) == 8
     shown = capsys.readouterr()
-    assert [line.partition(":")[0] for line in shown.err.splitlines()] == ["a__b healed", "a__b not healed"]
+    assert [line.partition(":")[0] for line in shown.err.splitlines()] == [
+        "a__b healed",
+        "a__b not healed",
+    ]
     assert shown.out.splitlines() == [
         f"a__b {'c' * 40} missing (i): gone\\nup\\x1b[2Jstream",
         "3 recorded commits in 1 mirror at level closure: 2 ok, 1 missing; 1 instance cannot be served; 1 finding",
@@ -470,15 +539,22 @@ def leased(path: Path) -> Iterator[Any]:
     tree = path.parent / "tree"
     tree.mkdir()
     lease = {**LEASE, "path": str(tree)}
-    with serving(path, {**CHECKOUT_ROUTES, ("POST", "/v1/checkouts"): lambda h: h.answer(lease, 201)}) as server:
+    with serving(
+        path, {**CHECKOUT_ROUTES, ("POST", "/v1/checkouts"): lambda h: h.answer(lease, 201)}
+    ) as server:
         yield server
 
 
-def test_exec_runs_in_the_checkout_and_ends_as_the_command(leased: Any, path: Path, tmp_path: Path) -> None:
+def test_exec_runs_in_the_checkout_and_ends_as_the_command(
+    leased: Any, path: Path, tmp_path: Path
+) -> None:
     """With the patch left behind and the checkout released."""
     script = 'test "$(pwd)" = "$1" && test "$MIRRORD_CHECKOUT" = "$2" && exit 42'
     words = ["sh", "-c", script, "sh", str(path.parent / "tree"), str(LEASE["id"])]
-    done = subprocess.run(_command("exec", "i", "--socket", str(path), "--diff", str(tmp_path / "p"), "--", *words), check=False)
+    done = subprocess.run(
+        _command("exec", "i", "--socket", str(path), "--diff", str(tmp_path / "p"), "--", *words),
+        check=False,
+    )
     assert done.returncode == 42
     assert (tmp_path / "p").read_bytes() == b"diff \xff\n"
     assert leased.asked[-1] == ("DELETE", CHECKOUT)
@@ -491,7 +567,10 @@ def test_exec_forwards_signals_and_releases(
     """The command's end decides, as a shell would tell it."""
     ready = path.parent / "ready"
     process = subprocess.Popen(
-        _command("exec", "i", "--socket", str(path), "--", "sh", "-c", f"touch {ready}; exec sleep 30"), stdin=subprocess.DEVNULL
+        _command(
+            "exec", "i", "--socket", str(path), "--", "sh", "-c", f"touch {ready}; exec sleep 30"
+        ),
+        stdin=subprocess.DEVNULL,
     )
     lone_process.append(process)
     _until(ready.exists)
@@ -501,7 +580,9 @@ def test_exec_forwards_signals_and_releases(
     assert leased.asked[-1] == ("DELETE", CHECKOUT)
 
 
-def test_exec_of_a_command_that_does_not_exist_releases(leased: Any, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exec_of_a_command_that_does_not_exist_releases(
+    leased: Any, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Not found."""
     assert run(["exec", "i", "--socket", str(path), "--", "no-such-command-here"]) == 4
     assert leased.asked[-1] == ("DELETE", CHECKOUT)
@@ -526,7 +607,9 @@ def test_config_check_tells_every_fault(tmp_path: Path, capsys: pytest.CaptureFi
     assert run(["config", "check", "--config", str(file)]) == 2
 
 
-def test_config_show_prints_a_configuration_that_means_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_show_prints_a_configuration_that_means_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Defaults included."""
     file, again = tmp_path / "config.toml", tmp_path / "again.toml"
     file.write_text(
@@ -541,7 +624,9 @@ def test_config_show_prints_a_configuration_that_means_the_same(tmp_path: Path, 
     assert (shown["sync"]["interval"], shown["mirror"][0]["repo"]) == ("6h", "psf/requests")
 
 
-def test_config_show_masks_the_secrets_of_urls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_show_masks_the_secrets_of_urls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is what people paste into reports."""
     file = tmp_path / "config.toml"
     file.write_text('[[mirror]]\nrepo = "a/b"\nurl = "https://me:hunter2@example.com/b.git"\n')
@@ -554,12 +639,16 @@ def test_serve_refuses_a_bad_configuration_with_every_fault(tmp_path: Path) -> N
     """It has become the daemon by then, whose exit status is ours."""
     file = tmp_path / "config.toml"
     file.write_text('[sync]\ninterval = "often"\nconcurency = 2\n')
-    done = subprocess.run(_command("serve", "--config", str(file)), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        _command("serve", "--config", str(file)), capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert "2 faults" in done.stderr
 
 
-def test_verify_seal_finds_what_lies_behind_the_commit(make_upstream: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_seal_finds_what_lies_behind_the_commit(
+    make_upstream: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Status 8 for a repository with later commits, 0 for one that ends there."""
     upstream: Upstream = make_upstream("u")
     first, last = upstream.history(2)

@@ -52,9 +52,16 @@ class World(NamedTuple):
         return _run(self.daemon, *words, stdin=stdin, cwd=cwd)
 
 
-def _run(running: Daemon, *words: str | Path, stdin: str | None = None, cwd: Path | None = None) -> Ran:
+def _run(
+    running: Daemon, *words: str | Path, stdin: str | None = None, cwd: Path | None = None
+) -> Ran:
     """In this process, for speed; what it prints is bytes at the end."""
-    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="surrogateescape", write_through=True) for _ in range(2))
+    out, err = (
+        io.TextIOWrapper(
+            io.BytesIO(), encoding="utf-8", errors="surrogateescape", write_through=True
+        )
+        for _ in range(2)
+    )
     given = io.TextIOWrapper(io.BytesIO((stdin or "").encode()), encoding="utf-8")
     before, sys.stdin = sys.stdin, given
     try:
@@ -110,7 +117,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     commits = upstream.history(5)
     _write_dataset(root / "rows.jsonl", upstream, commits)
     with daemon(f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n') as running:
-        imported = _run(running, "dataset", "import", root / "rows.jsonl", "--name", "demo", "--json")
+        imported = _run(
+            running, "dataset", "import", root / "rows.jsonl", "--name", "demo", "--json"
+        )
         yield World(running, upstream, commits, root / "rows.jsonl", imported)
 
 
@@ -134,10 +143,14 @@ def test_an_import_tells_what_it_took_and_what_it_could_not(world: World) -> Non
     assert "rows.jsonl:3" in again.err
 
 
-def test_an_import_of_a_commit_that_nobody_has_ends_with_eight(world: World, tmp_path: Path) -> None:
+def test_an_import_of_a_commit_that_nobody_has_ends_with_eight(
+    world: World, tmp_path: Path
+) -> None:
     """Recorded, but it cannot be served: told by mirror, commit and instance. Removing the dataset leaves nothing of it."""
     row = json.loads(world.file.read_text().splitlines()[0])
-    (tmp_path / "gone.jsonl").write_text(json.dumps({**row, "instance_id": "demo__project-9", "base_commit": "c" * 40}) + "\n")
+    (tmp_path / "gone.jsonl").write_text(
+        json.dumps({**row, "instance_id": "demo__project-9", "base_commit": "c" * 40}) + "\n"
+    )
     ran = world.run("dataset", "import", tmp_path / "gone.jsonl")
     assert ran.status == 8
     assert f"cannot pin {'c' * 40} of demo__project-9" in ran.err
@@ -174,12 +187,18 @@ def test_each_verb_shows_what_the_daemon_holds(world: World, words: list[str], s
     assert shown in ran.out or words == ["dataset", "formats"]
     plain = world.run(*words, "--json")
     assert plain.status == 0
-    assert [json.loads(line) for line in plain.out.splitlines()] if words == ["events"] else plain.json is not None
+    assert (
+        [json.loads(line) for line in plain.out.splitlines()]
+        if words == ["events"]
+        else plain.json is not None
+    )
 
 
 def test_the_life_of_a_checkout(world: World, tree: Path, tmp_path: Path) -> None:
     """Made, changed, taken out as a patch, reset, patched again."""
-    assert git(tree, "rev-parse", "HEAD^{tree}") == git(world.upstream.path, "rev-parse", f"{world.commits[1]}^{{tree}}")
+    assert git(tree, "rev-parse", "HEAD^{tree}") == git(
+        world.upstream.path, "rev-parse", f"{world.commits[1]}^{{tree}}"
+    )
     (tree / "README").write_text("changed\n")
     (tree / "new.bin").write_bytes(b"\0\1")
     patch = world.run("diff", ".", cwd=tree)
@@ -196,19 +215,32 @@ def test_the_life_of_a_checkout(world: World, tree: Path, tmp_path: Path) -> Non
     assert world.run("verify-seal", tree, "--base", world.commits[1]).status == 0
 
 
-def test_an_id_of_two_datasets_is_checked_out_by_the_name_of_its_dataset(world: World, tmp_path: Path) -> None:
+def test_an_id_of_two_datasets_is_checked_out_by_the_name_of_its_dataset(
+    world: World, tmp_path: Path
+) -> None:
     """Without it the answer names both; the checkout remembers whose it is, over resets and for the grader."""
     row = json.loads(world.file.read_text().splitlines()[0])
-    other = {**row, "base_commit": world.commits[3], "patch": "", "test_patch": row["test_patch"].replace("test_x", "test_y")}
+    other = {
+        **row,
+        "base_commit": world.commits[3],
+        "patch": "",
+        "test_patch": row["test_patch"].replace("test_x", "test_y"),
+    }
     (tmp_path / "other.jsonl").write_text(json.dumps(other) + "\n")
     imported = world.run("dataset", "import", tmp_path / "other.jsonl", "--json")
     try:
         assert imported.status == 0, imported.err
-        assert imported.json["result"]["ambiguous"] == [{"id": "demo__project-1", "datasets": ["other", "demo"]}]
+        assert imported.json["result"]["ambiguous"] == [
+            {"id": "demo__project-1", "datasets": ["other", "demo"]}
+        ]
         told = world.run("dataset", "import", tmp_path / "other.jsonl").err
         assert "demo__project-1: demo records another repository or base commit" in told
         refused = world.run("checkout", "demo__project-1", "--json")
-        assert (refused.status, "--dataset" in refused.err, '"demo"' in refused.err + refused.out) == (5, True, True)
+        assert (
+            refused.status,
+            "--dataset" in refused.err,
+            '"demo"' in refused.err + refused.out,
+        ) == (5, True, True)
         assert world.run("checkout", "demo__project-2", "--dataset", "other").status == 4
         with Client(world.daemon.socket) as client:
             with client.checkout("demo__project-1", dataset="other", view=View.GRADER) as checkout:
@@ -222,9 +254,14 @@ def test_an_id_of_two_datasets_is_checked_out_by_the_name_of_its_dataset(world: 
                 assert (Path(checkout.path) / "tests/test_x.py").exists()
                 with pytest.raises(InstanceAmbiguousError):
                     checkout.reset("demo__project-1")
-                again = world.run("reset", checkout.id, "demo__project-1", "--dataset", "other", "--json")
+                again = world.run(
+                    "reset", checkout.id, "demo__project-1", "--dataset", "other", "--json"
+                )
                 assert again.json["commit"] == world.commits[3]
-            assert client.get_instance("demo__project-1", dataset="demo").base_commit == world.commits[1]
+            assert (
+                client.get_instance("demo__project-1", dataset="demo").base_commit
+                == world.commits[1]
+            )
             with pytest.raises(InstanceAmbiguousError) as ambiguous:
                 client.get_instance("demo__project-1")
             assert ambiguous.value.facts["datasets"] == ["demo", "other"]
@@ -236,8 +273,12 @@ def test_an_id_of_two_datasets_is_checked_out_by_the_name_of_its_dataset(world: 
     world.run("release", taken.json["id"])
 
 
-@pytest.mark.parametrize(("content", "encoding"), [(b"ol\xc3\xa9\n", "utf-8"), (b"\xff\xfe latin \xe9\n", "base64")])
-def test_a_diff_in_json_keeps_each_byte(world: World, tree: Path, tmp_path: Path, content: bytes, encoding: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "encoding"), [(b"ol\xc3\xa9\n", "utf-8"), (b"\xff\xfe latin \xe9\n", "base64")]
+)
+def test_a_diff_in_json_keeps_each_byte(
+    world: World, tree: Path, tmp_path: Path, content: bytes, encoding: str
+) -> None:
     """A patch need not be text: one that is not UTF-8 is in base64, and applies again."""
     (tree / "README").write_bytes(content)
     answer = world.run("diff", tree, "--json").json
@@ -255,7 +296,11 @@ def test_a_diff_in_json_keeps_each_byte(world: World, tree: Path, tmp_path: Path
 def test_a_reset_goes_on_to_another_instance_or_commit(world: World, tree: Path) -> None:
     """Of the same mirror; the path stays."""
     answer = world.run("reset", tree, "demo__project-2", "--json").json
-    assert (answer["commit"], answer["path"], answer["proof"]["head"]) == (world.commits[2], str(tree), world.commits[2])
+    assert (answer["commit"], answer["path"], answer["proof"]["head"]) == (
+        world.commits[2],
+        str(tree),
+        world.commits[2],
+    )
     assert world.run("reset", tree, world.commits[0], "--json").json["commit"] == world.commits[0]
     assert world.run("renew", tree, "--ttl", "5m").status == 0
 
@@ -282,7 +327,9 @@ def test_a_reset_goes_on_to_another_instance_or_commit(world: World, tree: Path)
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_done_ends_with_its_status(world: World, words: list[str], status: int) -> None:
+def test_what_cannot_be_done_ends_with_its_status(
+    world: World, words: list[str], status: int
+) -> None:
     """A sentence that begins with cannot, and nothing on stdout but what was answered."""
     ran = world.run(*words)
     assert ran.status == status, ran
@@ -321,10 +368,16 @@ def test_rehearse_tries_every_instance(world: World) -> None:
     assert world.run("rehearse", "none").status == 4
 
 
-def test_rehearse_tells_a_row_that_fails_from_one_that_could_not_be_tried(world: World, tmp_path: Path) -> None:
+def test_rehearse_tells_a_row_that_fails_from_one_that_could_not_be_tried(
+    world: World, tmp_path: Path
+) -> None:
     """Eight is a statement about the dataset: a stranger's rehearsal makes none."""
     rows = [json.loads(line) for line in world.file.read_text().splitlines()[:1]]
-    broken = {**rows[0], "instance_id": "demo__project-broken", "patch": rows[0]["patch"].replace("\n ", "\n nowhere ")}
+    broken = {
+        **rows[0],
+        "instance_id": "demo__project-broken",
+        "patch": rows[0]["patch"].replace("\n ", "\n nowhere "),
+    }
     broken["patch"] = broken["patch"].replace("\n-", "\n-nowhere ")
     (tmp_path / "broken.jsonl").write_text(json.dumps(broken) + "\n")
     assert world.run("dataset", "import", tmp_path / "broken.jsonl").status == 0
@@ -332,14 +385,25 @@ def test_rehearse_tells_a_row_that_fails_from_one_that_could_not_be_tried(world:
     assert ran.status == 8, ran
     assert "@patch: cannot apply the patch" in ran.out
     assert world.run("dataset", "remove", "broken").status == 0
-    refused = [rehearse.Step("instance", 0.1, error) for error in (AccessError("cannot"), NoDaemonError("cannot"))]
+    refused = [
+        rehearse.Step("instance", 0.1, error)
+        for error in (AccessError("cannot"), NoDaemonError("cannot"))
+    ]
     assert [rehearse.Row("x", [step]).status for step in refused] == [3, 9]
 
 
 def test_exec_leaves_the_patch_and_no_checkout(world: World, tmp_path: Path) -> None:
     """And the command's own exit status."""
     ran = _spawn(
-        world.daemon, "exec", "demo__project-1", "--diff", tmp_path / "p", "--", "sh", "-c", "echo more >> README; pwd; exit 7"
+        world.daemon,
+        "exec",
+        "demo__project-1",
+        "--diff",
+        tmp_path / "p",
+        "--",
+        "sh",
+        "-c",
+        "echo more >> README; pwd; exit 7",
     )
     assert ran.status == 7
     assert "+more" in (tmp_path / "p").read_text()
@@ -349,10 +413,23 @@ def test_exec_leaves_the_patch_and_no_checkout(world: World, tmp_path: Path) -> 
 
 def test_a_killed_exec_gives_its_checkout_back(world: World) -> None:
     """Also where its whole process group was killed, long before the deadline; and the command is gone too."""
-    command = [sys.executable, "-m", "mirrord", "--socket", str(world.daemon.socket), "exec", "demo__project-1", "--"]
+    command = [
+        sys.executable,
+        "-m",
+        "mirrord",
+        "--socket",
+        str(world.daemon.socket),
+        "exec",
+        "demo__project-1",
+        "--",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     process = subprocess.Popen(
-        [*command, "sh", "-c", "pwd; exec sleep 1000"], stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        [*command, "sh", "-c", "pwd; exec sleep 1000"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
     )
     assert process.stdout is not None
     held = process.stdout.readline().strip()
@@ -368,14 +445,20 @@ def test_a_killed_exec_gives_its_checkout_back(world: World) -> None:
     raise AssertionError(f"{held} is still held")
 
 
-def test_a_squashed_checkout_is_judged_by_the_mirror_of_its_lease(world: World, tmp_path: Path) -> None:
+def test_a_squashed_checkout_is_judged_by_the_mirror_of_its_lease(
+    world: World, tmp_path: Path
+) -> None:
     """Nobody has to name it; what somebody else wrote beside a repository is not believed."""
     taken = world.run("checkout", "demo__project-1", "--history", "squashed")
     tree = Path(taken.out.rstrip("\n"))
     assert world.run("verify-seal", tree, "--base", world.commits[1]).status == 0
     assert world.run("verify-seal", tree, "--base", world.commits[2]).status == 8
     forged = tmp_path / "checkouts" / tree.parent.name
-    for part in (Path("checkouts", forged.name), Path("leases", forged.name), Path("mirrors", "demo__project")):
+    for part in (
+        Path("checkouts", forged.name),
+        Path("leases", forged.name),
+        Path("mirrors", "demo__project"),
+    ):
         shutil.copytree(world.daemon.state_dir / part, tmp_path / part, symlinks=True)
     assert world.run("verify-seal", forged / "tree", "--base", world.commits[1]).status == 0
     (tmp_path / "leases").chmod(0o777)
@@ -396,7 +479,10 @@ def test_the_example_of_the_design_works(world: World) -> None:
 
 def test_a_grader_applies_patches_and_restores_files(world: World) -> None:
     """What the instance holds, and files of pinned commits."""
-    with Client(world.daemon.socket) as client, client.checkout("demo__project-1", view=View.GRADER) as checkout:
+    with (
+        Client(world.daemon.socket) as client,
+        client.checkout("demo__project-1", view=View.GRADER) as checkout,
+    ):
         checkout.apply("@test_patch")
         assert (checkout.path / "tests/test_x.py").read_text() == "assert True\n"
         checkout.apply("@patch")
@@ -435,11 +521,23 @@ def test_events_are_followed_while_work_happens(world: World) -> None:
 def test_a_terminal_sees_progress_and_the_answer_stays_clean(world: World) -> None:
     """The bar is drawn on stderr."""
     ours, theirs = os.openpty()
-    words = ["--socket", str(world.daemon.socket), "dataset", "import", str(world.file), "--name", "demo"]
+    words = [
+        "--socket",
+        str(world.daemon.socket),
+        "dataset",
+        "import",
+        str(world.file),
+        "--name",
+        "demo",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "TERM": "xterm"}
     with os.fdopen(ours, "rb", buffering=0) as terminal:
         done = subprocess.run(
-            [sys.executable, "-m", "mirrord", *words], stdout=subprocess.PIPE, stderr=theirs, check=True, env=environment
+            [sys.executable, "-m", "mirrord", *words],
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            check=True,
+            env=environment,
         )
         os.close(theirs)
         drawn = terminal.read(4096)
@@ -496,7 +594,9 @@ def test_following_events_on_the_command_line_ends_with_ctrl_c(world: World) -> 
         "0",
     ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as follower:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as follower:
         assert follower.stdout is not None
         assert json.loads(follower.stdout.readline())["id"] == 1
         follower.send_signal(signal.SIGINT)

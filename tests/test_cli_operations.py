@@ -30,7 +30,15 @@ class Site(NamedTuple):
         return f"git://127.0.0.1:{self.silent.getsockname()[1]}/x"
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-P", "-m", "mirrord", "--socket", str(self.running.socket), *words]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "mirrord",
+            "--socket",
+            str(self.running.socket),
+            *words,
+        ]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def run(self, *words: str) -> tuple[int, str, str]:
@@ -40,7 +48,9 @@ class Site(NamedTuple):
 
     def start_stuck(self, name: str) -> str:
         """The id of an operation that waits for the silent upstream."""
-        status, out, err = self.run("mirror", "add", name, "--url", self.silent_url, "--no-wait", "--json")
+        status, out, err = self.run(
+            "mirror", "add", name, "--url", self.silent_url, "--no-wait", "--json"
+        )
         assert status == 0, err
         return str(json.loads(out)[0]["id"])
 
@@ -88,10 +98,14 @@ def test_ctrl_c_leaves_the_work_and_says_how_to_come_back(site: Site) -> None:
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130
     found = re.search(
-        r"operation (\w+) runs on: `mirrord operations wait \1` waits for it, `mirrord operations cancel \1` ends it", err
+        r"operation (\w+) runs on: `mirrord operations wait \1` waits for it, `mirrord operations cancel \1` ends it",
+        err,
     )
     assert found is not None, err
-    assert any(line.split()[:4] == [found[1], "mirror.add", "c__stuck", "running"] for line in site.run("status")[1].splitlines())
+    assert any(
+        line.split()[:4] == [found[1], "mirror.add", "c__stuck", "running"]
+        for line in site.run("status")[1].splitlines()
+    )
     status, out, _ = site.run("operations", "cancel", found[1])
     assert (status, out.split()[:3]) == (0, ["mirror.add", "c__stuck", "cancelled"])
     assert site.run("operations", "wait", found[1])[0] == 5
@@ -127,7 +141,17 @@ def test_watching_ends_as_the_work_does(site: Site) -> None:
 def test_status_waits_for_a_daemon_that_is_starting(site: Site) -> None:
     """As long as it was told, then it is no daemon."""
     with daemon(start=False) as made:
-        command = [sys.executable, "-P", "-m", "mirrord", "--socket", str(made.socket), "status", "--json", "--wait"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "mirrord",
+            "--socket",
+            str(made.socket),
+            "status",
+            "--json",
+            "--wait",
+        ]
         assert subprocess.run([*command, "50ms"], capture_output=True, check=False).returncode == 9
         with subprocess.Popen([*command, "30s"], stdout=subprocess.PIPE) as waiting:
             time.sleep(0.3)
@@ -137,7 +161,9 @@ def test_status_waits_for_a_daemon_that_is_starting(site: Site) -> None:
 
 
 @pytest.mark.parametrize("zone", ["America/New_York", "Asia/Tokyo", "UTC"])
-def test_a_printed_time_is_read_back_anywhere(site: Site, zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_printed_time_is_read_back_anywhere(
+    site: Site, zone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`refs log`'s own AT names its record, whatever the reader's zone."""
     monkeypatch.setenv("TZ", zone)
     site.run("mirror", "add", "a/b")
@@ -151,7 +177,9 @@ def test_a_printed_time_is_read_back_anywhere(site: Site, zone: str, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["status"], ["operations", "list"], ["events"], ["config", "show"], ["doctor"]], ids=" ".join
+    "words",
+    [["--help"], ["status"], ["operations", "list"], ["events"], ["config", "show"], ["doctor"]],
+    ids=" ".join,
 )
 def test_a_reader_that_hangs_up_ends_a_verb_quietly(site: Site, words: list[str]) -> None:
     """`mirrord … | head`: what SIGPIPE would have been, and no words."""

@@ -60,7 +60,10 @@ def _renewers() -> list[threading.Thread]:
 
 def test_a_lease_does_not_end_under_who_holds_it(running: Daemon, client: Client) -> None:
     """By one thread for all of a client's, which ends with the last of them."""
-    with client.checkout("o__r@main", ttl=TTL) as first, client.checkout("o__r@main", ttl=TTL) as second:
+    with (
+        client.checkout("o__r@main", ttl=TTL) as first,
+        client.checkout("o__r@main", ttl=TTL) as second,
+    ):
         began = first.expires_at
         (first.path / "edited").write_text("mine")
         time.sleep(LONGER)
@@ -77,11 +80,16 @@ def test_a_lease_does_not_end_under_a_task_that_holds_it(running: Daemon) -> Non
 
     async def scene() -> None:
         async with AsyncClient(running.socket) as client:
-            async with client.checkout("o__r@main", ttl=TTL) as first, client.checkout("o__r@main", ttl=TTL) as second:
+            async with (
+                client.checkout("o__r@main", ttl=TTL) as first,
+                client.checkout("o__r@main", ttl=TTL) as second,
+            ):
                 await asyncio.sleep(LONGER)
                 assert _is_there(running, first.id)
                 assert _is_there(running, second.id)
-                assert [task.get_name() for task in asyncio.all_tasks()].count("mirrord-renewal") == 1
+                assert [task.get_name() for task in asyncio.all_tasks()].count(
+                    "mirrord-renewal"
+                ) == 1
             kept = await client.checkout("o__r@main", ttl=TTL)
         assert asyncio.all_tasks() == {asyncio.current_task()}
         await asyncio.to_thread(_until, lambda: not _is_there(running, kept.id))
@@ -93,7 +101,10 @@ def test_a_lease_is_renewed_at_a_third_of_its_time(client: Client) -> None:
     """Not at every turn."""
     asked: list[str] = []
     renew = client.renew_checkout
-    client.renew_checkout = lambda checkout, ttl=None: (asked.append(checkout), renew(checkout, ttl))[1]  # type: ignore[method-assign]
+    client.renew_checkout = lambda checkout, ttl=None: (
+        asked.append(checkout),
+        renew(checkout, ttl),
+    )[1]  # type: ignore[method-assign]
     with client.checkout("o__r@main", ttl=3):
         time.sleep(3.5)
     assert 2 <= len(asked) <= 4
@@ -108,7 +119,9 @@ def test_who_does_not_want_it_keeps_the_deadline(running: Daemon, client: Client
     assert opened.id == checkout.id
 
 
-def test_a_handle_that_nobody_has_any_longer_is_not_renewed(running: Daemon, client: Client) -> None:
+def test_a_handle_that_nobody_has_any_longer_is_not_renewed(
+    running: Daemon, client: Client
+) -> None:
     """Its lease ends as it says."""
     forgotten = client.checkout("o__r@main", ttl=TTL).id
     gc.collect()
@@ -123,19 +136,25 @@ def test_a_lease_made_shorter_by_hand_is_renewed_in_time(running: Daemon, client
         assert _is_there(running, checkout.id)
 
 
-def test_a_lease_that_is_gone_is_told_once_and_left(running: Daemon, client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lease_that_is_gone_is_told_once_and_left(
+    running: Daemon, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     """With the time it had: `expires_at` stays at what was true last."""
     with caplog.at_level(logging.WARNING, "mirrord"):
         checkout = client.checkout("o__r@main", ttl=TTL)
         assert running.request("DELETE", f"/v1/checkouts/{checkout.id}")[0] == 204
         time.sleep(LONGER)
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"cannot renew checkout {checkout.id}, which expires at {checkout.expires_at}: ")
+    assert record.getMessage().startswith(
+        f"cannot renew checkout {checkout.id}, which expires at {checkout.expires_at}: "
+    )
     with pytest.raises(CheckoutNotFoundError):
         checkout.diff()
 
 
-def test_a_release_ends_the_renewal_without_a_word(running: Daemon, client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_release_ends_the_renewal_without_a_word(
+    running: Daemon, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     """By the handle, or by the client with its id."""
     with caplog.at_level(logging.WARNING, "mirrord"):
         one, two = client.checkout("o__r@main", ttl=TTL), client.checkout("o__r@main", ttl=TTL)
@@ -164,7 +183,9 @@ def test_the_lease_of_a_client_that_was_killed_ends(running: Daemon) -> None:
         assert _is_there(running, held)
         os.kill(working.pid, signal.SIGKILL)
     _until(lambda: not _is_there(running, held))
-    assert subprocess.run([*start, "0"], capture_output=True, check=False, timeout=30).returncode == 0
+    assert (
+        subprocess.run([*start, "0"], capture_output=True, check=False, timeout=30).returncode == 0
+    )
 
 
 def test_renewal_goes_on_after_a_restart_of_the_daemon(tmp_path: Path) -> None:

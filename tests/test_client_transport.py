@@ -84,7 +84,9 @@ def test_requests_one_after_another_use_one_connection(path: Path) -> None:
             client.health()
         assert len(server.connections) == 1
         with ThreadPoolExecutor(16) as threads:
-            assert {answer.status for answer in threads.map(lambda _: client.health(), range(200))} == {"ok"}
+            assert {
+                answer.status for answer in threads.map(lambda _: client.health(), range(200))
+            } == {"ok"}
         assert len(server.connections) <= 16
 
 
@@ -107,7 +109,9 @@ def test_the_cost_of_a_request_does_not_grow_with_the_connections_of_its_client(
             async with AsyncClient(path) as client:
                 await asyncio.gather(*[client.health() for _ in range(connections)])
                 server.routes = OK
-                for _ in range(50):  # the event loop may have something else to do, and an answer may come in two pieces
+                for _ in range(
+                    50
+                ):  # the event loop may have something else to do, and an answer may come in two pieces
                     calls[0] = 0
                     sys.setprofile(count)
                     await client.health()
@@ -156,10 +160,20 @@ def test_a_connection_that_the_daemon_closed_while_it_was_idle_is_no_error(path:
         assert len(server.connections) == 2
 
 
-def test_a_get_whose_connection_ends_before_the_answer_is_sent_again_and_a_post_is_not(path: Path) -> None:
+def test_a_get_whose_connection_ends_before_the_answer_is_sent_again_and_a_post_is_not(
+    path: Path,
+) -> None:
     """The POST may have been done."""
-    talks = [says(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(HEALTH), HEALTH)), says(b""), says(b"")]
-    with answering(path, *talks, says(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(HEALTH), HEALTH))) as count:
+    talks = [
+        says(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(HEALTH), HEALTH)),
+        says(b""),
+        says(b""),
+    ]
+    with answering(
+        path,
+        *talks,
+        says(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(HEALTH), HEALTH)),
+    ) as count:
         with Client(path) as client:
             client.health()
             with pytest.raises(errors.NoDaemonError, match="closed the connection"):
@@ -227,7 +241,10 @@ def test_a_full_backlog_is_waited_for(path: Path) -> None:
                 with connection, suppress(ConnectionError):
                     connection.settimeout(5)
                     if connection.recv(65536):
-                        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(HEALTH), HEALTH))
+                        connection.sendall(
+                            b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b"
+                            % (len(HEALTH), HEALTH)
+                        )
 
         accepting = threading.Thread(target=accept_all)
         accepting.start()
@@ -249,7 +266,8 @@ def test_a_full_backlog_is_waited_for(path: Path) -> None:
         % (HEALTH[:5], len(HEALTH) - 5, HEALTH[5:]),
         b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + HEALTH,
         b"HTTP/1.0 200 OK\r\n\r\n" + HEALTH,
-        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(HEALTH), HEALTH),
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b"
+        % (len(HEALTH), HEALTH),
     ],
     ids=["length", "chunks", "until the end", "HTTP/1.0", "after 100"],
 )
@@ -271,11 +289,17 @@ def test_a_body_of_every_framing_is_read_whole(path: Path, raw: bytes) -> None:
 )
 def test_what_is_not_http_is_not_mirrord(path: Path, raw: bytes) -> None:
     """An error of ours, whatever speaks there."""
-    with answering(path, says(raw)), Client(path) as client, pytest.raises(errors.NoDaemonError, match=r"not HTTP/1\.1"):
+    with (
+        answering(path, says(raw)),
+        Client(path) as client,
+        pytest.raises(errors.NoDaemonError, match=r"not HTTP/1\.1"),
+    ):
         client.status()
 
 
-@pytest.mark.parametrize("end", [b"content-length: 100\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n64\r\n{"])
+@pytest.mark.parametrize(
+    "end", [b"content-length: 100\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n64\r\n{"]
+)
 def test_a_body_that_is_cut_off_is_an_error(path: Path, end: bytes) -> None:
     """Never half an answer."""
     talk = says(b"HTTP/1.1 200 OK\r\n" + end)
@@ -292,7 +316,10 @@ def test_a_patch_of_any_size_arrives_whole(path: Path, size: int) -> None:
     "view": "agent",
     "backend": "pool", "owner_uid": 0, "owner_gid": 0, "taken_by": 0,
     "created_at": "2026-01-01T00:00:00Z", "expires_at": "2026-01-01T00:00:00Z"}"""
-    with serving(path, {("POST", "/v1/checkouts/a/apply"): lambda h: h.answer(lease)}) as server, Client(path) as client:
+    with (
+        serving(path, {("POST", "/v1/checkouts/a/apply"): lambda h: h.answer(lease)}) as server,
+        Client(path) as client,
+    ):
         client.apply_patch("a", patch)
         client.apply_patch("a", b"")
     assert [request.body for request in server.seen] == [patch, b""]
@@ -300,7 +327,9 @@ def test_a_patch_of_any_size_arrives_whole(path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("colour", ["threads", "asyncio"])
-def test_an_answer_that_comes_before_the_end_of_an_upload_is_read(tmp_path: Path, path: Path, colour: str) -> None:
+def test_an_answer_that_comes_before_the_end_of_an_upload_is_read(
+    tmp_path: Path, path: Path, colour: str
+) -> None:
     """A daemon that refuses the head of an upload reads no further."""
     file = tmp_path / "rows.jsonl"
     with file.open("wb") as empty:
@@ -313,7 +342,10 @@ def test_an_answer_that_comes_before_the_end_of_an_upload_is_read(tmp_path: Path
         async with AsyncClient(path) as client:
             await client.import_dataset(file, progress=lambda progress: sent.append(progress.done))
 
-    with answering(path, says(head % len(problem) + problem)), pytest.raises(errors.BodyTooLargeError):
+    with (
+        answering(path, says(head % len(problem) + problem)),
+        pytest.raises(errors.BodyTooLargeError),
+    ):
         if colour == "asyncio":
             asyncio.run(upload())
         else:
@@ -343,7 +375,10 @@ def test_breaking_off_a_stream_closes_its_connection(path: Path) -> None:
     event = b'data: {"id": 1, "boot": "b", "at": "2026-01-01T00:00:00Z", "name": "a.b", "fields": {}}\n\n'
 
     def talk(connection: socket.socket) -> None:
-        says(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(event), event))(connection)
+        says(
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n"
+            % (len(event), event)
+        )(connection)
         if connection.recv(1) == b"":
             ended.set()
 

@@ -16,7 +16,16 @@ from mirrord.checkouts.deferred import Deferred, answering
 from mirrord.checkouts.stores import chains as chains_module
 from mirrord.checkouts.stores import closures as module
 from mirrord.checkouts.stores import packer as packing_module
-from mirrord.checkouts.stores.chains import CHAIN_LIMIT, MARGINS, STRIDES, Layer, choose_root, grid, plan, previous
+from mirrord.checkouts.stores.chains import (
+    CHAIN_LIMIT,
+    MARGINS,
+    STRIDES,
+    Layer,
+    choose_root,
+    grid,
+    plan,
+    previous,
+)
 from mirrord.checkouts.stores.closures import BUILDING, Closures, remove_leftovers
 from mirrord.checkouts.stores.commits import Commits
 from mirrord.checkouts.stores.packer import Packer
@@ -75,7 +84,9 @@ class Site:
         return self.recorded
 
     def closure(self, commit: str) -> set[str]:
-        return {line[:40] for line in git(self.mirror, "rev-list", "--objects", commit).splitlines()}
+        return {
+            line[:40] for line in git(self.mirror, "rev-list", "--objects", commit).splitlines()
+        }
 
 
 @pytest.fixture
@@ -198,7 +209,10 @@ def test_what_is_asked_for_first_needs_two_packs() -> None:
     """The root lies one wide step below it; its way-points are built when neighbours need them."""
     line = [CommitId(f"{number:040}") for number in range(MARGINS[0] + 1)]
     first = plan({}, line)
-    assert [(layer.commit, layer.base) for layer in first] == [(line[-1], None), (line[0], line[-1])]
+    assert [(layer.commit, layer.base) for layer in first] == [
+        (line[-1], None),
+        (line[0], line[-1]),
+    ]
     layers = {layer.commit: layer for layer in first}
     neighbour = plan(layers, line[10:])
     assert [layer.depth for layer in neighbour] == [*range(32, 246, 32), 246]
@@ -210,7 +224,9 @@ def test_a_parent_that_has_a_layer_is_not_packed_again() -> None:
     layers: dict[CommitId, Layer] = {}
     counts = []
     for variant in "abc":
-        planned = plan(layers, [CommitId(variant * 40), *(line[1:2] if line[1] in layers else line[1:])])
+        planned = plan(
+            layers, [CommitId(variant * 40), *(line[1:2] if line[1] in layers else line[1:])]
+        )
         layers |= {layer.commit: layer for layer in planned}
         counts.append(len(planned))
     assert counts == [2, 2, 1]
@@ -292,7 +308,11 @@ def test_a_damaged_mirror_serves_nothing(site: Site, damage: str) -> None:
         with pytest.raises(CommitUnservableError) as caught:
             await closures.ensure(NAME, line[2])
         assert caught.value.facts["commit"] == line[2]
-        assert not [path for path in closures.directory(NAME).iterdir() if path.name.startswith((BUILDING, line[2]))]
+        assert not [
+            path
+            for path in closures.directory(NAME).iterdir()
+            if path.name.startswith((BUILDING, line[2]))
+        ]
         assert objects_of(await closures.ensure(NAME, line[1])) == site.closure(line[1])
 
     site.run(body)
@@ -330,7 +350,9 @@ def test_leftovers_of_a_killed_build_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".pack", ".idx"])
-def test_a_large_pack_is_copied_only_from_packs_that_are_whole(site: Site, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+def test_a_large_pack_is_copied_only_from_packs_that_are_whole(
+    site: Site, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
     """Where hashing the result would take too long, one altered byte anywhere in the source stops the build; git does not look at
     the end of an index."""
     monkeypatch.setattr(packing_module, "VERIFIED_WHOLE", 5)
@@ -356,7 +378,13 @@ def count_processes(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None
     start = Command.start
 
     def counted(command: Command) -> subprocess.Popen[bytes]:
-        started.append(next(word for word in command.argv if word in ("rev-list", "pack-objects", "verify-pack", "cat-file")))
+        started.append(
+            next(
+                word
+                for word in command.argv
+                if word in ("rev-list", "pack-objects", "verify-pack", "cat-file")
+            )
+        )
         return start(command)
 
     monkeypatch.setattr(Command, "start", counted)
@@ -376,7 +404,9 @@ def test_the_first_closure_costs_two_processes(site: Site, monkeypatch: pytest.M
     assert sorted(started) == ["pack-objects", "rev-list"]
 
 
-def test_a_small_pack_whose_sources_nobody_read_is_hashed_itself(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_pack_whose_sources_nobody_read_is_hashed_itself(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after a start of the daemon, which knows of no pack that it was read."""
     monkeypatch.setattr(chains_module, "STRIDES", (16, 4))
     line = [CommitId(oid) for oid in site.upstream.history(20)]
@@ -415,7 +445,9 @@ def test_what_was_written_is_read_back(site: Site, suffix: str) -> None:
     site.run(body)
 
 
-def test_neighbours_of_a_first_commit_find_waypoints_laid(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_of_a_first_commit_find_waypoints_laid(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first answer waits for a root and one wide step; what is between follows: a neighbour costs one small layer."""
     monkeypatch.setattr(chains_module, "STRIDES", (16, 4))
     monkeypatch.setattr(chains_module, "NARROW", 2)
@@ -433,7 +465,13 @@ def test_neighbours_of_a_first_commit_find_waypoints_laid(site: Site, monkeypatc
                 await anyio.sleep(0.01)
         near = await closures.ensure(NAME, line[16])
         assert objects_of(near) == site.closure(line[16])
-        assert [pack.path.parent.name for pack in near] == [line[3], line[7], line[11], line[15], line[16]]
+        assert [pack.path.parent.name for pack in near] == [
+            line[3],
+            line[7],
+            line[11],
+            line[15],
+            line[16],
+        ]
         assert laid(closures) == {line[3], line[19], *waypoints, line[16]}
 
     site.run(body)
@@ -447,7 +485,9 @@ def test_a_walk_that_fails_leaves_nothing(site: Site, monkeypatch: pytest.Monkey
     """The packer has had half of the list by then."""
     line = [CommitId(oid) for oid in site.upstream.history(3)]
     site.clone()
-    monkeypatch.setattr(packing_module, "_WALK", (*packing_module._WALK, "--stdin", "--no-such-option"))
+    monkeypatch.setattr(
+        packing_module, "_WALK", (*packing_module._WALK, "--stdin", "--no-such-option")
+    )
 
     async def body(closures: Closures) -> None:
         with pytest.raises(CommitUnservableError):
@@ -457,10 +497,14 @@ def test_a_walk_that_fails_leaves_nothing(site: Site, monkeypatch: pytest.Monkey
     site.run(body)
 
 
-def test_a_packer_that_ends_early_does_not_hang_the_walk(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packer_that_ends_early_does_not_hang_the_walk(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A list longer than a pipe holds, and nobody reads it."""
     site.upstream.history(1)
-    many = CommitId(site.upstream.commit({f"many/{number}.txt": f"{number}\n" for number in range(4000)}))
+    many = CommitId(
+        site.upstream.commit({f"many/{number}.txt": f"{number}\n" for number in range(4000)})
+    )
     site.clone()
     monkeypatch.setattr(packing_module, "_PACK", (*packing_module._PACK, "no-such-command"))
 
@@ -489,7 +533,9 @@ def test_a_near_closure_costs_no_process(site: Site, monkeypatch: pytest.MonkeyP
     assert not started
 
 
-def test_the_first_neighbour_below_costs_no_process(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_neighbour_below_costs_no_process(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The root lies further away than neighbours do; a worker reads as far as that, and makes the way-points."""
     line = [CommitId(oid) for oid in site.upstream.history(100)]
     site.clone()
@@ -508,7 +554,9 @@ def test_the_first_neighbour_below_costs_no_process(site: Site, monkeypatch: pyt
 def test_what_turns_out_large_is_packed_by_git(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """One commit may bring thousands of files: the worker gives up within its bounds."""
     line = site.upstream.history(2)
-    many = CommitId(site.upstream.commit({f"many/{number}.txt": f"{number}\n" for number in range(2100)}))
+    many = CommitId(
+        site.upstream.commit({f"many/{number}.txt": f"{number}\n" for number in range(2100)})
+    )
     site.clone()
 
     async def body(closures: Closures) -> None:

@@ -31,24 +31,36 @@ def test_sample_names_every_key_with_its_default(monkeypatch: pytest.MonkeyPatch
     """The commented sample is root's configuration, whole."""
     monkeypatch.setattr("os.geteuid", lambda: 0)
     written = tomllib.loads(SAMPLE.read_text())
-    keys = {f"{k}.{n}" if isinstance(v, dict) else k for k, v in written.items() for n in (v if isinstance(v, dict) else [k])}
+    keys = {
+        f"{k}.{n}" if isinstance(v, dict) else k
+        for k, v in written.items()
+        for n in (v if isinstance(v, dict) else [k])
+    }
     assert keys == {key for key, _ in config.setting_keys()} - {"mirror"}
     assert config.load(SAMPLE) == config.Settings()
 
 
 def test_sample_marks_what_needs_a_restart() -> None:
     """The sample's remarks and the table agree."""
-    marked = [line.split("=")[0].strip() for line in SAMPLE.read_text().splitlines() if line.rstrip().endswith("(restart)")]
+    marked = [
+        line.split("=")[0].strip()
+        for line in SAMPLE.read_text().splitlines()
+        if line.rstrip().endswith("(restart)")
+    ]
     assert marked == [key.rpartition(".")[2] for key, restart in config.setting_keys() if restart]
 
 
 def test_a_mirror_that_is_there_twice_is_named_by_the_second_line(tmp_path: Path) -> None:
     """The first one is right."""
     path = tmp_path / "config.toml"
-    path.write_text('[[mirror]]\nrepo = "a/b"\n\n[[mirror]]\nrepo = "c/d"\n\n[[mirror]]\nrepo = "C/D"\n')
+    path.write_text(
+        '[[mirror]]\nrepo = "a/b"\n\n[[mirror]]\nrepo = "c/d"\n\n[[mirror]]\nrepo = "C/D"\n'
+    )
     with pytest.raises(InvalidConfigError) as caught:
         config.load(path)
-    assert [(fault["key"], fault["line"]) for fault in caught.value.facts["faults"]] == [("mirror[2].repo", 8)]
+    assert [(fault["key"], fault["line"]) for fault in caught.value.facts["faults"]] == [
+        ("mirror[2].repo", 8)
+    ]
 
 
 def test_all_faults_are_listed_at_once_with_key_line_and_suggestion(tmp_path: Path) -> None:
@@ -104,7 +116,9 @@ def test_all_faults_are_listed_at_once_with_key_line_and_suggestion(tmp_path: Pa
         ('[[mirror]]\nrepo = "a/b"\n[[mirror]]\nrepo = "A/b"', "A/b is there twice"),
     ],
 )
-def test_a_value_of_the_wrong_kind_is_refused_in_the_words_of_toml(tmp_path: Path, text: str, said: str) -> None:
+def test_a_value_of_the_wrong_kind_is_refused_in_the_words_of_toml(
+    tmp_path: Path, text: str, said: str
+) -> None:
     """Nothing is guessed: a 1 is no true, and a true no 1."""
     (fault,) = faults_of(tmp_path, text)
     assert said in str(fault["message"])
@@ -139,7 +153,9 @@ def test_malformed_files_are_refused_not_crashed_on(tmp_path: Path, text: str | 
 
 
 @given(text=st.text(alphabet="[]=\"'\n.,{}#ab1\\ \t", max_size=60))
-def test_no_text_escapes_as_another_error(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_no_text_escapes_as_another_error(
+    text: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """toml 0.10.2 raises half a dozen classes on bad input; ours is the only one seen."""
     path = tmp_path_factory.getbasetemp() / "any.toml"
     path.write_text(text)
@@ -149,14 +165,26 @@ def test_no_text_escapes_as_another_error(text: str, tmp_path_factory: pytest.Te
         assert error.facts["faults"]
 
 
-@pytest.mark.parametrize("url", ["https://h/{owner}/x.git", "https://h/{repo}/{name}", "https://h/{owner.__class__}/{name}"])
+@pytest.mark.parametrize(
+    "url",
+    ["https://h/{owner}/x.git", "https://h/{repo}/{name}", "https://h/{owner.__class__}/{name}"],
+)
 def test_upstream_template_knows_owner_and_name_only(tmp_path: Path, url: str) -> None:
     """A template cannot reach into Python's format language."""
     assert faults_of(tmp_path, f'[upstream]\nurl = "{url}"')[0]["key"] == "upstream.url"
 
 
 @pytest.mark.parametrize(
-    "ref", ["heads/*", "refs/mirrord/*", "refs/replace/*", "refs/*/*", "refs/heads/a b", "refs/heads/..", "+refs/heads/*:x"]
+    "ref",
+    [
+        "heads/*",
+        "refs/mirrord/*",
+        "refs/replace/*",
+        "refs/*/*",
+        "refs/heads/a b",
+        "refs/heads/..",
+        "+refs/heads/*:x",
+    ],
 )
 def test_ref_patterns_that_could_reach_our_names_are_refused(tmp_path: Path, ref: str) -> None:
     """Our namespace cannot be configured away."""
@@ -185,9 +213,14 @@ def test_reload_applies_what_is_live_and_keeps_what_needs_a_restart(tmp_path: Pa
     """A refused key keeps its old value, every other key gets its new one."""
     old = config.Settings()
     path = tmp_path / "config.toml"
-    path.write_text('socket = "/other.sock"\n[sync]\ninterval = "1h"\n[checkouts]\nbackend = "pool"\nmax = 3\n')
+    path.write_text(
+        'socket = "/other.sock"\n[sync]\ninterval = "1h"\n[checkouts]\nbackend = "pool"\nmax = 3\n'
+    )
     new = config.load(path)
-    assert config.compare(old, new) == (["sync.interval", "checkouts.max"], ["socket", "checkouts.backend"])
+    assert config.compare(old, new) == (
+        ["sync.interval", "checkouts.max"],
+        ["socket", "checkouts.backend"],
+    )
     merged = config.merge_live(old, new)
     assert merged.sync.interval == timedelta(hours=1)
     assert merged.checkouts.max == 3
@@ -201,26 +234,50 @@ def test_an_unreadable_file_is_a_fault_not_a_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["ext::sh -c id", "--upload-pack=x", "ftp://h/{name}", "relative/{name}", "", "https://h/{name} x"]
+    "url",
+    [
+        "ext::sh -c id",
+        "--upload-pack=x",
+        "ftp://h/{name}",
+        "relative/{name}",
+        "",
+        "https://h/{name} x",
+    ],
 )
 def test_what_is_no_upstream_is_refused_without_being_shown(tmp_path: Path, url: str) -> None:
     """Wherever a URL can stand; it might hold a password."""
     text = f"[upstream]\nurl = {url!r}\nfallbacks = [{url!r}]\n[[mirror]]\nrepo = 'a/b'\nurl = {url!r}\n"
     faults = faults_of(tmp_path, text)
-    assert {fault["key"] for fault in faults} == {"upstream.url", "upstream.fallbacks[0]", "mirror[0].url"}
+    assert {fault["key"] for fault in faults} == {
+        "upstream.url",
+        "upstream.fallbacks[0]",
+        "mirror[0].url",
+    }
     assert not url or not any(url in str(fault["message"]) for fault in faults)
 
 
-@pytest.mark.parametrize("url", ["https://u:p@h/{owner}/{name}.git", "git@h:{owner}/{name}", "/srv/{name}", "FILE:///srv/{name}"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://u:p@h/{owner}/{name}.git",
+        "git@h:{owner}/{name}",
+        "/srv/{name}",
+        "FILE:///srv/{name}",
+    ],
+)
 def test_every_kind_of_upstream_is_taken(tmp_path: Path, url: str) -> None:
     """URLs, paths, and the scp-like spelling."""
-    (tmp_path / "config.toml").write_text(f"[upstream]\nurl = {url!r}\n[[mirror]]\nrepo = 'a/b'\nurl = {url!r}\n")
+    (tmp_path / "config.toml").write_text(
+        f"[upstream]\nurl = {url!r}\n[[mirror]]\nrepo = 'a/b'\nurl = {url!r}\n"
+    )
     assert config.load(tmp_path / "config.toml").upstream.url == url
 
 
 def test_a_fault_of_toml_shows_no_url(tmp_path: Path) -> None:
     """Toml 0.10.2 prints the table that was written twice."""
-    (fault,) = faults_of(tmp_path, "[upstream]\nurl = 'https://u:sesame@h/{name}'\n[upstream]\ntimeout = '1m'\n")
+    (fault,) = faults_of(
+        tmp_path, "[upstream]\nurl = 'https://u:sesame@h/{name}'\n[upstream]\ntimeout = '1m'\n"
+    )
     assert "upstream already exists" in str(fault["message"])
     assert "sesame" not in str(fault["message"])
 
@@ -250,7 +307,9 @@ def test_whatever_toml_raises_is_one_fault(tmp_path: Path, text: str) -> None:
 
 
 @given(st.text(alphabet="[]{}=\"'\\.#,\n aUu0-9_:x", max_size=60))
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_no_text_gets_past_the_faults(tmp_path: Path, text: str) -> None:
     """Settings or faults, nothing else."""
     (tmp_path / "config.toml").write_text(text)
@@ -260,7 +319,10 @@ def test_no_text_gets_past_the_faults(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("# " + "x\n# " * 60_000, "longer than 128 KiB"), ("\nx = " + "=" * 60_000, "longer than 4096 characters")],
+    [
+        ("# " + "x\n# " * 60_000, "longer than 128 KiB"),
+        ("\nx = " + "=" * 60_000, "longer than 4096 characters"),
+    ],
     ids=["file", "line"],
 )
 def test_what_would_take_minutes_is_refused_by_size(tmp_path: Path, text: str, told: str) -> None:
@@ -272,7 +334,8 @@ def test_what_would_take_minutes_is_refused_by_size(tmp_path: Path, text: str, t
 def test_a_large_configuration_is_read(tmp_path: Path) -> None:
     """A thousand mirrors with their URLs."""
     text = "".join(
-        f"[[mirror]]\nrepo = 'owner/name{n}'\nurl = 'https://git.example.com/owner/name{n}.git'\n" for n in range(1000)
+        f"[[mirror]]\nrepo = 'owner/name{n}'\nurl = 'https://git.example.com/owner/name{n}.git'\n"
+        for n in range(1000)
     )
     (tmp_path / "config.toml").write_text(text)
     assert len(config.load(tmp_path / "config.toml").mirror) == 1000

@@ -103,7 +103,9 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return Backend(request.param)
 
 
-def start(service: Service, backend: Backend, history: History, commit: str = "v2") -> tuple[Checkout, Peer]:
+def start(
+    service: Service, backend: Backend, history: History, commit: str = "v2"
+) -> tuple[Checkout, Peer]:
     peer = ROOT_PEER if history is History.LINKED else USER_PEER
     request = StartCheckout(instance=f"psf__requests@{commit}", history=history, backend=backend)
     return service.call(service.checkouts.checkout, request, peer), peer
@@ -111,9 +113,20 @@ def start(service: Service, backend: Backend, history: History, commit: str = "v
 
 def run_as(uid: int, script: str, tree: Path, service: Service) -> None:
     """Run a script in the checkout. It may fail: what it could do counts."""
-    env = {**ENV, "CANARY": str(service.state / "space/canary"), "SPACE": str(service.state / "space")}
+    env = {
+        **ENV,
+        "CANARY": str(service.state / "space/canary"),
+        "SPACE": str(service.state / "space"),
+    }
     subprocess.run(
-        ["sh", "-c", script], cwd=tree, env=env, user=uid, group=uid, extra_groups=[], capture_output=True, check=False
+        ["sh", "-c", script],
+        cwd=tree,
+        env=env,
+        user=uid,
+        group=uid,
+        extra_groups=[],
+        capture_output=True,
+        check=False,
     )
     (service.state / "space/canary").unlink(missing_ok=True)
 
@@ -128,7 +141,13 @@ def listing(root: Path, *, leave_out: str = "") -> dict[str, tuple[object, ...]]
             if relative == leave_out or relative.startswith(f"{leave_out}/"):
                 continue
             seen = path.lstat()
-            content = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+            content = (
+                os.readlink(path)
+                if path.is_symlink()
+                else path.read_bytes()
+                if path.is_file()
+                else b""
+            )
             found[relative] = (oct(seen.st_mode), seen.st_uid, content)
     return found
 
@@ -157,7 +176,9 @@ class Fresh:
         """Every object of the checkout's own store; a linked one has none."""
         if (self._tree / ".git").is_file():
             return ""
-        return as_user(self._tree, "cat-file", "--batch-all-objects", "--batch-check", uid=self._uid)
+        return as_user(
+            self._tree, "cat-file", "--batch-all-objects", "--batch-check", uid=self._uid
+        )
 
     def _hash(self) -> str:
         """git's tree of what is on disk, computed with the mirror's repository and an own index."""
@@ -217,7 +238,9 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize("history", TOGETHER)
-def test_reset_undoes_many_things_at_once(service: Service, backend: Backend, history: History) -> None:
+def test_reset_undoes_many_things_at_once(
+    service: Service, backend: Backend, history: History
+) -> None:
     """Much of the table on one checkout, for the other histories."""
     if (backend, history) == (Backend.OVERLAY, History.LINKED):
         pytest.skip("an overlay is never linked to a mirror")
@@ -236,8 +259,13 @@ def test_nothing_outside_its_history_is_in_a_checkout(
     """Its objects are exactly the closure of its HEAD: no tag object, no later commit, no remote, no alternate."""
     checkout, peer = start(service, backend, history)
     tree = Path(checkout.path)
-    present = {line.split()[0] for line in as_user(tree, "cat-file", "--batch-all-objects", "--batch-check").splitlines()}
-    closure = {line.split()[0] for line in as_user(tree, "rev-list", "--objects", "HEAD").splitlines()}
+    present = {
+        line.split()[0]
+        for line in as_user(tree, "cat-file", "--batch-all-objects", "--batch-check").splitlines()
+    }
+    closure = {
+        line.split()[0] for line in as_user(tree, "rev-list", "--objects", "HEAD").splitlines()
+    }
     assert present == closure
     assert rich.git("rev-parse", "v3") not in present
     assert as_user(tree, "remote") == ""

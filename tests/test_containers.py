@@ -89,16 +89,27 @@ def test_nobody_else_reads_a_checkout(running: Daemon, backend: str, uid: int) -
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_checkouts_directory_holds_its_tree_and_nothing_else(running: Daemon, backend: str) -> None:
+def test_a_checkouts_directory_holds_its_tree_and_nothing_else(
+    running: Daemon, backend: str
+) -> None:
     """Its owner can neither list it nor put anything there, before and after a reset, which leaves it what it was."""
     with held(running, backend=backend, owner=OWNER) as made:
         assert made["path"] == f"{made['directory']}/tree"
         before = os.stat(made["directory"])
         for _ in range(2):
             assert os.listdir(made["directory"]) == ["tree"]
-            for refused in ('ls "$D"', 'touch "$D/new"', 'mv "$T" "$D/other"', 'rmdir "$T"', 'ls "$D/../../leases"'):
+            for refused in (
+                'ls "$D"',
+                'touch "$D/new"',
+                'mv "$T" "$D/other"',
+                'rmdir "$T"',
+                'ls "$D/../../leases"',
+            ):
                 assert not succeeds(OWNER, made, refused)
-            assert running.request("POST", f"/v1/checkouts/{made['id']}/reset", {"commit": "v2"})[0] == 200
+            assert (
+                running.request("POST", f"/v1/checkouts/{made['id']}/reset", {"commit": "v2"})[0]
+                == 200
+            )
         assert os.stat(made["directory"]).st_ino == before.st_ino
         listed = {each["id"]: each["directory"] for each in running.json("GET", "/v1/checkouts")}
         assert listed[made["id"]] == made["directory"]
@@ -114,7 +125,13 @@ def test_neither_set_id_bits_nor_devices_count_in_a_checkout(running: Daemon, ba
         subprocess.run(["mknod", "-m", "666", tree / "null", "c", "1", "3"], check=True)
         assert (tree / "id").stat().st_uid == 0
         done = subprocess.run(
-            [tree / "id", "-u"], user=OWNER, group=OWNER, extra_groups=[], capture_output=True, text=True, check=True
+            [tree / "id", "-u"],
+            user=OWNER,
+            group=OWNER,
+            extra_groups=[],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert done.stdout.strip() == str(OWNER)
         with pytest.raises(PermissionError):
@@ -138,7 +155,9 @@ def test_the_binds_outlive_a_daemon_that_leaves_a_lease(tmp_path: Path, backend:
             assert os.statvfs(checkouts).f_flag & os.ST_NOSUID
             it.start()
             assert Path(made["path"], "README").read_text() == "1\n"
-            mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+            mounted = [
+                line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()
+            ]
             assert mounted.count(str(checkouts)) == 1
         release(it, made)
         time.sleep(0.5)
@@ -154,8 +173,18 @@ class Container:
     """A shell in a mount namespace of its own."""
 
     def __init__(self, propagation: str, enter: str = ":") -> None:
-        command = ["unshare", "--mount", "--propagation", propagation, "sh", "-c", f"{enter}\nexec sh"]
-        self._shell = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [
+            "unshare",
+            "--mount",
+            "--propagation",
+            propagation,
+            "sh",
+            "-c",
+            f"{enter}\nexec sh",
+        ]
+        self._shell = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.run(":")
 
     def run(self, script: str) -> str:
@@ -177,7 +206,9 @@ class Container:
         body = json.dumps({"instance": "o__r@v1", **asked})
         at = socket or running.socket
         answer: dict[str, Any] = json.loads(
-            self.run(f"curl --silent --unix-socket {at} -H content-type:application/json -d '{body}' http://m/v1/checkouts")
+            self.run(
+                f"curl --silent --unix-socket {at} -H content-type:application/json -d '{body}' http://m/v1/checkouts"
+            )
         )
         return answer
 
@@ -211,7 +242,9 @@ def test_who_sees_no_mounts_gets_a_plain_directory(running: Daemon, stack: ExitS
 
 
 @pytest.mark.parametrize("propagation", ["slave", "shared", "unchanged"])
-def test_who_sees_mounts_gets_an_overlay(running: Daemon, stack: ExitStack, propagation: str) -> None:
+def test_who_sees_mounts_gets_an_overlay(
+    running: Daemon, stack: ExitStack, propagation: str
+) -> None:
     """Another namespace alone says nothing: most units and many containers are slaves of the host's."""
     container = entered(stack, propagation)
     made = container.ask(running)
@@ -243,7 +276,9 @@ def test_who_sees_nothing_is_told_so(running: Daemon, stack: ExitStack, tmp_path
     release(running, container.ask(running, "/s", backend="pool"))
 
 
-def test_a_container_with_the_checkouts_elsewhere_gets_overlays(running: Daemon, stack: ExitStack, tmp_path: Path) -> None:
+def test_a_container_with_the_checkouts_elsewhere_gets_overlays(
+    running: Daemon, stack: ExitStack, tmp_path: Path
+) -> None:
     """What counts is that it sees them, at whatever path."""
     bind = f"mount --rbind {running.state_dir}/checkouts work; mount --make-rslave work"
     container = entered(stack, "slave", new_root(tmp_path, running, bind))
@@ -253,10 +288,14 @@ def test_a_container_with_the_checkouts_elsewhere_gets_overlays(running: Daemon,
     release(running, made)
 
 
-def test_a_container_with_one_checkout_sees_no_others(running: Daemon, stack: ExitStack, tmp_path: Path) -> None:
+def test_a_container_with_one_checkout_sees_no_others(
+    running: Daemon, stack: ExitStack, tmp_path: Path
+) -> None:
     """Its mount is of the same group as that of all checkouts, and shows only the one."""
     with held(running) as mine:
-        container = entered(stack, "slave", new_root(tmp_path, running, f"mount --rbind {mine['directory']} work"))
+        container = entered(
+            stack, "slave", new_root(tmp_path, running, f"mount --rbind {mine['directory']} work")
+        )
         assert container.run("cat /work/tree/README") == "1\n"
         assert container.ask(running, "/s")["code"] == "backend-unavailable"
 
@@ -270,9 +309,13 @@ def test_a_container_that_mounted_a_checkout_follows_its_resets(
         bind = f"mount --rbind {made['directory']} work; mount --make-rslave work"
         container = entered(stack, "slave", new_root(tmp_path, running, bind))
         for turn, commit in enumerate(("v2", "v0", "v1")):
-            assert running.request("POST", f"/v1/checkouts/{made['id']}/reset", {"commit": commit})[0] == 200
+            assert (
+                running.request("POST", f"/v1/checkouts/{made['id']}/reset", {"commit": commit})[0]
+                == 200
+            )
             assert container.run("cat /work/tree/README /work/tree/.git/HEAD") == (
-                Path(made["path"], "README").read_text() + Path(made["path"], ".git/HEAD").read_text()
+                Path(made["path"], "README").read_text()
+                + Path(made["path"], ".git/HEAD").read_text()
             )
             assert container.run("cat /work/tree/README") == f"{commit[1]}\n"
             assert container.run(f"ls -A /work; echo {turn} >/work/tree/mine") == "tree\n"
@@ -280,7 +323,9 @@ def test_a_container_that_mounted_a_checkout_follows_its_resets(
             assert (status, f"+{turn}\n".encode() in diff) == (200, True)
 
 
-def test_another_namespace_is_looked_at_once_for_a_connection(running: Daemon, stack: ExitStack, tmp_path: Path) -> None:
+def test_another_namespace_is_looked_at_once_for_a_connection(
+    running: Daemon, stack: ExitStack, tmp_path: Path
+) -> None:
     """Three checkouts over one connection read the tables of mounts once; those of our own namespace never do."""
     if shutil.which("strace") is None:
         pytest.skip("strace is not on this machine")

@@ -54,10 +54,14 @@ def test_sigint_stops_it_too() -> None:
 def test_the_modes_of_the_state_directory_let_nobody_in_but_to_checkouts() -> None:
     """Only `checkouts` may be entered by others, and not even that may be listed."""
     with daemon() as running:
-        modes = {path.name: oct(path.stat().st_mode & 0o777) for path in running.state_dir.iterdir()}
+        modes = {
+            path.name: oct(path.stat().st_mode & 0o777) for path in running.state_dir.iterdir()
+        }
         assert oct(running.state_dir.stat().st_mode & 0o777) == "0o711"
         assert modes["checkouts"] == "0o711"
-        assert {modes[name] for name in ("mirrors", "datasets", "templates", "quarantine")} == {"0o700"}
+        assert {modes[name] for name in ("mirrors", "datasets", "templates", "quarantine")} == {
+            "0o700"
+        }
         assert {mode for name, mode in modes.items() if name.startswith("catalog")} == {"0o600"}
         assert oct(running.socket.stat().st_mode & 0o777) == "0o666"
 
@@ -85,10 +89,18 @@ def test_a_second_daemon_on_the_same_socket_is_refused() -> None:
 
 def test_a_bad_configuration_lists_every_fault_and_ends_with_2() -> None:
     """Nothing is made on the disk."""
-    with daemon("[sync]\ninterval = 'soon'\nconcurency = 3\n[checkouts]\nmax = 0\n", start=False) as made:
+    with daemon(
+        "[sync]\ninterval = 'soon'\nconcurency = 3\n[checkouts]\nmax = 0\n", start=False
+    ) as made:
         status, log = ended(made)
         assert status == 2
-        for fault in ("sync.interval", "sync.concurency", "did you mean sync.concurrency", "checkouts.max", "3 faults"):
+        for fault in (
+            "sync.interval",
+            "sync.concurency",
+            "did you mean sync.concurrency",
+            "checkouts.max",
+            "3 faults",
+        ):
             assert fault in log
         assert not made.state_dir.exists()
 
@@ -126,7 +138,10 @@ def test_a_disk_without_room_for_a_start_is_said_and_ends_with_7(inodes: int) ->
     """No traceback; what is there stays as it is, for a start with room."""
     with daemon(start=False) as made:
         made.state_dir.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"nr_inodes={inodes}", "none", made.state_dir], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"nr_inodes={inodes}", "none", made.state_dir],
+            check=True,
+        )
         try:
             status, log = ended(made)
         finally:
@@ -141,7 +156,10 @@ def test_a_disk_with_or_without_room_can_be_unmounted_after_a_stop(inodes: int) 
     """What was bound over itself, and what was tried there, is gone where no checkout is held."""
     with daemon(start=False) as made:
         made.state_dir.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"nr_inodes={inodes}", "none", made.state_dir], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"nr_inodes={inodes}", "none", made.state_dir],
+            check=True,
+        )
         try:
             made.start(wait=False)
             while not made.socket.exists():
@@ -152,7 +170,9 @@ def test_a_disk_with_or_without_room_can_be_unmounted_after_a_stop(inodes: int) 
             subprocess.run(["umount", made.state_dir], check=True)
 
 
-def test_a_killed_daemon_leaves_nothing_where_temporary_files_are_but_for_the_next_start(scratch: Path) -> None:
+def test_a_killed_daemon_leaves_nothing_where_temporary_files_are_but_for_the_next_start(
+    scratch: Path,
+) -> None:
     """The fork server's socket lies in a directory that the next start knows for a dead one's; a living one's stays."""
     place = scratch / "tmp"
     place.mkdir()
@@ -170,7 +190,9 @@ def test_a_killed_daemon_leaves_nothing_where_temporary_files_are_but_for_the_ne
 def test_what_workers_come_from_is_in_no_directory_of_a_disk(scratch: Path) -> None:
     """A disk can be unmounted as soon as the daemon on it has ended."""
     with daemon() as running:
-        children = subprocess.run(["pgrep", "-P", str(running.pid)], capture_output=True, check=True, text=True).stdout.split()
+        children = subprocess.run(
+            ["pgrep", "-P", str(running.pid)], capture_output=True, check=True, text=True
+        ).stdout.split()
         assert len(children) >= 2  # the fork server, and what tracks its semaphores
         assert {os.readlink(f"/proc/{child}/cwd") for child in children} == {"/"}
 
@@ -185,7 +207,11 @@ def test_an_ordinary_user_can_run_it() -> None:
 def test_an_ordinary_users_defaults_are_the_xdg_directories(scratch: Path) -> None:
     """No configuration at all: state and socket below the user's own directories."""
     shutil.chown(scratch, NOBODY, NOBODY)
-    environment = {"PATH": os.environ["PATH"], "HOME": str(scratch), "XDG_RUNTIME_DIR": str(scratch / "run")}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(scratch),
+        "XDG_RUNTIME_DIR": str(scratch / "run"),
+    }
     (scratch / "run").mkdir(mode=0o700)
     shutil.chown(scratch / "run", NOBODY, NOBODY)
     made = Daemon(scratch)
@@ -195,7 +221,9 @@ def test_an_ordinary_users_defaults_are_the_xdg_directories(scratch: Path) -> No
     made.user = NOBODY
     with (scratch / "log").open("wb") as log:
         command = [*anyone.python(), "-m", "mirrord.daemon"]
-        made.process = subprocess.Popen(command, env=environment, user=NOBODY, stdout=log, stderr=log)
+        made.process = subprocess.Popen(
+            command, env=environment, user=NOBODY, stdout=log, stderr=log
+        )
     try:
         made.wait_until_healthy()
         assert (scratch / ".local/state/mirrord/mirrors").is_dir()
@@ -225,7 +253,10 @@ def test_the_service_manager_hears_of_each_step(scratch: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(scratch / "notify"))
         manager.settimeout(15)
-        made = Daemon(scratch, environment={"NOTIFY_SOCKET": str(scratch / "notify"), "WATCHDOG_USEC": "200000"})
+        made = Daemon(
+            scratch,
+            environment={"NOTIFY_SOCKET": str(scratch / "notify"), "WATCHDOG_USEC": "200000"},
+        )
         made.start()
         try:
             _expect(manager, "READY=1", "STATUS=serving")
@@ -250,7 +281,10 @@ def test_sighup_applies_what_is_live_and_refuses_the_rest_by_name() -> None:
     """The answer of a reload names the keys."""
     with daemon("[checkouts]\nmax = 5\n") as running:
         running.write_config("[checkouts]\nmax = 7\nbackend = 'pool'\n")
-        assert running.json("POST", "/v1/reload") == {"applied": ["checkouts.max"], "refused": ["checkouts.backend"]}
+        assert running.json("POST", "/v1/reload") == {
+            "applied": ["checkouts.max"],
+            "refused": ["checkouts.backend"],
+        }
         assert running.json("GET", "/v1/status")["checkout_max"] == 7
 
 
@@ -289,13 +323,19 @@ def test_the_process_is_lean_and_idle() -> None:
     with daemon() as running:
         maps = Path(f"/proc/{running.pid}/maps").read_text()
         assert not [name for name in ("pygit2", "libgit2", "pyarrow") if name in maps]
-        resident = next(line for line in Path(f"/proc/{running.pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
+        resident = next(
+            line
+            for line in Path(f"/proc/{running.pid}/status").read_text().splitlines()
+            if line.startswith("VmRSS")
+        )
         assert int(resident.split()[1]) < 90 * 1024
 
 
 def test_a_backend_that_the_host_lacks_degrades_the_daemon_with_its_reason() -> None:
     """An ordinary user cannot mount; what else there is goes on, and status still answers."""
-    with daemon("[checkouts]\nbackend = 'overlay'\n", user=NOBODY, environment={"HOME": "/nonexistent"}) as running:
+    with daemon(
+        "[checkouts]\nbackend = 'overlay'\n", user=NOBODY, environment={"HOME": "/nonexistent"}
+    ) as running:
         status, _, body = running.get("/v1/health")
         assert status == 503
         assert "overlay" in json.loads(body)["reasons"][0]
@@ -306,5 +346,11 @@ def test_what_happens_by_the_clock_follows_the_intervals() -> None:
     """Templates are proven again as often as content is audited; an interval of nothing switches jobs off."""
     with daemon("[audit]\ncontent_interval = '1d'\n[maintenance]\ninterval = '0'\n") as running:
         jobs = {job["name"] for job in running.json("GET", "/v1/status")["jobs"]}
-        assert {"audit", "audit.content", "templates.scrub", "templates.evict", "checkouts.expire"} <= jobs
+        assert {
+            "audit",
+            "audit.content",
+            "templates.scrub",
+            "templates.evict",
+            "checkouts.expire",
+        } <= jobs
         assert "maintenance" not in jobs

@@ -36,19 +36,33 @@ class World:
 
     def hand_out(self, commit: str) -> dict[str, Any]:
         """A checkout that is what it says, in its files and in its store."""
-        made: dict[str, Any] = self.daemon.json("POST", "/v1/checkouts", {"mirror": "owner/name", "commit": commit})
+        made: dict[str, Any] = self.daemon.json(
+            "POST", "/v1/checkouts", {"mirror": "owner/name", "commit": commit}
+        )
         tree = Path(made["path"])
         git(tree, "fsck", "--full", "--no-dangling")
         assert git(tree, "status", "--porcelain") == ""
         assert git(tree, "write-tree") == self.upstream.git("rev-parse", f"{commit}^{{tree}}")
-        assert (tree / "README").read_text().rstrip("\n") == self.upstream.git("show", f"{commit}:README")
+        assert (tree / "README").read_text().rstrip("\n") == self.upstream.git(
+            "show", f"{commit}:README"
+        )
         return made
 
     def release(self, made: dict[str, Any]) -> None:
         assert self.daemon.request("DELETE", f"/v1/checkouts/{made['id']}")[0] == 204
 
     def findings(self) -> list[str]:
-        command = [sys.executable, "-m", "mirrord", "--config", str(self.daemon.config), "--json", "audit", "--level", "content"]
+        command = [
+            sys.executable,
+            "-m",
+            "mirrord",
+            "--config",
+            str(self.daemon.config),
+            "--json",
+            "audit",
+            "--level",
+            "content",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return [finding["detail"] for finding in json.loads(done.stdout)["findings"]]
 
@@ -57,7 +71,9 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     upstream = Upstream(tmp_path_factory.mktemp("damaged") / "owner+name")
     commits = upstream.history(6)
-    with daemon(f'[upstream]\nurl = "file://{upstream.path.parent}/{{owner}}+{{name}}"\n') as running:
+    with daemon(
+        f'[upstream]\nurl = "file://{upstream.path.parent}/{{owner}}+{{name}}"\n'
+    ) as running:
         made = World(running, upstream, commits)
         made.add()
         yield made
@@ -76,7 +92,9 @@ def _truncate(file: Path) -> None:
         opened.truncate(file.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("damage", [_flip, _truncate, Path.unlink], ids=["flipped", "truncated", "gone"])
+@pytest.mark.parametrize(
+    "damage", [_flip, _truncate, Path.unlink], ids=["flipped", "truncated", "gone"]
+)
 @pytest.mark.parametrize(
     ("what", "told"),
     [

@@ -42,7 +42,10 @@ def build(root: Path) -> Upstream:
     """A tag on every commit, and a branch with a commit of its own on every third."""
     upstream = Upstream(root)
     for n in range(COMMITS):
-        files: dict[str, str | bytes | None] = {"README": f"{n}\n", "src/deep/mod.py": f"value = {n // 3}\n"}
+        files: dict[str, str | bytes | None] = {
+            "README": f"{n}\n",
+            "src/deep/mod.py": f"value = {n // 3}\n",
+        }
         if n == STRUCK:
             files |= {"src/deep/new/struck.py": "struck = True\n", "src/struck.py": "struck too\n"}
         upstream.commit(files)
@@ -96,7 +99,12 @@ def make_hostile(path: Path) -> None:
     commit = git(path, "commit-tree", bad, "-p", f"v{STRUCK}^{{commit}}", "-m", "hostile", env=date)
     good = git(path, "rev-parse", f"v{STRUCK}^{{tree}}")
     for ref in reaching(path, f"v{STRUCK}"):
-        git(path, "update-ref", ref, git(path, "commit-tree", good, "-p", commit, "-m", ref, env=date))
+        git(
+            path,
+            "update-ref",
+            ref,
+            git(path, "commit-tree", good, "-p", commit, "-m", ref, env=date),
+        )
 
 
 def reaching(path: Path, rev: str) -> set[str]:
@@ -130,14 +138,18 @@ class Site:
     def __init__(self, root: Path) -> None:
         self.quarantine = Quarantine(root / "quarantine")
         self.quarantine.root.mkdir(parents=True)
-        self.mirror = Repository(Git(home=root / "home"), MirrorName("owner", "name"), root / "mirror")
+        self.mirror = Repository(
+            Git(home=root / "home"), MirrorName("owner", "name"), root / "mirror"
+        )
         anyio.run(self.mirror.create)
 
     def sync(self, url: str, former: SyncResult | None = None) -> SyncResult:
         known = {fault.commit: fault.reason for fault in former.faults} if former else {}
 
         async def body() -> SyncResult:
-            fetcher = Fetcher(self.mirror, parse_upstream(url), self.quarantine, timedelta(seconds=60))
+            fetcher = Fetcher(
+                self.mirror, parse_upstream(url), self.quarantine, timedelta(seconds=60)
+            )
             return await sync(fetcher, ("refs/heads/*", "refs/tags/*"), known_faults=known)
 
         return anyio.run(body)
@@ -197,7 +209,9 @@ def test_an_upstream_that_knows_no_filters_gives_all_that_is_whole(
     _must_have_all_but_the_lost(site, case, result)
 
 
-def test_refs_that_get_whole_later_arrive_then(site: Site, strike: Callable[[Callable[[Path], None]], Case]) -> None:
+def test_refs_that_get_whole_later_arrive_then(
+    site: Site, strike: Callable[[Callable[[Path], None]], Case]
+) -> None:
     """And what upstream damages later stays as it was."""
     case = strike(DAMAGES["blob"])
     first = site.sync(f"file://{case.path}")
@@ -209,18 +223,32 @@ def test_refs_that_get_whole_later_arrive_then(site: Site, strike: Callable[[Cal
     for ref in sorted(case.lost):
         if ref.startswith("refs/heads/"):
             tree = git(case.path, "rev-parse", f"{ref}^{{tree}}")
-            git(case.path, "update-ref", ref, git(case.path, "commit-tree", tree, "-p", ref, "-m", "newer"))
+            git(
+                case.path,
+                "update-ref",
+                ref,
+                git(case.path, "commit-tree", tree, "-p", ref, "-m", "newer"),
+            )
     third = site.sync(f"file://{case.path}", second)
     assert third.faults == []  # the mirror has the blob, and upstream knows that
     after = anyio.run(site.mirror.all_refs)
-    assert all(after.get(ref) == oid or ref in case.lost or ref.startswith("refs/mirrord/") for ref, oid in before.items())
+    assert all(
+        after.get(ref) == oid or ref in case.lost or ref.startswith("refs/mirrord/")
+        for ref, oid in before.items()
+    )
 
 
 def _must_have_all_but_the_lost(site: Site, case: Case, result: SyncResult) -> None:
     assert {fault.ref for fault in result.faults} == case.lost
     assert all(fault.reason for fault in result.faults)
-    there = {ref: oid for ref, oid in anyio.run(site.mirror.all_refs).items() if not ref.startswith("refs/mirrord/")}
+    there = {
+        ref: oid
+        for ref, oid in anyio.run(site.mirror.all_refs).items()
+        if not ref.startswith("refs/mirrord/")
+    }
     listed = git(case.path, "for-each-ref", "--format=%(refname) %(objectname)").splitlines()
-    assert there == {ref: oid for ref, oid in (line.split() for line in listed) if ref not in case.lost}
+    assert there == {
+        ref: oid for ref, oid in (line.split() for line in listed) if ref not in case.lost
+    }
     git(site.mirror.path, "fsck", "--full", "--strict", "--no-dangling")
     assert not [ref for ref in there if ref.startswith((INCOMING, KEPT))]

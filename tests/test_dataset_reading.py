@@ -56,7 +56,9 @@ class Case:
         self.directory = directory
         self.count = 0
 
-    def read(self, content: bytes | list[dict[str, Any]], asked: str | None = None, name: str = "f.jsonl") -> ReadResult:
+    def read(
+        self, content: bytes | list[dict[str, Any]], asked: str | None = None, name: str = "f.jsonl"
+    ) -> ReadResult:
         self.count += 1
         path = self.directory / f"{self.count}-{name}"
         path.write_bytes(content if isinstance(content, bytes) else lines(content))
@@ -100,11 +102,17 @@ CONTAINERS: dict[str, bytes] = {
     "an array": json.dumps([row(1), row(2)]).encode(),
     "an indented array": json.dumps([row(1), row(2)], indent=4).encode(),
     "an array after a byte order mark": b"\xef\xbb\xbf" + json.dumps([row(1), row(2)]).encode(),
-    "an object of rows": json.dumps({f"psf__requests-{n}": row(n, instance_id=...) for n in (1, 2)}).encode(),
+    "an object of rows": json.dumps(
+        {f"psf__requests-{n}": row(n, instance_id=...) for n in (1, 2)}
+    ).encode(),
     "an indented object of rows": json.dumps({"x": row(1), "y": row(2)}, indent=1).encode(),
     "an object with an array": json.dumps({"instances": [row(1), row(2)]}).encode(),
-    "an indented object with an array": json.dumps({"instances": [row(1), row(2)]}, indent=2).encode(),
-    "an object with a version and an array": json.dumps({"version": 1, "instances": [row(1), row(2)]}, indent=2).encode(),
+    "an indented object with an array": json.dumps(
+        {"instances": [row(1), row(2)]}, indent=2
+    ).encode(),
+    "an object with a version and an array": json.dumps(
+        {"version": 1, "instances": [row(1), row(2)]}, indent=2
+    ).encode(),
     "gzip": gzip.compress(lines([row(1), row(2)])),
     "gzip of an array": gzip.compress(json.dumps([row(1), row(2)]).encode()),
     "Zstandard": pyarrow.compress(lines([row(1), row(2)]), codec="zstd", asbytes=True),
@@ -112,7 +120,9 @@ CONTAINERS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_every_container_is_read_by_its_content_whatever_its_name(case: Case, container: str) -> None:
+def test_every_container_is_read_by_its_content_whatever_its_name(
+    case: Case, container: str
+) -> None:
     result = case.read(CONTAINERS[container], name="misleading.parquet")
     assert (result.format, result.row_count, result.fault_count) == ("swe-bench", 2, 0)
     assert case.ids == ["psf__requests-1", "psf__requests-2"]
@@ -132,13 +142,17 @@ def test_parquet_is_read_by_its_content_and_only_where_needed(case: Case) -> Non
 
 def test_a_column_that_is_not_text_in_parquet_is_a_fault_of_its_row(case: Case) -> None:
     good, bad = b"ok", b"\xff\xfe"
-    schema = pyarrow.schema([(name, pyarrow.string()) for name in ("instance_id", "repo", "base_commit", "patch")])
+    schema = pyarrow.schema(
+        [(name, pyarrow.string()) for name in ("instance_id", "repo", "base_commit", "patch")]
+    )
     patch = pyarrow.Array.from_buffers(
         pyarrow.string(),
         2,
         [None, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pyarrow.py_buffer(good + bad)],
     )
-    table = pyarrow.Table.from_arrays([["a", "b"], ["o/n", "o/n"], [BASE, BASE], patch], schema=schema)
+    table = pyarrow.Table.from_arrays(
+        [["a", "b"], ["o/n", "o/n"], [BASE, BASE], patch], schema=schema
+    )
     parquet.write_table(table, case.directory / "f")
     result = case.read_path(case.directory / "f")
     assert case.ids == ["a"]
@@ -168,12 +182,33 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a deeply nested array": (b"[" * 100_000, "nested too deeply"),
     "cut-off Parquet": (b"PAR1" + b"\0" * 100, "not a whole Parquet"),
     "cut-off gzip": (gzip.compress(os.urandom(100))[:20], "damaged|neither"),
-    "every row bad": (lines([row(1, base_commit="1234"), row(2, base_commit="")]), "none of its rows"),
-    "SWE-smith": (lines([{"instance_id": "a", "repo": "swesmith/a__b.12345678", "patch": "x", "image_name": "i"}]), "SWE-smith"),
-    "Multi-SWE-bench": (lines([{"org": "a", "repo": "b", "base": {"sha": BASE}}]), "Multi-SWE-bench"),
+    "every row bad": (
+        lines([row(1, base_commit="1234"), row(2, base_commit="")]),
+        "none of its rows",
+    ),
+    "SWE-smith": (
+        lines(
+            [
+                {
+                    "instance_id": "a",
+                    "repo": "swesmith/a__b.12345678",
+                    "patch": "x",
+                    "image_name": "i",
+                }
+            ]
+        ),
+        "SWE-smith",
+    ),
+    "Multi-SWE-bench": (
+        lines([{"org": "a", "repo": "b", "base": {"sha": BASE}}]),
+        "Multi-SWE-bench",
+    ),
     "R2E-Gym": (lines([{"repo_name": "a", "parsed_commit_content": "{}"}]), "R2E-Gym"),
     "NeMo Gym": (lines([{"responses_create_params": {}}]), "NeMo Gym"),
-    "Pro without columns": (lines([{"instance_id": "a", "before_repo_set_cmd": "git reset"}]), "SWE-bench Pro"),
+    "Pro without columns": (
+        lines([{"instance_id": "a", "before_repo_set_cmd": "git reset"}]),
+        "SWE-bench Pro",
+    ),
 }
 
 
@@ -206,7 +241,9 @@ class Full(type(Path())):
         return super().open(mode.replace("x", "w"), *args, **kwargs)
 read_dataset(Path(sys.argv[1]), "f", None, Full(sys.argv[2]))
 """
-    done = subprocess.run([sys.executable, "-c", code, path, full], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, path, full], capture_output=True, text=True, check=False
+    )
     assert DiskFullError.__name__ in done.stderr
 
 
@@ -242,14 +279,19 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "commit of zeros": (row(base_commit="0" * 40), "not a full commit id"),
     "commit of other digits": (row(base_commit="１" * 40), "not a full commit id"),
     "commit that is a number": (row(base_commit=int("1" * 40)), "a number"),
-    "abbreviated setup commit": (row(environment_setup_commit="b" * 10), "environment_setup_commit"),
+    "abbreviated setup commit": (
+        row(environment_setup_commit="b" * 10),
+        "environment_setup_commit",
+    ),
     "patch that is a number": (row(patch=3), "patch is a number"),
     "patch with half a character": (row(patch="\ud800"), "lone surrogate"),
 }
 
 
 @pytest.mark.parametrize("kind", BAD_ROWS)
-def test_a_bad_row_is_told_with_file_and_line_and_the_others_are_read(case: Case, kind: str) -> None:
+def test_a_bad_row_is_told_with_file_and_line_and_the_others_are_read(
+    case: Case, kind: str
+) -> None:
     bad, reason = BAD_ROWS[kind]
     result = case.read([row(1001), bad, row(1002)])
     assert case.ids == ["psf__requests-1001", "psf__requests-1002"]
@@ -273,7 +315,9 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("kind", BAD_LINES)
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_line_that_is_no_row_is_told_and_the_others_are_read(case: Case, kind: str, place: int) -> None:
+def test_a_line_that_is_no_row_is_told_and_the_others_are_read(
+    case: Case, kind: str, place: int
+) -> None:
     content = [lines([row(1)]), lines([row(2)])]
     content.insert(place, BAD_LINES[kind][0] + b"\n")
     result = case.read(b"".join(content))
@@ -321,7 +365,9 @@ def test_damaged_parquet_gives_the_rows_before_the_damage(case: Case) -> None:
     random.seed(1)
     rows = [row(n, patch=random.randbytes(500).hex()) for n in range(1000)]
     path = case.directory / "f"
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=100, compression="gzip")
+    parquet.write_table(
+        pyarrow.Table.from_pylist(rows), path, row_group_size=100, compression="gzip"
+    )
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
     content[middle : middle + 5000] = os.urandom(5000)
@@ -332,21 +378,27 @@ def test_damaged_parquet_gives_the_rows_before_the_damage(case: Case) -> None:
     assert "damaged from here on" in result.faults[0].reason
 
 
-def test_a_row_longer_than_the_limit_is_told_and_the_next_one_is_read(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_longer_than_the_limit_is_told_and_the_next_one_is_read(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("mirrord.datasets.readers.ELEMENT_LIMIT_BYTES", 100_000)
     result = case.read([row(1), row(2, patch="x" * 1_000_000), row(3)])
     assert case.ids == ["psf__requests-1", "psf__requests-3"]
     assert "longer than" in reasons(result)[2]
 
 
-def test_an_element_longer_than_the_limit_ends_the_array(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_element_longer_than_the_limit_ends_the_array(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "ELEMENT_LIMIT_BYTES", 1_000_000)
     result = case.read(json.dumps([row(1), row(2, patch="x" * 4_000_000), row(3)]).encode())
     assert case.ids == ["psf__requests-1"]
     assert "longer than" in reasons(result)[2]
 
 
-def test_only_so_many_faults_are_told_but_all_are_counted(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_faults_are_told_but_all_are_counted(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reading, "FAULTS_KEPT", 3)
     result = case.read([row(0), *(row(n, repo="x") for n in range(1, 10))])
     assert (len(result.faults), result.fault_count) == (3, 9)
@@ -354,7 +406,10 @@ def test_only_so_many_faults_are_told_but_all_are_counted(case: Case, monkeypatc
 
 def test_an_id_used_twice_keeps_its_first_row(case: Case) -> None:
     result = case.read([row(1), row(1, base_commit="c" * 40), row(1), row(2)])
-    assert [(line["id"], line["base"]) for line in case.rows] == [("psf__requests-1", BASE), ("psf__requests-2", BASE)]
+    assert [(line["id"], line["base"]) for line in case.rows] == [
+        ("psf__requests-1", BASE),
+        ("psf__requests-2", BASE),
+    ]
     assert "that of line 1" in reasons(result)[2]
     assert result.rules["the same row again, ignored"] == 1
 
@@ -387,12 +442,17 @@ def test_lists_are_read_in_every_spelling_and_the_rule_is_counted(kind: str) -> 
     assert any(rule in name for name in rules) if rule else not rules
 
 
-@pytest.mark.parametrize("text", ["https://github.com/psf/requests", "git@github.com:psf/requests.git", "psf/requests"])
+@pytest.mark.parametrize(
+    "text", ["https://github.com/psf/requests", "git@github.com:psf/requests.git", "psf/requests"]
+)
 def test_a_repository_may_be_a_url(text: str) -> None:
     assert Fields({"repo": text}, Counter()).mirror() == MirrorName("psf", "requests")
 
 
-@pytest.mark.parametrize("text", ["https://github.com/", "https://github.com/../x", "file:///etc/passwd", "ext::sh -c x/y"])
+@pytest.mark.parametrize(
+    "text",
+    ["https://github.com/", "https://github.com/../x", "file:///etc/passwd", "ext::sh -c x/y"],
+)
 def test_a_hostile_url_is_no_repository(text: str) -> None:
     with pytest.raises(RowError):
         Fields({"repo": text}, Counter()).mirror()
@@ -433,7 +493,9 @@ DETECTED: dict[str, list[dict[str, Any]]] = {
         row(environment_setup_commit=..., FAIL_TO_PASS=["a"], created_at="2023-01-23 04:10:47"),
         row(environment_setup_commit=..., hints_text="", log_parser="x"),
     ],
-    "swe-bench-multimodal": [row(environment_setup_commit=..., image_assets='{"problem_statement": []}')],
+    "swe-bench-multimodal": [
+        row(environment_setup_commit=..., image_assets='{"problem_statement": []}')
+    ],
     "swe-gym": [
         row(environment_setup_commit=..., hints_text="h"),
         row(environment_setup_commit=..., hints_text="", PASS_TO_PASS=[]),
@@ -445,7 +507,12 @@ DETECTED: dict[str, list[dict[str, Any]]] = {
     ],
     "generic": [
         row(environment_setup_commit=..., created_at=...),
-        row(environment_setup_commit=..., before_repo_set_cmd="git checkout x", FAIL_TO_PASS=..., fail_to_pass="['a']"),
+        row(
+            environment_setup_commit=...,
+            before_repo_set_cmd="git checkout x",
+            FAIL_TO_PASS=...,
+            fail_to_pass="['a']",
+        ),
         row(environment_setup_commit=..., commit_urls=[]),
     ],
 }
@@ -483,7 +550,13 @@ def test_the_table_of_formats_shows_those_that_are_read() -> None:
     names = [info.name for info in format_infos()]
     assert names == [f.name for f in FORMATS if f.normalise]
     assert len(names) == len(set(names))
-    assert {"swe-bench", "swe-bench-multilingual", "swe-bench-multimodal", "swe-gym", "swe-rebench"} <= set(names)
+    assert {
+        "swe-bench",
+        "swe-bench-multilingual",
+        "swe-bench-multimodal",
+        "swe-gym",
+        "swe-rebench",
+    } <= set(names)
 
 
 def test_all_columns_a_test_of_a_format_reads_are_read_from_parquet() -> None:
@@ -508,7 +581,10 @@ def test_real_files_are_read_whole(case: Case, file: str) -> None:
     result = case.read_path(DATA / file)
     assert (result.format, result.row_count, len(result.names)) == REAL[file]
     assert result.fault_count == 0
-    assert all(line["patch"] and line["test_patch"] and (line["fail"] or line["pass"]) for line in case.rows)
+    assert all(
+        line["patch"] and line["test_patch"] and (line["fail"] or line["pass"])
+        for line in case.rows
+    )
 
 
 # -- streaming --------------------------------------------------------------------------------------------------------
@@ -532,18 +608,29 @@ _VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.dictionaries(st.text(), _VALUES, max_size=3), max_size=4), st.integers(1, 50), st.booleans())
-def test_elements_come_out_as_they_went_in_wherever_the_bytes_are_cut(rows: list[Any], size: int, ascii_only: bool) -> None:
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+@given(
+    st.lists(st.dictionaries(st.text(), _VALUES, max_size=3), max_size=4),
+    st.integers(1, 50),
+    st.booleans(),
+)
+def test_elements_come_out_as_they_went_in_wherever_the_bytes_are_cut(
+    rows: list[Any], size: int, ascii_only: bool
+) -> None:
     content = json.dumps(rows, ensure_ascii=ascii_only, indent=1).encode("utf-8", "surrogatepass")
     found = list(iter_elements(Trickle(content, size)))
     assert [element.fault for element in found] == [None] * len(rows)
     assert [json.loads(element.text.decode("utf-8", "surrogatepass")) for element in found] == rows
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(
-    st.binary(max_size=200).map(lambda tail: b"[" + tail) | st.text('[]{},:"\\ a1', max_size=60).map(lambda t: b"[" + t.encode())
+    st.binary(max_size=200).map(lambda tail: b"[" + tail)
+    | st.text('[]{},:"\\ a1', max_size=60).map(lambda t: b"[" + t.encode())
 )
 def test_no_bytes_make_the_scanner_fail(content: bytes) -> None:
     for element in iter_elements(Trickle(content, 7)):
@@ -573,10 +660,23 @@ def test_a_large_file_is_read_in_bounded_memory(tmp_path: Path, container: str) 
             path.write_text(json.dumps(part))
         else:
             parquet.write_table(
-                pyarrow.Table.from_pylist(part), path, row_group_size=2000, use_dictionary=False, compression=None
+                pyarrow.Table.from_pylist(part),
+                path,
+                row_group_size=2000,
+                use_dictionary=False,
+                compression=None,
             )
-    command = [sys.executable, "-c", _READ_LARGE, tmp_path / "large", tmp_path / "warm", tmp_path / "spool"]
-    count, grown_mib = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    command = [
+        sys.executable,
+        "-c",
+        _READ_LARGE,
+        tmp_path / "large",
+        tmp_path / "warm",
+        tmp_path / "spool",
+    ]
+    count, grown_mib = map(
+        int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    )
     assert count == 5_000
     assert grown_mib < 30
 
@@ -597,13 +697,17 @@ def test_a_dictionary_that_stands_for_gigabytes_is_refused(tmp_path: Path) -> No
             "instance_id": [f"a__b-{n}" for n in range(64)],
             "repo": ["a/b"] * 64,
             "base_commit": ["a" * 40] * 64,
-            "patch": pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int32()), ["x" * (40 << 20)]),
+            "patch": pyarrow.DictionaryArray.from_arrays(
+                pyarrow.array([0] * 64, pyarrow.int32()), ["x" * (40 << 20)]
+            ),
         }
     )
     path = tmp_path / "bomb.parquet"
     parquet.write_table(bomb, path, compression="zstd")
     assert path.stat().st_size < 1 << 20
-    done = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=True
+    )
     message, peak = done.stdout.splitlines()
     assert "unpack to more than 25" in message
     assert int(peak) < 700 << 20
@@ -624,14 +728,18 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
-@pytest.mark.parametrize("text", [b"[" * 1024, b'{"instance_id": "a", "patch": "' + b"x" * 1024], ids=["nested", "long"])
+@pytest.mark.parametrize(
+    "text", [b"[" * 1024, b'{"instance_id": "a", "patch": "' + b"x" * 1024], ids=["nested", "long"]
+)
 def test_a_gzip_bomb_is_refused(tmp_path: Path, text: bytes) -> None:
     """600 MiB in less than 3; what is nested too deeply ends at once, what is long at the bound."""
     path = tmp_path / "bomb.json.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         for _ in range(600):
             file.write(text[-1:] * (1 << 20) if file.tell() else text)
-    done = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=True
+    )
     message, peak = done.stdout.splitlines()
     assert "nested too deeply" in message or "MiB" in message
     assert int(peak) < 1 << 30
@@ -642,7 +750,12 @@ def test_rows_in_text_that_shrinks_well_are_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl.gz"
     with gzip.open(path, "wt") as file:
         for number in range(2000):
-            row = {"instance_id": f"a__b-{number}", "repo": "a/b", "base_commit": f"{number + 1:040x}", "patch": "line\n" * 2000}
+            row = {
+                "instance_id": f"a__b-{number}",
+                "repo": "a/b",
+                "base_commit": f"{number + 1:040x}",
+                "patch": "line\n" * 2000,
+            }
             file.write(json.dumps(row) + "\n")
     result = read_dataset(path, path.name, None, tmp_path / "spool")
     assert (result.row_count, result.fault_count) == (2000, 0)

@@ -50,16 +50,29 @@ class House:
     events: Events
     root: Path
 
-    async def take(self, rows: list[dict[str, Any]] | bytes, name: str | None = "lite", **options: Any) -> dict[str, Any]:
+    async def take(
+        self, rows: list[dict[str, Any]] | bytes, name: str | None = "lite", **options: Any
+    ) -> dict[str, Any]:
         """Import rows; answers the dataset with its `change` beside."""
         path = self.root / "upload"
-        path.write_bytes(rows if isinstance(rows, bytes) else b"".join(json.dumps(row).encode() + b"\n" for row in rows))
-        answer = await self.datasets.import_file(path, name=name, format=None, source="lite.jsonl", **options)
-        return {**answer["dataset"], **{key: value for key, value in answer.items() if key != "dataset"}}
+        path.write_bytes(
+            rows
+            if isinstance(rows, bytes)
+            else b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+        )
+        answer = await self.datasets.import_file(
+            path, name=name, format=None, source="lite.jsonl", **options
+        )
+        return {
+            **answer["dataset"],
+            **{key: value for key, value in answer.items() if key != "dataset"},
+        }
 
     def refs(self, name: MirrorName = NAME) -> set[str]:
         """The pins of a mirror as refs, without their prefix."""
-        listed = git(self.mirrors.path(name), "for-each-ref", "--format=%(refname)", "refs/mirrord/pins/").splitlines()
+        listed = git(
+            self.mirrors.path(name), "for-each-ref", "--format=%(refname)", "refs/mirrord/pins/"
+        ).splitlines()
         return {ref.removeprefix("refs/mirrord/pins/") for ref in listed}
 
 
@@ -94,9 +107,16 @@ async def parts_on(root: Path, workers: Workers) -> AsyncIterator[House]:
     """Everything that an import needs, on the state directory below `root`."""
     state, events = root / "state", Events()
     template = f"file://{root}/upstreams/{{owner}}+{{name}}"
-    settings = Settings.model_validate({"state_dir": state, "upstream": {"url": template, "timeout": "30s"}})
+    settings = Settings.model_validate(
+        {"state_dir": state, "upstream": {"url": template, "timeout": "30s"}}
+    )
     catalog = await Catalog.open(state / "catalog.sqlite3", workers)
-    parts: dict[str, Any] = {"settings": lambda: settings, "workers": workers, "catalog": catalog, "events": events}
+    parts: dict[str, Any] = {
+        "settings": lambda: settings,
+        "workers": workers,
+        "catalog": catalog,
+        "events": events,
+    }
     mirrors = Mirrors(git=Git(home=root / "home"), **parts)
     datasets = Datasets(mirrors=mirrors, state_dir=state, **parts)
     try:
@@ -130,21 +150,41 @@ def upstream(make_upstream: Callable[..., Upstream]) -> Upstream:
 
 
 def row(identity: str, base: str, repo: str = "owner/name", **more: Any) -> dict[str, Any]:
-    return {"instance_id": identity, "repo": repo, "base_commit": base, "patch": "diff", "test_patch": "tests", **more}
+    return {
+        "instance_id": identity,
+        "repo": repo,
+        "base_commit": base,
+        "patch": "diff",
+        "test_patch": "tests",
+        **more,
+    }
 
 
 # -- import -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_import_mirrors_fetches_and_pins_what_it_records(house: Builder, upstream: Upstream) -> None:
+def test_an_import_mirrors_fetches_and_pins_what_it_records(
+    house: Builder, upstream: Upstream
+) -> None:
     first, second, _ = upstream.history(3)
 
     async def body(house: House) -> None:
         told: list[Progress] = []
-        rows = [row("a", first, environment_setup_commit=second), row("b", second, environment_setup_commit=second)]
+        rows = [
+            row("a", first, environment_setup_commit=second),
+            row("b", second, environment_setup_commit=second),
+        ]
         dataset = await house.take(rows, progress=told.append)
-        assert (dataset["instance_count"], dataset["commit_count"], dataset["mirrors"]) == (2, 2, ["owner__name"])
-        assert (dataset["unpinned"], dataset["faults"], dataset["change"]["added"]) == ([], [], ["a", "b"])
+        assert (dataset["instance_count"], dataset["commit_count"], dataset["mirrors"]) == (
+            2,
+            2,
+            ["owner__name"],
+        )
+        assert (dataset["unpinned"], dataset["faults"], dataset["change"]["added"]) == (
+            [],
+            [],
+            ["a", "b"],
+        )
         assert house.refs() == {f"dataset/lite/{first}", f"dataset/lite/{second}"}
         reasons = {pin.commit: pin.reason for pin in await house.catalog.list_pins()}
         assert reasons == {first: "base", second: "base, environment-setup"}
@@ -183,13 +223,20 @@ def test_importing_again_changes_nothing_and_says_so(house: Builder, upstream: U
     house.run(body)
 
 
-def test_pins_of_rows_that_went_away_are_removed_unless_another_row_has_them(house: Builder, upstream: Upstream) -> None:
+def test_pins_of_rows_that_went_away_are_removed_unless_another_row_has_them(
+    house: Builder, upstream: Upstream
+) -> None:
     first, second, third = upstream.history(3)
 
     async def body(house: House) -> None:
         await house.take([row("a", first), row("b", second), row("c", second), row("d", third)])
         changed = await house.take([row("a", third), row("b", second)])
-        assert changed["change"] == {"added": [], "changed": ["a"], "removed": ["c", "d"], "unchanged_count": 1}
+        assert changed["change"] == {
+            "added": [],
+            "changed": ["a"],
+            "removed": ["c", "d"],
+            "unchanged_count": 1,
+        }
         assert house.refs() == {f"dataset/lite/{second}", f"dataset/lite/{third}"}
 
     house.run(body)
@@ -221,7 +268,11 @@ def test_a_commit_that_nobody_has_is_told_with_its_instances_and_the_others_are_
     async def body(house: House) -> None:
         dataset = await house.take([row("a", base), row("b", ABSENT), row("c", ABSENT)])
         (unpinned,) = dataset["unpinned"]
-        assert (unpinned["commit"], unpinned["instances"], unpinned["mirror"]) == (ABSENT, ["b", "c"], "owner__name")
+        assert (unpinned["commit"], unpinned["instances"], unpinned["mirror"]) == (
+            ABSENT,
+            ["b", "c"],
+            "owner__name",
+        )
         assert unpinned["reason"]
         assert house.refs() == {f"dataset/lite/{base}"}
         assert (await house.catalog.summarise_datasets())[0].unpinned_count == 1
@@ -245,14 +296,18 @@ def test_a_mirror_that_fails_does_not_stop_the_others(house: Builder, upstream: 
 
     async def body(house: House) -> None:
         dataset = await house.take([row("a", base), row("b", base, repo="no/such")])
-        assert {entry["mirror"]: entry["instances"] for entry in dataset["unpinned"]} == {"no__such": ["b"]}
+        assert {entry["mirror"]: entry["instances"] for entry in dataset["unpinned"]} == {
+            "no__such": ["b"]
+        }
         assert "no+such" in dataset["unpinned"][0]["reason"]
         assert house.refs() == {f"dataset/lite/{base}"}
 
     house.run(body)
 
 
-def test_what_upstream_gets_later_is_pinned_by_importing_again(house: Builder, upstream: Upstream) -> None:
+def test_what_upstream_gets_later_is_pinned_by_importing_again(
+    house: Builder, upstream: Upstream
+) -> None:
     base = upstream.commit({"a": "1"})
 
     async def body(house: House) -> None:
@@ -289,8 +344,12 @@ def test_bad_rows_are_told_and_the_rest_is_imported(house: Builder, upstream: Up
     base = upstream.commit({"a": "1"})
 
     async def body(house: House) -> None:
-        dataset = await house.take([row("a", base), row("b", "1234567"), row("c", base, repo="../../etc")])
-        assert [(fault["file"], fault["line"], fault["instance"]) for fault in dataset["faults"]] == [
+        dataset = await house.take(
+            [row("a", base), row("b", "1234567"), row("c", base, repo="../../etc")]
+        )
+        assert [
+            (fault["file"], fault["line"], fault["instance"]) for fault in dataset["faults"]
+        ] == [
             ("lite.jsonl", 2, "b"),
             ("lite.jsonl", 3, "c"),
         ]
@@ -300,7 +359,9 @@ def test_bad_rows_are_told_and_the_rest_is_imported(house: Builder, upstream: Up
 
 
 @pytest.mark.parametrize("content", [b"", b"not a dataset", b'{"instance_id": "a"}\n'])
-def test_a_file_of_no_use_changes_nothing(house: Builder, upstream: Upstream, content: bytes) -> None:
+def test_a_file_of_no_use_changes_nothing(
+    house: Builder, upstream: Upstream, content: bytes
+) -> None:
     base = upstream.commit({"a": "1"})
 
     async def body(house: House) -> None:
@@ -330,12 +391,16 @@ def test_a_file_whose_name_is_not_utf_8_is_imported(house: Builder, upstream: Up
 def test_a_file_that_is_not_there_is_an_error_of_its_own(house: Builder) -> None:
     async def body(house: House) -> None:
         with pytest.raises(ResourceError, match="No such file"):
-            await house.datasets.import_file(house.root / "none", name="x", format=None, source="none.jsonl")
+            await house.datasets.import_file(
+                house.root / "none", name="x", format=None, source="none.jsonl"
+            )
 
     house.run(body)
 
 
-def test_many_imports_of_the_same_dataset_at_once_end_in_one_whole_dataset(house: Builder, upstream: Upstream) -> None:
+def test_many_imports_of_the_same_dataset_at_once_end_in_one_whole_dataset(
+    house: Builder, upstream: Upstream
+) -> None:
     commits = upstream.history(4)
 
     async def body(house: House) -> None:
@@ -377,7 +442,9 @@ def test_a_start_removes_what_a_killed_import_left(house: Builder, upstream: Ups
     house.run(after)
 
 
-def test_a_start_undoes_the_pins_of_a_killed_import_and_no_others(house: Builder, upstream: Upstream) -> None:
+def test_a_start_undoes_the_pins_of_a_killed_import_and_no_others(
+    house: Builder, upstream: Upstream
+) -> None:
     """Killed in its ref transaction, after the catalog was lost: what was pinned before the import stays."""
     first, second = upstream.history(2)
 
@@ -388,7 +455,12 @@ def test_a_start_undoes_the_pins_of_a_killed_import_and_no_others(house: Builder
         left = house.root / "state" / "quarantine" / "dataset-left"
         left.mkdir()
         record(left, "dataset/lite", frozenset({(NAME.key, first)}))
-        git(house.mirrors.path(NAME), "update-ref", f"refs/mirrord/pins/dataset/lite/{second}", second)
+        git(
+            house.mirrors.path(NAME),
+            "update-ref",
+            f"refs/mirrord/pins/dataset/lite/{second}",
+            second,
+        )
 
     async def after(house: House) -> None:
         assert house.refs() == {f"dataset/lite/{first}"}
@@ -408,11 +480,15 @@ def test_a_start_ends_what_was_being_unpinned(house: Builder, upstream: Upstream
     async def begin(house: House) -> None:
         await house.take([row("a", first)])
         await house.take([row("a", second)])
-        for number, left in enumerate([frozenset({(NAME.key, first)}), frozenset[tuple[str, str]]()]):
+        for number, left in enumerate(
+            [frozenset({(NAME.key, first)}), frozenset[tuple[str, str]]()]
+        ):
             directory = house.root / "state" / "quarantine" / f"dataset-{number}"
             directory.mkdir()
             record(directory, "dataset/lite", left)
-        git(house.mirrors.path(NAME), "update-ref", f"refs/mirrord/pins/dataset/lite/{first}", first)
+        git(
+            house.mirrors.path(NAME), "update-ref", f"refs/mirrord/pins/dataset/lite/{first}", first
+        )
 
     async def after(house: House) -> None:
         assert house.refs() == {f"dataset/lite/{second}"}
@@ -446,7 +522,13 @@ def test_a_kill_at_any_moment_leaves_one_whole_dataset_with_exactly_its_pins(
     for number, some in enumerate(sets):
         rows = [json.dumps(row(f"i{n}", base)) + "\n" for n, base in enumerate(some)]
         (house.root / f"set{number}.jsonl").write_text("".join(rows))
-    command = [sys.executable, "-c", _IMPORTER, str(house.root), *(str(house.root / f"set{n}.jsonl") for n in (0, 1))]
+    command = [
+        sys.executable,
+        "-c",
+        _IMPORTER,
+        str(house.root),
+        *(str(house.root / f"set{n}.jsonl") for n in (0, 1)),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as importer:
         assert importer.stdout is not None
@@ -467,7 +549,9 @@ def test_a_kill_at_any_moment_leaves_one_whole_dataset_with_exactly_its_pins(
     house.run(body)
 
 
-def test_a_cancelled_import_leaves_the_old_dataset_and_the_next_one_repairs(house: Builder, upstream: Upstream) -> None:
+def test_a_cancelled_import_leaves_the_old_dataset_and_the_next_one_repairs(
+    house: Builder, upstream: Upstream
+) -> None:
     first, second = upstream.history(2)
 
     async def body(house: House) -> None:
@@ -490,7 +574,9 @@ def test_a_cancelled_import_leaves_the_old_dataset_and_the_next_one_repairs(hous
     house.run(body)
 
 
-def test_a_dataset_whose_pins_are_gone_says_so_and_importing_again_repairs(house: Builder, upstream: Upstream) -> None:
+def test_a_dataset_whose_pins_are_gone_says_so_and_importing_again_repairs(
+    house: Builder, upstream: Upstream
+) -> None:
     base = upstream.commit({"a": "1"})
 
     async def body(house: House) -> None:
@@ -522,7 +608,11 @@ def test_an_instance_shows_its_answer_only_to_a_grader(house: Builder, upstream:
         }
         assert [(c.commit, c.role) for c in agent.commits or []] == [(first, CommitRole.BASE)]
         grader = await house.datasets.instance("a", True)
-        assert (grader.patch, grader.test_patch, grader.direction) == ("diff", "tests", Direction.FORWARD)
+        assert (grader.patch, grader.test_patch, grader.direction) == (
+            "diff",
+            "tests",
+            Direction.FORWARD,
+        )
         assert (grader.fail_to_pass, grader.pass_to_pass) == (["t"], [])
         assert {c.commit for c in grader.commits or []} == {first, second}
         with pytest.raises(InstanceNotFoundError, match="no dataset"):
@@ -531,7 +621,9 @@ def test_an_instance_shows_its_answer_only_to_a_grader(house: Builder, upstream:
     house.run(body)
 
 
-def test_an_instance_is_looked_up_anew_after_its_dataset_changed_or_went(house: Builder, upstream: Upstream) -> None:
+def test_an_instance_is_looked_up_anew_after_its_dataset_changed_or_went(
+    house: Builder, upstream: Upstream
+) -> None:
     first, second = upstream.history(2)
 
     async def body(house: House) -> None:
@@ -550,7 +642,9 @@ def test_an_instance_is_looked_up_anew_after_its_dataset_changed_or_went(house: 
     house.run(body)
 
 
-def test_an_instance_names_its_mirror_as_it_is_registered(house: Builder, upstream: Upstream) -> None:
+def test_an_instance_names_its_mirror_as_it_is_registered(
+    house: Builder, upstream: Upstream
+) -> None:
     base = upstream.commit({"a": "1"})
 
     async def body(house: House) -> None:
@@ -576,7 +670,9 @@ def test_the_cache_is_bounded_and_never_keeps_an_answer_older_than_a_change() ->
             if identity == "slow":
                 await gate.wait()
             big = "x" * 1000
-            return InstanceRow(identity, "d", NAME, CommitId(ABSENT), Direction.FORWARD, (), big, None, (), ())
+            return InstanceRow(
+                identity, "d", NAME, CommitId(ABSENT), Direction.FORWARD, (), big, None, (), ()
+            )
 
         cache = InstanceCache(load, limit_bytes=64_000)
         for number in range(100):
@@ -634,13 +730,17 @@ def test_pins_of_another_owner_are_never_stale(house: Builder, upstream: Upstrea
         await house.mirrors.pin(NAME, [CommitId(base)], owner="person/0", reason="")
         await house.datasets.open()
         assert house.refs() == {f"person/0/{base}"}
-        await house.catalog.put_pins([PinRow(NAME, CommitId(ABSENT), f"person/{os.getuid()}", "", utc_now())])
+        await house.catalog.put_pins(
+            [PinRow(NAME, CommitId(ABSENT), f"person/{os.getuid()}", "", utc_now())]
+        )
         assert len(await house.catalog.list_stale_pins()) == 0
 
     house.run(body)
 
 
-def test_pins_outlive_the_catalog_until_their_dataset_is_there_again(house: Builder, upstream: Upstream) -> None:
+def test_pins_outlive_the_catalog_until_their_dataset_is_there_again(
+    house: Builder, upstream: Upstream
+) -> None:
     """A start with an empty catalog adopts them; an import without their rows removes them."""
     base = upstream.commit({"a": "1"})
     other = upstream.commit({"a": "2"})
@@ -663,7 +763,9 @@ def test_pins_outlive_the_catalog_until_their_dataset_is_there_again(house: Buil
 # -- one id in several datasets ---------------------------------------------------------------------------------------
 
 
-def test_an_id_that_two_datasets_record_differently_is_told_and_asks_for_its_dataset(house: Builder, upstream: Upstream) -> None:
+def test_an_id_that_two_datasets_record_differently_is_told_and_asks_for_its_dataset(
+    house: Builder, upstream: Upstream
+) -> None:
     """By base commit or by repository, in any spelling; the same facts in two datasets are one instance."""
     first, second, third = upstream.history(3)
 
@@ -682,13 +784,17 @@ def test_an_id_that_two_datasets_record_differently_is_told_and_asks_for_its_dat
             await it.datasets.instance("a", grader=False)
         assert refused.value.facts["datasets"] == ["lite", "same", "other"]
         assert "--dataset lite" in (refused.value.hint or "")
-        assert (await it.datasets.instance("a", grader=False, dataset="other")).base_commit == second
+        assert (
+            await it.datasets.instance("a", grader=False, dataset="other")
+        ).base_commit == second
         assert (await it.datasets.instance("a", grader=False, dataset="same")).base_commit == first
         assert (await it.datasets.instance("b", grader=False)).dataset == "lite"
         with pytest.raises(InstanceNotFoundError):
             await it.datasets.instance("c", grader=False, dataset="same")
         found = await it.datasets.find_instance("a", "other")
-        assert await it.datasets.find_instance("a", "other") is found, "it was looked up in the catalog again"
+        assert await it.datasets.find_instance("a", "other") is found, (
+            "it was looked up in the catalog again"
+        )
         await it.datasets.remove("other")
         assert (await it.datasets.instance("a", grader=False)).base_commit == first
 

@@ -31,7 +31,10 @@ def test_every_check_answers_and_what_is_not_well_has_a_remedy(tmp_path: Path) -
     assert len(checks) == 27
     assert all(check.fact for check in checks.values())
     assert all(check.remedy for check in checks.values() if check.verdict != "ok")
-    assert {checks[name].verdict for name in ("git", "libgit2", "python packages", "kernel")} <= {"ok", "warn"}
+    assert {checks[name].verdict for name in ("git", "libgit2", "python packages", "kernel")} <= {
+        "ok",
+        "warn",
+    }
 
 
 def test_nothing_is_changed(tmp_path: Path) -> None:
@@ -41,7 +44,9 @@ def test_nothing_is_changed(tmp_path: Path) -> None:
     assert not [path for path in read_overlays() if Path(path).is_relative_to(tmp_path)]
 
 
-def test_an_overlay_is_tried_and_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overlay_is_tried_and_not_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel may know overlay and refuse it here; where it was asked for, that is a failure."""
     expected = "ok" if may_mount() else "warn"
     assert _checks(tmp_path)["overlay"].verdict == expected
@@ -50,10 +55,16 @@ def test_an_overlay_is_tried_and_not_guessed(tmp_path: Path, monkeypatch: pytest
         raise BackendUnavailableError("cannot mount: the file system is no good below an overlay")
 
     monkeypatch.setattr("mirrord.host.mounts.make_overlay", refuse)
-    monkeypatch.setattr("mirrord.doctor.kernel.choose_mounter", lambda state_dir, _: LocalMounter(state_dir))
+    monkeypatch.setattr(
+        "mirrord.doctor.kernel.choose_mounter", lambda state_dir, _: LocalMounter(state_dir)
+    )
     check = _checks(tmp_path)["overlay"]
     assert (check.verdict, "no good" in check.fact, "pool" in check.remedy) == ("warn", True, True)
-    asked = Settings(state_dir=tmp_path, socket=tmp_path / "s", checkouts=CheckoutSettings(backend=Backend.OVERLAY))
+    asked = Settings(
+        state_dir=tmp_path,
+        socket=tmp_path / "s",
+        checkouts=CheckoutSettings(backend=Backend.OVERLAY),
+    )
     assert kernel.overlay(asked)[0] == "fail"
 
 
@@ -73,7 +84,9 @@ def test_a_socket_path_that_is_too_long_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may be somebody else")
-def test_it_is_judged_what_the_daemons_user_may_and_not_who_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_judged_what_the_daemons_user_may_and_not_who_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Anybody may ask how root's daemon is: that its socket's directory is not his is as it should be."""
     state = tmp_path / "state"
     state.mkdir()
@@ -90,7 +103,10 @@ def test_it_is_tried_whether_a_command_can_be_confined(tmp_path: Path) -> None:
     """By root and by a user; not where the kernel allows no user namespaces."""
     assert _checks(tmp_path)["exec"].verdict == "ok"
     forbid = "confine._enter_own(); open('/proc/sys/user/max_user_namespaces', 'w').write('0')"
-    for before, said in (("", "None"), (forbid, "cannot make a namespace: No space left on device")):
+    for before, said in (
+        ("", "None"),
+        (forbid, "cannot make a namespace: No space left on device"),
+    ):
         script = f"from mirrord.host import confine; {before}\nprint(confine.find_obstacle())"
         asked = subprocess.run(
             [*anyone.python(), "-c", script], user=65534, group=65534, extra_groups=[], cwd="/",
@@ -118,7 +134,9 @@ def test_unfinished_packs_are_leftovers(tmp_path: Path) -> None:
     assert _checks(tmp_path)["leftovers"].verdict == "warn"
 
 
-def test_the_verb_ends_with_seven_when_something_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_ends_with_seven_when_something_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And prints all checks, as lines or as JSON."""
     config = tmp_path / "config.toml"
     config.write_text(f'state_dir = "{tmp_path}/state"\nsocket = "{"/" + "x" * 150}"\n')

@@ -34,11 +34,15 @@ def whole_trees(upstream: Upstream, count: int) -> list[str]:
     commits = []
     for number in range(count):
         shutil.rmtree(upstream.path / "src", ignore_errors=True)
-        commits.append(upstream.commit({f"src/{number}-{n}": os.urandom(5000).hex() for n in range(20)}))
+        commits.append(
+            upstream.commit({f"src/{number}-{n}": os.urandom(5000).hex() for n in range(20)})
+        )
     return commits
 
 
-def test_the_least_used_goes_first_and_what_is_held_stays(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_the_least_used_goes_first_and_what_is_held_stays(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """Over `template_bytes` only templates that no checkout uses are dropped."""
     upstream = make_upstream("up")
     commits = whole_trees(upstream, 3)
@@ -61,7 +65,9 @@ def test_the_least_used_goes_first_and_what_is_held_stays(make_upstream: Callabl
     run(tmp_path, upstream, test)
 
 
-def test_what_was_not_used_for_its_time_goes_and_comes_back(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_what_was_not_used_for_its_time_goes_and_comes_back(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """With the layers and packs that nobody else needs; what was used within it stays whole."""
     upstream = make_upstream("up")
     commits = [upstream.commit({f"d{n}/f": os.urandom(9999).hex() for n in range(30)})]
@@ -80,17 +86,25 @@ def test_what_was_not_used_for_its_time_goes_and_comes_back(make_upstream: Calla
         kept = {path.name for path in (store.trees.parent / "gits").glob("*.json")}
         assert kept == {f"sealed-{commit}.json" for commit in commits[-2:]}
         packs = {path.name for path in (store.trees.parent / "packs").glob("*/*.pack")}
-        assert packs == {path.name for path in (store.trees.parent / "gits").glob("*/.git/objects/pack/*.pack")}
+        assert packs == {
+            path.name for path in (store.trees.parent / "gits").glob("*/.git/objects/pack/*.pack")
+        }
         assert disk_bytes(store.trees.parent) < before
         for number in (0, 5, 24):
             back = await again.ensure(commits[number])
-            assert_equals_commit(back, tmp_path / str(number), upstream.git("rev-parse", f"{commits[number]}^{{tree}}"))
+            assert_equals_commit(
+                back,
+                tmp_path / str(number),
+                upstream.git("rev-parse", f"{commits[number]}^{{tree}}"),
+            )
         assert await again.templates.scrub() == 0
 
     run(tmp_path, upstream, test)
 
 
-def test_the_last_store_of_a_mirror_outlives_its_time(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_the_last_store_of_a_mirror_outlives_its_time(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """Without it the next checkout would be a very first one. It goes where there is no room for it."""
     upstream = make_upstream("up")
     commits = whole_trees(upstream, 3)
@@ -110,7 +124,9 @@ def test_the_last_store_of_a_mirror_outlives_its_time(make_upstream: Callable[[s
     run(tmp_path, upstream, test)
 
 
-def test_a_day_of_use_is_remembered_over_a_restart(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_a_day_of_use_is_remembered_over_a_restart(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """What was asked for lately is kept by the next daemon too, however long ago it was made."""
     upstream = make_upstream("up")
     commits = whole_trees(upstream, 4)
@@ -129,7 +145,9 @@ def test_a_day_of_use_is_remembered_over_a_restart(make_upstream: Callable[[str]
     run(tmp_path, upstream, test)
 
 
-def test_a_store_that_is_being_built_keeps_its_packs(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_a_store_that_is_being_built_keeps_its_packs(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """Packs that no finished store has yet are not taken from under a build."""
     upstream = make_upstream("up")
     commits = upstream.history(3)
@@ -149,7 +167,9 @@ def test_a_store_that_is_being_built_keeps_its_packs(make_upstream: Callable[[st
     run(tmp_path, upstream, test)
 
 
-def test_the_time_to_stay_begins_when_the_last_checkout_lets_go(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_the_time_to_stay_begins_when_the_last_checkout_lets_go(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """Not when it was made."""
     upstream = make_upstream("up")
     commits = whole_trees(upstream, 3)

@@ -59,12 +59,31 @@ class World(NamedTuple):
     daemon: Daemon
     scratch: Path
 
-    def exec(self, uid: int, *options: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def exec(
+        self, uid: int, *options: str, environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """`mirrord exec` as `uid`, a member of the group; its command tries what an agent could."""
         (self.scratch / "agent.py").write_text(AGENT_SCRIPT)
         (self.scratch / "ask.py").write_text(ASK_SCRIPT)
-        agent = [BARE_PYTHON, self.scratch / "agent.py", self.daemon.socket, str(os.getpid()), self.scratch / "ask.py"]
-        command = [*python(), "-m", "mirrord", "--socket", str(self.daemon.socket), "exec", "o__r-0", *options, "--", *agent]
+        agent = [
+            BARE_PYTHON,
+            self.scratch / "agent.py",
+            self.daemon.socket,
+            str(os.getpid()),
+            self.scratch / "ask.py",
+        ]
+        command = [
+            *python(),
+            "-m",
+            "mirrord",
+            "--socket",
+            str(self.daemon.socket),
+            "exec",
+            "o__r-0",
+            *options,
+            "--",
+            *agent,
+        ]
         return subprocess.run(
             command, user=uid, group=uid, extra_groups=[GROUP], capture_output=True, text=True, check=False, cwd="/",
             env={"PATH": os.environ["PATH"], "MIRRORD_SOCKET": str(self.daemon.socket), **(environment or {})},
@@ -75,16 +94,27 @@ class World(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=["a directory of its own", "a directory with other files"])
-def world(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[World]:
+def world(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[World]:
     """With the socket as systemd has it, and beside other files."""
     root = tmp_path_factory.mktemp("exec")
     commit = Upstream(root / "o" / "r").commit({"README": "readme\n"})
-    row = {"instance_id": "o__r-0", "repo": "o/r", "base_commit": commit, "patch": "", "test_patch": "", "problem_statement": ""}
+    row = {
+        "instance_id": "o__r-0",
+        "repo": "o/r",
+        "base_commit": commit,
+        "patch": "",
+        "test_patch": "",
+        "problem_statement": "",
+    }
     (root / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with daemon(start=False) as made:
         if request.param == "a directory of its own":
             made.socket = made.root / "run" / "s"
-        made.write_config(f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n[access]\ngroup = "daemon"\n')
+        made.write_config(
+            f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n[access]\ngroup = "daemon"\n'
+        )
         made.start()
         subprocess.run(
             [*python(), "-m", "mirrord", "--socket", str(made.socket), "dataset", "import", str(root / "rows.jsonl")],
@@ -154,7 +184,10 @@ def test_what_cannot_be_confined_does_not_run(world: World, subids: None) -> Non
         (tools / name).symlink_to(f"/usr/bin/{name}")
     ran = world.exec(MEMBER, "--owner", str(SUBUID), environment={"PATH": str(tools)})
     assert (ran.returncode, ran.stdout) == (7, "")
-    assert f"without access to the daemon: cannot become uid {SUBUID} gid {SUBGID}: newuidmap or newgidmap failed" in ran.stderr
+    assert (
+        f"without access to the daemon: cannot become uid {SUBUID} gid {SUBGID}: newuidmap or newgidmap failed"
+        in ran.stderr
+    )
     assert world.held() == []
 
 
@@ -183,7 +216,17 @@ def test_a_command_ends_with_its_exec_whoever_it_has_become(
 ) -> None:
     """A change of the uid takes back what ties a process to its parent; another uid takes no signals of a user's."""
     options = ["--owner", str(owner)] if owner else []
-    command = [*python(), "-m", "mirrord", "--socket", str(world.daemon.socket), "exec", "o__r-0", *options, "--"]
+    command = [
+        *python(),
+        "-m",
+        "mirrord",
+        "--socket",
+        str(world.daemon.socket),
+        "exec",
+        "o__r-0",
+        *options,
+        "--",
+    ]
     with subprocess.Popen(
         [*command, "sh", "-c", "echo $$; exec sleep 1000"], user=uid, group=uid, extra_groups=[GROUP], cwd="/",
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={"PATH": os.environ["PATH"]},

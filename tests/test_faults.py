@@ -18,7 +18,9 @@ from faults.lab import Lab, laboratory
 from faults.operations import OPERATIONS
 from faults.power import cut_power
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="faults are made with mounts, which only root may make")
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0, reason="faults are made with mounts, which only root may make"
+)
 
 _STEPS = (
     ("first clone", "`mirrors/o__first*` in place"),
@@ -74,13 +76,19 @@ def test_a_kill_at_a_step_loses_nothing_and_leaves_nothing(lab: Lab, name: str, 
 
 
 @pytest.mark.parametrize(("name", "victim"), _CHILDREN)
-def test_a_killed_child_costs_one_operation_and_not_the_daemon(lab: Lab, name: str, victim: str) -> None:
+def test_a_killed_child_costs_one_operation_and_not_the_daemon(
+    lab: Lab, name: str, victim: str
+) -> None:
     """It is answered with one of our errors, or done all the same."""
     assert kill_child(lab, _BY_NAME[name], victim, random.Random(1)).did != NOT_HIT
 
 
-@pytest.mark.parametrize(("name", "call", "number"), [("unpin", "unlink", 4), ("checkout (pool)", "rename", 1)])
-def test_what_a_failing_disk_leaves_goes_while_the_daemon_lives(lab: Lab, name: str, call: str, number: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "call", "number"), [("unpin", "unlink", 4), ("checkout (pool)", "rename", 1)]
+)
+def test_what_a_failing_disk_leaves_goes_while_the_daemon_lives(
+    lab: Lab, name: str, call: str, number: int
+) -> None:
     """A lock of which git only warns, and at which every later git would stop; a checkout that cannot be renamed away."""
     assert fail_at(lab, _BY_NAME[name], call, number, "EIO").count == 1
 

@@ -53,8 +53,12 @@ class Trap:
         self.mark = root / "mark"
         self.directory.mkdir()
         mine = f"open({str(self.mark)!r}, 'a').write(__name__ + chr(10))\n"
-        libraries = {name for name in importlib.metadata.packages_distributions() if name.isidentifier()}
-        for name in sys.stdlib_module_names | libraries | {"mirrord", "sitecustomize", "usercustomize"}:
+        libraries = {
+            name for name in importlib.metadata.packages_distributions() if name.isidentifier()
+        }
+        for name in (
+            sys.stdlib_module_names | libraries | {"mirrord", "sitecustomize", "usercustomize"}
+        ):
             (self.directory / f"{name}.py").write_text(mine)
         (self.directory / "mirrord").mkdir()
         (self.directory / "mirrord/__init__.py").write_text(mine)
@@ -70,7 +74,11 @@ class Trap:
 
     @property
     def environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MIRRORD", "XDG"))}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTHON", "MIRRORD", "XDG"))
+        }
         return {**kept, "PATH": f".::{kept['PATH']}:"}
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
@@ -121,7 +129,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     rows = root / "rows.jsonl"
     rows.write_text(json.dumps({"repo": "a/b", "instance_id": "i", "base_commit": first}) + "\n")
     patch = root / "empty.patch"
-    patch.write_text("diff --git a/new b/new\nnew file mode 100644\n--- /dev/null\n+++ b/new\n@@ -0,0 +1 @@\n+new\n")
+    patch.write_text(
+        "diff --git a/new b/new\nnew file mode 100644\n--- /dev/null\n+++ b/new\n@@ -0,0 +1 @@\n+new\n"
+    )
     with daemon(start=False) as made:
         text = f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n'
         running = FromTrap(made.root, text, environment=trap.environment)
@@ -150,15 +160,24 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.mark.parametrize(
     ("verb", "start"),
-    [(verb, start) for verb in VERBS for start in STARTS if start == "script" or verb.name in NEEDS_NO_DAEMON],
+    [
+        (verb, start)
+        for verb in VERBS
+        for start in STARTS
+        if start == "script" or verb.name in NEEDS_NO_DAEMON
+    ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_a_verb_without_a_daemon_runs_nothing_from_the_directory_it_is_started_in(verb: Verb, start: str, trap: Trap) -> None:
+def test_a_verb_without_a_daemon_runs_nothing_from_the_directory_it_is_started_in(
+    verb: Verb, start: str, trap: Trap
+) -> None:
     """Its status is what it is elsewhere."""
     if verb.name == "serve":
         words = ["--config", "/nonexistent/config.toml"]
     else:
-        words = {"verify-seal": ["/nonexistent", "--base", SHA]}.get(verb.name, ARGUMENTS.get(verb.name, []))
+        words = {"verify-seal": ["/nonexistent", "--base", SHA]}.get(
+            verb.name, ARGUMENTS.get(verb.name, [])
+        )
     done = trap.run(*STARTS[start], *verb.name.split(), "--socket", "/nonexistent/s", *words)
     trap.assert_unsprung()
     expected = {0, 2, 4, 7} if verb.name in NEEDS_NO_DAEMON else {9}
@@ -166,20 +185,40 @@ def test_a_verb_without_a_daemon_runs_nothing_from_the_directory_it_is_started_i
 
 
 @pytest.mark.parametrize(
-    "verb", sorted(VERBS, key=lambda verb: LAST.index(verb.name) if verb.name in LAST else -1), ids=lambda verb: verb.name
+    "verb",
+    sorted(VERBS, key=lambda verb: LAST.index(verb.name) if verb.name in LAST else -1),
+    ids=lambda verb: verb.name,
 )
-def test_a_verb_with_a_daemon_runs_nothing_from_the_directory_it_is_started_in(verb: Verb, world: World) -> None:
+def test_a_verb_with_a_daemon_runs_nothing_from_the_directory_it_is_started_in(
+    verb: Verb, world: World
+) -> None:
     """Nor does the daemon, which was started there too."""
-    words = [*verb.name.split(), "--socket", str(world.running.socket), *world.arguments.get(verb.name, [])]
-    config = ["--config", str(world.running.config)] if verb.name in NEEDS_NO_DAEMON - {"verify-seal"} else []
+    words = [
+        *verb.name.split(),
+        "--socket",
+        str(world.running.socket),
+        *world.arguments.get(verb.name, []),
+    ]
+    config = (
+        ["--config", str(world.running.config)]
+        if verb.name in NEEDS_NO_DAEMON - {"verify-seal"}
+        else []
+    )
     done = world.trap.run(SCRIPT, *config, *words)
     world.trap.assert_unsprung()
-    expected = {"serve": {5}, "doctor": {0, 7}, "mirror remove": {0, 5}, "operations cancel": {0, 5}}.get(verb.name, {0, 8})
+    expected = {
+        "serve": {5},
+        "doctor": {0, 7},
+        "mirror remove": {0, 5},
+        "operations cancel": {0, 5},
+    }.get(verb.name, {0, 8})
     assert done.returncode in expected, done.stderr
 
 
 @pytest.mark.parametrize("inside", ["", ".git"])
-def test_a_repository_that_is_looked_at_runs_nothing(inside: str, trap: Trap, tmp_path: Path) -> None:
+def test_a_repository_that_is_looked_at_runs_nothing(
+    inside: str, trap: Trap, tmp_path: Path
+) -> None:
     """git is started in it, with the caller's PATH."""
     upstream = Upstream(tmp_path / "repository")
     base = upstream.history(1)[0]

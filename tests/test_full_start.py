@@ -32,7 +32,9 @@ class Disk:
         inodes = ["-N", "400"] if kind == "no inodes" else []
         subprocess.run(["mkfs.ext4", "-q", "-m", "0", *inodes, image], check=True)
         self.at.mkdir()
-        if subprocess.run(["mount", "-o", "loop", image, self.at], capture_output=True, check=False).returncode:
+        if subprocess.run(
+            ["mount", "-o", "loop", image, self.at], capture_output=True, check=False
+        ).returncode:
             pytest.skip("this machine has no loop devices")
 
     def shut(self) -> None:
@@ -69,7 +71,11 @@ class Disk:
             return
 
     def remove(self) -> None:
-        mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines() if f" {self.at}" in line]
+        mounted = [
+            line.split()[4]
+            for line in Path("/proc/self/mountinfo").read_text().splitlines()
+            if f" {self.at}" in line
+        ]
         for place in reversed(mounted):
             subprocess.run(["umount", "--lazy", place], check=True)
 
@@ -101,7 +107,10 @@ def done(it: Daemon, method: str, path: str, body: Any = None) -> dict[str, Any]
 
 @pytest.mark.parametrize("end", [Daemon.stop, Daemon.kill], ids=["stopped", "killed"])
 def test_a_disk_that_takes_nothing_stops_new_work_and_nothing_else(
-    disk: Disk, scratch: Path, make_upstream: Callable[[str], Upstream], end: Callable[[Daemon], object]
+    disk: Disk,
+    scratch: Path,
+    make_upstream: Callable[[str], Upstream],
+    end: Callable[[Daemon], object],
 ) -> None:
     """Health, audits and checkouts that are held; then everything, without a restart."""
     upstream = make_upstream("owner+name")
@@ -109,7 +118,15 @@ def test_a_disk_that_takes_nothing_stops_new_work_and_nothing_else(
     it = Daemon(scratch)
     it.state_dir = disk.at / "state"
     it.write_config(f'[upstream]\nurl = "file://{upstream.path.parent}/{{owner}}+{{name}}"\n')
-    row = json.dumps({"instance_id": "a", "repo": "owner/name", "base_commit": head, "patch": "", "test_patch": ""}).encode()
+    row = json.dumps(
+        {
+            "instance_id": "a",
+            "repo": "owner/name",
+            "base_commit": head,
+            "patch": "",
+            "test_patch": "",
+        }
+    ).encode()
     writes = [
         ("POST", "/v1/checkouts", {"instance": "a"}),
         ("POST", "/v1/pins", {"mirror": "owner__name", "commit": head}),
@@ -117,7 +134,9 @@ def test_a_disk_that_takes_nothing_stops_new_work_and_nothing_else(
     ]
     try:
         it.start()
-        assert done(it, "POST", "/v1/datasets?name=lite&filename=lite.jsonl", row)["state"] == "done"
+        assert (
+            done(it, "POST", "/v1/datasets?name=lite&filename=lite.jsonl", row)["state"] == "done"
+        )
         held = it.json("POST", "/v1/checkouts", {"instance": "a"})
         end(it)
         disk.shut()
@@ -132,7 +151,9 @@ def test_a_disk_that_takes_nothing_stops_new_work_and_nothing_else(
             answer = done(it, *write)
             assert {answer.get("code"), (answer.get("error") or {}).get("code")} & _REFUSED, answer
         assert it.get("/v1/status")[0] == 200
-        assert "Traceback" not in it.log and not [line for line in it.log_lines if line["event"].endswith("crashed")]
+        assert "Traceback" not in it.log and not [
+            line for line in it.log_lines if line["event"].endswith("crashed")
+        ]
 
         disk.open()
         for write in writes:

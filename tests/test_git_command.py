@@ -83,7 +83,12 @@ def test_a_command_answers_with_its_output(run_git, make_upstream: Callable[...,
     commit = upstream.commit({"a": "1"})
 
     async def body(git: Git) -> None:
-        result = await git.run("cat-file", "--batch-check", git_dir=upstream.path / ".git", stdin=f"{commit}\n".encode())
+        result = await git.run(
+            "cat-file",
+            "--batch-check",
+            git_dir=upstream.path / ".git",
+            stdin=f"{commit}\n".encode(),
+        )
         assert result.lines[0].startswith(f"{commit} commit ")
 
     run_git(body)
@@ -99,25 +104,39 @@ def test_background_work_gives_way(run_git, tmp_path: Path) -> None:  # type: ig
             inside, task = await git.run(*show), asyncio.ensure_future(git.run(*show))
             assert int(run_git_sync(*show).stdout) == ours + 10
         outside = await git.run(*show)
-        assert [int(done.stdout) for done in (inside, await task, outside)] == [ours + 10, ours + 10, ours]
+        assert [int(done.stdout) for done in (inside, await task, outside)] == [
+            ours + 10,
+            ours + 10,
+            ours,
+        ]
 
     run_git(body)
 
 
-def test_output_and_input_may_be_files(run_git, make_upstream: Callable[..., Upstream], tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_output_and_input_may_be_files(
+    run_git, make_upstream: Callable[..., Upstream], tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
     """Large streams do not pass through the daemon's memory."""
     upstream = make_upstream()
     commit = upstream.commit({"a": "1"})
     (tmp_path / "in").write_text(f"{commit}\n", encoding="ascii")
 
     async def body(git: Git) -> None:
-        await git.run("rev-list", "--stdin", git_dir=upstream.path / ".git", stdin=tmp_path / "in", stdout_path=tmp_path / "out")
+        await git.run(
+            "rev-list",
+            "--stdin",
+            git_dir=upstream.path / ".git",
+            stdin=tmp_path / "in",
+            stdout_path=tmp_path / "out",
+        )
 
     run_git(body)
     assert (tmp_path / "out").read_text(encoding="ascii") == f"{commit}\n"
 
 
-def test_nothing_of_the_callers_environment_or_the_repository_runs(run_git, make_upstream, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_nothing_of_the_callers_environment_or_the_repository_runs(
+    run_git, make_upstream, tmp_path, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
     """Hooks, fsmonitor, aliases and variables of the environment have no effect."""
     upstream = make_upstream()
     upstream.commit({"a": "1"})
@@ -159,7 +178,14 @@ def test_a_deadline_kills_the_whole_group(run_git, make_upstream, tmp_path: Path
 
     async def body(git: Git) -> None:
         with pytest.raises(DeadlineError, match="cannot wait for nothing"):
-            await git.run("-c", f"alias.w={alias}", "w", git_dir=upstream.path / ".git", timeout=SHORT, doing="wait for nothing")
+            await git.run(
+                "-c",
+                f"alias.w={alias}",
+                "w",
+                git_dir=upstream.path / ".git",
+                timeout=SHORT,
+                doing="wait for nothing",
+            )
         await _gone(tmp_path / "pid")
 
     run_git(body)
@@ -173,7 +199,9 @@ def test_cancelling_kills_the_whole_group(run_git, make_upstream, tmp_path: Path
 
     async def body(git: Git) -> None:
         async with anyio.create_task_group() as group:
-            group.start_soon(lambda: git.run("-c", f"alias.w={alias}", "w", git_dir=upstream.path / ".git"))
+            group.start_soon(
+                lambda: git.run("-c", f"alias.w={alias}", "w", git_dir=upstream.path / ".git")
+            )
             with anyio.fail_after(20):
                 while not (tmp_path / "pid").exists():
                     await anyio.sleep(0.01)
@@ -193,7 +221,10 @@ async def _gone(pid_file: Path) -> None:
 def _runs(pid: int) -> bool:
     """An orphan that ended is there until the machine's first process looks at it, which may take long."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+            != "Z"
+        )
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -214,7 +245,14 @@ def test_an_expected_status_is_an_answer(run_git, make_upstream) -> None:  # typ
     upstream.commit({"a": "1"})
 
     async def body(git: Git) -> int:
-        result = await git.run("show-ref", "--verify", "--quiet", "refs/heads/none", git_dir=upstream.path / ".git", ok=(0, 1))
+        result = await git.run(
+            "show-ref",
+            "--verify",
+            "--quiet",
+            "refs/heads/none",
+            git_dir=upstream.path / ".git",
+            ok=(0, 1),
+        )
         return result.status
 
     assert run_git(body) == 1
@@ -231,7 +269,9 @@ def test_a_damaged_object_is_an_integrity_error(make_upstream: Callable[..., Ups
         run_git_sync("rev-list", commit, git_dir=upstream.path / ".git")
 
 
-def test_quarantined_objects_stay_out_of_the_repository(run_git, make_upstream, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_quarantined_objects_stay_out_of_the_repository(
+    run_git, make_upstream, tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
     """New objects land elsewhere; refs cannot move meanwhile."""
     upstream = make_upstream()
     commit = upstream.commit({"a": "1"})
@@ -239,13 +279,24 @@ def test_quarantined_objects_stay_out_of_the_repository(run_git, make_upstream, 
 
     async def body(git: Git) -> None:
         made = await git.run(
-            "hash-object", "-w", "--stdin", git_dir=git_dir, stdin=b"new", quarantine_objects=tmp_path / "objects"
+            "hash-object",
+            "-w",
+            "--stdin",
+            git_dir=git_dir,
+            stdin=b"new",
+            quarantine_objects=tmp_path / "objects",
         )
         oid = made.lines[0]
         assert (tmp_path / "objects" / oid[:2] / oid[2:]).exists()
         assert (await git.run("cat-file", "-e", oid, git_dir=git_dir, ok=(0, 1))).status == 1
         with pytest.raises(MirrordError):
-            await git.run("update-ref", "refs/heads/x", commit, git_dir=git_dir, quarantine_objects=tmp_path / "objects")
+            await git.run(
+                "update-ref",
+                "refs/heads/x",
+                commit,
+                git_dir=git_dir,
+                quarantine_objects=tmp_path / "objects",
+            )
 
     (tmp_path / "objects").mkdir()
     run_git(body)
@@ -348,21 +399,33 @@ def test_secrets_of_urls_are_masked(text: str, masked: str) -> None:
     [
         ("fatal: write error: No space left on device", True, DiskFullError),
         ("error: unable to write file: Disk quota exceeded", False, DiskFullError),
-        ("fatal: could not read Username for 'https://x': terminal prompts disabled", True, UpstreamAuthError),
-        ("Host key verification failed.\nfatal: Could not read from remote repository.", True, UpstreamAuthError),
+        (
+            "fatal: could not read Username for 'https://x': terminal prompts disabled",
+            True,
+            UpstreamAuthError,
+        ),
+        (
+            "Host key verification failed.\nfatal: Could not read from remote repository.",
+            True,
+            UpstreamAuthError,
+        ),
         ("fatal: repository 'http://x/y/' not found", True, UpstreamNotFoundError),
         ("error: object file .git/objects/aa/bb is corrupt", False, CorruptObjectError),
         ("fatal: something new", False, GitFailedError),
     ],
 )
-def test_what_git_says_becomes_an_error(stderr: str, upstream: bool, error: type[MirrordError]) -> None:
+def test_what_git_says_becomes_an_error(
+    stderr: str, upstream: bool, error: type[MirrordError]
+) -> None:
     found = failure(doing="do it", status=128, stderr=stderr, upstream=upstream, http=HttpAnswer())
     assert type(found) is error
     assert found.hint
 
 
 def test_an_object_that_upstream_lacks_is_not_our_corruption() -> None:
-    stderr = "remote: fatal: unable to read 0123456789\nfatal: remote error: upload-pack: not our ref"
+    stderr = (
+        "remote: fatal: unable to read 0123456789\nfatal: remote error: upload-pack: not our ref"
+    )
     found = failure(doing="fetch", status=128, stderr=stderr, upstream=True, http=HttpAnswer())
     assert found.exit_status == 6
 
@@ -395,13 +458,17 @@ def test_home_of_git_children_is_ours(tmp_path: Path) -> None:
 
 def test_a_git_that_was_killed_says_nothing_about_objects() -> None:
     """Whoever ran out of memory is not corrupt, and no ref of upstream is to blame for it."""
-    error = failure(doing="fetch", status=-9, stderr="error: bad object", upstream=True, http=HttpAnswer())
+    error = failure(
+        doing="fetch", status=-9, stderr="error: bad object", upstream=True, http=HttpAnswer()
+    )
     assert isinstance(error, GitKilledError)
     assert not blames_objects(error)
 
 
 def test_a_git_that_crashed_met_something_damaged() -> None:
     """`index-pack --verify` aborts at some packs: that one is reported and healed, not the audit given up."""
-    error = failure(doing="verify pack-1.idx", status=-6, stderr="", upstream=False, http=HttpAnswer())
+    error = failure(
+        doing="verify pack-1.idx", status=-6, stderr="", upstream=False, http=HttpAnswer()
+    )
     assert isinstance(error, GitFailedError)
     assert "signal 6" in error.message

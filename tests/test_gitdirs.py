@@ -44,7 +44,10 @@ class Site:
         async def main() -> None:
             workers = Workers(size=1)
             gitdirs = StoreBuilder(
-                state_dir=self.root, git=Git(home=self.root / "home"), workers=workers, mirrors_path=lambda name: self.mirror
+                state_dir=self.root,
+                git=Git(home=self.root / "home"),
+                workers=workers,
+                mirrors_path=lambda name: self.mirror,
             )
             try:
                 await gitdirs.open()
@@ -79,7 +82,10 @@ def site(tmp_path: Path) -> Site:
 def test_a_sealed_store_is_sealed(site: Site) -> None:
     """Judged by verify_seal against the mirror and by itself; fsck finds nothing."""
     gitdir = site.build(site.line[4])
-    assert (gitdir.head, gitdir.tree) == (site.line[4], site.upstream.git("rev-parse", f"{site.line[4]}^{{tree}}"))
+    assert (gitdir.head, gitdir.tree) == (
+        site.line[4],
+        site.upstream.git("rev-parse", f"{site.line[4]}^{{tree}}"),
+    )
     assert verify_seal(gitdir.path, site.line[4], site.mirror).leaks == []
     assert verify_seal(gitdir.path, site.line[4]).sealed
     assert git(gitdir.path, "fsck", "--full", "--strict") == ""
@@ -98,7 +104,11 @@ def test_tags_on_ancestors_are_there_and_no_others(site: Site) -> None:
 def test_nothing_but_what_belongs_is_in_the_directory(site: Site) -> None:
     """No remote, alternates, reflog, hook, description or index; each directory more is one to make for every first checkout."""
     gitdir = site.build(site.line[4])
-    names = {path.relative_to(gitdir.git).as_posix() for path in gitdir.git.rglob("*") if path.parent.name != "pack"}
+    names = {
+        path.relative_to(gitdir.git).as_posix()
+        for path in gitdir.git.rglob("*")
+        if path.parent.name != "pack"
+    }
     assert names == {"HEAD", "config", "packed-refs", "info", "objects", "objects/pack", "refs"}
     assert set(gitdir.packs) == {path.name for path in (gitdir.git / "objects/pack").glob("*.pack")}
 
@@ -131,9 +141,15 @@ def test_squashed_is_one_deterministic_commit(site: Site) -> None:
     gitdir = site.build(site.line[4], History.SQUASHED)
     path = site.checkout(gitdir)
     assert git(path, "rev-list", "--all", "HEAD") == gitdir.head
-    assert git(path, "rev-parse", "HEAD^{tree}") == gitdir.tree == site.upstream.git("rev-parse", f"{site.line[4]}^{{tree}}")
+    assert (
+        git(path, "rev-parse", "HEAD^{tree}")
+        == gitdir.tree
+        == site.upstream.git("rev-parse", f"{site.line[4]}^{{tree}}")
+    )
     assert git(path, "tag") == ""
-    assert git(path, "log", "--format=%an %ct") == "mirrord " + site.upstream.git("log", "-1", "--format=%ct", site.line[4])
+    assert git(path, "log", "--format=%an %ct") == "mirrord " + site.upstream.git(
+        "log", "-1", "--format=%ct", site.line[4]
+    )
     assert verify_seal(gitdir.path, site.line[4], site.mirror).leaks == []
     assert verify_seal(gitdir.path, gitdir.head).leaks == []
     shutil.rmtree(site.root / "templates")
@@ -186,9 +202,13 @@ def test_a_store_is_found_again_and_rebuilt_when_it_was_deleted(site: Site) -> N
     site.run(body)
 
 
-@pytest.mark.parametrize("name", ["HEAD", "config", "packed-refs", "objects/pack/*.pack", "objects/pack/*.idx"])
+@pytest.mark.parametrize(
+    "name", ["HEAD", "config", "packed-refs", "objects/pack/*.pack", "objects/pack/*.idx"]
+)
 @pytest.mark.parametrize("kept", [0, 0.5])
-def test_what_a_power_cut_emptied_or_shortened_is_built_again(site: Site, name: str, kept: float) -> None:
+def test_what_a_power_cut_emptied_or_shortened_is_built_again(
+    site: Site, name: str, kept: float
+) -> None:
     """Nothing in the store was flushed: it is a cache, and is not served when a file of it is not as long as it was written."""
     gitdir = site.build(site.line[4])
     for file in gitdir.git.glob(name):
@@ -204,7 +224,9 @@ def test_what_a_power_cut_emptied_or_shortened_is_built_again(site: Site, name: 
     site.run(after)
 
 
-def test_a_store_gets_the_commit_graph_of_its_large_packs(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_gets_the_commit_graph_of_its_large_packs(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Written behind the first store, linked by the next; of the closure only; one that a power cut tore is written again."""
     monkeypatch.setattr(graphs, "LARGE", 3)
     built: list[SealedStore] = []
@@ -253,7 +275,9 @@ def test_leftovers_of_a_killed_build_are_removed_at_the_start(site: Site) -> Non
 def test_a_damaged_tag_is_left_out(site: Site) -> None:
     """It is no reason to refuse the checkout."""
     tag = git(site.mirror, "rev-parse", "v1.0")
-    objects = [line[:40] for line in git(site.mirror, "rev-list", "--objects", "--all").splitlines()]
+    objects = [
+        line[:40] for line in git(site.mirror, "rev-list", "--objects", "--all").splitlines()
+    ]
     old = list((site.mirror / "objects/pack").iterdir())
     keep = "\n".join(oid for oid in objects if oid != tag).encode()
     git(site.mirror, "pack-objects", "-q", str(site.mirror / "objects/pack/pack"), stdin=keep)

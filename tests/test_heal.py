@@ -58,7 +58,14 @@ def append_packed(it: Furnished, line: bytes) -> None:
 
 def drop_packed_line(it: Furnished, part: str) -> None:
     path = it.mirror / "packed-refs"
-    write(path, b"".join(line for line in path.read_bytes().splitlines(keepends=True) if part.encode() not in line))
+    write(
+        path,
+        b"".join(
+            line
+            for line in path.read_bytes().splitlines(keepends=True)
+            if part.encode() not in line
+        ),
+    )
 
 
 FAULTS: dict[str, Callable[[Furnished], object]] = {
@@ -80,16 +87,25 @@ FAULTS: dict[str, Callable[[Furnished], object]] = {
     "pack of a few bytes": lambda it: write(it.pack(), it.pack().read_bytes()[:14]),
     "empty pack": lambda it: write(it.pack(), b""),
     "missing pack": lambda it: it.pack().unlink(),
-    "missing pack and index": lambda it: [file.unlink() for file in it.pack().parent.glob(f"{it.pack().stem}.*")],
+    "missing pack and index": lambda it: [
+        file.unlink() for file in it.pack().parent.glob(f"{it.pack().stem}.*")
+    ],
     "altered index": lambda it: flip(it.pack().with_suffix(".idx"), 0.9),
     "truncated index": lambda it: truncate(it.pack().with_suffix(".idx")),
     "missing index": lambda it: it.pack().with_suffix(".idx").unlink(),
-    "altered pack and truncated index": lambda it: (flip(it.pack(), 0.9), truncate(it.pack().with_suffix(".idx"))),
+    "altered pack and truncated index": lambda it: (
+        flip(it.pack(), 0.9),
+        truncate(it.pack().with_suffix(".idx")),
+    ),
     "altered rev": lambda it: flip(it.pack().with_suffix(".rev")),
     "truncated multi-pack index": lambda it: truncate(derived(it, "pack/multi-pack-index")),
     "altered commit-graph": lambda it: flip(derived(it, "info/commit-graphs/*.graph")),
-    "truncated commit-graph chain": lambda it: truncate(derived(it, "info/commit-graphs/commit-graph-chain")),
-    "planted alternates": lambda it: write(it.mirror / "objects/info/alternates", b"/nonexistent/objects\n"),
+    "truncated commit-graph chain": lambda it: truncate(
+        derived(it, "info/commit-graphs/commit-graph-chain")
+    ),
+    "planted alternates": lambda it: write(
+        it.mirror / "objects/info/alternates", b"/nonexistent/objects\n"
+    ),
     "lost HEAD": lambda it: (it.mirror / "HEAD").unlink(),
     "empty HEAD": lambda it: write(it.mirror / "HEAD", b""),
     "lost config": lambda it: (it.mirror / "config").unlink(),
@@ -97,7 +113,10 @@ FAULTS: dict[str, Callable[[Furnished], object]] = {
     "truncated config": lambda it: truncate(it.mirror / "config"),
     "zero-length branch": lambda it: write(it.mirror / "refs/heads/main", b""),
     "zero-length pin": lambda it: write(it.mirror / pin_of(it, "dataset"), b""),
-    "garbled kept ref": lambda it: (drop_packed_line(it, "/kept/"), write(it.mirror / kept(it), b"\0" * 41)),
+    "garbled kept ref": lambda it: (
+        drop_packed_line(it, "/kept/"),
+        write(it.mirror / kept(it), b"\0" * 41),
+    ),
     "zero-length ref history": lambda it: write(it.mirror / "refs/mirrord/history", b""),
     "bad line in packed-refs": lambda it: append_packed(it, b"what is this\n"),
     "unfinished packed-refs": lambda it: truncate(it.mirror / "packed-refs", 0.8),
@@ -105,7 +124,9 @@ FAULTS: dict[str, Callable[[Furnished], object]] = {
     "deleted branch": lambda it: delete_ref(it, "refs/heads/main"),
     "deleted pin of a dataset": lambda it: delete_ref(it, pin_of(it, "dataset")),
     "deleted ref history": lambda it: delete_ref(it, "refs/mirrord/history"),
-    "planted replace ref": lambda it: git(it.mirror, "replace", it.object("main"), it.object("main~1")),
+    "planted replace ref": lambda it: git(
+        it.mirror, "replace", it.object("main"), it.object("main~1")
+    ),
     "planted packed replace ref": lambda it: (
         git(it.mirror, "replace", it.object("main"), it.object("main~1")),
         git(it.mirror, "pack-refs", "--all"),
@@ -159,8 +180,13 @@ def must_be_kept(house: House, before: dict[str, str], healed: Audit) -> None:
             place = Path(str(repair.kept_in)) / file
             assert hashlib.sha256(place.read_bytes()).hexdigest() == before[file]
             record = json.loads((Path(str(repair.kept_in)) / "record.json").read_text())
-            assert next(entry for entry in record["files"] if entry["path"] == file)["sha256"] == before[file]
-    after = set(snapshot(house.mirror).values()) | set(snapshot(house.damaged).values() if house.damaged.exists() else ())
+            assert (
+                next(entry for entry in record["files"] if entry["path"] == file)["sha256"]
+                == before[file]
+            )
+    after = set(snapshot(house.mirror).values()) | set(
+        snapshot(house.damaged).values() if house.damaged.exists() else ()
+    )
     gone = [name for name, digest in before.items() if digest not in after and "tmp_" not in name]
     assert not gone, "bytes were thrown away"
 
@@ -188,7 +214,14 @@ def a_fallback(house: House) -> str:
 
 async def a_fork(house: House) -> None:
     """Another mirror on this host, of a repository with the same history."""
-    git(house.root, "clone", "-q", "--mirror", str(house.upstream.path), str(house.root / "fork.git"))
+    git(
+        house.root,
+        "clone",
+        "-q",
+        "--mirror",
+        str(house.upstream.path),
+        str(house.root / "fork.git"),
+    )
     await house.mirrors.add(FORK.repo, f"file://{house.root / 'fork.git'}")
     await house.mirrors.sync(FORK)
 
@@ -201,7 +234,13 @@ def closure_packs(house: House) -> None:
     git(house.mirror, "pack-objects", "-q", str(layer / "pack"), stdin=f"{listing}\n".encode())
 
 
-HOLES = {"commit": "main~1", "tree": "main~1:docs", "root tree": "main~1^{tree}", "blob": "main:docs/page1.txt", "tip": "main"}
+HOLES = {
+    "commit": "main~1",
+    "tree": "main~1:docs",
+    "root tree": "main~1^{tree}",
+    "blob": "main:docs/page1.txt",
+    "tip": "main",
+}
 
 
 @pytest.mark.parametrize("donor", ["fallback", "fork", "closure packs", "intact part"])
@@ -216,10 +255,16 @@ def test_each_donor_alone_repairs_every_kind_of_hole(furnished: Furnished, donor
                 closure_packs(house)
             fallbacks = [a_fallback(house)] if donor == "fallback" else []
             with house.without_upstream(*fallbacks):
-                flip(furnished.pack(), 1.0) if donor == "intact part" else furnished.lose(*HOLES.values())
-                healed = await house.audits.run(StartAudit(mirrors=["owner/name"], heal=True, level=AuditLevel.CONTENT))
+                flip(furnished.pack(), 1.0) if donor == "intact part" else furnished.lose(
+                    *HOLES.values()
+                )
+                healed = await house.audits.run(
+                    StartAudit(mirrors=["owner/name"], heal=True, level=AuditLevel.CONTENT)
+                )
             assert (healed.counts, healed.findings) == ({CommitState.OK: 3}, [])
-            assert any(donor in name or "name-b" in name for name in healed.repairs[0].objects), healed.repairs
+            assert any(donor in name or "name-b" in name for name in healed.repairs[0].objects), (
+                healed.repairs
+            )
             git(house.mirror, "fsck", "--full")
             assert refs_of(house.mirror) == furnished.refs
         finally:
@@ -242,7 +287,11 @@ def test_what_nobody_has_stays_as_it_was_and_is_tried_again(furnished: Furnished
         assert path.read_bytes() == broken
         assert "owner__name-0" in audit.affected
         assert audit.repairs[0].unhealed == [path.parent.name + path.name]
-        assert [reason for donor, reason in audit.repairs[0].refusals.items() if donor.startswith("upstream")]
+        assert [
+            reason
+            for donor, reason in audit.repairs[0].refusals.items()
+            if donor.startswith("upstream")
+        ]
         assert house.heals.due() == []
         healed = await house.heal()
         assert (healed.counts, healed.affected) == ({CommitState.OK: 3}, [])
@@ -346,17 +395,27 @@ def test_a_kill_before_each_change_loses_nothing(tmp_path: Path, furnished: Furn
         at += 5
         script = tmp_path / "heal.py"
         script.write_text(
-            _HEAL.format(tests=str(Path(__file__).parent), at=at, upstream=str(furnished.upstream.path), root=str(tmp_path)),
+            _HEAL.format(
+                tests=str(Path(__file__).parent),
+                at=at,
+                upstream=str(furnished.upstream.path),
+                root=str(tmp_path),
+            ),
             encoding="utf-8",
         )
         done = subprocess.run(
-            [sys.executable, str(script)], cwd=Path(__file__).parent.parent, stdout=subprocess.DEVNULL, check=False
+            [sys.executable, str(script)],
+            cwd=Path(__file__).parent.parent,
+            stdout=subprocess.DEVNULL,
+            check=False,
         )
         if done.returncode != -signal.SIGKILL:
             break
         present = set(snapshot(tmp_path / "state/mirrors/owner__name").values())
         present |= set(snapshot(tmp_path / "state/quarantine/damaged").values())
-        assert not [name for name, digest in before.items() if digest not in present], f"lost at step {at}"
+        assert not [name for name, digest in before.items() if digest not in present], (
+            f"lost at step {at}"
+        )
     assert done.returncode == 0
     assert at > 3
     mirror = tmp_path / "state/mirrors/owner__name"

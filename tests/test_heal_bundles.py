@@ -20,7 +20,15 @@ from mirrord.mirrors.repository import HISTORY
 from mirrord.model import AuditLevel, CommitState
 from mirrord.protocol import Audit, StartAudit
 
-HOLES = ("main", "main~1", "main~1^{tree}", "main:docs/page1.txt", "v1", "refs/mirrord/history", "refs/mirrord/history~1:refs")
+HOLES = (
+    "main",
+    "main~1",
+    "main~1^{tree}",
+    "main:docs/page1.txt",
+    "v1",
+    "refs/mirrord/history",
+    "refs/mirrord/history~1:refs",
+)
 SOUND = ({CommitState.OK: 3}, [])
 
 
@@ -53,7 +61,9 @@ def test_a_bundle_of_another_repository_is_a_donor(furnished: Furnished, tmp_pat
         git(tmp_path, "clone", "-q", str(house.upstream.path), "fork")
         git(tmp_path / "fork", "branch", "-m", "main", "trunk")
         house.dropped.mkdir()
-        git(tmp_path / "fork", "bundle", "create", "-q", str(house.dropped / "fork.bundle"), "trunk")
+        git(
+            tmp_path / "fork", "bundle", "create", "-q", str(house.dropped / "fork.bundle"), "trunk"
+        )
         furnished.lose("main:docs/page1.txt", "main~1")
         with house.without_upstream():
             healed = await house.heal()
@@ -108,22 +118,32 @@ def test_a_bad_bundle_is_told_and_harms_nothing(furnished: Furnished, damage: st
     async def body(house: House) -> None:
         file = house.dropped / "bad.bundle"
         await house.bundle(file)
-        if damage == "hostile":  # names what it does not hold, and refs that nobody may have; the pack is somebody else's
+        if (
+            damage == "hostile"
+        ):  # names what it does not hold, and refs that nobody may have; the pack is somebody else's
             blob = git(house.upstream.path, "hash-object", "-w", "--stdin", stdin=b"evil")
             pack = git_pack(house.upstream.path, blob)
-            names = {"refs/heads/../../evil": "1" * 40, "refs/replace/" + furnished.object("main"): blob, "refs/heads/x": blob}
+            names = {
+                "refs/heads/../../evil": "1" * 40,
+                "refs/replace/" + furnished.object("main"): blob,
+                "refs/heads/x": blob,
+            }
             write(file, header_bytes([], names) + pack)
         elif damage == "altered":
             flip(file, 0.9)
         elif damage == "truncated":
             truncate(file, 0.7)
         else:
-            write(file, b"hello" if damage == "no bundle" else file.read_bytes().partition(b"\n\n")[0])
+            write(
+                file, b"hello" if damage == "no bundle" else file.read_bytes().partition(b"\n\n")[0]
+            )
         furnished.lose("main:docs/page1.txt")
         with house.without_upstream():
             open_still = await house.heal()
         assert open_still.repairs[0].unhealed_count == 1
-        assert ("bundle bad.bundle" in open_still.repairs[0].refusals) == (damage != "hostile"), told(open_still)
+        assert ("bundle bad.bundle" in open_still.repairs[0].refusals) == (damage != "hostile"), (
+            told(open_still)
+        )
         healed = await house.heal()
         assert (healed.counts, healed.findings) == SOUND
         assert not any("bundle" in donor for donor in healed.repairs[0].objects)
@@ -133,12 +153,20 @@ def test_a_bad_bundle_is_told_and_harms_nothing(furnished: Furnished, damage: st
 
 
 def git_pack(repository: Path, *oids: str) -> bytes:
-    done = git(repository, "pack-objects", "-q", str(repository / "p"), stdin="".join(f"{oid}\n" for oid in oids).encode())
+    done = git(
+        repository,
+        "pack-objects",
+        "-q",
+        str(repository / "p"),
+        stdin="".join(f"{oid}\n" for oid in oids).encode(),
+    )
     return (repository / f"p-{done}.pack").read_bytes()
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_lost_ref_history_goes_on_from_the_newest_bundle(furnished: Furnished, *, is_known: bool) -> None:
+def test_a_lost_ref_history_goes_on_from_the_newest_bundle(
+    furnished: Furnished, *, is_known: bool
+) -> None:
     """Records, name and kept refs are gone, and upstream has the rest: old records and kept tips are
     there again. Where the catalog knows the newest record, it is the newest again.
     """
@@ -151,7 +179,10 @@ def test_a_lost_ref_history_goes_on_from_the_newest_bundle(furnished: Furnished,
         for file in (house.mirror / "objects/pack").iterdir():
             file.unlink()
         lines = (house.mirror / "packed-refs").read_bytes().splitlines(keepends=True)
-        write(house.mirror / "packed-refs", b"".join(line for line in lines if b"/kept/" not in line and b"/history" not in line))
+        write(
+            house.mirror / "packed-refs",
+            b"".join(line for line in lines if b"/kept/" not in line and b"/history" not in line),
+        )
         healed = await house.heal()
         assert (healed.counts, healed.findings) == SOUND
         assert ("goes on from" in healed.repairs[0].history) != is_known
@@ -178,7 +209,9 @@ def test_a_ref_history_that_nobody_has_begins_anew_and_says_so(furnished: Furnis
     furnished.live(body)
 
 
-def test_a_bundle_that_is_found_later_brings_the_old_records_back(furnished: Furnished, tmp_path: Path) -> None:
+def test_a_bundle_that_is_found_later_brings_the_old_records_back(
+    furnished: Furnished, tmp_path: Path
+) -> None:
     """Below those that were made since the ref history began anew; once, however often it is imported."""
     file = tmp_path / "found.bundle"
 
@@ -225,7 +258,9 @@ def test_the_command_line_sends_a_bundle(tmp_path: Path) -> None:
     text = f'[upstream]\nurl = "file://{tmp_path}/{{owner}}+{{name}}"\n'
 
     def call(*words: str | Path) -> tuple[int, str, str]:
-        out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+        out, err = (
+            io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)
+        )
         with redirect_stdout(out), redirect_stderr(err):
             status = run(["--socket", str(running.socket), *map(str, words)])
         return status, *(stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined,return-value]
@@ -239,7 +274,10 @@ def test_the_command_line_sends_a_bundle(tmp_path: Path) -> None:
         for file in (mirror / "objects/pack").glob("*.pack"):
             write(file, b"")
         (tmp_path / "bad").write_bytes(b"nothing")
-        for words, hint in ((("--bundle", tmp_path / "b"), "name the one"), (("demo/project", "--bundle", tmp_path), "file")):
+        for words, hint in (
+            (("--bundle", tmp_path / "b"), "name the one"),
+            (("demo/project", "--bundle", tmp_path), "file"),
+        ):
             status, _, err = call("heal", *words)
             assert (status, hint in err) == (2, True), err
         assert call("heal", "demo/project", "--bundle", tmp_path / "bad")[0] == 2
@@ -247,5 +285,8 @@ def test_the_command_line_sends_a_bundle(tmp_path: Path) -> None:
         status, out, err = call("heal", "demo/project", "--bundle", tmp_path / "b")
         assert status == 0, (out, err)
         assert "objects from the bundle that was sent" in out
-        assert client.wait(client.start_audit(level=AuditLevel.CONTENT, heal=False)).result["findings"] == []  # type: ignore[index]
+        assert (
+            client.wait(client.start_audit(level=AuditLevel.CONTENT, heal=False)).result["findings"]
+            == []
+        )  # type: ignore[index]
         assert [path.name for path in (running.state_dir / "quarantine").iterdir()] == ["damaged"]

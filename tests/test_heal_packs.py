@@ -25,14 +25,23 @@ def pack_everything(it: Furnished, *arguments: str) -> Path:
     """All objects in one pack, which a multi-pack index names: git looks there first."""
     it.explode()
     listing = git(it.mirror, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)")
-    made = git(it.mirror, "pack-objects", "-q", *arguments, "objects/pack/pack", stdin=f"{listing}\n".encode())
+    made = git(
+        it.mirror,
+        "pack-objects",
+        "-q",
+        *arguments,
+        "objects/pack/pack",
+        stdin=f"{listing}\n".encode(),
+    )
     git(it.mirror, "prune-packed", "-q")
     git(it.mirror, "multi-pack-index", "write")
     return it.mirror / f"objects/pack/pack-{made}.pack"
 
 
 def place_of(pack: Path, oid: str) -> int:
-    listed = git(pack.parent, "show-index", stdin=pack.with_suffix(".idx").read_bytes()).splitlines()
+    listed = git(
+        pack.parent, "show-index", stdin=pack.with_suffix(".idx").read_bytes()
+    ).splitlines()
     return next(int(line.split()[0]) for line in listed if line.split()[1] == oid)
 
 
@@ -56,21 +65,36 @@ def spoil(pack: Path, oid: str) -> None:
 def bundle_with(house: House, root: Path, *entries: str) -> None:
     """A bundle by plain git of another repository, that has nothing else of what the mirror has."""
     git(root, "clone", "-q", "--mirror", "--no-hardlinks", str(house.mirror), "stranger")
-    tree = git(root / "stranger", "mktree", stdin="".join(f"{entry}\n" for entry in entries).encode())
-    git(root / "stranger", "branch", "trunk", git(root / "stranger", "commit-tree", "-m", "a stranger", tree))
+    tree = git(
+        root / "stranger", "mktree", stdin="".join(f"{entry}\n" for entry in entries).encode()
+    )
+    git(
+        root / "stranger",
+        "branch",
+        "trunk",
+        git(root / "stranger", "commit-tree", "-m", "a stranger", tree),
+    )
     house.dropped.mkdir()
-    git(root / "stranger", "bundle", "create", "-q", str(house.dropped / "stranger.bundle"), "trunk")
+    git(
+        root / "stranger", "bundle", "create", "-q", str(house.dropped / "stranger.bundle"), "trunk"
+    )
 
 
 def must_report_only(audit: Audit, oid: str, instances: set[str]) -> None:
-    assert {found for finding in audit.findings for found in finding.objects} == {oid}, audit.findings
+    assert {found for finding in audit.findings for found in finding.objects} == {oid}, (
+        audit.findings
+    )
     assert set(audit.affected) == instances
     assert {name for finding in audit.findings for name in finding.instances} == instances
 
 
 def users_of(house: House, oid: str) -> set[str]:
     commits = {f"owner__name-{n}": house.upstream.git("rev-parse", f"HEAD~{n}") for n in range(3)}
-    return {name for name, commit in commits.items() if oid in house.upstream.git("rev-list", "--objects", commit)}
+    return {
+        name
+        for name, commit in commits.items()
+        if oid in house.upstream.git("rev-list", "--objects", commit)
+    }
 
 
 @pytest.mark.parametrize("harm", [disguise, spoil])
@@ -139,7 +163,10 @@ def test_a_pack_in_quarantine_gives_its_deltas_when_somebody_has_what_they_build
             healed = await house.heal()
         assert (healed.counts, healed.findings) == ({CommitState.OK: 3}, [])
         taken = healed.repairs[0].objects
-        assert taken == {"bundle stranger.bundle": 1, f"the intact part of {pack.name} in quarantine": len(deltas)}
+        assert taken == {
+            "bundle stranger.bundle": 1,
+            f"the intact part of {pack.name} in quarantine": len(deltas),
+        }
         git(house.mirror, "fsck", "--full")
 
     furnished.live(body)
@@ -171,7 +198,9 @@ def kept_tip(it: Furnished) -> str:
 
 def built_on(pack: Path, base: str) -> list[str]:
     """The deltas of a pack that begin with one object, those on deltas too."""
-    listed = [line.split() for line in git(pack.parent, "verify-pack", "-v", str(pack)).splitlines()]
+    listed = [
+        line.split() for line in git(pack.parent, "verify-pack", "-v", str(pack)).splitlines()
+    ]
     bases = {words[0]: words[6] for words in listed if len(words) == 7}
     chains = {oid: [oid] for oid in bases}
     for chain in chains.values():
@@ -180,7 +209,9 @@ def built_on(pack: Path, base: str) -> list[str]:
     return [oid for oid, chain in chains.items() if chain[-1] == base]
 
 
-def test_a_donor_with_a_damaged_copy_and_a_good_one_gives_the_good_one(furnished: Furnished) -> None:
+def test_a_donor_with_a_damaged_copy_and_a_good_one_gives_the_good_one(
+    furnished: Furnished,
+) -> None:
     """A fork whose pack is damaged and which has the object loose as well: git copies from packs first, and unchecked."""
     lost = furnished.object(LACKED)
     pack_everything(furnished)
@@ -193,8 +224,13 @@ def test_a_donor_with_a_damaged_copy_and_a_good_one_gives_the_good_one(furnished
             spoil(next(fork.glob("objects/pack/*.pack")), lost)
             furnished.lose(LACKED)
             with house.without_upstream():
-                healed = await house.audits.run(StartAudit(mirrors=["owner/name"], heal=True, level=AuditLevel.CONTENT))
-            assert (healed.counts, healed.repairs[0].objects) == ({CommitState.OK: 3}, {f"mirror {FORK}": 1})
+                healed = await house.audits.run(
+                    StartAudit(mirrors=["owner/name"], heal=True, level=AuditLevel.CONTENT)
+                )
+            assert (healed.counts, healed.repairs[0].objects) == (
+                {CommitState.OK: 3},
+                {f"mirror {FORK}": 1},
+            )
         finally:
             await house.catalog.delete_mirror(FORK.key)
             shutil.rmtree(house.state_dir / "mirrors/fork__name", ignore_errors=True)

@@ -72,7 +72,11 @@ def pooled(service: Service) -> Iterator[Checkout]:
 
 @contextmanager
 def held(service: Service, backend: Backend) -> Iterator[Checkout]:
-    made = service.call(service.checkouts.checkout, StartCheckout(instance=f"{NAME}@main", backend=backend), USER_PEER)
+    made = service.call(
+        service.checkouts.checkout,
+        StartCheckout(instance=f"{NAME}@main", backend=backend),
+        USER_PEER,
+    )
     assert made.backend is backend
     yield made
     with suppress(MirrordError):
@@ -90,7 +94,13 @@ def victim(service: Service) -> Iterator[Path]:
 
 def as_client(script: str, checkout: Checkout) -> None:
     subprocess.run(
-        ["sh", "-ec", script], cwd=checkout.path, user=USER, group=USER, extra_groups=[], check=True, capture_output=True
+        ["sh", "-ec", script],
+        cwd=checkout.path,
+        user=USER,
+        group=USER,
+        extra_groups=[],
+        check=True,
+        capture_output=True,
     )
 
 
@@ -116,10 +126,14 @@ def work(service: Service, checkout: Checkout) -> Work:
 
 
 @pytest.mark.timeout(300)
-def test_a_race_of_a_directory_and_a_link_writes_nothing_outside(service: Service, checkout: Checkout, victim: Path) -> None:
+def test_a_race_of_a_directory_and_a_link_writes_nothing_outside(
+    service: Service, checkout: Checkout, victim: Path
+) -> None:
     """Hundreds of diffs and patches while their client exchanges the two: each is answered, or refused as a conflict."""
     for at, name in ((".", "d"), ("d", ".gitignore")):
-        prepare = f"cd {at}; ln -s {victim} away; echo new >>{Path(checkout.path)}/d/.gitignore/evil"
+        prepare = (
+            f"cd {at}; ln -s {victim} away; echo new >>{Path(checkout.path)}/d/.gitignore/evil"
+        )
         as_client(prepare, checkout)
         racer = subprocess.Popen(
             [anyone.BARE_PYTHON, _RACER, "90", name, "away"], cwd=Path(checkout.path, at), user=USER, group=USER,
@@ -142,10 +156,15 @@ def test_a_race_of_a_directory_and_a_link_writes_nothing_outside(service: Servic
     assert as_user(Path(checkout.path), "status", "--porcelain", "--ignored") == ""
 
 
-def test_no_link_of_a_client_is_ever_written_through(service: Service, pooled: Checkout, victim: Path) -> None:
+def test_no_link_of_a_client_is_ever_written_through(
+    service: Service, pooled: Checkout, victim: Path
+) -> None:
     """The exchange at its worst moments: a rule that is a link when it is copied, a directory when what changed is."""
     tree = Path(pooled.path)
-    as_client("cd d; ln -s ../../../victim away; echo new >.gitignore/evil; echo '*.o' >../.gitignore; : >x.o", pooled)
+    as_client(
+        "cd d; ln -s ../../../victim away; echo new >.gitignore/evil; echo '*.o' >../.gitignore; : >x.o",
+        pooled,
+    )
 
     def exchange() -> None:
         (tree / "d/away").rename(tree / "d/aside")
@@ -172,9 +191,14 @@ def test_no_link_of_a_client_is_ever_written_through(service: Service, pooled: C
     assert not list(victim.iterdir())
 
 
-def test_rules_that_are_links_say_nothing_and_are_in_the_diff(service: Service, checkout: Checkout) -> None:
+def test_rules_that_are_links_say_nothing_and_are_in_the_diff(
+    service: Service, checkout: Checkout
+) -> None:
     """As in git: a `.gitignore` that is a link is a file like any other."""
-    as_client("echo '*.o' >rules; ln -s ../rules e/.gitignore; : >e/x.o; ln -s rules e/.gitattributes", checkout)
+    as_client(
+        "echo '*.o' >rules; ln -s ../rules e/.gitignore; : >e/x.o; ln -s rules e/.gitattributes",
+        checkout,
+    )
     patch = diff(service, checkout)
     as_user(Path(checkout.path), "add", "--all")
     listed = as_user(Path(checkout.path), "diff", "--cached", "--name-only").split()
@@ -186,16 +210,35 @@ def test_rules_that_are_links_say_nothing_and_are_in_the_diff(service: Service, 
 # -- whose rights -----------------------------------------------------------------------------------------------------
 
 _seen: list[tuple[str, int, str, list[str]]] | None = None
-_IN_A_TREE = {"open", "os.mkdir", "os.symlink", "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.chown", "os.utime"}
+_IN_A_TREE = {
+    "open",
+    "os.mkdir",
+    "os.symlink",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.chmod",
+    "os.chown",
+    "os.utime",
+}
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
     global _seen
-    if _seen is None or event not in _IN_A_TREE or not arguments or not isinstance(arguments[0], bytes):
+    if (
+        _seen is None
+        or event not in _IN_A_TREE
+        or not arguments
+        or not isinstance(arguments[0], bytes)
+    ):
         return
     seen, _seen = _seen, None
-    facts = dict(line.split(":", 1) for line in Path("/proc/thread-self/status").read_text().splitlines())
-    seen.append((event, int(facts["Uid"].split()[3]), facts["CapEff"].strip(), facts["Groups"].split()))
+    facts = dict(
+        line.split(":", 1) for line in Path("/proc/thread-self/status").read_text().splitlines()
+    )
+    seen.append(
+        (event, int(facts["Uid"].split()[3]), facts["CapEff"].strip(), facts["Groups"].split())
+    )
     _seen = seen
 
 
@@ -243,10 +286,15 @@ def test_a_worker_still_dies_with_its_parent(service: Service) -> None:
         libc.prctl(1, 0, 0, 0, 0)
 
 
-def test_a_file_that_its_client_may_not_read_is_not_in_its_diff(service: Service, checkout: Checkout) -> None:
+def test_a_file_that_its_client_may_not_read_is_not_in_its_diff(
+    service: Service, checkout: Checkout
+) -> None:
     """A harness's hidden tests: refused by name, unless a .gitignore names them; what the client locked itself is read."""
     tree = Path(checkout.path)
-    as_client("echo mine >mine; chmod 000 mine; mkdir locked; echo 2 >locked/f; chmod 000 locked", checkout)
+    as_client(
+        "echo mine >mine; chmod 000 mine; mkdir locked; echo 2 >locked/f; chmod 000 locked",
+        checkout,
+    )
     assert b"+mine" in (patch := diff(service, checkout))
     assert b"b/locked/f" in patch
     assert stat.S_IMODE((tree / "mine").stat().st_mode) == 0
@@ -315,8 +363,17 @@ with passable_directory() as place:
 def test_a_daemon_without_setuid_judges_by_mode(tmp_path: Path) -> None:
     """The systemd unit's capabilities give it every file, but do not let it act as its clients."""
     kept = "+chown,+fowner,+dac_override,+dac_read_search,+linux_immutable"
-    drop = ["setpriv", "--reuid=4711", "--regid=4711", "--clear-groups", f"--inh-caps=-all,{kept}", f"--ambient-caps=-all,{kept}"]
-    done = subprocess.run([*drop, *anyone.python(), "-c", UNIT], capture_output=True, text=True, check=False, cwd="/")
+    drop = [
+        "setpriv",
+        "--reuid=4711",
+        "--regid=4711",
+        "--clear-groups",
+        f"--inh-caps=-all,{kept}",
+        f"--ambient-caps=-all,{kept}",
+    ]
+    done = subprocess.run(
+        [*drop, *anyone.python(), "-c", UNIT], capture_output=True, text=True, check=False, cwd="/"
+    )
     assert [line[2:] for line in done.stdout.splitlines() if line.startswith("= ")] == [
         f"{{({USER}, {USER})}}",
         "owner-denied",
@@ -352,7 +409,9 @@ def foreign(service: Service) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("where", [".", "e", "README", "extra/in"])
-def test_what_is_mounted_in_a_tree_is_left_alone(service: Service, pooled: Checkout, foreign: Path, where: str) -> None:
+def test_what_is_mounted_in_a_tree_is_left_alone(
+    service: Service, pooled: Checkout, foreign: Path, where: str
+) -> None:
     """Wherever it is: a reset says where, touches nothing, and works afterwards."""
     tree = Path(pooled.path)
     as_client("mkdir -p extra/in; echo x >>d/.gitignore/evil", pooled)
@@ -370,7 +429,9 @@ def test_what_is_mounted_in_a_tree_is_left_alone(service: Service, pooled: Check
 
 
 @pytest.mark.parametrize("where", [".", "e", "extra/in"])
-def test_a_released_tree_with_a_mount_is_not_kept(service: Service, foreign: Path, where: str) -> None:
+def test_a_released_tree_with_a_mount_is_not_kept(
+    service: Service, foreign: Path, where: str
+) -> None:
     """Its owner's next checkout works at once; what is mounted stays whole, and what is around it goes with the mount."""
     with held(service, Backend.POOL) as made:
         as_client("mkdir -p extra/in", made)
@@ -382,7 +443,9 @@ def test_a_released_tree_with_a_mount_is_not_kept(service: Service, foreign: Pat
     for point in mounted_below(service.state / "checkouts"):
         if (
             foreign.name
-            in subprocess.run(["findmnt", "-no", "SOURCE", point], capture_output=True, text=True, check=False).stdout
+            in subprocess.run(
+                ["findmnt", "-no", "SOURCE", point], capture_output=True, text=True, check=False
+            ).stdout
         ):
             subprocess.run(["umount", point], check=True)
 
@@ -392,7 +455,10 @@ def test_nothing_behind_a_mount_is_removed(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept/data").touch()
     (tmp_path / "tree/in").mkdir(parents=True)
-    with bound(tmp_path / "kept", tmp_path / "tree/in"), opened(os.open(tmp_path, os.O_RDONLY)) as top:
+    with (
+        bound(tmp_path / "kept", tmp_path / "tree/in"),
+        opened(os.open(tmp_path, os.O_RDONLY)) as top,
+    ):
         with pytest.raises(CheckoutBusyError):
             remove(top, b"tree")
         with pytest.raises(OSError, match="cross-device"):
@@ -406,11 +472,15 @@ def test_nothing_behind_a_mount_is_removed(tmp_path: Path) -> None:
 def hashes(directory: Path) -> dict[str, str]:
     """The content of every file below a directory."""
     script = "find . -type f -print0 | xargs -0r sha1sum"
-    done = subprocess.run(["sh", "-c", script], cwd=directory, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["sh", "-c", script], cwd=directory, capture_output=True, text=True, check=True
+    )
     return {line[42:]: line[:40] for line in done.stdout.splitlines()}
 
 
-def test_root_in_a_container_writes_nothing_but_its_checkout(service: Service, checkout: Checkout) -> None:
+def test_root_in_a_container_writes_nothing_but_its_checkout(
+    service: Service, checkout: Checkout
+) -> None:
     """It sees the directory alone, and writes each file of tree and `.git` in place; stores and neighbours stay whole."""
     with held(service, Backend(checkout.backend)) as neighbour:
         before = hashes(service.state / "templates")
@@ -422,7 +492,11 @@ find . -type f | while read -r file; do
 done
 for way in remount,rw remount,bind,rw remount,bind,exec,suid,dev; do mount -o "$way" /mnt/tree || true; done"""
         subprocess.run(["unshare", "-m", "sh", "-c", script], check=True, capture_output=True)
-        assert next(Path(checkout.path, ".git/objects/pack").glob("*.pack")).read_bytes().startswith(b"JUNK")
+        assert (
+            next(Path(checkout.path, ".git/objects/pack").glob("*.pack"))
+            .read_bytes()
+            .startswith(b"JUNK")
+        )
         assert hashes(service.state / "templates") == before
         assert as_user(Path(neighbour.path), "status", "--porcelain") == ""
         as_user(Path(neighbour.path), "fsck", "--full", "--strict")
@@ -430,7 +504,9 @@ for way in remount,rw remount,bind,rw remount,bind,exec,suid,dev; do mount -o "$
     assert as_user(Path(checkout.path), "status", "--porcelain") == ""
 
 
-def test_no_file_of_a_pooled_checkout_is_a_file_of_a_store(service: Service, pooled: Checkout) -> None:
+def test_no_file_of_a_pooled_checkout_is_a_file_of_a_store(
+    service: Service, pooled: Checkout
+) -> None:
     """No inode is shared, packs, indexes and commit-graphs included; all files are the client's."""
     own = [path.lstat() for path in Path(pooled.path).parent.rglob("*")]
     store = {path.lstat().st_ino for path in (service.state / "templates").rglob("*")}
@@ -454,7 +530,9 @@ def deep(name: str, depth: int) -> str:
         "just below the limit": deep("d", TREE_DEPTH_LIMIT + 1),
     }.values(),
 )
-def test_a_tree_that_is_too_deep_is_refused(service: Service, checkout: Checkout, script: str) -> None:
+def test_a_tree_that_is_too_deep_is_refused(
+    service: Service, checkout: Checkout, script: str
+) -> None:
     """With a status that no client tries again; a reset takes it away; where it is ignored nobody looks at it."""
     as_client(f"mkdir tower; cd tower; {script}", checkout)
     with pytest.raises(DiffTooLargeError) as refused:
@@ -467,8 +545,18 @@ def test_a_tree_that_is_too_deep_is_refused(service: Service, checkout: Checkout
     assert not Path(checkout.path, "tower").exists()
 
 
-@pytest.mark.parametrize("name", [b"n" * 300, b"a/" + b"n" * 300 + b"/x", b"/".join([b"n" * 100] * 60), b"/".join([b"d"] * 1500)])
-def test_a_patch_with_a_name_that_no_tree_holds_is_refused(service: Service, checkout: Checkout, name: bytes) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"n" * 300,
+        b"a/" + b"n" * 300 + b"/x",
+        b"/".join([b"n" * 100] * 60),
+        b"/".join([b"d"] * 1500),
+    ],
+)
+def test_a_patch_with_a_name_that_no_tree_holds_is_refused(
+    service: Service, checkout: Checkout, name: bytes
+) -> None:
     """Its sender is told, and does not try again."""
     with pytest.raises(InvalidPatchError):
         apply(service, checkout, _NEW % name)
@@ -483,13 +571,17 @@ def test_attributes_that_git_refuses_are_the_clients(service: Service, checkout:
     assert refused.value.http_status == 409
 
 
-def test_what_changes_its_kind_while_it_is_read_is_no_bug(service: Service, pooled: Checkout) -> None:
+def test_what_changes_its_kind_while_it_is_read_is_no_bug(
+    service: Service, pooled: Checkout
+) -> None:
     """A file, a link, a directory and a pipe take turns at one path."""
     script = """
 i=0; while [ $i -lt 400 ]; do i=$((i+1))
 rm -rf README; ln -s e README; rm README; mkdir README; : >README/x; rm -r README; mkfifo README; rm README; echo $i >README
 done"""
-    changer = subprocess.Popen(["sh", "-c", script], cwd=pooled.path, user=USER, group=USER, extra_groups=[])
+    changer = subprocess.Popen(
+        ["sh", "-c", script], cwd=pooled.path, user=USER, group=USER, extra_groups=[]
+    )
     answers = Counter[int]()
     while changer.poll() is None:
         try:

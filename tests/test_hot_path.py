@@ -38,17 +38,25 @@ class Trace:
         ours = [each for each in found if _is_ours(each, running)]
         self.all = Counter(map(_kind, ours))
         self.loop = Counter(_kind(each) for each in ours if each["thread"] == str(running.pid))
-        self.answers = [each["arguments"] for each in found if each["name"] == "write" and "HTTP/1.1 " in each["arguments"]]
+        self.answers = [
+            each["arguments"]
+            for each in found
+            if each["name"] == "write" and "HTTP/1.1 " in each["arguments"]
+        ]
 
 
 def _is_ours(call: re.Match[str], running: Daemon) -> bool:
     is_below = str(running.state_dir) in call["arguments"]
-    return call["name"] != "write" and (is_below or "sync" in call["name"] or call["name"] in ("fsopen", "fsmount"))
+    return call["name"] != "write" and (
+        is_below or "sync" in call["name"] or call["name"] in ("fsopen", "fsmount")
+    )
 
 
 def _kind(call: re.Match[str]) -> str:
     if call["name"] == "openat":
-        return "write" if "O_WRONLY" in call["arguments"] or "O_RDWR" in call["arguments"] else "read"
+        return (
+            "write" if "O_WRONLY" in call["arguments"] or "O_RDWR" in call["arguments"] else "read"
+        )
     return call["name"]
 
 
@@ -56,7 +64,9 @@ def _kind(call: re.Match[str]) -> str:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     upstream = Upstream(tmp_path_factory.mktemp("upstream") / "r")
     upstream.commit({"README": "one\n"})
-    with daemon('[sync]\ninterval = "0"\n[audit]\ninterval = "0"\n[checkouts]\nprewarm = false\n') as made:
+    with daemon(
+        '[sync]\ninterval = "0"\n[audit]\ninterval = "0"\n[checkouts]\nprewarm = false\n'
+    ) as made:
         operation = made.json("POST", "/v1/mirrors", {"repo": "o/r", "url": upstream.url})
         while operation["state"] == "running":
             time.sleep(0.05)
@@ -83,7 +93,18 @@ def release(running: Daemon, identity: str) -> None:
 def traced(running: Daemon, file: Path) -> Iterator[list[Trace]]:
     """The trace is in the list at the end."""
     found: list[Trace] = []
-    command = ["strace", "-f", "-s", "4096", "-o", str(file), "-e", f"trace={_CALLS}", "-p", str(running.pid)]
+    command = [
+        "strace",
+        "-f",
+        "-s",
+        "4096",
+        "-o",
+        str(file),
+        "-e",
+        f"trace={_CALLS}",
+        "-p",
+        str(running.pid),
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as tracer:
         assert tracer.stderr is not None
         assert b"attached" in tracer.stderr.readline()
@@ -101,20 +122,35 @@ def test_the_daemon_loads_no_libgit2(running: Daemon) -> None:
     assert not [name for name in ("pygit2", "libgit2", "pyarrow") if name in maps]
 
 
-def test_a_warm_checkout_is_six_mkdirs_a_mount_and_one_small_file(running: Daemon, tmp_path: Path) -> None:
+def test_a_warm_checkout_is_six_mkdirs_a_mount_and_one_small_file(
+    running: Daemon, tmp_path: Path
+) -> None:
     """No flush, one rename, and two at the release; what waits for the disk is not done where requests are served."""
     with traced(running, tmp_path / "trace") as found:
         for _ in range(_ROUNDS):
             release(running, checkout(running)["id"])
     (trace,) = found
-    made = {"mkdir": 6, "write": 1, "read": 3, "fsopen": 1, "fsmount": 1, "move_mount": 1, "rename": 1 + 2}
+    made = {
+        "mkdir": 6,
+        "write": 1,
+        "read": 3,
+        "fsopen": 1,
+        "fsmount": 1,
+        "move_mount": 1,
+        "rename": 1 + 2,
+    }
     assert trace.loop == {call: count * _ROUNDS for call, count in made.items()}
-    assert sum("HTTP/1.1 201" in answer and "expires_at" in answer for answer in trace.answers) == _ROUNDS, "head and body part"
+    assert (
+        sum("HTTP/1.1 201" in answer and "expires_at" in answer for answer in trace.answers)
+        == _ROUNDS
+    ), "head and body part"
     assert trace.all["rmdir"] <= 10 * _ROUNDS
     assert trace.all["unlink"] == 2 * _ROUNDS
 
 
-def test_a_reset_is_a_layer_that_is_mounted_in_the_place_of_the_old_one(running: Daemon, tmp_path: Path) -> None:
+def test_a_reset_is_a_layer_that_is_mounted_in_the_place_of_the_old_one(
+    running: Daemon, tmp_path: Path
+) -> None:
     """Four renames: the lease that says so, before and after, and the layers. Nothing is written, nothing read but HEAD."""
     made = checkout(running)
     with traced(running, tmp_path / "trace") as found:

@@ -20,7 +20,12 @@ def _restless(path: Path, seed: int, count: int) -> list[str]:
     contents = {name: ["0"] for name in _NAMES}
     stream = []
     for mark in range(1, count + 1):
-        stream += ["commit refs/heads/main", f"mark :{mark}", f"committer x <x@y> {mark} +0000", "data 0"]
+        stream += [
+            "commit refs/heads/main",
+            f"mark :{mark}",
+            f"committer x <x@y> {mark} +0000",
+            "data 0",
+        ]
         if mark > 1:
             stream.append(f"from :{chance.choice([mark - 1, mark - 1, chance.randrange(1, mark)])}")
         if mark > 3 and chance.random() < 0.2:
@@ -30,7 +35,14 @@ def _restless(path: Path, seed: int, count: int) -> list[str]:
             known.append(f"{name} {mark}" if chance.random() < 0.5 else chance.choice(known[-3:]))
             stream += [f"M 100644 inline {name}", f"data {len(known[-1])}", known[-1]]
     git(path.parent, "init", "-q", "--bare", str(path))
-    git(path, "fast-import", "--quiet", "--force", "--export-marks=marks", stdin="\n".join([*stream, ""]).encode())
+    git(
+        path,
+        "fast-import",
+        "--quiet",
+        "--force",
+        "--export-marks=marks",
+        stdin="\n".join([*stream, ""]).encode(),
+    )
     marks = dict(line.split() for line in (path / "marks").read_text().splitlines())
     return [marks[f":{mark}"] for mark in range(1, count + 1)]
 
@@ -40,14 +52,18 @@ def _reached(repository: Path, *tips: str) -> set[str]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_nothing_of_the_closure_is_left_out_where_changes_are_reverted(tmp_path: Path, seed: int) -> None:
+def test_nothing_of_the_closure_is_left_out_where_changes_are_reverted(
+    tmp_path: Path, seed: int
+) -> None:
     """A tree that was there before may be why another one was not looked at."""
     repository = tmp_path / "r.git"
     commits = _restless(repository, seed, 60)
     for tip, base in [(59, 0), (50, 20), (40, 35), (30, 3)]:
         below = _reached(repository, commits[base])
         listing = "".join(f"{oid}\n" for oid in below).encode()
-        name = git(repository, "pack-objects", "-q", str(tmp_path / f"{tip}"), stdin=listing).strip()
+        name = git(
+            repository, "pack-objects", "-q", str(tmp_path / f"{tip}"), stdin=listing
+        ).strip()
         into = tmp_path / f"into-{tip}"
         into.mkdir()
         packed = pack_increment(repository, commits[tip], [tmp_path / f"{tip}-{name}.idx"], into)

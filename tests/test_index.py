@@ -30,7 +30,9 @@ def checked_out(upstream: Upstream, commit: str, root: Path) -> Manifest:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_git_finds_a_clean_tree_without_hashing(make_upstream: Make, tmp_path: Path, which: int) -> None:
+def test_git_finds_a_clean_tree_without_hashing(
+    make_upstream: Make, tmp_path: Path, which: int
+) -> None:
     """`diff-files` compares stat data only; status writes no new index, since it learnt nothing."""
     upstream = make_upstream("up")
     commit = awkward(upstream)[which]
@@ -50,7 +52,10 @@ def test_the_cached_trees_are_right(make_upstream: Make, tmp_path: Path, which: 
     commit = awkward(upstream)[which]
     checked_out(upstream, commit, tmp_path / "tree")
     assert git(tmp_path / "tree", "write-tree") == tree_of(upstream, commit)
-    assert git(tmp_path / "tree", "fsck", "--cache", "--connectivity-only", check=False).count("error") == 0
+    assert (
+        git(tmp_path / "tree", "fsck", "--cache", "--connectivity-only", check=False).count("error")
+        == 0
+    )
     git(tmp_path / "tree", "update-index", "--force-remove", "run.sh")
     git(tmp_path / "tree", "update-index", "--add", "run.sh")
     assert git(tmp_path / "tree", "write-tree") == tree_of(upstream, commit)
@@ -113,7 +118,12 @@ def test_an_index_that_was_altered_is_not_spliced(make_upstream: Make, tmp_path:
     index = index_bytes(manifest)
     manifest = replace(manifest, index=index[-20:].hex())
     assert Former.proven(manifest, index)
-    for altered in (b"", index[:-21] + index[-20:], index[:100] + b"x" + index[101:], index.replace(b"plain.txt", b"plaim.txt")):
+    for altered in (
+        b"",
+        index[:-21] + index[-20:],
+        index[:100] + b"x" + index[101:],
+        index.replace(b"plain.txt", b"plaim.txt"),
+    ):
         assert Former.proven(manifest, altered) is None
 
 

@@ -82,7 +82,18 @@ async def test_closing_ends_every_follower_after_the_last_event() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "position"), [(None, 3), ("", 3), ("2", 2), ("0", 0), ("99", 3), ("other:2", 0), ("x", 0), ("-1", 0), ("9" * 60, 3)]
+    ("text", "position"),
+    [
+        (None, 3),
+        ("", 3),
+        ("2", 2),
+        ("0", 0),
+        ("99", 3),
+        ("other:2", 0),
+        ("x", 0),
+        ("-1", 0),
+        ("9" * 60, 3),
+    ],
 )
 async def test_a_last_event_id_is_a_position(text: str | None, position: int) -> None:
     """Nonsense, and numbers of another boot, mean the beginning."""

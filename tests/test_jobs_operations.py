@@ -11,7 +11,12 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from mirrord.errors import MirrorNotFoundError, OperationFinishedError, OperationNotFoundError, StoppingError
+from mirrord.errors import (
+    MirrorNotFoundError,
+    OperationFinishedError,
+    OperationNotFoundError,
+    StoppingError,
+)
 from mirrord.jobs.events import Events
 from mirrord.jobs.operations import Operations, ProgressSink
 from mirrord.protocol import Progress
@@ -50,11 +55,17 @@ async def test_a_failed_operation_has_the_problem_of_its_error() -> None:
     operations = Operations(Events())
 
     async def fail(_: ProgressSink) -> None:
-        raise MirrorNotFoundError("cannot find mirror a__b: there is none", hint="add it", mirror="a__b")
+        raise MirrorNotFoundError(
+            "cannot find mirror a__b: there is none", hint="add it", mirror="a__b"
+        )
 
     ended = await operations.wait(operations.start("sync", "a__b", fail).id)
     assert ended.error is not None
-    assert (ended.state, ended.error.code, ended.error.hint) == ("failed", "mirror-not-found", "add it")
+    assert (ended.state, ended.error.code, ended.error.hint) == (
+        "failed",
+        "mirror-not-found",
+        "add it",
+    )
     assert ended.error.to_json()["mirror"] == "a__b"
 
 

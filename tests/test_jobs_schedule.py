@@ -32,7 +32,9 @@ async def opened(*jobs: Job) -> tuple[Schedule, list[Job]]:
     return schedule, table
 
 
-def every(interval: timedelta, run: Callable[[], Awaitable[None]] = nothing, name: str = "job") -> Job:
+def every(
+    interval: timedelta, run: Callable[[], Awaitable[None]] = nothing, name: str = "job"
+) -> Job:
     return Job(name, interval, run, since=utc_now())
 
 
@@ -60,7 +62,10 @@ async def test_a_job_runs_each_interval() -> None:
 async def test_what_happened_before_the_start_counts() -> None:
     """A daemon that restarts every hour syncs every six all the same, and what is overdue is soon."""
     now = utc_now()
-    recent, overdue = Job("recent", 6 * HOUR, nothing, since=now - HOUR), Job("overdue", 6 * HOUR, nothing, since=now - 9 * HOUR)
+    recent, overdue = (
+        Job("recent", 6 * HOUR, nothing, since=now - HOUR),
+        Job("overdue", 6 * HOUR, nothing, since=now - 9 * HOUR),
+    )
     schedule, _ = await opened(recent, overdue)
     found = {state.name: state.next_at for state in schedule.states()}
     assert found["recent"] is not None
@@ -72,7 +77,9 @@ async def test_what_happened_before_the_start_counts() -> None:
 
 async def test_reconciling_adds_drops_and_replans() -> None:
     """A mirror that was removed is not synced again; a new interval counts at once."""
-    schedule, table = await opened(every(HOUR, name="stays"), every(HOUR, name="goes"), every(HOUR, name="changes"))
+    schedule, table = await opened(
+        every(HOUR, name="stays"), every(HOUR, name="goes"), every(HOUR, name="changes")
+    )
     before = {state.name: state.next_at for state in schedule.states()}
     table[1:] = [every(2 * HOUR, name="changes"), every(HOUR, name="comes")]
     await schedule.reconcile()
@@ -90,7 +97,9 @@ async def test_an_interval_of_nothing_switches_a_job_off() -> None:
     await schedule.close()
 
 
-@pytest.mark.parametrize("error", [UpstreamNotFoundError("cannot sync a__b: it is gone"), KeyError("bug")])
+@pytest.mark.parametrize(
+    "error", [UpstreamNotFoundError("cannot sync a__b: it is gone"), KeyError("bug")]
+)
 async def test_a_failure_is_kept_for_the_status_and_the_next_turn_comes(error: Exception) -> None:
     """Expected or not."""
     turns = anyio.Event()
@@ -150,7 +159,9 @@ async def test_a_failure_is_tried_again_before_the_next_turn() -> None:
             raise outcome
         done.set()
 
-    schedule, _ = await opened(Job("job", HOUR, run, since=utc_now() - 2 * HOUR, retry=timedelta(seconds=0.02)))
+    schedule, _ = await opened(
+        Job("job", HOUR, run, since=utc_now() - 2 * HOUR, retry=timedelta(seconds=0.02))
+    )
     with anyio.fail_after(20):
         await done.wait()
     (state,) = schedule.states()
@@ -168,7 +179,9 @@ async def test_a_retry_waits_as_long_as_upstream_asks() -> None:
         failed.set()
         raise UpstreamThrottledError("cannot sync a__b: throttled", retry_after_s=600)
 
-    schedule, _ = await opened(Job("job", HOUR, run, since=utc_now() - 2 * HOUR, retry=timedelta(seconds=0.02)))
+    schedule, _ = await opened(
+        Job("job", HOUR, run, since=utc_now() - 2 * HOUR, retry=timedelta(seconds=0.02))
+    )
     with anyio.fail_after(20):
         await failed.wait()
         while not schedule.states()[0].last_error:

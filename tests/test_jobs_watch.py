@@ -32,11 +32,17 @@ class Handled:
                 await anyio.sleep(0.01)
 
 
-def run(directory: Path, story: Callable[[Watch, Handled], Awaitable[None]], known: tuple[str, ...] = ()) -> Handled:
+def run(
+    directory: Path, story: Callable[[Watch, Handled], Awaitable[None]], known: tuple[str, ...] = ()
+) -> Handled:
     handled = Handled()
 
     async def main() -> None:
-        signatures = {directory / name: signature for name in known if (signature := signature_of(directory / name))}
+        signatures = {
+            directory / name: signature
+            for name in known
+            if (signature := signature_of(directory / name))
+        }
         watch = Watch({directory: is_complete_name}, handled, known=signatures, quiet=QUIET)
         await watch.open()
         try:
@@ -119,7 +125,18 @@ def test_directories_and_symlinks_are_not_files(tmp_path: Path) -> None:
     assert run(tmp_path, lambda _, handled: handled.until(1)).paths == [tmp_path / "a.jsonl"]
 
 
-@pytest.mark.parametrize("name", [".a.jsonl", "a.jsonl.tmp", "a.part", "a.jsonl~", "#a.jsonl#", "a.json.crdownload", "A.PARTIAL"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".a.jsonl",
+        "a.jsonl.tmp",
+        "a.part",
+        "a.jsonl~",
+        "#a.jsonl#",
+        "a.json.crdownload",
+        "A.PARTIAL",
+    ],
+)
 def test_names_of_unfinished_files_do_not_count(name: str) -> None:
     """What editors and copy tools call a file they are still writing."""
     assert not is_complete_name(name)

@@ -137,7 +137,9 @@ def test_a_reset_is_in_the_name_of_the_file(leases: Leases, tmp_path: Path) -> N
     assert [path.name for path in lease.private.iterdir()] == ["resetting.json"]
 
 
-def test_a_reset_that_had_not_begun_leaves_the_lease_as_it_was(leases: Leases, tmp_path: Path) -> None:
+def test_a_reset_that_had_not_begun_leaves_the_lease_as_it_was(
+    leases: Leases, tmp_path: Path
+) -> None:
     """Killed between the two files, the tree was not touched."""
     lease = new_lease(leases)
     whole = (lease.private / "lease.json").read_bytes()
@@ -153,7 +155,14 @@ def who_may(directory: Path, what: str) -> list[int]:
         uid
         for uid in uids
         if subprocess.run(
-            what, shell=True, cwd="/", user=uid, group=12345, extra_groups=[], env={"D": str(directory)}, capture_output=True
+            what,
+            shell=True,
+            cwd="/",
+            user=uid,
+            group=12345,
+            extra_groups=[],
+            env={"D": str(directory)},
+            capture_output=True,
         ).returncode
         == 0
     ]
@@ -169,7 +178,13 @@ def test_a_checkouts_directory_is_for_its_owner_alone() -> None:
         (lease.tree_path / "src").mkdir(parents=True)
         assert who_may(lease.directory, 'cd "$D/tree" && ls') == [12345]
         assert who_may(lease.directory, 'stat "$D/tree/src"') == [12345]
-        for refused in ('ls "$D"', 'touch "$D/x"', 'mv "$D/tree" "$D/t"', 'chmod 777 "$D"', 'setfacl -b "$D"'):
+        for refused in (
+            'ls "$D"',
+            'touch "$D/x"',
+            'mv "$D/tree" "$D/t"',
+            'chmod 777 "$D"',
+            'setfacl -b "$D"',
+        ):
             assert who_may(lease.directory, refused) == []
 
 

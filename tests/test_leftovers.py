@@ -66,12 +66,16 @@ def test_what_a_process_holds_stays(mirror: Path) -> None:
     assert not (mirror / "packed-refs.new").exists()
 
 
-def test_a_pack_of_a_repack_that_died_just_now_is_not_in_the_way(house: Builder, mirror: Path) -> None:
+def test_a_pack_of_a_repack_that_died_just_now_is_not_in_the_way(
+    house: Builder, mirror: Path
+) -> None:
     """Its name says which process it was; one that lives may be about to rename it, and holds nothing open then."""
 
     async def body(it: House) -> None:
         command = ["git", "-C", str(mirror), "cat-file", "--batch-check"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as living:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        ) as living:
             assert living.stdin and living.stdout
             living.stdin.write(b"HEAD\n")
             assert b"commit" in living.stdout.readline()  # it is git by now
@@ -80,7 +84,9 @@ def test_a_pack_of_a_repack_that_died_just_now_is_not_in_the_way(house: Builder,
             assert remove_leftovers(mirror, timedelta()) == 0
             living.stdin.close()
             os.waitid(os.P_PID, living.pid, os.WEXITED | os.WNOWAIT)
-            assert remove_leftovers(mirror, timedelta()) == 1  # dead, and nobody has taken note of it yet
+            assert (
+                remove_leftovers(mirror, timedelta()) == 1
+            )  # dead, and nobody has taken note of it yet
             of_living.write_bytes(b"PACK")
         await it.mirrors.maintain(NAME)
         assert not of_living.exists()
@@ -97,12 +103,16 @@ def test_the_locks_of_linked_worktrees_are_their_owners(mirror: Path) -> None:
     assert lock.exists()
 
 
-def test_a_git_that_dies_leaves_nothing_in_the_way_of_the_next(house: Builder, mirror: Path, upstream: Upstream) -> None:
+def test_a_git_that_dies_leaves_nothing_in_the_way_of_the_next(
+    house: Builder, mirror: Path, upstream: Upstream
+) -> None:
     """Nobody waits for a start, or for a lock to grow old."""
     commit = CommitId(upstream.git("rev-parse", "HEAD"))
 
     async def body(it: House) -> None:
-        (mirror / "refs/mirrord/history.lock").write_text("")  # as one that was killed a moment ago left it
+        (mirror / "refs/mirrord/history.lock").write_text(
+            ""
+        )  # as one that was killed a moment ago left it
         upstream.commit({"new": "1"})
         with pytest.raises(Exception, match=r"history\.lock"):
             await it.mirrors.sync(NAME)
@@ -112,7 +122,9 @@ def test_a_git_that_dies_leaves_nothing_in_the_way_of_the_next(house: Builder, m
     house.run(body)
 
 
-def test_a_pin_does_not_write_over_the_journal_of_a_killed_sync(house: Builder, mirror: Path, upstream: Upstream) -> None:
+def test_a_pin_does_not_write_over_the_journal_of_a_killed_sync(
+    house: Builder, mirror: Path, upstream: Upstream
+) -> None:
     """The journal says which tip is to be kept: without it that tip would be lost."""
     old, new = upstream.git("rev-parse", "HEAD"), upstream.git("rev-parse", "HEAD~2")
 
@@ -150,7 +162,9 @@ def test_a_damaged_pack_without_an_index_is_left_to_the_audit(house: Builder, mi
     house.run(body)
 
 
-def test_maintenance_leaves_the_files_of_a_running_import_alone(house: Builder, tmp_path: Path) -> None:
+def test_maintenance_leaves_the_files_of_a_running_import_alone(
+    house: Builder, tmp_path: Path
+) -> None:
     """Only a start can tell leftovers from what somebody is at."""
     quarantine = tmp_path / "state/quarantine"
 

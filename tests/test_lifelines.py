@@ -39,7 +39,9 @@ time.sleep(1000)
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     root = tmp_path_factory.mktemp("lifelines")
     Upstream(root / "o" / "r").history(2)
-    with daemon(f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n[[mirror]]\nrepo = "o/r"\n') as made:
+    with daemon(
+        f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n[[mirror]]\nrepo = "o/r"\n'
+    ) as made:
         with Client(made.socket) as client:
             client.wait(client.sync_mirror("o/r"))
         yield made
@@ -79,7 +81,9 @@ def wait_until_gone(running: Daemon, ids: set[str], bound_s: float) -> None:
         time.sleep(0.02)
 
 
-def test_what_a_killed_process_took_is_released_within_a_second(running: Daemon, hold: Callable[..., Any]) -> None:
+def test_what_a_killed_process_took_is_released_within_a_second(
+    running: Daemon, hold: Callable[..., Any]
+) -> None:
     """4 of 4, after its connections were closed long ago; an unbound one stays until its deadline, as before."""
     holder, taken = hold(BOUND, BOUND, BOUND, BOUND, {})
     assert [lease["bind"] for lease in taken] == ["process"] * 4 + ["lease"]
@@ -91,7 +95,9 @@ def test_what_a_killed_process_took_is_released_within_a_second(running: Daemon,
     assert not any((running.state_dir / "checkouts" / one).exists() for one in bound)
 
 
-def test_the_lease_is_its_process_and_not_its_connection(running: Daemon, hold: Callable[..., Any]) -> None:
+def test_the_lease_is_its_process_and_not_its_connection(
+    running: Daemon, hold: Callable[..., Any]
+) -> None:
     """Several turns of the job that releases leases go by; a reset and a renewal keep it bound."""
     holder, (lease,) = hold(BOUND)
     time.sleep(2.5)
@@ -101,7 +107,9 @@ def test_the_lease_is_its_process_and_not_its_connection(running: Daemon, hold: 
     wait_until_gone(running, {lease["id"]}, 1.0)
 
 
-def test_a_restarted_daemon_still_knows_the_process(running: Daemon, hold: Callable[..., Any]) -> None:
+def test_a_restarted_daemon_still_knows_the_process(
+    running: Daemon, hold: Callable[..., Any]
+) -> None:
     """One that lives is adopted and watched; one that ended meanwhile lost its lease at the start."""
     (living, (kept,)), (dying, (lost,)) = hold(BOUND), hold(BOUND)
     running.kill()
@@ -114,7 +122,9 @@ def test_a_restarted_daemon_still_knows_the_process(running: Daemon, hold: Calla
     wait_until_gone(running, {kept["id"]}, 1.0)
 
 
-def test_a_number_that_another_process_has_is_another_process(running: Daemon, hold: Callable[..., Any]) -> None:
+def test_a_number_that_another_process_has_is_another_process(
+    running: Daemon, hold: Callable[..., Any]
+) -> None:
     """The lease's file names inode and start time too: pids are used again, after a reboot from the first on."""
     holder, (lease,) = hold(BOUND)
     running.kill()
@@ -127,7 +137,9 @@ def test_a_number_that_another_process_has_is_another_process(running: Daemon, h
     assert held_ids(running) == set()
 
 
-def test_a_process_that_ended_holds_no_descriptor(running: Daemon, hold: Callable[..., Any]) -> None:
+def test_a_process_that_ended_holds_no_descriptor(
+    running: Daemon, hold: Callable[..., Any]
+) -> None:
     """Nor does one that gave its checkouts back: the daemon has as many files open as before."""
 
     def open_pidfds() -> int:
@@ -197,7 +209,9 @@ def ask""")  # fmt: skip
 
 
 @pytest.mark.parametrize("client", ["Client", "AsyncClient"])
-def test_the_client_library_binds_a_checkout_to_its_own_process(running: Daemon, client: str) -> None:
+def test_the_client_library_binds_a_checkout_to_its_own_process(
+    running: Daemon, client: str
+) -> None:
     """Killed in the middle of its block, where nothing of it runs any more."""
     script = {
         "Client": """
@@ -211,8 +225,15 @@ async def main():
         await asyncio.sleep(1000)
 asyncio.run(main())""",
     }[client]
-    command = [sys.executable, "-c", f"import asyncio, sys, mirrord\npath = sys.argv[1]\n{script}", str(running.socket)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-c",
+        f"import asyncio, sys, mirrord\npath = sys.argv[1]\n{script}",
+        str(running.socket),
+    ]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         held = process.stdout.readline().strip()
         assert held in held_ids(running)

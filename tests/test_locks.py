@@ -14,7 +14,9 @@ RUNTIME, DEVELOPMENT = PROJECT / "requirements.lock", PROJECT / "requirements-de
 
 
 def _locked(lock: Path) -> dict[str, str]:
-    return dict(re.findall(r"^([a-z0-9][a-z0-9._-]*)(?:\[[a-z]+\])?==(\S+)", lock.read_text(), re.MULTILINE))
+    return dict(
+        re.findall(r"^([a-z0-9][a-z0-9._-]*)(?:\[[a-z]+\])?==(\S+)", lock.read_text(), re.MULTILINE)
+    )
 
 
 def _names(requirements: list[Any]) -> set[str]:
@@ -26,7 +28,15 @@ def test_the_lock_of_users_has_what_runs_and_no_tools() -> None:
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())
     runtime = _locked(RUNTIME)
     assert _names(project["project"]["dependencies"]) - {"mirrord-client"} <= set(runtime)
-    assert not {"pytest", "mypy", "ruff", "hypothesis", "import-linter", "hatchling", "grimp"} & set(runtime)
+    assert not {
+        "pytest",
+        "mypy",
+        "ruff",
+        "hypothesis",
+        "import-linter",
+        "hatchling",
+        "grimp",
+    } & set(runtime)
     assert _names(project["dependency-groups"]["dev"]) <= set(_locked(DEVELOPMENT))
 
 

@@ -38,7 +38,14 @@ class World:
 
     def bring(self, name: str, commits: list[str]) -> None:
         rows = [
-            {"instance_id": oid[:9], "repo": "owner/name", "base_commit": oid, "patch": "", "test_patch": ""} for oid in commits
+            {
+                "instance_id": oid[:9],
+                "repo": "owner/name",
+                "base_commit": oid,
+                "patch": "",
+                "test_patch": "",
+            }
+            for oid in commits
         ]
         body = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
         answer = self.daemon.json("POST", f"/v1/datasets?name={name}&filename={name}.jsonl", body)
@@ -53,7 +60,15 @@ class World:
 
     def call(self, *words: str) -> tuple[int, Any]:
         """The command line, answering in JSON."""
-        command = [sys.executable, "-m", "mirrord", "--config", str(self.daemon.config), "--json", *words]
+        command = [
+            sys.executable,
+            "-m",
+            "mirrord",
+            "--config",
+            str(self.daemon.config),
+            "--json",
+            *words,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done.returncode, json.loads(done.stdout or "null")
 
@@ -86,7 +101,9 @@ def _running(upstream: Upstream) -> Iterator[Daemon]:
         yield running
 
 
-@pytest.mark.parametrize(("loss", "unknown"), [("deleted", ["first", "second"]), ("older", ["second"])])
+@pytest.mark.parametrize(
+    ("loss", "unknown"), [("deleted", ["first", "second"]), ("older", ["second"])]
+)
 def test_what_the_mirrors_pin_and_the_catalog_lacks_is_told_until_it_is_imported(
     world: World, loss: str, unknown: list[str]
 ) -> None:
@@ -100,9 +117,14 @@ def test_what_the_mirrors_pin_and_the_catalog_lacks_is_told_until_it_is_imported
     assert all(f"mirrord dataset import FILE --name {name}" in told["remedy"] for name in unknown)
 
     world.daemon.start()
-    assert any(line["event"] == "datasets.unknown" and line["datasets"] == unknown for line in world.daemon.log_lines)
+    assert any(
+        line["event"] == "datasets.unknown" and line["datasets"] == unknown
+        for line in world.daemon.log_lines
+    )
     assert world.doctor()["verdict"] == "warn"
-    assert f"import again: {', '.join(unknown)}" in str(world.daemon.json("GET", "/v1/health")["reasons"])
+    assert f"import again: {', '.join(unknown)}" in str(
+        world.daemon.json("GET", "/v1/health")["reasons"]
+    )
     assert world.pins() == before
 
     world.bring("first", world.commits[0:2])
@@ -131,7 +153,11 @@ def test_a_truncated_catalog_is_refused_and_made_again(world: World) -> None:
     world.remove_catalog()
     world.catalog.write_bytes(world.older.read_bytes()[:20_000])
     told = world.doctor()
-    assert (told["verdict"], "damaged" in told["fact"], "move" in told["remedy"]) == ("fail", True, True)
+    assert (told["verdict"], "damaged" in told["fact"], "move" in told["remedy"]) == (
+        "fail",
+        True,
+        True,
+    )
     world.daemon.start(wait=False)
     assert world.daemon.process is not None
     assert world.daemon.process.wait(20) == 8

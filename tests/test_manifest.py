@@ -18,7 +18,11 @@ from mirrord.checkouts.files.records import Entry, Records
 from mirrord.checkouts.files.tree import materialise
 from mirrord.errors import ProofFailedError
 
-WORD, LONG, OID = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.binary(min_size=20, max_size=20)
+WORD, LONG, OID = (
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**64 - 1),
+    st.binary(min_size=20, max_size=20),
+)
 ENTRIES = st.dictionaries(
     st.binary(max_size=40).filter(lambda path: b"\0" not in path),
     st.builds(Entry, WORD, OID, OID, WORD, LONG, LONG, LONG, LONG, WORD, WORD),
@@ -34,7 +38,9 @@ def test_what_is_written_is_read(files: dict[bytes, Entry], control: dict[bytes,
     assert list(read.files) == sorted(files)
 
 
-PATHS = st.lists(st.sampled_from([b"a", b"b", b"a.b", b"a-", b"ab", b"0"]), min_size=1, max_size=4).map(b"/".join)
+PATHS = st.lists(
+    st.sampled_from([b"a", b"b", b"a.b", b"a-", b"ab", b"0"]), min_size=1, max_size=4
+).map(b"/".join)
 
 
 @given(st.sets(PATHS), st.dictionaries(PATHS, st.booleans()))
@@ -50,14 +56,21 @@ def test_what_is_in_a_directory_is_found(read: set[bytes], later: dict[bytes, bo
     paths = {b"", *read} | {path for path, is_there in later.items() if is_there}
     paths -= {path for path, is_there in later.items() if not is_there}
     directories = {path.rpartition(b"/")[0] for path in paths}
-    expected = {above: sorted(path for path in paths if path and path.rpartition(b"/")[0] == above) for above in directories}
+    expected = {
+        above: sorted(path for path in paths if path and path.rpartition(b"/")[0] == above)
+        for above in directories
+    }
     for each in (records, Records.from_bytes(b"".join(records.pieces()))):
         assert set(each) == paths
         assert len(each) == len(paths)
-        assert {above: sorted(found) for above, found in each.children(directories).items()} == expected
+        assert {
+            above: sorted(found) for above, found in each.children(directories).items()
+        } == expected
 
 
-def test_a_real_tree_survives_its_file(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_a_real_tree_survives_its_file(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """With control files; private to the daemon; replaced as a whole."""
     upstream = make_upstream("up")
     manifest = materialise(upstream.path / ".git", awkward(upstream)[0], tmp_path / "tree")
@@ -68,14 +81,19 @@ def test_a_real_tree_survives_its_file(make_upstream: Callable[[str], Upstream],
         assert Manifest.load(tmp_path / "manifest") == record
     assert stat.S_IMODE((tmp_path / "manifest").stat().st_mode) == 0o600
     assert b".git/HEAD" in manifest.control
-    assert sorted(path.name for path in tmp_path.glob("manifest*")) == ["manifest", "manifest.spare"]
+    assert sorted(path.name for path in tmp_path.glob("manifest*")) == [
+        "manifest",
+        "manifest.spare",
+    ]
 
 
 @pytest.mark.parametrize("damage", [b"", b"mirrord manifest 1\n", b"garbage", None])
 def test_a_torn_manifest_is_refused(tmp_path: Path, damage: bytes | None) -> None:
     """Cut short, empty or altered: an error, never half a record."""
     path = tmp_path / "manifest"
-    whole = Manifest("1" * 40, "2" * 40, 3, Records({b"a": Entry(0, bytes(20), bytes(20), 0, 0, 0, 0, 0, 0, 0)})).to_bytes()
+    whole = Manifest(
+        "1" * 40, "2" * 40, 3, Records({b"a": Entry(0, bytes(20), bytes(20), 0, 0, 0, 0, 0, 0, 0)})
+    ).to_bytes()
     path.write_bytes(whole[:-30] + b"x" * 30 if damage is None else damage)
     with pytest.raises(ProofFailedError):
         Manifest.load(path)

@@ -53,8 +53,13 @@ def refs_that_stay(mirror: Path) -> Iterator[None]:
 @contextmanager
 def half_failing(mirror: Path) -> Iterator[None]:
     """Besides, SQLite takes no new pin, as on a disk that is full."""
-    with refs_that_stay(mirror), closing(sqlite3.connect(mirror.parent.parent / "catalog.sqlite3")) as connection:
-        connection.execute("CREATE TRIGGER full BEFORE INSERT ON pins BEGIN SELECT RAISE(ABORT, 'disk full'); END")
+    with (
+        refs_that_stay(mirror),
+        closing(sqlite3.connect(mirror.parent.parent / "catalog.sqlite3")) as connection,
+    ):
+        connection.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON pins BEGIN SELECT RAISE(ABORT, 'disk full'); END"
+        )
         connection.commit()
         yield
         connection.execute("DROP TRIGGER full")
@@ -68,9 +73,14 @@ def pins_in(mirror: Path) -> list[str]:
 # -- refs and rows ----------------------------------------------------------------------------------------------------
 
 
-def test_a_pin_that_failed_half_way_is_undone(house: Builder, tmp_path: Path, upstream: Upstream) -> None:
+def test_a_pin_that_failed_half_way_is_undone(
+    house: Builder, tmp_path: Path, upstream: Upstream
+) -> None:
     """The row could not be written, nor the ref taken back."""
-    commit, mirror = CommitId(upstream.git("rev-parse", "HEAD")), tmp_path / "state/mirrors" / str(NAME)
+    commit, mirror = (
+        CommitId(upstream.git("rev-parse", "HEAD")),
+        tmp_path / "state/mirrors" / str(NAME),
+    )
 
     async def body(it: House) -> None:
         with half_failing(mirror):
@@ -84,9 +94,14 @@ def test_a_pin_that_failed_half_way_is_undone(house: Builder, tmp_path: Path, up
     house.run(body)
 
 
-def test_a_pin_that_was_made_since_stays(house: Builder, tmp_path: Path, upstream: Upstream) -> None:
+def test_a_pin_that_was_made_since_stays(
+    house: Builder, tmp_path: Path, upstream: Upstream
+) -> None:
     """What is owed is judged by what is there when it is settled."""
-    commit, mirror = CommitId(upstream.git("rev-parse", "HEAD")), tmp_path / "state/mirrors" / str(NAME)
+    commit, mirror = (
+        CommitId(upstream.git("rev-parse", "HEAD")),
+        tmp_path / "state/mirrors" / str(NAME),
+    )
 
     async def body(it: House) -> None:
         with half_failing(mirror), pytest.raises(Exception, match="disk full"):
@@ -99,8 +114,13 @@ def test_a_pin_that_was_made_since_stays(house: Builder, tmp_path: Path, upstrea
     house.run(body)
 
 
-def test_an_unpin_that_failed_half_way_leaves_the_pin_with_its_reason(house: Builder, tmp_path: Path, upstream: Upstream) -> None:
-    commit, mirror = CommitId(upstream.git("rev-parse", "HEAD")), tmp_path / "state/mirrors" / str(NAME)
+def test_an_unpin_that_failed_half_way_leaves_the_pin_with_its_reason(
+    house: Builder, tmp_path: Path, upstream: Upstream
+) -> None:
+    commit, mirror = (
+        CommitId(upstream.git("rev-parse", "HEAD")),
+        tmp_path / "state/mirrors" / str(NAME),
+    )
 
     async def body(it: House) -> None:
         await it.mirrors.pin(NAME, [commit], owner="person/7", reason="paper")
@@ -154,7 +174,12 @@ def test_an_upload_that_was_cut_off_and_does_not_go_goes_later(tmp_path: Path) -
     async def body() -> None:
         quarantine = Quarantine(tmp_path)
         await quarantine.clean()
-        messages = iter([{"type": "http.request", "body": b"half", "more_body": True}, {"type": "http.disconnect"}])
+        messages = iter(
+            [
+                {"type": "http.request", "body": b"half", "more_body": True},
+                {"type": "http.disconnect"},
+            ]
+        )
         mounted = ExitStack()
 
         async def receive() -> dict[str, Any]:
@@ -197,7 +222,9 @@ def test_what_stays_owed_is_tried_less_and_less() -> None:
 
 @contextmanager
 def daemon_of(upstream: Upstream, more: str = "") -> Iterator[Daemon]:
-    with daemon(f'[upstream]\nurl = "file://{upstream.path.parent}/{{owner}}+{{name}}"\n{more}') as it:
+    with daemon(
+        f'[upstream]\nurl = "file://{upstream.path.parent}/{{owner}}+{{name}}"\n{more}'
+    ) as it:
         yield it
 
 
@@ -218,9 +245,20 @@ def until(true: Callable[[], bool]) -> None:
 def test_stale_pins_go_without_a_restart(upstream: Upstream) -> None:
     """A dataset is removed while its pins cannot be; no start, no sync and no import follows."""
     commit = upstream.git("rev-parse", "HEAD")
-    row = json.dumps({"instance_id": "a", "repo": "owner/name", "base_commit": commit, "patch": "", "test_patch": ""}).encode()
+    row = json.dumps(
+        {
+            "instance_id": "a",
+            "repo": "owner/name",
+            "base_commit": commit,
+            "patch": "",
+            "test_patch": "",
+        }
+    ).encode()
     with daemon_of(upstream) as it:
-        assert finish(it, it.json("POST", "/v1/datasets?name=lite&filename=lite.jsonl", row))["state"] == "done"
+        assert (
+            finish(it, it.json("POST", "/v1/datasets?name=lite&filename=lite.jsonl", row))["state"]
+            == "done"
+        )
         mirror = it.state_dir / "mirrors/owner__name"
         with refs_that_stay(mirror):
             assert it.request("DELETE", "/v1/datasets/lite")[0] == 204

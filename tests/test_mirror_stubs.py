@@ -72,7 +72,9 @@ def test_a_mirror_that_lost_a_part_is_no_stub(house: Builder, tmp_path: Path) ->
     house.run(body)
 
 
-def test_a_name_that_upstream_never_had_is_not_asked_for_by_the_clock(tmp_path: Path, upstream: Upstream) -> None:
+def test_a_name_that_upstream_never_had_is_not_asked_for_by_the_clock(
+    tmp_path: Path, upstream: Upstream
+) -> None:
     """The list says so; one that was synced once is asked for at every turn, and a person may always ask."""
     text = f'[upstream]\nurl = "file://{upstream.path.parent}/{{owner}}+{{name}}"\n[sync]\ninterval = "1s"\njitter = "0s"\n'
     with daemon(text) as running, Client(running.socket) as client:
@@ -83,13 +85,20 @@ def test_a_name_that_upstream_never_had_is_not_asked_for_by_the_clock(tmp_path: 
         deadline = time.monotonic() + 30
         while True:
             there = {mirror.name: mirror for mirror in client.list_mirrors()}
-            asked = [op for op in client.list_operations() if op.kind == "mirror.sync" and op.subject == "owner__name"]
+            asked = [
+                op
+                for op in client.list_operations()
+                if op.kind == "mirror.sync" and op.subject == "owner__name"
+            ]
             if len(asked) >= 3:
                 break
             assert time.monotonic() < deadline, "nothing is synced by the clock"
             time.sleep(0.2)
         mistyped = there["owner__nmae"]
-        assert (mistyped.state, mistyped.error and mistyped.error.code) == ("failed", "upstream-not-found")
+        assert (mistyped.state, mistyped.error and mistyped.error.code) == (
+            "failed",
+            "upstream-not-found",
+        )
         assert mistyped.attempted_at == seen["owner__nmae"]
         upstream.path.rename(upstream.path.with_name("owner+nmae"))
         client.wait(client.sync_mirror("owner/nmae"))

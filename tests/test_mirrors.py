@@ -52,7 +52,10 @@ class House:
 class Builder:
     def __init__(self, root: Path, template: str) -> None:
         self.root = root
-        self.values: dict[str, object] = {"state_dir": root / "state", "upstream": {"url": template, "timeout": "30s"}}
+        self.values: dict[str, object] = {
+            "state_dir": root / "state",
+            "upstream": {"url": template, "timeout": "30s"},
+        }
 
     def run(self, body: Callable[[House], Awaitable[None]]) -> None:
         async def main() -> None:
@@ -62,7 +65,11 @@ class Builder:
             catalog = await Catalog.open(settings.state_dir / "catalog.sqlite3")
             events = Events()
             mirrors = Mirrors(
-                settings=lambda: settings, git=Git(home=self.root / "home"), workers=workers, catalog=catalog, events=events
+                settings=lambda: settings,
+                git=Git(home=self.root / "home"),
+                workers=workers,
+                catalog=catalog,
+                events=events,
             )
             try:
                 await mirrors.open()
@@ -103,7 +110,9 @@ def forge(upstream: Upstream) -> Iterator[Forge]:
         yield made
 
 
-def test_a_mirror_is_added_synced_and_found_in_any_spelling(house: Builder, upstream: Upstream) -> None:
+def test_a_mirror_is_added_synced_and_found_in_any_spelling(
+    house: Builder, upstream: Upstream
+) -> None:
     """The first spelling is kept; look-ups ignore letter case; a commit resolves."""
 
     async def body(it: House) -> None:
@@ -122,7 +131,9 @@ def test_a_mirror_is_added_synced_and_found_in_any_spelling(house: Builder, upst
     house.run(body)
 
 
-def test_a_mirror_is_made_by_one_git_with_all_that_protects_it(house: Builder, tmp_path: Path) -> None:
+def test_a_mirror_is_made_by_one_git_with_all_that_protects_it(
+    house: Builder, tmp_path: Path
+) -> None:
     """A process for each key of the configuration was most of what a first sync of a small repository cost."""
 
     async def body(_: House) -> None:
@@ -168,7 +179,9 @@ def test_syncs_of_one_mirror_at_the_same_time_run_once(house: Builder) -> None:
     house.run(body)
 
 
-def test_a_sync_brings_what_was_pushed_before_it_was_asked_for(house: Builder, upstream: Upstream) -> None:
+def test_a_sync_brings_what_was_pushed_before_it_was_asked_for(
+    house: Builder, upstream: Upstream
+) -> None:
     """One that runs has asked upstream already; all who ask meanwhile share one more."""
 
     async def body(it: House) -> None:
@@ -201,7 +214,9 @@ def test_whoever_needs_a_mirror_waits_for_its_first_sync(house: Builder) -> None
     async def body(it: House) -> None:
         await it.mirrors.add("owner/name")
         async with anyio.create_task_group() as group:
-            await it.mirrors.sync(NAME, lambda _: group.start_soon(it.mirrors.resolve, NAME, "main"))
+            await it.mirrors.sync(
+                NAME, lambda _: group.start_soon(it.mirrors.resolve, NAME, "main")
+            )
         assert it.events.counts["mirror.synced"] == 1
 
     house.run(body)
@@ -240,12 +255,18 @@ def test_what_a_kill_left_is_removed_at_the_start(house: Builder, upstream: Upst
         half = house.root / "state/quarantine/fetch-1234"
         half.mkdir()
         (half / "tmp_pack_1").write_bytes(b"half")
-        (it.mirrors.path(NAME) / "mirrord-transaction").write_text(f"create refs/heads/x {upstream.git('rev-parse', 'HEAD')}\n")
+        (it.mirrors.path(NAME) / "mirrord-transaction").write_text(
+            f"create refs/heads/x {upstream.git('rev-parse', 'HEAD')}\n"
+        )
 
     async def second(it: House) -> None:
         assert not list((house.root / "state/quarantine").iterdir())
         left = [path.name for path in it.mirrors.path(NAME).rglob("*")]
-        assert not [name for name in left if name.startswith("tmp_") or name.endswith(".lock") or name == "mirrord-transaction"]
+        assert not [
+            name
+            for name in left
+            if name.startswith("tmp_") or name.endswith(".lock") or name == "mirrord-transaction"
+        ]
         assert (await it.mirrors.resolve(NAME, "x"))[0] == upstream.git("rev-parse", "HEAD")
         upstream.commit({"more": "1"})
         assert (await it.mirrors.sync(NAME)).changed
@@ -264,7 +285,9 @@ def test_a_lost_catalog_is_rebuilt_from_the_mirrors(house: Builder, upstream: Up
         assert await it.mirrors.pin(NAME, [base], owner="person/7", reason="mine") == {}
 
     async def second(it: House) -> None:
-        assert [(pin.commit, pin.owner) for pin in await it.mirrors.list_pins(NAME)] == [(base, "person/7")]
+        assert [(pin.commit, pin.owner) for pin in await it.mirrors.list_pins(NAME)] == [
+            (base, "person/7")
+        ]
 
     house.run(first)
     for file in (house.root / "state").glob("catalog.sqlite3*"):
@@ -309,7 +332,9 @@ def test_a_commit_that_no_ref_brings_is_fetched_by_id(house: Builder, upstream: 
     house.run(body)
 
 
-def test_fallbacks_are_asked_for_what_upstream_lost(house: Builder, upstream: Upstream, make_upstream) -> None:  # type: ignore[no-untyped-def]
+def test_fallbacks_are_asked_for_what_upstream_lost(
+    house: Builder, upstream: Upstream, make_upstream
+) -> None:  # type: ignore[no-untyped-def]
     other = make_upstream("fallback+name")
     lost = CommitId(other.commit({"only": "here"}))
     house.values["upstream"]["fallbacks"] = [f"file://{other.path.parent}/fallback+{{name}}"]  # type: ignore[index]
@@ -321,7 +346,9 @@ def test_fallbacks_are_asked_for_what_upstream_lost(house: Builder, upstream: Up
     house.run(body)
 
 
-def test_a_commit_whose_closure_has_a_hole_is_not_pinned(house: Builder, upstream: Upstream) -> None:
+def test_a_commit_whose_closure_has_a_hole_is_not_pinned(
+    house: Builder, upstream: Upstream
+) -> None:
     """A pin is a proof, and nobody holds one of what is not whole."""
     base = CommitId(upstream.git("rev-parse", "HEAD"))
     blob = upstream.git("rev-parse", "HEAD:README")
@@ -330,7 +357,9 @@ def test_a_commit_whose_closure_has_a_hole_is_not_pinned(house: Builder, upstrea
         await it.mirrors.add("owner/name")
         await it.mirrors.sync(NAME)
         _lose(it.mirrors.path(NAME), blob)
-        refused = await it.mirrors.pin(NAME, [base, CommitId("2" * 40)], owner="dataset/d", reason="")
+        refused = await it.mirrors.pin(
+            NAME, [base, CommitId("2" * 40)], owner="dataset/d", reason=""
+        )
         assert set(refused) == {base, "2" * 40}
         assert not await it.mirrors.list_pins(NAME)
 
@@ -348,7 +377,9 @@ def _lose(mirror: Path, blob: str) -> None:
     (mirror / "objects" / blob[:2] / blob[2:]).unlink()
 
 
-def test_a_pin_survives_maintenance_and_what_nobody_needs_is_kept_a_while(house: Builder, upstream: Upstream) -> None:
+def test_a_pin_survives_maintenance_and_what_nobody_needs_is_kept_a_while(
+    house: Builder, upstream: Upstream
+) -> None:
     """Packing drops no object, pinned or fresh."""
     hidden = CommitId(upstream.git("commit-tree", "-p", "HEAD", "-m", "hidden", "HEAD^{tree}"))
     pinned = CommitId(upstream.git("commit-tree", "-p", "HEAD~1", "-m", "pinned", "HEAD^{tree}"))
@@ -428,8 +459,16 @@ def test_a_wanted_password_is_an_error_at_once(house: Builder, forge: Forge) -> 
 def test_the_git_protocol_works(house: Builder, upstream: Upstream) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    listen = [f"--base-path={upstream.path.parent}", "--export-all", "--listen=127.0.0.1", f"--port={port}", "--reuseaddr"]
-    daemon = subprocess.Popen(["/usr/lib/git-core/git-daemon", *listen], env=ENV, stderr=subprocess.DEVNULL)
+    listen = [
+        f"--base-path={upstream.path.parent}",
+        "--export-all",
+        "--listen=127.0.0.1",
+        f"--port={port}",
+        "--reuseaddr",
+    ]
+    daemon = subprocess.Popen(
+        ["/usr/lib/git-core/git-daemon", *listen], env=ENV, stderr=subprocess.DEVNULL
+    )
 
     async def body(it: House) -> None:
         await it.mirrors.add("owner/name", f"git://127.0.0.1:{port}/owner+name/.git")

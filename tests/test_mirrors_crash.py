@@ -68,9 +68,15 @@ def test_a_kill_in_a_sync_leaves_the_old_state_or_the_new_one(
             assert (await it.mirrors.resolve(NAME, "main"))[0] == new
             if old:
                 assert git(path, "rev-parse", f"refs/mirrord/kept/{old[0]}") == old[0]
-            names = [file.name for file in (tmp_path / "state").rglob("*") if "catalog" not in file.name]
+            names = [
+                file.name for file in (tmp_path / "state").rglob("*") if "catalog" not in file.name
+            ]
             assert not [
-                name for name in names if name.startswith("tmp_") or name.endswith(".lock") or "mirrord-transaction" in name
+                name
+                for name in names
+                if name.startswith("tmp_")
+                or name.endswith(".lock")
+                or "mirrord-transaction" in name
             ]
 
         _wait_for_orphans(tmp_path / "state")
@@ -78,7 +84,9 @@ def test_a_kill_in_a_sync_leaves_the_old_state_or_the_new_one(
         assert not list((tmp_path / "state/quarantine").iterdir())
 
 
-def test_a_full_disk_stops_the_sync_and_harms_nothing(tmp_path: Path, make_upstream: Callable[..., Upstream]) -> None:
+def test_a_full_disk_stops_the_sync_and_harms_nothing(
+    tmp_path: Path, make_upstream: Callable[..., Upstream]
+) -> None:
     """What was there is served on, nothing is left of the attempt, and with space the sync goes through."""
     upstream = make_upstream("owner+name")
     old = upstream.history(2)[-1]
@@ -108,8 +116,13 @@ def test_a_full_disk_stops_the_sync_and_harms_nothing(tmp_path: Path, make_upstr
 
 def _kill_at(root: Path, url: str, moment: Callable[[], bool]) -> None:
     script = root / "sync.py"
-    script.write_text(textwrap.dedent(_SYNC).format(tests=str(Path(__file__).parent), root=str(root), url=url), encoding="utf-8")
-    with subprocess.Popen([sys.executable, str(script)], cwd=Path(__file__).parent.parent, stdout=subprocess.DEVNULL) as child:
+    script.write_text(
+        textwrap.dedent(_SYNC).format(tests=str(Path(__file__).parent), root=str(root), url=url),
+        encoding="utf-8",
+    )
+    with subprocess.Popen(
+        [sys.executable, str(script)], cwd=Path(__file__).parent.parent, stdout=subprocess.DEVNULL
+    ) as child:
         deadline = time.monotonic() + 30
         while not moment() and child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)

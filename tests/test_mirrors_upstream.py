@@ -9,7 +9,13 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from mirrord.errors import GitFailedError, InvalidUrlError, MirrordError, UpstreamAuthError, UpstreamThrottledError
+from mirrord.errors import (
+    GitFailedError,
+    InvalidUrlError,
+    MirrordError,
+    UpstreamAuthError,
+    UpstreamThrottledError,
+)
 from mirrord.mirrors.bisect import find_bad
 from mirrord.mirrors.coalesce import Coalescer, Flight
 from mirrord.mirrors.refs import is_safe_ref, read_offer
@@ -59,7 +65,10 @@ def test_what_is_no_upstream_is_refused(text: str) -> None:
 
 
 def test_a_template_is_filled_in() -> None:
-    assert upstream_url("file:///some/{owner}+{name}", MirrorName("psf", "requests")) == "file:///some/psf+requests"
+    assert (
+        upstream_url("file:///some/{owner}+{name}", MirrorName("psf", "requests"))
+        == "file:///some/psf+requests"
+    )
 
 
 # -- refs -------------------------------------------------------------------------------------------------------------
@@ -75,7 +84,10 @@ def test_an_offer_holds_what_was_asked_for() -> None:
     offer = read_offer(lines, ["refs/heads/*", "refs/tags/*", "refs/pull/*/head", "refs/*/x"])
     assert sorted(offer.refs) == taken
     assert offer.head == "refs/heads/main"
-    assert sorted(fault.ref for fault in offer.faults) == ["refs/heads/a..b", "refs/heads/main/below"]
+    assert sorted(fault.ref for fault in offer.faults) == [
+        "refs/heads/a..b",
+        "refs/heads/main/below",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +144,14 @@ def test_what_shares_a_cause_is_left_out_at_once() -> None:
             raise GitFailedError("cannot take them", remainder=min(found))
 
     async def main() -> dict[int, MirrordError]:
-        return await find_bad(range(100), attempt, is_theirs=lambda _: True, budget=100, hopeless=8, insight=Remainders())
+        return await find_bad(
+            range(100),
+            attempt,
+            is_theirs=lambda _: True,
+            budget=100,
+            hopeless=8,
+            insight=Remainders(),
+        )
 
     assert anyio.run(main).keys() == {item for item in range(100) if item % 5 in {1, 3}}
     assert attempts == [100, 80, 60]
@@ -161,7 +180,9 @@ def test_single_items_are_tried_beside_each_other_where_there_is_a_lane() -> Non
 
         with anyio.fail_after(5):
             async with free:  # the caller's own
-                found = await find_bad(range(6), attempt, is_theirs=lambda _: True, budget=99, hopeless=99, lane=lane)
+                found = await find_bad(
+                    range(6), attempt, is_theirs=lambda _: True, budget=99, hopeless=99, lane=lane
+                )
         assert len(found) == 6
 
     anyio.run(main, 1)
@@ -178,7 +199,9 @@ def test_when_nothing_works_the_search_ends_early() -> None:
         raise GitFailedError("cannot take them")
 
     async def main() -> dict[int, MirrordError]:
-        return await find_bad(range(1000), attempt, is_theirs=lambda _: True, budget=400, hopeless=8)
+        return await find_bad(
+            range(1000), attempt, is_theirs=lambda _: True, budget=400, hopeless=8
+        )
 
     assert len(anyio.run(main)) == 1000
     assert attempts < 60
@@ -189,7 +212,13 @@ def test_an_error_that_blames_nobody_is_raised() -> None:
         raise UpstreamAuthError("cannot enter")
 
     async def main() -> None:
-        await find_bad([1, 2], attempt, is_theirs=lambda error: not isinstance(error, UpstreamAuthError), budget=9, hopeless=9)
+        await find_bad(
+            [1, 2],
+            attempt,
+            is_theirs=lambda error: not isinstance(error, UpstreamAuthError),
+            budget=9,
+            hopeless=9,
+        )
 
     with pytest.raises(UpstreamAuthError):
         anyio.run(main)

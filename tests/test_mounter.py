@@ -24,7 +24,14 @@ import anyone
 import pytest
 from mountlab import KERNELS, TREE, Lab, mounted_below, mountlab
 
-from mirrord.errors import AccessError, BackendUnavailableError, InvalidRequestError, MirrordError, ResourceError, from_problem
+from mirrord.errors import (
+    AccessError,
+    BackendUnavailableError,
+    InvalidRequestError,
+    MirrordError,
+    ResourceError,
+    from_problem,
+)
 from mirrord.host import mounts
 from mirrord.host.files import opened
 from mirrord.host.mounting import LocalMounter, OverlayOrder, RemoteMounter, choose_mounter
@@ -49,7 +56,9 @@ class Service:
         script = f"import sys; from mirrord.host import mounter, mounts; mounts.KERNEL = {self.kernel}; sys.exit(mounter.main())"
         command = [sys.executable, "-I", "-c", script, "--state-dir", str(self.lab.state)]
         self.socket.unlink(missing_ok=True)
-        self.process = subprocess.Popen([*command, "--user", str(DAEMON), "--socket", str(self.socket)], stderr=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [*command, "--user", str(DAEMON), "--socket", str(self.socket)], stderr=subprocess.PIPE
+        )
         deadline = time.monotonic() + 30
         while not self._answers():
             assert self.process.poll() is None and time.monotonic() < deadline
@@ -109,7 +118,11 @@ def mounter(service: Service) -> Iterator[RemoteMounter]:
 def overlays(lab: Lab) -> list[str]:
     """What is mounted besides the directories that the service bound over themselves, and its views for owners."""
     paths = [Path(path) for path in mounted_below(lab.state)]
-    return [str(path) for path in paths if lab.state not in path.parents[:1] and path.parent != lab.state / "idmaps"]
+    return [
+        str(path)
+        for path in paths
+        if lab.state not in path.parents[:1] and path.parent != lab.state / "idmaps"
+    ]
 
 
 def as_uid(uid: int, script: str, *args: str) -> str:
@@ -146,7 +159,15 @@ for inner in ("work", "work/incompat", "work/incompat/volatile"):
 shutil.rmtree(layer)
 """
     layer = lab.upper(order).parent
-    answer = as_uid(DAEMON, script, str(service.socket), order.checkout, str(lab.tree(order)), str(layer), *order.layers)
+    answer = as_uid(
+        DAEMON,
+        script,
+        str(service.socket),
+        order.checkout,
+        str(lab.tree(order)),
+        str(layer),
+        *order.layers,
+    )
     assert answer == "[] ['.git', 'README', 'src']\nbelow\n ['HEAD']\n[]\n"
     assert not layer.exists()
 
@@ -174,7 +195,9 @@ def test_one_that_was_restarted_goes_on(lab: Lab, service: Service, mounter: Rem
     assert overlays(lab) == []
 
 
-def test_views_for_owners_go_with_the_service(lab: Lab, service: Service, mounter: RemoteMounter) -> None:
+def test_views_for_owners_go_with_the_service(
+    lab: Lab, service: Service, mounter: RemoteMounter
+) -> None:
     """Those of one that was killed with its next, and of one that is stopped at once; what was mounted keeps what it lies on."""
     views = []
     orders = [lab.checkout(USER) for _ in range(3)]
@@ -192,7 +215,9 @@ def test_views_for_owners_go_with_the_service(lab: Lab, service: Service, mounte
         assert (lab.tree(order) / "README").stat().st_uid == USER[0]
 
 
-def test_no_link_is_followed_to_where_views_are(lab: Lab, service: Service, mounter: RemoteMounter) -> None:
+def test_no_link_is_followed_to_where_views_are(
+    lab: Lab, service: Service, mounter: RemoteMounter
+) -> None:
     """A daemon may put one there, and what it leads to is not mounted over."""
     victim = lab.state / "victim"
     victim.mkdir()
@@ -348,7 +373,8 @@ def test_nothing_else_may_be_asked(lab: Lab, service: Service) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [b"\0", b"\xff\xfe", b"{", b"[" * 60000, b"9" * 60000, b'{"request":' + b" " * 100_000 + b"1}"]
+    "message",
+    [b"\0", b"\xff\xfe", b"{", b"[" * 60000, b"9" * 60000, b'{"request":' + b" " * 100_000 + b"1}"],
 )
 def test_messages_that_are_no_requests(service: Service, message: bytes) -> None:
     """Neither deep, nor long, nor broken JSON ends the service."""
@@ -371,7 +397,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("who", REFUSED)
-def test_files_are_shown_as_ordinary_users_with_groups_of_theirs_only(lab: Lab, mounter: RemoteMounter, who: str) -> None:
+def test_files_are_shown_as_ordinary_users_with_groups_of_theirs_only(
+    lab: Lab, mounter: RemoteMounter, who: str
+) -> None:
     """Whatever a daemon that was broken into writes into its lease: it becomes nobody's peer."""
     order = lab.checkout(REFUSED[who])
     with pytest.raises(BackendUnavailableError):
@@ -380,7 +408,9 @@ def test_files_are_shown_as_ordinary_users_with_groups_of_theirs_only(lab: Lab, 
 
 
 @pytest.mark.parametrize("owner", [USER, (PERSON.pw_uid, PERSON.pw_gid)])
-def test_files_are_shown_as_the_holders_of_the_checkout(lab: Lab, mounter: RemoteMounter, owner: tuple[int, int]) -> None:
+def test_files_are_shown_as_the_holders_of_the_checkout(
+    lab: Lab, mounter: RemoteMounter, owner: tuple[int, int]
+) -> None:
     """Of that very checkout: neither of another, nor of one that nobody has."""
     mine, others = lab.checkout(owner), lab.checkout((54321, 54321))
     lab.mount(mounter, mine)
@@ -392,7 +422,9 @@ def test_files_are_shown_as_the_holders_of_the_checkout(lab: Lab, mounter: Remot
 
 
 @pytest.mark.parametrize("owner", [USER, (DAEMON, USER[1])])
-def test_only_the_daemons_files_are_shown_as_anybodys(lab: Lab, mounter: RemoteMounter, owner: tuple[int, int]) -> None:
+def test_only_the_daemons_files_are_shown_as_anybodys(
+    lab: Lab, mounter: RemoteMounter, owner: tuple[int, int]
+) -> None:
     """Templates that were given away would make their new owner's files another's."""
     order = lab.checkout((54321, 54321))
     os.chown(lab.state / "templates", *owner)
@@ -403,7 +435,9 @@ def test_only_the_daemons_files_are_shown_as_anybodys(lab: Lab, mounter: RemoteM
 RUN = "import os, subprocess, sys; print(subprocess.run([sys.argv[1], '-u'], capture_output=True, text=True).stdout)"
 
 
-def test_no_set_id_bit_counts_that_a_daemon_smuggles_in(lab: Lab, service: Service, mounter: RemoteMounter) -> None:
+def test_no_set_id_bit_counts_that_a_daemon_smuggles_in(
+    lab: Lab, service: Service, mounter: RemoteMounter
+) -> None:
     """A set-uid template seems the victim's, and opening it for writing copies it up as such: neither copy has an effect."""
     program = lab.template / "id"
     shutil.copy("/usr/bin/id", program)
@@ -443,7 +477,13 @@ def test_mounts_of_others_are_not_shown(lab: Lab, service: Service, mounter: Rem
     assert service.open_files() <= held
 
 
-PLACES = ["templates", "templates/psf__requests", f"templates/{TREE}", "checkouts/{0}", "checkouts/{0}/tree"]
+PLACES = [
+    "templates",
+    "templates/psf__requests",
+    f"templates/{TREE}",
+    "checkouts/{0}",
+    "checkouts/{0}/tree",
+]
 PLACES += [f"leases/{{0}}{end}" for end in ("", "/layer", "/layer/upper", "/layer/work")]
 
 
@@ -524,15 +564,24 @@ def test_what_is_given_back_is_only_what_overlayfs_made(lab: Lab, mounter: Remot
     (lab.upper(order).parent / "work/work").symlink_to(target)
     with suppress(FileNotFoundError, ResourceError):
         lab.mount(mounter, order)
-    assert {path.stat().st_uid for path in (target, target / "incompat", target / "incompat/volatile")} == {0}
+    assert {
+        path.stat().st_uid for path in (target, target / "incompat", target / "incompat/volatile")
+    } == {0}
 
 
 def test_it_loads_little() -> None:
     """The process with the privilege has the standard library and a few of our modules."""
     script = "import sys, mirrord.host.mounter; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True
+    )
     loaded = {name for name in done.stdout.split() if "." not in name and not name.startswith("_")}
     assert loaded - set(sys.stdlib_module_names) <= {"mirrord", "sitecustomize"}
     ours = {name for name in done.stdout.split() if name.startswith("mirrord.")}
     rooms = ("files", "mounter", "mounting", "mounts", "processes", "systemd", "userns")
-    assert ours == {"mirrord.errors", "mirrord.model", "mirrord.host", *(f"mirrord.host.{room}" for room in rooms)}
+    assert ours == {
+        "mirrord.errors",
+        "mirrord.model",
+        "mirrord.host",
+        *(f"mirrord.host.{room}" for room in rooms),
+    }

@@ -48,7 +48,14 @@ def mounter(lab: Lab) -> Iterator[LocalMounter]:
 
 def as_user(script: str, cwd: Path) -> str:
     done = subprocess.run(
-        ["sh", "-c", script], cwd=cwd, user=USER[0], group=USER[1], extra_groups=[], capture_output=True, text=True, check=True
+        ["sh", "-c", script],
+        cwd=cwd,
+        user=USER[0],
+        group=USER[1],
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout.rstrip("\n")
 
@@ -92,11 +99,15 @@ def overlay_of(lower: Path, layer: Path) -> Iterator[int]:
     """An overlay that is mounted nowhere."""
     with ExitStack() as stack:
         paths = (lower, layer / "upper", layer / "work")
-        below, upper, work = (stack.enter_context(opened(os.open(path, os.O_PATH))) for path in paths)
+        below, upper, work = (
+            stack.enter_context(opened(os.open(path, os.O_PATH))) for path in paths
+        )
         yield stack.enter_context(opened(mounts.make_overlay([below], upper, work)))
 
 
-@pytest.mark.parametrize("name", ["a,b", "a:b", "a\\b", "a b", "a\nb", "lowerdir=x,upperdir=y", "é", "\udcff"])
+@pytest.mark.parametrize(
+    "name", ["a,b", "a:b", "a\\b", "a b", "a\nb", "lowerdir=x,upperdir=y", "é", "\udcff"]
+)
 def test_a_path_may_have_any_character(lab: Lab, name: str) -> None:
     """Options are split at commas and colons; descriptors have neither."""
     lower, _, _, tree = make(lab.state / name, "lower", "upper", "work", "tree")
@@ -113,10 +124,23 @@ def test_the_table_of_mounts_says_nothing_but_the_checkout(lab: Lab, mounter: Lo
     """Anybody may read it: no commit, no owner, no path but that of a directory which nobody else enters."""
     order = lab.checkout(USER)
     lab.mount(mounter, order)
-    (line,) = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if order.checkout in line]
+    (line,) = [
+        line
+        for line in Path("/proc/self/mountinfo").read_text().splitlines()
+        if order.checkout in line
+    ]
     assert line.split()[4] == str(lab.tree(order))
     said = line.replace(str(lab.tree(order)), "")
-    for secret in ("1" * 40, "2" * 40, "psf__requests", "templates", "leases", "12345", "12346", str(lab.state)):
+    for secret in (
+        "1" * 40,
+        "2" * 40,
+        "psf__requests",
+        "templates",
+        "leases",
+        "12345",
+        "12346",
+        str(lab.state),
+    ):
         assert secret not in said
 
 
@@ -125,29 +149,49 @@ def test_an_idmapped_layer_belongs_to_the_client(lab: Lab, mounter: LocalMounter
     order = lab.checkout(USER)
     lab.mount(mounter, order)
     tree = lab.tree(order)
-    assert as_user("stat -c '%u %g' . README src src/main.py .git/HEAD | sort -u", tree) == "12345 12346"
-    as_user("echo mine > README && rm -r src && mkdir src && touch src/new && chmod 600 README", tree)
+    assert (
+        as_user("stat -c '%u %g' . README src src/main.py .git/HEAD | sort -u", tree)
+        == "12345 12346"
+    )
+    as_user(
+        "echo mine > README && rm -r src && mkdir src && touch src/new && chmod 600 README", tree
+    )
     written = (lab.upper(order) / "README").stat()
     assert (written.st_uid, written.st_gid, written.st_mode & 0o777) == (*USER, 0o600)
     kept = (lab.template / "README").stat()
-    assert (kept.st_uid, (lab.template / "README").read_text(), (lab.template / "src/main.py").exists()) == (0, "below\n", True)
+    assert (
+        kept.st_uid,
+        (lab.template / "README").read_text(),
+        (lab.template / "src/main.py").exists(),
+    ) == (0, "below\n", True)
 
 
-def test_an_idmapped_layer_is_nowhere_to_be_found_and_for_reading(lab: Lab, kernel: tuple[int, ...]) -> None:
+def test_an_idmapped_layer_is_nowhere_to_be_found_and_for_reading(
+    lab: Lab, kernel: tuple[int, ...]
+) -> None:
     """No path leads to it but root's, and nobody writes into templates by way of it, root included."""
     mapped = MappedTemplates(str(lab.state / "idmaps"))
-    with opened(os.open(lab.state / "templates", os.O_PATH)) as templates, mapped.view(templates, USER) as clone:
+    with (
+        opened(os.open(lab.state / "templates", os.O_PATH)) as templates,
+        mapped.view(templates, USER) as clone,
+    ):
         assert os.stat(f"{TREE}/README", dir_fd=clone).st_uid == USER[0]
         with pytest.raises(OSError, match="Read-only"):
             os.open(f"{TREE}/README", os.O_WRONLY, dir_fd=clone)
         place = lab.state / "idmaps"
-        attached_ids = {line.split()[0] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
+        attached_ids = {
+            line.split()[0] for line in Path("/proc/self/mountinfo").read_text().splitlines()
+        }
         assert (str(mounts.mount_id(clone)) in attached_ids) == (kernel < (6, 15))
         if kernel >= (6, 15):
             assert mounted_below(lab.state) == []
         else:
             attached, room = mounted_below(lab.state)
-            assert (room, Path(attached).parent, place.stat().st_mode & 0o777) == (str(place), place, 0o700)
+            assert (room, Path(attached).parent, place.stat().st_mode & 0o777) == (
+                str(place),
+                place,
+                0o700,
+            )
             assert re.fullmatch("[0-9a-f]{16}", Path(attached).name)
             mountinfo = Path("/proc/self/mountinfo").read_text().splitlines()
             said = " ".join(line for line in mountinfo if str(place) in line)
@@ -167,7 +211,9 @@ def test_what_was_left_attached_goes_with_the_next_start(lab: Lab, kernel: tuple
     now = set(mounted_below(lab.state / "idmaps"))
     assert (len(now), left & now) == (len(left), set())
     started.close(unbind=False)
-    assert sorted(mounted_below(lab.state)) == sorted(str(lab.tree(each)) for each in (order, other))
+    assert sorted(mounted_below(lab.state)) == sorted(
+        str(lab.tree(each)) for each in (order, other)
+    )
     assert (lab.tree(order) / "README").stat().st_uid == USER[0]
     assert (lab.tree(other) / "src/main.py").read_text() == "print(1)\n"
 
@@ -175,17 +221,30 @@ def test_what_was_left_attached_goes_with_the_next_start(lab: Lab, kernel: tuple
 def test_what_one_owner_uses_is_not_taken_from_under_it(lab: Lab) -> None:
     """Neither where many others come, nor where the templates are replaced: each view lasts as long as its descriptor."""
     mapped = MappedTemplates(str(lab.state / "idmaps"))
-    with opened(os.open(lab.state / "templates", os.O_PATH)) as templates, mapped.view(templates, USER) as clone:
+    with (
+        opened(os.open(lab.state / "templates", os.O_PATH)) as templates,
+        mapped.view(templates, USER) as clone,
+    ):
         for uid in range(20000, 20000 + MappedTemplates.MAX + 1):
             with mapped.view(templates, (uid, uid)):
                 pass
         assert USER not in mapped
         order = lab.checkout(USER)
-        upper, work = (os.open(lab.upper(order).with_name(name), os.O_PATH) for name in ("upper", "work"))
+        upper, work = (
+            os.open(lab.upper(order).with_name(name), os.O_PATH) for name in ("upper", "work")
+        )
         lower = os.open(TREE, os.O_PATH, dir_fd=clone)
-        with opened(upper), opened(work), opened(lower), opened(mounts.make_overlay([lower], upper, work)) as mount:
+        with (
+            opened(upper),
+            opened(work),
+            opened(lower),
+            opened(mounts.make_overlay([lower], upper, work)) as mount,
+        ):
             assert os.stat("README", dir_fd=mount).st_uid == USER[0]
-    assert len(mounted_below(lab.state / "idmaps")) in (0, MappedTemplates.MAX)  # the one that went was detached
+    assert len(mounted_below(lab.state / "idmaps")) in (
+        0,
+        MappedTemplates.MAX,
+    )  # the one that went was detached
     mapped.close()
     assert mounted_below(lab.state) == []
 
@@ -211,7 +270,9 @@ def slave_of(directory: Path, at: Path) -> subprocess.Popen[str]:
     return shell
 
 
-def test_an_overlay_is_replaced_in_one_step_for_all_who_see_it(lab: Lab, mounter: LocalMounter, tmp_path: Path) -> None:
+def test_an_overlay_is_replaced_in_one_step_for_all_who_see_it(
+    lab: Lab, mounter: LocalMounter, tmp_path: Path
+) -> None:
     """A container that bound the directory follows, and what it writes lands in the new layer; nothing is left stacked."""
     mounter.open()
     first = lab.checkout()
@@ -231,9 +292,15 @@ def test_an_overlay_is_replaced_in_one_step_for_all_who_see_it(lab: Lab, mounter
                 flush=True,
             )
             assert [shell.stdout.readline() for _ in range(2)] == [f"{turn}\n", "\n"]
-            assert (tree / "mine").read_text() == (lab.upper(other) / "mine").read_text() == f"{turn}\n"
+            assert (
+                (tree / "mine").read_text()
+                == (lab.upper(other) / "mine").read_text()
+                == f"{turn}\n"
+            )
             assert mounted_below(lab.state / "checkouts") == [str(tree)]
-        print(f"grep -c {tmp_path}/container/tree /proc/self/mountinfo", file=shell.stdin, flush=True)
+        print(
+            f"grep -c {tmp_path}/container/tree /proc/self/mountinfo", file=shell.stdin, flush=True
+        )
         assert shell.stdout.readline() == "1\n"
         shell.stdin.close()
 
@@ -246,14 +313,23 @@ def test_what_nobody_mounted_is_replaced_too(lab: Lab, mounter: LocalMounter) ->
     assert (lab.tree(order) / "README").exists()
 
 
-def test_what_clients_write_is_bound_without_set_id_bits_and_devices(lab: Lab, mounter: LocalMounter) -> None:
+def test_what_clients_write_is_bound_without_set_id_bits_and_devices(
+    lab: Lab, mounter: LocalMounter
+) -> None:
     """Once, however often a daemon starts; it propagates; and it goes where nothing uses it any more."""
     for _ in range(2):
         LocalMounter(lab.state).open()
     bound = [str(lab.state / name) for name in ("leases", "checkouts")]
     assert mounted_below(lab.state) == bound
-    lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines() if line.split()[4] in bound]
-    assert all({"nosuid", "nodev"} <= {*line[5].split(",")} and line[6].startswith("shared:") for line in lines)
+    lines = [
+        line.split()
+        for line in Path("/proc/self/mountinfo").read_text().splitlines()
+        if line.split()[4] in bound
+    ]
+    assert all(
+        {"nosuid", "nodev"} <= {*line[5].split(",")} and line[6].startswith("shared:")
+        for line in lines
+    )
     order = lab.checkout()
     lab.mount(mounter, order)
     mounter.close(unbind=True)
@@ -293,7 +369,10 @@ def test_what_is_gone_is_told_apart_from_what_is_refused(lab: Lab, mounter: Loca
     order = lab.checkout()
     with pytest.raises(FileNotFoundError):
         mounter.make(OverlayOrder(order.checkout, "layer", (GIT, TREE.replace("1", "3")), None))
-    with opened(os.open("/proc", os.O_PATH)) as proc, pytest.raises(BackendUnavailableError, match="Invalid argument"):
+    with (
+        opened(os.open("/proc", os.O_PATH)) as proc,
+        pytest.raises(BackendUnavailableError, match="Invalid argument"),
+    ):
         mounts.make_overlay([proc], proc, proc)
 
 

@@ -12,7 +12,14 @@ from gitrepos import Upstream, git
 from trees import awkward, tree_of
 
 from mirrord.errors import CommitNotFoundError, CorruptObjectError, DamagedMirrorError
-from mirrord.git.objects import is_ancestor, open_objects, read_commit, resolve, tree_changes, tree_entries
+from mirrord.git.objects import (
+    is_ancestor,
+    open_objects,
+    read_commit,
+    resolve,
+    tree_changes,
+    tree_entries,
+)
 
 Make = Callable[[str], Upstream]
 
@@ -53,7 +60,21 @@ def test_every_way_to_name_a_commit_resolves(make_upstream: Make) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "nothing", "1" * 40, "HEAD~9", "HEAD:README", "main..light", "@{-1}", ":/message", "a b", "-x", "main^{/x}", "\0", "é"],
+    [
+        "",
+        "nothing",
+        "1" * 40,
+        "HEAD~9",
+        "HEAD:README",
+        "main..light",
+        "@{-1}",
+        ":/message",
+        "a b",
+        "-x",
+        "main^{/x}",
+        "\0",
+        "é",
+    ],
 )
 def test_what_names_no_commit_is_not_found(make_upstream: Make, text: str) -> None:
     """Also what git would search for, or read a file of: only names resolve."""
@@ -105,7 +126,9 @@ def test_tree_entries_are_gits(make_upstream: Make) -> None:
     upstream = make_upstream("up")
     commit = awkward(upstream)[0]
     lines = upstream.git("ls-tree", "-rt", "-z", commit).split("\0")[:-1]
-    expected = [(os.fsencode(line.split("\t", 1)[1]), line.split()[0], line.split()[2]) for line in lines]
+    expected = [
+        (os.fsencode(line.split("\t", 1)[1]), line.split()[0], line.split()[2]) for line in lines
+    ]
     found = tree_entries(git_dir(upstream), tree_of(upstream, commit))
     assert [(entry.path, f"{entry.mode:06o}", entry.oid) for entry in found] == expected
 
@@ -115,11 +138,18 @@ def test_tree_changes_are_gits(make_upstream: Make) -> None:
     upstream = make_upstream("up")
     a, b = awkward(upstream)
     for old, new in ((a, b), (b, a)):
-        expected = set(upstream.git("diff-tree", "-r", "-z", "--name-only", old, new).split("\0")[:-1])
+        expected = set(
+            upstream.git("diff-tree", "-r", "-z", "--name-only", old, new).split("\0")[:-1]
+        )
         found = tree_changes(git_dir(upstream), tree_of(upstream, old), tree_of(upstream, new))
-        leaves = {c.path for c in found if (c.old and not c.old.is_tree) or (c.new and not c.new.is_tree)}
+        leaves = {
+            c.path for c in found if (c.old and not c.old.is_tree) or (c.new and not c.new.is_tree)
+        }
         assert leaves == {os.fsencode(path) for path in expected}
-    gone = {change.path: change for change in tree_changes(git_dir(upstream), tree_of(upstream, a), tree_of(upstream, b))}
+    gone = {
+        change.path: change
+        for change in tree_changes(git_dir(upstream), tree_of(upstream, a), tree_of(upstream, b))
+    }
     assert not gone[b"gone"].inherited
     assert gone[b"gone/a"].inherited
 

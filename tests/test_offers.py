@@ -12,9 +12,20 @@ A, B = "a" * 40, "b" * 40
 
 def test_a_name_that_is_also_a_directory_is_taken_and_what_is_below_is_told() -> None:
     """No file system and no git holds both; an upstream that is none of git's can offer them."""
-    offer = read_offer([f"{A}\trefs/heads/a", f"{B}\trefs/heads/a/b", f"{B}\trefs/heads/ab", f"{B}\trefs/heads/a/b/c"], PATTERNS)
+    offer = read_offer(
+        [
+            f"{A}\trefs/heads/a",
+            f"{B}\trefs/heads/a/b",
+            f"{B}\trefs/heads/ab",
+            f"{B}\trefs/heads/a/b/c",
+        ],
+        PATTERNS,
+    )
     assert offer.refs == {"refs/heads/a": A, "refs/heads/ab": B}
-    assert {(fault.ref, fault.commit) for fault in offer.faults} == {("refs/heads/a/b", B), ("refs/heads/a/b/c", B)}
+    assert {(fault.ref, fault.commit) for fault in offer.faults} == {
+        ("refs/heads/a/b", B),
+        ("refs/heads/a/b/c", B),
+    }
 
 
 _HOSTILE = (
@@ -46,4 +57,6 @@ def test_what_is_not_a_ref_of_theirs_is_not_seen(line: str) -> None:
 
 def test_a_head_that_is_not_offered_is_none() -> None:
     """A mirror's default branch exists."""
-    assert read_offer(["ref: refs/heads/gone\tHEAD", f"{B}\trefs/heads/main"], PATTERNS).head is None
+    assert (
+        read_offer(["ref: refs/heads/gone\tHEAD", f"{B}\trefs/heads/main"], PATTERNS).head is None
+    )

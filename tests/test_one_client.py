@@ -45,7 +45,9 @@ def connect(running: Daemon, uid: int) -> socket.socket:
 
 
 def send(connection: socket.socket, method: str, path: str, body: Any = None) -> None:
-    content = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    content = (
+        b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    )
     head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
     connection.sendall(head.encode() + content)
 
@@ -176,9 +178,18 @@ def test_a_diff_ends_with_its_client(house: tuple[Daemon, Upstream]) -> None:
     with hanging_diffs(running, ALICE, 1) as [connection]:
         connection.close()
         until(lambda: children(running, "check-ignore") == [])
-    assert [line["uid"] for line in running.log_lines if line["event"] == "request.abandoned"] == [ALICE]
-    [checkout] = [each for each in running.json("GET", "/v1/checkouts") if each["owner_uid"] == ALICE]
-    assert ask(running, ALICE, "POST", f"/v1/checkouts/{checkout['id']}/reset", {})["proof"]["files_removed"] == 2
+    assert [line["uid"] for line in running.log_lines if line["event"] == "request.abandoned"] == [
+        ALICE
+    ]
+    [checkout] = [
+        each for each in running.json("GET", "/v1/checkouts") if each["owner_uid"] == ALICE
+    ]
+    assert (
+        ask(running, ALICE, "POST", f"/v1/checkouts/{checkout['id']}/reset", {})["proof"][
+            "files_removed"
+        ]
+        == 2
+    )
     assert ask(running, ALICE, "GET", f"/v1/checkouts/{checkout['id']}/diff") == b""
 
 
@@ -217,10 +228,18 @@ def test_idle_strangers_keep_nobody_out() -> None:
     """Four with as many connections as they can get: others connect, and each of the four is one line in the log."""
     strangers = (62001, 62002, 62003, 62004)
     with daemon(ADMINS) as running, ExitStack() as stack:
-        held = {uid: [stack.enter_context(connect(running, uid)) for _ in range(64)] for uid in strangers}
+        held = {
+            uid: [stack.enter_context(connect(running, uid)) for _ in range(64)]
+            for uid in strangers
+        }
         for uid in (MEMBERS[0], 0):
             assert ask(running, uid, "GET", "/v1/status")["pid"] == running.pid
-        refused = [connection for those in held.values() for connection in those if select.select([connection], [], [], 0)[0]]
+        refused = [
+            connection
+            for those in held.values()
+            for connection in those
+            if select.select([connection], [], [], 0)[0]
+        ]
         assert len(refused) >= 4 * 64 - 128
         status, headers, body = parse_response(read_all(refused[-1]))
         assert (status, json.loads(body)["code"]) == (503, "too-many-connections")
@@ -346,14 +365,18 @@ def test_few_open_files_are_shared_with_idle_clients(
         assert ask(running, MEMBERS[1], "GET", "/v1/status")["pid"] == running.pid
         assert "Traceback" not in running.log
         assert "install git" not in running.log
-        assert any("open files" in reason for reason in running.json("GET", "/v1/health")["reasons"])
+        assert any(
+            "open files" in reason for reason in running.json("GET", "/v1/health")["reasons"]
+        )
 
 
 # -- bodies -----------------------------------------------------------------------------------------------------------
 
 
 def announce(connection: socket.socket, path: str, size: int) -> None:
-    connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {size}\r\n\r\n".encode())
+    connection.sendall(
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {size}\r\n\r\n".encode()
+    )
 
 
 def resident_bytes(running: Daemon) -> int:
@@ -405,8 +428,12 @@ def test_a_long_patch_goes_through_files_both_ways(house: tuple[Daemon, Upstream
     chunked = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (patch[:1000], patch[1000:]))
     ask(running, ALICE, "POST", f"/v1/checkouts/{second['id']}/reset", {})
     with connect(running, ALICE) as connection:
-        head = f"POST /v1/checkouts/{second['id']}/apply HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
-        connection.sendall(head.encode() + b"transfer-encoding: chunked\r\n\r\n" + chunked + b"0\r\n\r\n")
+        head = (
+            f"POST /v1/checkouts/{second['id']}/apply HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        )
+        connection.sendall(
+            head.encode() + b"transfer-encoding: chunked\r\n\r\n" + chunked + b"0\r\n\r\n"
+        )
         assert receive(connection)[0] == 200
     assert ask(running, ALICE, "GET", f"/v1/checkouts/{second['id']}/diff") == patch
     assert list((running.state_dir / "quarantine").iterdir()) == []

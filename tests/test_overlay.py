@@ -65,7 +65,14 @@ def status(checkout: Checkout) -> str:
 def shell(checkout: Checkout, script: str) -> None:
     """Run a script in the checkout as its owner."""
     subprocess.run(
-        ["sh", "-ec", script], cwd=checkout.path, env=ENV, user=USER, group=USER, extra_groups=[], check=True, capture_output=True
+        ["sh", "-ec", script],
+        cwd=checkout.path,
+        env=ENV,
+        user=USER,
+        group=USER,
+        extra_groups=[],
+        check=True,
+        capture_output=True,
     )
 
 
@@ -73,13 +80,21 @@ def sitting_in(checkout: Checkout) -> subprocess.Popen[bytes]:
     """A process of the owner's that stays inside, and has a file open."""
     script = "exec 3>>held; echo ready; cat; echo more >&3; cat README"
     owner = {"user": USER, "group": USER, "extra_groups": []}
-    process = subprocess.Popen(["sh", "-c", script], cwd=checkout.path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **owner)
+    process = subprocess.Popen(
+        ["sh", "-c", script],
+        cwd=checkout.path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        **owner,
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     return process
 
 
-def test_a_process_that_stays_inside_keeps_only_the_old_tree(service: Service, checkout: Checkout) -> None:
+def test_a_process_that_stays_inside_keeps_only_the_old_tree(
+    service: Service, checkout: Checkout
+) -> None:
     """It goes on in what it knew; nothing it writes reaches the reset checkout."""
     process = sitting_in(checkout)
     reset(service, checkout)
@@ -101,7 +116,9 @@ def test_nobody_reaches_past_the_mount(service: Service, checkout: Checkout) -> 
     """The layer below the mount is closed to its own owner."""
     layer = service.state / "leases" / checkout.id / "layer"
     assert layer.is_dir()
-    looked = subprocess.run(["ls", layer], user=USER, group=USER, extra_groups=[], capture_output=True, check=False)
+    looked = subprocess.run(
+        ["ls", layer], user=USER, group=USER, extra_groups=[], capture_output=True, check=False
+    )
     assert looked.returncode != 0
 
 
@@ -134,7 +151,9 @@ def start_for(service: Service, uid: int, commit: str = "v2") -> Checkout:
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not on this machine")
 @pytest.mark.parametrize("uid", [USER, 23456, 0])
-def test_status_of_a_fresh_checkout_opens_no_tracked_file(service: Service, tmp_path: Path, uid: int) -> None:
+def test_status_of_a_fresh_checkout_opens_no_tracked_file(
+    service: Service, tmp_path: Path, uid: int
+) -> None:
     """One index is valid for whoever has a checkout of it; git has nothing to write either."""
     checkout = start_for(service, uid)
     before = os.stat(f"{checkout.path}/.git/index")
@@ -142,10 +161,16 @@ def test_status_of_a_fresh_checkout_opens_no_tracked_file(service: Service, tmp_
     env = [f"{name}={value}" for name, value in ENV.items()]
     become = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "env", "-i", *env]
     tracing = ["strace", "-f", "-o", str(trace), "-e", "trace=openat,open"]
-    subprocess.run([*tracing, *become, "git", "status"], cwd=checkout.path, check=True, capture_output=True)
+    subprocess.run(
+        [*tracing, *become, "git", "status"], cwd=checkout.path, check=True, capture_output=True
+    )
     tracked = as_user(Path(checkout.path), "ls-files", uid=uid).splitlines()
     opened = trace.read_text()
-    assert [name for name in tracked if f'"{name}"' in opened and not name.endswith((".gitignore", ".gitattributes"))] == []
+    assert [
+        name
+        for name in tracked
+        if f'"{name}"' in opened and not name.endswith((".gitignore", ".gitattributes"))
+    ] == []
     assert as_user(Path(checkout.path), "diff-files", uid=uid) == ""
     assert os.stat(f"{checkout.path}/.git/index").st_ino == before.st_ino
     service.call(service.checkouts.release, checkout.id, ROOT_PEER)
@@ -156,24 +181,36 @@ def test_an_edit_that_keeps_the_size_is_seen(service: Service, uid: int) -> None
     """By git, at once and after `git add` in the same second; and by libgit2, which knows no `checkStat`."""
     checkout = start_for(service, uid)
     tree = Path(checkout.path)
-    owner: dict[str, Any] = {"user": uid, "group": uid, "extra_groups": [], "cwd": tree, "text": True}
+    owner: dict[str, Any] = {
+        "user": uid,
+        "group": uid,
+        "extra_groups": [],
+        "cwd": tree,
+        "text": True,
+    }
     edit = "tr a-z b-za <README >t && cat t >README && rm t && git status --porcelain"
     add = f"git add README && {edit}"
     (tree / "README").write_text("abc\n")
     os.chown(tree / "README", uid, uid)
     for script, seen in ((edit, " M README"), (add, "MM README")):
-        done = subprocess.run(["sh", "-ec", script], env=ENV, **owner, check=True, capture_output=True)
+        done = subprocess.run(
+            ["sh", "-ec", script], env=ENV, **owner, check=True, capture_output=True
+        )
         assert done.stdout.splitlines() == [seen]
     look = "import pygit2; print([(path, int(flags)) for path, flags in pygit2.Repository('.').status().items()])"
     command = [*anyone.python(), "-c", look]
     done = subprocess.run(command, env={"HOME": "/"}, **owner, check=True, capture_output=True)
-    assert done.stdout.strip() == "[('README', 258)]"  # GIT_STATUS_INDEX_MODIFIED | GIT_STATUS_WT_MODIFIED, and nothing else
+    assert (
+        done.stdout.strip() == "[('README', 258)]"
+    )  # GIT_STATUS_INDEX_MODIFIED | GIT_STATUS_WT_MODIFIED, and nothing else
     service.call(service.checkouts.release, checkout.id, ROOT_PEER)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_two_users_with_dozens_of_templates_each_take_nothing_from_each_other(
-    make_upstream: Callable[[str], Upstream], monkeypatch: pytest.MonkeyPatch, kernel: tuple[int, ...]
+    make_upstream: Callable[[str], Upstream],
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: tuple[int, ...],
 ) -> None:
     """60 and 82 instances, held by both; then the first asks for all of its own again, at once: each was built once."""
     monkeypatch.setattr(mounts, "KERNEL", kernel)
@@ -192,7 +229,9 @@ def test_two_users_with_dozens_of_templates_each_take_nothing_from_each_other(
             for each in held[:60]:
                 await service.checkouts.release(each.id, peers[0])
             assert service.events.counts["template.built"] == len(commits)
-            return held[60:] + await asyncio.gather(*(take(peers[0], commit) for commit in commits[:60]))
+            return held[60:] + await asyncio.gather(
+                *(take(peers[0], commit) for commit in commits[:60])
+            )
 
         held = service.call(story)
         assert service.events.counts["template.built"] == len(commits)
@@ -224,7 +263,9 @@ def test_after_a_reboot_the_layer_is_mounted_again(service: Service, checkout: C
 
 
 @pytest.mark.parametrize("kind", ["old", "gone"])
-def test_rubbish_of_a_killed_daemon_is_removed(service: Service, checkout: Checkout, kind: str) -> None:
+def test_rubbish_of_a_killed_daemon_is_removed(
+    service: Service, checkout: Checkout, kind: str
+) -> None:
     """An old layer whose removal was cut short goes at the next start, and so does what the removal had moved out of it."""
     old = service.state / "leases" / checkout.id / f".{kind}-0123456789abcdef"
     (old / "upper/some").mkdir(parents=True)
@@ -279,7 +320,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_diff_says_all_of_it(service: Service, checkout: Checkout, rich: Upstream, tmp_path: Path, what: str) -> None:
+def test_diff_says_all_of_it(
+    service: Service, checkout: Checkout, rich: Upstream, tmp_path: Path, what: str
+) -> None:
     """Applied to the base commit, the patch gives the tree that `git add --all` gives in the checkout."""
     shell(checkout, CHANGES[what])
     patch = service.call(service.checkouts.diff, checkout.id, USER_PEER)
@@ -385,7 +428,11 @@ def test_a_refused_reset_leaves_what_was_there(service: Service, bench: Bench) -
         proof = await bench.reset(lease)
         assert not (lease.tree_path / "mine").exists()
         assert (proof.tree, proof.head) == (bench.tree, bench.commit)
-        assert (proof.files_checked, proof.files_restored, proof.files_removed) == (None, None, None)
+        assert (proof.files_checked, proof.files_restored, proof.files_removed) == (
+            None,
+            None,
+            None,
+        )
         await bench.backend.destroy(lease.directories, lease)
 
     service.call(story)
@@ -407,7 +454,9 @@ def test_destroy_may_be_asked_again(service: Service, bench: Bench) -> None:
     assert not lease.private.exists()
 
 
-def test_a_view_for_an_owner_is_made_once_and_not_on_the_loop(service: Service, bench: Bench) -> None:
+def test_a_view_for_an_owner_is_made_once_and_not_on_the_loop(
+    service: Service, bench: Bench
+) -> None:
     """It forks: other requests go on meanwhile, and those that need the same one wait for it."""
     leases = [bench.lease() for _ in range(3)]
     made: list[int] = []
@@ -431,7 +480,9 @@ def test_a_view_for_an_owner_is_made_once_and_not_on_the_loop(service: Service, 
     assert len(made) == 1
 
 
-def test_where_owners_cannot_be_mapped_only_the_daemons_user_is_served(service: Service, bench: Bench) -> None:
+def test_where_owners_cannot_be_mapped_only_the_daemons_user_is_served(
+    service: Service, bench: Bench
+) -> None:
     """The error says what to use instead; nothing was made."""
     bench.backend._may_map_owners = False
     mine, other = bench.lease(uid=0), bench.lease()

@@ -31,7 +31,15 @@ def environment(tmp_path_factory: pytest.TempPathFactory, wheels: dict[str, Path
     """A fresh environment with the client's wheel and nothing else, made without any network."""
     made = tmp_path_factory.mktemp("environment")
     _run(sys.executable, "-m", "venv", "--without-pip", str(made))
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", f"--python={made}/bin/python", "install", "--no-index"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        f"--python={made}/bin/python",
+        "install",
+        "--no-index",
+    ]
     _run(*pip, str(wheels["mirrord_client"]))
     return made
 
@@ -49,19 +57,27 @@ def _files(wheel: Path) -> set[str]:
 def test_each_file_of_the_package_is_in_one_of_the_wheels(wheels: dict[str, Path]) -> None:
     """Two owners of one file would each remove it from under the other."""
     client, daemon = _files(wheels["mirrord_client"]), _files(wheels["mirrord"])
-    ours = {str(path.relative_to(PROJECT)) for path in (PROJECT / "mirrord").rglob("*") if path.suffix in {".py", ".typed"}}
+    ours = {
+        str(path.relative_to(PROJECT))
+        for path in (PROJECT / "mirrord").rglob("*")
+        if path.suffix in {".py", ".typed"}
+    }
     assert client | daemon == ours
     assert not client & daemon
     assert wheels["mirrord_client"].stat().st_size < MOST_BYTES
 
 
-def test_the_client_needs_no_other_package_and_the_daemon_the_same_version_of_it(wheels: dict[str, Path]) -> None:
+def test_the_client_needs_no_other_package_and_the_daemon_the_same_version_of_it(
+    wheels: dict[str, Path],
+) -> None:
     """One version of both, in one place."""
     needs = {}
     for name, wheel in wheels.items():
         archive = zipfile.ZipFile(wheel)
         (metadata,) = [each for each in archive.namelist() if each.endswith("METADATA")]
-        needs[name] = re.findall(r"^Requires-Dist: (.*)$", archive.read(metadata).decode(), re.MULTILINE)
+        needs[name] = re.findall(
+            r"^Requires-Dist: (.*)$", archive.read(metadata).decode(), re.MULTILINE
+        )
     assert needs["mirrord_client"] == []
     assert f"mirrord-client=={mirrord.__version__}" in needs["mirrord"]
     assert all(f"-{mirrord.__version__}-" in wheel.name for wheel in wheels.values())
@@ -74,7 +90,13 @@ def test_the_doctor_knows_both_as_installed(wheels: dict[str, Path], tmp_path: P
             archive.extractall(tmp_path)
     code = "from mirrord import config; from mirrord.doctor import programs; print(programs.packages(config.Settings()))"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "('ok', 'all installed', '')\n"
 
 
@@ -98,23 +120,35 @@ def test_the_client_alone_talks_to_a_daemon(environment: Path) -> None:
         assert tops <= sys.stdlib_module_names | {"mirrord", "__main__", "sitecustomize"}, tops
     """)
     with daemons.daemon() as running:
-        said = _run(f"{environment}/bin/python", "-I", "-W", "error", "-c", script, str(running.socket))
+        said = _run(
+            f"{environment}/bin/python", "-I", "-W", "error", "-c", script, str(running.socket)
+        )
     assert said.strip() == mirrord.__version__
 
 
 @pytest.mark.parametrize("document", ["README.md", "packaging/client/README.md"])
-def test_the_examples_of_the_documents_pass_strict_type_checks(environment: Path, tmp_path: Path, document: str) -> None:
+def test_the_examples_of_the_documents_pass_strict_type_checks(
+    environment: Path, tmp_path: Path, document: str
+) -> None:
     """As a harness that installed the client would check them."""
     examples = re.findall(r"```python\n(.*?)```", (PROJECT / document).read_text(), re.DOTALL)
     assert examples
     for number, example in enumerate(examples):
         head = "from pathlib import Path\ndef run_agent(path: Path) -> None: ...\n"
         (tmp_path / f"example_{number}.py").write_text(head + example)
-    mypy = ["-m", "mypy", "--strict", "--no-incremental", f"--python-executable={environment}/bin/python"]
+    mypy = [
+        "-m",
+        "mypy",
+        "--strict",
+        "--no-incremental",
+        f"--python-executable={environment}/bin/python",
+    ]
     _run(sys.executable, *mypy, *map(str, sorted(tmp_path.glob("*.py"))), cwd=tmp_path)
 
 
-def test_the_public_names_have_types_for_those_who_import_them(environment: Path, tmp_path: Path) -> None:
+def test_the_public_names_have_types_for_those_who_import_them(
+    environment: Path, tmp_path: Path
+) -> None:
     """Clients, messages, choices, errors, from the top of the package; what is wrong is found."""
     (tmp_path / "right.py").write_text(
         textwrap.dedent("""
@@ -138,7 +172,22 @@ def test_the_public_names_have_types_for_those_who_import_them(environment: Path
     (tmp_path / "wrong.py").write_text(
         "from mirrord import Client\nclient = Client()\nclient.checkout('a', view='grader')\nclient.health().mood\n"
     )
-    mypy = ["-m", "mypy", "--strict", "--no-incremental", f"--python-executable={environment}/bin/python"]
+    mypy = [
+        "-m",
+        "mypy",
+        "--strict",
+        "--no-incremental",
+        f"--python-executable={environment}/bin/python",
+    ]
     _run(sys.executable, *mypy, "right.py", cwd=tmp_path)
-    done = subprocess.run([sys.executable, *mypy, "wrong.py"], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert [line.split(":")[1] for line in done.stdout.splitlines() if ": error:" in line] == ["3", "4"]
+    done = subprocess.run(
+        [sys.executable, *mypy, "wrong.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert [line.split(":")[1] for line in done.stdout.splitlines() if ": error:" in line] == [
+        "3",
+        "4",
+    ]

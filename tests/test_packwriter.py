@@ -18,7 +18,9 @@ _BLOB = 3
 
 
 def blob(data: bytes, near: bytes | None = None) -> PackObject:
-    return PackObject(hashlib.sha1(b"%s %d\0" % (KINDS[_BLOB], len(data)) + data).digest(), _BLOB, data, near)
+    return PackObject(
+        hashlib.sha1(b"%s %d\0" % (KINDS[_BLOB], len(data)) + data).digest(), _BLOB, data, near
+    )
 
 
 def versions(count: int, size: int = 5000) -> list[PackObject]:
@@ -54,10 +56,17 @@ def test_git_reads_back_what_was_written(tmp_path: Path) -> None:
 def test_git_makes_the_same_index(tmp_path: Path) -> None:
     packed = written(versions(5), tmp_path)
     git(tmp_path, "index-pack", "--index-version=2", "-o", "theirs.idx", packed.name)
-    assert (tmp_path / "theirs.idx").read_bytes() == (tmp_path / packed.name).with_suffix(".idx").read_bytes()
+    assert (tmp_path / "theirs.idx").read_bytes() == (tmp_path / packed.name).with_suffix(
+        ".idx"
+    ).read_bytes()
 
 
-@given(base=st.binary(max_size=400), start=st.integers(0, 400), end=st.integers(0, 400), new=st.binary(max_size=300))
+@given(
+    base=st.binary(max_size=400),
+    start=st.integers(0, 400),
+    end=st.integers(0, 400),
+    new=st.binary(max_size=300),
+)
 @example(base=bytes(200_000), start=100_000, end=70_000, new=b"in the middle")
 @example(base=b"a" * 0x10000, start=0x10000, end=0, new=b"after a copy of the largest size")
 def test_a_delta_makes_what_it_was_made_of(base: bytes, start: int, end: int, new: bytes) -> None:

@@ -61,7 +61,9 @@ def service(rich: Upstream) -> Iterator[Service]:
 
 @pytest.fixture
 def checkout(service: Service) -> Iterator[Checkout]:
-    made = service.call(service.checkouts.checkout, StartCheckout(instance="psf__requests@v2"), USER_PEER)
+    made = service.call(
+        service.checkouts.checkout, StartCheckout(instance="psf__requests@v2"), USER_PEER
+    )
     yield made
     service.call(service.checkouts.release, made.id, USER_PEER)
 
@@ -84,7 +86,9 @@ def tree_of_patch(rich: Upstream, tmp_path: Path, patch: bytes) -> str:
     return git(clone, "write-tree")
 
 
-def apply(service: Service, checkout: Checkout, patch: bytes, peer: object = USER_PEER, **choices: object) -> Checkout:
+def apply(
+    service: Service, checkout: Checkout, patch: bytes, peer: object = USER_PEER, **choices: object
+) -> Checkout:
     return service.call(service.checkouts.apply, checkout.id, peer, patch=patch, **choices)
 
 
@@ -119,7 +123,9 @@ def test_the_diff_has_the_files_of_a_nested_repository(
         "links to secrets": 'ln -s "$SPACE/../lease" secret; rm -r src; ln -s "$SPACE/.." src',
     }.items(),
 )  # fmt: skip
-def test_a_hostile_tree_cannot_hang_or_widen_a_diff(service: Service, checkout: Checkout, what: str, script: str) -> None:
+def test_a_hostile_tree_cannot_hang_or_widen_a_diff(
+    service: Service, checkout: Checkout, what: str, script: str
+) -> None:
     """The daemon reads only regular files and link texts below the tree."""
     (service.state / "lease").write_text("SECRET")
     run_as(USER_PEER.uid, script, Path(checkout.path), service)
@@ -189,7 +195,9 @@ def test_a_patch_that_does_not_apply_changes_nothing(
     assert not list(outside.iterdir())
 
 
-def test_named_patches_are_the_graders(service: Service, checkout: Checkout, grading: Checkout, rich: Upstream) -> None:
+def test_named_patches_are_the_graders(
+    service: Service, checkout: Checkout, grading: Checkout, rich: Upstream
+) -> None:
     """`@patch` brings the gold tree in a grader's checkout, and is refused in an agent's."""
     with pytest.raises(AccessError):
         service.call(service.checkouts.apply, checkout.id, USER_PEER, patch=None, named="@patch")
@@ -199,16 +207,28 @@ def test_named_patches_are_the_graders(service: Service, checkout: Checkout, gra
     assert git(tree, "write-tree") == rich.git("rev-parse", "v3^{tree}")
 
 
-def test_restore_writes_files_of_a_pinned_commit(service: Service, checkout: Checkout, grading: Checkout, rich: Upstream) -> None:
+def test_restore_writes_files_of_a_pinned_commit(
+    service: Service, checkout: Checkout, grading: Checkout, rich: Upstream
+) -> None:
     """Files and directories; only the grader's, only pinned commits, only paths of the checkout."""
     gold, other = rich.git("rev-parse", "v3"), rich.git("rev-parse", "v1")
 
     def restore(where: Checkout, commit: str, *paths: str) -> list[str]:
         peer = ROOT_PEER if where is grading else USER_PEER
-        answer = service.call(service.checkouts.restore, where.id, peer, RestorePaths(commit=commit, paths=list(paths)))
+        answer = service.call(
+            service.checkouts.restore,
+            where.id,
+            peer,
+            RestorePaths(commit=commit, paths=list(paths)),
+        )
         return answer.paths
 
-    assert restore(grading, gold, "docs", "README") == ["README", "docs/new2.txt", "docs/new3.txt", "docs/page.txt"]
+    assert restore(grading, gold, "docs", "README") == [
+        "README",
+        "docs/new2.txt",
+        "docs/new3.txt",
+        "docs/page.txt",
+    ]
     assert (Path(grading.path) / "README").read_text() == "3\n" * 5
     with pytest.raises(AccessError):
         restore(checkout, gold, "README")

@@ -29,11 +29,22 @@ def test_a_peer_is_known_by_the_kernel(tmp_path: Path) -> None:
         listener.listen()
         for directory in (path, *path.parents):
             if directory.owner() == "root" and directory != Path("/"):
-                directory.chmod(directory.stat().st_mode | 0o777 if directory == path else directory.stat().st_mode | 0o711)
-        child = subprocess.Popen([BARE_PYTHON, "-c", CONNECT, str(path)], user=NOBODY, group=NOBODY, extra_groups=[1234, 5678])
+                directory.chmod(
+                    directory.stat().st_mode | 0o777
+                    if directory == path
+                    else directory.stat().st_mode | 0o711
+                )
+        child = subprocess.Popen(
+            [BARE_PYTHON, "-c", CONNECT, str(path)],
+            user=NOBODY,
+            group=NOBODY,
+            extra_groups=[1234, 5678],
+        )
         connection, _ = listener.accept()
         with connection:
-            assert peer_of(connection) == Peer(uid=NOBODY, gid=NOBODY, pid=child.pid, groups=(1234, 5678))
+            assert peer_of(connection) == Peer(
+                uid=NOBODY, gid=NOBODY, pid=child.pid, groups=(1234, 5678)
+            )
             connection.send(b"x")
         assert child.wait(10) == 0
 
@@ -54,7 +65,11 @@ def test_a_name_that_this_host_does_not_know_is_logged_once() -> None:
         named["admins"] = ["no-such-user"]
         access.refresh()
     assert [(entry["event"], entry["log_level"], entry["detail"]) for entry in logged] == [
-        ("access.warned", "warning", "the group no-such-group does not exist: only administrators are admitted"),
+        (
+            "access.warned",
+            "warning",
+            "the group no-such-group does not exist: only administrators are admitted",
+        ),
         ("access.warned", "warning", "the administrator no-such-user does not exist"),
     ]
 
@@ -67,8 +82,13 @@ def test_administrators_are_named_by_name_or_uid() -> None:
     assert access.role(Peer(1235, 1235, 1)) is Role.STRANGER
 
 
-@pytest.mark.parametrize(("gid", "groups", "role"), [(1, (), Role.MEMBER), (7, (1, 2), Role.MEMBER), (7, (2,), Role.STRANGER)])
-def test_members_have_the_group_as_first_or_further_one(gid: int, groups: tuple[int, ...], role: Role) -> None:
+@pytest.mark.parametrize(
+    ("gid", "groups", "role"),
+    [(1, (), Role.MEMBER), (7, (1, 2), Role.MEMBER), (7, (2,), Role.STRANGER)],
+)
+def test_members_have_the_group_as_first_or_further_one(
+    gid: int, groups: tuple[int, ...], role: Role
+) -> None:
     """Group 1 is daemon on every Debian."""
     access = Access(lambda: settings(group="daemon"), own_uid=42)
     assert access.role(Peer(1000, gid, 1, groups)) is role
@@ -95,7 +115,19 @@ def test_a_refresh_takes_new_settings() -> None:
 def test_subordinate_uids_count_as_their_user(tmp_path: Path) -> None:
     """A user with 65,536 of them is one user; those of root and of names that are not known are users of their own."""
     file = tmp_path / "subuid"
-    file.write_text("nobody:100000:65536\n1234:200000:10\nroot:300000:10\nno-such-user:400000:10\n:x:\n1234:5\n")
+    file.write_text(
+        "nobody:100000:65536\n1234:200000:10\nroot:300000:10\nno-such-user:400000:10\n:x:\n1234:5\n"
+    )
     access = Access(Settings, subuid=file)
     uids = (99_999, 100_000, 165_535, 165_536, 200_009, 300_005, 400_001, 65534, 0)
-    assert [access.user_of(uid) for uid in uids] == [99_999, 65534, 65534, 165_536, 1234, 300_000, 400_001, 65534, 0]
+    assert [access.user_of(uid) for uid in uids] == [
+        99_999,
+        65534,
+        65534,
+        165_536,
+        1234,
+        300_000,
+        400_001,
+        65534,
+        0,
+    ]

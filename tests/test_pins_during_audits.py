@@ -110,7 +110,9 @@ async def said_of(house: House, owner: str) -> set[str]:
 
 
 @WHEN
-async def test_a_dataset_removed_during_a_heal_has_no_pin_after_it(house: House, datasets: Datasets, when: str) -> None:
+async def test_a_dataset_removed_during_a_heal_has_no_pin_after_it(
+    house: House, datasets: Datasets, when: str
+) -> None:
     """Its mirror can be removed then, and nothing says that the catalog was lost."""
     audit = await heal_while(house, lambda: datasets.remove("lite"), when)
     assert audit.repairs, "nothing was healed"
@@ -124,10 +126,18 @@ async def test_a_dataset_removed_during_a_heal_has_no_pin_after_it(house: House,
 
 
 @WHEN
-async def test_a_dataset_imported_again_during_a_heal_has_exactly_its_pins(house: House, datasets: Datasets, when: str) -> None:
+async def test_a_dataset_imported_again_during_a_heal_has_exactly_its_pins(
+    house: House, datasets: Datasets, when: str
+) -> None:
     tip = house.upstream.git("rev-parse", "HEAD")
     rows = house.root / "lite.jsonl"
-    row = {"instance_id": "owner__name-0", "repo": "owner/name", "base_commit": tip, "patch": "", "test_patch": ""}
+    row = {
+        "instance_id": "owner__name-0",
+        "repo": "owner/name",
+        "base_commit": tip,
+        "patch": "",
+        "test_patch": "",
+    }
     rows.write_text(json.dumps(row))
 
     async def shrink() -> None:
@@ -138,20 +148,30 @@ async def test_a_dataset_imported_again_during_a_heal_has_exactly_its_pins(house
 
 
 @WHEN
-async def test_a_pin_removed_by_a_person_during_a_heal_stays_removed(house: House, when: str) -> None:
+async def test_a_pin_removed_by_a_person_during_a_heal_stays_removed(
+    house: House, when: str
+) -> None:
     first = CommitId(house.upstream.git("rev-list", "--max-parents=0", "HEAD"))
     await heal_while(house, lambda: house.mirrors.unpin(house.name, [first], owner=PERSON), when)
     assert (pins_of(house, PERSON), await said_of(house, PERSON)) == (set(), set())
     assert len(pins_of(house, "dataset/lite")) == 3
 
 
-async def test_an_audit_asks_what_is_recorded_when_it_comes_to_a_mirror(house: House, datasets: Datasets) -> None:
+async def test_an_audit_asks_what_is_recorded_when_it_comes_to_a_mirror(
+    house: House, datasets: Datasets
+) -> None:
     """A dataset that was removed since the audit began affects no instance, and no pin of it is made again."""
     upstream = Upstream(house.root / "other")
     await house.mirrors.add(OTHER.repo)
     rows = house.root / "more.jsonl"
     base = upstream.history(1)[0]
-    row = {"instance_id": "other-1", "repo": OTHER.repo, "base_commit": base, "patch": "", "test_patch": ""}
+    row = {
+        "instance_id": "other-1",
+        "repo": OTHER.repo,
+        "base_commit": base,
+        "patch": "",
+        "test_patch": "",
+    }
     rows.write_text(json.dumps(row))
     await datasets.import_file(rows, name="more", format=None, source="more.jsonl")
 
@@ -161,12 +181,20 @@ async def test_an_audit_asks_what_is_recorded_when_it_comes_to_a_mirror(house: H
         return {}
 
     audit = await auditing(house, house.heals.repair, remove_once).run(EVERYTHING)
-    assert (audit.mirrors, audit.findings, audit.repairs) == (["owner__name", "owner__other"], [], [])
+    assert (audit.mirrors, audit.findings, audit.repairs) == (
+        ["owner__name", "owner__other"],
+        [],
+        [],
+    )
     assert refs_of(house.mirrors.path(OTHER)).keys() & {"refs/heads/main"}
-    assert not [ref for ref in refs_of(house.mirrors.path(OTHER)) if ref.startswith("refs/mirrord/pins/")]
+    assert not [
+        ref for ref in refs_of(house.mirrors.path(OTHER)) if ref.startswith("refs/mirrord/pins/")
+    ]
 
 
-async def test_a_mirror_that_was_removed_during_an_audit_is_not_added_again(house: House, datasets: Datasets) -> None:
+async def test_a_mirror_that_was_removed_during_an_audit_is_not_added_again(
+    house: House, datasets: Datasets
+) -> None:
     """Nothing records it any more by the time that the heal would bring it back."""
     upstream = Upstream(house.root / "other")
     upstream.history(1)

@@ -52,7 +52,11 @@ def test_a_checkout_is_its_owners_and_git_works_in_it(run_pool: Callable[..., No
         assert as_user(lease.tree_path, "write-tree") == lease.tree
         assert len(as_user(lease.tree_path, "log", "--format=%H").splitlines()) == 3
         as_user(lease.tree_path, "commit", "--allow-empty", "--quiet", "--message", "mine")
-        assert {path.lstat().st_uid for path in lease.tree_path.rglob("*") if ".git/objects/pack" not in str(path)} == {USER}
+        assert {
+            path.lstat().st_uid
+            for path in lease.tree_path.rglob("*")
+            if ".git/objects/pack" not in str(path)
+        } == {USER}
 
     run_pool(story)
 
@@ -66,14 +70,20 @@ def test_reset_moves_to_another_commit_by_the_difference(run_pool: Callable[...,
         proof = await pool.reset(lease, ids[3])
         assert proof.head == ids[3]
         assert (lease.tree_path / "docs/page0.txt").stat().st_ino == inode
-        assert as_user(lease.tree_path, "rev-parse", "HEAD", "HEAD^{tree}").split() == [ids[3], proof.tree]
+        assert as_user(lease.tree_path, "rev-parse", "HEAD", "HEAD^{tree}").split() == [
+            ids[3],
+            proof.tree,
+        ]
         assert as_user(lease.tree_path, "status", "--porcelain", "--ignored") == ""
 
     run_pool(story)
 
 
 def packs_of(lease: Lease) -> dict[str, tuple[int, int]]:
-    return {path.name: (path.stat().st_ino, path.stat().st_size) for path in (lease.tree_path / ".git/objects/pack").iterdir()}
+    return {
+        path.name: (path.stat().st_ino, path.stat().st_size)
+        for path in (lease.tree_path / ".git/objects/pack").iterdir()
+    }
 
 
 async def settle(pool: Pool, lease: Lease) -> None:
@@ -83,7 +93,9 @@ async def settle(pool: Pool, lease: Lease) -> None:
 
 
 @pytest.mark.parametrize("uid", [USER, 0])
-def test_a_reset_with_nothing_changed_writes_nothing(run_pool: Callable[..., None], uid: int) -> None:
+def test_a_reset_with_nothing_changed_writes_nothing(
+    run_pool: Callable[..., None], uid: int
+) -> None:
     """No file is opened for writing, no pack is linked or copied: not for another user, and not for root."""
 
     async def story(pool: Pool, ids: list[str]) -> None:
@@ -112,7 +124,9 @@ def test_a_move_writes_what_differs(run_pool: Callable[..., None], uid: int) -> 
         changed = git(pool.mirror, "diff", "--name-only", ids[1], ids[2]).split()
         new = packs_of(lease).keys() - packs.keys()
         put = {f"write {name}" for name in new}
-        written = {f"write {Path(name).name}" for name in (*changed, "HEAD", "index", "manifest.spare")}
+        written = {
+            f"write {Path(name).name}" for name in (*changed, "HEAD", "index", "manifest.spare")
+        }
         assert set(done) == written | put
         assert packs.items() <= packs_of(lease).items()
 
@@ -159,7 +173,9 @@ def test_what_a_scan_saw_in_its_own_tick_stays_young(
     run_pool(story)
 
 
-def test_what_a_move_wrote_is_read_back_once(run_pool: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_move_wrote_is_read_back_once(
+    run_pool: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next scan reads none of it again, where it was written more than a tick of the clock before."""
 
     def examine_later(*given: Any) -> Changes:
@@ -202,10 +218,15 @@ def forge_record(place: Place) -> None:
     """Make the record agree with every stat on disk, as a clock that is set back would."""
     manifest = Manifest.load(place.manifest)
     parts = [
-        {path: entry.with_stat(os.lstat(os.fsencode(place.tree) + b"/" + path)) for path, entry in part.items()}
+        {
+            path: entry.with_stat(os.lstat(os.fsencode(place.tree) + b"/" + path))
+            for path, entry in part.items()
+        }
         for part in (manifest.files, manifest.control)
     ]
-    replace(manifest, files=Records(parts[0]), control=parts[1], recorded_ns=time.time_ns() + 10**9).save(place.manifest)
+    replace(
+        manifest, files=Records(parts[0]), control=parts[1], recorded_ns=time.time_ns() + 10**9
+    ).save(place.manifest)
 
 
 def test_a_released_tree_serves_the_same_user_again(run_pool: Callable[..., None]) -> None:
@@ -243,7 +264,9 @@ def test_a_linked_checkout_is_a_worktree_without_a_branch(run_pool: Callable[...
     run_pool(story)
 
 
-def test_a_tree_that_was_linked_serves_a_sealed_checkout_next(run_pool: Callable[..., None]) -> None:
+def test_a_tree_that_was_linked_serves_a_sealed_checkout_next(
+    run_pool: Callable[..., None],
+) -> None:
     """Its `.git` is a file, and becomes the directory of a sealed store; and a file again for the next one that is linked."""
 
     async def story(pool: Pool, ids: list[str]) -> None:
@@ -291,7 +314,9 @@ def test_what_has_to_go_is_moved_away_whole(run_pool: Callable[..., None]) -> No
         proof = pooled.reset(place, ids[1], lease.tree)
         assert proof.files_removed == 1
         assert stat.S_IMODE(place.grave.stat().st_mode) == 0o700
-        assert [len(list(path.iterdir())) for path in place.grave.iterdir() if path.is_dir()] == [50]
+        assert [len(list(path.iterdir())) for path in place.grave.iterdir() if path.is_dir()] == [
+            50
+        ]
         assert len(list(place.grave.iterdir())) == len(["created", "README", ".git/index"])
 
     run_pool(story)
@@ -321,7 +346,9 @@ async def until_gone(directory: Path) -> None:
             await anyio.sleep(0.02)
 
 
-def test_a_full_disk_is_emptied_of_what_its_owner_filled_it_with(make_upstream: Callable[[str], Upstream]) -> None:
+def test_a_full_disk_is_emptied_of_what_its_owner_filled_it_with(
+    make_upstream: Callable[[str], Upstream],
+) -> None:
     """Moved away it would still take the room that the reset needs."""
 
     async def story(pool: Pool) -> None:
@@ -342,7 +369,9 @@ def test_a_full_disk_is_emptied_of_what_its_owner_filled_it_with(make_upstream: 
             await story(pool)
 
     with passable_directory() as directory:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=711", "tmpfs", str(directory)], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=8m,mode=711", "tmpfs", str(directory)], check=True
+        )
         try:
             anyio.run(main, directory)
         finally:

@@ -44,7 +44,10 @@ class Site:
         self.operations = Operations(Events())
         self.workers = Workers(size=1)
         self.gitdirs = StoreBuilder(
-            state_dir=root, git=Git(home=root / "home"), workers=self.workers, mirrors_path=lambda name: root / "mirror.git"
+            state_dir=root,
+            git=Git(home=root / "home"),
+            workers=self.workers,
+            mirrors_path=lambda name: root / "mirror.git",
         )
 
     async def run(self, *, then_room: int = 0) -> dict[str, int]:
@@ -80,7 +83,18 @@ class Site:
         await catalog.put_mirror(MirrorRow(name=NAME, url="file:///nowhere", added_at=NOW))
         commits = [CommitId("1" * 40), *self.line]
         rows = [
-            InstanceRow(f"i{n}", "", NAME, commit, Direction.FORWARD, ((commit, CommitRole.BASE),), None, None, (), ())
+            InstanceRow(
+                f"i{n}",
+                "",
+                NAME,
+                commit,
+                Direction.FORWARD,
+                ((commit, CommitRole.BASE),),
+                None,
+                None,
+                (),
+                (),
+            )
             for n, commit in enumerate(commits)
         ]
         (self.root / "spool").write_bytes(b"".join(spooled(row) for row in rows))
@@ -108,7 +122,9 @@ async def test_base_commits_are_prepared_oldest_first(tmp_path: Path) -> None:
     assert site.prepared == site.line
     assert all("nice" in words for words in site.priorities)
     roots = {
-        path.parent.name for path in (tmp_path / "templates").glob("*/packs/*/layer.json") if '"base": null' in path.read_text()
+        path.parent.name
+        for path in (tmp_path / "templates").glob("*/packs/*/layer.json")
+        if '"base": null' in path.read_text()
     }
     assert len(roots) == 1
 
@@ -119,7 +135,9 @@ async def test_nothing_is_prepared_where_it_would_push_out_the_old(tmp_path: Pat
     assert await site.run() == {"prepared": 0, "failed": 0, "left": 5}
 
 
-async def test_it_goes_on_when_there_is_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_goes_on_when_there_is_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After an eviction, say; as long as there is none it is not tried. What was prepared before is not prepared again."""
     monkeypatch.setattr(prewarm, "_LOOK_EVERY", 1)
     site = Site(tmp_path)
@@ -128,7 +146,9 @@ async def test_it_goes_on_when_there_is_room_again(tmp_path: Path, monkeypatch: 
     assert site.prepared == site.line
 
 
-async def test_a_removal_of_a_mirror_waits_for_what_is_being_prepared_and_goes_before_the_rest(tmp_path: Path) -> None:
+async def test_a_removal_of_a_mirror_waits_for_what_is_being_prepared_and_goes_before_the_rest(
+    tmp_path: Path,
+) -> None:
     site = Site(tmp_path)
     removed_after: list[int] = []
 

@@ -24,7 +24,11 @@ from mirrord.protocol import Answer, MalformedError, Message, Problem, Request, 
 
 def _messages(root: type[Message]) -> list[type[Message]]:
     exported = [getattr(protocol, name) for name in protocol.__all__]
-    return [each for each in exported if isinstance(each, type) and issubclass(each, root) and each is not root]
+    return [
+        each
+        for each in exported
+        if isinstance(each, type) and issubclass(each, root) and each is not root
+    ]
 
 
 ANSWERS, REQUESTS = _messages(Answer), _messages(Request)
@@ -44,7 +48,9 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
     if kind is NoneType:
         return st.none()
     if kind is Any:
-        return st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.lists(st.text(), max_size=2))
+        return st.one_of(
+            st.none(), st.booleans(), st.integers(), st.text(), st.lists(st.text(), max_size=2)
+        )
     if issubclass(kind, Message):
         return _instances(kind)
     if issubclass(kind, StrEnum):
@@ -63,7 +69,11 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def _instances(message: type[Message]) -> st.SearchStrategy[Message]:
-    members = {name: _values(hint) for name, hint in get_type_hints(message).items() if not name.startswith("_")}
+    members = {
+        name: _values(hint)
+        for name, hint in get_type_hints(message).items()
+        if not name.startswith("_")
+    }
     if message is Problem:
         members["facts"] = st.dictionaries(st.sampled_from(["faults", "retry_after"]), _values(Any))
     return st.fixed_dictionaries(members).map(lambda given: message(**given))
@@ -72,7 +82,9 @@ def _instances(message: type[Message]) -> st.SearchStrategy[Message]:
 @pytest.mark.parametrize("message", ANSWERS + REQUESTS, ids=lambda message: message.__name__)
 @settings(max_examples=15)
 @given(data=st.data())
-def test_a_message_comes_back_from_json_as_it_was(message: type[Message], data: st.DataObject) -> None:
+def test_a_message_comes_back_from_json_as_it_was(
+    message: type[Message], data: st.DataObject
+) -> None:
     """On both ends: an answer is read by our reader, a request by pydantic."""
     sent = data.draw(_instances(message))
     assert message.from_json(json.loads(to_bytes(sent))) == sent
@@ -81,7 +93,11 @@ def test_a_message_comes_back_from_json_as_it_was(message: type[Message], data: 
 
 @pytest.mark.parametrize(
     "message",
-    [m for m in ANSWERS if "Problem" not in str(get_type_hints(m)) and m is not Problem and m is not protocol.Status],
+    [
+        m
+        for m in ANSWERS
+        if "Problem" not in str(get_type_hints(m)) and m is not Problem and m is not protocol.Status
+    ],
     ids=lambda message: message.__name__,
 )
 @settings(max_examples=15)
@@ -104,7 +120,10 @@ def test_pydantic_reads_what_we_write(message: type[Message], data: st.DataObjec
         ({"id": "a", "counts": {"ok": True}}, "counts.ok: Input should be an integer"),
         ({"id": "a", "counts": {"well": 1}}, "counts: Input should be 'ok'"),
         ({"id": "a", "started_at": 5}, "started_at: Input should be a time in ISO 8601"),
-        ({"id": "a", "findings": [{"mirror": "m", "state": None}]}, "findings.0.state: Input should be 'ok'"),
+        (
+            {"id": "a", "findings": [{"mirror": "m", "state": None}]},
+            "findings.0.state: Input should be 'ok'",
+        ),
     ],
 )
 def test_a_fault_is_named_with_its_place(value: Any, said: str) -> None:
@@ -118,7 +137,15 @@ def test_members_that_a_newer_daemon_adds_are_ignored_and_facts_of_a_problem_are
     """An older client reads a newer daemon."""
     health = protocol.Health.from_json({"status": "ok", "version": "1", "mood": "good"})
     assert health == protocol.Health(status="ok", version="1")
-    members = {"type": "t", "title": "t", "status": 404, "code": "c", "detail": "d", "hint": None, "mirror": "m"}
+    members = {
+        "type": "t",
+        "title": "t",
+        "status": 404,
+        "code": "c",
+        "detail": "d",
+        "hint": None,
+        "mirror": "m",
+    }
     problem = Problem.from_json(members)
     assert (problem.facts, problem.to_json()) == ({"mirror": "m"}, members)
 
@@ -151,7 +178,9 @@ def test_requests_refuse_what_they_do_not_know_and_what_is_out_of_bounds() -> No
     assert adapter.validate_json('{"ttl": "5m"}') == protocol.StartCheckout(ttl=300.0)
     schema = adapter.json_schema()
     assert schema["additionalProperties"] is False
-    assert {"maxLength": 500, "minLength": 1, "type": "string"} in schema["properties"]["instance"]["anyOf"]
+    assert {"maxLength": 500, "minLength": 1, "type": "string"} in schema["properties"]["instance"][
+        "anyOf"
+    ]
     assert "seconds, or a duration" in str(schema["properties"]["ttl"])
 
 
@@ -160,8 +189,16 @@ def test_requests_refuse_what_they_do_not_know_and_what_is_out_of_bounds() -> No
 
 def test_the_exported_names_are_the_public_ones() -> None:
     """Clients, messages, choices, errors: nothing else and nothing less."""
-    of_errors = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, errors.MirrordError)}
-    of_model = {name for name, each in vars(mirrord.model).items() if isinstance(each, type) and issubclass(each, StrEnum)}
+    of_errors = {
+        name
+        for name, each in vars(errors).items()
+        if isinstance(each, type) and issubclass(each, errors.MirrordError)
+    }
+    of_model = {
+        name
+        for name, each in vars(mirrord.model).items()
+        if isinstance(each, type) and issubclass(each, StrEnum)
+    }
     of_answers = {message.__name__ for message in ANSWERS} - {"Checkout"}
     clients = {"AsyncCheckout", "AsyncClient", "Checkout", "Client", "__version__"}
     assert set(mirrord.__all__) == of_errors | (of_model - {"StrEnum"}) | of_answers | clients
@@ -174,15 +211,25 @@ def test_the_exported_names_are_the_public_ones() -> None:
     ("code", "foreign"),
     [
         ("import mirrord", {"mirrord.errors", "mirrord.client", "asyncio"}),
-        ("from mirrord import Client", {"mirrord.config", "mirrord.client.asynchronous", "asyncio"}),
-        ("from mirrord import AsyncClient, Client, MirrordError, View, Operation", {"mirrord.config", "mirrord.api"}),
+        (
+            "from mirrord import Client",
+            {"mirrord.config", "mirrord.client.asynchronous", "asyncio"},
+        ),
+        (
+            "from mirrord import AsyncClient, Client, MirrordError, View, Operation",
+            {"mirrord.config", "mirrord.api"},
+        ),
     ],
 )
 def test_a_client_loads_what_it_needs(code: str, foreign: set[str]) -> None:
     """The standard library and ourselves: no package of others."""
     show = "import sys; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-I", "-c", f"{code}\n{show}"], capture_output=True, text=True, check=True)
-    bare = subprocess.run([sys.executable, "-I", "-c", show], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", f"{code}\n{show}"], capture_output=True, text=True, check=True
+    )
+    bare = subprocess.run(
+        [sys.executable, "-I", "-c", show], capture_output=True, text=True, check=True
+    )
     loaded = set(done.stdout.split()) - set(bare.stdout.split())
     assert not loaded & foreign
     tops = {name.partition(".")[0] for name in loaded}

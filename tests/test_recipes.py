@@ -40,10 +40,17 @@ class World(NamedTuple):
 
     def run(self, user: int, script: str) -> list[object]:
         """Run a recipe as root or as the harness; answers what the agent printed."""
-        become = [] if user == 0 else ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"]
-        environment = {"PATH": f"{self.bin}:{os.environ['PATH']}", "MIRRORD_SOCKET": str(self.daemon.socket)}
+        become = (
+            [] if user == 0 else ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"]
+        )
+        environment = {
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "MIRRORD_SOCKET": str(self.daemon.socket),
+        }
         command = [*become, "sh", "-eu", "-c", script]
-        done = subprocess.run(command, env=environment, cwd=self.work, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=environment, cwd=self.work, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         assert "+agent" in (self.work / "patch").read_text()
         (self.work / "patch").unlink()
@@ -65,7 +72,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     upstream = Upstream(root / "psf" / "requests")
     base = upstream.commit({"README": "readme\n"})
     upstream.commit({"README": "the fix\n"})
-    row = {"instance_id": "psf__requests-2317", "repo": "psf/requests", "base_commit": base, "patch": "", "test_patch": ""}
+    row = {
+        "instance_id": "psf__requests-2317",
+        "repo": "psf/requests",
+        "base_commit": base,
+        "patch": "",
+        "test_patch": "",
+    }
     (root / "rows.jsonl").write_text(json.dumps({**row, "problem_statement": ""}) + "\n")
     passwd = f"agent:x:{AGENT}:{AGENT}::/:/bin/sh\nharness:x:{HARNESS}:{HARNESS}::/:/bin/sh\n"
     group = f"agent:x:{AGENT}:\nharness:x:{HARNESS}:\nmirrord:x:{GROUP}:harness\n"
@@ -78,7 +91,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         made.write_config(f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n')
         made.start()
         command = [*python(), "-m", "mirrord", "--socket", str(made.socket)]
-        subprocess.run([*command, "dataset", "import", str(root / "rows.jsonl")], check=True, capture_output=True)
+        subprocess.run(
+            [*command, "dataset", "import", str(root / "rows.jsonl")],
+            check=True,
+            capture_output=True,
+        )
         places = World(made, made.root / "bin", made.root / "work")
         places.bin.mkdir()
         places.work.mkdir()
@@ -102,7 +119,9 @@ def test_each_recipe_keeps_the_daemon_out_of_the_agents_reach(world: World) -> N
     assert (uid, answer) == (HARNESS, "FileNotFoundError")
 
 
-def test_a_member_of_the_group_would_have_got_it_nowhere_but_by_name_of_an_instance(world: World) -> None:
+def test_a_member_of_the_group_would_have_got_it_nowhere_but_by_name_of_an_instance(
+    world: World,
+) -> None:
     """The last line of defence: `main` is no recorded base commit."""
     script = "mirrord exec psf__requests-2317 --keep-access --diff patch -- run-agent"
     assert world.run(HARNESS, script)[2] == "403"

@@ -50,11 +50,15 @@ class Told:
             message = git(path, "log", "-1", "--format=%B", commit).encode()
             parent = ("-p", self.records[-1]) if self.records else ()
             env = {"GIT_COMMITTER_DATE": day, "GIT_AUTHOR_DATE": day}
-            self.records.append(git(path, "commit-tree", f"{commit}^{{tree}}", *parent, stdin=message, env=env))
+            self.records.append(
+                git(path, "commit-tree", f"{commit}^{{tree}}", *parent, stdin=message, env=env)
+            )
         git(path, "update-ref", HISTORY, self.records[-1])
 
 
-def told(tmp_path: Path, upstream: Upstream, check: Callable[[Told], Awaitable[None]], **settings: object) -> None:
+def told(
+    tmp_path: Path, upstream: Upstream, check: Callable[[Told], Awaitable[None]], **settings: object
+) -> None:
     async def body(it: House) -> None:
         story = Told(it, upstream)
         await story.tell()
@@ -96,7 +100,9 @@ def test_the_log_says_when_and_what(tmp_path: Path, upstream: Upstream) -> None:
         ("latest", 2),
     ],
 )
-def test_a_time_names_the_record_that_stood_then(tmp_path: Path, upstream: Upstream, at: str, number: int) -> None:
+def test_a_time_names_the_record_that_stood_then(
+    tmp_path: Path, upstream: Upstream, at: str, number: int
+) -> None:
     """Times without a zone are UTC; `latest` is the newest. The record's refs are those of upstream at that time."""
 
     async def check(it: Told) -> None:
@@ -113,12 +119,18 @@ def test_a_diff_tells_who_moved_and_what_is_kept(tmp_path: Path, upstream: Upstr
 
     async def check(it: Told) -> None:
         diff = await it.it.mirrors.refs_diff(NAME, it.records[0][:10], it.records[1])
-        seen = {change.ref: (change.kind, change.old, change.new, change.kept) for change in diff.changes}
+        seen = {
+            change.ref: (change.kind, change.old, change.new, change.kept)
+            for change in diff.changes
+        }
         assert seen == {
             "refs/heads/main": ("forced", it.tips[0], it.tips[1], True),
             "refs/tags/v1": ("deleted", it.tag, None, True),
         }
-        later = {change.ref: change.kind for change in (await it.it.mirrors.refs_diff(NAME, DAYS[1], "latest")).changes}
+        later = {
+            change.ref: change.kind
+            for change in (await it.it.mirrors.refs_diff(NAME, DAYS[1], "latest")).changes
+        }
         assert later == {"refs/heads/main": "forwarded", "refs/heads/topic": "created"}
 
     told(tmp_path, upstream, check)

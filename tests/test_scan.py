@@ -24,7 +24,9 @@ from mirrord.checkouts.graves import Graves
 
 OWNER = (1234, 1234)
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: other owners, the immutable flag")
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0, reason="needs root: other owners, the immutable flag"
+)
 
 
 class Checkout:
@@ -42,7 +44,9 @@ class Checkout:
 
     def repair(self) -> Manifest:
         with closing(Graves(self.root.parent / ".old-1")) as graves:
-            return repair(self.upstream.path / ".git", self.manifest, self.scan(), self.root, graves)
+            return repair(
+                self.upstream.path / ".git", self.manifest, self.scan(), self.root, graves
+            )
 
 
 def settle(manifest: Manifest) -> Manifest:
@@ -69,9 +73,13 @@ def test_an_untouched_checkout_is_proven_by_lstat_alone(checkout: Checkout) -> N
     assert found.looked_at == len(checkout.manifest.files) + len(checkout.manifest.control) - 1
 
 
-def test_nothing_is_believed_of_another_boot(checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_believed_of_another_boot(
+    checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A power cut can leave a file with its whole stat and other bytes: here one whose record is of other bytes."""
-    path, entry = next((path, entry) for path, entry in checkout.manifest.files.items() if stat.S_ISREG(entry.mode))
+    path, entry = next(
+        (path, entry) for path, entry in checkout.manifest.files.items() if stat.S_ISREG(entry.mode)
+    )
     other = entry._replace(content=bytes(20))
     files = Records({**checkout.manifest.files.decoded(), path: other})
     replace(checkout.manifest, files=files).save(tmp_path / "manifest")
@@ -100,9 +108,15 @@ def test_what_only_looks_changed_is_proven_and_noted(checkout: Checkout) -> None
 
 def test_whole_seconds_prove_less(checkout: Checkout) -> None:
     """Where a file system keeps whole seconds only, a file is too young for longer."""
-    coarse = {path: entry._replace(ctime_ns=entry.ctime_ns // 10**9 * 10**9) for path, entry in checkout.manifest.files.items()}
+    coarse = {
+        path: entry._replace(ctime_ns=entry.ctime_ns // 10**9 * 10**9)
+        for path, entry in checkout.manifest.files.items()
+    }
     assert checkout.manifest.racy_from_ns == checkout.manifest.recorded_ns
-    assert replace(checkout.manifest, files=Records(coarse)).racy_from_ns <= checkout.manifest.recorded_ns - 2 * 10**9
+    assert (
+        replace(checkout.manifest, files=Records(coarse)).racy_from_ns
+        <= checkout.manifest.recorded_ns - 2 * 10**9
+    )
 
 
 def test_no_change_is_older_than_the_clock_before_it(tmp_path: Path) -> None:
@@ -217,15 +231,39 @@ DEEDS: dict[str, Callable[[Path], object]] = {
     "a file in a submodule": lambda root: (root / "modules/one/planted").touch(),
     "a nested repository": nested_repository,
     "a pipe": lambda root: os.mkfifo(root / "pipe"),
-    "a pipe in place of a file": lambda root: ((root / "plain.txt").unlink(), os.mkfifo(root / "plain.txt")),
+    "a pipe in place of a file": lambda root: (
+        (root / "plain.txt").unlink(),
+        os.mkfifo(root / "plain.txt"),
+    ),
     "a socket": bind_socket,
-    "a device in place of a file": lambda root: ((root / "empty").unlink(), os.mknod(root / "empty", stat.S_IFCHR, 0x0103)),
-    "a link in place of a file": lambda root: ((root / "empty").unlink(), (root / "empty").symlink_to("/etc/passwd")),
-    "a link in place of a directory": lambda root: (shutil.rmtree(root / "case"), (root / "case").symlink_to("/etc")),
-    "a link that points elsewhere": lambda root: ((root / "dangling").unlink(), (root / "dangling").symlink_to("plain.txt")),
-    "a directory in place of a file": lambda root: ((root / "empty").unlink(), (root / "empty").mkdir()),
-    "a file in place of a directory": lambda root: (shutil.rmtree(root / "case"), (root / "case").touch()),
-    "a file in place of a submodule": lambda root: ((root / "modules/one").rmdir(), (root / "modules/one").touch()),
+    "a device in place of a file": lambda root: (
+        (root / "empty").unlink(),
+        os.mknod(root / "empty", stat.S_IFCHR, 0x0103),
+    ),
+    "a link in place of a file": lambda root: (
+        (root / "empty").unlink(),
+        (root / "empty").symlink_to("/etc/passwd"),
+    ),
+    "a link in place of a directory": lambda root: (
+        shutil.rmtree(root / "case"),
+        (root / "case").symlink_to("/etc"),
+    ),
+    "a link that points elsewhere": lambda root: (
+        (root / "dangling").unlink(),
+        (root / "dangling").symlink_to("plain.txt"),
+    ),
+    "a directory in place of a file": lambda root: (
+        (root / "empty").unlink(),
+        (root / "empty").mkdir(),
+    ),
+    "a file in place of a directory": lambda root: (
+        shutil.rmtree(root / "case"),
+        (root / "case").touch(),
+    ),
+    "a file in place of a submodule": lambda root: (
+        (root / "modules/one").rmdir(),
+        (root / "modules/one").touch(),
+    ),
     "immutable and append-only": lock_and_change,
     "owned by another": chown_away,
     "extended attributes": set_attribute,
@@ -254,12 +292,18 @@ CONTROL: dict[str, Callable[[Path], object]] = {
     "sparse checkout": lambda git: (git / "info/sparse-checkout").write_text("/*\n"),
     "a reflog": lambda git: ((git / "logs").mkdir(), (git / "logs/HEAD").write_text("x")),
     "a merge": lambda git: (git / "MERGE_HEAD").write_text("1" * 40),
-    "objects": lambda git: ((git / "objects/ab").mkdir(), (git / "objects/ab" / ("c" * 38)).write_bytes(b"x")),
+    "objects": lambda git: (
+        (git / "objects/ab").mkdir(),
+        (git / "objects/ab" / ("c" * 38)).write_bytes(b"x"),
+    ),
     "alternates": lambda git: (git / "objects/info/alternates").write_text("/elsewhere\n"),
     "the index": lambda git: (git / "index").write_bytes(b"an indeX"),
     "HEAD": lambda git: (git / "HEAD").unlink(),
     "replace refs": lambda git: (git / "refs/replace").mkdir(),
-    "a link for .git": lambda git: (os.rename(git, git.parent.parent / "moved"), git.symlink_to("../moved")),
+    "a link for .git": lambda git: (
+        os.rename(git, git.parent.parent / "moved"),
+        git.symlink_to("../moved"),
+    ),
     "no .git": shutil.rmtree,
 }
 

@@ -124,7 +124,9 @@ def test_bare_clone_is_judged(upstream: Upstream, tmp_path: Path) -> None:
 
 def test_shallow_clone_is_incomplete(upstream: Upstream, tmp_path: Path) -> None:
     git(tmp_path, "clone", "-q", "--depth=1", upstream.url, "shallow")
-    assert {"shallow", "incomplete"} <= kinds(tmp_path / "shallow", upstream.git("rev-parse", "HEAD"))
+    assert {"shallow", "incomplete"} <= kinds(
+        tmp_path / "shallow", upstream.git("rev-parse", "HEAD")
+    )
 
 
 def test_later_tag_is_a_leak(sealed: tuple[Path, str], upstream: Upstream) -> None:
@@ -188,14 +190,18 @@ def test_every_place_that_names_a_later_commit_is_found(
         ("[broken\n", "unreadable"),
     ],
 )
-def test_configuration_that_leads_outside_is_found(sealed: tuple[Path, str], config: str, kind: str) -> None:
+def test_configuration_that_leads_outside_is_found(
+    sealed: tuple[Path, str], config: str, kind: str
+) -> None:
     path, base = sealed
     with (path / ".git/config").open("a") as file:
         file.write(config)
     assert kinds(path, base) == {kind}
 
 
-def test_bundles_and_packs_outside_the_store_are_found(sealed: tuple[Path, str], upstream: Upstream) -> None:
+def test_bundles_and_packs_outside_the_store_are_found(
+    sealed: tuple[Path, str], upstream: Upstream
+) -> None:
     """Neither a bundle nor a pack without an index is seen by git, but both hold the answer."""
     path, base = sealed
     upstream.git("bundle", "create", "-q", str(path / ".git/info/x"), "HEAD")
@@ -244,7 +250,9 @@ def hide_bundle_as_keep(git_dir: Path, upstream: Upstream) -> None:
 
 
 def leave_promisor(git_dir: Path, upstream: Upstream) -> None:
-    pack_of(git_dir).with_suffix(".promisor").write_text(upstream.git("rev-parse", "HEAD") + " refs/heads/main\n")
+    pack_of(git_dir).with_suffix(".promisor").write_text(
+        upstream.git("rev-parse", "HEAD") + " refs/heads/main\n"
+    )
 
 
 def leave_later_index(git_dir: Path, upstream: Upstream) -> None:
@@ -254,7 +262,9 @@ def leave_later_index(git_dir: Path, upstream: Upstream) -> None:
 
 def write_multi_pack_index(git_dir: Path, upstream: Upstream) -> None:
     pack = later_pack(git_dir, upstream)
-    copies = [shutil.copy(file, git_dir / "objects/pack") for file in (pack, pack.with_suffix(".idx"))]
+    copies = [
+        shutil.copy(file, git_dir / "objects/pack") for file in (pack, pack.with_suffix(".idx"))
+    ]
     git(git_dir, "multi-pack-index", "write")
     for copy in copies:
         Path(copy).unlink()
@@ -290,7 +300,9 @@ def trail_loose_object(git_dir: Path, _: Upstream) -> None:
     oid = git(git_dir, "rev-parse", "HEAD^{tree}")
     git(git_dir, "cat-file", "tree", oid)
     header = b"tree %d\0" % int(git(git_dir, "cat-file", "-s", oid))
-    raw = subprocess.run(["git", "cat-file", "tree", oid], cwd=git_dir, env=ENV, capture_output=True, check=True).stdout
+    raw = subprocess.run(
+        ["git", "cat-file", "tree", oid], cwd=git_dir, env=ENV, capture_output=True, check=True
+    ).stdout
     file = git_dir / "objects" / oid[:2] / oid[2:]
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(zlib.compress(header + raw) + b"the answer")
@@ -326,10 +338,14 @@ def link_directory(place: str) -> Callable[[Path, Upstream], None]:
     ("hide", "kind"),
     [
         pytest.param(bundle_at("objects/info/x.bundle"), "stray-file", id="bundle in objects/info"),
-        pytest.param(bundle_at("objects/pack/multi-pack-index.x"), "stray-file", id="bundle beside the packs"),
+        pytest.param(
+            bundle_at("objects/pack/multi-pack-index.x"), "stray-file", id="bundle beside the packs"
+        ),
         pytest.param(hide_bundle_as_keep, "stray-file", id="bundle as .keep"),
         pytest.param(hide_pack_as_bitmap, "stray-file", id="pack as .bitmap"),
-        pytest.param(write_multi_pack_index, "stray-file", id="multi-pack-index names later objects"),
+        pytest.param(
+            write_multi_pack_index, "stray-file", id="multi-pack-index names later objects"
+        ),
         pytest.param(leave_later_index, "stray-file", id="index without its pack"),
         pytest.param(leave_promisor, "stray-file", id=".promisor"),
         pytest.param(reverse_index, "damaged", id="bytes in a reverse index"),
@@ -343,15 +359,29 @@ def link_directory(place: str) -> Callable[[Path, Upstream], None]:
         pytest.param(text_at("x.patch", "+ the fix\n"), "stray-file", id="patch"),
         pytest.param(text_at("COMMIT_EDITMSG", "the fix\n"), "stray-file", id="COMMIT_EDITMSG"),
         pytest.param(text_at("hooks/post-checkout", "# the fix\n"), "stray-file", id="hook"),
-        pytest.param(text_at("hooks/pre-commit.sample", "# the fix\n"), "stray-file", id="sample of a hook"),
+        pytest.param(
+            text_at("hooks/pre-commit.sample", "# the fix\n"), "stray-file", id="sample of a hook"
+        ),
         pytest.param(text_at("info/exclude", "# the fix\n"), "stray-file", id="exclude"),
-        pytest.param(text_at("logs/HEAD", "the fix\n"), "reflog", id="reflog with a line of its own"),
+        pytest.param(
+            text_at("logs/HEAD", "the fix\n"), "reflog", id="reflog with a line of its own"
+        ),
         pytest.param(text_at("config", "# the fix\n"), "configuration", id="comment in config"),
-        pytest.param(text_at("config", '[branch "x"]\n\tremote = /x\n'), "configuration", id="branch.x.remote"),
-        pytest.param(text_at("config", '[submodule "x"]\n\turl = /x\n'), "submodule", id="submodule.x.url"),
+        pytest.param(
+            text_at("config", '[branch "x"]\n\tremote = /x\n'),
+            "configuration",
+            id="branch.x.remote",
+        ),
+        pytest.param(
+            text_at("config", '[submodule "x"]\n\turl = /x\n'), "submodule", id="submodule.x.url"
+        ),
         pytest.param(text_at("config", "[alias]\n\tst = fetch /x\n"), "configuration", id="alias"),
-        pytest.param(text_at("config", "[core]\n\tworktree = /\n"), "configuration", id="core.worktree"),
-        pytest.param(text_at("config", "[fetch]\n\tbundleURI = /x\n"), "configuration", id="fetch.bundleURI"),
+        pytest.param(
+            text_at("config", "[core]\n\tworktree = /\n"), "configuration", id="core.worktree"
+        ),
+        pytest.param(
+            text_at("config", "[fetch]\n\tbundleURI = /x\n"), "configuration", id="fetch.bundleURI"
+        ),
         pytest.param(trail_loose_object, "damaged", id="bytes behind a loose object"),
         pytest.param(nest_clone, "nested-repository", id="clone in the working tree"),
         pytest.param(nest_bare, "nested-repository", id="bare clone in the working tree"),
@@ -369,7 +399,9 @@ def test_only_what_is_listed_in_its_exact_form_may_be_there(
     assert kind in kinds(path, base)
 
 
-def test_what_git_does_in_a_sealed_repository_breaks_no_seal(sealed: tuple[Path, str], upstream: Upstream) -> None:
+def test_what_git_does_in_a_sealed_repository_breaks_no_seal(
+    sealed: tuple[Path, str], upstream: Upstream
+) -> None:
     """An own configuration, reflogs, an index of every version, packed refs and reverse indexes are in their exact form."""
     path, base = sealed
     git(path, "config", "user.name", "somebody")
@@ -385,7 +417,9 @@ def test_what_git_does_in_a_sealed_repository_breaks_no_seal(sealed: tuple[Path,
         assert kinds(path, base) == set(), version
 
 
-def test_submodule_of_the_commit_is_no_leak_and_another_is(upstream: Upstream, tmp_path: Path) -> None:
+def test_submodule_of_the_commit_is_no_leak_and_another_is(
+    upstream: Upstream, tmp_path: Path
+) -> None:
     inner = upstream.git("rev-parse", "HEAD")
     upstream.git("update-index", "--add", "--cacheinfo", f"160000,{inner},lib")
     upstream.git("commit", "-q", "-m", "with a submodule")
@@ -402,8 +436,16 @@ def test_message_of_a_squashed_commit_holds_no_answer(upstream: Upstream, tmp_pa
     base = base_of(upstream)
     path = tmp_path / "squashed"
     git(tmp_path, "init", "-q", str(path))
-    commit = upstream.git("commit-tree", "-m", "base", "-m", "+the fix\n+in two lines", f"{base}^{{tree}}")
-    upstream.git("pack-objects", "-q", "--revs", f"{path}/.git/objects/pack/pack", stdin=f"{commit}\n".encode())
+    commit = upstream.git(
+        "commit-tree", "-m", "base", "-m", "+the fix\n+in two lines", f"{base}^{{tree}}"
+    )
+    upstream.git(
+        "pack-objects",
+        "-q",
+        "--revs",
+        f"{path}/.git/objects/pack/pack",
+        stdin=f"{commit}\n".encode(),
+    )
     (path / ".git/HEAD").write_text(f"{commit}\n")
     assert "head" in kinds(path, base, upstream.path / ".git")
 
@@ -422,7 +464,9 @@ def test_depth_that_no_recursion_takes_is_walked(sealed: tuple[Path, str]) -> No
     subprocess.run(["rm", "-rf", str(path / "d")], check=True)
 
 
-def test_submodule_store_is_found(sealed: tuple[Path, str], upstream: Upstream, tmp_path: Path) -> None:
+def test_submodule_store_is_found(
+    sealed: tuple[Path, str], upstream: Upstream, tmp_path: Path
+) -> None:
     path, base = sealed
     git(tmp_path, "clone", "-q", "--bare", upstream.url, str(path / ".git/modules/lib"))
     assert "submodule" in kinds(path, base)
@@ -449,13 +493,17 @@ def test_index_that_lies_about_its_pack_is_found(sealed: tuple[Path, str]) -> No
     assert "damaged" in kinds(path, base)
 
 
-def test_missing_object_makes_the_closure_incomplete(sealed: tuple[Path, str], upstream: Upstream) -> None:
+def test_missing_object_makes_the_closure_incomplete(
+    sealed: tuple[Path, str], upstream: Upstream
+) -> None:
     path, base = sealed
     git_dir = path / ".git"
     for pack in (git_dir / "objects/pack").iterdir():
         pack.unlink()
     keep = upstream.git("rev-list", "--objects", base).splitlines()[:-1]
-    upstream.git("pack-objects", "-q", f"{git_dir}/objects/pack/pack", stdin="\n".join(keep).encode())
+    upstream.git(
+        "pack-objects", "-q", f"{git_dir}/objects/pack/pack", stdin="\n".join(keep).encode()
+    )
     (git_dir / "refs/tags/v2").unlink()
     assert kinds(path, base) == {"incomplete"}
     assert kinds(path, base, upstream.path / ".git") == {"incomplete"}
@@ -472,7 +520,13 @@ def test_squashed_store_is_sealed_with_the_mirror(upstream: Upstream, tmp_path: 
     path = tmp_path / "squashed"
     git(tmp_path, "init", "-q", str(path))
     commit = upstream.git("commit-tree", "-m", "base", f"{base}^{{tree}}")
-    upstream.git("pack-objects", "-q", "--revs", f"{path}/.git/objects/pack/pack", stdin=f"{commit}\n".encode())
+    upstream.git(
+        "pack-objects",
+        "-q",
+        "--revs",
+        f"{path}/.git/objects/pack/pack",
+        stdin=f"{commit}\n".encode(),
+    )
     (path / ".git/HEAD").write_text(f"{commit}\n")
     assert kinds(path, base, upstream.path / ".git") == set()
     assert kinds(path, commit) == set()
@@ -481,7 +535,9 @@ def test_squashed_store_is_sealed_with_the_mirror(upstream: Upstream, tmp_path: 
     assert "--mirror" in next(leak.detail for leak in report.leaks if leak.kind == "head")
 
 
-def test_hostile_repository_runs_nothing_and_holds_nobody(sealed: tuple[Path, str], tmp_path: Path) -> None:
+def test_hostile_repository_runs_nothing_and_holds_nobody(
+    sealed: tuple[Path, str], tmp_path: Path
+) -> None:
     """Hooks, fsmonitor, filters, aliases, pagers, a FIFO for HEAD: nothing runs, nothing hangs."""
     path, base = sealed
     mark = tmp_path / "ran"
@@ -513,7 +569,9 @@ def test_what_is_no_repository_is_an_error(tmp_path: Path) -> None:
         verify_seal(tmp_path, "main")
 
 
-def test_a_commit_graph_names_the_closure_only(sealed: tuple[Path, str], upstream: Upstream) -> None:
+def test_a_commit_graph_names_the_closure_only(
+    sealed: tuple[Path, str], upstream: Upstream
+) -> None:
     """One of the closure is no leak, single or in a chain; one with later commits is, and so is one that cannot be read."""
     path, base = sealed
     git(path, "commit-graph", "write", "--stdin-commits", stdin=f"{base}\n".encode())

@@ -55,7 +55,9 @@ def test_it_goes_with_the_last_that_has_it(tmp_path: Path) -> None:
     assert kept(tmp_path) == []
 
 
-def test_a_file_with_all_the_links_there_can_be_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_with_all_the_links_there_can_be_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ext4 allows 65,000."""
     write_shared(tmp_path, tmp_path / "a", b"same")
 
@@ -71,7 +73,9 @@ def test_a_file_with_all_the_links_there_can_be_is_written_again(tmp_path: Path,
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_sealed_stores_share_their_control_files(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_sealed_stores_share_their_control_files(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """Every checkout sees its own; git finds nothing amiss in any."""
     upstream = make_upstream("up")
     commits = upstream.history(4)
@@ -79,7 +83,9 @@ def test_sealed_stores_share_their_control_files(make_upstream: Callable[[str], 
     async def test(store: Store) -> None:
         for number, commit in enumerate(commits):
             made = await store.ensure(commit)
-            assert_equals_commit(made, tmp_path / str(number), upstream.git("rev-parse", f"{commit}^{{tree}}"))
+            assert_equals_commit(
+                made, tmp_path / str(number), upstream.git("rev-parse", f"{commit}^{{tree}}")
+            )
         gits = store.trees.parent / "gits"
         assert len({path.stat().st_ino for path in gits.glob("*/.git/config")}) == 1
         assert len({path.stat().st_ino for path in gits.glob("*/.git/packed-refs")}) == 1

@@ -41,7 +41,9 @@ def test_the_books_say_what_the_list_says(seed: int) -> None:
     assert dict(stock) == plain
     assert stock.size_bytes == sum(layer.size_bytes for layer in plain.values())
     for tree in plain:
-        assert stock.above(tree) == {each for each, layer in plain.items() if plain[tree] in chain_of(layer, plain)}
+        assert stock.above(tree) == {
+            each for each, layer in plain.items() if plain[tree] in chain_of(layer, plain)
+        }
         assert stock.carries(tree) == any(layer.base == tree for layer in plain.values())
 
 
@@ -50,7 +52,11 @@ def test_what_is_near_is_the_nearest_of_each_depth(seed: int) -> None:
     """With all that they lie on, and without what is not proven."""
     stock, plain = grown(seed)
     unproven = set(random.Random(seed).sample(sorted(plain), 3))
-    whole = [layer for layer in plain.values() if not unproven & {each.tree for each in chain_of(layer, plain)}]
+    whole = [
+        layer
+        for layer in plain.values()
+        if not unproven & {each.tree for each in chain_of(layer, plain)}
+    ]
     for time in range(-1, 21):
         near = stock.near(time, unproven)
         assert all(layer in near for top in near for layer in chain_of(top, plain))

@@ -78,10 +78,15 @@ def test_a_mirror_has_the_hashes_of_its_upstream(site: Site) -> None:
     result = site.sync()
     theirs = {
         ref: oid
-        for oid, ref in (line.split("\t") for line in git(site.upstream.path, "ls-remote", site.upstream.url).splitlines())
+        for oid, ref in (
+            line.split("\t")
+            for line in git(site.upstream.path, "ls-remote", site.upstream.url).splitlines()
+        )
         if ref != "HEAD" and not ref.endswith("^{}")
     }
-    assert {ref: oid for ref, oid in site.refs().items() if not ref.startswith("refs/mirrord/")} == theirs
+    assert {
+        ref: oid for ref, oid in site.refs().items() if not ref.startswith("refs/mirrord/")
+    } == theirs
     assert result.summary == "3 created"
     assert result.default_branch == "main"
     site.fsck()
@@ -149,7 +154,13 @@ def test_a_branch_may_become_a_directory_of_branches(site: Site) -> None:
 def test_upstream_cannot_plant_refs_of_ours(site: Site) -> None:
     """Neither our namespace nor replace refs come from outside, whatever the patterns say."""
     head = site.upstream.git("rev-parse", "HEAD")
-    for ref in (f"{KEPT}{'1' * 40}", "refs/mirrord/pins/person/0/x", HISTORY, f"refs/replace/{head}", "refs/other/x"):
+    for ref in (
+        f"{KEPT}{'1' * 40}",
+        "refs/mirrord/pins/person/0/x",
+        HISTORY,
+        f"refs/replace/{head}",
+        "refs/other/x",
+    ):
         site.upstream.git("update-ref", ref, f"{head}~1")
     site.sync("refs/*")
     refs = site.refs()
@@ -194,8 +205,13 @@ def test_each_change_is_recorded(site: Site) -> None:
         assert await read_refs(site.mirror, oldest.id) == (first, "refs/heads/main")
         assert (newest.ref_count, oldest.ref_count) == (1, 2)
         assert newest.summary == "sync: 1 forwarded, 1 deleted"
-        changes = await diff_records(site.mirror, oldest.id, newest.id, await site.mirror.all_refs())
-        assert [(c.ref, c.kind) for c in changes] == [("refs/heads/main", "forwarded"), ("refs/tags/v1", "deleted")]
+        changes = await diff_records(
+            site.mirror, oldest.id, newest.id, await site.mirror.all_refs()
+        )
+        assert [(c.ref, c.kind) for c in changes] == [
+            ("refs/heads/main", "forwarded"),
+            ("refs/tags/v1", "deleted"),
+        ]
 
     anyio.run(body)
 
@@ -254,10 +270,22 @@ def test_a_hostile_tree_is_refused(site: Site) -> None:
     """A commit with a `.git` directory in its tree does not enter the mirror."""
     blob = site.upstream.git("hash-object", "-w", "--stdin", stdin=b"[core]\n\tfsmonitor = evil\n")
     inner = site.upstream.git(
-        "hash-object", "-t", "tree", "-w", "--stdin", "--literally", stdin=b"100644 config\0" + bytes.fromhex(blob)
+        "hash-object",
+        "-t",
+        "tree",
+        "-w",
+        "--stdin",
+        "--literally",
+        stdin=b"100644 config\0" + bytes.fromhex(blob),
     )
     outer = site.upstream.git(
-        "hash-object", "-t", "tree", "-w", "--stdin", "--literally", stdin=b"40000 .git\0" + bytes.fromhex(inner)
+        "hash-object",
+        "-t",
+        "tree",
+        "-w",
+        "--stdin",
+        "--literally",
+        stdin=b"40000 .git\0" + bytes.fromhex(inner),
     )
     hostile = site.upstream.git("commit-tree", "-m", "evil", outer)
     site.upstream.git("update-ref", "refs/heads/hostile", hostile)
@@ -266,7 +294,9 @@ def test_a_hostile_tree_is_refused(site: Site) -> None:
     assert "refs/heads/main" in site.refs()
 
 
-def test_an_empty_upstream_changes_nothing(site: Site, make_upstream: Callable[..., Upstream]) -> None:
+def test_an_empty_upstream_changes_nothing(
+    site: Site, make_upstream: Callable[..., Upstream]
+) -> None:
     """It has its own error, and the mirror keeps its refs."""
     site.sync()
     before = site.snapshot()
@@ -313,7 +343,9 @@ def test_an_interrupted_transaction_is_finished(site: Site, moved: int) -> None:
     transaction.create("refs/heads/a/b", head)
     transaction.delete("refs/tags/v1", site.refs()["refs/tags/v1"])
     (site.mirror.path / JOURNAL).write_text(transaction.text(), encoding="utf-8")
-    for command in (["update-ref", "refs/heads/a/b", head], ["update-ref", "-d", "refs/tags/v1"])[:moved]:
+    for command in (["update-ref", "refs/heads/a/b", head], ["update-ref", "-d", "refs/tags/v1"])[
+        :moved
+    ]:
         git(site.mirror.path, *command)
     assert anyio.run(recover, site.mirror)
     assert site.refs()["refs/heads/a/b"] == head
@@ -324,6 +356,10 @@ def test_an_interrupted_transaction_is_finished(site: Site, moved: int) -> None:
 def test_many_refs_are_packed(site: Site) -> None:
     """A thousand new refs are not a thousand files."""
     head = site.upstream.git("rev-parse", "HEAD")
-    site.upstream.git("update-ref", "--stdin", stdin="".join(f"create refs/heads/b{n} {head}\n" for n in range(1000)).encode())
+    site.upstream.git(
+        "update-ref",
+        "--stdin",
+        stdin="".join(f"create refs/heads/b{n} {head}\n" for n in range(1000)).encode(),
+    )
     assert site.sync().ref_count == 1002
     assert len([*(site.mirror.path / "refs/heads").rglob("*")]) < 10

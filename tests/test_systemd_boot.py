@@ -73,21 +73,27 @@ class Host:
         self.machine = machine
         self.commits = commits
 
-    def mirrord(self, *args: str, user: str | None = "alice", check: bool = True) -> subprocess.CompletedProcess[str]:
+    def mirrord(
+        self, *args: str, user: str | None = "alice", check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         return self.machine.run(MIRRORD, *args, user=user, env=USER, check=check)
 
     def json(self, *args: str, user: str | None = "alice") -> Any:
         return json.loads(self.mirrord(*args, "--json", user=user).stdout)
 
     def shell(self, script: str, user: str | None = "alice", *, check: bool = True) -> str:
-        return self.machine.run("sh", "-c", script, user=user, env=USER, check=check).stdout.rstrip("\n")
+        return self.machine.run("sh", "-c", script, user=user, env=USER, check=check).stdout.rstrip(
+            "\n"
+        )
 
     def pid(self, unit: str = "mirrord.service") -> int:
         return int(self.machine.show(unit, "MainPID"))
 
     def wait_for_another(self, pid: int, unit: str = "mirrord.service") -> None:
         nspawn.wait_until(lambda: self.pid(unit) not in (0, pid), f"{unit} runs again")
-        nspawn.wait_until(lambda: self.machine.show(unit, "ActiveState") == "active", f"{unit} is ready")
+        nspawn.wait_until(
+            lambda: self.machine.show(unit, "ActiveState") == "active", f"{unit} is ready"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +129,10 @@ def _directory(path: Path, files: dict[str, str]) -> Path:
 @pytest.fixture(scope="module")
 def host(scratch: Path) -> Iterator[Host]:
     upstream = Upstream(scratch / "upstreams" / "psf__requests")
-    commits = [upstream.commit({"README": f"{n}\n", "src/main.py": "print(1)\n", "docs/a.txt": "a\n"}) for n in (1, 2)]
+    commits = [
+        upstream.commit({"README": f"{n}\n", "src/main.py": "print(1)\n", "docs/a.txt": "a\n"})
+        for n in (1, 2)
+    ]
     installed.install(scratch / "environment")
     (scratch / "state").mkdir()
     binds = {
@@ -132,9 +141,12 @@ def host(scratch: Path) -> Iterator[Host]:
         "/srv/upstreams": scratch / "upstreams",
         "/run/systemd/system": _units(scratch / "units"),
         "/run/sysusers.d": _directory(
-            scratch / "sysusers", {"mirrord.conf": (UNITS / "mirrord.sysusers").read_text(), "users.conf": USERS}
+            scratch / "sysusers",
+            {"mirrord.conf": (UNITS / "mirrord.sysusers").read_text(), "users.conf": USERS},
         ),
-        "/run/tmpfiles.d": _directory(scratch / "tmpfiles", {"mirrord.conf": (UNITS / "mirrord.tmpfiles").read_text()}),
+        "/run/tmpfiles.d": _directory(
+            scratch / "tmpfiles", {"mirrord.conf": (UNITS / "mirrord.tmpfiles").read_text()}
+        ),
         "/etc/mirrord": _directory(scratch / "etc", {"config.toml": CONFIG}),
     }
     (scratch / "etc").chmod(0o750)
@@ -156,25 +168,37 @@ def test_the_units_start_and_say_that_they_are_ready(host: Host) -> None:
     assert host.machine.show("mirrord.service", "ActiveState") == "active"
     assert host.machine.show("mirrord.service", "StatusText")
     status = host.json("status", user=None)
-    assert (status["backend"], status["uid"] != 0, status["health"]["status"]) == ("overlay", True, "ok"), host.machine.journal()
+    assert (status["backend"], status["uid"] != 0, status["health"]["status"]) == (
+        "overlay",
+        True,
+        "ok",
+    ), host.machine.journal()
 
 
-def test_a_user_sees_writes_and_resets_an_overlay_checkout(host: Host, checkout: dict[str, Any]) -> None:
+def test_a_user_sees_writes_and_resets_an_overlay_checkout(
+    host: Host, checkout: dict[str, Any]
+) -> None:
     """The mount is seen outside of the daemon's namespace, and every file in it is the user's."""
     path = checkout["path"]
     assert checkout["backend"] == "overlay"
-    assert host.shell(f"cat {path}/README; stat -c %u {path} {path}/README {path}/.git {path}/src") == "1\n" + "\n".join(
-        ["12345"] * 4
+    assert host.shell(
+        f"cat {path}/README; stat -c %u {path} {path}/README {path}/.git {path}/src"
+    ) == "1\n" + "\n".join(["12345"] * 4)
+    assert (
+        host.shell(f"git -C {path} status --porcelain; git -C {path} log --format=%H")
+        == host.commits[0]
     )
-    assert host.shell(f"git -C {path} status --porcelain; git -C {path} log --format=%H") == host.commits[0]
-    host.shell(f"cd {path} && echo mine > README && rm -r docs && mkdir new && echo x > new/x && chmod 000 new && git add README")
+    host.shell(
+        f"cd {path} && echo mine > README && rm -r docs && mkdir new && echo x > new/x && chmod 000 new && git add README"
+    )
     patch = host.mirrord("diff", checkout["id"]).stdout
     assert "+mine" in patch
     assert "docs/a.txt" in patch
     answer = host.json("reset", checkout["id"])
     assert answer["proof"]["head"] == host.commits[0]
     assert (
-        host.shell(f"cd {path} && cat README docs/a.txt && git status --porcelain --ignored && ls") == "1\na\nREADME\ndocs\nsrc"
+        host.shell(f"cd {path} && cat README docs/a.txt && git status --porcelain --ignored && ls")
+        == "1\na\nREADME\ndocs\nsrc"
     )
     host.mirrord("reset", checkout["id"], host.commits[1])
     assert host.shell(f"cat {path}/README") == "2"
@@ -186,7 +210,11 @@ def test_a_released_checkout_leaves_nothing(host: Host) -> None:
     made = host.json("checkout", f"psf/requests@{host.commits[0]}")
     host.shell(f"cd {made['path']} && mkdir -p a/b && echo x > a/b/c && chmod 000 a/b/c a/b a")
     host.mirrord("release", made["id"])
-    nspawn.wait_until(lambda: made["id"] not in host.shell(f"ls -A {STATE}/checkouts", None), "it is removed", bound_s=20)
+    nspawn.wait_until(
+        lambda: made["id"] not in host.shell(f"ls -A {STATE}/checkouts", None),
+        "it is removed",
+        bound_s=20,
+    )
     assert made["id"] not in Path(f"/proc/{host.machine.leader}/mountinfo").read_text()
 
 
@@ -219,7 +247,10 @@ def test_a_checkout_is_found_again_after_a_restart(host: Host, checkout: dict[st
     """The mount, what was written, and the lease outlive the daemon, whether it was asked to stop or killed."""
     path = checkout["path"]
     host.shell(f"echo mine > {path}/README")
-    for stop in (["systemctl", "restart", "mirrord"], ["systemctl", "kill", "--signal=KILL", "mirrord"]):
+    for stop in (
+        ["systemctl", "restart", "mirrord"],
+        ["systemctl", "kill", "--signal=KILL", "mirrord"],
+    ):
         before = host.pid()
         host.machine.run(*stop)
         host.wait_for_another(before)
@@ -270,7 +301,9 @@ def test_a_lease_ends_with_its_process_through_a_restart(host: Host) -> None:
     assert held in host.mirrord("checkouts").stdout
     host.shell(f"kill -KILL {pid}")
     holder.communicate()
-    nspawn.wait_until(lambda: held not in host.mirrord("checkouts").stdout, "the lease has ended", bound_s=5)
+    nspawn.wait_until(
+        lambda: held not in host.mirrord("checkouts").stdout, "the lease has ended", bound_s=5
+    )
 
 
 def test_a_subordinate_uid_gets_an_overlay_and_no_socket(host: Host) -> None:
@@ -280,20 +313,31 @@ def test_a_subordinate_uid_gets_an_overlay_and_no_socket(host: Host) -> None:
     assert (made["backend"], made["owner_uid"], made["owner_gid"]) == ("overlay", 200001, 200001)
     host.mirrord("release", made["id"])
     script = "id -u; id -G; echo more >> README; ls -A /run/mirrord"
-    ran = host.mirrord("exec", f"psf/requests@{host.commits[0]}", "--owner", "200001", "--", "sh", "-c", script)
+    ran = host.mirrord(
+        "exec", f"psf/requests@{host.commits[0]}", "--owner", "200001", "--", "sh", "-c", script
+    )
     assert ran.stdout.splitlines() == ["200001", "200001"]
 
 
 def test_strangers_are_refused(host: Host, checkout: dict[str, Any]) -> None:
     """Who is not in the group gets exit status 3; nobody but the daemon's user reaches the mount service or the state."""
     refused = host.mirrord("checkout", "psf/requests@HEAD", user="mallory", check=False)
-    assert (refused.returncode, "not" in refused.stderr or "cannot" in refused.stderr) == (3, True), refused.stderr
+    assert (refused.returncode, "not" in refused.stderr or "cannot" in refused.stderr) == (
+        3,
+        True,
+    ), refused.stderr
     connect = "import socket; socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect('/run/mirrord/mount.sock')"
     for user in ("alice", "mallory"):
-        done = host.machine.run("/opt/mirrord/bin/python", "-c", connect, user=user, env=USER, check=False)
+        done = host.machine.run(
+            "/opt/mirrord/bin/python", "-c", connect, user=user, env=USER, check=False
+        )
         assert "PermissionError" in done.stderr
         assert (
-            host.shell(f"ls {STATE}/templates {STATE}/mirrors {STATE}/leases {STATE}/checkouts 2>/dev/null", user, check=False)
+            host.shell(
+                f"ls {STATE}/templates {STATE}/mirrors {STATE}/leases {STATE}/checkouts 2>/dev/null",
+                user,
+                check=False,
+            )
             == ""
         )
     assert host.shell(f"ls {STATE}/checkouts/{checkout['id']}/layer 2>/dev/null", check=False) == ""
@@ -302,21 +346,40 @@ def test_strangers_are_refused(host: Host, checkout: dict[str, Any]) -> None:
 def test_the_daemon_and_the_mount_service_are_confined(host: Host) -> None:
     """The daemon cannot write outside its state, nor mount; the mount service has no network."""
     status = Path(f"/proc/{_outside(host, host.pid())}/status").read_text()
-    effective = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:"))
+    effective = next(
+        int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:")
+    )
     assert not effective >> 21 & 1
     mounts = Path(f"/proc/{_outside(host, host.pid())}/mountinfo").read_text()
-    assert any(line.split()[4] == "/usr" and "ro," in line.split()[5] + "," for line in mounts.splitlines())
+    assert any(
+        line.split()[4] == "/usr" and "ro," in line.split()[5] + "," for line in mounts.splitlines()
+    )
     service = _outside(host, host.pid("mirrord-mount.service"))
-    assert Path(f"/proc/{service}/ns/mnt").readlink() == Path(f"/proc/{host.machine.leader}/ns/mnt").readlink()
-    assert Path(f"/proc/{service}/ns/net").readlink() != Path(f"/proc/{host.machine.leader}/ns/net").readlink()
+    assert (
+        Path(f"/proc/{service}/ns/mnt").readlink()
+        == Path(f"/proc/{host.machine.leader}/ns/mnt").readlink()
+    )
+    assert (
+        Path(f"/proc/{service}/ns/net").readlink()
+        != Path(f"/proc/{host.machine.leader}/ns/net").readlink()
+    )
 
 
 def test_git_gets_no_capability_of_the_daemons(host: Host) -> None:
     """What git parses comes from upstream: it has no more rights than any user's process."""
     caps = "+chown,+dac_override"
-    become = ["setpriv", "--reuid=mirrord", "--regid=mirrord", "--clear-groups", f"--inh-caps={caps}", f"--ambient-caps={caps}"]
+    become = [
+        "setpriv",
+        "--reuid=mirrord",
+        "--regid=mirrord",
+        "--clear-groups",
+        f"--inh-caps={caps}",
+        f"--ambient-caps={caps}",
+    ]
     host.machine.run(*become, "/opt/mirrord/bin/python", "-c", CAPABILITIES)
-    own, of_git = (line.split()[1] for line in host.shell("grep CapEff /tmp/capabilities", None).splitlines())
+    own, of_git = (
+        line.split()[1] for line in host.shell("grep CapEff /tmp/capabilities", None).splitlines()
+    )
     assert int(own, 16) != 0
     assert int(of_git, 16) == 0
 
@@ -328,7 +391,11 @@ def _outside(host: Host, inside: int) -> int:
         if not entry.name.isdigit():
             continue
         try:
-            ids = next(line for line in (entry / "status").read_text().splitlines() if line.startswith("NSpid:")).split()
+            ids = next(
+                line
+                for line in (entry / "status").read_text().splitlines()
+                if line.startswith("NSpid:")
+            ).split()
             if ids[-1] == str(inside) and (entry / "ns/pid").readlink() == namespace:
                 return int(entry.name)
         except (OSError, StopIteration):
@@ -339,7 +406,9 @@ def _outside(host: Host, inside: int) -> int:
 def test_what_clients_write_is_bound_before_the_daemon_starts(host: Host) -> None:
     """By the part that mounts; the configuration is closed to a member, and the daemon reads it all the same."""
     for name in ("checkouts", "leases"):
-        found = host.shell(f"findmnt --noheadings --output OPTIONS,PROPAGATION --mountpoint {STATE}/{name}", None)
+        found = host.shell(
+            f"findmnt --noheadings --output OPTIONS,PROPAGATION --mountpoint {STATE}/{name}", None
+        )
         assert {"nosuid", "nodev"} <= {*found.split()[0].split(",")}, found
         assert "shared" in found
     assert "Permission denied" in host.shell("cat /etc/mirrord/config.toml 2>&1", check=False)
@@ -347,7 +416,9 @@ def test_what_clients_write_is_bound_before_the_daemon_starts(host: Host) -> Non
 
 def test_the_journal_is_json(host: Host) -> None:
     """Every line of the daemon is one object with its event, for whoever reads the journal by program."""
-    lines = host.machine.run("journalctl", "--output=cat", "--no-pager", "_SYSTEMD_UNIT=mirrord.service").stdout.splitlines()
+    lines = host.machine.run(
+        "journalctl", "--output=cat", "--no-pager", "_SYSTEMD_UNIT=mirrord.service"
+    ).stdout.splitlines()
     assert lines
     assert [line for line in lines if not line.startswith("{")] == []
     assert all("event" in json.loads(line) for line in lines)
@@ -371,7 +442,9 @@ def test_a_reload_of_a_bad_configuration_fails(host: Host, scratch: Path) -> Non
     try:
         file.write_text(f"{CONFIG}[checkouts]\nmax = 0\n")
         assert host.machine.run("systemctl", "reload", "mirrord", check=False).returncode != 0
-        assert "checkouts.max: must be greater than or equal to 1" in host.machine.journal("mirrord.service")
+        assert "checkouts.max: must be greater than or equal to 1" in host.machine.journal(
+            "mirrord.service"
+        )
     finally:
         file.write_text(CONFIG)
     host.machine.run("systemctl", "reload", "mirrord")
@@ -391,7 +464,10 @@ def test_a_daemon_that_hangs_is_restarted(host: Host, checkout: dict[str, Any]) 
     """The watchdog kills it, systemd starts another, and the checkout is still there."""
     drop_in = "/etc/systemd/system/mirrord.service.d"
     fast = "[Service]\nWatchdogSec=2s\nTimeoutAbortSec=1s\n"
-    host.shell(f"mkdir -p {drop_in} && printf '{fast}' > {drop_in}/fast.conf && systemctl daemon-reload", None)
+    host.shell(
+        f"mkdir -p {drop_in} && printf '{fast}' > {drop_in}/fast.conf && systemctl daemon-reload",
+        None,
+    )
     host.machine.run("systemctl", "restart", "mirrord")
     before = host.pid()
     host.machine.run("systemctl", "kill", "--signal=STOP", "mirrord")

@@ -74,7 +74,10 @@ def test_secrets_are_masked_wherever_they_stand(out: io.StringIO, text: str) -> 
 
 def test_a_url_without_a_secret_stays_as_it_is() -> None:
     """Masking must not eat what is needed to understand a line."""
-    assert telemetry.masked("https://github.com/psf/requests.git and a@b.c") == "https://github.com/psf/requests.git and a@b.c"
+    assert (
+        telemetry.masked("https://github.com/psf/requests.git and a@b.c")
+        == "https://github.com/psf/requests.git and a@b.c"
+    )
 
 
 def test_libraries_log_through_us(out: io.StringIO) -> None:
@@ -109,7 +112,8 @@ def test_the_level_of_existing_loggers_changes_with_a_new_configuration(out: io.
 
 
 @pytest.mark.parametrize(
-    ("text", "usable"), [("abc-1.2_X", True), ("", False), ("a b", False), ("x" * 65, False), ("a\n", False)]
+    ("text", "usable"),
+    [("abc-1.2_X", True), ("", False), ("a b", False), ("x" * 65, False), ("a\n", False)],
 )
 def test_only_harmless_request_ids_are_taken_from_clients(text: str, usable: bool) -> None:
     """An id ends up in headers and log lines."""

@@ -25,12 +25,18 @@ from mirrord.git.workers import Workers
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
 
-def test_a_keyframe_and_a_delta_show_their_commits(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_a_keyframe_and_a_delta_show_their_commits(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """The first commit is a whole tree, the next lies on it; both are clean when mounted."""
     upstream = make_upstream("up")
     files = {f"d{n % 9}/f{n}": f"{n}\n" * 50 for n in range(90)}
-    first = upstream.commit({**files, "gone/deep/x": "x", "gone/y": "y", "keep/a": "a", "keep/b": "b"})
-    second = upstream.commit({"gone/deep/x": None, "gone/y": None, "keep/a": None, "d1/f1": "new\n", "d1/new": "new"})
+    first = upstream.commit(
+        {**files, "gone/deep/x": "x", "gone/y": "y", "keep/a": "a", "keep/b": "b"}
+    )
+    second = upstream.commit(
+        {"gone/deep/x": None, "gone/y": None, "keep/a": None, "d1/f1": "new\n", "d1/new": "new"}
+    )
 
     async def test(store: Store) -> None:
         a, b = await store.ensure(first), await store.ensure(second)
@@ -41,12 +47,18 @@ def test_a_keyframe_and_a_delta_show_their_commits(make_upstream: Callable[[str]
     run(tmp_path, upstream, test)
 
 
-def test_every_change_of_kind_works_in_a_chain_of_deltas(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_every_change_of_kind_works_in_a_chain_of_deltas(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """File, directory, symlink and submodule turn into each other; names are bytes and differ in case only."""
     upstream = make_upstream("up")
     up = upstream.path
     filler = {f"fill/{n}": "filler " * 999 for n in range(90)}
-    commits = [upstream.commit({**filler, "a": "file", "b/x/y": "1", "b/z": "2", "c": "file", "Case": "1", "case": "2"})]
+    commits = [
+        upstream.commit(
+            {**filler, "a": "file", "b/x/y": "1", "b/z": "2", "c": "file", "Case": "1", "case": "2"}
+        )
+    ]
     os.symlink("nowhere", os.fsencode(up) + b"/d-\xff")
     upstream.write({"a": None})
     upstream.write({"a/in/side": "now a directory", "case": None})
@@ -73,13 +85,17 @@ def test_every_change_of_kind_works_in_a_chain_of_deltas(make_upstream: Callable
         made = [await store.ensure(commit) for commit in commits]
         assert max(len(template.layers) for template in made) > 3
         for number, (commit, template) in enumerate(zip(commits, made, strict=True)):
-            assert_equals_commit(template, tmp_path / str(number), upstream.git("rev-parse", f"{commit}^{{tree}}"))
+            assert_equals_commit(
+                template, tmp_path / str(number), upstream.git("rev-parse", f"{commit}^{{tree}}")
+            )
         assert await store.templates.scrub() == 0
 
     run(tmp_path, upstream, test)
 
 
-def test_a_template_is_built_once_however_many_ask(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_a_template_is_built_once_however_many_ask(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """Sixteen at once get the same; one that gives up does not spoil it for the rest."""
     upstream = make_upstream("up")
     commit = upstream.history(3)[-1]
@@ -129,7 +145,9 @@ def test_whoever_asks_later_does_not_get_an_earlier_failure(
     run(tmp_path, upstream, body)
 
 
-def test_what_the_disk_does_not_let_go_goes_later(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_what_the_disk_does_not_let_go_goes_later(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """Of layers, stores, closure packs and shared files, without a start."""
     upstream = make_upstream("up")
     first = upstream.commit({f"d{n % 9}/f{n}": f"{n}\n" * 50 for n in range(90)})
@@ -146,7 +164,9 @@ def test_what_the_disk_does_not_let_go_goes_later(make_upstream: Callable[[str],
             for path in (*stuck, next((shelf / "blobs").iterdir())):
                 mounts.enter_context(busy(path))
             await store.templates.forget(NAME)
-            left = [path for kind in ("trees", "gits", "packs") for path in (shelf / kind).iterdir()]
+            left = [
+                path for kind in ("trees", "gits", "packs") for path in (shelf / kind).iterdir()
+            ]
             assert len(left) == len(stuck)
             assert not await store.templates.mend()
             assert [file for file in (shelf / "blobs").iterdir() if file.stat().st_nlink == 1]
@@ -175,12 +195,16 @@ def test_a_near_template_costs_one_call_for_its_tree_and_index(
         monkeypatch.setattr(Workers, "call", counted)
         near = await store.ensure(commits[2])
         assert sorted(called) == ["build_layer", "pack_increment", "resolve"]
-        assert_equals_commit(near, tmp_path / "mounted", upstream.git("rev-parse", f"{commits[2]}^{{tree}}"))
+        assert_equals_commit(
+            near, tmp_path / "mounted", upstream.git("rev-parse", f"{commits[2]}^{{tree}}")
+        )
 
     run(tmp_path, upstream, body)
 
 
-def test_a_near_template_makes_few_files(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_a_near_template_makes_few_files(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """Files and directories cost more than anything else of a first checkout: whatever adds one has to say so here."""
     upstream = make_upstream("a")
     first = upstream.commit({f"{number}.txt": f"{number}\n" for number in range(20)})
@@ -190,17 +214,24 @@ def test_a_near_template_makes_few_files(make_upstream: Callable[[str], Upstream
     def inodes(store: Store) -> dict[int, str]:
         """Each with where it was made: `gits` and `blobs` have links of what is elsewhere."""
         kinds = ("blobs", "gits", "packs", "trees")
-        return {path.lstat().st_ino: kind for kind in kinds for path in (store.trees.parent / kind).rglob("*")}
+        return {
+            path.lstat().st_ino: kind
+            for kind in kinds
+            for path in (store.trees.parent / kind).rglob("*")
+        }
 
     async def test(store: Store) -> None:
         await store.ensure(first)
         before = inodes(store)
         await store.ensure(second)
-        assert Counter(kind for inode, kind in inodes(store).items() if inode not in before) == {
-            "packs": 4,  # directory, pack, index, record
-            "gits": 8,  # directory, .git, info, objects, objects/pack, refs; HEAD and record: all else are links
-            "trees": 8,  # directory, files, the one that changed, index, .git, index, manifest, record
-        }
+        assert (
+            Counter(kind for inode, kind in inodes(store).items() if inode not in before)
+            == {
+                "packs": 4,  # directory, pack, index, record
+                "gits": 8,  # directory, .git, info, objects, objects/pack, refs; HEAD and record: all else are links
+                "trees": 8,  # directory, files, the one that changed, index, .git, index, manifest, record
+            }
+        )
 
     run(tmp_path, upstream, test)
 
@@ -210,9 +241,15 @@ def test_a_delta_makes_each_of_its_directories_once(
 ) -> None:
     """However many files change in them, whatever vanishes from them."""
     upstream = make_upstream("a")
-    names = [f"{above}/{number}.txt" for above in ("deep/one", "deep/two", "flat") for number in range(20)]
+    names = [
+        f"{above}/{number}.txt"
+        for above in ("deep/one", "deep/two", "flat")
+        for number in range(20)
+    ]
     first = upstream.commit(dict.fromkeys(names, "one\n" * 2000))
-    second = upstream.commit({name: f"{name}\n" if number % 3 else None for number, name in enumerate(names)})
+    second = upstream.commit(
+        {name: f"{name}\n" if number % 3 else None for number, name in enumerate(names)}
+    )
     trees = tmp_path / "store/trees"
     trees.mkdir(parents=True)
     base = build_layer(upstream.path / ".git", first, trees, trees / ".building-1", [])
@@ -228,10 +265,17 @@ def test_a_delta_makes_each_of_its_directories_once(
     layer = build_layer(upstream.path / ".git", second, trees, trees / ".building-2", [base])
     assert layer.base == base.tree
     assert layer.removed
-    assert sorted(name for name in made if name in ("deep", "one", "two", "flat")) == ["deep", "flat", "one", "two"]
+    assert sorted(name for name in made if name in ("deep", "one", "two", "flat")) == [
+        "deep",
+        "flat",
+        "one",
+        "two",
+    ]
 
 
-def test_a_delta_lies_where_it_has_few_names(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_a_delta_lies_where_it_has_few_names(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """A link to a file that is there takes no room, but time: a near delta is better than a keyframe that needs many."""
     upstream = make_upstream("a")
     upstream.commit({f"{number}.txt": f"{number}\n" for number in range(200)})
@@ -249,7 +293,9 @@ def test_a_delta_lies_where_it_has_few_names(make_upstream: Callable[[str], Upst
     run(tmp_path, upstream, test)
 
 
-def test_an_unknown_commit_is_said_and_leaves_nothing(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_an_unknown_commit_is_said_and_leaves_nothing(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """The error is the caller's; no temporary directory stays."""
     upstream = make_upstream("up")
     upstream.history(1)
@@ -278,12 +324,16 @@ def test_a_restarted_store_finds_its_templates_and_drops_leftovers(
         assert again.find(commit) is None
         await again.ensure(commit)
         assert again.events.counts["template.built"] == 0
-        assert [path.name for path in store.trees.iterdir()] == [upstream.git("rev-parse", f"{commit}^{{tree}}")]
+        assert [path.name for path in store.trees.iterdir()] == [
+            upstream.git("rev-parse", f"{commit}^{{tree}}")
+        ]
 
     run(tmp_path, upstream, test)
 
 
-def test_what_was_proven_before_the_last_boot_is_proven_again(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_what_was_proven_before_the_last_boot_is_proven_again(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """A power failure may have torn it: the damaged file is found and the layer built again."""
     upstream = make_upstream("up")
     commit = upstream.history(2)[-1]
@@ -304,7 +354,9 @@ def test_what_was_proven_before_the_last_boot_is_proven_again(make_upstream: Cal
     run(tmp_path, upstream, test)
 
 
-def test_a_layer_of_another_version_is_built_again(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_a_layer_of_another_version_is_built_again(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """What a former mirrord recorded in another form is not there, and spoils no commit that would lie on it."""
     upstream = make_upstream("up")
     commits = upstream.history(3)
@@ -320,7 +372,9 @@ def test_a_layer_of_another_version_is_built_again(make_upstream: Callable[[str]
 
 
 @pytest.mark.parametrize("damage", ["content", "extra", "deleted", "whiteout", "mode"])
-def test_damage_is_found_and_built_again(make_upstream: Callable[[str], Upstream], tmp_path: Path, damage: str) -> None:
+def test_damage_is_found_and_built_again(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path, damage: str
+) -> None:
     """A scrub takes the damaged layer and what lies on it out of use; the next asker gets a sound one."""
     upstream = make_upstream("up")
     first = upstream.commit({f"f{n}": f"{n}\n" * 3000 for n in range(30)})
@@ -372,7 +426,9 @@ def test_a_damaged_template_that_is_held_leaves_its_checkout_alone(
     run(tmp_path, upstream, test)
 
 
-def test_an_altered_closure_pack_is_found_and_built_again(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> None:
+def test_an_altered_closure_pack_is_found_and_built_again(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
     """With the sealed stores that share its bytes; the next asker gets sound ones."""
     upstream = make_upstream("up")
     commit = upstream.history(4)[-1]
@@ -390,7 +446,12 @@ def test_an_altered_closure_pack_is_found_and_built_again(make_upstream: Callabl
         assert "builds it again" in found[f"closure pack {pack.name}"]
         again = await store.ensure(commit)
         git = next(path / ".git" for path in again.layers if (path / ".git/objects").is_dir())
-        subprocess.run(["git", f"--git-dir={git}", "fsck", "--full", "--strict"], env=ENV, check=True, capture_output=True)
+        subprocess.run(
+            ["git", f"--git-dir={git}", "fsck", "--full", "--strict"],
+            env=ENV,
+            check=True,
+            capture_output=True,
+        )
         assert await store.templates.scrub() == 0
 
     run(tmp_path, upstream, test)

@@ -18,7 +18,12 @@ from mirrord.checkouts.files.hashing import hash_tree
 from mirrord.checkouts.files.scan import scan
 from mirrord.checkouts.files.tree import materialise, move, repair
 from mirrord.checkouts.files.writer import TreeWriter
-from mirrord.errors import CheckoutBusyError, CommitNotFoundError, CommitUnservableError, ProofFailedError
+from mirrord.errors import (
+    CheckoutBusyError,
+    CommitNotFoundError,
+    CommitUnservableError,
+    ProofFailedError,
+)
 from mirrord.host.credentials import ActingAs
 from mirrord.host.files import open_directory, opened, remove
 
@@ -150,8 +155,16 @@ def test_files_are_converted_as_git_converts_them(make_upstream: Make, tmp_path:
     """Line ends, idents, encodings and macros of `.gitattributes`, in directories too; every sample with every attribute."""
     upstream = make_upstream("up")
     blobs = {f"{name}.{kind}": data for kind in KINDS for name, data in SAMPLES.items()}
-    blobs |= {".gitattributes": ATTRIBUTES.encode(), "sub/.gitattributes": b"* -eol\n*.none text eol=crlf\n!x\nsp\xff eol=crlf\n"}
-    blobs |= {"sub/x.crlf": b"a\nb\n", "sub/x.none": b"a\nb\n", "anchored": b"a\n", "sub/anchored": b"a\n"}
+    blobs |= {
+        ".gitattributes": ATTRIBUTES.encode(),
+        "sub/.gitattributes": b"* -eol\n*.none text eol=crlf\n!x\nsp\xff eol=crlf\n",
+    }
+    blobs |= {
+        "sub/x.crlf": b"a\nb\n",
+        "sub/x.none": b"a\nb\n",
+        "anchored": b"a\n",
+        "sub/anchored": b"a\n",
+    }
     write_blobs(upstream, blobs)
     upstream.git("commit", "-qm", "blobs")
     commit = upstream.git("rev-parse", "HEAD")
@@ -166,19 +179,25 @@ def test_a_move_converts_what_new_attributes_touch(make_upstream: Make, tmp_path
     upstream = make_upstream("up")
     commits = []
     for attributes in (b"* text=auto\n", b"*.txt text eol=crlf\n", b"*.c eol=crlf\n*.txt ident\n"):
-        write_blobs(upstream, {".gitattributes": attributes, "a.txt": b"$Id$\nb\n", "d/b.c": b"c\nd\n"})
+        write_blobs(
+            upstream, {".gitattributes": attributes, "a.txt": b"$Id$\nb\n", "d/b.c": b"c\nd\n"}
+        )
         upstream.git("commit", "-qm", "attributes")
         commits.append(upstream.git("rev-parse", "HEAD"))
     without_index(upstream)
     manifest = materialise(git_dir(upstream), commits[0], tmp_path / "ours")
     for number, commit in enumerate([commits[1], commits[2], commits[0]]):
         manifest = move(git_dir(upstream), manifest, commit, tmp_path / "ours")
-        assert contents(tmp_path / "ours") == contents(worktree(upstream, commit, tmp_path / f"gits{number}"))
+        assert contents(tmp_path / "ours") == contents(
+            worktree(upstream, commit, tmp_path / f"gits{number}")
+        )
         assert scan(tmp_path / "ours", manifest).is_empty
 
 
 def write_tree_raw(upstream: Upstream, entries: list[tuple[bytes, bytes]]) -> str:
-    data = b"".join(mode + b" " + name + b"\0" + bytes.fromhex(blob(upstream)) for mode, name in entries)
+    data = b"".join(
+        mode + b" " + name + b"\0" + bytes.fromhex(blob(upstream)) for mode, name in entries
+    )
     return upstream.git("hash-object", "-w", "--literally", "-t", "tree", "--stdin", stdin=data)
 
 
@@ -186,7 +205,19 @@ def blob(upstream: Upstream) -> str:
     return upstream.git("hash-object", "-w", "--stdin", stdin=b"hostile")
 
 
-HOSTILE = [b".git", b".GIT", b".gIt", b"git~1", b"..", b".", b"", b"a/b", b"../../outside", b"/etc/passwd", b"x" * 256]
+HOSTILE = [
+    b".git",
+    b".GIT",
+    b".gIt",
+    b"git~1",
+    b"..",
+    b".",
+    b"",
+    b"a/b",
+    b"../../outside",
+    b"/etc/passwd",
+    b"x" * 256,
+]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -207,14 +238,18 @@ def test_a_tree_that_names_a_path_twice_is_refused(make_upstream: Make, tmp_path
     upstream = make_upstream("up")
     tree = write_tree_raw(upstream, [(b"120000", b"a"), (b"100644", b"a")])
     with pytest.raises(CommitUnservableError):
-        materialise(git_dir(upstream), upstream.git("commit-tree", "-m", "twice", tree), tmp_path / "ours")
+        materialise(
+            git_dir(upstream), upstream.git("commit-tree", "-m", "twice", tree), tmp_path / "ours"
+        )
 
 
 def test_old_file_modes_are_read(make_upstream: Make, tmp_path: Path) -> None:
     """Trees from before 2005 hold 100664; they are files as any other."""
     upstream = make_upstream("up")
     tree = write_tree_raw(upstream, [(b"100664", b"a"), (b"100775", b"b")])
-    manifest = materialise(git_dir(upstream), upstream.git("commit-tree", "-m", "modes", tree), tmp_path / "ours")
+    manifest = materialise(
+        git_dir(upstream), upstream.git("commit-tree", "-m", "modes", tree), tmp_path / "ours"
+    )
     assert hash_tree(tmp_path / "ours", manifest) == tree
     assert stat.S_IMODE((tmp_path / "ours/b").stat().st_mode) == 0o755
 
@@ -295,10 +330,14 @@ def test_writing_goes_through_no_link(tmp_path: Path) -> None:
 
 
 @as_root
-def test_a_directory_swapped_for_a_link_while_we_work_leads_nowhere(make_upstream: Make, tmp_path: Path) -> None:
+def test_a_directory_swapped_for_a_link_while_we_work_leads_nowhere(
+    make_upstream: Make, tmp_path: Path
+) -> None:
     """The owner of a tree swaps its directories for links to ours, again and again, while trees are written and removed."""
     upstream = make_upstream("up")
-    commits = [upstream.commit({f"d/e/f{n}": f"{n} {way}" for n in range(40)}) for way in ("a", "b")]
+    commits = [
+        upstream.commit({f"d/e/f{n}": f"{n} {way}" for n in range(40)}) for way in ("a", "b")
+    ]
     root, outside = tmp_path / "tree", tmp_path / "outside"
     (outside / "e").mkdir(parents=True)
     for n in range(40):
@@ -326,7 +365,10 @@ def test_a_directory_swapped_for_a_link_while_we_work_leads_nowhere(make_upstrea
             with contextlib.suppress(CheckoutBusyError, OSError):
                 manifest = repair(git_dir(upstream), manifest, scan(root, manifest), root)
             if turn % 10 == 9:
-                with opened(open_directory(tmp_path)) as fd, contextlib.suppress(OSError, CheckoutBusyError):
+                with (
+                    opened(open_directory(tmp_path)) as fd,
+                    contextlib.suppress(OSError, CheckoutBusyError),
+                ):
                     remove(fd, b"tree")
                 with contextlib.suppress(CheckoutBusyError, OSError):
                     manifest = materialise(git_dir(upstream), commits[0], root, owner=(1234, 1234))
@@ -336,7 +378,11 @@ def test_a_directory_swapped_for_a_link_while_we_work_leads_nowhere(make_upstrea
     assert {path: os.lstat(path) for path in (outside, *outside.rglob("*"))}.keys() == before.keys()
     for path, was in before.items():
         found = os.lstat(path)
-        assert (found.st_uid, found.st_mode, found.st_mtime_ns) == (was.st_uid, was.st_mode, was.st_mtime_ns), path
+        assert (found.st_uid, found.st_mode, found.st_mtime_ns) == (
+            was.st_uid,
+            was.st_mode,
+            was.st_mtime_ns,
+        ), path
 
 
 @as_root

@@ -38,22 +38,34 @@ class Bombs:
         kind = "100644 blob"
         for _ in range(levels):
             lines = "".join(f"{kind} {oid}\tn{name:04}\n" for name in range(width))
-            oid, kind = self.upstream.git("mktree", "--missing", stdin=lines.encode()), "040000 tree"
+            oid, kind = (
+                self.upstream.git("mktree", "--missing", stdin=lines.encode()),
+                "040000 tree",
+            )
         return oid
 
     def _commit(self, branch: str, tree: str) -> None:
-        self.upstream.git("branch", branch, self.upstream.git("commit-tree", tree, "-p", self.plain, "-m", branch))
+        self.upstream.git(
+            "branch", branch, self.upstream.git("commit-tree", tree, "-p", self.plain, "-m", branch)
+        )
 
     def _import(self, branch: str, path: str) -> None:
         head = f"commit refs/heads/{branch}\ncommitter A <a@b.c> 1600000000 +0000\ndata 1\nx\nfrom {self.plain}\n"
-        git(self.upstream.path, "fast-import", "--quiet", stdin=f"{head}M 100644 inline {path}\ndata 1\ny\n\n".encode())
+        git(
+            self.upstream.path,
+            "fast-import",
+            "--quiet",
+            stdin=f"{head}M 100644 inline {path}\ndata 1\ny\n\n".encode(),
+        )
 
 
 @pytest.fixture
 def house(make_upstream: Callable[[str], Upstream]) -> Iterator[tuple[Daemon, Bombs]]:
     bombs = Bombs(make_upstream("up"))
     with daemon() as running:
-        operation = running.json("POST", "/v1/mirrors", {"repo": "up/stream", "url": bombs.upstream.url})
+        operation = running.json(
+            "POST", "/v1/mirrors", {"repo": "up/stream", "url": bombs.upstream.url}
+        )
         until(lambda: running.json("GET", f"/v1/operations/{operation['id']}")["state"] == "done")
         yield running, bombs
 
@@ -69,7 +81,9 @@ def peak_bytes(running: Daemon) -> int:
     peaks = [0]
     for path in Path("/proc").glob("[0-9]*/status"):
         try:
-            fields = dict(line.split(":\t", 1) for line in path.read_text().splitlines() if ":\t" in line)
+            fields = dict(
+                line.split(":\t", 1) for line in path.read_text().splitlines() if ":\t" in line
+            )
             environment = (path.parent / "cmdline").read_bytes()
         except OSError:
             continue
@@ -107,13 +121,17 @@ def test_a_tree_that_is_too_large_is_refused(house: tuple[Daemon, Bombs], backen
 
 
 @pytest.mark.parametrize("backend", ["overlay", "pool"])
-def test_a_reset_to_a_tree_that_is_too_large_touches_nothing(house: tuple[Daemon, Bombs], backend: str) -> None:
+def test_a_reset_to_a_tree_that_is_too_large_touches_nothing(
+    house: tuple[Daemon, Bombs], backend: str
+) -> None:
     """The checkout is what it was, with the work in it."""
     running, bombs = house
     _, checkout = check_out(running, bombs.plain, backend)
     (Path(checkout["path"]) / "work.txt").write_text("work\n")
     for branch in ("paths", "bytes", "deep"):
-        status, _, body = running.request("POST", f"/v1/checkouts/{checkout['id']}/reset", {"commit": branch})
+        status, _, body = running.request(
+            "POST", f"/v1/checkouts/{checkout['id']}/reset", {"commit": branch}
+        )
         assert (status, json.loads(body)["code"]) == (422, "tree-too-large")
     assert b"+work" in running.get(f"/v1/checkouts/{checkout['id']}/diff")[2]
     assert running.json("GET", f"/v1/checkouts/{checkout['id']}")["commit"] == bombs.plain
@@ -123,14 +141,22 @@ def test_prewarming_passes_over_a_tree_that_is_too_large(house: tuple[Daemon, Bo
     """Once: it is counted as failed, and the other base commits are prepared."""
     running, bombs = house
     rows = [
-        {"instance_id": f"up__stream-{n}", "repo": "up/stream", "base_commit": bombs.upstream.git("rev-parse", name)}
+        {
+            "instance_id": f"up__stream-{n}",
+            "repo": "up/stream",
+            "base_commit": bombs.upstream.git("rev-parse", name),
+        }
         for n, name in enumerate(("paths", "main"))
     ]
     text = "".join(json.dumps({**row, "patch": "", "test_patch": ""}) + "\n" for row in rows)
     running.json("POST", "/v1/datasets?filename=set.jsonl", text.encode())
 
     def prewarmed() -> list[Any]:
-        return [each for each in running.json("GET", "/v1/operations") if each["kind"] == "prewarm" and each["state"] == "done"]
+        return [
+            each
+            for each in running.json("GET", "/v1/operations")
+            if each["kind"] == "prewarm" and each["state"] == "done"
+        ]
 
     until(lambda: len(prewarmed()) == 1)
     assert prewarmed()[0]["result"] == {"prepared": 1, "failed": 1, "left": 0}

@@ -217,13 +217,17 @@ async def test_neither_background_work_nor_another_user_holds_all_workers(tmp_pa
     workers = Workers(size=1)
     try:
         hanging = [
-            asyncio.create_task(_asking(uid, lambda at=at: workers.call(hang, str(tmp_path / at), timeout=LONG)))  # type: ignore[misc]
+            asyncio.create_task(
+                _asking(uid, lambda at=at: workers.call(hang, str(tmp_path / at), timeout=LONG))
+            )  # type: ignore[misc]
             for at, uid in (("x", None), ("a", ALICE), ("b", BOB))
         ]
         await until(lambda: all((tmp_path / at).exists() for at in "xab"))
         with anyio.fail_after(15):
             assert await _asking(CAROL, lambda: workers.call(add, 1, 1, timeout=LONG)) == 2
-            late = asyncio.create_task(_asking(ALICE, lambda: workers.call(add, 1, 1, timeout=LONG)))
+            late = asyncio.create_task(
+                _asking(ALICE, lambda: workers.call(add, 1, 1, timeout=LONG))
+            )
             await asyncio.sleep(0.5)
             assert not late.done()
         for task in hanging:

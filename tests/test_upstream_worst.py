@@ -49,7 +49,9 @@ class Story:
     async def begin(self) -> None:
         await self.it.mirrors.add("owner/name", f"{self.forge.url}/owner+name/.git")
         await self.it.mirrors.sync(NAME)
-        lines = self.upstream.git("for-each-ref", "--format=%(objectname)%(*objectname)", "refs/heads").splitlines()
+        lines = self.upstream.git(
+            "for-each-ref", "--format=%(objectname)%(*objectname)", "refs/heads"
+        ).splitlines()
         self.commits = sorted({CommitId(line[:40]) for line in lines})
         assert await self.it.mirrors.pin(NAME, self.commits, owner="dataset/d", reason="test") == {}
 
@@ -81,7 +83,9 @@ class Story:
         misfortunes.break_objects,
     ],
 )
-def test_what_a_mirror_follows_loses_nothing(house: Builder, upstream: Upstream, forge: Forge, misfortune: Misfortune) -> None:
+def test_what_a_mirror_follows_loses_nothing(
+    house: Builder, upstream: Upstream, forge: Forge, misfortune: Misfortune
+) -> None:
     """Upstream did what upstreams do: the mirror goes along, and keeps."""
 
     async def body(it: House) -> None:
@@ -111,7 +115,11 @@ REFUSED = [
 
 @pytest.mark.parametrize(("misfortune", "error"), REFUSED, ids=lambda it: it.__name__)
 def test_what_a_mirror_does_not_follow_changes_nothing(
-    house: Builder, upstream: Upstream, forge: Forge, misfortune: Misfortune, error: type[MirrordError]
+    house: Builder,
+    upstream: Upstream,
+    forge: Forge,
+    misfortune: Misfortune,
+    error: type[MirrordError],
 ) -> None:
     """The refs stay; the problem is the mirror's, with what to do; and asking again says it again."""
 
@@ -137,12 +145,20 @@ def test_the_last_branch_is_guarded_however_few_refs_there_are() -> None:
     with pytest.raises(UpstreamLossError, match="no branch any more"):
         must_not_vanish(NAME, before, Offer(tags, None, []))
     must_not_vanish(NAME, before, Offer({"refs/heads/trunk": "b" * 40, **tags}, None, []))
-    must_not_vanish(NAME, before, Offer(tags, None, [RefFault(ref="refs/heads/main", commit="b" * 40, reason="damaged")]))
+    must_not_vanish(
+        NAME,
+        before,
+        Offer(tags, None, [RefFault(ref="refs/heads/main", commit="b" * 40, reason="damaged")]),
+    )
     must_not_vanish(NAME, tags, Offer({}, None, []))
 
 
-@pytest.mark.parametrize("misfortune", [misfortunes.empty, misfortunes.most_refs_vanish, misfortunes.all_branches_vanish])
-def test_an_accepted_loss_is_followed_and_kept(house: Builder, upstream: Upstream, forge: Forge, misfortune: Misfortune) -> None:
+@pytest.mark.parametrize(
+    "misfortune", [misfortunes.empty, misfortunes.most_refs_vanish, misfortunes.all_branches_vanish]
+)
+def test_an_accepted_loss_is_followed_and_kept(
+    house: Builder, upstream: Upstream, forge: Forge, misfortune: Misfortune
+) -> None:
     """Once a person said so: the refs are upstream's, all that it left is kept, the record says that it was accepted."""
 
     async def body(it: House) -> None:

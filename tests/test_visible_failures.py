@@ -31,8 +31,12 @@ def _reasons(running: Daemon) -> str:
     return "; ".join(running.json("GET", "/v1/health")["reasons"])
 
 
-@pytest.mark.parametrize(("name", "content"), [("broken.jsonl", "not json\n"), ("rows.csv", "repo,base_commit\na/b,1\n")])
-def test_a_bad_file_in_the_watched_directory_is_a_warning_until_it_is_gone(name: str, content: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"), [("broken.jsonl", "not json\n"), ("rows.csv", "repo,base_commit\na/b,1\n")]
+)
+def test_a_bad_file_in_the_watched_directory_is_a_warning_until_it_is_gone(
+    name: str, content: str
+) -> None:
     """In health, status, the events and the log; after a restart too."""
     with daemon() as running:
         file = running.state_dir / "datasets" / name
@@ -56,8 +60,12 @@ def test_a_bad_file_that_was_repaired_is_no_warning(tmp_path: Path) -> None:
         file = running.state_dir / "datasets" / "rows.jsonl"
         file.write_text("not json\n")
         _until(lambda: "rows.jsonl" in _reasons(running))
-        file.write_text(json.dumps({"repo": "a/b", "instance_id": "i", "base_commit": first}) + "\n")
-        _until(lambda: "rows" in [dataset["name"] for dataset in running.json("GET", "/v1/datasets")])
+        file.write_text(
+            json.dumps({"repo": "a/b", "instance_id": "i", "base_commit": first}) + "\n"
+        )
+        _until(
+            lambda: "rows" in [dataset["name"] for dataset in running.json("GET", "/v1/datasets")]
+        )
         _until(lambda: "rows.jsonl" not in _reasons(running))
 
 
@@ -83,7 +91,10 @@ def test_reload_ends_as_the_daemon_judges() -> None:
         running.write_config('[checkouts]\nmax = 6\nbackend = "pool"\n[datasets]\nwatch = false\n')
         done = _mirrord(running, "reload")
         assert (done.returncode, done.stderr) == (0, "checkouts.backend needs a restart\n")
-        assert done.stdout in ("checkouts.max\n", "")  # the daemon that watches the file may have been first
+        assert done.stdout in (
+            "checkouts.max\n",
+            "",
+        )  # the daemon that watches the file may have been first
         assert running.json("GET", "/v1/status")["checkout_max"] == 6
         running.write_config("[checkouts]\nmax = 0\n")
         done = _mirrord(running, "reload")
@@ -98,7 +109,9 @@ def test_lines_for_the_journal_begin_with_their_priority(tmp_path: Path) -> None
         made.log_path.touch()
         found = made.log_path.stat()
         running = Daemon(
-            made.root, made.config.read_text().split("\n", 2)[2], environment={"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
+            made.root,
+            made.config.read_text().split("\n", 2)[2],
+            environment={"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"},
         )
         try:
             running.start()
@@ -121,14 +134,19 @@ def test_lines_for_the_journal_begin_with_their_priority(tmp_path: Path) -> None
 
 def test_config_show_prints_what_runs_else_the_file(tmp_path: Path) -> None:
     """A setting that needs a restart differs between the two; stderr says which it is."""
-    with daemon('[checkouts]\nmax = 5\n[[mirror]]\nrepo = "a/b"\nurl = "https://me:hunter2@127.0.0.1:1/b.git"\n') as running:
+    with daemon(
+        '[checkouts]\nmax = 5\n[[mirror]]\nrepo = "a/b"\nurl = "https://me:hunter2@127.0.0.1:1/b.git"\n'
+    ) as running:
         running.write_config('[checkouts]\nmax = 5\nbackend = "pool"\n')
         _mirrord(running, "reload")
         for named in ([], ["--config", str(running.config)]):
             shown = _mirrord(running, "config", "show", *named)
             assert 'backend = "auto"' in shown.stdout
             assert shown.stderr == f"in force; read from {running.config}\n"
-        assert json.loads(_mirrord(running, "config", "show", "--json").stdout)["checkouts"]["backend"] == "auto"
+        assert (
+            json.loads(_mirrord(running, "config", "show", "--json").stdout)["checkouts"]["backend"]
+            == "auto"
+        )
         other = tmp_path / "other.toml"
         other.write_text("[checkouts]\nmax = 9\n")
         assert "max = 9\n" in _mirrord(running, "config", "show", "--config", str(other)).stdout
@@ -140,7 +158,9 @@ def test_config_show_prints_what_runs_else_the_file(tmp_path: Path) -> None:
 
 def test_the_settings_in_force_are_told_without_secrets() -> None:
     """And to administrators alone."""
-    with daemon('[[mirror]]\nrepo = "a/b"\nurl = "https://me:hunter2@127.0.0.1:1/b.git"\n') as running:
+    with daemon(
+        '[[mirror]]\nrepo = "a/b"\nurl = "https://me:hunter2@127.0.0.1:1/b.git"\n'
+    ) as running:
         shown = _mirrord(running, "config", "show").stdout
         assert "https://***@127.0.0.1:1/b.git" in shown
         assert "hunter2" not in shown
@@ -150,6 +170,11 @@ def test_a_configuration_that_was_refused_is_a_warning_until_it_is_right() -> No
     """Whoever changed it may not look at the log."""
     with daemon("[checkouts]\nmax = 5\n") as running:
         running.write_config("[checkouts]\nmax = 0\n")
-        _until(lambda: "the settings from before are in force: cannot use configuration" in _mirrord(running, "status").stdout)
+        _until(
+            lambda: (
+                "the settings from before are in force: cannot use configuration"
+                in _mirrord(running, "status").stdout
+            )
+        )
         running.write_config("[checkouts]\nmax = 6\n")
         _until(lambda: "settings from before" not in _reasons(running))

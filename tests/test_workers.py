@@ -21,7 +21,13 @@ import pytest
 import structlog
 from pebble.pool.channel import WorkerChannel
 
-from mirrord.errors import CommitNotFoundError, DeadlineError, OutOfMemoryError, StoppingError, WorkerCrashedError
+from mirrord.errors import (
+    CommitNotFoundError,
+    DeadlineError,
+    OutOfMemoryError,
+    StoppingError,
+    WorkerCrashedError,
+)
 from mirrord.git.forking import prepare_workers
 from mirrord.git.workers import Workers
 from mirrord.host.processes import memory_limit_bytes
@@ -61,7 +67,9 @@ def seen_context() -> dict[str, object]:
     return dict(structlog.contextvars.get_contextvars())
 
 
-def run(body: Callable[[Workers], Awaitable[None]], *, idle: timedelta = LONG, size: int = 1) -> None:
+def run(
+    body: Callable[[Workers], Awaitable[None]], *, idle: timedelta = LONG, size: int = 1
+) -> None:
     async def main() -> None:
         workers = Workers(size=size, idle=idle)
         try:
@@ -93,7 +101,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def is_gone(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+            == "Z"
+        )
     except FileNotFoundError:
         return True
 
@@ -209,8 +220,12 @@ def test_the_end_of_the_fork_server_costs_calls_and_no_more(tmp_path: Path) -> N
     async def body(workers: Workers) -> None:
         _, server = await workers.call(loaded_and_parent, "os", timeout=LONG)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: _crashes(workers.call(hang, str(tmp_path / "pid"), timeout=LONG)))
-            await until(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()))
+            tasks.start_soon(
+                lambda: _crashes(workers.call(hang, str(tmp_path / "pid"), timeout=LONG))
+            )
+            await until(
+                lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text())
+            )
             os.kill(server, signal.SIGKILL)
         await until(lambda: is_gone(int((tmp_path / "pid").read_text(encoding="ascii"))))
         assert await workers.call(add, 1, 1, timeout=LONG) == 2
@@ -265,7 +280,9 @@ def devour() -> int:
 
 def run_git_that_devours() -> int:
     command = "b = bytearray(int(__import__('sys').argv[1]) + 1)"
-    return subprocess.run([sys.executable, "-c", command, str(memory_limit_bytes())], capture_output=True).returncode
+    return subprocess.run(
+        [sys.executable, "-c", command, str(memory_limit_bytes())], capture_output=True
+    ).returncode
 
 
 def test_memory_is_bounded_and_costs_one_call() -> None:
@@ -286,7 +303,9 @@ def test_cancelling_kills_the_worker(tmp_path: Path) -> None:
     async def body(workers: Workers) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(lambda: workers.call(hang, str(tmp_path / "pid"), timeout=LONG))
-            await until(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()))
+            await until(
+                lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text())
+            )
             group.cancel_scope.cancel()
         pid = int((tmp_path / "pid").read_text(encoding="ascii"))
         await until(lambda: is_gone(pid))
@@ -355,8 +374,12 @@ def test_workers_die_with_the_daemon(tmp_path: Path) -> None:
         """),
         encoding="utf-8",
     )
-    with subprocess.Popen([sys.executable, str(script)], cwd=Path(__file__).parent.parent) as parent:
-        anyio.run(until, lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()))
+    with subprocess.Popen(
+        [sys.executable, str(script)], cwd=Path(__file__).parent.parent
+    ) as parent:
+        anyio.run(
+            until, lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text())
+        )
         parent.kill()
     pids = [int((tmp_path / name).read_text(encoding="ascii")) for name in ("pid", "pid.parent")]
     anyio.run(until, lambda: all(map(is_gone, pids)))

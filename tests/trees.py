@@ -49,7 +49,9 @@ def awkward(upstream: Upstream) -> list[str]:
         file.write(b"x")
     upstream.git("add", "--all")
     upstream.git("update-index", "--add", "--cacheinfo", f"160000,{'1' * 40},modules/one")
-    upstream.git("update-index", "--add", "--cacheinfo", f"160000,{'2' * 40},turns/submodule-to-dir")
+    upstream.git(
+        "update-index", "--add", "--cacheinfo", f"160000,{'2' * 40},turns/submodule-to-dir"
+    )
     upstream.git("commit", "-qm", "first")
     first = upstream.git("rev-parse", "HEAD")
 
@@ -60,14 +62,21 @@ def awkward(upstream: Upstream) -> list[str]:
         (up / "turns" / name).unlink()
     shutil.rmtree(up / "gone")
     upstream.write(
-        {"turns/dir-to-file": "1", "turns/file-to-dir/x": "2", "turns/link-to-file": "3", "turns/link-to-dir/passwd": "4"}
+        {
+            "turns/dir-to-file": "1",
+            "turns/file-to-dir/x": "2",
+            "turns/link-to-file": "3",
+            "turns/link-to-dir/passwd": "4",
+        }
     )
     upstream.write({"turns/submodule-to-dir/file": "5", "plain.txt": "changed\n"})
     (up / "turns/file-to-link").symlink_to("dir-to-file")
     (up / "turns/dir-to-link").symlink_to("/tmp")
     (up / "turns/mode").chmod(0o755)
     upstream.git("add", "--all")
-    upstream.git("update-index", "--add", "--cacheinfo", f"160000,{'3' * 40},turns/dir-to-submodule")
+    upstream.git(
+        "update-index", "--add", "--cacheinfo", f"160000,{'3' * 40},turns/dir-to-submodule"
+    )
     upstream.git("update-index", "--add", "--cacheinfo", f"160000,{'4' * 40},modules/one")
     upstream.git("commit", "-qm", "second")
     return [first, upstream.git("rev-parse", "HEAD")]
@@ -115,7 +124,9 @@ def record_control(root: Path, manifest: Manifest) -> Manifest:
             found = os.lstat(path)
             is_directory = stat.S_ISDIR(found.st_mode)
             content = NO_OBJECT if is_directory else blob_id(Path(os.fsdecode(path)).read_bytes())
-            entry = Entry(DIRECTORY if is_directory else 0o100000, NO_OBJECT, content, 0, 0, 0, 0, 0, 0, 0)
+            entry = Entry(
+                DIRECTORY if is_directory else 0o100000, NO_OBJECT, content, 0, 0, 0, 0, 0, 0, 0
+            )
             control[os.path.relpath(path, os.fsencode(root))] = entry.with_stat(found)
     files = manifest.files | {b"": manifest.files[b""].with_stat(os.stat(root))}
     return replace(manifest, files=files, control=control, recorded_ns=time.time_ns())

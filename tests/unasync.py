@@ -11,7 +11,10 @@ CLIENT = Path(__file__).parent.parent / "mirrord/client"
 SOURCE, TARGET = CLIENT / "asynchronous", CLIENT / "synchronous"
 
 RULES: list[tuple[str, str]] = [
-    (r"\bfor asyncio, written by hand\b", "for threads, generated from the one for asyncio by tests/unasync.py"),
+    (
+        r"\bfor asyncio, written by hand\b",
+        "for threads, generated from the one for asyncio by tests/unasync.py",
+    ),
     (r"\bconcurrent tasks\b", "threads"),
     (r"\bPending\[(\w+)\]", r"\1"),
     (r"\bPending\((.*)\)$", r"\1"),
@@ -43,15 +46,30 @@ def synchronous(source: str) -> str:
 
 def _formatted(source: str) -> str:
     for step in (["check", "--quiet", "--select=I", "--fix"], ["format", "--quiet"]):
-        command = [sys.executable, "-m", "ruff", *step, "--stdin-filename", str(TARGET / "client.py"), "-"]
-        source = subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
+        command = [
+            sys.executable,
+            "-m",
+            "ruff",
+            *step,
+            "--stdin-filename",
+            str(TARGET / "client.py"),
+            "-",
+        ]
+        source = subprocess.run(
+            command, input=source, capture_output=True, text=True, check=True
+        ).stdout
     return source
 
 
 def generated() -> dict[Path, str]:
     """Every file of the synchronous client as it should be."""
-    header = "# Generated from ../asynchronous/{} by tests/unasync.py: edit that file, then run it.\n"
-    return {TARGET / path.name: header.format(path.name) + synchronous(path.read_text()) for path in sorted(SOURCE.glob("*.py"))}
+    header = (
+        "# Generated from ../asynchronous/{} by tests/unasync.py: edit that file, then run it.\n"
+    )
+    return {
+        TARGET / path.name: header.format(path.name) + synchronous(path.read_text())
+        for path in sorted(SOURCE.glob("*.py"))
+    }
 
 
 if __name__ == "__main__":

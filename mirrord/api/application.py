@@ -78,7 +78,9 @@ class Application:
                 response.headers["connection"] = "close"
             return name, response
 
-    async def _respond(self, endpoint: Endpoint, request: Request, parameters: dict[str, str], body: Body) -> Response:
+    async def _respond(
+        self, endpoint: Endpoint, request: Request, parameters: dict[str, str], body: Body
+    ) -> Response:
         peer: Peer = request.state.connection.peer
         role = self._role(peer)
         user = self._engine.access.user_of(peer.uid)
@@ -127,11 +129,15 @@ def _query(endpoint: Endpoint, request: Request) -> Any:
     try:
         return endpoint.query.model_validate(dict(items))
     except ValidationError as error:
-        raise invalid_request("query", error.errors(include_url=False, include_context=False)) from error
+        raise invalid_request(
+            "query", error.errors(include_url=False, include_context=False)
+        ) from error
 
 
 _BODIES: dict[type[protocol.Request], TypeAdapter[protocol.Request]] = {
-    endpoint.json_body: TypeAdapter(endpoint.json_body) for endpoint in ENDPOINTS if endpoint.json_body
+    endpoint.json_body: TypeAdapter(endpoint.json_body)
+    for endpoint in ENDPOINTS
+    if endpoint.json_body
 }
 
 
@@ -140,7 +146,9 @@ async def _json_body(message: type[protocol.Request], request: Request) -> proto
     try:
         return _BODIES[message].validate_json(await read_body(request, JSON_LIMIT_BYTES) or b"{}")
     except ValidationError as error:
-        raise invalid_request("body", error.errors(include_url=False, include_context=False)) from error
+        raise invalid_request(
+            "body", error.errors(include_url=False, include_context=False)
+        ) from error
 
 
 def _encode(endpoint: Endpoint, answer: Any) -> Response:

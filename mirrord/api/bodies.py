@@ -49,7 +49,9 @@ class Bodies:
 
     def take(self, user: int, size: int, *, is_admin: bool) -> None:
         """Count bytes that a user sent; raises LimitReachedError. The total never keeps an administrator out."""
-        if self._of[user] + size > USER_BODIES_BYTES or (not is_admin and self._of.total() + size > ALL_BODIES_BYTES):
+        if self._of[user] + size > USER_BODIES_BYTES or (
+            not is_admin and self._of.total() + size > ALL_BODIES_BYTES
+        ):
             raise LimitReachedError(
                 "cannot take the request's body: too many bytes of other requests wait for their answers",
                 hint="send fewer large requests at a time",
@@ -107,7 +109,10 @@ class Body:
 @asynccontextmanager
 async def read_patch(request: Request, quarantine: Quarantine) -> AsyncIterator[bytes | Path]:
     """The body inside the block: a long one, or one of unknown length, is a file in the quarantine."""
-    if int(request.headers.get("content-length", "0")) <= JSON_LIMIT_BYTES and "transfer-encoding" not in request.headers:
+    if (
+        int(request.headers.get("content-length", "0")) <= JSON_LIMIT_BYTES
+        and "transfer-encoding" not in request.headers
+    ):
         yield await read_body(request, JSON_LIMIT_BYTES)
         return
     path = await spool_body(request, quarantine, PATCH_LIMIT_BYTES, keep=request.state.body.keep)
@@ -139,10 +144,16 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
 
 
 async def spool_body(
-    request: Request, quarantine: Quarantine, limit_bytes: int, *, keep: Callable[[int], None] = lambda _: None
+    request: Request,
+    quarantine: Quarantine,
+    limit_bytes: int,
+    *,
+    keep: Callable[[int], None] = lambda _: None,
 ) -> Path:
     """The body as a private file in the quarantine, which is the caller's to remove. `keep` is told of each piece."""
-    descriptor, name = await anyio.to_thread.run_sync(partial(tempfile.mkstemp, prefix="upload-", dir=quarantine.root))
+    descriptor, name = await anyio.to_thread.run_sync(
+        partial(tempfile.mkstemp, prefix="upload-", dir=quarantine.root)
+    )
     path = Path(name)
     try:
         await _spool(request, descriptor, limit_bytes, keep)
@@ -155,7 +166,9 @@ async def spool_body(
     return path
 
 
-async def _spool(request: Request, descriptor: int, limit_bytes: int, keep: Callable[[int], None]) -> None:
+async def _spool(
+    request: Request, descriptor: int, limit_bytes: int, keep: Callable[[int], None]
+) -> None:
     pending: list[bytes] = []
     size = 0
     async for chunk in _iter_bounded(request, limit_bytes):
@@ -175,7 +188,9 @@ def _write(descriptor: int, data: bytes) -> None:
             rest = rest[os.write(descriptor, rest) :]
     except OSError as error:
         if error.errno in _DISK_FULL:
-            raise DiskFullError("cannot store the request's body: the disk is full", hint="make room in state_dir") from error
+            raise DiskFullError(
+                "cannot store the request's body: the disk is full", hint="make room in state_dir"
+            ) from error
         raise
 
 
@@ -208,9 +223,13 @@ def _ends_named() -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise InvalidRequestError(f"cannot read the request's body: nothing came for {SILENCE_LIMIT_S:g} s") from error
+        raise InvalidRequestError(
+            f"cannot read the request's body: nothing came for {SILENCE_LIMIT_S:g} s"
+        ) from error
     except ClientDisconnect as error:
-        raise InvalidRequestError("cannot read the request's body: the client hung up in the middle") from error
+        raise InvalidRequestError(
+            "cannot read the request's body: the client hung up in the middle"
+        ) from error
 
 
 def _too_large(limit_bytes: int) -> BodyTooLargeError:

@@ -84,7 +84,9 @@ class Connections:
         uid, role = self._user_of(connection.peer.uid), self._role(connection.peer)
         if not self._has_room(uid, role):
             if count := self._refusals.count(uid):
-                log.warning("connection.refused", uid=uid, count=count, connections=len(self._users))
+                log.warning(
+                    "connection.refused", uid=uid, count=count, connections=len(self._users)
+                )
             raise TooManyConnectionsError(
                 f"cannot take another connection of uid {uid}: too many are open",
                 hint="use connections again, and close those that are idle",

@@ -28,7 +28,9 @@ _SCHEMAS = "#/components/schemas"
 def openapi() -> str:
     """The document as JSON."""
     application = FastAPI(
-        title="mirrord", version=__version__, summary="Git-native mirrors and sealed checkouts, over a Unix socket"
+        title="mirrord",
+        version=__version__,
+        summary="Git-native mirrors and sealed checkouts, over a Unix socket",
     )
     for endpoint in ENDPOINTS:
         application.add_api_route(
@@ -60,7 +62,8 @@ def _describe(schemas: dict[str, Any]) -> None:
     results = sorted({reference["$ref"] for reference in kinds.values()})
     schemas["Operation"]["properties"]["result"] = {
         "oneOf": [*({"$ref": reference} for reference in results), {"type": "null"}],
-        "description": "by kind: " + ", ".join(f"{kind}: {message.__name__}" for kind, message in RESULTS.items()),
+        "description": "by kind: "
+        + ", ".join(f"{kind}: {message.__name__}" for kind, message in RESULTS.items()),
     }
 
 
@@ -73,7 +76,9 @@ def _documented(endpoint: Endpoint) -> Callable[..., Any]:
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter(name, kind, annotation=str) for name in endpoint.parameters]
     if endpoint.query is not NoQuery:
-        parameters.append(inspect.Parameter("query", kind, annotation=Annotated[endpoint.query, Query()]))
+        parameters.append(
+            inspect.Parameter("query", kind, annotation=Annotated[endpoint.query, Query()])
+        )
     if endpoint.json_body:
         parameters.append(inspect.Parameter("body", kind, annotation=endpoint.json_body))
     signature_only.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -83,14 +88,26 @@ def _documented(endpoint: Endpoint) -> Callable[..., Any]:
 
 def _answers(endpoint: Endpoint) -> dict[int | str, dict[str, Any]]:
     problem = {MEDIA_TYPE: {"schema": {"$ref": f"{_SCHEMAS}/Problem"}}}
-    answers: dict[int | str, dict[str, Any]] = {"default": {"description": "A problem", "content": problem}}
+    answers: dict[int | str, dict[str, Any]] = {
+        "default": {"description": "A problem", "content": problem}
+    }
     for status in sorted({error.http_status for error in endpoint.errors}):
         codes = sorted(error.code for error in endpoint.errors if error.http_status == status)
-        answers[status] = {"description": f"Problem: {', '.join(codes)}", "content": problem, "x-codes": codes}
+        answers[status] = {
+            "description": f"Problem: {', '.join(codes)}",
+            "content": problem,
+            "x-codes": codes,
+        }
     if endpoint.answer is Health:  # a degraded daemon answers with its health too
-        answers[503]["content"] = {**problem, "application/json": {"schema": {"$ref": f"{_SCHEMAS}/Health"}}}
+        answers[503]["content"] = {
+            **problem,
+            "application/json": {"schema": {"$ref": f"{_SCHEMAS}/Health"}},
+        }
     if isinstance(endpoint.answer, str):
-        answers[200] = {"description": "Successful Response", "content": {endpoint.answer: _content(endpoint.answer)}}
+        answers[200] = {
+            "description": "Successful Response",
+            "content": {endpoint.answer: _content(endpoint.answer)},
+        }
     return answers
 
 

@@ -9,7 +9,13 @@ from typing import Any
 import structlog
 from starlette.responses import Response
 
-from ..errors import AccessError, InternalError, InvalidRequestError, MirrordError, TooManyFilesError
+from ..errors import (
+    AccessError,
+    InternalError,
+    InvalidRequestError,
+    MirrordError,
+    TooManyFilesError,
+)
 from ..host.files import host_error
 from ..telemetry import Seldom, masked
 
@@ -55,10 +61,18 @@ def as_mirrord_error(error: Exception) -> MirrordError:
 
 def invalid_request(place: str, errors: Sequence[Any]) -> InvalidRequestError:
     """All faults pydantic found in one part of a request."""
-    faults = [{"key": ".".join(map(str, e["loc"])), "message": e["msg"].removeprefix("Value error, ")} for e in errors]
-    listing = "; ".join(f"{fault['key']}: {fault['message']}" if fault["key"] else fault["message"] for fault in faults)
+    faults = [
+        {"key": ".".join(map(str, e["loc"])), "message": e["msg"].removeprefix("Value error, ")}
+        for e in errors
+    ]
+    listing = "; ".join(
+        f"{fault['key']}: {fault['message']}" if fault["key"] else fault["message"]
+        for fault in faults
+    )
     return InvalidRequestError(
-        f"cannot read the {place} of the request: {listing}", hint="see GET /v1/openapi.json for what it takes", faults=faults
+        f"cannot read the {place} of the request: {listing}",
+        hint="see GET /v1/openapi.json for what it takes",
+        faults=faults,
     )
 
 

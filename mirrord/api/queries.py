@@ -10,7 +10,10 @@ from ..model import View
 from ..protocol import Repo
 
 _Name = Annotated[str, Field(min_length=1, max_length=100)]
-_RefRecord = Annotated[str, Field(min_length=1, max_length=100, description="a ref record: its id, or a time in ISO 8601")]
+_RefRecord = Annotated[
+    str,
+    Field(min_length=1, max_length=100, description="a ref record: its id, or a time in ISO 8601"),
+]
 
 
 class Query(BaseModel):
@@ -39,14 +42,29 @@ class PinsQuery(Query):
 
 
 class UnpinQuery(Query):
-    owner: Annotated[str, Field(max_length=200, description="dataset/NAME or person/UID; administrators only")] | None = None
+    owner: (
+        Annotated[
+            str,
+            Field(max_length=200, description="dataset/NAME or person/UID; administrators only"),
+        ]
+        | None
+    ) = None
 
 
 class ImportQuery(Query):
-    filename: Annotated[str, Field(min_length=1, max_length=255, description="what faults are told of; default: name")] | None = (
-        None
-    )
-    name: Annotated[_Name, Field(description="of the dataset; default: filename without its endings")] | None = None
+    filename: (
+        Annotated[
+            str,
+            Field(
+                min_length=1, max_length=255, description="what faults are told of; default: name"
+            ),
+        ]
+        | None
+    ) = None
+    name: (
+        Annotated[_Name, Field(description="of the dataset; default: filename without its endings")]
+        | None
+    ) = None
     format: _Name | None = None
 
 
@@ -69,5 +87,7 @@ class ApplyQuery(Query):
 
 
 class EventsQuery(Query):
-    after: Annotated[str, Field(max_length=64, description="as Last-Event-ID: BOOT:ID, or ID")] | None = None
+    after: (
+        Annotated[str, Field(max_length=64, description="as Last-Event-ID: BOOT:ID, or ID")] | None
+    ) = None
     follow: bool = True

@@ -38,12 +38,18 @@ class Routes:
         raise NotFoundError("cannot answer the request: no such path", hint=_HINT)
 
     def _add(self, endpoint: Endpoint) -> None:
-        methods = [endpoint.method, "HEAD"] if endpoint.method == "GET" and endpoint.model else [endpoint.method]
+        methods = (
+            [endpoint.method, "HEAD"]
+            if endpoint.method == "GET" and endpoint.model
+            else [endpoint.method]
+        )
         rows = dict.fromkeys(methods, endpoint)
         if not endpoint.parameters:
             self._exact.setdefault(endpoint.path, {}).update(rows)
             return
-        pattern = re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", endpoint.path.replace(".", r"\.")))
+        pattern = re.compile(
+            re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", endpoint.path.replace(".", r"\."))
+        )
         self._patterns.setdefault(endpoint.path, (pattern, {}))[1].update(rows)
 
 
@@ -51,7 +57,11 @@ def _of_method(methods: dict[str, Endpoint], method: str) -> Endpoint:
     if endpoint := methods.get(method):
         return endpoint
     allowed = ", ".join(sorted(methods))
-    raise MethodNotAllowedError(f"cannot answer the request: the path takes {allowed}, not {method}", hint=_HINT, allow=allowed)
+    raise MethodNotAllowedError(
+        f"cannot answer the request: the path takes {allowed}, not {method}",
+        hint=_HINT,
+        allow=allowed,
+    )
 
 
 def _iter_unquoted(parameters: dict[str, str]) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,11 @@ from typing import Any
 
 import structlog
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from ..errors import CancelledError, InvalidRequestError, MirrordError, TooManyConnectionsError
@@ -36,7 +40,9 @@ LINGER_S = 1.0
 LINGER_BYTES = 64 * 1024
 MAX_LINGERING = 64
 _BACKLOG = 2048
-_UNFINISHED_LIMIT_BYTES = HEAD_LIMIT_BYTES + 256 * 1024  # uvloop reads up to 256 KiB at once, the end of the last body included
+_UNFINISHED_LIMIT_BYTES = (
+    HEAD_LIMIT_BYTES + 256 * 1024
+)  # uvloop reads up to 256 KiB at once, the end of the last body included
 
 
 class Server:
@@ -64,7 +70,9 @@ class Server:
     async def listen(self, listener: socket.socket) -> None:
         """Accept connections from a bound Unix socket from now on."""
         loop = asyncio.get_running_loop()
-        self._listeners.append(await loop.create_unix_server(self._protocol, sock=listener, backlog=_BACKLOG))
+        self._listeners.append(
+            await loop.create_unix_server(self._protocol, sock=listener, backlog=_BACKLOG)
+        )
 
     def _protocol(self) -> Protocol:
         return Protocol(self, self._config, self._state)
@@ -229,14 +237,22 @@ class Protocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """The parser gave up: answer as every other error is answered, and hang up."""
         fact = (
-            f"its head is larger than {HEAD_LIMIT_BYTES} bytes" if self._head_bytes > HEAD_LIMIT_BYTES else "it is not HTTP/1.1"
+            f"its head is larger than {HEAD_LIMIT_BYTES} bytes"
+            if self._head_bytes > HEAD_LIMIT_BYTES
+            else "it is not HTTP/1.1"
         )
-        self._refuse(InvalidRequestError(f"cannot read the request: {fact}", hint="see GET /v1/openapi.json"))
+        self._refuse(
+            InvalidRequestError(f"cannot read the request: {fact}", hint="see GET /v1/openapi.json")
+        )
 
     def _give_up_on_head(self) -> None:
         self._head_timer = None
         if self._in_head:
-            self._refuse(InvalidRequestError(f"cannot read the request: its head took longer than {HEAD_TIMEOUT_S:g} s"))
+            self._refuse(
+                InvalidRequestError(
+                    f"cannot read the request: its head took longer than {HEAD_TIMEOUT_S:g} s"
+                )
+            )
         else:
             self.transport.close()
 

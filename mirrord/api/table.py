@@ -124,7 +124,12 @@ class Endpoint:
     @property
     def errors(self) -> list[type[MirrordError]]:
         """What it may answer instead: whole families, without what speaks of another noun's things."""
-        families: list[type[MirrordError]] = [UsageError, ResourceError, IntegrityError, InternalError]
+        families: list[type[MirrordError]] = [
+            UsageError,
+            ResourceError,
+            IntegrityError,
+            InternalError,
+        ]
         if self.access is not Role.STRANGER:
             families.append(AccessError)
         if self.parameters or self.body or self.query is not NoQuery:
@@ -134,7 +139,12 @@ class Endpoint:
         if self.method != "GET" and self.noun in {"mirrors", "pins", "bundles"}:
             families.append(UpstreamError)
         foreign = _SUBJECTS - _SPEAKS_OF.get(self.noun, set())
-        return [error for family in families for error in iter_errors(family) if foreign.isdisjoint(error.code.split("-"))]
+        return [
+            error
+            for family in families
+            for error in iter_errors(family)
+            if foreign.isdisjoint(error.code.split("-"))
+        ]
 
     @property
     def model(self) -> type[Message] | None:
@@ -161,7 +171,11 @@ _SPEAKS_OF: dict[str, set[str]] = {
 _SUBJECTS = {"already", "new", "method"}.union(*_SPEAKS_OF.values())
 """Words of codes that not every endpoint can answer with; of the first three, none that is in the table."""
 
-_MIRROR, _DATASET, _CHECKOUT = f"{API}/mirrors/{{name}}", f"{API}/datasets/{{name}}", f"{API}/checkouts/{{id}}"
+_MIRROR, _DATASET, _CHECKOUT = (
+    f"{API}/mirrors/{{name}}",
+    f"{API}/datasets/{{name}}",
+    f"{API}/checkouts/{{id}}",
+)
 _FILE, _PATCH = "application/octet-stream", "text/x-diff"
 
 ENDPOINTS = (
@@ -173,44 +187,133 @@ ENDPOINTS = (
     Endpoint("POST", f"{API}/mirrors", ADMIN, mirrors.add_mirror, Operation, 202, body=AddMirror),
     Endpoint("GET", _MIRROR, MEMBER, mirrors.get_mirror, Mirror),
     Endpoint("DELETE", _MIRROR, ADMIN, mirrors.remove_mirror, None, 204),
-    Endpoint("POST", f"{_MIRROR}/sync", ADMIN, mirrors.sync_mirror, Operation, 202, body=SyncMirror),
+    Endpoint(
+        "POST", f"{_MIRROR}/sync", ADMIN, mirrors.sync_mirror, Operation, 202, body=SyncMirror
+    ),
     Endpoint("GET", f"{_MIRROR}/refs/log", ADMIN, mirrors.log_refs, list[RefRecord]),
     Endpoint("GET", f"{_MIRROR}/refs/diff", ADMIN, mirrors.diff_refs, RefDiff, query=RefsDiffQuery),
-    Endpoint("POST", f"{_MIRROR}/refs/restore", ADMIN, mirrors.restore_refs, Operation, 202, body=RestoreRefs),
+    Endpoint(
+        "POST",
+        f"{_MIRROR}/refs/restore",
+        ADMIN,
+        mirrors.restore_refs,
+        Operation,
+        202,
+        body=RestoreRefs,
+    ),
     Endpoint("GET", f"{_MIRROR}/bundle", ADMIN, bundles.create_bundle, _FILE, query=BundleQuery),
-    Endpoint("POST", f"{API}/bundles", ADMIN, bundles.import_bundle, Operation, 202, body=_FILE, query=ImportBundleQuery),
+    Endpoint(
+        "POST",
+        f"{API}/bundles",
+        ADMIN,
+        bundles.import_bundle,
+        Operation,
+        202,
+        body=_FILE,
+        query=ImportBundleQuery,
+    ),
     Endpoint("GET", f"{API}/pins", ADMIN, pins.list_pins, list[Pin], query=PinsQuery),
     Endpoint("POST", f"{API}/pins", ADMIN, pins.add_pin, Pin, 201, body=AddPin),
-    Endpoint("DELETE", f"{API}/pins/{{name}}/{{commit}}", ADMIN, pins.remove_pin, None, 204, query=UnpinQuery),
+    Endpoint(
+        "DELETE",
+        f"{API}/pins/{{name}}/{{commit}}",
+        ADMIN,
+        pins.remove_pin,
+        None,
+        204,
+        query=UnpinQuery,
+    ),
     Endpoint("GET", f"{API}/datasets", MEMBER, datasets.list_datasets, list[Dataset]),
-    Endpoint("POST", f"{API}/datasets", ADMIN, datasets.import_dataset, Operation, 202, body=_FILE, query=ImportQuery),
+    Endpoint(
+        "POST",
+        f"{API}/datasets",
+        ADMIN,
+        datasets.import_dataset,
+        Operation,
+        202,
+        body=_FILE,
+        query=ImportQuery,
+    ),
     Endpoint("GET", f"{API}/datasets/formats", MEMBER, datasets.list_formats, list[FormatInfo]),
     Endpoint("GET", _DATASET, MEMBER, datasets.get_dataset, Dataset),
     Endpoint("DELETE", _DATASET, ADMIN, datasets.remove_dataset, None, 204),
-    Endpoint("GET", f"{API}/instances", ADMIN, datasets.list_instances, list[InstanceName], query=InstancesQuery),
-    Endpoint("GET", f"{API}/instances/{{id}}", MEMBER, datasets.get_instance, Instance, query=InstanceQuery),
+    Endpoint(
+        "GET",
+        f"{API}/instances",
+        ADMIN,
+        datasets.list_instances,
+        list[InstanceName],
+        query=InstancesQuery,
+    ),
+    Endpoint(
+        "GET",
+        f"{API}/instances/{{id}}",
+        MEMBER,
+        datasets.get_instance,
+        Instance,
+        query=InstanceQuery,
+    ),
     Endpoint("GET", f"{API}/audits", ADMIN, audits.list_audits, list[Audit], query=AuditsQuery),
     Endpoint("POST", f"{API}/audits", ADMIN, audits.start_audit, Operation, 202, body=StartAudit),
     Endpoint("GET", f"{API}/audits/{{id}}", ADMIN, audits.get_audit, Audit),
     Endpoint("POST", f"{API}/heals", ADMIN, audits.start_heal, Operation, 202, body=StartHeal),
     Endpoint("POST", f"{_MIRROR}/heal", ADMIN, audits.heal_with_bundle, Operation, 202, body=_FILE),
     Endpoint("GET", f"{API}/checkouts", OWNER, checkouts.list_checkouts, list[Checkout]),
-    Endpoint("POST", f"{API}/checkouts", MEMBER, checkouts.start_checkout, Checkout, 201, body=StartCheckout, interruptible=True),
+    Endpoint(
+        "POST",
+        f"{API}/checkouts",
+        MEMBER,
+        checkouts.start_checkout,
+        Checkout,
+        201,
+        body=StartCheckout,
+        interruptible=True,
+    ),
     Endpoint("GET", _CHECKOUT, OWNER, checkouts.get_checkout, Checkout),
     Endpoint("DELETE", _CHECKOUT, OWNER, checkouts.release_checkout, None, 204),
-    Endpoint("POST", f"{_CHECKOUT}/reset", OWNER, checkouts.reset_checkout, ResetAnswer, body=ResetCheckout, interruptible=True),
-    Endpoint("POST", f"{_CHECKOUT}/renew", OWNER, checkouts.renew_checkout, Checkout, body=RenewCheckout),
-    Endpoint("GET", f"{_CHECKOUT}/diff", OWNER, checkouts.diff_checkout, _PATCH),
     Endpoint(
-        "POST", f"{_CHECKOUT}/apply", OWNER, checkouts.apply_patch, Checkout, body=_FILE, query=ApplyQuery, interruptible=True
+        "POST",
+        f"{_CHECKOUT}/reset",
+        OWNER,
+        checkouts.reset_checkout,
+        ResetAnswer,
+        body=ResetCheckout,
+        interruptible=True,
     ),
     Endpoint(
-        "POST", f"{_CHECKOUT}/restore", ADMIN, checkouts.restore_paths, RestoreAnswer, body=RestorePaths, interruptible=True
+        "POST", f"{_CHECKOUT}/renew", OWNER, checkouts.renew_checkout, Checkout, body=RenewCheckout
+    ),
+    Endpoint("GET", f"{_CHECKOUT}/diff", OWNER, checkouts.diff_checkout, _PATCH),
+    Endpoint(
+        "POST",
+        f"{_CHECKOUT}/apply",
+        OWNER,
+        checkouts.apply_patch,
+        Checkout,
+        body=_FILE,
+        query=ApplyQuery,
+        interruptible=True,
+    ),
+    Endpoint(
+        "POST",
+        f"{_CHECKOUT}/restore",
+        ADMIN,
+        checkouts.restore_paths,
+        RestoreAnswer,
+        body=RestorePaths,
+        interruptible=True,
     ),
     Endpoint("GET", f"{API}/operations", MEMBER, operations.list_operations, list[Operation]),
     Endpoint("GET", f"{API}/operations/{{id}}", MEMBER, operations.get_operation, Operation),
     Endpoint("DELETE", f"{API}/operations/{{id}}", MEMBER, operations.cancel_operation, Operation),
-    Endpoint("GET", f"{API}/events", MEMBER, operations.stream_events, "text/event-stream", query=EventsQuery),
+    Endpoint(
+        "GET",
+        f"{API}/events",
+        MEMBER,
+        operations.stream_events,
+        "text/event-stream",
+        query=EventsQuery,
+    ),
     Endpoint("GET", f"{API}/openapi.json", MEMBER, daemon.get_openapi, "application/json"),
     Endpoint("GET", "/metrics", MEMBER, daemon.get_metrics, "text/plain"),
 )

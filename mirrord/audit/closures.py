@@ -17,7 +17,15 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
 from ..model import CommitId, CommitState
 from .content import Damage
-from .graph import TIMEOUT, UNTRUSTING, Graph, first_absent_ancestor, lines_of, oldest_first, read_graph
+from .graph import (
+    TIMEOUT,
+    UNTRUSTING,
+    Graph,
+    first_absent_ancestor,
+    lines_of,
+    oldest_first,
+    read_graph,
+)
 from .questions import ask
 
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
@@ -65,7 +73,9 @@ class Closures:
         remaining = self._remaining(graph)
         while remaining and self._probe(remaining) is not None:
             self._blame(graph, self._first_failing(remaining), remaining)
-            remaining = [oid for oid in remaining if oid not in self._verdicts and oid not in self._proven]
+            remaining = [
+                oid for oid in remaining if oid not in self._verdicts and oid not in self._proven
+            ]
         return self._verdicts
 
     def _remaining(self, graph: Graph) -> list[str]:
@@ -94,14 +104,28 @@ class Closures:
         revisions = [*commits, *(f"^{oid}" for oid in self._proven)]
         with tempfile.NamedTemporaryFile(prefix="mirrord-audit-") as listing:
             try:
-                _walk(self._git_dir, revisions, listing=Path(listing.name) if self._damage.objects else Path("/dev/null"))
+                _walk(
+                    self._git_dir,
+                    revisions,
+                    listing=Path(listing.name) if self._damage.objects else Path("/dev/null"),
+                )
             except (CorruptObjectError, GitFailedError) as error:
                 return _verdict(self._git_dir, error)
-            hit = sorted(line.decode() for line in listing.read().split(b"\n") if line.decode() in self._damage.objects)
-        return Verdict(CommitState.CORRUPT, tuple(hit[:_EXAMPLES]), f"{len(hit)} damaged objects") if hit else None
+            hit = sorted(
+                line.decode()
+                for line in listing.read().split(b"\n")
+                if line.decode() in self._damage.objects
+            )
+        return (
+            Verdict(CommitState.CORRUPT, tuple(hit[:_EXAMPLES]), f"{len(hit)} damaged objects")
+            if hit
+            else None
+        )
 
 
-def _walk(git_dir: Path, revisions: Sequence[str], *options: str, listing: Path | None = None) -> None:
+def _walk(
+    git_dir: Path, revisions: Sequence[str], *options: str, listing: Path | None = None
+) -> None:
     run_git_sync(
         *UNTRUSTING, "rev-list", "--objects", "--no-object-names", *options, "--stdin",
         git_dir=git_dir, stdin=lines_of(revisions), stdout_path=listing, timeout=TIMEOUT, doing="walk closures",

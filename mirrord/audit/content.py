@@ -22,7 +22,9 @@ from .graph import TIMEOUT, UNTRUSTING, lines_of
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
 
 
-_HARMLESS = re.compile(r"notice: |(?:error|warning) in (?:commit|tree|tag|blob) [0-9a-f]{40}: [a-z][A-Za-z]+: ")
+_HARMLESS = re.compile(
+    r"notice: |(?:error|warning) in (?:commit|tree|tag|blob) [0-9a-f]{40}: [a-z][A-Za-z]+: "
+)
 """What real histories have: who and when written wrong, odd modes. "broken links" has no such name before it."""
 _FOUND_SLIPS = 1 | 4  # in an object, and in the pack that holds it
 _AT_ONCE = 1000  # their bytes are in memory together
@@ -62,13 +64,19 @@ def _check_everything(git_dir: Path) -> Fsck:
     )  # fmt: skip
     said = f"{done.stderr}\n{done.stdout.decode('utf-8', 'replace')}"
     complaints = [line for line in said.splitlines() if line and not _HARMLESS.match(line)]
-    return Fsck(not done.status & ~_FOUND_SLIPS and not complaints, set(_OID.findall("\n".join(complaints))))
+    return Fsck(
+        not done.status & ~_FOUND_SLIPS and not complaints, set(_OID.findall("\n".join(complaints)))
+    )
 
 
 def find_damage(git_dir: Path, bad_files: Collection[BadFile], fsck: Fsck) -> Damage:
     """Tell what `fsck` complained of; `bad_files` were found by their own checksums."""
     damage = Damage(files=_failing_packs(git_dir))
-    suspects = {bad.path.removeprefix("objects/").replace("/", "") for bad in bad_files if bad.kind is FileKind.LOOSE}
+    suspects = {
+        bad.path.removeprefix("objects/").replace("/", "")
+        for bad in bad_files
+        if bad.kind is FileKind.LOOSE
+    }
     damage.objects = unreadable(git_dir, sorted(suspects | fsck.named))
     return damage
 
@@ -79,7 +87,14 @@ def _failing_packs(git_dir: Path) -> dict[str, str]:
         try:
             # what `git verify-pack` runs; without it in between, which would leave it behind when it is killed
             pack = str(index.with_suffix(".pack"))
-            run_git_sync("index-pack", "--verify", pack, git_dir=git_dir, timeout=TIMEOUT, doing=f"verify {index.name}")
+            run_git_sync(
+                "index-pack",
+                "--verify",
+                pack,
+                git_dir=git_dir,
+                timeout=TIMEOUT,
+                doing=f"verify {index.name}",
+            )
         except (CorruptObjectError, GitFailedError) as error:
             if index.exists():
                 faults[index.with_suffix(".pack").name] = error.message
@@ -106,7 +121,13 @@ def unreadable(git_dir: Path, oids: Collection[str]) -> set[str]:
 
 def _mismatching(git_dir: Path, oids: Collection[str]) -> set[str]:
     output = run_git_sync(
-        *UNTRUSTING, "cat-file", "--batch", git_dir=git_dir, stdin=lines_of(oids), timeout=TIMEOUT, doing="read objects"
+        *UNTRUSTING,
+        "cat-file",
+        "--batch",
+        git_dir=git_dir,
+        stdin=lines_of(oids),
+        timeout=TIMEOUT,
+        doing="read objects",
     ).stdout
     bad: set[str] = set()
     at = 0
@@ -114,7 +135,9 @@ def _mismatching(git_dir: Path, oids: Collection[str]) -> set[str]:
         end = output.index(b"\n", at)
         words = output[at:end].split()
         at = end + 1
-        if len(words) != 3:  # "missing" is said of a loose object whose first bytes do not inflate, too
+        if (
+            len(words) != 3
+        ):  # "missing" is said of a loose object whose first bytes do not inflate, too
             bad.add(words[0].decode())
             continue
         body = output[at : at + int(words[2])]

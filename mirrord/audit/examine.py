@@ -57,7 +57,9 @@ def examine(
     OWNER/COMMIT, and in its ref history `record`. `known` is what an earlier look said of their reach.
     """
     with ThreadPoolExecutor(_THREADS, initializer=lower_priority) as threads:
-        work = threads.submit(_examine, git_dir, sorted(commits), level, pins, known, record, threads)
+        work = threads.submit(
+            _examine, git_dir, sorted(commits), level, pins, known, record, threads
+        )
         return work.result()
 
 
@@ -77,14 +79,18 @@ def _examine(
         proving = threads.submit(_PROOFS[level], repository, [*commits, *history])
         answers = ask(repository, _questions(names, commits), blob=record_of(names))
         refs = peel(names.refs, answers.objects)
-        reached = reach_of(repository, names, refs, commits, known, look_for_lost=level is not AuditLevel.QUICK)
+        reached = reach_of(
+            repository, names, refs, commits, known, look_for_lost=level is not AuditLevel.QUICK
+        )
         (bad_files, lying), damage = looking.result(), Damage()
         proof = proving.result()
         if proof.fsck and (bad_files or not proof.fsck.is_sound):
             bad_files = find_bad_files(git_dir, level)
             damage = find_damage(repository, bad_files, proof.fsck)
         verdicts = _absent(repository, commits, answers)
-        verdicts |= Closures(repository, _doubtful(commits, verdicts, reached, proof, damage), damage).judge()
+        verdicts |= Closures(
+            repository, _doubtful(commits, verdicts, reached, proof, damage), damage
+        ).judge()
         lost = lost_refs(repository, git_dir, names, answers, record)
         if not (proof.of_all or proof.of_reached):
             proven = [oid for oid in commits if oid not in verdicts]
@@ -98,7 +104,9 @@ def _examine(
     return Examined(verdicts, reached, faults, unknown)
 
 
-def _look_at_files(git_dir: Path, repository: Path, level: AuditLevel) -> tuple[list[BadFile], dict[str, Fault]]:
+def _look_at_files(
+    git_dir: Path, repository: Path, level: AuditLevel
+) -> tuple[list[BadFile], dict[str, Fault]]:
     """What needs no walk: bad files, and at level `content` derived ones that are whole and lie."""
     if level is AuditLevel.QUICK:
         return find_bad_files(git_dir, level), {}
@@ -132,7 +140,11 @@ def _proof_by_fsck(repository: Path, _commits: Sequence[str]) -> _Proof:
     return _Proof(of_reached=fsck.is_sound, fsck=fsck)
 
 
-_PROOFS = {AuditLevel.QUICK: _no_proof, AuditLevel.CLOSURE: _proof_by_walk, AuditLevel.CONTENT: _proof_by_fsck}
+_PROOFS = {
+    AuditLevel.QUICK: _no_proof,
+    AuditLevel.CLOSURE: _proof_by_walk,
+    AuditLevel.CONTENT: _proof_by_fsck,
+}
 
 
 def _doubtful(
@@ -147,7 +159,9 @@ def _doubtful(
         return []
     is_reached_proven = proof.of_reached and not damage.objects
     present = (oid for oid in commits if oid not in verdicts)
-    return [oid for oid in present if not is_reached_proven or reached.by_commit[oid] is Reach.NOTHING]
+    return [
+        oid for oid in present if not is_reached_proven or reached.by_commit[oid] is Reach.NOTHING
+    ]
 
 
 # -- verdicts -----------------------------------------------------------------------------------------------------------
@@ -158,7 +172,9 @@ def _questions(names: Names, commits: Sequence[CommitId]) -> set[str]:
     return about_commits | {peeled(oid) for oid in names.refs.values()} | questions(names)
 
 
-def _absent(repository: Path, commits: Sequence[CommitId], answers: Answers) -> dict[CommitId, Verdict]:
+def _absent(
+    repository: Path, commits: Sequence[CommitId], answers: Answers
+) -> dict[CommitId, Verdict]:
     """Verdicts on the commits that are not there, are no commits, or whose tree is not there."""
     verdicts: dict[CommitId, Verdict] = {}
     without_tree = []
@@ -170,11 +186,17 @@ def _absent(repository: Path, commits: Sequence[CommitId], answers: Answers) -> 
     damaged = unreadable(repository, without_tree)
     for oid in without_tree:
         corrupt = Verdict(CommitState.CORRUPT, (oid,), "it is damaged")
-        verdicts[oid] = corrupt if oid in damaged else Verdict(CommitState.INCOMPLETE, (), "its tree is missing")
+        verdicts[oid] = (
+            corrupt
+            if oid in damaged
+            else Verdict(CommitState.INCOMPLETE, (), "its tree is missing")
+        )
     return verdicts
 
 
-def _judge_the_rest(verdicts: dict[CommitId, Verdict], commits: Sequence[CommitId], refs: Mapping[str, str]) -> None:
+def _judge_the_rest(
+    verdicts: dict[CommitId, Verdict], commits: Sequence[CommitId], refs: Mapping[str, str]
+) -> None:
     """What can be served is in order when it has a pin of its own."""
     pinned = {oid for ref, oid in refs.items() if ref.startswith(PINS) and ref.endswith(oid)}
     unpinned = Verdict(CommitState.UNPINNED, detail="no pin keeps it")
@@ -182,7 +204,9 @@ def _judge_the_rest(verdicts: dict[CommitId, Verdict], commits: Sequence[CommitI
         verdicts.setdefault(oid, Verdict(CommitState.OK) if oid in pinned else unpinned)
 
 
-def _lost_pins(names: Names, said: Collection[str], verdicts: Mapping[CommitId, Verdict]) -> dict[str, Fault]:
+def _lost_pins(
+    names: Names, said: Collection[str], verdicts: Mapping[CommitId, Verdict]
+) -> dict[str, Fault]:
     """Pins that only the catalog has; a commit that is told already is not told again."""
     ok = Verdict(CommitState.OK)
     lost = (ref for ref in said if ref not in names.refs)

@@ -148,7 +148,9 @@ def _strange_below(directory: Path) -> Iterator[BadFile]:
         kind = _kind_in(directory.name, entry.name)
         path = f"objects/{directory.name}/{entry.name}"
         if entry.name.endswith(".promisor"):
-            yield BadFile(path, FileKind.PLANTED, "it excuses missing objects, and no mirror has one")
+            yield BadFile(
+                path, FileKind.PLANTED, "it excuses missing objects, and no mirror has one"
+            )
         elif entry.name == "commit-graphs" and (wrong := no_directory(Path(entry))):
             yield BadFile(path, FileKind.DERIVED, wrong)
         elif kind and not entry.is_file(follow_symlinks=False) and (wrong := no_file(Path(entry))):
@@ -201,7 +203,11 @@ def _shape(mode: int) -> str:
 
 
 def _packs(directory: Path, level: AuditLevel, unopened: Collection[Path]) -> Iterator[BadFile]:
-    stems = {file.with_suffix("") for pattern in ("pack-*.pack", "pack-*.idx") for file in directory.glob(pattern)}
+    stems = {
+        file.with_suffix("")
+        for pattern in ("pack-*.pack", "pack-*.idx")
+        for file in directory.glob(pattern)
+    }
     for stem in sorted(stems):
         pack, index = stem.with_suffix(".pack"), stem.with_suffix(".idx")
         if pack in unopened or index in unopened:
@@ -220,9 +226,15 @@ def _half(pack: Path, index: Path) -> Iterator[BadFile]:
     while pack.exists() != index.exists():
         if time.monotonic() > ends:
             if index.exists():
-                yield BadFile(f"objects/pack/{pack.name}", FileKind.PACK, "its index is there and it is not")
+                yield BadFile(
+                    f"objects/pack/{pack.name}", FileKind.PACK, "its index is there and it is not"
+                )
             else:
-                yield BadFile(f"objects/pack/{index.name}", FileKind.INDEX, "it is gone, and its pack is there")
+                yield BadFile(
+                    f"objects/pack/{index.name}",
+                    FileKind.INDEX,
+                    "it is gone, and its pack is there",
+                )
             return
         time.sleep(_HALF_S / 20)
 
@@ -232,7 +244,9 @@ def _pair(pack: Path, index: Path, level: AuditLevel) -> Iterator[BadFile]:
     if reason:
         yield BadFile(f"objects/pack/{index.name}", FileKind.INDEX, reason)
         if not _is_whole(pack):
-            yield BadFile(f"objects/pack/{pack.name}", FileKind.PACK, "its bytes are not what they were")
+            yield BadFile(
+                f"objects/pack/{pack.name}", FileKind.PACK, "its bytes are not what they were"
+            )
         return
     known = PackIndex(index)
     if level is AuditLevel.CONTENT and not _is_whole(pack):
@@ -242,7 +256,9 @@ def _pair(pack: Path, index: Path, level: AuditLevel) -> Iterator[BadFile]:
         yield BadFile(f"objects/pack/{name}", kind, _how(pack, known))
     elif pack.stem != f"pack-{known.pack_checksum.hex()}":
         # git names a pack after its checksum; a multi-pack index finds objects by that name
-        yield BadFile(f"objects/pack/{pack.name}", FileKind.PACK, "it is another pack than its name says")
+        yield BadFile(
+            f"objects/pack/{pack.name}", FileKind.PACK, "it is another pack than its name says"
+        )
 
 
 def _how(pack: Path, index: PackIndex) -> str:
@@ -264,7 +280,9 @@ def _fits(pack: Path, index: PackIndex) -> bool:
     try:
         with pack.open("rb") as file:
             signature, version, count = _PACK_HEADER.unpack(file.read(_PACK_HEADER.size))
-        return (signature, version, count) == (b"PACK", 2, index.count) and pack_trailer(pack) == index.pack_checksum
+        return (signature, version, count) == (b"PACK", 2, index.count) and pack_trailer(
+            pack
+        ) == index.pack_checksum
     except struct.error:
         return False
 
@@ -279,7 +297,11 @@ def _is_whole(pack: Path) -> bool:
 def _derived(objects: Path, unopened: Collection[Path]) -> Iterator[BadFile]:
     pack, info = objects / "pack", objects / "info"
     files: list[tuple[Path, Callable[[Path], bool]]] = [
-        *((file, _belongs_to_its_pack) for suffix in ("rev", "mtimes", "bitmap") for file in pack.glob(f"pack-*.{suffix}")),
+        *(
+            (file, _belongs_to_its_pack)
+            for suffix in ("rev", "mtimes", "bitmap")
+            for file in pack.glob(f"pack-*.{suffix}")
+        ),
         (pack / "multi-pack-index", _names_its_packs),
         *((file, _ends_with_checksum) for file in pack.glob("multi-pack-index-*")),
         (info / "commit-graph", _ends_with_checksum),
@@ -317,7 +339,14 @@ def _lie(git_dir: Path, path: str, command: str) -> str | None:
         if before is None:
             return None
         try:
-            run_git_sync(command, "verify", "--no-progress", git_dir=git_dir, timeout=TIMEOUT, doing=f"verify the {command}")
+            run_git_sync(
+                command,
+                "verify",
+                "--no-progress",
+                git_dir=git_dir,
+                timeout=TIMEOUT,
+                doing=f"verify the {command}",
+            )
         except (CorruptObjectError, GitFailedError) as error:
             if before == _identity(git_dir, path):
                 return error.message.partition(": ")[2]
@@ -348,7 +377,9 @@ def _judged(file: Path, is_sound: Callable[[Path], bool]) -> Iterator[BadFile]:
 
 
 def _below(file: Path) -> str:
-    return str(file.relative_to(next(parent for parent in file.parents if parent.name == "objects").parent))
+    return str(
+        file.relative_to(next(parent for parent in file.parents if parent.name == "objects").parent)
+    )
 
 
 def _unreadable(error: OSError, path: str, kind: FileKind) -> BadFile:
@@ -370,7 +401,11 @@ def _belongs_to_its_pack(file: Path) -> bool:
     except (CorruptObjectError, FileNotFoundError):  # that is said of the index
         return True
     data = file.read_bytes()
-    named = data[_BITMAP_AT : _BITMAP_AT + ID_BYTES] if file.suffix == ".bitmap" else data[-2 * ID_BYTES : -ID_BYTES]
+    named = (
+        data[_BITMAP_AT : _BITMAP_AT + ID_BYTES]
+        if file.suffix == ".bitmap"
+        else data[-2 * ID_BYTES : -ID_BYTES]
+    )
     return named == index.pack_checksum and (file.suffix != ".rev" or _is_reverse_of(data, index))
 
 
@@ -391,10 +426,15 @@ def _names_its_packs(file: Path) -> bool:
         return False
     data = file.read_bytes()
     try:
-        table = [_CHUNK.unpack_from(data, _CHUNKS_AT + n * _CHUNK.size) for n in range(data[_CHUNK_COUNT_AT] + 1)]
+        table = [
+            _CHUNK.unpack_from(data, _CHUNKS_AT + n * _CHUNK.size)
+            for n in range(data[_CHUNK_COUNT_AT] + 1)
+        ]
     except (struct.error, IndexError):
         return False
-    chunks = [(at, table[n + 1][1]) for n, (identity, at) in enumerate(table[:-1]) if identity == b"PNAM"]
+    chunks = [
+        (at, table[n + 1][1]) for n, (identity, at) in enumerate(table[:-1]) if identity == b"PNAM"
+    ]
     names = [name for start, end in chunks for name in data[start:end].rstrip(b"\0").split(b"\0")]
     return bool(names) and all((file.parent / os.fsdecode(name)).exists() for name in names)
 
@@ -402,7 +442,10 @@ def _names_its_packs(file: Path) -> bool:
 def _names_its_graphs(chain: Path) -> bool:
     names = chain.read_text("ascii", "replace").split("\n")
     whole = names.pop() == "" and bool(names)
-    return whole and all(_CHECKSUM.fullmatch(name) and _is_whole_graph(chain.parent / f"graph-{name}.graph") for name in names)
+    return whole and all(
+        _CHECKSUM.fullmatch(name) and _is_whole_graph(chain.parent / f"graph-{name}.graph")
+        for name in names
+    )
 
 
 def _is_whole_graph(file: Path) -> bool:
@@ -412,7 +455,9 @@ def _is_whole_graph(file: Path) -> bool:
 # -- loose objects ----------------------------------------------------------------------------------------------------
 
 
-def _loose(objects: Path, is_sound: Callable[[Path, str], bool], unopened: Collection[Path]) -> Iterator[BadFile]:
+def _loose(
+    objects: Path, is_sound: Callable[[Path, str], bool], unopened: Collection[Path]
+) -> Iterator[BadFile]:
     for directory in sorted(objects.glob("[0-9a-f][0-9a-f]")):
         for file in map(Path, _entries(directory)):
             oid = directory.name + file.name
@@ -426,7 +471,11 @@ def _loose(objects: Path, is_sound: Callable[[Path, str], bool], unopened: Colle
                 yield _unreadable(error, f"objects/{directory.name}/{file.name}", FileKind.LOOSE)
                 continue
             if not sound:
-                yield BadFile(f"objects/{directory.name}/{file.name}", FileKind.LOOSE, "its bytes do not hash to its name")
+                yield BadFile(
+                    f"objects/{directory.name}/{file.name}",
+                    FileKind.LOOSE,
+                    "its bytes do not hash to its name",
+                )
 
 
 def _is_sound_loose(file: Path, oid: str) -> bool:

@@ -50,7 +50,9 @@ def read_graph(git_dir: Path, tips: Collection[str]) -> Graph:
 def _read_store(git_dir: Path) -> Graph:
     """Every commit in the object store, for a mirror that git cannot walk."""
     # by id: asked for the types of all objects, git (2.39) dies of a pack that is too short to be opened
-    listed = _cat_file(git_dir, "--batch-all-objects", "--unordered", "--batch-check=%(objectname)").stdout
+    listed = _cat_file(
+        git_dir, "--batch-all-objects", "--unordered", "--batch-check=%(objectname)"
+    ).stdout
     shown = _cat_file(git_dir, "--batch-check=%(objecttype) %(objectname)", stdin=listed)
     pending = deque([[line.split()[1] for line in shown.lines if line.startswith("commit ")]])
     graph: Graph = {}
@@ -66,7 +68,14 @@ def _read_store(git_dir: Path) -> Graph:
 
 def _cat_file(git_dir: Path, *options: str, stdin: bytes | None = None) -> GitResult:
     return run_git_sync(
-        *UNTRUSTING, "cat-file", "--buffer", *options, git_dir=git_dir, stdin=stdin, timeout=TIMEOUT, doing="read objects"
+        *UNTRUSTING,
+        "cat-file",
+        "--buffer",
+        *options,
+        git_dir=git_dir,
+        stdin=stdin,
+        timeout=TIMEOUT,
+        doing="read objects",
     )
 
 
@@ -120,7 +129,9 @@ def ancestors(graph: Graph, tips: Iterable[str], *, seen: set[str] | None = None
 
 def first_absent_ancestor(graph: Graph, commits: Collection[str]) -> dict[str, str]:
     """For each of `commits` that leads to a commit which is not in the graph: that one."""
-    absent = {parent: parent for parents in graph.values() for parent in parents if parent not in graph}
+    absent = {
+        parent: parent for parents in graph.values() for parent in parents if parent not in graph
+    }
     if not absent:
         return {}
     for oid in oldest_first(graph, graph.keys()):

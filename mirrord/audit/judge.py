@@ -89,12 +89,18 @@ class Judge:
             return first
         repaired = await repair(first, progress)
         again = await look(max(level, AuditLevel.CLOSURE, key=list(AuditLevel).index))
-        bad = [oid for oid, verdict in first.examined.verdicts.items() if verdict.state is not CommitState.OK]
+        bad = [
+            oid
+            for oid, verdict in first.examined.verdicts.items()
+            if verdict.state is not CommitState.OK
+        ]
         now = again.examined.verdicts
         healed = {oid for oid in bad if oid in now and now[oid].state is CommitState.OK}
         judged = replace(again, healed=len(healed), repair=repaired)
         if is_sound(judged):
-            self._events.publish("mirror.healed", mirror=str(first.name), commits=len(healed), of=len(bad))
+            self._events.publish(
+                "mirror.healed", mirror=str(first.name), commits=len(healed), of=len(bad)
+            )
         return judged
 
     async def _look(self, name: MirrorName, dataset: str | None, level: AuditLevel) -> Judged:
@@ -113,7 +119,9 @@ class Judge:
             return Judged(name, rows, _not_mirrored(name, commits, wrong), accept, row=mirror)
         owned = [f"{pin.owner}/{pin.commit}" for pin in pins]
         known = self._reached.get(name.key)
-        examined = await self._workers.call(examine, path, commits, level, owned, known, record, timeout=_TIMEOUT)
+        examined = await self._workers.call(
+            examine, path, commits, level, owned, known, record, timeout=_TIMEOUT
+        )
         self._reached[name.key] = examined.reached
         examined.faults |= await self._unknown_pins(name, examined.unknown)
         await self._drop_given_up(name, examined.faults)
@@ -124,12 +132,20 @@ class Judge:
         if judged.row is None:
             return
         faults = sorted(judged.examined.faults.items())
-        stops = [f"{subject}: {fault.reason}" for subject, fault in faults if fault.kind in _STOPS_GIT]
+        stops = [
+            f"{subject}: {fault.reason}" for subject, fault in faults if fault.kind in _STOPS_GIT
+        ]
         if stops:
-            fact, hint = f"cannot use mirror {judged.name}: {stops[0]}", f"`mirrord heal {judged.name}` repairs it"
+            fact, hint = (
+                f"cannot use mirror {judged.name}: {stops[0]}",
+                f"`mirrord heal {judged.name}` repairs it",
+            )
             problem = DamagedMirrorError(fact, hint=hint).problem()
             await self._catalog.update_mirror(judged.name.key, error=problem)
-        elif (judged.row.error or {}).get("code") in {DamagedMirrorError.code, CorruptObjectError.code}:
+        elif (judged.row.error or {}).get("code") in {
+            DamagedMirrorError.code,
+            CorruptObjectError.code,
+        }:
             await self._catalog.update_mirror(judged.name.key, error=None)
 
     async def _drop_given_up(self, name: MirrorName, faults: dict[str, Fault]) -> None:
@@ -139,7 +155,9 @@ class Judge:
             del faults[ref]
 
     async def _pins(self, name: MirrorName) -> set[str]:
-        return {f"{PINS}{pin.owner}/{pin.commit}" for pin in await self._catalog.list_pins(name.key)}
+        return {
+            f"{PINS}{pin.owner}/{pin.commit}" for pin in await self._catalog.list_pins(name.key)
+        }
 
     async def _unknown_pins(self, name: MirrorName, unknown: Collection[str]) -> dict[str, Fault]:
         """Pins without a row in the catalog: their refs are made first, under the mirror's lock, so
@@ -155,7 +173,9 @@ class Judge:
 
 def _not_mirrored(name: MirrorName, commits: Collection[CommitId], wrong: str | None) -> Examined:
     """Nothing can be served; `wrong` says what is where the mirror was."""
-    absent = Verdict(CommitState.NOT_MIRRORED, detail=f"there is no mirror {name}, or it was never synced")
+    absent = Verdict(
+        CommitState.NOT_MIRRORED, detail=f"there is no mirror {name}, or it was never synced"
+    )
     reached = Reached("", dict.fromkeys(commits, Reach.NOTHING))
     faults = {"mirror": Fault(FindingKind.LAYOUT, wrong)} if wrong else {}
     return Examined(dict.fromkeys(commits, absent), reached, faults)

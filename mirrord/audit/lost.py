@@ -28,7 +28,9 @@ _MOVING_S = 10.0
 """A transaction takes less; a journal that is older was left by a crash."""
 
 
-def lost_refs(repository: Path, git_dir: Path, names: Names, answers: Answers, known: str | None) -> dict[str, Fault]:
+def lost_refs(
+    repository: Path, git_dir: Path, names: Names, answers: Answers, known: str | None
+) -> dict[str, Fault]:
     """Faults by ref. `repository` has the objects of `git_dir`, and is what git can read; `answers`
     are to `questions`, and `known` is a record that was the newest once.
     """
@@ -56,7 +58,9 @@ def record_of(names: Names) -> str | None:
 
 def _lost(repository: Path, names: Names, answers: Answers, known: str | None) -> dict[str, Fault]:
     # a pin that names nothing is told as the commit that it should keep
-    hollow = [ref for ref, oid in names.refs.items() if oid not in answers.objects and PINS not in ref]
+    hollow = [
+        ref for ref, oid in names.refs.items() if oid not in answers.objects and PINS not in ref
+    ]
     faults = dict.fromkeys(hollow, Fault(FindingKind.REF, "it names an object that is not here"))
     broken = {bad.path for bad in names.faults}
     tip = names.refs.get(HISTORY)
@@ -115,7 +119,14 @@ def _told(faults: dict[str, Fault]) -> dict[str, Fault]:
 def read_record(repository: Path, record: str) -> Record:
     """One record of the ref history; nothing where it cannot be read."""
     try:
-        shown = run_git_sync(*UNTRUSTING, "cat-file", "blob", f"{record}:refs", git_dir=repository, doing="read a ref record")
+        shown = run_git_sync(
+            *UNTRUSTING,
+            "cat-file",
+            "blob",
+            f"{record}:refs",
+            git_dir=repository,
+            doing="read a ref record",
+        )
     except (CorruptObjectError, GitFailedError):
         return {}, None
     return parse_record(shown.stdout)

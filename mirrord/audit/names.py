@@ -95,7 +95,13 @@ def _read_head(git_dir: Path, names: Names) -> None:
         names.head = found[1]
         return
     is_detached = _VALUE.fullmatch(text or "")
-    reason = "it is lost" if text is None else "it names a commit, not a branch" if is_detached else "it names no ref"
+    reason = (
+        "it is lost"
+        if text is None
+        else "it names a commit, not a branch"
+        if is_detached
+        else "it names no ref"
+    )
     names.faults.append(BadFile("HEAD", FileKind.HEAD, reason))
 
 
@@ -141,7 +147,13 @@ def _packed_refs(git_dir: Path, names: Names) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(lines, 1):
         found = _PACKED.fullmatch(line)
         if found and found[2].startswith(_NEVER):
-            names.faults.append(BadFile("packed-refs", FileKind.PACKED_REFS, f"line {number} gives an object another's content"))
+            names.faults.append(
+                BadFile(
+                    "packed-refs",
+                    FileKind.PACKED_REFS,
+                    f"line {number} gives an object another's content",
+                )
+            )
         elif found:
             if found[2] <= before:
                 bad.append(f"line {number} is out of order")
@@ -157,14 +169,18 @@ def _packed_refs(git_dir: Path, names: Names) -> Iterator[tuple[str, str]]:
 def _judge_ours(names: Names) -> None:
     """A pin, a kept ref and a mark of a fetch carry the object in their name; no other is ours."""
     for ref, oid in [item for item in names.refs.items() if item[0].startswith(OURS)]:
-        is_named = ref.endswith(oid) and (is_pin(ref) or ref in {f"{KEPT}{oid}", f"{INCOMING}{oid}"})
+        is_named = ref.endswith(oid) and (
+            is_pin(ref) or ref in {f"{KEPT}{oid}", f"{INCOMING}{oid}"}
+        )
         if is_named or ref == HISTORY:
             continue
         names.astray[ref] = names.refs.pop(ref)
         if ref.startswith(INCOMING) or not named_in(ref):
             names.faults.append(BadFile(ref, FileKind.PLANTED, "mirrord makes no such ref"))
         else:
-            names.faults.append(BadFile(ref, FileKind.REF, f"it names {oid}, not what its name says"))
+            names.faults.append(
+                BadFile(ref, FileKind.REF, f"it names {oid}, not what its name says")
+            )
 
 
 def named_in(ref: str) -> str | None:

@@ -27,7 +27,9 @@ Record = tuple[dict[str, str], str | None]
 # -- what is missing behind refs --------------------------------------------------------------------------------------
 
 
-def incomplete_refs(repository: Path, names: Names, level: AuditLevel, proven: Collection[str]) -> dict[str, Fault]:
+def incomplete_refs(
+    repository: Path, names: Names, level: AuditLevel, proven: Collection[str]
+) -> dict[str, Fault]:
     """A fault for the first ref whose objects are not all there: of the ref history, and at level `content` of all refs.
 
     Nothing is walked behind `proven`, commits that are whole. One fault is enough for a heal, which looks at all of them.
@@ -35,7 +37,10 @@ def incomplete_refs(repository: Path, names: Names, level: AuditLevel, proven: C
     kinds = kinds_of(repository, names.refs.values())
     there = {ref: oid for ref, oid in sorted(names.refs.items()) if kinds[oid] and PINS not in ref}
     found = {}
-    for refs in ([HISTORY], [ref for ref in there if ref != HISTORY] if level is AuditLevel.CONTENT else []):
+    for refs in (
+        [HISTORY],
+        [ref for ref in there if ref != HISTORY] if level is AuditLevel.CONTENT else [],
+    ):
         tips = {ref: there[ref] for ref in refs if ref in there}
         if reason := _hole(repository, tips.values(), proven):
             first = _first_with_a_hole(repository, tips, proven)
@@ -53,7 +58,12 @@ def _hole(repository: Path, tips: Iterable[str], proven: Iterable[str]) -> str |
     walk = ("rev-list", "--objects", "--quiet", "--stdin")
     try:
         run_git_sync(
-            *UNTRUSTING, *walk, git_dir=repository, stdin=lines_of(revisions), timeout=TIMEOUT, doing="walk what refs reach"
+            *UNTRUSTING,
+            *walk,
+            git_dir=repository,
+            stdin=lines_of(revisions),
+            timeout=TIMEOUT,
+            doing="walk what refs reach",
         )
     except (CorruptObjectError, GitFailedError) as error:
         return error.message.removeprefix("cannot walk what refs reach: ")
@@ -80,7 +90,9 @@ def lost_tips(repository: Path, names: Names, graph: Graph) -> dict[str, Fault]:
     return dict.fromkeys(lost, Fault(FindingKind.REF_LOST, reason))
 
 
-def unkept(repository: Path, records: Iterable[Record], refs: Mapping[str, str], graph: Graph | None = None) -> dict[str, str]:
+def unkept(
+    repository: Path, records: Iterable[Record], refs: Mapping[str, str], graph: Graph | None = None
+) -> dict[str, str]:
     """Kept refs for the commits that some record had and that neither a ref of upstream nor a kept one leads to.
 
     None while something is missing or damaged, when nobody can tell what leads to what.
@@ -106,7 +118,13 @@ def read_records(repository: Path, history: str) -> list[Record]:
     """Every record, the newest first, as far as they can be read."""
     try:
         walked = run_git_sync(
-            *UNTRUSTING, "rev-list", "--first-parent", history, git_dir=repository, timeout=TIMEOUT, doing="walk the ref history"
+            *UNTRUSTING,
+            "rev-list",
+            "--first-parent",
+            history,
+            git_dir=repository,
+            timeout=TIMEOUT,
+            doing="walk the ref history",
         ).lines
     except (CorruptObjectError, GitFailedError):
         walked = [history]

@@ -62,10 +62,14 @@ def _key(refs: Mapping[str, str], head: str | None, commits: Collection[CommitId
 
 
 def _is_closed(graph: Graph, tips: Collection[str]) -> bool:
-    return all(tip in graph for tip in tips) and all(parent in graph for parents in graph.values() for parent in parents)
+    return all(tip in graph for tip in tips) and all(
+        parent in graph for parents in graph.values() for parent in parents
+    )
 
 
-def _classify(graph: Graph, refs: Mapping[str, str], head: str | None, commits: Collection[CommitId]) -> dict[CommitId, Reach]:
+def _classify(
+    graph: Graph, refs: Mapping[str, str], head: str | None, commits: Collection[CommitId]
+) -> dict[CommitId, Reach]:
     """The best thing that keeps each of `commits` alive."""
     groups: dict[Reach, list[str]] = {reach: [] for reach in Reach}
     for ref, oid in refs.items():

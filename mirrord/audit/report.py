@@ -41,11 +41,16 @@ def part_of(judged: Judged, stores: Mapping[str, str]) -> AuditPart:
     """
     recorded = {row.commit for row in judged.rows}
     verdicts, reach = judged.examined.verdicts, judged.examined.reach
-    damaged = [_told(judged, FindingKind.STORE, what, detail=f"{what}: {fate}") for what, fate in sorted(stores.items())]
+    damaged = [
+        _told(judged, FindingKind.STORE, what, detail=f"{what}: {fate}")
+        for what, fate in sorted(stores.items())
+    ]
     findings = [*findings_of(judged), *damaged]
     return AuditPart(
         mirror=str(judged.name),
-        counts=dict(Counter(verdict.state for commit, verdict in verdicts.items() if commit in recorded)),
+        counts=dict(
+            Counter(verdict.state for commit, verdict in verdicts.items() if commit in recorded)
+        ),
         reach=dict(Counter(kept_by for commit, kept_by in reach.items() if commit in recorded)),
         findings=findings,
         affected=sorted(set(_affected(judged, findings))),
@@ -143,6 +148,8 @@ def _accepts(line: str, kind: FindingKind, name: MirrorName, subject: str) -> bo
 def _affected(judged: Judged, findings: Collection[Finding]) -> Iterator[str]:
     """Instances that cannot be served, but for what is accepted."""
     broken = {
-        finding.commit for finding in findings if finding.commit and finding.state not in _SERVABLE and not finding.accepted
+        finding.commit
+        for finding in findings
+        if finding.commit and finding.state not in _SERVABLE and not finding.accepted
     }
     return (row.instance for row in judged.rows if row.commit in broken)

@@ -20,7 +20,14 @@ import structlog
 from ..catalog.catalog import Catalog
 from ..catalog.rows import JudgementRow
 from ..config import Settings
-from ..errors import AuditNotFoundError, DatasetNotFoundError, DiskFailedError, DiskFullError, MirrordError, StoppingError
+from ..errors import (
+    AuditNotFoundError,
+    DatasetNotFoundError,
+    DiskFailedError,
+    DiskFullError,
+    MirrordError,
+    StoppingError,
+)
 from ..git.workers import Workers
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
@@ -62,7 +69,9 @@ class Audits:
             accept=lambda: settings().audit.accept,
         )
 
-    async def run(self, request: StartAudit, progress: ProgressSink | None = None, *, resume: bool = False) -> Audit:
+    async def run(
+        self, request: StartAudit, progress: ProgressSink | None = None, *, resume: bool = False
+    ) -> Audit:
         """Judge what the request names, everything recorded by default; with `resume`, go on where an audit was interrupted.
 
         Raises MirrorNotFoundError, DatasetNotFoundError. One that is cancelled is on record with what it came to.
@@ -70,9 +79,13 @@ class Audits:
         level = request.level or self._settings().audit.level
         recorded = await self._names(request)
         past = await self._catalog.list_judgements(level) if _is_of_everything(request) else []
-        current = (await self._unfinished(level, past) if resume else None) or Round(_new_id(), utc_now())
+        current = (await self._unfinished(level, past) if resume else None) or Round(
+            _new_id(), utc_now()
+        )
         names = _in_order(recorded, past)
-        current.parts = {name.key: current.parts[name.key] for name in names if name.key in current.parts}
+        current.parts = {
+            name.key: current.parts[name.key] for name in names if name.key in current.parts
+        }
         current.left = {name.key: name for name in names if name.key not in current.parts}
         try:
             await self._judge_all(current, request, level, progress)
@@ -93,7 +106,9 @@ class Audits:
         """Raises AuditNotFoundError."""
         audit = await self._catalog.find_audit(identity)
         if audit is None:
-            raise AuditNotFoundError(f"cannot find audit {shown(identity)}: none has that id", hint="see GET /v1/audits")
+            raise AuditNotFoundError(
+                f"cannot find audit {shown(identity)}: none has that id", hint="see GET /v1/audits"
+            )
         return audit
 
     async def list(self, limit: int = 50) -> builtins.list[Audit]:
@@ -104,9 +119,13 @@ class Audits:
         """Mirrors that something is recorded of; one that is named, or where everything is asked of, is there without too."""
         if request.dataset and await self._catalog.find_dataset(request.dataset) is None:
             raise DatasetNotFoundError(
-                f"cannot audit dataset {shown(request.dataset)}: there is none", hint="see `mirrord dataset list`"
+                f"cannot audit dataset {shown(request.dataset)}: there is none",
+                hint="see `mirrord dataset list`",
             )
-        wanted = {row.name.key: row.name for row in [await self._mirrors.get(text) for text in request.mirrors]}
+        wanted = {
+            row.name.key: row.name
+            for row in [await self._mirrors.get(text) for text in request.mirrors]
+        }
         names = dict(wanted)
         if not wanted and not request.dataset:
             names = {row.name.key: row.name for row in await self._catalog.list_mirrors()}
@@ -127,15 +146,24 @@ class Audits:
         interval = settings.content_interval if level is AuditLevel.CONTENT else settings.interval
         if newest.started_at + interval < utc_now():
             return None
-        return Round(newest.audit_id, newest.started_at, {row.key: row.part for row in past if row.audit_id == newest.audit_id})
+        return Round(
+            newest.audit_id,
+            newest.started_at,
+            {row.key: row.part for row in past if row.audit_id == newest.audit_id},
+        )
 
-    async def _judge_all(self, current: Round, request: StartAudit, level: AuditLevel, progress: ProgressSink | None) -> None:
+    async def _judge_all(
+        self, current: Round, request: StartAudit, level: AuditLevel, progress: ProgressSink | None
+    ) -> None:
         """One mirror after the other, because one of the two workers is left to whoever wants a checkout; a quick one, which
         holds a worker for a moment, two at a time.
         """
         heal = self._settings().audit.heal if request.heal is None else request.heal
         names = iter(list(current.left.values()))
-        lanes = [self._judge_each(names, current, request, level, heal, progress) for _ in range(_LANES[level])]
+        lanes = [
+            self._judge_each(names, current, request, level, heal, progress)
+            for _ in range(_LANES[level])
+        ]
         await asyncio.gather(*lanes)
 
     async def _judge_each(
@@ -152,7 +180,9 @@ class Audits:
                 done, left = len(current.parts), len(current.left)
                 progress(Progress(done=done, total=done + left, unit="mirrors", note=str(name)))
             try:
-                part = await self._judge.judge(name, request.dataset, level, heal=heal, progress=progress)
+                part = await self._judge.judge(
+                    name, request.dataset, level, heal=heal, progress=progress
+                )
             except StoppingError:
                 raise
             except (MirrordError, OSError) as error:

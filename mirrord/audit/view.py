@@ -83,7 +83,9 @@ def packed_refs(refs: dict[str, str]) -> bytes:
     return "".join(["# pack-refs with: sorted \n", *lines]).encode("utf-8", "surrogateescape")
 
 
-def _link_packs(source: Path, bad: Collection[str], target: Path, link: Callable[[Path, Path], None]) -> None:
+def _link_packs(
+    source: Path, bad: Collection[str], target: Path, link: Callable[[Path, Path], None]
+) -> None:
     """Packs whose index and bytes are both good; the rest is for salvage."""
     for index in source.glob("pack-*.idx"):
         pack = index.with_suffix(".pack")
@@ -92,7 +94,9 @@ def _link_packs(source: Path, bad: Collection[str], target: Path, link: Callable
             link(index, target / index.name)
 
 
-def _link_loose(source: Path, bad: Collection[str], target: Path, link: Callable[[Path, Path], None]) -> None:
+def _link_loose(
+    source: Path, bad: Collection[str], target: Path, link: Callable[[Path, Path], None]
+) -> None:
     """A directory without a bad file is linked as a whole: nothing is written into it."""
     names = [f"objects/{source.name}/{name}" for name in os.listdir(source)]
     if not any(name in bad for name in names):
@@ -106,7 +110,9 @@ def _link_loose(source: Path, bad: Collection[str], target: Path, link: Callable
 
 def damaged_packs(git_dir: Path, bad_files: Collection[BadFile]) -> list[Path]:
     """Packs that are there and cannot be used as they are, because of themselves or of their index."""
-    stems = {Path(bad.path).stem for bad in bad_files if bad.kind in {FileKind.PACK, FileKind.INDEX}}
+    stems = {
+        Path(bad.path).stem for bad in bad_files if bad.kind in {FileKind.PACK, FileKind.INDEX}
+    }
     packs = (git_dir / "objects/pack" / f"{stem}.pack" for stem in sorted(stems))
     return [pack for pack in packs if pack.is_file()]
 

@@ -7,4 +7,14 @@ from .datasets import EVERY
 from .rows import DatasetHead, InstanceRow, JudgementRow, MirrorRow, PinRow, RecordedRow
 from .spool import spooled
 
-__all__ = ["EVERY", "Catalog", "DatasetHead", "InstanceRow", "JudgementRow", "MirrorRow", "PinRow", "RecordedRow", "spooled"]
+__all__ = [
+    "EVERY",
+    "Catalog",
+    "DatasetHead",
+    "InstanceRow",
+    "JudgementRow",
+    "MirrorRow",
+    "PinRow",
+    "RecordedRow",
+    "spooled",
+]

@@ -20,9 +20,16 @@ KEPT = 200
 def put_audit(connection: Connection, audit: Audit) -> None:
     """Record an audit and forget the oldest beyond KEPT, but for those that judgements belong to."""
     document = audit.to_json()
-    upsert(connection, audits, [{"id": audit.id, "finished_at": audit.finished_at, "document": document}])
+    upsert(
+        connection,
+        audits,
+        [{"id": audit.id, "finished_at": audit.finished_at, "document": document}],
+    )
     newest = select(audits.c.id).order_by(audits.c.finished_at.desc(), audits.c.id).limit(KEPT)
-    kept = {*connection.execute(newest).scalars(), *connection.execute(select(judgements.c.audit_id)).scalars()}
+    kept = {
+        *connection.execute(newest).scalars(),
+        *connection.execute(select(judgements.c.audit_id)).scalars(),
+    }
     connection.execute(delete(audits).where(audits.c.id.not_in(kept)))
 
 
@@ -33,7 +40,9 @@ def find_audit(connection: Connection, identity: str) -> Audit | None:
 
 def list_audits(connection: Connection, limit: int) -> list[Audit]:
     """The newest first."""
-    query = select(audits.c.document).order_by(audits.c.finished_at.desc(), audits.c.id).limit(limit)
+    query = (
+        select(audits.c.document).order_by(audits.c.finished_at.desc(), audits.c.id).limit(limit)
+    )
     return [Audit.from_json(document) for document in connection.execute(query).scalars()]
 
 
@@ -52,7 +61,11 @@ def put_judgement(connection: Connection, row: JudgementRow) -> None:
 
 def list_judgements(connection: Connection, level: AuditLevel) -> list[JudgementRow]:
     """The oldest first."""
-    query = select(judgements).where(judgements.c.level == level).order_by(judgements.c.judged_at, judgements.c.mirror_key)
+    query = (
+        select(judgements)
+        .where(judgements.c.level == level)
+        .order_by(judgements.c.judged_at, judgements.c.mirror_key)
+    )
     return [
         JudgementRow(
             key=row["mirror_key"],

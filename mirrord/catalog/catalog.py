@@ -90,7 +90,9 @@ class Catalog:
     async def delete_pins(self, key: str, commits: Collection[CommitId], owner: str) -> None:
         await self._write(mirrors.delete_pins, key, commits, owner)
 
-    async def list_pins(self, key: str | None = None, commit: CommitId | None = None, owner: str | None = None) -> list[PinRow]:
+    async def list_pins(
+        self, key: str | None = None, commit: CommitId | None = None, owner: str | None = None
+    ) -> list[PinRow]:
         return await self._read(mirrors.list_pins, key, commit, owner)
 
     async def count_pins(self) -> dict[str, int]:
@@ -185,16 +187,24 @@ class Catalog:
     def _place(self) -> str:
         """What a worker opens the same database by."""
         database = self._database
-        return str(database.url.database) if database.is_sqlite else database.url.render_as_string(hide_password=False)
+        return (
+            str(database.url.database)
+            if database.is_sqlite
+            else database.url.render_as_string(hide_password=False)
+        )
 
-    async def _read(self, query: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _read(
+        self, query: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         def run() -> T:
             with self._database.read() as connection:
                 return query(connection, *args, **kwargs)
 
         return await anyio.to_thread.run_sync(run, limiter=self._threads)
 
-    async def _write(self, query: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _write(
+        self, query: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         def run() -> T:
             with self._database.write() as connection:
                 return query(connection, *args, **kwargs)

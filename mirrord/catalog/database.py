@@ -24,7 +24,13 @@ from sqlalchemy import Connection, Engine, Table, create_engine, event
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
-from ..errors import CorruptCatalogError, DiskFailedError, DiskFullError, InvalidUrlError, ResourceError
+from ..errors import (
+    CorruptCatalogError,
+    DiskFailedError,
+    DiskFullError,
+    InvalidUrlError,
+    ResourceError,
+)
 from ..host.files import is_read_only
 
 BUSY_TIMEOUT_S = 60
@@ -33,7 +39,12 @@ BUSY_TIMEOUT_S = 60
 _SHRINK_PATIENCE_MS = 1000
 _INDEX_PAGE_BYTES, _INDEX_BYTES = 4096, 32768
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
-_NO_ROOM = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL}
+_NO_ROOM = {
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_FULL,
+}
 _LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _PG_DISK_FULL = "53100"
 _DAMAGED_HINT = (
@@ -54,9 +65,18 @@ class Way(Enum):
     """Not even a WAL. Only where none was left, because what is in one would not be seen; nothing can be written."""
 
 
-_WAL = ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "journal_size_limit = 67108864")
+_WAL = (
+    "journal_mode = WAL",
+    "synchronous = FULL",
+    "foreign_keys = ON",
+    "journal_size_limit = 67108864",
+)
 _UNWRITABLE = {Way.SHARED: {sqlite3.SQLITE_FULL}, Way.ALONE: _NO_ROOM, Way.FROZEN: _NO_ROOM}
-_PRAGMAS = {Way.SHARED: _WAL, Way.ALONE: ("locking_mode = EXCLUSIVE", *_WAL), Way.FROZEN: ("foreign_keys = ON",)}
+_PRAGMAS = {
+    Way.SHARED: _WAL,
+    Way.ALONE: ("locking_mode = EXCLUSIVE", *_WAL),
+    Way.FROZEN: ("foreign_keys = ON",),
+}
 
 
 class Database:
@@ -65,7 +85,9 @@ class Database:
     def __init__(self, url: URL) -> None:
         self.url = url
         self.is_sqlite = url.get_backend_name() == "sqlite"
-        self._engine, self.way = _open_sqlite(url, Way) if self.is_sqlite else (_make_engine(url), Way.SHARED)
+        self._engine, self.way = (
+            _open_sqlite(url, Way) if self.is_sqlite else (_make_engine(url), Way.SHARED)
+        )
 
     @classmethod
     def at(cls, place: str | Path) -> Database:
@@ -78,7 +100,11 @@ class Database:
     @property
     def label(self) -> str:
         """What messages call it: never the password."""
-        return str(self.url.database) if self.is_sqlite else self.url.render_as_string(hide_password=True)
+        return (
+            str(self.url.database)
+            if self.is_sqlite
+            else self.url.render_as_string(hide_password=True)
+        )
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -126,22 +152,34 @@ class Database:
             ) from error
         if code in _UNWRITABLE[self.way] or getattr(error.orig, "sqlstate", None) == _PG_DISK_FULL:
             raise DiskFullError(
-                f"cannot write the catalog {self.label}: {fact}", hint="make room; nothing was changed"
+                f"cannot write the catalog {self.label}: {fact}",
+                hint="make room; nothing was changed",
             ) from error
         if code in _DAMAGED:
-            raise CorruptCatalogError(f"cannot read the catalog {self.label}: {fact}", hint=_DAMAGED_HINT) from error
+            raise CorruptCatalogError(
+                f"cannot read the catalog {self.label}: {fact}", hint=_DAMAGED_HINT
+            ) from error
         if code in _LOCKED:
             hint = "another program holds a lock on it; try again, or see who with `fuser`"
-            raise ResourceError(f"cannot write the catalog {self.label}: {fact}", hint=hint) from error
+            raise ResourceError(
+                f"cannot write the catalog {self.label}: {fact}", hint=hint
+            ) from error
         if code or isinstance(error.orig, OSError) or not _is_mistake(error):
             hint = "check that the database is up, its disk has room, and this user may write it"
-            raise ResourceError(f"cannot use the catalog {self.label}: {fact}", hint=hint) from error
+            raise ResourceError(
+                f"cannot use the catalog {self.label}: {fact}", hint=hint
+            ) from error
         raise error
 
 
 def _is_mistake(error: DBAPIError) -> bool:
     """Whether the statement is wrong, which is a bug of ours, rather than the database."""
-    return type(error).__name__ in {"ProgrammingError", "IntegrityError", "DataError", "NotSupportedError"}
+    return type(error).__name__ in {
+        "ProgrammingError",
+        "IntegrityError",
+        "DataError",
+        "NotSupportedError",
+    }
 
 
 def parse_place(place: str | Path) -> URL:
@@ -168,7 +206,9 @@ def _create_private(url: URL) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     except OSError as error:
         hint = "the state directory must exist and be writable by the daemon's user"
-        raise ResourceError(f"cannot open the catalog {path}: {error.strerror}", hint=hint) from error
+        raise ResourceError(
+            f"cannot open the catalog {path}: {error.strerror}", hint=hint
+        ) from error
 
 
 def _make_engine(url: URL) -> Engine:
@@ -180,7 +220,12 @@ def _open_sqlite(url: URL, ways: Iterable[Way]) -> tuple[Engine, Way]:
     for way in ways:
         engine = _make_sqlite_engine(url, way)
         if way is Way.SHARED and not _has_room_for_index(Path(str(url.database)).parent):
-            log.warning("catalog.degraded", catalog=url.database, way=way.name.lower(), reason="no space left on device")
+            log.warning(
+                "catalog.degraded",
+                catalog=url.database,
+                way=way.name.lower(),
+                reason="no space left on device",
+            )
             continue
         try:
             with engine.connect() as connection:
@@ -190,7 +235,12 @@ def _open_sqlite(url: URL, ways: Iterable[Way]) -> tuple[Engine, Way]:
             if code not in _NO_ROOM or way is Way.FROZEN:
                 return engine, way
             engine.dispose()
-            log.warning("catalog.degraded", catalog=url.database, way=way.name.lower(), reason=str(error.orig))
+            log.warning(
+                "catalog.degraded",
+                catalog=url.database,
+                way=way.name.lower(),
+                reason=str(error.orig),
+            )
         else:
             return engine, way
         if way is Way.ALONE and Path(f"{url.database}-wal").exists():
@@ -208,15 +258,22 @@ def _has_room_for_index(directory: Path) -> bool:
 def _make_sqlite_engine(url: URL, way: Way) -> Engine:
     arguments: dict[str, Any] = {"timeout": BUSY_TIMEOUT_S, "check_same_thread": False}
     if way is Way.FROZEN:
-        url = url.set(database=f"file:{quote(str(url.database))}", query={"immutable": "1", "mode": "ro", "uri": "true"})
+        url = url.set(
+            database=f"file:{quote(str(url.database))}",
+            query={"immutable": "1", "mode": "ro", "uri": "true"},
+        )
     size = 4 if way is Way.SHARED else 1
-    engine = create_engine(url, pool_size=size, max_overflow=10 if size > 1 else 0, connect_args=arguments)
+    engine = create_engine(
+        url, pool_size=size, max_overflow=10 if size > 1 else 0, connect_args=arguments
+    )
     event.listen(engine, "connect", partial(_prepare_sqlite, _PRAGMAS[way]))
     event.listen(engine, "begin", _begin_sqlite)
     return engine
 
 
-def _prepare_sqlite(pragmas: Sequence[str], connection: sqlite3.Connection, _record: object) -> None:
+def _prepare_sqlite(
+    pragmas: Sequence[str], connection: sqlite3.Connection, _record: object
+) -> None:
     connection.isolation_level = None  # the driver must not begin transactions by itself: it does so too late, and not for DDL
     for pragma in pragmas:
         connection.execute(f"PRAGMA {pragma}")
@@ -230,8 +287,12 @@ def upsert(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any
     """Insert rows, or replace what stands under the same primary key."""
     if not rows:
         return
-    dialect = import_module(f"sqlalchemy.dialects.{connection.dialect.name}")  # the other one costs 3 MB and 40 ms of a start
+    dialect = import_module(
+        f"sqlalchemy.dialects.{connection.dialect.name}"
+    )  # the other one costs 3 MB and 40 ms of a start
     statement = dialect.insert(table)
     keys = [column.name for column in table.primary_key]
     values = {name: statement.excluded[name] for name in rows[0] if name not in keys}
-    connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=values), list(rows))
+    connection.execute(
+        statement.on_conflict_do_update(index_elements=keys, set_=values), list(rows)
+    )

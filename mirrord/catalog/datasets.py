@@ -11,7 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, and_, delete, exists, func, or_, outerjoin, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    RowMapping,
+    and_,
+    delete,
+    exists,
+    func,
+    or_,
+    outerjoin,
+    select,
+    update,
+)
 
 from ..errors import InstanceAmbiguousError
 from ..model import CommitId, CommitRole, Direction, MirrorName, shown
@@ -80,7 +92,9 @@ def _dataset(connection: Connection, row: RowMapping, limit: int) -> Dataset:
         sha256=row["sha256"],
         instance_count=_count_instances(connection, row["id"]),
         commit_count=_count_commits(connection, row["id"]),
-        mirrors=sorted({name.lower(): name for name in connection.execute(names).scalars()}.values()),
+        mirrors=sorted(
+            {name.lower(): name for name in connection.execute(names).scalars()}.values()
+        ),
         unpinned_count=_count_unpinned(connection, row["id"]),
         unpinned=_list_unpinned(connection, row, limit),
         fault_count=row["fault_count"],
@@ -96,8 +110,14 @@ def _count_instances(connection: Connection, dataset_id: int) -> int:
 
 
 def _count_commits(connection: Connection, dataset_id: int) -> int:
-    distinct = select(recorded.c.mirror_key, recorded.c.commit_id).where(recorded.c.dataset_id == dataset_id).distinct()
-    return int(connection.execute(select(func.count()).select_from(distinct.subquery())).scalar_one())
+    distinct = (
+        select(recorded.c.mirror_key, recorded.c.commit_id)
+        .where(recorded.c.dataset_id == dataset_id)
+        .distinct()
+    )
+    return int(
+        connection.execute(select(func.count()).select_from(distinct.subquery())).scalar_one()
+    )
 
 
 def _is_pinned_by_its_dataset() -> ColumnElement[bool]:
@@ -110,24 +130,46 @@ def _is_pinned_by_its_dataset() -> ColumnElement[bool]:
 
 def _unpinned_of(dataset_id: int, *columns: ColumnElement[Any]) -> Any:
     """Recorded commits of a dataset for which that dataset has no pin."""
-    joined = outerjoin(recorded.join(datasets, datasets.c.id == recorded.c.dataset_id), pins, _is_pinned_by_its_dataset())
-    return select(*columns).select_from(joined).where(recorded.c.dataset_id == dataset_id, pins.c.owner.is_(None))
+    joined = outerjoin(
+        recorded.join(datasets, datasets.c.id == recorded.c.dataset_id),
+        pins,
+        _is_pinned_by_its_dataset(),
+    )
+    return (
+        select(*columns)
+        .select_from(joined)
+        .where(recorded.c.dataset_id == dataset_id, pins.c.owner.is_(None))
+    )
 
 
 def _count_unpinned(connection: Connection, dataset_id: int) -> int:
     distinct = _unpinned_of(dataset_id, recorded.c.mirror_key, recorded.c.commit_id).distinct()
-    return int(connection.execute(select(func.count()).select_from(distinct.subquery())).scalar_one())
+    return int(
+        connection.execute(select(func.count()).select_from(distinct.subquery())).scalar_one()
+    )
 
 
 def _list_unpinned(connection: Connection, row: RowMapping, limit: int) -> list[UnpinnedCommit]:
-    columns = (recorded.c.mirror_key, recorded.c.commit_id, recorded.c.mirror_name, recorded.c.instance_id)
+    columns = (
+        recorded.c.mirror_key,
+        recorded.c.commit_id,
+        recorded.c.mirror_name,
+        recorded.c.instance_id,
+    )
     found: dict[tuple[str, str], tuple[str, set[str]]] = {}
-    for key, commit, name, instance in connection.execute(_unpinned_of(row["id"], *columns).order_by(*columns[:2])):
+    for key, commit, name, instance in connection.execute(
+        _unpinned_of(row["id"], *columns).order_by(*columns[:2])
+    ):
         if len(found) == limit and (key, commit) not in found:
             break
         found.setdefault((key, commit), (name, set()))[1].add(instance)
     return [
-        UnpinnedCommit(mirror=name, commit=commit, instances=sorted(ids), reason=_reason(row["refused"].get(key, {}), commit))
+        UnpinnedCommit(
+            mirror=name,
+            commit=commit,
+            instances=sorted(ids),
+            reason=_reason(row["refused"].get(key, {}), commit),
+        )
         for (key, commit), (name, ids) in found.items()
     ]
 
@@ -139,7 +181,9 @@ def _reason(reasons: dict[str, str], commit: str) -> str:
 # -- instances and what they record -----------------------------------------------------------------------------------
 
 
-def find_instance(connection: Connection, identity: str, dataset: str | None = None) -> InstanceRow | None:
+def find_instance(
+    connection: Connection, identity: str, dataset: str | None = None
+) -> InstanceRow | None:
     """An instance by its exact id, of one dataset or of any; of several that record the same, the one imported first answers.
 
     Raises InstanceAmbiguousError where any was asked for and two record another repository or base commit.
@@ -163,12 +207,17 @@ def find_instance(connection: Connection, identity: str, dataset: str | None = N
 def list_ambiguous(connection: Connection, dataset: str) -> list[AmbiguousInstance]:
     """Instances of a dataset of which another one records another repository or base commit."""
     mine, other = instances.alias(), instances.alias()
-    differs = or_(func.lower(mine.c.mirror_name) != func.lower(other.c.mirror_name), mine.c.base_commit != other.c.base_commit)
+    differs = or_(
+        func.lower(mine.c.mirror_name) != func.lower(other.c.mirror_name),
+        mine.c.base_commit != other.c.base_commit,
+    )
     ours, theirs = datasets.alias(), datasets.alias()
     query = (
         select(mine.c.id, theirs.c.name)
         .join(ours, ours.c.id == mine.c.dataset_id)
-        .join(other, and_(other.c.id == mine.c.id, other.c.dataset_id != mine.c.dataset_id, differs))
+        .join(
+            other, and_(other.c.id == mine.c.id, other.c.dataset_id != mine.c.dataset_id, differs)
+        )
         .join(theirs, theirs.c.id == other.c.dataset_id)
         .where(ours.c.name == dataset)
         .order_by(mine.c.id, theirs.c.name)
@@ -181,7 +230,9 @@ def list_ambiguous(connection: Connection, dataset: str) -> list[AmbiguousInstan
 
 def iter_instances(connection: Connection, dataset: str, key: str) -> Iterator[InstanceRow]:
     """The instances of a dataset that name one mirror, by id."""
-    query = _instances().where(datasets.c.name == dataset, func.lower(instances.c.mirror_name) == key.lower())
+    query = _instances().where(
+        datasets.c.name == dataset, func.lower(instances.c.mirror_name) == key.lower()
+    )
     for row in connection.execute(query.order_by(instances.c.id)).mappings().yield_per(_LISTED):
         yield _instance(connection, row)
 
@@ -197,7 +248,9 @@ def _instances() -> Any:
 
 def _instance(connection: Connection, row: RowMapping) -> InstanceRow:
     mine = (recorded.c.dataset_id == row["dataset_id"], recorded.c.instance_id == row["id"])
-    commits = connection.execute(select(recorded.c.commit_id, recorded.c.role).where(*mine).order_by(recorded.c.role))
+    commits = connection.execute(
+        select(recorded.c.commit_id, recorded.c.role).where(*mine).order_by(recorded.c.role)
+    )
     return InstanceRow(
         id=row["id"],
         dataset=row["dataset"],
@@ -221,10 +274,16 @@ def list_instance_ids(connection: Connection, dataset: str | None) -> list[str]:
     query = select(instances.c.id).join(datasets, datasets.c.id == instances.c.dataset_id)
     if dataset is not None:
         query = query.where(datasets.c.name == dataset)
-    return list(dict.fromkeys(connection.execute(query.order_by(instances.c.dataset_id, instances.c.id)).scalars()))
+    return list(
+        dict.fromkeys(
+            connection.execute(query.order_by(instances.c.dataset_id, instances.c.id)).scalars()
+        )
+    )
 
 
-def list_recorded(connection: Connection, key: str | None, dataset: str | None, unpinned: bool = False) -> list[RecordedRow]:
+def list_recorded(
+    connection: Connection, key: str | None, dataset: str | None, unpinned: bool = False
+) -> list[RecordedRow]:
     """Recorded commits; with `unpinned`, only those that their own dataset has no pin of."""
     known_as = func.coalesce(mirrors.c.name, recorded.c.mirror_name).label("known_as")
     query = (
@@ -266,4 +325,6 @@ def find_base_commit(connection: Connection, key: str, digits: str) -> CommitId 
 def instances_of(connection: Connection, key: str, commit: CommitId) -> list[str]:
     """Ids of all instances that record a commit, in whatever role."""
     mine = (recorded.c.mirror_key == key.lower(), recorded.c.commit_id == commit)
-    return sorted(connection.execute(select(recorded.c.instance_id).where(*mine).distinct()).scalars())
+    return sorted(
+        connection.execute(select(recorded.c.instance_id).where(*mine).distinct()).scalars()
+    )

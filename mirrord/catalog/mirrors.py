@@ -7,7 +7,17 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, and_, delete, exists, func, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    RowMapping,
+    and_,
+    delete,
+    exists,
+    func,
+    select,
+    update,
+)
 
 from ..model import CommitId, MirrorName
 from .database import upsert
@@ -35,16 +45,26 @@ def put_mirror(connection: Connection, row: MirrorRow) -> None:
 
 
 def find_mirror(connection: Connection, key: str) -> MirrorRow | None:
-    found = connection.execute(select(mirrors).where(mirrors.c.key == key.lower())).mappings().first()
+    found = (
+        connection.execute(select(mirrors).where(mirrors.c.key == key.lower())).mappings().first()
+    )
     return _mirror_row(found) if found else None
 
 
 def list_mirrors(connection: Connection) -> list[MirrorRow]:
-    return [_mirror_row(row) for row in connection.execute(select(mirrors).order_by(mirrors.c.key)).mappings()]
+    return [
+        _mirror_row(row)
+        for row in connection.execute(select(mirrors).order_by(mirrors.c.key)).mappings()
+    ]
 
 
 def update_mirror(connection: Connection, key: str, columns: dict[str, Any]) -> bool:
-    return connection.execute(update(mirrors).where(mirrors.c.key == key.lower()).values(columns)).rowcount > 0
+    return (
+        connection.execute(
+            update(mirrors).where(mirrors.c.key == key.lower()).values(columns)
+        ).rowcount
+        > 0
+    )
 
 
 def delete_mirror(connection: Connection, key: str) -> bool:
@@ -66,14 +86,21 @@ def put_pins(connection: Connection, rows: Iterable[PinRow]) -> None:
         upsert(connection, pins, [_pin_values(row) for row in batch])
 
 
-def delete_pins(connection: Connection, key: str, commits: Collection[CommitId], owner: str) -> None:
+def delete_pins(
+    connection: Connection, key: str, commits: Collection[CommitId], owner: str
+) -> None:
     for batch in in_batches(commits):
-        mine = and_(pins.c.mirror_key == key.lower(), pins.c.owner == owner, pins.c.commit_id.in_(batch))
+        mine = and_(
+            pins.c.mirror_key == key.lower(), pins.c.owner == owner, pins.c.commit_id.in_(batch)
+        )
         connection.execute(delete(pins).where(mine))
 
 
 def list_pins(
-    connection: Connection, key: str | None = None, commit: CommitId | None = None, owner: str | None = None
+    connection: Connection,
+    key: str | None = None,
+    commit: CommitId | None = None,
+    owner: str | None = None,
 ) -> list[PinRow]:
     wanted: list[ColumnElement[bool]] = []
     if key is not None:
@@ -82,13 +109,20 @@ def list_pins(
         wanted.append(pins.c.commit_id == commit)
     if owner is not None:
         wanted.append(pins.c.owner == owner)
-    query = select(pins, mirrors.c.name).join(mirrors).where(*wanted).order_by(pins.c.mirror_key, pins.c.commit_id, pins.c.owner)
+    query = (
+        select(pins, mirrors.c.name)
+        .join(mirrors)
+        .where(*wanted)
+        .order_by(pins.c.mirror_key, pins.c.commit_id, pins.c.owner)
+    )
     return [_pin_row(row) for row in connection.execute(query).mappings()]
 
 
 def count_pins(connection: Connection) -> dict[str, int]:
     """How many commits are pinned, by mirror key."""
-    query = select(pins.c.mirror_key, func.count(pins.c.commit_id.distinct())).group_by(pins.c.mirror_key)
+    query = select(pins.c.mirror_key, func.count(pins.c.commit_id.distinct())).group_by(
+        pins.c.mirror_key
+    )
     return {row.mirror_key: row[1] for row in connection.execute(query)}
 
 

@@ -123,7 +123,10 @@ recorded = Table(
     Column("mirror_key", Text, nullable=False),
     Column("mirror_name", Text, nullable=False),
     ForeignKeyConstraint(
-        ["dataset_id", "instance_id"], ["instances.dataset_id", "instances.id"], ondelete="CASCADE", name="recorded_instance"
+        ["dataset_id", "instance_id"],
+        ["instances.dataset_id", "instances.id"],
+        ondelete="CASCADE",
+        name="recorded_instance",
     ),
     Index("recorded_by_mirror", "mirror_key", "commit_id"),
 )

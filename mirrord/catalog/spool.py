@@ -46,8 +46,14 @@ def spooled(row: InstanceRow) -> bytes:
 def unspooled(line: bytes) -> InstanceRow:
     """The row of one line that anybody may have written; raises ValueError, KeyError or TypeError where it is none."""
     value = json.loads(line)
-    texts = [value["id"], *(value[name] for name in ("patch", "test_patch") if value[name] is not None)]
-    if not all(isinstance(text, str) for text in (*texts, *value["fail"], *value["pass"])) or len(value["id"]) > 500:
+    texts = [
+        value["id"],
+        *(value[name] for name in ("patch", "test_patch") if value[name] is not None),
+    ]
+    if (
+        not all(isinstance(text, str) for text in (*texts, *value["fail"], *value["pass"]))
+        or len(value["id"]) > 500
+    ):
         raise ValueError("not the row of an instance")
     return InstanceRow(
         id=value["id"],
@@ -55,7 +61,11 @@ def unspooled(line: bytes) -> InstanceRow:
         mirror=MirrorName.parse(value["mirror"]),
         base_commit=parse_commit(value["base"]),
         direction=Direction(value["direction"]),
-        commits=tuple(dict.fromkeys((parse_commit(commit), CommitRole(role)) for commit, role in value["commits"])),
+        commits=tuple(
+            dict.fromkeys(
+                (parse_commit(commit), CommitRole(role)) for commit, role in value["commits"]
+            )
+        ),
         patch=value["patch"],
         test_patch=value["test_patch"],
         fail_to_pass=tuple(value["fail"]),
@@ -92,11 +102,17 @@ def merge_dataset(place: str, head: DatasetHead, spool: Path) -> int | None:
 
 
 def _merge(connection: Connection, head: DatasetHead, spool: Path) -> int | None:
-    found = connection.execute(select(datasets.c.id, datasets.c.sha256).where(datasets.c.name == head.name)).first()
+    found = connection.execute(
+        select(datasets.c.id, datasets.c.sha256).where(datasets.c.name == head.name)
+    ).first()
     if found is not None and found.sha256 != head.sha256:
         return None
     dataset_id = int(found.id) if found is not None else _put_head(connection, head)
-    known = set(connection.execute(select(instances.c.id).where(instances.c.dataset_id == dataset_id)).scalars())
+    known = set(
+        connection.execute(
+            select(instances.c.id).where(instances.c.dataset_id == dataset_id)
+        ).scalars()
+    )
     count = 0
     for batch in _batches(spool):
         fresh = {line["id"]: (digest, line) for digest, line in batch if line["id"] not in known}
@@ -155,7 +171,11 @@ def _put_head(connection: Connection, head: DatasetHead) -> int:
     }
     found = connection.execute(select(datasets.c.id).where(datasets.c.name == head.name)).scalar()
     if found is None:
-        return int(connection.execute(insert(datasets).values(values).returning(datasets.c.id)).scalar_one())
+        return int(
+            connection.execute(
+                insert(datasets).values(values).returning(datasets.c.id)
+            ).scalar_one()
+        )
     connection.execute(update(datasets).where(datasets.c.id == found).values(values))
     return int(found)
 
@@ -176,14 +196,23 @@ def _batches(spool: Path) -> Iterator[list[tuple[bytes, dict[str, Any]]]]:
 
 def _delete_instances(connection: Connection, dataset_id: int, ids: list[str]) -> None:
     for batch in in_batches(ids):
-        connection.execute(delete(instances).where(instances.c.dataset_id == dataset_id, instances.c.id.in_(batch)))
+        connection.execute(
+            delete(instances).where(instances.c.dataset_id == dataset_id, instances.c.id.in_(batch))
+        )
 
 
-def _insert_instances(connection: Connection, dataset_id: int, rows: list[tuple[bytes, dict[str, Any]]]) -> None:
+def _insert_instances(
+    connection: Connection, dataset_id: int, rows: list[tuple[bytes, dict[str, Any]]]
+) -> None:
     if not rows:
         return
-    connection.execute(insert(instances), [_instance_values(dataset_id, digest, line) for digest, line in rows])
-    connection.execute(insert(recorded), [values for _, line in rows for values in _recorded_values(dataset_id, line)])
+    connection.execute(
+        insert(instances), [_instance_values(dataset_id, digest, line) for digest, line in rows]
+    )
+    connection.execute(
+        insert(recorded),
+        [values for _, line in rows for values in _recorded_values(dataset_id, line)],
+    )
 
 
 def _instance_values(dataset_id: int, digest: bytes, line: dict[str, Any]) -> dict[str, Any]:

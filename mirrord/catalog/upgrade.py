@@ -26,7 +26,9 @@ log = structlog.get_logger()
 def prepare(database: Database) -> bool:
     """Make a fresh catalog, or look at the one there is; answers whether it must be migrated."""
     _check_file(database)
-    with database.read() as connection:  # a full disk lets nobody write, and there is mostly nothing to write
+    with (
+        database.read() as connection
+    ):  # a full disk lets nobody write, and there is mostly nothing to write
         if version.name in inspect(connection).get_table_names():
             return _is_old(database, connection.execute(select(version.c.version_num)).scalar())
     with database.write() as connection:

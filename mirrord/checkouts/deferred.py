@@ -44,7 +44,9 @@ class Deferred:
     def begin(self, what: tuple[str, Hashable], work: Callable[[], Awaitable[None]]) -> None:
         """Have `work` done; once, however often it is asked for meanwhile. `what` names it: the kind, and which one."""
         if what not in self._tasks:
-            task = self._tasks[what] = asyncio.get_running_loop().create_task(self._perform(what, work))
+            task = self._tasks[what] = asyncio.get_running_loop().create_task(
+                self._perform(what, work)
+            )
             task.add_done_callback(lambda _: self._tasks.pop(what, None))
 
     async def close(self) -> None:
@@ -53,7 +55,9 @@ class Deferred:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _perform(self, what: tuple[str, Hashable], work: Callable[[], Awaitable[None]]) -> None:
+    async def _perform(
+        self, what: tuple[str, Hashable], work: Callable[[], Awaitable[None]]
+    ) -> None:
         Askers().bind()
         if answered := _answered.get():
             await answered.wait()
@@ -61,5 +65,8 @@ class Deferred:
             async with self._turn:
                 with giving_way():
                     await work()
-        except (MirrordError, OSError) as error:  # a mirror may have been removed meanwhile, a store dropped
+        except (
+            MirrordError,
+            OSError,
+        ) as error:  # a mirror may have been removed meanwhile, a store dropped
             log.info("preparation.failed", kind=what[0], which=str(what[1]), error=str(error))

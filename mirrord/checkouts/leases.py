@@ -133,12 +133,16 @@ class Leases:
         """Read what an earlier daemon left: the leases that stand, and the directories that are rubbish."""
         self._public.mkdir(mode=0o711, parents=True, exist_ok=True)
         self._private.mkdir(mode=_PRIVATE, exist_ok=True)
-        names = sorted({path.name for above in (self._public, self._private) for path in above.iterdir()})
+        names = sorted(
+            {path.name for above in (self._public, self._private) for path in above.iterdir()}
+        )
         found = [(self.directories(name), _find(self.directories(name))) for name in names]
         for lease in (lease for _, lease in found if lease is not None):
             self._live[lease.id] = lease
             self.holdings.add(lease.taken_by, lease.owner_uid)
-        return list(self._live.values()), [directories for directories, lease in found if lease is None]
+        return list(self._live.values()), [
+            directories for directories, lease in found if lease is None
+        ]
 
     def __len__(self) -> int:
         return len(self._live)
@@ -211,7 +215,10 @@ class Leases:
         if name.startswith(GONE):
             return directories
         gone = self.directories(f"{GONE}{name}")
-        for before, after in ((directories.private, gone.private), (directories.public, gone.public)):
+        for before, after in (
+            (directories.private, gone.private),
+            (directories.public, gone.public),
+        ):
             with suppress(FileNotFoundError):
                 os.rename(before, after)
         return gone
@@ -256,7 +263,11 @@ def _read(directories: Directories, state: LeaseState) -> Lease | None:
 def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
     data = json.dumps(_to_json(lease)).encode()
     try:
-        with opened(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)) as fd:
+        with opened(
+            os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
+        ) as fd:
             write_all(fd, data)
             if durably:
                 os.fsync(fd)

@@ -36,7 +36,9 @@ Draft = Callable[[CheckoutId, Directories, Backend], Lease]
 class Lifecycle:
     """Leases with their trees, made by `backends`, the preferred one first."""
 
-    def __init__(self, state_dir: Path, backends: Sequence[CheckoutBackend], events: Events, locked: Locking) -> None:
+    def __init__(
+        self, state_dir: Path, backends: Sequence[CheckoutBackend], events: Events, locked: Locking
+    ) -> None:
         self.leases = Leases(state_dir)
         self.removal = Removal()
         self._backends = backends
@@ -53,7 +55,12 @@ class Lifecycle:
             self.removal.start(self.leases.discard(directories), None, self._backends)
         for lease in leases:
             await self._adopt(lease)
-        log.info("checkouts.adopted", count=len(self.leases), lost=len(leases) - len(self.leases), rubbish=len(rubbish))
+        log.info(
+            "checkouts.adopted",
+            count=len(self.leases),
+            lost=len(leases) - len(self.leases),
+            rubbish=len(rubbish),
+        )
 
     async def close(self) -> None:
         """Checkouts stay: leases outlive the daemon."""
@@ -68,7 +75,8 @@ class Lifecycle:
         found = self._find_backend(lease)
         if found is None:
             raise BackendUnavailableError(
-                f"cannot use checkout {lease.id}: this host no longer has the backend {lease.backend}", hint="release it"
+                f"cannot use checkout {lease.id}: this host no longer has the backend {lease.backend}",
+                hint="release it",
             )
         return found
 
@@ -81,9 +89,13 @@ class Lifecycle:
                 log.info("backend.skipped", backend=str(backend.name), reason=error.message)
         return await self._make(draft, backends[-1])
 
-    async def reset(self, lease: Lease, target: Target, instance: str | None) -> tuple[Lease, Proof]:
+    async def reset(
+        self, lease: Lease, target: Target, instance: str | None
+    ) -> tuple[Lease, Proof]:
         """Bring a checkout to `target`, and answer the lease as it stands there."""
-        to = replace(lease, commit=target.commit, tree=target.tree, instance=instance, state=LeaseState.LIVE)
+        to = replace(
+            lease, commit=target.commit, tree=target.tree, instance=instance, state=LeaseState.LIVE
+        )
         try:
             proof = await self.backend_of(lease).reset(to, self.leases)
         except ProofFailedError as error:

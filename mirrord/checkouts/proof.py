@@ -16,7 +16,10 @@ def require(proof: Proof, *, head: str, tree: str) -> Proof:
     for what, wanted, seen in (("HEAD", head, proof.head), ("tree", tree, proof.tree)):
         if wanted != seen:
             raise ProofFailedError(
-                f"cannot prove the checkout clean: {what} is {seen}, not {wanted}", hint=_HINT, wanted=wanted, seen=seen
+                f"cannot prove the checkout clean: {what} is {seen}, not {wanted}",
+                hint=_HINT,
+                wanted=wanted,
+                seen=seen,
             )
     return proof
 

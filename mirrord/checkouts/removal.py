@@ -37,7 +37,9 @@ class Removal:
         self._turn = asyncio.Semaphore(_AT_A_TIME)
         self._has_room = asyncio.Event()
 
-    def start(self, directories: Directories, lease: Lease | None, backends: Sequence[CheckoutBackend]) -> None:
+    def start(
+        self, directories: Directories, lease: Lease | None, backends: Sequence[CheckoutBackend]
+    ) -> None:
         """Begin to remove a checkout, by each of the backends that could have made it."""
         task = asyncio.get_running_loop().create_task(self._remove(directories, lease, backends))
         self._tasks.add(task)
@@ -68,7 +70,9 @@ class Removal:
         if len(self._tasks) <= _BACKLOG:
             self._has_room.set()
 
-    async def _remove(self, directories: Directories, lease: Lease | None, backends: Sequence[CheckoutBackend]) -> None:
+    async def _remove(
+        self, directories: Directories, lease: Lease | None, backends: Sequence[CheckoutBackend]
+    ) -> None:
         pause_s = _LONG_PAUSE_S
         while not await self._is_destroyed(directories, lease, backends):
             self._step_aside()
@@ -83,11 +87,15 @@ class Removal:
             self._late.add(task)
             self._tell_room()
 
-    async def _is_destroyed(self, directories: Directories, lease: Lease | None, backends: Sequence[CheckoutBackend]) -> bool:
+    async def _is_destroyed(
+        self, directories: Directories, lease: Lease | None, backends: Sequence[CheckoutBackend]
+    ) -> bool:
         async with self._turn:
             return all([await self._destroy(backend, directories, lease) for backend in backends])
 
-    async def _destroy(self, backend: CheckoutBackend, directories: Directories, lease: Lease | None) -> bool:
+    async def _destroy(
+        self, backend: CheckoutBackend, directories: Directories, lease: Lease | None
+    ) -> bool:
         """Try a few times: a process that still writes into the tree can make a directory come back while it is removed.
 
         Answers whether it is gone.
@@ -96,7 +104,12 @@ class Removal:
             try:
                 await backend.destroy(directories, lease)
             except (MirrordError, OSError) as error:
-                log.warning("removal.failed", directory=directories.public.name, attempt=attempt, error=str(error))
+                log.warning(
+                    "removal.failed",
+                    directory=directories.public.name,
+                    attempt=attempt,
+                    error=str(error),
+                )
                 await anyio.sleep(_PAUSE_S)
             else:
                 return True

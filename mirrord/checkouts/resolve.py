@@ -49,7 +49,9 @@ class Naming(Enum):
 class Instances(Protocol):
     """Where instances are looked up."""
 
-    async def find_instance(self, instance: str, dataset: str | None = None) -> InstanceRow | None: ...
+    async def find_instance(
+        self, instance: str, dataset: str | None = None
+    ) -> InstanceRow | None: ...
 
     async def find_base_commit(self, name: MirrorName, digits: str) -> CommitId | None: ...
 
@@ -76,7 +78,13 @@ class Wanted:
 class Requests:
     """Reads requests against the catalog and the mirrors. `learn` is told what was found of a commit, for who makes its tree."""
 
-    def __init__(self, *, instances: Instances, commits: Commits, learn: Callable[[MirrorName, Resolved], None]) -> None:
+    def __init__(
+        self,
+        *,
+        instances: Instances,
+        commits: Commits,
+        learn: Callable[[MirrorName, Resolved], None],
+    ) -> None:
         self._instances = instances
         self._commits = commits
         self._learn = learn
@@ -86,8 +94,12 @@ class Requests:
     async def read_start(self, request: StartCheckout, naming: Naming) -> Wanted:
         """Raises AccessError, InvalidRequestError, InstanceNotFoundError, MirrorNotFoundError,
         CommitNotFoundError, CommitUnservableError."""
-        if (request.instance is None) == (request.mirror is None) or (request.mirror is None) != (request.commit is None):
-            raise InvalidRequestError("cannot tell what to check out: the request names too little or too much", hint=_HOW)
+        if (request.instance is None) == (request.mirror is None) or (request.mirror is None) != (
+            request.commit is None
+        ):
+            raise InvalidRequestError(
+                "cannot tell what to check out: the request names too little or too much", hint=_HOW
+            )
         _must_name_an_instance(request)
         if request.instance is None:
             return await self._commit(str(request.mirror), str(request.commit), naming)
@@ -102,7 +114,9 @@ class Requests:
     async def read_reset(self, request: ResetCheckout, lease: Lease, naming: Naming) -> Wanted:
         """Where a reset goes; the instance stays what it was unless another is named. Only within the lease's mirror."""
         if request.instance is not None and request.commit is not None:
-            raise InvalidRequestError("cannot reset to an instance and a commit at the same time", hint="name one of them")
+            raise InvalidRequestError(
+                "cannot reset to an instance and a commit at the same time", hint="name one of them"
+            )
         _must_name_an_instance(request)
         if naming is Naming.NOTHING and (request.instance or request.commit):
             raise AccessError(
@@ -112,9 +126,15 @@ class Requests:
         if request.commit is not None:
             return Wanted(lease.mirror, await self._named(lease.mirror, request.commit, naming))
         if request.instance is None:
-            row = await self._instances.find_instance(lease.instance, lease.dataset) if lease.instance else None
+            row = (
+                await self._instances.find_instance(lease.instance, lease.dataset)
+                if lease.instance
+                else None
+            )
             return Wanted(lease.mirror, Target(lease.commit, lease.tree), row)
-        wanted = await self.read_start(StartCheckout(instance=request.instance, dataset=request.dataset), naming)
+        wanted = await self.read_start(
+            StartCheckout(instance=request.instance, dataset=request.dataset), naming
+        )
         if wanted.mirror.key != lease.mirror.key:
             raise InvalidRequestError(
                 f"cannot reset to {shown(request.instance)}: it is of {wanted.mirror}, the checkout of {lease.mirror}",
@@ -143,7 +163,11 @@ class Requests:
         if naming is Naming.ANYTHING:
             return await self._target(name, commitish)
         digits = commitish.lower()
-        base = await self._instances.find_base_commit(name, digits) if _DIGITS.fullmatch(digits) else None
+        base = (
+            await self._instances.find_base_commit(name, digits)
+            if _DIGITS.fullmatch(digits)
+            else None
+        )
         if base is not None:
             return await self._target(name, base)
         if naming is Naming.PUBLIC:
@@ -175,12 +199,14 @@ class Requests:
 def _must_name_an_instance(request: StartCheckout | ResetCheckout) -> None:
     if request.dataset is not None and request.instance is None:
         raise InvalidRequestError(
-            "cannot check out of a dataset without an instance", hint="name one of its instances, or leave the dataset out"
+            "cannot check out of a dataset without an instance",
+            hint="name one of its instances, or leave the dataset out",
         )
 
 
 def _no_instance(text: str, dataset: str | None) -> InstanceNotFoundError:
     fact = f"dataset {shown(dataset)} has no such instance" if dataset else "no dataset has it"
     return InstanceNotFoundError(
-        f"cannot find instance {shown(text)}: {fact}", hint="see `mirrord dataset list`, or write NAME@COMMIT"
+        f"cannot find instance {shown(text)}: {fact}",
+        hint="see `mirrord dataset list`, or write NAME@COMMIT",
     )

@@ -47,7 +47,13 @@ class Rubbish:
         self._waiting: dict[Path, asyncio.Future[str | None]] = {}
         self._sweeper: asyncio.Task[None] | None = None
 
-    def add(self, directory: Path, quickly: Callable[[Path], bool] | None = None, *, holding: int | None = None) -> None:
+    def add(
+        self,
+        directory: Path,
+        quickly: Callable[[Path], bool] | None = None,
+        *,
+        holding: int | None = None,
+    ) -> None:
         """Remove a directory soon, unless `quickly`, in a thread, says that it did; one that is not there is fine.
 
         `holding` is a descriptor to close first, in a thread too.
@@ -55,7 +61,9 @@ class Rubbish:
         Whoever resets is answered first: until then not even a thread is woken, which would take its turn of the interpreter.
         What fails is tried again.
         """
-        task = asyncio.get_running_loop().create_task(self._remove_soon(directory, quickly, holding))
+        task = asyncio.get_running_loop().create_task(
+            self._remove_soon(directory, quickly, holding)
+        )
         self._tasks.add(task)
         task.add_done_callback(self._forget)
 
@@ -67,7 +75,9 @@ class Rubbish:
         if await self._in_thread(quickly, directory):
             return
         if problem := await self._enqueue(directory):
-            raise ResourceError(f"cannot remove {directory.name}: {problem}", hint="it is tried again")
+            raise ResourceError(
+                f"cannot remove {directory.name}: {problem}", hint="it is tried again"
+            )
 
     async def keep_up(self) -> None:
         """Wait while there is too much of it."""
@@ -85,7 +95,9 @@ class Rubbish:
         await asyncio.gather(*running, return_exceptions=True)
         self._threads.shutdown(wait=False)
 
-    async def _remove_soon(self, directory: Path, quickly: Callable[[Path], bool] | None, holding: int | None) -> None:
+    async def _remove_soon(
+        self, directory: Path, quickly: Callable[[Path], bool] | None, holding: int | None
+    ) -> None:
         await asyncio.sleep(_PAUSE_S)
         if holding is not None:
             await asyncio.get_running_loop().run_in_executor(self._threads, os.close, holding)
@@ -153,7 +165,9 @@ def _remove_upper(upper: str) -> None:
 
 def remove_layer(layer: Path) -> bool:
     """Remove a layer of an overlay checkout; False where its owner wrote anything. `git status` alone makes `.git`."""
-    kernels = f"{layer}/work/work"  # what overlayfs leaves in a volatile work directory (Linux 6.18)
+    kernels = (
+        f"{layer}/work/work"  # what overlayfs leaves in a volatile work directory (Linux 6.18)
+    )
     try:
         _remove_upper(f"{layer}/upper")
         with suppress(FileNotFoundError):

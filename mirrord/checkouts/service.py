@@ -42,7 +42,15 @@ from ..host.visibility import Visible, shares_mounts, visible_to
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
 from ..model import Backend, Bind, CheckoutId, History, View, utc_now
-from ..protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, RestoreAnswer, RestorePaths, StartCheckout
+from ..protocol import (
+    Checkout,
+    RenewCheckout,
+    ResetAnswer,
+    ResetCheckout,
+    RestoreAnswer,
+    RestorePaths,
+    StartCheckout,
+)
 from ..units import format_duration
 from .backend import CheckoutBackend
 from .leases import Directories, Lease, LeaseState, not_found
@@ -81,7 +89,9 @@ class Checkouts:
         self._events = events
         self._clock = clock
         self._overlay = overlay
-        self._pool = PoolBackend(state_dir=state_dir, workers=workers, gitdirs=gitdirs, mirrors_path=mirrors.path)
+        self._pool = PoolBackend(
+            state_dir=state_dir, workers=workers, gitdirs=gitdirs, mirrors_path=mirrors.path
+        )
         self._requests = Requests(instances=datasets, commits=mirrors, learn=gitdirs.commits.learn)
         self._revisions = Revisions(workers=workers, mirrors=mirrors, instances=datasets)
         backends = [backend for backend in (overlay, self._pool) if backend is not None]
@@ -124,7 +134,9 @@ class Checkouts:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def checkout(self, request: StartCheckout, peer: Peer, process: Process | None = None) -> Checkout:
+    async def checkout(
+        self, request: StartCheckout, peer: Peer, process: Process | None = None
+    ) -> Checkout:
         """Hand out a new checkout, owned by the peer's uid or by another that it may ask for.
 
         It ends with `process`, where one is given.
@@ -162,7 +174,11 @@ class Checkouts:
             lease, made = await self._keeper.make(draft, backends)
         if process is not None:
             self._hold(lease, process)
-        timings = {"resolve": round(resolved_s, 6), **made.timings, "total": round(time.perf_counter() - began, 6)}
+        timings = {
+            "resolve": round(resolved_s, 6),
+            **made.timings,
+            "total": round(time.perf_counter() - began, 6),
+        }
         self._publish("checkout.made", lease, duration_s=timings["total"])
         return _answer(lease, timings)
 
@@ -173,9 +189,17 @@ class Checkouts:
             wanted = await self._requests.read_reset(request, lease, self._naming(peer))
             instance = wanted.instance
             lease = replace(lease, dataset=instance.dataset if instance else None)
-            lease, proof = await self._keeper.reset(lease, wanted.target, instance.id if instance else None)
+            lease, proof = await self._keeper.reset(
+                lease, wanted.target, instance.id if instance else None
+            )
         duration_s = round(time.perf_counter() - began, 6)
-        self._publish("checkout.reset", lease, duration_s=duration_s, restored=proof.files_restored, removed=proof.files_removed)
+        self._publish(
+            "checkout.reset",
+            lease,
+            duration_s=duration_s,
+            restored=proof.files_restored,
+            removed=proof.files_removed,
+        )
         return ResetAnswer(**_members(lease, {"total": duration_s}), proof=proof)
 
     async def renew(self, checkout: str, request: RenewCheckout, peer: Peer) -> Checkout:
@@ -213,7 +237,13 @@ class Checkouts:
             return await self._revisions.diff(lease, changed)
 
     async def apply(
-        self, checkout: str, peer: Peer, *, patch: bytes | Path | None, named: str | None = None, reverse: bool = False
+        self,
+        checkout: str,
+        peer: Peer,
+        *,
+        patch: bytes | Path | None,
+        named: str | None = None,
+        reverse: bool = False,
     ) -> Checkout:
         """Apply a patch to the files, or the instance's own `@patch` or `@test_patch` (grader view): all of it or nothing."""
         async with self._held_whole(checkout, peer) as lease:
@@ -242,7 +272,9 @@ class Checkouts:
         return sum([await self._expire(lease) for lease in over])
 
     def _is_over(self, lease: Lease) -> bool:
-        return lease.is_expired(self._clock()) or (lease.bound_to is not None and lease.bound_to not in self._lifelines)
+        return lease.is_expired(self._clock()) or (
+            lease.bound_to is not None and lease.bound_to not in self._lifelines
+        )
 
     async def _expire_when_processes_end(self) -> None:
         while True:
@@ -348,18 +380,24 @@ class Checkouts:
 
     def _must_be_open(self) -> None:
         if self._closing:
-            raise StoppingError("cannot work on checkouts: the daemon is stopping", hint="try again in a moment")
+            raise StoppingError(
+                "cannot work on checkouts: the daemon is stopping", hint="try again in a moment"
+            )
 
     def _must_be_admin(self, peer: Peer, what: str) -> None:
         """A grader's checkout may be owned by a plain uid, which runs what the agent wrote."""
         if not self._access.is_admin(peer.uid):
-            raise AccessError(f"cannot {what}: only administrators may", hint="see access.admins in the configuration")
+            raise AccessError(
+                f"cannot {what}: only administrators may",
+                hint="see access.admins in the configuration",
+            )
 
     def _must_be_allowed(self, peer: Peer, owner: Owner, view: View, history: History) -> None:
         self._must_be_open()
         if view is View.GRADER and not self._access.is_admin(peer.uid):
             raise AccessError(
-                "cannot check out with the grader view: only administrators may", hint="see access.admins in the configuration"
+                "cannot check out with the grader view: only administrators may",
+                hint="see access.admins in the configuration",
             )
         if owner[0] != os.geteuid() and not self._may_give_files_away:
             raise AccessError(
@@ -393,7 +431,9 @@ class Checkouts:
                     )
         if held >= most:
             raise TooManyCheckoutsError(
-                f"cannot make another checkout: {most} are held", hint="release some, or raise checkouts.max", max=most
+                f"cannot make another checkout: {most} are held",
+                hint="release some, or raise checkouts.max",
+                max=most,
             )
         holdings.add(taken_by, owner_uid)
         try:
@@ -410,24 +450,36 @@ class Checkouts:
             self._visible[peer] = known
         return known
 
-    def _choose(self, asked: Backend | None, history: History, visible: Visible) -> Sequence[CheckoutBackend]:
+    def _choose(
+        self, asked: Backend | None, history: History, visible: Visible
+    ) -> Sequence[CheckoutBackend]:
         """The backends to try, the best first. Who asks for the pool by name may see nothing of it: others may."""
         wanted = asked or self._settings().checkouts.backend
-        if (wanted is Backend.AUTO and visible is Visible.NOTHING) or (wanted is Backend.OVERLAY and visible < Visible.MOUNTS):
+        if (wanted is Backend.AUTO and visible is Visible.NOTHING) or (
+            wanted is Backend.OVERLAY and visible < Visible.MOUNTS
+        ):
             raise BackendUnavailableError(
                 "cannot make a checkout: the process that asks is in another mount namespace,"
                 f" which does not show {'mounts in ' if visible is Visible.FILES else ''}{self._directory}",
                 hint=f"mount {self._directory} there with propagation rslave, or ask for the backend pool",
             )
-        if visible is Visible.FILES or wanted is Backend.POOL or (history is History.LINKED and wanted is Backend.AUTO):
+        if (
+            visible is Visible.FILES
+            or wanted is Backend.POOL
+            or (history is History.LINKED and wanted is Backend.AUTO)
+        ):
             return [self._pool]
         if history is History.LINKED:
-            raise InvalidRequestError("cannot link an overlay checkout to a mirror", hint="use the backend pool with linked")
+            raise InvalidRequestError(
+                "cannot link an overlay checkout to a mirror",
+                hint="use the backend pool with linked",
+            )
         if wanted is Backend.AUTO:
             return [self._overlay, self._pool] if self._overlay else [self._pool]
         if self._overlay is None:
             raise BackendUnavailableError(
-                "cannot use the overlay backend: this host does not allow it", hint="see `mirrord doctor`"
+                "cannot use the overlay backend: this host does not allow it",
+                hint="see `mirrord doctor`",
             )
         return [self._overlay]
 
@@ -442,7 +494,8 @@ class Checkouts:
 def _must_be_whole(lease: Lease) -> None:
     if lease.state is LeaseState.RESETTING:
         raise CheckoutBusyError(
-            f"cannot work on checkout {lease.id}: its last reset failed half-way", hint="reset it again, or release it"
+            f"cannot work on checkout {lease.id}: its last reset failed half-way",
+            hint="reset it again, or release it",
         )
 
 
@@ -452,7 +505,8 @@ async def _acquire(lock: anyio.Lock, checkout: CheckoutId) -> None:
             await lock.acquire()
     except TimeoutError as error:
         raise CheckoutBusyError(
-            f"cannot work on checkout {checkout}: other work on it goes on", hint="wait for it to end, then try again"
+            f"cannot work on checkout {checkout}: other work on it goes on",
+            hint="wait for it to end, then try again",
         ) from error
 
 

@@ -54,7 +54,9 @@ class Work:
     scratch: Path
 
 
-def make_checkout(place: Place, commit: str, tree: str, warm: Directories | None) -> tuple[str, dict[str, float]]:
+def make_checkout(
+    place: Place, commit: str, tree: str, warm: Directories | None
+) -> tuple[str, dict[str, float]]:
     made: tuple[str, dict[str, float]] = _module("pool.worktree").make(place, commit, tree, warm)
     return made
 
@@ -70,9 +72,16 @@ def scan_checkout(place: Place) -> list[bytes]:
 
 
 def list_overlay_changes(
-    root: Path, upper: Path, layers: tuple[Path, ...], mirror: Path, tree: str, owner: tuple[int, int]
+    root: Path,
+    upper: Path,
+    layers: tuple[Path, ...],
+    mirror: Path,
+    tree: str,
+    owner: tuple[int, int],
 ) -> list[bytes]:
-    paths: list[bytes] = _module("overlay.changes").changed_paths(root, upper, layers, mirror, tree, owner)
+    paths: list[bytes] = _module("overlay.changes").changed_paths(
+        root, upper, layers, mirror, tree, owner
+    )
     return paths
 
 
@@ -82,7 +91,9 @@ def diff_checkout(work: Work, changed: list[bytes], spool: Path) -> bytes | None
     return patch
 
 
-def apply_patch(work: Work, changed: list[bytes], patch: bytes | Path, reverse: bool) -> list[bytes]:
+def apply_patch(
+    work: Work, changed: list[bytes], patch: bytes | Path, reverse: bool
+) -> list[bytes]:
     patch = patch.read_bytes() if isinstance(patch, Path) else patch
     written: list[bytes] = _module("patches.apply").apply(work, changed, patch, reverse=reverse)
     return written

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 
-gc.set_threshold(50_000)  # nothing that an import makes is garbage: looking for it is 5 ms of a verb
+gc.set_threshold(
+    50_000
+)  # nothing that an import makes is garbage: looking for it is 5 ms of a verb
 
 from .main import main  # noqa: E402
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from .. import Client
     from ..protocol import Audit, Finding, Operation, Repair
 
-Names = Annotated[list[str] | None, Argument(metavar="[NAME]...", help="Of which mirrors; default: all.")]
+Names = Annotated[
+    list[str] | None, Argument(metavar="[NAME]...", help="Of which mirrors; default: all.")
+]
 NoWait = Annotated[bool, Option("--no-wait", help="Answer with the operation at once.")]
 _INTEGRITY = 8
 
@@ -34,7 +36,9 @@ def audit(
     """Prints one line per finding, then a total; what was repaired goes to stderr. Status 8 when
     anything found is neither healed nor accepted by `audit.accept`."""
     with session.client() as client:
-        operation = client.start_audit(*names or (), dataset=dataset, level=level, heal=False if no_heal else None)
+        operation = client.start_audit(
+            *names or (), dataset=dataset, level=level, heal=False if no_heal else None
+        )
         if no_wait:
             session.answer(operation, lambda: [f"operation {operation.id} {operation.state}"])
             return
@@ -65,7 +69,9 @@ def _findings(found: Audit) -> Iterator[str]:
         yield cell(_finding(finding))
     states = ", ".join(f"{number:,} {state}" for state, number in found.counts.items() if number)
     total = sum(found.counts.values())
-    affected = f"; {count(len(found.affected), 'instance')} cannot be served" if found.affected else ""
+    affected = (
+        f"; {count(len(found.affected), 'instance')} cannot be served" if found.affected else ""
+    )
     accepted = len(found.findings) - found.open_count
     is_open = f"; {count(found.open_count, 'finding')}" if found.open_count else ""
     is_open += f"; {count(accepted, 'finding')} accepted" if accepted else ""
@@ -105,7 +111,11 @@ def heal(
     session: Session,
     names: Names = None,
     bundle: Annotated[
-        Path | None, Option(metavar="FILE", help="Let one mirror also take objects from this bundle, of any repository.")
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="Let one mirror also take objects from this bundle, of any repository.",
+        ),
     ] = None,
     no_wait: NoWait = False,
 ) -> None:
@@ -120,11 +130,16 @@ def heal(
     _answer(session, found, lambda: chain(_repairs(found), _findings(found)))
 
 
-def _start_heal(session: Session, client: Client, names: list[str], bundle: Path | None) -> Operation:
+def _start_heal(
+    session: Session, client: Client, names: list[str], bundle: Path | None
+) -> Operation:
     if bundle is None:
         return client.start_heal(*names)
     if len(names) != 1:
-        raise UsageError(f"cannot heal with {bundle}: {len(names)} mirrors are named", hint="name the one it is for")
+        raise UsageError(
+            f"cannot heal with {bundle}: {len(names)} mirrors are named",
+            hint="name the one it is for",
+        )
     if not bundle.is_file():
         raise UsageError(f"cannot heal with {bundle}: it is not a file", hint="name a bundle file")
     with watching(session, f"sending {bundle.name}") as watch:

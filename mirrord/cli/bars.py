@@ -16,7 +16,12 @@ from .progress import amount
 if TYPE_CHECKING:
     from ..protocol import Progress
 
-_COLUMNS = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[units]}", markup=False), TimeElapsedColumn())
+_COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    TextColumn("{task.fields[units]}", markup=False),
+    TimeElapsedColumn(),
+)
 
 
 @contextmanager
@@ -26,6 +31,8 @@ def bar(title: str) -> Iterator[Callable[[Progress], None]]:
         task = display.add_task(escape(title), total=None, units="")
 
         def show(progress: Progress) -> None:
-            display.update(task, completed=progress.done, total=progress.total or None, units=amount(progress))
+            display.update(
+                task, completed=progress.done, total=progress.total or None, units=amount(progress)
+            )
 
         yield show

@@ -20,16 +20,26 @@ def create(
     name: Name,
     file: Annotated[Path, Argument(help="What to write; it appears when it is whole.")],
     since: Annotated[
-        str | None, Option(metavar="RECORD", help="Only what came after this ref record: an id, a time, or latest.")
+        str | None,
+        Option(
+            metavar="RECORD", help="Only what came after this ref record: an id, a time, or latest."
+        ),
     ] = None,
 ) -> None:
     """The file holds all refs, pins, kept refs, the ref history, and the rows of datasets that name the mirror, patches included:
     keep it as private as the mirror. git can verify, clone and fetch from it. Prints the record to make the next one since."""
     if not file.parent.is_dir():
-        raise UsageError(f"cannot write {file}: there is no directory {file.parent}", hint="make it first")
+        raise UsageError(
+            f"cannot write {file}: there is no directory {file.parent}", hint="make it first"
+        )
     with session.client() as client, watching(session, f"bundling {name}") as watch:
         made = client.create_bundle(name, file, since=since, progress=watch)
-    pairs = [("file", made.file), ("mirror", made.mirror), ("size", size(made.size_bytes)), ("record", made.record)]
+    pairs = [
+        ("file", made.file),
+        ("mirror", made.mirror),
+        ("size", size(made.size_bytes)),
+        ("record", made.record),
+    ]
     session.answer(made, lambda: facts([*pairs, ("since", made.since)]))
 
 
@@ -37,7 +47,8 @@ def import_file(
     session: Session,
     file: Annotated[Path, Argument(help="A bundle of mirrord, or of git.")],
     mirror: Annotated[
-        str | None, Option(metavar="NAME", help="Into which mirror; default: the one that the bundle is of.")
+        str | None,
+        Option(metavar="NAME", help="Into which mirror; default: the one that the bundle is of."),
     ] = None,
     no_wait: NoWait = False,
 ) -> None:

@@ -20,23 +20,43 @@ if TYPE_CHECKING:
     from .. import Client
     from ..protocol import ResetAnswer
 
-Id = Annotated[str, Argument(metavar="ID", help="A checkout: its id, its path, or a path inside it such as '.'.")]
+Id = Annotated[
+    str,
+    Argument(metavar="ID", help="A checkout: its id, its path, or a path inside it such as '.'."),
+]
 Owner = Annotated[
     str | None,
-    Option("--owner", metavar="USER", help="The user, by name or uid, whose checkout it is; default: you."),
+    Option(
+        "--owner",
+        metavar="USER",
+        help="The user, by name or uid, whose checkout it is; default: you.",
+    ),
 ]
-Dataset = Annotated[str | None, Option(metavar="NAME", help="Whose instance, where several datasets record the id differently.")]
+Dataset = Annotated[
+    str | None,
+    Option(
+        metavar="NAME", help="Whose instance, where several datasets record the id differently."
+    ),
+]
 _CHECKOUT_ID = re.compile(r"[a-z2-7]{16}")
 _COMMIT = re.compile(r"[0-9a-fA-F]{40}")
 
 
 def checkout(
     session: Session,
-    instance: Annotated[str, Argument(metavar="INSTANCE", help="An instance id, or NAME@COMMITISH.")],
+    instance: Annotated[
+        str, Argument(metavar="INSTANCE", help="An instance id, or NAME@COMMITISH.")
+    ],
     dataset: Dataset = None,
-    history: Annotated[History | None, Option(help="How much of the past it shows; default: as configured.")] = None,
-    view: Annotated[View, Option(help="Who it is for: an agent, or the grader of one.")] = View.AGENT,
-    backend: Annotated[Backend | None, Option(help="How it is made; default: as configured.")] = None,
+    history: Annotated[
+        History | None, Option(help="How much of the past it shows; default: as configured.")
+    ] = None,
+    view: Annotated[
+        View, Option(help="Who it is for: an agent, or the grader of one.")
+    ] = View.AGENT,
+    backend: Annotated[
+        Backend | None, Option(help="How it is made; default: as configured.")
+    ] = None,
     ttl: Ttl = None,
     owner: Owner = None,
 ) -> None:
@@ -60,7 +80,10 @@ def checkout(
 def reset(
     session: Session,
     checkout_id: Id,
-    to: Annotated[str | None, Argument(metavar="[INSTANCE or COMMITISH]", help="Another one of the same repository.")] = None,
+    to: Annotated[
+        str | None,
+        Argument(metavar="[INSTANCE or COMMITISH]", help="Another one of the same repository."),
+    ] = None,
     dataset: Dataset = None,
 ) -> None:
     """Answers after the tree and the control files of .git were proven equal to the template's; prints the path."""
@@ -104,20 +127,30 @@ def _as_json(patch: bytes) -> dict[str, str]:
 def apply(
     session: Session,
     checkout_id: Id,
-    patch: Annotated[str, Argument(help="A file, - for standard input, or @test_patch or @patch of the instance (grader view).")],
+    patch: Annotated[
+        str,
+        Argument(
+            help="A file, - for standard input, or @test_patch or @patch of the instance (grader view)."
+        ),
+    ],
     reverse: Annotated[bool, Option("--reverse", "-R", help="Take it out instead.")] = False,
 ) -> None:
     """All of it or nothing."""
     with session.client() as client:
         found = find_id(client, checkout_id)
-        answer = client.apply_patch(found, patch if patch.startswith("@") else read_file(patch), reverse=reverse)
+        answer = client.apply_patch(
+            found, patch if patch.startswith("@") else read_file(patch), reverse=reverse
+        )
     session.answer(answer, lambda: [answer.path])
 
 
 def restore(
     session: Session,
     checkout_id: Id,
-    paths: Annotated[list[str], Argument(metavar="PATH...", help="Files of that commit, from the top of the tree.")],
+    paths: Annotated[
+        list[str],
+        Argument(metavar="PATH...", help="Files of that commit, from the top of the tree."),
+    ],
     commit: Annotated[str, Option(metavar="SHA", help="A pinned commit.")],
 ) -> None:
     """Needs a checkout of the grader view."""
@@ -130,7 +163,10 @@ def restore(
         print_line(path)
 
 
-def release(session: Session, checkout_ids: Annotated[list[str], Argument(metavar="ID...", help="Ids or paths.")]) -> None:
+def release(
+    session: Session,
+    checkout_ids: Annotated[list[str], Argument(metavar="ID...", help="Ids or paths.")],
+) -> None:
     """Unsaved changes are lost; save them with `mirrord diff` first."""
     with session.client() as client:
         session.each(checkout_ids, lambda one: client.release_checkout(find_id(client, one)))
@@ -149,9 +185,31 @@ def list_all(session: Session) -> None:
     """Your own; an administrator sees everybody's."""
     with session.client() as client:
         held = client.list_checkouts()
-    header = ("ID", "INSTANCE", "MIRROR", "COMMIT", "HISTORY", "VIEW", "BACKEND", "UID", "EXPIRES", "PATH")
+    header = (
+        "ID",
+        "INSTANCE",
+        "MIRROR",
+        "COMMIT",
+        "HISTORY",
+        "VIEW",
+        "BACKEND",
+        "UID",
+        "EXPIRES",
+        "PATH",
+    )
     rows = [
-        (c.id, c.instance, c.mirror, short(c.commit), c.history, c.view, c.backend, str(c.owner_uid), c.expires_at, c.path)
+        (
+            c.id,
+            c.instance,
+            c.mirror,
+            short(c.commit),
+            c.history,
+            c.view,
+            c.backend,
+            str(c.owner_uid),
+            c.expires_at,
+            c.path,
+        )
         for c in held
     ]
     session.answer(held, lambda: table(header, rows))
@@ -164,7 +222,9 @@ def read_owner(text: str | None) -> int | None:
     try:
         return pwd.getpwnam(text).pw_uid
     except KeyError as error:
-        raise UsageError(f"cannot find user {shown(text)}: this host has no such user", hint="give the uid") from error
+        raise UsageError(
+            f"cannot find user {shown(text)}: this host has no such user", hint="give the uid"
+        ) from error
 
 
 def find_id(client: Client, text: str) -> str:
@@ -177,10 +237,12 @@ def find_id(client: Client, text: str) -> str:
             return part
     if not path.exists() and "/" not in text:
         raise CheckoutNotFoundError(
-            f"cannot find checkout {shown(text)}: it is neither an id nor a path", hint="see `mirrord checkouts`"
+            f"cannot find checkout {shown(text)}: it is neither an id nor a path",
+            hint="see `mirrord checkouts`",
         )
     raise CheckoutNotFoundError(
-        f"cannot find the checkout of {shown(str(path))}: none that is held has this path", hint="see `mirrord checkouts`"
+        f"cannot find the checkout of {shown(str(path))}: none that is held has this path",
+        hint="see `mirrord checkouts`",
     )
 
 

@@ -40,7 +40,9 @@ class _Verb(click.Command):
     """Takes its help, parameters and function from its module when it is called."""
 
     def __init__(self, verb: Verb) -> None:
-        super().__init__(verb.name.rpartition(" ")[2], help=verb.summary, context_settings=_SETTINGS)
+        super().__init__(
+            verb.name.rpartition(" ")[2], help=verb.summary, context_settings=_SETTINGS
+        )
         self._verb = verb
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
@@ -75,7 +77,9 @@ def build() -> click.Group:
     summary = "Git-native mirrors and sealed checkouts, served by one daemon per machine."
     epilog = f"\b\nExit status:\n{exit_lines(EXIT_STATUSES)}"
     root = _Group("mirrord", summary, epilog)
-    click.version_option(__version__, message="mirrord %(version)s", help="Print the version.")(root)
+    click.version_option(__version__, message="mirrord %(version)s", help="Print the version.")(
+        root
+    )
     for verb in VERBS:
         parent, _, leaf = verb.name.rpartition(" ")
         if parent and parent not in root.commands:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from ..protocol import Configuration
 
 
-def check(session: Session, file: Annotated[Path | None, Argument(help="Default: the one in use.")] = None) -> None:
+def check(
+    session: Session, file: Annotated[Path | None, Argument(help="Default: the one in use.")] = None
+) -> None:
     """Tells every fault at once, each with its key and line."""
     path = file or session.config_path() or config.find_path()
     settings = config.load(path)
@@ -32,7 +34,10 @@ def show(session: Session) -> None:
     named = session.config_path()
     found = _in_force(session)
     if found and (named is None or found.path == str(named.absolute())):
-        values, told = found.settings, f"in force; read from {found.path or 'no file: the defaults'}"
+        values, told = (
+            found.settings,
+            f"in force; read from {found.path or 'no file: the defaults'}",
+        )
     else:
         path = named or config.find_path()
         values = _without_secrets(config.load(path))
@@ -58,13 +63,19 @@ def _without_secrets(settings: Settings) -> dict[str, Any]:
 def _toml(values: dict[str, Any]) -> Iterator[str]:
     tables = {key: value for key, value in values.items() if isinstance(value, dict)}
     mirrors = values["mirror"]
-    yield from (f"{key} = {_value(value)}" for key, value in values.items() if key not in {*tables, "mirror"})
+    yield from (
+        f"{key} = {_value(value)}"
+        for key, value in values.items()
+        if key not in {*tables, "mirror"}
+    )
     for name, section in tables.items():
         yield f"\n[{name}]"
         yield from (f"{key} = {_value(value)}" for key, value in section.items())
     for mirror in mirrors:
         yield "\n[[mirror]]"
-        yield from (f"{key} = {_value(value)}" for key, value in mirror.items() if value is not None)
+        yield from (
+            f"{key} = {_value(value)}" for key, value in mirror.items() if value is not None
+        )
 
 
 def _value(value: object) -> str:

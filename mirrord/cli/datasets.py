@@ -23,16 +23,23 @@ _UNSERVABLE = 8
 def import_file(
     session: Session,
     file: Annotated[Path, Argument(help="jsonl, json or parquet.")],
-    name: Annotated[str | None, Option(help="What to call the dataset; default: the file's name.")] = None,
-    format_name: Annotated[
-        str | None, Option("--format", help="See `mirrord dataset formats`; default: found by the columns.")
+    name: Annotated[
+        str | None, Option(help="What to call the dataset; default: the file's name.")
     ] = None,
-    no_wait: Annotated[bool, Option("--no-wait", help="Answer with the operation at once.")] = False,
+    format_name: Annotated[
+        str | None,
+        Option("--format", help="See `mirrord dataset formats`; default: found by the columns."),
+    ] = None,
+    no_wait: Annotated[
+        bool, Option("--no-wait", help="Answer with the operation at once.")
+    ] = False,
 ) -> None:
     """Invalid rows are reported and skipped. Importing a changed file again shows what changed. Status 8 when a recorded commit
     could not be pinned, and so cannot be served."""
     if not file.is_file():
-        raise UsageError(f"cannot import {file}: it is not a file", hint="name a jsonl, json or parquet file")
+        raise UsageError(
+            f"cannot import {file}: it is not a file", hint="name a jsonl, json or parquet file"
+        )
     with session.client() as client:
         with watching(session, f"sending {file.name}") as watch:
             operation = client.import_dataset(file, name=name, format=format_name, progress=watch)
@@ -55,7 +62,10 @@ def _imported(operation: Operation) -> Iterator[str]:
         f"{count(dataset['commit_count'], 'commit')} in {count(len(dataset['mirrors']), 'mirror')}"
     )
     kinds = [(kind, change.get(kind) or []) for kind in ("added", "changed", "removed")]
-    yield ", ".join(f"{len(ids)} {kind}" for kind, ids in kinds) + f", {change.get('unchanged_count', 0)} unchanged"
+    yield (
+        ", ".join(f"{len(ids)} {kind}" for kind, ids in kinds)
+        + f", {change.get('unchanged_count', 0)} unchanged"
+    )
 
 
 def _complaints(result: dict[str, Any]) -> Iterator[str]:
@@ -78,12 +88,30 @@ def _complaints(result: dict[str, Any]) -> Iterator[str]:
 def list_all(session: Session) -> None:
     with session.client() as client:
         datasets = client.list_datasets()
-    header = ("DATASET", "FORMAT", "INSTANCES", "COMMITS", "MIRRORS", "BAD ROWS", "UNPINNED", "IMPORTED")
+    header = (
+        "DATASET",
+        "FORMAT",
+        "INSTANCES",
+        "COMMITS",
+        "MIRRORS",
+        "BAD ROWS",
+        "UNPINNED",
+        "IMPORTED",
+    )
     session.answer(datasets, lambda: table(header, [_row(dataset) for dataset in datasets]))
 
 
 def _row(d: Dataset) -> tuple[object, ...]:
-    return d.name, d.format, d.instance_count, d.commit_count, len(d.mirrors), d.fault_count, d.unpinned_count, d.imported_at
+    return (
+        d.name,
+        d.format,
+        d.instance_count,
+        d.commit_count,
+        len(d.mirrors),
+        d.fault_count,
+        d.unpinned_count,
+        d.imported_at,
+    )
 
 
 def show(session: Session, name: Name) -> None:
@@ -102,17 +130,24 @@ def _described(dataset: Dataset) -> Iterator[str]:
             ("instances", dataset.instance_count),
             ("commits", dataset.commit_count),
             ("mirrors", ", ".join(dataset.mirrors)),
-            ("rules", ", ".join(f"{rule} {times}" for rule, times in dataset.rules.items()) or None),
+            (
+                "rules",
+                ", ".join(f"{rule} {times}" for rule, times in dataset.rules.items()) or None,
+            ),
             ("imported", dataset.imported_at),
         ]
     )
     if dataset.faults:
         yield ""
-        rows = [(f"{fault.file}:{fault.line}", fault.instance, fault.reason) for fault in dataset.faults]
+        rows = [
+            (f"{fault.file}:{fault.line}", fault.instance, fault.reason) for fault in dataset.faults
+        ]
         yield from table(("BAD ROW", "INSTANCE", "REASON"), rows)
     if dataset.unpinned:
         yield ""
-        unpinned = [(u.mirror, short(u.commit), _ids(u.instances), u.reason) for u in dataset.unpinned]
+        unpinned = [
+            (u.mirror, short(u.commit), _ids(u.instances), u.reason) for u in dataset.unpinned
+        ]
         yield from table(("MIRROR", "UNPINNED", "INSTANCES", "REASON"), unpinned)
 
 
@@ -133,4 +168,9 @@ def remove(session: Session, name: Name) -> None:
 def formats(session: Session) -> None:
     with session.client() as client:
         known = client.list_formats()
-    session.answer(known, lambda: table(("FORMAT", "TITLE", "DETECTED BY"), [(f.name, f.title, f.detected_by) for f in known]))
+    session.answer(
+        known,
+        lambda: table(
+            ("FORMAT", "TITLE", "DETECTED BY"), [(f.name, f.title, f.detected_by) for f in known]
+        ),
+    )

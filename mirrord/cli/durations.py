@@ -10,7 +10,11 @@ from ..units import parse_duration
 from .parameters import Option
 
 Ttl = Annotated[
-    str | None, Option("--ttl", help="How long it is held unless renewed, such as 90s, 30m or 2h; default: as configured.")
+    str | None,
+    Option(
+        "--ttl",
+        help="How long it is held unless renewed, such as 90s, 30m or 2h; default: as configured.",
+    ),
 ]
 
 
@@ -21,7 +25,12 @@ def read_duration(text: str | None, option: str) -> timedelta | None:
     try:
         duration = parse_duration(text)
     except ValueError as error:
-        raise UsageError(f"cannot read {option}: {error}", hint=f"write for example {option} 2h") from error
+        raise UsageError(
+            f"cannot read {option}: {error}", hint=f"write for example {option} 2h"
+        ) from error
     if duration <= timedelta():
-        raise UsageError(f"cannot take {option} {text}: it must be greater than zero", hint=f"write for example {option} 2h")
+        raise UsageError(
+            f"cannot take {option} {text}: it must be greater than zero",
+            hint=f"write for example {option} 2h",
+        )
     return duration

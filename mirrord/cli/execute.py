@@ -22,7 +22,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
-from ..errors import BackendUnavailableError, MirrordError, NotFoundError, ProcessGoneError, UsageError
+from ..errors import (
+    BackendUnavailableError,
+    MirrordError,
+    NotFoundError,
+    ProcessGoneError,
+    UsageError,
+)
 from ..host.confine import Confinement
 from ..model import Backend, Bind, History, View
 from .checkouts import Owner, read_owner
@@ -38,14 +44,28 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 def execute(
     session: Session,
-    instance: Annotated[str, Argument(metavar="INSTANCE", help="An instance id, or NAME@COMMITISH.")],
-    command: Annotated[list[str], Argument(metavar="-- COMMAND...", help="Runs in the checkout's directory.")],
-    diff: Annotated[Path | None, Option(metavar="FILE", help="Leave the patch of what it changed here.")] = None,
-    history: Annotated[History | None, Option(help="How much of the past it shows; default: as configured.")] = None,
-    view: Annotated[View, Option(help="Who it is for: an agent, or the grader of one.")] = View.AGENT,
-    backend: Annotated[Backend | None, Option(help="How it is made; default: as configured.")] = None,
+    instance: Annotated[
+        str, Argument(metavar="INSTANCE", help="An instance id, or NAME@COMMITISH.")
+    ],
+    command: Annotated[
+        list[str], Argument(metavar="-- COMMAND...", help="Runs in the checkout's directory.")
+    ],
+    diff: Annotated[
+        Path | None, Option(metavar="FILE", help="Leave the patch of what it changed here.")
+    ] = None,
+    history: Annotated[
+        History | None, Option(help="How much of the past it shows; default: as configured.")
+    ] = None,
+    view: Annotated[
+        View, Option(help="Who it is for: an agent, or the grader of one.")
+    ] = View.AGENT,
+    backend: Annotated[
+        Backend | None, Option(help="How it is made; default: as configured.")
+    ] = None,
     owner: Owner = None,
-    keep_access: Annotated[bool, Option("--keep-access", help="Leave the daemon's socket within reach of the command.")] = False,
+    keep_access: Annotated[
+        bool, Option("--keep-access", help="Leave the daemon's socket within reach of the command.")
+    ] = False,
 ) -> None:
     """Ends with the command's own exit status, 128 and the signal's number when a signal ended it. The checkout is released on
     any end; the command finds its id in MIRRORD_CHECKOUT. With --owner it runs as that user, without any groups."""
@@ -55,14 +75,27 @@ def execute(
         session.client() as client,
         _bound(
             partial(
-                client.checkout, instance, history=history, view=view, backend=backend, ttl=_LEASE, owner=uid, auto_renew=False
+                client.checkout,
+                instance,
+                history=history,
+                view=view,
+                backend=backend,
+                ttl=_LEASE,
+                owner=uid,
+                auto_renew=False,
             )
         ) as checkout,
     ):
-        become = (checkout.lease.owner_uid, checkout.lease.owner_gid) if checkout.lease.owner_uid != os.getuid() else None
+        become = (
+            (checkout.lease.owner_uid, checkout.lease.owner_gid)
+            if checkout.lease.owner_uid != os.getuid()
+            else None
+        )
         hidden = None if keep_access else client.socket.resolve()
         _tell(session, become, hidden)
-        status = _run(session, checkout, command, Confinement(os.getpid(), checkout.path, become, hidden))
+        status = _run(
+            session, checkout, command, Confinement(os.getpid(), checkout.path, become, hidden)
+        )
         if patch is not None:
             patch.write_bytes(checkout.diff())
     raise SystemExit(status)
@@ -81,7 +114,9 @@ def _tell(session: Session, become: tuple[int, int] | None, hidden: Path | None)
     is_roots = hidden and not become and os.getuid() == 0
     if (become or is_roots) and (groups := set(os.getgroups()) - {os.getgid()}):
         user = become[0] if become else 0
-        session.note(f"mirrord: the command runs as uid {user}, without the groups {', '.join(map(_group_name, groups))}")
+        session.note(
+            f"mirrord: the command runs as uid {user}, without the groups {', '.join(map(_group_name, groups))}"
+        )
     if is_roots:
         session.note("mirrord: root can reach the daemon all the same; name a user with --owner")
 
@@ -98,20 +133,26 @@ def _openable(path: Path) -> Path:
     try:
         path.open("ab").close()
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", hint="name another file with --diff") from error
+        raise UsageError(
+            f"cannot write {path}: {error.strerror}", hint="name another file with --diff"
+        ) from error
     return path.absolute()
 
 
 def _run(session: Session, checkout: Checkout, command: list[str], confinement: Confinement) -> int:
     with _forwarding() as forward_to:
-        process = _start(checkout, command, confinement)  # before there is a thread: the child runs Python
+        process = _start(
+            checkout, command, confinement
+        )  # before there is a thread: the child runs Python
         forward_to(process)
         with _renewing(session, checkout):
             status = process.wait()
     return status if status >= 0 else 128 - status
 
 
-def _start(checkout: Checkout, command: list[str], confinement: Confinement) -> subprocess.Popen[bytes]:
+def _start(
+    checkout: Checkout, command: list[str], confinement: Confinement
+) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "MIRRORD_CHECKOUT": checkout.id, "PWD": str(checkout.path)}
     if confinement.hidden:
         for name in ("MIRRORD_SOCKET", "MIRRORD_CONFIG"):
@@ -129,7 +170,8 @@ def _start(checkout: Checkout, command: list[str], confinement: Confinement) -> 
         return subprocess.Popen(command, env=environment, preexec_fn=enter)  # noqa: PLW1509
     except FileNotFoundError as error:
         raise NotFoundError(
-            f"cannot run {command[0]}: no such command", hint="write mirrord exec INSTANCE -- COMMAND..."
+            f"cannot run {command[0]}: no such command",
+            hint="write mirrord exec INSTANCE -- COMMAND...",
         ) from error
     except OSError as error:
         raise UsageError(f"cannot run {command[0]}: {error.strerror}") from error

@@ -78,7 +78,9 @@ def _misuse(error: click.ClickException) -> UsageError:
     fact = "a verb is missing" if "\n" in said else said.rstrip(".")
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "mirrord"
-    return UsageError(f"cannot read the command line: {fact}", hint=f"`{command} --help` says what there is")
+    return UsageError(
+        f"cannot read the command line: {fact}", hint=f"`{command} --help` says what there is"
+    )
 
 
 def _reader_gone() -> int:

@@ -22,34 +22,55 @@ NoWait = Annotated[bool, Option("--no-wait", help="Answer with the operation at 
 
 def add(
     session: Session,
-    repos: Annotated[list[str], Argument(metavar="REPO...", help="owner/name; the upstream is the configured one.")],
+    repos: Annotated[
+        list[str],
+        Argument(metavar="REPO...", help="owner/name; the upstream is the configured one."),
+    ],
     url: Annotated[str | None, Option(help="Another upstream for this one REPO.")] = None,
     no_wait: NoWait = False,
 ) -> None:
     """A mirror that is there already, with the same upstream, is synced again."""
     if url and len(repos) > 1:
-        raise UsageError("cannot give several mirrors one URL", hint="add them one by one, each with its own --url")
+        raise UsageError(
+            "cannot give several mirrors one URL",
+            hint="add them one by one, each with its own --url",
+        )
     with session.client() as client:
         _run(session, client, (partial(client.add_mirror, repo, url) for repo in repos), no_wait)
 
 
 def sync(
     session: Session,
-    names: Annotated[list[str] | None, Argument(metavar="[NAME]...", help="Which; default: all.")] = None,
+    names: Annotated[
+        list[str] | None, Argument(metavar="[NAME]...", help="Which; default: all.")
+    ] = None,
     accept_loss: Annotated[
-        bool, Option("--accept-loss", help="Follow an upstream that lost most of what it had; the mirror keeps it.")
+        bool,
+        Option(
+            "--accept-loss",
+            help="Follow an upstream that lost most of what it had; the mirror keeps it.",
+        ),
     ] = False,
     no_wait: NoWait = False,
 ) -> None:
     """One sync runs per mirror, however many ask; whoever asks meanwhile gets the one that runs."""
     if accept_loss and not names:
-        raise UsageError("cannot accept the loss of every mirror", hint="name those whose upstream you looked at")
+        raise UsageError(
+            "cannot accept the loss of every mirror", hint="name those whose upstream you looked at"
+        )
     with session.client() as client:
         wanted = names or [mirror.name for mirror in client.list_mirrors()]
-        _run(session, client, (partial(client.sync_mirror, name, accept_loss=accept_loss) for name in wanted), no_wait)
+        _run(
+            session,
+            client,
+            (partial(client.sync_mirror, name, accept_loss=accept_loss) for name in wanted),
+            no_wait,
+        )
 
 
-def _run(session: Session, client: Client, starts: Iterable[Callable[[], Operation]], no_wait: bool) -> None:
+def _run(
+    session: Session, client: Client, starts: Iterable[Callable[[], Operation]], no_wait: bool
+) -> None:
     operations: list[Operation] = []
     status = 0
     for start in starts:
@@ -64,18 +85,25 @@ def _run(session: Session, client: Client, starts: Iterable[Callable[[], Operati
     session.answer(operations, lambda: _ended(client, operations))
     for operation in operations:
         if to := (operation.result or {}).get("redirected_to"):
-            session.note(f"{operation.subject}: upstream redirects to {to}; a mirror keeps its URL until it is added anew")
+            session.note(
+                f"{operation.subject}: upstream redirects to {to}; a mirror keeps its URL until it is added anew"
+            )
     if status:
         raise SystemExit(status)
 
 
 def _ended(client: Client, operations: list[Operation]) -> Iterator[str]:
     if any(operation.state == "running" for operation in operations):
-        rows = [(operation.id, operation.kind, operation.subject, operation.state) for operation in operations]
+        rows = [
+            (operation.id, operation.kind, operation.subject, operation.state)
+            for operation in operations
+        ]
         yield from table(("OPERATION", "KIND", "SUBJECT", "STATE"), rows)
     elif operations:
         subjects = {operation.subject.lower() for operation in operations}
-        yield from _lines(mirror for mirror in client.list_mirrors() if mirror.name.lower() in subjects)
+        yield from _lines(
+            mirror for mirror in client.list_mirrors() if mirror.name.lower() in subjects
+        )
 
 
 def list_all(session: Session) -> None:
@@ -86,7 +114,17 @@ def list_all(session: Session) -> None:
 
 def _lines(mirrors: Iterable[Mirror]) -> Iterator[str]:
     rows = [
-        (m.name, m.state, m.ref_count, m.pin_count, m.kept_count, size(m.size_bytes), m.synced_at, _problem(m)) for m in mirrors
+        (
+            m.name,
+            m.state,
+            m.ref_count,
+            m.pin_count,
+            m.kept_count,
+            size(m.size_bytes),
+            m.synced_at,
+            _problem(m),
+        )
+        for m in mirrors
     ]
     return table(("MIRROR", "STATE", "REFS", "PINS", "KEPT", "SIZE", "SYNCED", "PROBLEM"), rows)
 
@@ -131,7 +169,10 @@ def _described(mirror: Mirror) -> Iterator[str]:
     )
     if mirror.ref_faults:
         yield ""
-        yield from table(("REF NOT TAKEN", "COMMIT", "REASON"), [(f.ref, short(f.commit), f.reason) for f in mirror.ref_faults])
+        yield from table(
+            ("REF NOT TAKEN", "COMMIT", "REASON"),
+            [(f.ref, short(f.commit), f.reason) for f in mirror.ref_faults],
+        )
 
 
 def remove(session: Session, name: Name) -> None:

@@ -14,7 +14,9 @@ from .session import Session, plain, print_line
 if TYPE_CHECKING:
     from ..protocol import Operation
 
-Id = Annotated[str, Argument(metavar="ID", help="An operation's id, as `mirrord operations list` shows it.")]
+Id = Annotated[
+    str, Argument(metavar="ID", help="An operation's id, as `mirrord operations list` shows it.")
+]
 
 
 def list_all(
@@ -23,14 +25,19 @@ def list_all(
 ) -> None:
     """Your own; an administrator sees everybody's. A restart of the daemon clears the list."""
     with session.client() as client:
-        known = [found for found in client.list_operations() if not running or found.state == "running"]
+        known = [
+            found for found in client.list_operations() if not running or found.state == "running"
+        ]
     session.answer(known, lambda: rows(known))
 
 
 def rows(operations: Iterable[Operation]) -> Iterator[str]:
     """A table of them."""
     header = ("OPERATION", "KIND", "SUBJECT", "STATE", "PROGRESS", "STARTED")
-    return table(header, [(o.id, o.kind, o.subject, o.state, amount(o.progress), o.started_at) for o in operations])
+    return table(
+        header,
+        [(o.id, o.kind, o.subject, o.state, amount(o.progress), o.started_at) for o in operations],
+    )
 
 
 def show(session: Session, operation_id: Id) -> None:
@@ -72,7 +79,9 @@ def watch(session: Session, operation_id: Id) -> None:
 
 
 def _line(found: Operation) -> str:
-    return " ".join(filter(None, [found.kind, cell(found.subject), found.state, amount(found.progress)]))
+    return " ".join(
+        filter(None, [found.kind, cell(found.subject), found.state, amount(found.progress)])
+    )
 
 
 def wait(session: Session, operation_id: Id) -> None:

@@ -34,7 +34,11 @@ def cell(value: object) -> str:
     if isinstance(value, datetime):
         return when(value)
     text = str(value)
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    )
 
 
 def when(time: datetime) -> str:
@@ -49,7 +53,11 @@ def size(count: int | None) -> str:
     number, unit = float(count), 0
     while number >= 1000 and unit < len(_UNITS) - 1:
         number, unit = number / 1024, unit + 1
-    return f"{number:.0f} {_UNITS[unit]}" if unit == 0 or number >= 100 else f"{number:.1f} {_UNITS[unit]}"
+    return (
+        f"{number:.0f} {_UNITS[unit]}"
+        if unit == 0 or number >= 100
+        else f"{number:.1f} {_UNITS[unit]}"
+    )
 
 
 def count(number: int, noun: str) -> str:
@@ -67,7 +75,10 @@ def short(commit: str | None) -> str:
 
 
 def _line(row: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> str:
-    cells = (text.rjust(width) if right else text.ljust(width) for text, width, right in zip(row, widths, numeric, strict=True))
+    cells = (
+        text.rjust(width) if right else text.ljust(width)
+        for text, width, right in zip(row, widths, numeric, strict=True)
+    )
     return "  ".join(cells).rstrip()
 
 

@@ -39,7 +39,9 @@ class _Choice(click.Choice[str]):
         super().__init__([member.value for member in kind])
         self._kind = kind
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> StrEnum:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> StrEnum:
         return self._kind(super().convert(value, param, ctx))
 
 
@@ -51,15 +53,24 @@ class _Argument(click.Argument):
 def read(function: Callable[..., None]) -> list[click.Parameter]:
     """The parameters of a verb in order, without the first, which is the session."""
     hints = get_type_hints(function, include_extras=True)
-    return [_parameter(given, hints[given.name]) for given in list(inspect.signature(function).parameters.values())[1:]]
+    return [
+        _parameter(given, hints[given.name])
+        for given in list(inspect.signature(function).parameters.values())[1:]
+    ]
 
 
 def _parameter(given: inspect.Parameter, hint: Any) -> click.Parameter:
     annotated, described = get_args(hint)
-    kind = next((each for each in get_args(annotated) if get_args(annotated)[-1:] == (NoneType,)), annotated)
+    kind = next(
+        (each for each in get_args(annotated) if get_args(annotated)[-1:] == (NoneType,)), annotated
+    )
     is_list = get_origin(kind) is list
     is_required = given.default is inspect.Parameter.empty
-    common: dict[str, Any] = {"required": is_required, "metavar": described.metavar, "help": described.help}
+    common: dict[str, Any] = {
+        "required": is_required,
+        "metavar": described.metavar,
+        "help": described.help,
+    }
     if not is_required:
         common["default"] = getattr(given.default, "value", given.default)
     if isinstance(described, Argument):

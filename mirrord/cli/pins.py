@@ -29,7 +29,8 @@ def unpin(
     name: Name,
     commit: Commit,
     owner: Annotated[
-        str | None, Option(help="dataset/NAME or person/UID; yourself by default, others as an administrator.")
+        str | None,
+        Option(help="dataset/NAME or person/UID; yourself by default, others as an administrator."),
     ] = None,
 ) -> None:
     """A pin of another owner keeps the commit alive."""
@@ -40,7 +41,10 @@ def unpin(
     session.note(f"unpinned {commit} of {name}")
 
 
-def list_all(session: Session, name: Annotated[str | None, Argument(help="Of which mirror; default: all.")] = None) -> None:
+def list_all(
+    session: Session,
+    name: Annotated[str | None, Argument(help="Of which mirror; default: all.")] = None,
+) -> None:
     with session.client() as client:
         pins = client.list_pins(name)
     rows = [(pin.mirror, pin.commit, pin.owner, pin.created_at, pin.reason) for pin in pins]

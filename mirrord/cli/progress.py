@@ -59,12 +59,19 @@ def _interruptible(operations: list[Operation]) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         for operation in operations:
-            waited, cancelled = (f"`mirrord operations {verb} {operation.id}`" for verb in ("wait", "cancel"))
-            print(f"operation {operation.id} runs on: {waited} waits for it, {cancelled} ends it", file=sys.stderr)
+            waited, cancelled = (
+                f"`mirrord operations {verb} {operation.id}`" for verb in ("wait", "cancel")
+            )
+            print(
+                f"operation {operation.id} runs on: {waited} waits for it, {cancelled} ends it",
+                file=sys.stderr,
+            )
         raise
 
 
-def finish_all(session: Session, client: Client, operations: list[Operation]) -> tuple[list[Operation], int]:
+def finish_all(
+    session: Session, client: Client, operations: list[Operation]
+) -> tuple[list[Operation], int]:
     """Wait for all, telling each failure; answers all as they ended, and the exit status of the first failure."""
     ended, status = [], 0
     left = list(operations)

@@ -46,7 +46,13 @@ def _restored(operation: Operation) -> Iterator[str]:
 
 def _changes(found: RefDiff) -> Iterator[str]:
     rows = [
-        (change.kind, short(change.old), short(change.new), "kept" if change.kept else None, change.ref)
+        (
+            change.kind,
+            short(change.old),
+            short(change.new),
+            "kept" if change.kept else None,
+            change.ref,
+        )
         for change in found.changes
     ]
     return table(("CHANGE", "OLD", "NEW", "OLD TIP", "REF"), rows)

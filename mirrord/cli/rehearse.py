@@ -49,13 +49,17 @@ class Row(NamedTuple):
         failure = self.failure
         if failure is None or failure.error is None:
             return 0
-        was_tried = failure.name != "instance" and not isinstance(failure.error, AccessError | NoDaemonError)
+        was_tried = failure.name != "instance" and not isinstance(
+            failure.error, AccessError | NoDaemonError
+        )
         return _FAILED if was_tried else failure.error.exit_status
 
 
 def rehearse(
     session: Session,
-    instances: Annotated[list[str] | None, Argument(metavar="[INSTANCE]...", help="Which; default: all.")] = None,
+    instances: Annotated[
+        list[str] | None, Argument(metavar="[INSTANCE]...", help="Which; default: all.")
+    ] = None,
     dataset: Annotated[str | None, Option(help="All instances of this dataset.")] = None,
 ) -> None:
     """For each instance: a checkout for a grader, the test patch and the gold patch in the dataset's direction, the diff, a
@@ -65,14 +69,19 @@ def rehearse(
         if dataset or not wanted:
             wanted += [found.id for found in client.list_instances(dataset)]
         if not wanted:
-            raise UsageError("cannot rehearse: there are no instances", hint="import a dataset first, or name instances")
+            raise UsageError(
+                "cannot rehearse: there are no instances",
+                hint="import a dataset first, or name instances",
+            )
         rows = list(_rehearsed(session, client, wanted, dataset))
     _answer(session, rows)
     if statuses := {row.status for row in rows} - {0}:
         raise SystemExit(_FAILED if _FAILED in statuses else min(statuses))
 
 
-def _rehearsed(session: Session, client: Client, instances: list[str], dataset: str | None) -> Iterator[Row]:
+def _rehearsed(
+    session: Session, client: Client, instances: list[str], dataset: str | None
+) -> Iterator[Row]:
     with watching(session, "rehearse") as watch:
         for number, instance in enumerate(instances):
             watch(Progress(done=number, total=len(instances), unit="instances", note=instance))
@@ -85,8 +94,14 @@ def _rehearse(client: Client, instance: str, dataset: str | None) -> Row:
     checkout: Checkout | None = None
     patch = b""
     with suppress(MirrordError):  # the last step holds it
-        row = _timed(steps, "instance", partial(client.get_instance, instance, view=View.GRADER, dataset=dataset))
-        checkout = _timed(steps, "checkout", partial(client.checkout, instance, view=View.GRADER, dataset=dataset))
+        row = _timed(
+            steps,
+            "instance",
+            partial(client.get_instance, instance, view=View.GRADER, dataset=dataset),
+        )
+        checkout = _timed(
+            steps, "checkout", partial(client.checkout, instance, view=View.GRADER, dataset=dataset)
+        )
         for name, reverse in _patches(row):
             _timed(steps, name, partial(checkout.apply, name, reverse=reverse))
         patch = _timed(steps, "diff", checkout.diff)
@@ -124,7 +139,9 @@ def _answer(session: Session, rows: list[Row]) -> None:
     if session.json:
         session.print_json([_plain(row) for row in rows])
         return
-    for line in table(("INSTANCE", "RESULT", "CHECKOUT", "RESET", "PATCH", "WHY"), [_cells(row) for row in rows]):
+    for line in table(
+        ("INSTANCE", "RESULT", "CHECKOUT", "RESET", "PATCH", "WHY"), [_cells(row) for row in rows]
+    ):
         print_line(line)
     failed = sum(1 for row in rows if row.failure)
     print_line(f"{count(len(rows), 'instance')} rehearsed, {failed or 'none'} failed")
@@ -146,4 +163,11 @@ def _cells(row: Row) -> tuple[object, ...]:
     took = {step.name: seconds(step.seconds) for step in row.steps}
     failure = row.failure
     why = f"{failure.name}: {failure.error.message}" if failure and failure.error else None
-    return row.instance, "failed" if failure else "ok", took.get("checkout"), took.get("reset"), size(row.patch_bytes), why
+    return (
+        row.instance,
+        "failed" if failure else "ok",
+        took.get("checkout"),
+        took.get("reset"),
+        size(row.patch_bytes),
+        why,
+    )

@@ -30,7 +30,10 @@ def verify(
     path: Annotated[Path, Argument(help="A working tree or a .git directory, ours or not.")],
     base: Annotated[str, Option(metavar="SHA", help="Base commit; anything newer is a leak.")],
     mirror: Annotated[
-        str | None, Option(metavar="NAME", help="A mirror, or the path of a repository, that knows the history.")
+        str | None,
+        Option(
+            metavar="NAME", help="A mirror, or the path of a repository, that knows the history."
+        ),
     ] = None,
 ) -> None:
     """Status 8 when it leaks. The repository's own configuration and hooks are never used; no daemon is needed."""
@@ -51,7 +54,9 @@ def _mirror_of(path: Path) -> Path | None:
     """
     for directory in path.parents:
         layout = Layout(directory.parent.parent)
-        if directory.parent == layout.checkouts and all(map(_is_ours, (layout.leases, layout.root))):
+        if directory.parent == layout.checkouts and all(
+            map(_is_ours, (layout.leases, layout.root))
+        ):
             return _mirror_in(layout.leases / directory.name / "lease.json", layout)
     return None
 
@@ -80,10 +85,13 @@ def _mirror_path(session: Session, named: str) -> Path:
         found = [entry for entry in mirrors.iterdir() if entry.name.lower() == key]
     except OSError as error:
         raise MirrorNotFoundError(
-            f"cannot read the mirrors in {mirrors}: {error.strerror}", hint="give the repository's path"
+            f"cannot read the mirrors in {mirrors}: {error.strerror}",
+            hint="give the repository's path",
         ) from error
     if not found:
-        raise MirrorNotFoundError(f"cannot find mirror {named}: not in {mirrors}", hint="give the repository's path")
+        raise MirrorNotFoundError(
+            f"cannot find mirror {named}: not in {mirrors}", hint="give the repository's path"
+        )
     return found[0]
 
 

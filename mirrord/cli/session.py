@@ -39,7 +39,11 @@ class Session:
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
-    def answer(self, answer: Message | Sequence[Message] | dict[str, Any], shown: Callable[[], Iterable[str]]) -> None:
+    def answer(
+        self,
+        answer: Message | Sequence[Message] | dict[str, Any],
+        shown: Callable[[], Iterable[str]],
+    ) -> None:
         """Print an answer: as the API's JSON with --json, else the lines that `shown` makes of it."""
         if self.json:
             self.print_json(plain(answer))
@@ -96,5 +100,6 @@ def read_file(path: str) -> bytes:
         return sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
         raise UsageError(
-            f"cannot read {path}: {error.strerror}", hint="name a file that you may read, or - for standard input"
+            f"cannot read {path}: {error.strerror}",
+            hint="name a file that you may read, or - for standard input",
         ) from error

@@ -9,7 +9,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import AccessError, DeadlineError, InvalidRequestError, MirrordError, NoDaemonError, UsageError, from_problem
+from ..errors import (
+    AccessError,
+    DeadlineError,
+    InvalidRequestError,
+    MirrordError,
+    NoDaemonError,
+    UsageError,
+    from_problem,
+)
 from ..protocol import Answer, MalformedError, Request
 from ..units import parse_duration
 from .http import BrokenError, GarbledError, LateError, RefusedError, Response
@@ -34,7 +42,9 @@ def message(kind: type[Q], **fields: Any) -> Q:
     try:
         return kind.from_json(fields)
     except MalformedError as error:
-        raise InvalidRequestError(f"cannot ask the daemon: {error}", hint="see the method's signature") from error
+        raise InvalidRequestError(
+            f"cannot ask the daemon: {error}", hint="see the method's signature"
+        ) from error
 
 
 def read_one(response: Response, kind: type[A]) -> A:
@@ -60,7 +70,9 @@ def is_error(response: Response, accepted: tuple[int, ...]) -> bool:
     """Whether it is to be raised: 503 is also how a degraded daemon answers with its health, which is no problem document."""
     if response.status < 400:
         return False
-    return response.status not in accepted or response.head.headers.get("content-type", "").startswith("application/problem+json")
+    return response.status not in accepted or response.head.headers.get(
+        "content-type", ""
+    ).startswith("application/problem+json")
 
 
 def problem_of(response: Response) -> MirrordError:
@@ -75,7 +87,9 @@ def problem_of(response: Response) -> MirrordError:
 
 
 def _not_mirrord(response: Response, why: str) -> NoDaemonError:
-    return _garbled(response.head.request, f"status {response.status} and not a message of mirrord", why)
+    return _garbled(
+        response.head.request, f"status {response.status} and not a message of mirrord", why
+    )
 
 
 def _garbled(request: HttpRequest, fact: str, why: str) -> NoDaemonError:
@@ -112,9 +126,14 @@ def _unreachable(cause: BaseException | None, path: Path) -> MirrordError:
             socket=str(path),
         )
     if number is None and "too long" in str(cause):  # raised by CPython before the kernel is asked
-        return UsageError(f"cannot connect to {path}: the path is longer than 107 bytes", hint="choose a shorter socket path")
+        return UsageError(
+            f"cannot connect to {path}: the path is longer than 107 bytes",
+            hint="choose a shorter socket path",
+        )
     return NoDaemonError(
-        f"cannot reach the daemon at {path}: {_REFUSALS.get(number or 0) or cause}", hint=_START, socket=str(path)
+        f"cannot reach the daemon at {path}: {_REFUSALS.get(number or 0) or cause}",
+        hint=_START,
+        socket=str(path),
     )
 
 

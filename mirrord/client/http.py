@@ -44,7 +44,11 @@ class Request:
     def head(self, framing: str) -> bytes:
         """`framing` is the header that tells the length of the body."""
         lines = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
-        return f"{self.method} {self.target} HTTP/1.1\r\nhost: mirrord\r\n{lines}{framing}\r\n".encode("ascii")
+        return (
+            f"{self.method} {self.target} HTTP/1.1\r\nhost: mirrord\r\n{lines}{framing}\r\n".encode(
+                "ascii"
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,10 @@ class Response:
 def target(path: str, query: Mapping[str, object]) -> str:
     """A path and its query, without the parameters that are None."""
     given = {name: value for name, value in query.items() if value is not None}
-    pairs = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
+    pairs = {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in given.items()
+    }
     return f"{path}?{urlencode(pairs, errors='surrogateescape')}" if pairs else path
 
 
@@ -86,7 +93,9 @@ def read_head(request: Request, data: bytes) -> Head:
     if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
         raise GarbledError(f"it begins with {first[:40]!r}")
     status = int(rest[:3])
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    headers = {
+        name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+    }
     is_chunked = headers.get("transfer-encoding", "").lower() == "chunked"
     has_body = request.method != "HEAD" and status not in _NO_BODY and status >= 200
     length = 0 if not has_body else None if is_chunked else _length(headers.get("content-length"))

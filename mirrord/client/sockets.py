@@ -34,12 +34,14 @@ def _configured(path: Path) -> Path:
     except (OSError, ValueError) as error:
         fact = error.strerror if isinstance(error, OSError) else error
         raise InvalidConfigError(
-            f"cannot use configuration {path}: {fact}", hint="`mirrord config check` tells all faults of a file"
+            f"cannot use configuration {path}: {fact}",
+            hint="`mirrord config check` tells all faults of a file",
         ) from error
     if socket is None:
         return default_socket()
     if not isinstance(socket, str) or not socket.startswith("/"):
         raise InvalidConfigError(
-            f"cannot use configuration {path}: socket: must be an absolute path", hint='for example "/run/mirrord/mirrord.sock"'
+            f"cannot use configuration {path}: socket: must be an absolute path",
+            hint='for example "/run/mirrord/mirrord.sock"',
         )
     return Path(socket)

@@ -33,7 +33,10 @@ class Pending(Generic[H]):
         return self._handle
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._handle is not None:
             await self._handle.__aexit__(kind, error, traceback)
@@ -49,7 +52,9 @@ async def async_receive(connected: socket.socket, most: int, timeout: float | No
         return await asyncio.get_running_loop().sock_recv(connected, most)
 
 
-async def async_send(connected: socket.socket, data: bytes | memoryview, timeout: float | None) -> None:
+async def async_send(
+    connected: socket.socket, data: bytes | memoryview, timeout: float | None
+) -> None:
     """Write all to a non-blocking socket. Raises TimeoutError when that takes longer than `timeout` seconds."""
     async with asyncio.timeout(timeout):
         await asyncio.get_running_loop().sock_sendall(connected, data)
@@ -82,7 +87,9 @@ async def async_chunks(path: Path, sent: Callable[[int], None]) -> AsyncIterator
             sent(done)
 
 
-async def async_write(path: Path, content: AsyncIterator[bytes], written: Callable[[int], object]) -> int:
+async def async_write(
+    path: Path, content: AsyncIterator[bytes], written: Callable[[int], object]
+) -> int:
     """Write what comes into a private file that appears under its name when it is whole; answers its size."""
     done = 0
     with whole_file(path) as file:

@@ -66,7 +66,9 @@ def write(path: Path, content: Iterator[bytes], written: Callable[[int], object]
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A new file beside `path`, of mode 0600, flushed and renamed to it at the end; gone when the block raises."""
-    name = path.with_name(f".{path.name}.{os.urandom(4).hex()}")  # tempfile loads bz2, lzma and hashlib: 8 ms of a verb
+    name = path.with_name(
+        f".{path.name}.{os.urandom(4).hex()}"
+    )  # tempfile loads bz2, lzma and hashlib: 8 ms of a verb
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -84,7 +86,9 @@ class Worker:
 
     def __init__(self, work: Callable[[Worker], None]) -> None:
         self._bell = threading.Event()
-        self._thread = threading.Thread(target=work, args=(self,), name="mirrord-renewal", daemon=True)
+        self._thread = threading.Thread(
+            target=work, args=(self,), name="mirrord-renewal", daemon=True
+        )
         self._thread.start()
 
     @property

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from ..places import find_path
 from .reading import load
-from .settings import AccessSettings, CheckoutSettings, Settings, UpstreamSettings, compare, merge_live, setting_keys
+from .settings import (
+    AccessSettings,
+    CheckoutSettings,
+    Settings,
+    UpstreamSettings,
+    compare,
+    merge_live,
+    setting_keys,
+)
 
 __all__ = [
     "AccessSettings",

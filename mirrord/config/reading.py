@@ -79,7 +79,9 @@ def _read_text(path: Path) -> str:
 def _parse(path: Path, text: str) -> dict[str, Any]:
     long = [number for number, line in enumerate(text.split("\n"), 1) if len(line) > _LONGEST_LINE]
     if long:
-        raise _refusal(path, [Fault("", f"longer than {_LONGEST_LINE} characters", number) for number in long])
+        raise _refusal(
+            path, [Fault("", f"longer than {_LONGEST_LINE} characters", number) for number in long]
+        )
     try:
         return toml.loads(text)
     except toml.TomlDecodeError as error:
@@ -101,17 +103,25 @@ def _refusal(path: Path, faults: list[Fault]) -> InvalidConfigError:
 
 def _without_values(message: str) -> str:
     """Toml 0.10.2 puts whole tables into messages, and a table may hold a URL with a password."""
-    message = message.replace("Not a homogeneous array", "an array has values of one type; a uid may be written as a string")
+    message = message.replace(
+        "Not a homogeneous array",
+        "an array has values of one type; a uid may be written as a string",
+    )
     return re.sub(r"\{.*", "", re.sub(r"\S*://\S*", "a URL", message), flags=re.DOTALL).strip()
 
 
 def _follows(error: ErrorDetails, errors: list[ErrorDetails]) -> bool:
     """Whether a list is too short only because of faults in it, which are told."""
-    return error["type"] == "too_short" and any(other["loc"][:-1] == error["loc"] for other in errors)
+    return error["type"] == "too_short" and any(
+        other["loc"][:-1] == error["loc"] for other in errors
+    )
 
 
 def _fault(error: ErrorDetails, text: str) -> Fault:
-    path = (*error["loc"], *error.get("ctx", {}).get("place", ()))  # what is wrong of a whole list is so at one place
+    path = (
+        *error["loc"],
+        *error.get("ctx", {}).get("place", ()),
+    )  # what is wrong of a whole list is so at one place
     key = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
     return Fault(key, _message(error), _line_of(list(path), text))
 
@@ -134,7 +144,9 @@ def _suggestion(path: list[str]) -> str:
     mirror = [f"mirror.{name}" for name in MirrorSettings.model_fields]
     wrong = ".".join(path)
     same_leaf = [key for key in known if key.rpartition(".")[2] == path[-1]]
-    return _guess(wrong, [*known, *mirror, *(sections if len(path) == 1 else ())], otherwise=same_leaf)
+    return _guess(
+        wrong, [*known, *mirror, *(sections if len(path) == 1 else ())], otherwise=same_leaf
+    )
 
 
 def _guess(wrong: str, known: list[str], otherwise: Sequence[str] = ()) -> str:

@@ -11,7 +11,20 @@ from pydantic_core import PydanticCustomError
 
 from ..model import AuditLevel, Backend, History
 from ..places import default_socket, default_state_dir
-from .values import AbsolutePath, Acceptance, Duration, Group, Period, RefPattern, Repo, Restart, Size, Url, UrlTemplate, User
+from .values import (
+    AbsolutePath,
+    Acceptance,
+    Duration,
+    Group,
+    Period,
+    RefPattern,
+    Repo,
+    Restart,
+    Size,
+    Url,
+    UrlTemplate,
+    User,
+)
 
 
 class _Section(BaseModel):
@@ -80,7 +93,9 @@ def _distinct(mirrors: tuple[MirrorSettings, ...]) -> tuple[MirrorSettings, ...]
     """Two spellings that differ in letter case are one mirror, which has one URL."""
     for number, mirror in enumerate(mirrors):
         if any(mirror.repo.lower() == other.repo.lower() for other in mirrors[:number]):
-            raise PydanticCustomError("twice", "{repo} is there twice", {"repo": mirror.repo, "place": (number, "repo")})
+            raise PydanticCustomError(
+                "twice", "{repo} is there twice", {"repo": mirror.repo, "place": (number, "repo")}
+            )
     return mirrors
 
 
@@ -112,8 +127,12 @@ def setting_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterato
 
 def compare(old: Settings, new: Settings) -> tuple[list[str], list[str]]:
     """Which keys a reload from `old` to `new` applies, and which it refuses because they need a restart."""
-    changed = [(key, restart) for key, restart in setting_keys() if _value(old, key) != _value(new, key)]
-    return [key for key, restart in changed if not restart], [key for key, restart in changed if restart]
+    changed = [
+        (key, restart) for key, restart in setting_keys() if _value(old, key) != _value(new, key)
+    ]
+    return [key for key, restart in changed if not restart], [
+        key for key, restart in changed if restart
+    ]
 
 
 def merge_live(old: Settings, new: Settings) -> Settings:

@@ -14,7 +14,10 @@ from ..errors import MirrordError
 from ..model import FindingKind, MirrorName, shown
 from ..units import format_duration, format_size, parse_duration, parse_size
 
-_URL = re.compile(r"(?:(?:https?|ssh|git|file)://|/|[a-z0-9][a-z0-9._@-]*:(?!:|/?/))[^\x00-\x20\x7f]*", re.IGNORECASE)
+_URL = re.compile(
+    r"(?:(?:https?|ssh|git|file)://|/|[a-z0-9][a-z0-9._@-]*:(?!:|/?/))[^\x00-\x20\x7f]*",
+    re.IGNORECASE,
+)
 
 
 def _positive(value: timedelta) -> timedelta:
@@ -26,7 +29,9 @@ def _positive(value: timedelta) -> timedelta:
 def _url(value: str) -> str:
     """The message holds nothing of the value, which may hold a password."""
     if not _URL.fullmatch(value):
-        raise ValueError("is neither a URL of https, http, ssh, git or file, nor an absolute path, nor user@host:path")
+        raise ValueError(
+            "is neither a URL of https, http, ssh, git or file, nor an absolute path, nor user@host:path"
+        )
     return value
 
 
@@ -40,8 +45,14 @@ def _url_template(value: str) -> str:
 
 
 def _ref_pattern(value: str) -> str:
-    if not value.startswith("refs/") or value.count("*") > 1 or re.search(r"[\s~^:?\[\\\x00-\x1f\x7f]|\.\.|//|@\{", value):
-        raise ValueError(f"{shown(value)} is not a ref pattern; it begins with refs/ and has at most one *")
+    if (
+        not value.startswith("refs/")
+        or value.count("*") > 1
+        or re.search(r"[\s~^:?\[\\\x00-\x1f\x7f]|\.\.|//|@\{", value)
+    ):
+        raise ValueError(
+            f"{shown(value)} is not a ref pattern; it begins with refs/ and has at most one *"
+        )
     if value.startswith(("refs/mirrord/", "refs/replace/")):
         raise ValueError(f"{shown(value)} is ours or unsafe and never comes from upstream")
     return value

@@ -40,27 +40,36 @@ def open_listeners(path: Path) -> list[Listener]:
     """Systemd's sockets, else one of our own at `path`. Raises AlreadyRunningError when somebody serves there."""
     taken = systemd.take_sockets()
     if taken:
-        return [Listener(listener, Path(os.fsdecode(listener.getsockname())), None) for listener in taken.values()]
+        return [
+            Listener(listener, Path(os.fsdecode(listener.getsockname())), None)
+            for listener in taken.values()
+        ]
     return [_bind(path)]
 
 
 def _bind(path: Path) -> Listener:
     if len(os.fsencode(path)) > _LONGEST_PATH - len(".4194304"):
         raise InvalidConfigError(
-            f"cannot listen at {path}: the path is longer than {_LONGEST_PATH} bytes", hint="choose a shorter `socket`"
+            f"cannot listen at {path}: the path is longer than {_LONGEST_PATH} bytes",
+            hint="choose a shorter `socket`",
         )
     _refuse_occupied(path)
     staged = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         staged.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        listener = socket.socket(
+            socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        )
         listener.bind(os.fsencode(staged))
         staged.chmod(0o666)
         listener.listen(_BACKLOG)
         staged.rename(path)
     except OSError as error:
-        raise ResourceError(f"cannot listen at {path}: {error.strerror}", hint="check the directory's owner and mode") from error
+        raise ResourceError(
+            f"cannot listen at {path}: {error.strerror}",
+            hint="check the directory's owner and mode",
+        ) from error
     return Listener(listener, path, path.stat().st_ino)
 
 
@@ -71,7 +80,8 @@ def _refuse_occupied(path: Path) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise ConflictError(
-            f"cannot listen at {path}: a file that is not a socket is there", hint="move it away, or choose another `socket`"
+            f"cannot listen at {path}: a file that is not a socket is there",
+            hint="move it away, or choose another `socket`",
         )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
         probe.settimeout(1.0)
@@ -82,5 +92,6 @@ def _refuse_occupied(path: Path) -> None:
         except OSError:  # its backlog is full, or it is not ours to ask: somebody is there
             pass
     raise AlreadyRunningError(
-        f"cannot listen at {path}: another process serves there", hint="stop that one, or choose another `socket`"
+        f"cannot listen at {path}: another process serves there",
+        hint="stop that one, or choose another `socket`",
     )

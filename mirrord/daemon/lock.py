@@ -28,7 +28,9 @@ class StateLock:
         try:
             self._fd = _open(self._path)
         except OSError as error:
-            raise ResourceError(f"cannot lock state directory {state_dir}: {error.strerror}", hint="check its owner") from error
+            raise ResourceError(
+                f"cannot lock state directory {state_dir}: {error.strerror}", hint="check its owner"
+            ) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -40,7 +42,12 @@ class StateLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -48,7 +55,11 @@ class StateLock:
 
     def _write_holder(self) -> None:
         """A full disk holds nobody up: the lock is held all the same."""
-        facts = {"pid": os.getpid(), "uid": os.geteuid(), "started_at": utc_now().isoformat(timespec="seconds")}
+        facts = {
+            "pid": os.getpid(),
+            "uid": os.geteuid(),
+            "started_at": utc_now().isoformat(timespec="seconds"),
+        }
         with suppress(OSError):
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(facts).encode() + b"\n", 0)
@@ -57,7 +68,11 @@ class StateLock:
         """Empty where the holder has not written it yet."""
         try:
             facts = json.loads(os.pread(self._fd, 4096, 0))
-            return {"pid": int(facts["pid"]), "uid": int(facts["uid"]), "started_at": _checked_time(facts["started_at"])}
+            return {
+                "pid": int(facts["pid"]),
+                "uid": int(facts["uid"]),
+                "started_at": _checked_time(facts["started_at"]),
+            }
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 
@@ -77,7 +92,11 @@ def _checked_time(text: str) -> str:
 
 
 def _refusal(state_dir: Path, holder: dict[str, Any]) -> AlreadyRunningError:
-    who = "process {pid} of uid {uid}, started {started_at}".format(**holder) if holder else "a daemon that is just starting"
+    who = (
+        "process {pid} of uid {uid}, started {started_at}".format(**holder)
+        if holder
+        else "a daemon that is just starting"
+    )
     return AlreadyRunningError(
         f"cannot start a daemon on {state_dir}: {who} holds it",
         hint="stop that one first, or give this one another state_dir",

@@ -42,9 +42,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m mirrord.daemon", description="The mirrord daemon, in the foreground.")
+    parser = argparse.ArgumentParser(
+        prog="python -m mirrord.daemon", description="The mirrord daemon, in the foreground."
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file")
-    parser.add_argument("--socket", type=Path, metavar="PATH", help="listen here, whatever the configuration says")
+    parser.add_argument(
+        "--socket", type=Path, metavar="PATH", help="listen here, whatever the configuration says"
+    )
     return parser.parse_args(arguments)
 
 

@@ -16,7 +16,9 @@ from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-_AFTER_ITS_OWN = -101  # multiprocessing (3.11) removes its directory in there at -100, and complains where that is gone
+_AFTER_ITS_OWN = (
+    -101
+)  # multiprocessing (3.11) removes its directory in there at -100, and complains where that is gone
 _PREFIX = "mirrord-workers-"
 _PLACES = ("RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR", "TMPDIR")
 _USUAL = ("/tmp", "/dev/shm")  # noqa: S108  (the last is memory: no disk can be full there)

@@ -67,7 +67,11 @@ class Service:
             return False
         opening.result()
         self._notifier.ready(self._serving())
-        log.info("daemon.started", pid=os.getpid(), sockets=[str(listener.path) for listener in self._listeners])
+        log.info(
+            "daemon.started",
+            pid=os.getpid(),
+            sockets=[str(listener.path) for listener in self._listeners],
+        )
         return True
 
     async def _shut_down(self, server: Server) -> None:
@@ -109,7 +113,9 @@ class Service:
 
     async def _reload(self) -> None:
         self._notifier.reloading()
-        with contextlib.suppress(MirrordError):  # the engine has told it, and the old settings go on
+        with contextlib.suppress(
+            MirrordError
+        ):  # the engine has told it, and the old settings go on
             await self._engine.reload()
         self._notifier.ready(self._serving())
 

@@ -23,7 +23,10 @@ class InstanceCache:
     """Least recently used first out. Belongs to one event loop."""
 
     def __init__(
-        self, load: Callable[[str, str | None], Awaitable[InstanceRow | None]], *, limit_bytes: int = _LIMIT_BYTES
+        self,
+        load: Callable[[str, str | None], Awaitable[InstanceRow | None]],
+        *,
+        limit_bytes: int = _LIMIT_BYTES,
     ) -> None:
         self._load = load
         self._limit_bytes = limit_bytes

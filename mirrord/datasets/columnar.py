@@ -32,7 +32,9 @@ def iter_parquet(
         wanted = [name for name in there if name in columns]
         # text stays encoded until its row is asked for: a dictionary of one value of 40 MiB can stand for any number of rows
         texts = [name for name in wanted if _is_text(schema.field(name).type)]
-        file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES, read_dictionary=texts)
+        file = parquet.ParquetFile(
+            path, pre_buffer=False, buffer_size=_BUFFER_BYTES, read_dictionary=texts
+        )
     except (pyarrow.ArrowException, OSError) as error:
         raise InvalidDatasetError(
             f"cannot import dataset {shown(source)}: it is not a whole Parquet file: {_first_line(error)}",
@@ -48,7 +50,9 @@ def iter_parquet(
         yield None, f"the file is damaged from here on: {_first_line(error)}"
 
 
-def _rows(batch: Any, unread: dict[str, Any], expansion: Expansion) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
+def _rows(
+    batch: Any, unread: dict[str, Any], expansion: Expansion
+) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
     for row, size in zip(_iter_single(batch), _row_bytes(batch), strict=True):
         expansion.take(size)
         if size > ELEMENT_LIMIT_BYTES:
@@ -78,7 +82,15 @@ def _row_bytes(batch: Any) -> list[int]:
 
 
 def _is_text(kind: Any) -> bool:
-    return any(is_kind(kind) for is_kind in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary))
+    return any(
+        is_kind(kind)
+        for is_kind in (
+            types.is_string,
+            types.is_large_string,
+            types.is_binary,
+            types.is_large_binary,
+        )
+    )
 
 
 def open_zstd(path: Path) -> BinaryIO:

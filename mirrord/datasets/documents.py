@@ -60,9 +60,13 @@ class _Scanner:
                 return
             self._forget()
             if len(self._buffer) > ELEMENT_LIMIT_BYTES:
-                yield Element(fault=f"it is longer than {ELEMENT_LIMIT_BYTES >> 20} MiB; the file is read no further")
+                yield Element(
+                    fault=f"it is longer than {ELEMENT_LIMIT_BYTES >> 20} MiB; the file is read no further"
+                )
                 return
-        where = "in the middle of a row" if self._start is not None else "before its closing bracket"
+        where = (
+            "in the middle of a row" if self._start is not None else "before its closing bracket"
+        )
         yield Element(fault=f"the file ends {where}: it was cut off")
 
     def _fill(self) -> bool:
@@ -113,10 +117,15 @@ class _Scanner:
         """Strings, numbers and the like that stand where an element should: each is one of the document's rows."""
         if self._key is None:
             between = _TOKEN.sub(b"0", self._buffer[self._after : end])
-            yield from (Element(fault="it is not an object") for part in between.split(b",") if part.strip())
+            yield from (
+                Element(fault="it is not an object") for part in between.split(b",") if part.strip()
+            )
 
     def _rest(self) -> Iterator[Element]:
-        if self._wanted == 1 and (self._buffer[self._at :] + self._source.read(_CHUNK_BYTES)).strip():
+        if (
+            self._wanted == 1
+            and (self._buffer[self._at :] + self._source.read(_CHUNK_BYTES)).strip()
+        ):
             yield Element(fault="the file goes on after its closing bracket; the rest is not read")
 
     def _forget(self) -> None:

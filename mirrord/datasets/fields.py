@@ -47,7 +47,9 @@ class Fields:
         if not text.isprintable() or text != text.strip():
             raise RowError(f"{name} {shown(text)} has control characters or outer spaces")
         if len(text) > ID_LIMIT:
-            raise RowError(f"{name} {shown(text)} is {len(text)} characters long; {ID_LIMIT} are allowed")
+            raise RowError(
+                f"{name} {shown(text)} is {len(text)} characters long; {ID_LIMIT} are allowed"
+            )
         return text
 
     def mirror(self, name: str = "repo") -> MirrorName:
@@ -66,7 +68,11 @@ class Fields:
         try:
             commit = parse_commit(text)
         except InvalidCommitError as error:
-            kind = "abbreviated; it can come to mean another commit" if _ABBREVIATED.fullmatch(text) else "not a full commit id"
+            kind = (
+                "abbreviated; it can come to mean another commit"
+                if _ABBREVIATED.fullmatch(text)
+                else "not a full commit id"
+            )
             raise RowError(f"{name} {shown(text)} is {kind}") from error
         if commit != text:
             self.fired(f"{name}: letter case or spaces")
@@ -92,7 +98,9 @@ class Fields:
         if isinstance(value, Mapping):
             self.fired(f"{name}: keys of an object")
             value = list(value)
-        if isinstance(value, (list, tuple, set)) and all(isinstance(item, str) and _is_encodable(item) for item in value):
+        if isinstance(value, (list, tuple, set)) and all(
+            isinstance(item, str) and _is_encodable(item) for item in value
+        ):
             return tuple(sorted(value) if isinstance(value, set) else value)
         self.fired(f"{name}: not readable as a list of names, left empty")
         return ()
@@ -144,4 +152,6 @@ def _kind(value: object) -> str:
         return "true or false"
     if isinstance(value, (int, float)):
         return "a number"
-    return {"list": "a list", "dict": "an object", "bytes": "binary"}.get(type(value).__name__, type(value).__name__)
+    return {"list": "a list", "dict": "an object", "bytes": "binary"}.get(
+        type(value).__name__, type(value).__name__
+    )

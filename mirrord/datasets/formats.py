@@ -16,7 +16,14 @@ from ..errors import InvalidDatasetError
 from ..model import shown
 from ..protocol import FormatInfo
 from .fields import Fields
-from .normalisers import generic, swe_bench, swe_bench_multilingual, swe_bench_multimodal, swe_gym, swe_rebench
+from .normalisers import (
+    generic,
+    swe_bench,
+    swe_bench_multilingual,
+    swe_bench_multimodal,
+    swe_gym,
+    swe_rebench,
+)
 
 Row = Mapping[str, Any]
 Normaliser = Callable[[Fields], InstanceRow]
@@ -42,7 +49,9 @@ def _has_any(*columns: str) -> Callable[[Row], bool]:
 
 
 def _is_smith(row: Row) -> bool:
-    return "base_commit" not in row and ("image_name" in row or str(row.get("repo", "")).startswith("swesmith/"))
+    return "base_commit" not in row and (
+        "image_name" in row or str(row.get("repo", "")).startswith("swesmith/")
+    )
 
 
 def _is_wrapped(row: Row) -> bool:
@@ -51,19 +60,45 @@ def _is_wrapped(row: Row) -> bool:
 
 def _is_multilingual(row: Row) -> bool:
     dated_with_space = " " in str(row.get("created_at") or "")
-    return _has_shape(row) and "environment_setup_commit" not in row and ("log_parser" in row or dated_with_space)
+    return (
+        _has_shape(row)
+        and "environment_setup_commit" not in row
+        and ("log_parser" in row or dated_with_space)
+    )
 
 
 _has_shape = _has("instance_id", "repo", "base_commit")
 
 FORMATS: tuple[Format, ...] = (
-    Format("nemo-gym", "NeMo Gym rows", "responses_create_params and no base_commit", _is_wrapped, None),
-    Format("multi-swe-bench", "Multi-SWE-bench", "org, repo and base", _has("org", "repo", "base"), None),
+    Format(
+        "nemo-gym", "NeMo Gym rows", "responses_create_params and no base_commit", _is_wrapped, None
+    ),
+    Format(
+        "multi-swe-bench",
+        "Multi-SWE-bench",
+        "org, repo and base",
+        _has("org", "repo", "base"),
+        None,
+    ),
     Format("r2e-gym", "R2E-Gym", "parsed_commit_content", _has("parsed_commit_content"), None),
-    Format("swe-bench-pro", "SWE-bench Pro", "before_repo_set_cmd", _has("before_repo_set_cmd"), None),
+    Format(
+        "swe-bench-pro", "SWE-bench Pro", "before_repo_set_cmd", _has("before_repo_set_cmd"), None
+    ),
     Format("swe-bench-live", "SWE-bench-Live", "commit_urls", _has("commit_urls"), None),
-    Format("swe-smith", "SWE-smith", "image_name or a repo of swesmith/, and no base_commit", _is_smith, None),
-    Format("swe-bench-multimodal", "SWE-bench Multimodal", "image_assets", _has("image_assets"), swe_bench_multimodal.normalise),
+    Format(
+        "swe-smith",
+        "SWE-smith",
+        "image_name or a repo of swesmith/, and no base_commit",
+        _is_smith,
+        None,
+    ),
+    Format(
+        "swe-bench-multimodal",
+        "SWE-bench Multimodal",
+        "image_assets",
+        _has("image_assets"),
+        swe_bench_multimodal.normalise,
+    ),
     Format(
         "swe-rebench",
         "SWE-rebench, SWE-bench-extra",
@@ -92,7 +127,13 @@ FORMATS: tuple[Format, ...] = (
         _has("instance_id", "repo", "base_commit", "hints_text"),
         swe_gym.normalise,
     ),
-    Format("generic", "rows of the same shape", "instance_id, repo and base_commit", _has_shape, generic.normalise),
+    Format(
+        "generic",
+        "rows of the same shape",
+        "instance_id, repo and base_commit",
+        _has_shape,
+        generic.normalise,
+    ),
 )
 
 COLUMNS = (
@@ -113,7 +154,11 @@ COLUMNS = (
 
 def format_infos() -> list[FormatInfo]:
     """What `dataset formats` shows: the formats that are read."""
-    return [FormatInfo(name=f.name, title=f.title, detected_by=f.detected_by) for f in FORMATS if f.normalise]
+    return [
+        FormatInfo(name=f.name, title=f.title, detected_by=f.detected_by)
+        for f in FORMATS
+        if f.normalise
+    ]
 
 
 def choose_format(source: str, asked: str | None, rows: Sequence[Row]) -> tuple[Format, Normaliser]:
@@ -141,7 +186,10 @@ def _named(asked: str) -> Format:
     close = difflib.get_close_matches(asked.lower(), by_name, n=1)
     guess = f"did you mean {close[0]}? " if close else ""
     readable = ", ".join(format_.name for format_ in FORMATS if format_.normalise)
-    raise InvalidDatasetError(f"cannot read format {shown(asked)}: there is no such format", hint=f"{guess}there are: {readable}")
+    raise InvalidDatasetError(
+        f"cannot read format {shown(asked)}: there is no such format",
+        hint=f"{guess}there are: {readable}",
+    )
 
 
 def _detected(source: str, rows: Sequence[Row]) -> Format:
@@ -149,7 +197,9 @@ def _detected(source: str, rows: Sequence[Row]) -> Format:
         for format_ in FORMATS:
             if format_.detects(row):
                 return format_
-    columns = ", ".join(shown(str(column), 40) for column in list(rows[0])[:12]) if rows else "no rows"
+    columns = (
+        ", ".join(shown(str(column), 40) for column in list(rows[0])[:12]) if rows else "no rows"
+    )
     raise InvalidDatasetError(
         f"cannot import dataset {shown(source)}: its rows are of no known format; their columns are {columns}",
         hint="a row needs instance_id, repo and base_commit; `mirrord dataset formats` lists the formats, --format chooses one",

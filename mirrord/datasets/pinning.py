@@ -65,7 +65,9 @@ def _note(name: MirrorName, progress: Progress) -> str:
 
 
 class Pinner:
-    def __init__(self, *, catalog: Catalog, mirrors: Mirrors, concurrency: Callable[[], int]) -> None:
+    def __init__(
+        self, *, catalog: Catalog, mirrors: Mirrors, concurrency: Callable[[], int]
+    ) -> None:
         self._catalog = catalog
         self._mirrors = mirrors
         self._concurrency = concurrency
@@ -84,7 +86,9 @@ class Pinner:
 
         async def work(key: str) -> None:
             async with slots:
-                refused[key] = await self._pin_or_say_why(dataset, names[key], commits[key], progress)
+                refused[key] = await self._pin_or_say_why(
+                    dataset, names[key], commits[key], progress
+                )
             progress.finished(names[key], len(commits[key]))
 
         try:
@@ -96,17 +100,33 @@ class Pinner:
         return {key: reasons for key, reasons in refused.items() if reasons}
 
     async def _pin_or_say_why(
-        self, dataset: DatasetName, name: MirrorName, commits: Mapping[CommitId, str], progress: PinProgress
+        self,
+        dataset: DatasetName,
+        name: MirrorName,
+        commits: Mapping[CommitId, str],
+        progress: PinProgress,
     ) -> Refused:
         try:
             return await self._pin(dataset, name, commits, progress.of(name))
         except StoppingError:
             raise
         except MirrordError as error:
-            log.warning("dataset.mirror_failed", dataset=dataset, mirror=str(name), code=error.code, detail=error.message)
+            log.warning(
+                "dataset.mirror_failed",
+                dataset=dataset,
+                mirror=str(name),
+                code=error.code,
+                detail=error.message,
+            )
             return dict.fromkeys(commits, error.message)
 
-    async def _pin(self, dataset: DatasetName, name: MirrorName, commits: Mapping[CommitId, str], sink: ProgressSink) -> Refused:
+    async def _pin(
+        self,
+        dataset: DatasetName,
+        name: MirrorName,
+        commits: Mapping[CommitId, str],
+        sink: ProgressSink,
+    ) -> Refused:
         row = await self._catalog.find_mirror(name.key) or await self._mirrors.add(name.repo)
         is_new = row.synced_at is None
         if is_new:
@@ -116,9 +136,13 @@ class Pinner:
             with suppress(MirrordError):
                 await self._mirrors.sync(row.name, sink)
                 missing = await self._mirrors.ensure_commits(row.name, list(missing), sink)
-        return missing | await self._pin_present(dataset, row.name, {c: why for c, why in commits.items() if c not in missing})
+        return missing | await self._pin_present(
+            dataset, row.name, {c: why for c, why in commits.items() if c not in missing}
+        )
 
-    async def _pin_present(self, dataset: DatasetName, name: MirrorName, commits: Mapping[CommitId, str]) -> Refused:
+    async def _pin_present(
+        self, dataset: DatasetName, name: MirrorName, commits: Mapping[CommitId, str]
+    ) -> Refused:
         """Pin by reason: the roles of a commit are what its pin is for."""
         by_reason: dict[str, list[CommitId]] = {}
         for commit, reason in commits.items():
@@ -140,6 +164,12 @@ class Pinner:
             except StoppingError:
                 raise
             except (MirrordError, OSError) as error:
-                log.warning("pins.left", mirror=str(name), owner=owner, count=len(commits), detail=str(error))
+                log.warning(
+                    "pins.left",
+                    mirror=str(name),
+                    owner=owner,
+                    count=len(commits),
+                    detail=str(error),
+                )
                 is_done = False
         return is_done

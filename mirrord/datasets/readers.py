@@ -99,7 +99,9 @@ def _iter_text(stream: io.BufferedReader[Any], source: str) -> Iterator[RawRow]:
     if not start and not head.removeprefix(_BOM):
         raise _refused(source, "it is empty")
     if start.startswith(b"PAR1"):
-        raise _refused(source, "it is compressed Parquet", "decompress it; Parquet compresses by itself")
+        raise _refused(
+            source, "it is compressed Parquet", "decompress it; Parquet compresses by itself"
+        )
     if start.startswith(b"[") and not _is_array_line(start):
         yield from _numbered(iter_elements(stream))
     elif start.startswith(b"{") and not _is_lines(start):
@@ -125,7 +127,11 @@ def _is_lines(start: bytes) -> bool:
     first, newline, rest = start.partition(b"\n")
     value = _decoded(first)[0]
     if value is not None:
-        return bool(rest.strip()) or _ROW_KEYS & value.keys() != set() or not _is_mapping_of_rows(value)
+        return (
+            bool(rest.strip())
+            or _ROW_KEYS & value.keys() != set()
+            or not _is_mapping_of_rows(value)
+        )
     if not newline:  # a row longer than what was looked at, or one cut off: a document has its brackets on lines of their own
         return not _begins_nested(first)
     return rest.lstrip(_SPACE).startswith(b"{")
@@ -158,7 +164,11 @@ def _iter_lines(stream: io.BufferedReader[Any]) -> Iterator[RawRow]:
         elif line.strip(_SPACE):
             value, fault = _decoded(line)
             cut = fault is not None and not line.endswith(b"\n")
-            yield RawRow(number, value, "the file ends in the middle of a row: it was cut off" if cut else fault)
+            yield RawRow(
+                number,
+                value,
+                "the file ends in the middle of a row: it was cut off" if cut else fault,
+            )
 
 
 def _skip_line(stream: io.BufferedReader[Any]) -> None:
@@ -215,7 +225,10 @@ def _single_row(text: bytes, source: str) -> Iterator[RawRow]:
     if len(text) > ELEMENT_LIMIT_BYTES:
         raise _refused(source, f"it is one JSON value of more than {ELEMENT_LIMIT_BYTES >> 20} MiB")
     value, fault = _decoded(text)
-    inner = next((v for v in (value or {}).values() if isinstance(v, list) and v and isinstance(v[0], dict)), None)
+    inner = next(
+        (v for v in (value or {}).values() if isinstance(v, list) and v and isinstance(v[0], dict)),
+        None,
+    )
     if value is None:
         yield RawRow(1, fault=fault)
     elif inner is None or "instance_id" in value:

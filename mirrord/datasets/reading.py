@@ -99,7 +99,8 @@ class _Reading:
         result.sha256 = sha256
         result.rules = dict(sorted(self._rules.items()))
         result.commits = {
-            key: {commit: ", ".join(sorted(roles)) for commit, roles in commits.items()} for key, commits in self._roles.items()
+            key: {commit: ", ".join(sorted(roles)) for commit, roles in commits.items()}
+            for key, commits in self._roles.items()
         }
         return result
 
@@ -118,7 +119,9 @@ class _Reading:
         if first == number:
             return True
         if known != digest:
-            raise RowError(f"instance_id is that of line {first}, which has other values and is kept")
+            raise RowError(
+                f"instance_id is that of line {first}, which has other values and is kept"
+            )
         self._rules["the same row again, ignored"] += 1
         return False
 
@@ -136,18 +139,26 @@ class _Reading:
 
 
 def _row_fault(source: str, line: int, identity: object, reason: str) -> RowFault:
-    known = identity[:_SHOWN_ID].encode("utf-8", "replace").decode() if isinstance(identity, str) and identity else None
+    known = (
+        identity[:_SHOWN_ID].encode("utf-8", "replace").decode()
+        if isinstance(identity, str) and identity
+        else None
+    )
     return RowFault(file=source, line=line, instance=known, reason=reason)
 
 
 def _nothing_read(source: str, first: list[RawRow], rows: Iterator[RawRow]) -> list[RowFault]:
     faulty = chain(first, islice(rows, FAULTS_KEPT))
-    return [_row_fault(source, row.line, None, row.fault or "it is not an object") for row in faulty]
+    return [
+        _row_fault(source, row.line, None, row.fault or "it is not an object") for row in faulty
+    ]
 
 
 def _unusable(source: str, faults: list[RowFault]) -> InvalidDatasetError:
     if not faults:
-        return InvalidDatasetError(f"cannot import dataset {shown(source)}: it has no rows", hint="nothing was changed")
+        return InvalidDatasetError(
+            f"cannot import dataset {shown(source)}: it has no rows", hint="nothing was changed"
+        )
     worst = faults[0]
     return InvalidDatasetError(
         f"cannot import dataset {shown(source)}: none of its rows can be used; line {worst.line}: {worst.reason}",
@@ -163,6 +174,12 @@ def _sha256(path: Path) -> str:
 
 def _io_error(source: str, error: OSError) -> ResourceError:
     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-        return DiskFullError(f"cannot import dataset {shown(source)}: the disk is full", hint="make room; nothing was changed")
+        return DiskFullError(
+            f"cannot import dataset {shown(source)}: the disk is full",
+            hint="make room; nothing was changed",
+        )
     fact = error.strerror or os.strerror(error.errno or errno.EIO)
-    return ResourceError(f"cannot read dataset {shown(source)}: {fact}", hint="the file must be readable by the daemon's user")
+    return ResourceError(
+        f"cannot read dataset {shown(source)}: {fact}",
+        hint="the file must be readable by the daemon's user",
+    )

@@ -23,12 +23,26 @@ import structlog
 
 from ..catalog import Catalog, DatasetHead, InstanceRow, PinRow
 from ..config import Settings
-from ..errors import DatasetNotFoundError, InstanceNotFoundError, InvalidNameError, MirrordError, StoppingError
+from ..errors import (
+    DatasetNotFoundError,
+    InstanceNotFoundError,
+    InvalidNameError,
+    MirrordError,
+    StoppingError,
+)
 from ..git.workers import Workers
 from ..jobs.events import Events
 from ..mirrors.pins import ADOPTED
 from ..mirrors.service import Mirrors
-from ..model import CommitId, CommitRole, DatasetName, MirrorName, parse_dataset_name, shown, utc_now
+from ..model import (
+    CommitId,
+    CommitRole,
+    DatasetName,
+    MirrorName,
+    parse_dataset_name,
+    shown,
+    utc_now,
+)
 from ..protocol import Dataset, FormatInfo, Instance, RecordedCommit
 from .cache import BaseCommits, InstanceCache
 from .formats import format_infos
@@ -62,7 +76,9 @@ class Datasets:
         self._spools = Spools(mirrors.quarantine)
         self._left: dict[str, Before] = {}
         self._unknown: set[str] = set()
-        self._pinner = Pinner(catalog=catalog, mirrors=mirrors, concurrency=lambda: settings().sync.concurrency)
+        self._pinner = Pinner(
+            catalog=catalog, mirrors=mirrors, concurrency=lambda: settings().sync.concurrency
+        )
         self._cache = InstanceCache(catalog.find_instance)
         self._base_commits = BaseCommits(catalog.find_base_commit)
         self._locks: dict[str, anyio.Lock] = {}
@@ -76,16 +92,24 @@ class Datasets:
         """
         begun = await anyio.to_thread.run_sync(self._spools.begun)
         stale = await self._catalog.list_stale_pins()
-        undone = [row for row in stale if row.owner in begun and place_of(row) not in begun[row.owner]]
+        undone = [
+            row for row in stale if row.owner in begun and place_of(row) not in begun[row.owner]
+        ]
         adopted = {row.owner for row in stale if row.reason == ADOPTED and row not in undone}
         for owner in sorted({row.owner for row in stale}):
-            but = [row for row in stale if row.owner == owner and row not in undone] if owner in adopted else []
+            but = (
+                [row for row in stale if row.owner == owner and row not in undone]
+                if owner in adopted
+                else []
+            )
             await self._drop_stale_pins(owner, frozenset(map(place_of, but)))
         self._unknown = {owner.removeprefix(owner_of("")) for owner in adopted}
         if self._unknown:
             log.warning("datasets.unknown", datasets=sorted(self._unknown))
         if undone:
-            log.warning("import.undone", owners=sorted({row.owner for row in undone}), pins=len(undone))
+            log.warning(
+                "import.undone", owners=sorted({row.owner for row in undone}), pins=len(undone)
+            )
         await self._spools.clear()
 
     async def mend(self) -> bool:
@@ -98,7 +122,11 @@ class Datasets:
     def warnings(self) -> builtins.list[str]:
         """What a person should know: datasets of which only pins are left."""
         names = ", ".join(sorted(self._unknown))
-        return [f"commits are pinned for what the catalog does not record; import again: {names}"] if names else []
+        return (
+            [f"commits are pinned for what the catalog does not record; import again: {names}"]
+            if names
+            else []
+        )
 
     def on_change(self, listener: Callable[[DatasetName], None]) -> None:
         """Call `listener` with the name of each dataset that was imported or removed."""
@@ -124,18 +152,32 @@ class Datasets:
         source = _storable(source)
         async with self._locked(owner_of(dataset)), self._spools.directory() as directory:
             spool = directory / "rows.jsonl"
-            read = await self._workers.call(read_dataset, path, Path(source).name or source, format, spool, timeout=_READ_TIMEOUT)
+            read = await self._workers.call(
+                read_dataset,
+                path,
+                Path(source).name or source,
+                format,
+                spool,
+                timeout=_READ_TIMEOUT,
+            )
             return await self._take(dataset, read, source, spool, progress)
 
     async def _take(
-        self, dataset: DatasetName, read: ReadResult, source: str, spool: Path, progress: ProgressSink | None
+        self,
+        dataset: DatasetName,
+        read: ReadResult,
+        source: str,
+        spool: Path,
+        progress: ProgressSink | None,
     ) -> dict[str, Any]:
         owner = owner_of(dataset)
         before = frozenset(map(place_of, await self._catalog.list_pins(owner=owner)))
         await anyio.to_thread.run_sync(record, spool.parent, owner, before)
         try:
             refused = await self._pinner.pin_all(dataset, read.names, read.commits, progress)
-            change = await self._catalog.replace_dataset(_head(dataset, read, source, refused), spool)
+            change = await self._catalog.replace_dataset(
+                _head(dataset, read, source, refused), spool
+            )
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self._drop_stale_pins(owner, but=before)
@@ -165,18 +207,29 @@ class Datasets:
     async def repin(self, name: MirrorName) -> int:
         """Try again what a mirror refused to pin, for all datasets: worth it after a sync. Answers how many are pinned now."""
         rows = await self._catalog.list_recorded(name.key, unpinned=True)
-        return sum([await self._repin(DatasetName(dataset), name) for dataset in sorted({row.dataset for row in rows})])
+        return sum(
+            [
+                await self._repin(DatasetName(dataset), name)
+                for dataset in sorted({row.dataset for row in rows})
+            ]
+        )
 
     async def _repin(self, dataset: DatasetName, name: MirrorName) -> int:
-        async with self._locked(owner_of(dataset)):  # an import or a removal may have ended before it was ours
+        async with self._locked(
+            owner_of(dataset)
+        ):  # an import or a removal may have ended before it was ours
             roles: dict[CommitId, set[str]] = {}
             for row in await self._catalog.list_recorded(name.key, dataset, unpinned=True):
                 roles.setdefault(row.commit, set()).add(str(row.role))
             commits = {commit: ", ".join(sorted(words)) for commit, words in roles.items()}
             if not commits:
                 return 0
-            refused = (await self._pinner.pin_all(dataset, {name.key: name}, {name.key: commits}, None)).get(name.key, {})
-            await self._catalog.put_refused(dataset, name.key, {str(commit): why for commit, why in refused.items()})
+            refused = (
+                await self._pinner.pin_all(dataset, {name.key: name}, {name.key: commits}, None)
+            ).get(name.key, {})
+            await self._catalog.put_refused(
+                dataset, name.key, {str(commit): why for commit, why in refused.items()}
+            )
         return len(commits) - len(refused)
 
     def rows_changed(self, names: Iterable[str]) -> None:
@@ -262,7 +315,11 @@ class Datasets:
         self._left[owner] = but
         try:
             stale = [row for row in await self._catalog.list_stale_pins() if row.owner == owner]
-            is_done = await self._unpin(owner, [row for row in stale if place_of(row) not in but], but & {*map(place_of, stale)})
+            is_done = await self._unpin(
+                owner,
+                [row for row in stale if place_of(row) not in but],
+                but & {*map(place_of, stale)},
+            )
         except StoppingError:
             raise
         except (MirrordError, OSError) as error:
@@ -294,7 +351,8 @@ def name_from(source: str) -> DatasetName:
         return parse_dataset_name(name)
     except InvalidNameError as error:
         raise InvalidNameError(
-            f"cannot name a dataset after {shown(source)}: nothing of it is left as a name", hint="choose a name with --name"
+            f"cannot name a dataset after {shown(source)}: nothing of it is left as a name",
+            hint="choose a name with --name",
         ) from error
 
 
@@ -303,7 +361,9 @@ def _storable(source: str) -> str:
     return source.encode("utf-8", "backslashreplace").decode().replace("\0", "")
 
 
-def _head(dataset: DatasetName, read: ReadResult, source: str, refused: dict[str, Refused]) -> DatasetHead:
+def _head(
+    dataset: DatasetName, read: ReadResult, source: str, refused: dict[str, Refused]
+) -> DatasetHead:
     return DatasetHead(
         name=dataset,
         format=read.format,
@@ -319,7 +379,8 @@ def _head(dataset: DatasetName, read: ReadResult, source: str, refused: dict[str
 
 def _no_dataset(name: str) -> DatasetNotFoundError:
     return DatasetNotFoundError(
-        f"cannot find dataset {shown(name)}: there is none of that name", hint="`mirrord dataset list` shows those there are"
+        f"cannot find dataset {shown(name)}: there is none of that name",
+        hint="`mirrord dataset list` shows those there are",
     )
 
 

@@ -43,19 +43,25 @@ class Spools:
     def begun(self) -> Mapping[str, Before]:
         """The owners of pins whose work never ended, each with the pins that are to stay by all its records."""
         found: dict[str, Before] = {}
-        for owner, pins in filter(None, map(_read, self._quarantine.root.glob(f"{SPOOL_PREFIX}*/{_RECORD}"))):
+        for owner, pins in filter(
+            None, map(_read, self._quarantine.root.glob(f"{SPOOL_PREFIX}*/{_RECORD}"))
+        ):
             found[owner] = found.get(owner, pins) & pins
         return found
 
     async def clear(self) -> None:
         """Remove what a killed daemon left. Its imports must have been undone."""
-        for path in await anyio.to_thread.run_sync(lambda: list(self._quarantine.root.glob(f"{SPOOL_PREFIX}*"))):
+        for path in await anyio.to_thread.run_sync(
+            lambda: list(self._quarantine.root.glob(f"{SPOOL_PREFIX}*"))
+        ):
             await self._quarantine.remove(path)
 
 
 def record(directory: Path, owner: str, before: Before) -> None:
     """Put on record, durably, which pins an owner has."""
-    write_durably(directory / _RECORD, json.dumps({"owner": owner, "pins": sorted(before)}).encode())
+    write_durably(
+        directory / _RECORD, json.dumps({"owner": owner, "pins": sorted(before)}).encode()
+    )
     sync_directory(directory.parent)
 
 

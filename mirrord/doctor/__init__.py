@@ -36,7 +36,12 @@ def _guarded(name: str, check: Callable[[], Result]) -> Check:
     try:
         return Check(name, *check())
     except (OSError, MirrordError, ValueError) as error:
-        return Check(name, "warn", f"could not be looked at: {error}", "look at it by hand, or run the doctor as root")
+        return Check(
+            name,
+            "warn",
+            f"could not be looked at: {error}",
+            "look at it by hand, or run the doctor as root",
+        )
 
 
 _CHECKS: tuple[tuple[str, Callable[[Settings], Result]], ...] = (

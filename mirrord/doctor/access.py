@@ -20,11 +20,21 @@ _SOCKET_PATH_BYTES = 107  # sockaddr_un, less its final zero
 def socket_path(settings: Settings) -> Result:
     path = settings.socket
     if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
-        return "fail", f"{path} is longer than {_SOCKET_PATH_BYTES} bytes", "choose a shorter `socket`"
+        return (
+            "fail",
+            f"{path} is longer than {_SOCKET_PATH_BYTES} bytes",
+            "choose a shorter `socket`",
+        )
     parent = existing(path.parent)
     uid = _daemons_uid(settings.state_dir)
-    well = os.access(parent, os.W_OK) if uid == os.geteuid() else parent.stat().st_uid == uid or uid == 0
-    return judge(well, f"{path}", f"{parent} is not writable for uid {uid}: choose another `socket`")
+    well = (
+        os.access(parent, os.W_OK)
+        if uid == os.geteuid()
+        else parent.stat().st_uid == uid or uid == 0
+    )
+    return judge(
+        well, f"{path}", f"{parent} is not writable for uid {uid}: choose another `socket`"
+    )
 
 
 def _daemons_uid(state_dir: Path) -> int:
@@ -37,7 +47,11 @@ def daemon(settings: Settings) -> Result:
     listens = _listens(settings.socket)
     holder = _lock_holder(settings.state_dir / "daemon.lock")
     if holder is None:
-        return judge(not listens, "none runs", f"another daemon listens at {settings.socket}: choose another `socket`")
+        return judge(
+            not listens,
+            "none runs",
+            f"another daemon listens at {settings.socket}: choose another `socket`",
+        )
     return "ok", f"one runs: {holder}", ""
 
 
@@ -69,7 +83,11 @@ def _lock_holder(lock: Path) -> str | None:
 def confinement(settings: Settings) -> Result:
     """What `mirrord exec` needs to keep the daemon out of its command's reach."""
     if obstacle := find_obstacle():
-        return "warn", obstacle, "`mirrord exec` refuses to run; --keep-access runs without confinement"
+        return (
+            "warn",
+            obstacle,
+            "`mirrord exec` refuses to run; --keep-access runs without confinement",
+        )
     if shutil.which("newuidmap", path=search_path()) is None:
         return "ok", "for your own uid and for root; newuidmap is not installed", ""
     return "ok", "for your own uid, for subordinate uids and for root", ""

@@ -50,6 +50,10 @@ def file_system_of(path: Path) -> str:
     """The type of the mount that `path` lies on: the last of the longest mount points above it."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    lines = (
+        Path("/proc/self/mountinfo")
+        .read_text(encoding="utf-8", errors="surrogateescape")
+        .splitlines()
+    )
     kinds = [line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == wanted]
     return kinds[-1] if kinds else "not known"

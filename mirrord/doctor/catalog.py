@@ -38,13 +38,19 @@ def catalog(settings: Settings) -> Result:
     names = [entry.name for entry in entries(mirrors)]
     path = settings.state_dir / "catalog.sqlite3"
     if not path.exists() or not path.stat().st_size:
-        return judge(not names, f"there is none, and {len(names)} mirrors", _remedy(_pinned(mirrors, names)))
+        return judge(
+            not names, f"there is none, and {len(names)} mirrors", _remedy(_pinned(mirrors, names))
+        )
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
             said = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             known = {row[0].lower() for row in connection.execute("SELECT name FROM mirrors")}
             recorded: Pins = {*connection.execute(_RECORDED)}
-            recorded |= {*connection.execute("SELECT owner, mirror_key, commit_id FROM pins WHERE owner NOT LIKE 'dataset/%'")}
+            recorded |= {
+                *connection.execute(
+                    "SELECT owner, mirror_key, commit_id FROM pins WHERE owner NOT LIKE 'dataset/%'"
+                )
+            }
     except sqlite3.DatabaseError as error:
         said = str(error)
     if said != "ok":
@@ -62,18 +68,24 @@ def _held_against(missing: Pins, known: int) -> Result:
     if not missing:
         return "ok", f"{known} mirrors; it knows what each pin is for", ""
     counts = Counter(owner for owner, _, _ in missing)
-    listed = ", ".join(f"{count} of {owner.removeprefix(_DATASET)}" for owner, count in sorted(counts.items()))
+    listed = ", ".join(
+        f"{count} of {owner.removeprefix(_DATASET)}" for owner, count in sorted(counts.items())
+    )
     fact = f"it is older than the mirrors, or was lost: they pin commits that it does not record, {listed}"
     return "warn", fact, _remedy(missing)
 
 
 def _remedy(missing: Pins) -> str:
     """How to make it again, with the datasets by name."""
-    names = sorted({owner.removeprefix(_DATASET) for owner, _, _ in missing if owner.startswith(_DATASET)})
+    names = sorted(
+        {owner.removeprefix(_DATASET) for owner, _, _ in missing if owner.startswith(_DATASET)}
+    )
     if not names:
         return _REBUILD
     imports = "; ".join(f"mirrord dataset import FILE --name {name}" for name in names)
-    return f"{_REBUILD}: {imports}. Until then their pins stay; a bundle of a mirror has its rows too"
+    return (
+        f"{_REBUILD}: {imports}. Until then their pins stay; a bundle of a mirror has its rows too"
+    )
 
 
 def _pinned(mirrors: Path, names: list[str]) -> Pins:
@@ -82,7 +94,13 @@ def _pinned(mirrors: Path, names: list[str]) -> Pins:
     for name in names:
         try:
             key = MirrorName.parse(name).key
-            refs = run_git_sync("for-each-ref", "--format=%(refname)", _PINS, git_dir=mirrors / name, doing="list pins").lines
+            refs = run_git_sync(
+                "for-each-ref",
+                "--format=%(refname)",
+                _PINS,
+                git_dir=mirrors / name,
+                doing="list pins",
+            ).lines
         except MirrordError:
             continue
         parts = (ref.removeprefix(_PINS).rpartition("/") for ref in refs)

@@ -33,17 +33,26 @@ def overlay(settings: Settings) -> Result:
         mounter = choose_mounter(settings.state_dir, settings.socket.parent / "mount.sock")
         if not isinstance(mounter, LocalMounter):
             return "ok", "the mount service makes them", ""
-        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=existing(settings.state_dir)) as scratch:
+        with tempfile.TemporaryDirectory(
+            prefix=".doctor-", dir=existing(settings.state_dir)
+        ) as scratch:
             mounter = LocalMounter(Path(scratch))
             try:
                 trial = try_overlay(Path(scratch), mounter)
             finally:
                 mounter.close(unbind=True)
     except MirrordError as error:
-        return verdict, error.message, f"{error.hint or 'see the kernel log'}; without it the pool backend serves"
+        return (
+            verdict,
+            error.message,
+            f"{error.hint or 'see the kernel log'}; without it the pool backend serves",
+        )
     remedy = "only the daemon's own user has overlay checkouts; the pool backend serves others"
     return judge(
-        trial.may_map_owners, f"mounted one{'' if trial.may_map_owners else f': {trial.reason}'}", remedy, otherwise="warn"
+        trial.may_map_owners,
+        f"mounted one{'' if trial.may_map_owners else f': {trial.reason}'}",
+        remedy,
+        otherwise="warn",
     )
 
 
@@ -51,9 +60,7 @@ def privileges(settings: Settings) -> Result:
     effective = int(status_field("CapEff"), 16)
     mounts = bool(effective >> _CAP_SYS_ADMIN & 1)
     who = f"uid {os.geteuid()}, {'may' if mounts else 'may not'} mount"
-    remedy = (
-        "run as root or beside the mount service: otherwise there is no overlay, and the pool serves only the daemon's own user"
-    )
+    remedy = "run as root or beside the mount service: otherwise there is no overlay, and the pool serves only the daemon's own user"
     return judge(mounts, who, remedy, otherwise="warn")
 
 
@@ -71,7 +78,10 @@ def mount_limit(settings: Settings) -> Result:
     wanted = settings.checkouts.max + 1000
     remedy = f"set fs.mount-max to {wanted} or more, or lower [checkouts] max"
     return judge(
-        limit >= wanted, f"fs.mount-max is {limit}, [checkouts] max is {settings.checkouts.max}", remedy, otherwise="warn"
+        limit >= wanted,
+        f"fs.mount-max is {limit}, [checkouts] max is {settings.checkouts.max}",
+        remedy,
+        otherwise="warn",
     )
 
 
@@ -79,13 +89,23 @@ def inotify(settings: Settings) -> Result:
     instances = kernel_setting("fs/inotify/max_user_instances")
     watches = kernel_setting("fs/inotify/max_user_watches")
     fact = f"{instances} instances, {watches} watches"
-    return judge(instances >= 16 and watches >= 64, fact, "raise fs.inotify.max_user_instances", otherwise="warn")
+    return judge(
+        instances >= 16 and watches >= 64,
+        fact,
+        "raise fs.inotify.max_user_instances",
+        otherwise="warn",
+    )
 
 
 def open_files(settings: Settings) -> Result:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     well = hard == resource.RLIM_INFINITY or hard >= 4096
-    return judge(well, f"at most {hard}", "raise it with LimitNOFILE= or `ulimit -Hn 65536`", otherwise="warn")
+    return judge(
+        well,
+        f"at most {hard}",
+        "raise it with LimitNOFILE= or `ulimit -Hn 65536`",
+        otherwise="warn",
+    )
 
 
 def clock(settings: Settings) -> Result:
@@ -98,4 +118,8 @@ def clock(settings: Settings) -> Result:
             "set the clock, or wait until it is right",
         )
     well = now > 1_735_689_600  # 2025-01-01
-    return judge(well, time.strftime("%Y-%m-%d %H:%M:%S %Z"), "set the clock: leases and reset proofs depend on it")
+    return judge(
+        well,
+        time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "set the clock: leases and reset proofs depend on it",
+    )

@@ -30,18 +30,26 @@ def git(settings: Settings) -> Result:
     found = version(text)
     if found < _GIT_NEEDED:
         return "fail", text, "install git 2.39 or newer: this one lacks core.fsync"
-    return judge(found >= _GIT_TESTED, text, "mirrord is tested with git 2.39 and newer", otherwise="warn")
+    return judge(
+        found >= _GIT_TESTED, text, "mirrord is tested with git 2.39 and newer", otherwise="warn"
+    )
 
 
 def setpriv(settings: Settings) -> Result:
     found = shutil.which("setpriv", path=search_path())
-    return judge(found is not None, found or "setpriv is not installed", "install util-linux: it ends git with the daemon")
+    return judge(
+        found is not None,
+        found or "setpriv is not installed",
+        "install util-linux: it ends git with the daemon",
+    )
 
 
 def packages(settings: Settings) -> Result:
     missing = [name for name in _required() if not _is_installed(name)]
     return judge(
-        not missing, f"missing: {', '.join(missing)}" if missing else "all installed", "install mirrord with its dependencies"
+        not missing,
+        f"missing: {', '.join(missing)}" if missing else "all installed",
+        "install mirrord with its dependencies",
     )
 
 

@@ -38,7 +38,9 @@ def parents(settings: Settings) -> Result:
     """Whoever may rename a parent may put another tree in the place of ours."""
     unsafe = [str(parent) for parent in existing(settings.state_dir).parents if _is_open(parent)]
     fact = f"others may write to {', '.join(unsafe)}" if unsafe else "only their owners may write"
-    return judge(not unsafe, fact, "move state_dir below directories that only root or its owner may write")
+    return judge(
+        not unsafe, fact, "move state_dir below directories that only root or its owner may write"
+    )
 
 
 def _is_open(path: Path) -> bool:
@@ -57,16 +59,26 @@ def one_file_system(settings: Settings) -> Result:
     home = existing(settings.state_dir).stat().st_dev
     away = [path.name for path in found if path.stat().st_dev != home]
     fact = f"elsewhere: {', '.join(away)}" if away else "one file system"
-    return judge(not away, fact, "keep all of state_dir on one file system: it renames and hard-links between them")
+    return judge(
+        not away,
+        fact,
+        "keep all of state_dir on one file system: it renames and hard-links between them",
+    )
 
 
 def access_lists(settings: Settings) -> Result:
     """By making one: each checkout has an entry for its owner."""
-    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=existing(settings.state_dir)) as scratch:
+    with tempfile.TemporaryDirectory(
+        prefix=".doctor-", dir=existing(settings.state_dir)
+    ) as scratch:
         try:
             admit(scratch, _NOBODY)
         except BackendUnavailableError as error:
-            return "fail", "none: only root and the daemon's own user can have checkouts", error.hint or ""
+            return (
+                "fail",
+                "none: only root and the daemon's own user can have checkouts",
+                error.hint or "",
+            )
     return "ok", "a checkout is entered by its owner alone", ""
 
 
@@ -92,7 +104,9 @@ def space(settings: Settings) -> Result:
     fact = f"{free / _GIB:.1f} GiB free, [checkouts] template_bytes is {wanted / _GIB:.1f} GiB"
     if free < _GIB:
         return "fail", fact, "make room"
-    return judge(free > wanted / 10, fact, "make room, or lower [checkouts] template_bytes", otherwise="warn")
+    return judge(
+        free > wanted / 10, fact, "make room, or lower [checkouts] template_bytes", otherwise="warn"
+    )
 
 
 def inodes(settings: Settings) -> Result:
@@ -110,7 +124,14 @@ def inodes(settings: Settings) -> Result:
 def leftovers(settings: Settings) -> Result:
     quarantine = [entry.name for entry in entries(settings.state_dir / "quarantine")]
     packs = sorted(
-        str(path) for path in settings.state_dir.glob("mirrors/*/objects/pack/tmp_*") if path.stat().st_mtime < time.time() - 3600
+        str(path)
+        for path in settings.state_dir.glob("mirrors/*/objects/pack/tmp_*")
+        if path.stat().st_mtime < time.time() - 3600
     )
     fact = f"{len(quarantine)} in quarantine, {len(packs)} unfinished packs"
-    return judge(not packs and len(quarantine) < 100, fact, "the daemon removes them when it starts", otherwise="warn")
+    return judge(
+        not packs and len(quarantine) < 100,
+        fact,
+        "the daemon removes them when it starts",
+        otherwise="warn",
+    )

@@ -81,10 +81,18 @@ class Prewarm:
 
     def _start(self, dataset: DatasetName, wanted: list[_Wanted] | None) -> None:
         checkouts = self._settings().checkouts
-        if checkouts.prewarm and checkouts.history is not History.LINKED and not self._operations.is_stopping:
-            self._operations.start("prewarm", dataset, lambda progress: self._run(dataset, wanted, progress))
+        if (
+            checkouts.prewarm
+            and checkouts.history is not History.LINKED
+            and not self._operations.is_stopping
+        ):
+            self._operations.start(
+                "prewarm", dataset, lambda progress: self._run(dataset, wanted, progress)
+            )
 
-    async def _run(self, dataset: DatasetName, wanted: list[_Wanted] | None, progress: ProgressSink) -> dict[str, Any]:
+    async def _run(
+        self, dataset: DatasetName, wanted: list[_Wanted] | None, progress: ProgressSink
+    ) -> dict[str, Any]:
         """Prepare what is wanted; all base commits of the dataset when that is None."""
         history = self._settings().checkouts.history
         wanted = await self._wanted(dataset) if wanted is None else wanted
@@ -92,7 +100,9 @@ class Prewarm:
         for number, (name, commit) in enumerate(wanted):
             progress(Progress(done=number, total=len(wanted), unit="commits", note=str(name)))
             if number % _LOOK_EVERY == 0 and await self._room.is_full():
-                log.info("prewarm.stopped", dataset=dataset, prepared=prepared, left=len(wanted) - number)
+                log.info(
+                    "prewarm.stopped", dataset=dataset, prepared=prepared, left=len(wanted) - number
+                )
                 self._unfinished[dataset] = wanted[number:]
                 break
             try:
@@ -115,5 +125,7 @@ class Prewarm:
             if row.role is CommitRole.BASE:
                 commits.setdefault(row.mirror.key, (row.mirror, set()))[1].add(row.commit)
         return [
-            (name, commit) for _, (name, asked) in sorted(commits.items()) for commit in await self._oldest_first(name, asked)
+            (name, commit)
+            for _, (name, asked) in sorted(commits.items())
+            for commit in await self._oldest_first(name, asked)
         ]

@@ -38,7 +38,10 @@ MAINTENANCE_RETRY = timedelta(minutes=10)
 
 
 NEVER_FOUND_INTERVAL = timedelta(days=7)
-_NEVER_FOUND = {UpstreamNotFoundError.code, UpstreamAuthError.code}  # forges ask for a password where there is nothing
+_NEVER_FOUND = {
+    UpstreamNotFoundError.code,
+    UpstreamAuthError.code,
+}  # forges ask for a password where there is nothing
 
 
 def _is_given_up(row: MirrorRow, now: datetime) -> bool:
@@ -84,12 +87,23 @@ class Jobs:
 
     async def table(self) -> list[Job]:
         syncs = [self._sync(row) for row in await self._catalog.list_mirrors()]
-        return [*syncs, *await self._audits(), self._maintenance(), self._scrubbing(), *self._housekeeping()]
+        return [
+            *syncs,
+            *await self._audits(),
+            self._maintenance(),
+            self._scrubbing(),
+            *self._housekeeping(),
+        ]
 
     def _sync(self, row: MirrorRow) -> Job:
         sync = self._settings().sync
         return Job(
-            f"sync/{row.name}", sync.interval, partial(self._run_sync, row.name), sync.jitter, row.attempted_at, SYNC_RETRY
+            f"sync/{row.name}",
+            sync.interval,
+            partial(self._run_sync, row.name),
+            sync.jitter,
+            row.attempted_at,
+            SYNC_RETRY,
         )
 
     async def _audits(self) -> list[Job]:
@@ -98,15 +112,23 @@ class Jobs:
         """
         settings = self._settings().audit
         names = {str(row.name) for row in await self._catalog.list_mirrors()}
-        past = [audit for audit in await self._catalog.list_audits() if names <= set(audit.mirrors) and not audit.left]
+        past = [
+            audit
+            for audit in await self._catalog.list_audits()
+            if names <= set(audit.mirrors) and not audit.left
+        ]
         content = (audit for audit in past if audit.level is AuditLevel.CONTENT)
         last, last_content = next(iter(past), None), next(content, None)
         return [
             await self._auditing("audit", settings.interval, settings.level, last),
-            await self._auditing("audit.content", settings.content_interval, AuditLevel.CONTENT, last_content),
+            await self._auditing(
+                "audit.content", settings.content_interval, AuditLevel.CONTENT, last_content
+            ),
         ]
 
-    async def _auditing(self, name: str, interval: timedelta, level: AuditLevel, last: Audit | None) -> Job:
+    async def _auditing(
+        self, name: str, interval: timedelta, level: AuditLevel, last: Audit | None
+    ) -> Job:
         begun = await self._find_unfinished(level)
         since = last.finished_at if last else self._started_at
         run = self._audit if name == "audit" else partial(self._audit, level)
@@ -114,7 +136,13 @@ class Jobs:
 
     def _maintenance(self) -> Job:
         interval = self._settings().maintenance.interval
-        return Job("maintenance", interval, self._maintain_all, since=self._early(interval), retry=MAINTENANCE_RETRY)
+        return Job(
+            "maintenance",
+            interval,
+            self._maintain_all,
+            since=self._early(interval),
+            retry=MAINTENANCE_RETRY,
+        )
 
     def _scrubbing(self) -> Job:
         """Templates are proven by content as often as mirrors are."""

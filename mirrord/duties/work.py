@@ -62,7 +62,14 @@ class Work:
         await self._on_mirrors_changed()
         return self.sync(row.name, kind="mirror.add", owner_uid=owner_uid)
 
-    def sync(self, name: MirrorName, *, kind: str = "mirror.sync", accept_loss: bool = False, owner_uid: int = 0) -> Operation:
+    def sync(
+        self,
+        name: MirrorName,
+        *,
+        kind: str = "mirror.sync",
+        accept_loss: bool = False,
+        owner_uid: int = 0,
+    ) -> Operation:
         async def run(progress: ProgressSink) -> dict[str, Any]:
             result = await self._mirrors.sync(name, progress, accept_loss=accept_loss)
             pinned = await self._datasets.repin(name)  # what upstream lacked the last time
@@ -82,11 +89,15 @@ class Work:
 
         return self._operations.start("refs.restore", str(name), run, owner_uid=owner_uid)
 
-    async def import_bundle(self, path: Path, *, mirror: str | None, owner_uid: int = 0) -> Operation:
+    async def import_bundle(
+        self, path: Path, *, mirror: str | None, owner_uid: int = 0
+    ) -> Operation:
         """Take a bundle file that is ours; it is removed at the end, whatever the end is."""
 
         async def run(progress: ProgressSink) -> dict[str, Any]:
-            result = await self._bundles.import_file(path, mirror=mirror, owner_uid=owner_uid, progress=progress)
+            result = await self._bundles.import_file(
+                path, mirror=mirror, owner_uid=owner_uid, progress=progress
+            )
             self._datasets.rows_changed(result["datasets"])
             await self._on_mirrors_changed()
             return result
@@ -104,7 +115,13 @@ class Work:
     # -- datasets -----------------------------------------------------------------------------------------------------
 
     async def import_upload(
-        self, path: Path, *, filename: str, name: DatasetName | None, format_name: str | None, owner_uid: int = 0
+        self,
+        path: Path,
+        *,
+        filename: str,
+        name: DatasetName | None,
+        format_name: str | None,
+        owner_uid: int = 0,
     ) -> Operation:
         """Import a file that is ours; it is removed at the end, whatever the end is."""
 
@@ -122,15 +139,24 @@ class Work:
         return self._operations.start("dataset.import", path.name, run)
 
     async def _import(
-        self, path: Path, name: DatasetName | None, format_name: str | None, source: str, progress: ProgressSink
+        self,
+        path: Path,
+        name: DatasetName | None,
+        format_name: str | None,
+        source: str,
+        progress: ProgressSink,
     ) -> dict[str, Any]:
-        result = await self._datasets.import_file(path, name=name, format=format_name, source=source, progress=progress)
+        result = await self._datasets.import_file(
+            path, name=name, format=format_name, source=source, progress=progress
+        )
         await self._on_mirrors_changed()
         return _plain(result)
 
     # -- audits -------------------------------------------------------------------------------------------------------
 
-    async def audit(self, request: StartAudit, *, kind: str = "audit", resume: bool = False, owner_uid: int = 0) -> Operation:
+    async def audit(
+        self, request: StartAudit, *, kind: str = "audit", resume: bool = False, owner_uid: int = 0
+    ) -> Operation:
         """With `resume`, go on with an interrupted one. Raises MirrorNotFoundError and DatasetNotFoundError before it starts."""
         names = [(await self._mirrors.get(text)).name for text in request.mirrors]
         if request.dataset:
@@ -159,7 +185,12 @@ class Work:
         return await self._start_with("heal", str(name), bundle, run, owner_uid)
 
     async def _start_with(
-        self, kind: str, subject: str, path: Path, run: Callable[[ProgressSink], Awaitable[dict[str, Any]]], owner_uid: int
+        self,
+        kind: str,
+        subject: str,
+        path: Path,
+        run: Callable[[ProgressSink], Awaitable[dict[str, Any]]],
+        owner_uid: int,
     ) -> Operation:
         """Start work on a file that is removed at its end, also when it does not begin."""
 

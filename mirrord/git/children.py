@@ -60,7 +60,9 @@ class Command:
             )
         except OSError as error:
             hint = "install git and util-linux (setpriv); see `mirrord doctor`"
-            raise host_error(error, "start git") or ResourceError(f"cannot start git: {error}", hint=hint) from error
+            raise host_error(error, "start git") or ResourceError(
+                f"cannot start git: {error}", hint=hint
+            ) from error
 
 
 class Child:
@@ -71,7 +73,9 @@ class Child:
 
     def __init__(self, command: Command) -> None:
         self._process = command.start()
-        self._pipes = [pipe for pipe in (self._process.stdout, self._process.stderr) if pipe is not None]
+        self._pipes = [
+            pipe for pipe in (self._process.stdout, self._process.stderr) if pipe is not None
+        ]
         self._gone = anyio.Event()
         try:
             self._pidfd = os.pidfd_open(self._process.pid)
@@ -86,7 +90,12 @@ class Child:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         with anyio.CancelScope(shield=True):
             await self._end()
 

@@ -20,7 +20,13 @@ from pathlib import Path
 import anyio
 import structlog
 
-from ..errors import DeadlineError, GitFailedError, MirrordError, UpstreamError, UpstreamTimeoutError
+from ..errors import (
+    DeadlineError,
+    GitFailedError,
+    MirrordError,
+    UpstreamError,
+    UpstreamTimeoutError,
+)
 from ..protocol import Progress
 from .children import NOTHING, PIPE, Child, Command, Stream, in_memory, run_to_end
 from .environment import Remote, child_environment, make_home
@@ -93,16 +99,26 @@ class Git:
             async with Child(command) as child:
                 reading = _Reading(child, StderrReader(progress), stdout_limit_bytes)
                 finished = await reading.finish(timeout, quiet_timeout)
-        log.debug("git.ended", command=doing, status=child.status, duration_s=round(anyio.current_time() - began, 3))
+        log.debug(
+            "git.ended",
+            command=doing,
+            status=child.status,
+            duration_s=round(anyio.current_time() - began, 3),
+        )
         if not finished:
             raise _late(doing, timeout, quiet_timeout, upstream=remote is not None)
         if reading.overflowed:
-            raise GitFailedError(f"cannot {doing}: its output is larger than {stdout_limit_bytes} bytes")
+            raise GitFailedError(
+                f"cannot {doing}: its output is larger than {stdout_limit_bytes} bytes"
+            )
         result = GitResult(child.status or 0, bytes(reading.stdout), reading.stderr.text())
         if result.status not in ok:
             raise _failure(doing, result, remote, reading.stderr.http)
         if remote is not None and reading.stderr.http.is_garbage:
-            raise UpstreamError(f"cannot {doing}: upstream answers, but not as git does", hint="check the upstream URL")
+            raise UpstreamError(
+                f"cannot {doing}: upstream answers, but not as git does",
+                hint="check the upstream URL",
+            )
         return result
 
     @contextlib.asynccontextmanager
@@ -122,7 +138,9 @@ class Git:
         doing = doing or f"run git {args[0]}"
         environment = child_environment(home=self._home) | _quarantine(quarantine_objects, git_dir)
         with _files(stdin, None) as (source, sink):
-            async with Child(Command(_argv(args, git_dir, None), environment, git_dir, source, sink)) as child:
+            async with Child(
+                Command(_argv(args, git_dir, None), environment, git_dir, source, sink)
+            ) as child:
                 pieces = _Reading(child, StderrReader(), 0).pieces(quiet_timeout, doing)
                 async with contextlib.aclosing(pieces):
                     yield pieces
@@ -184,7 +202,9 @@ class _Reading:
 
 
 def _extend(scope: anyio.CancelScope, end: float, quiet_timeout: timedelta | None) -> None:
-    quiet_end = end if quiet_timeout is None else anyio.current_time() + quiet_timeout.total_seconds()
+    quiet_end = (
+        end if quiet_timeout is None else anyio.current_time() + quiet_timeout.total_seconds()
+    )
     scope.deadline = min(end, quiet_end)
 
 
@@ -208,7 +228,13 @@ def run_git_sync(
     doing = doing or f"run git {args[0]}"
     environment = child_environment(home=home, extra=env) | _quarantine(quarantine_objects, git_dir)
     with _files(stdin, stdout_path) as (source, sink):
-        command = Command(_argv(args, git_dir, work_tree), environment, work_tree or git_dir or _NOWHERE, source, sink)
+        command = Command(
+            _argv(args, git_dir, work_tree),
+            environment,
+            work_tree or git_dir or _NOWHERE,
+            source,
+            sink,
+        )
         ended = run_to_end(command, timeout)
     if ended is None:
         raise _late(doing, timeout, None, upstream=False)
@@ -247,7 +273,9 @@ def _quarantine(objects: Path | None, git_dir: Path | None) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _files(stdin: bytes | Path | io.RawIOBase | None, stdout_path: Path | None) -> Iterator[tuple[Stream, Stream]]:
+def _files(
+    stdin: bytes | Path | io.RawIOBase | None, stdout_path: Path | None
+) -> Iterator[tuple[Stream, Stream]]:
     with contextlib.ExitStack() as stack:
         source: Stream = NOTHING
         if isinstance(stdin, bytes):
@@ -259,7 +287,9 @@ def _files(stdin: bytes | Path | io.RawIOBase | None, stdout_path: Path | None) 
         yield source, stack.enter_context(stdout_path.open("wb")) if stdout_path else PIPE
 
 
-def _failure(doing: str, result: GitResult, remote: Remote | None, http: HttpAnswer) -> MirrordError:
+def _failure(
+    doing: str, result: GitResult, remote: Remote | None, http: HttpAnswer
+) -> MirrordError:
     return failure(
         doing=doing,
         status=result.status,
@@ -270,7 +300,9 @@ def _failure(doing: str, result: GitResult, remote: Remote | None, http: HttpAns
     )
 
 
-def _late(doing: str, timeout: timedelta, quiet_timeout: timedelta | None, *, upstream: bool) -> MirrordError:
+def _late(
+    doing: str, timeout: timedelta, quiet_timeout: timedelta | None, *, upstream: bool
+) -> MirrordError:
     seconds = min(timeout, quiet_timeout or timeout).total_seconds()
     if upstream:
         return UpstreamTimeoutError(
@@ -279,4 +311,7 @@ def _late(doing: str, timeout: timedelta, quiet_timeout: timedelta | None, *, up
             else f"cannot {doing}: no end after {seconds:g} s",
             hint="try again later, or raise upstream.timeout",
         )
-    return DeadlineError(f"cannot {doing}: no end after {seconds:g} s", hint="the disk may be slow or the repository damaged")
+    return DeadlineError(
+        f"cannot {doing}: no end after {seconds:g} s",
+        hint="the disk may be slow or the repository damaged",
+    )

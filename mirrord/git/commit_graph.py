@@ -16,7 +16,15 @@ from .packfile import ID_BYTES
 _HEADER_BYTES = 8
 _CHUNK_BYTES = 12
 _START = b"CGPH\1\1"  # version 1, SHA-1
-_KNOWN_CHUNKS = {b"OIDF", b"OIDL", b"CDAT", b"GDA2", b"GDO2", b"EDGE", b"BASE"}  # no Bloom filters: nobody can read them back
+_KNOWN_CHUNKS = {
+    b"OIDF",
+    b"OIDL",
+    b"CDAT",
+    b"GDA2",
+    b"GDO2",
+    b"EDGE",
+    b"BASE",
+}  # no Bloom filters: nobody can read them back
 
 
 def files(store: Path) -> Iterator[Path]:
@@ -57,14 +65,23 @@ def _chunks(path: Path, head: bytes, size: int) -> dict[bytes, tuple[int, int]]:
     """Where each chunk begins and ends; the one without a name, the last of the table, is the end of them all."""
     if not head.startswith(_START) or len(head) < _HEADER_BYTES + (head[6] + 1) * _CHUNK_BYTES:
         raise _corrupt(path, "it is truncated or of an unknown version")
-    rows = [struct.unpack_from(">4sQ", head, _HEADER_BYTES + number * _CHUNK_BYTES) for number in range(head[6] + 1)]
+    rows = [
+        struct.unpack_from(">4sQ", head, _HEADER_BYTES + number * _CHUNK_BYTES)
+        for number in range(head[6] + 1)
+    ]
     ends = [offset for _, offset in rows[1:]]
     found = {name: (offset, end) for (name, offset), end in zip(rows, ends, strict=False)}
     start, end = found.get(b"OIDL", (0, 0))
-    if rows[-1][1] + ID_BYTES != size or any(begin > end for begin, end in found.values()) or (end - start) % ID_BYTES:
+    if (
+        rows[-1][1] + ID_BYTES != size
+        or any(begin > end for begin, end in found.values())
+        or (end - start) % ID_BYTES
+    ):
         raise _corrupt(path, "its table of contents does not fit its size")
     return found
 
 
 def _corrupt(path: Path, fact: str) -> CorruptObjectError:
-    return CorruptObjectError(f"cannot read commit-graph {path.name}: {fact}", hint="git writes it again", file=path.name)
+    return CorruptObjectError(
+        f"cannot read commit-graph {path.name}: {fact}", hint="git writes it again", file=path.name
+    )

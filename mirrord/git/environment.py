@@ -110,7 +110,9 @@ class Remote:
         return tuple(secret for secret in (self.password, self.username) if secret)
 
 
-def child_environment(*, home: Path, remote: Remote | None = None, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+def child_environment(
+    *, home: Path, remote: Remote | None = None, extra: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """The whole environment of one git child. `remote` adds its credentials, for that host only."""
     environment = _CONFIG | {
         "PATH": search_path(),
@@ -135,7 +137,9 @@ def child_environment(*, home: Path, remote: Remote | None = None, extra: Mappin
     if remote is not None:
         environment |= {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         environment |= _credentials(remote)
-        environment |= {"GIT_TRACE_CURL": "1", "GIT_TRACE_CURL_NO_DATA": "1"} if remote.is_http else {}
+        environment |= (
+            {"GIT_TRACE_CURL": "1", "GIT_TRACE_CURL_NO_DATA": "1"} if remote.is_http else {}
+        )
     return environment | dict(extra or {})
 
 
@@ -145,7 +149,10 @@ def _credentials(remote: Remote) -> dict[str, str]:
         return {}
     parts = urlsplit(remote.url)
     helper = _configured((*_OURS, (f"credential.{parts.scheme}://{parts.netloc}.helper", _HELPER)))
-    return helper | {"MIRRORD_UPSTREAM_USERNAME": remote.username, "MIRRORD_UPSTREAM_PASSWORD": remote.password or ""}
+    return helper | {
+        "MIRRORD_UPSTREAM_USERNAME": remote.username,
+        "MIRRORD_UPSTREAM_PASSWORD": remote.password or "",
+    }
 
 
 def make_home(home: Path) -> None:

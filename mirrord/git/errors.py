@@ -30,7 +30,8 @@ from ..model import utc_now
 
 _USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://)([^/\s'\"]+)@")
 _QUERY = re.compile(
-    r"([?&;][^=\s&;'\"]*(?:token|key|secret|passw|pwd|sig|auth|credential)[^=\s&;'\"]*=)[^&;#\s'\"]+", re.IGNORECASE
+    r"([?&;][^=\s&;'\"]*(?:token|key|secret|passw|pwd|sig|auth|credential)[^=\s&;'\"]*=)[^&;#\s'\"]+",
+    re.IGNORECASE,
 )
 
 
@@ -39,7 +40,9 @@ def masked_url(text: str, secrets: Iterable[str] = ()) -> str:
     text = _USERINFO.sub(_mask_userinfo, text)
     text = _QUERY.sub(r"\1***", text)
     for secret in secrets:
-        if len(secret) > 3:  # hiding a shorter one would blank half the sentence, and guards nothing
+        if (
+            len(secret) > 3
+        ):  # hiding a shorter one would blank half the sentence, and guards nothing
             text = text.replace(secret, "***")
     return text
 
@@ -63,7 +66,9 @@ def _rule(pattern: str, error: type[MirrordError], hint: str) -> _Rule:
 
 
 _DISK_FULL = _rule(
-    r"no space left on device|disk quota exceeded", DiskFullError, "free space below the state directory; nothing was changed"
+    r"no space left on device|disk quota exceeded",
+    DiskFullError,
+    "free space below the state directory; nothing was changed",
 )
 _UPSTREAM_RULES = (
     _rule(
@@ -133,13 +138,23 @@ class HttpAnswer(NamedTuple):
 
 
 def failure(
-    *, doing: str, status: int, stderr: str, upstream: bool, http: HttpAnswer, secrets: Iterable[str] = ()
+    *,
+    doing: str,
+    status: int,
+    stderr: str,
+    upstream: bool,
+    http: HttpAnswer,
+    secrets: Iterable[str] = (),
 ) -> MirrordError:
     """The error for a git that ended with `status`. `upstream` says that it talked to another repository."""
     fact = masked_url(_fact(stderr) or _death(status), secrets)
     how = _death(status) if status < 0 and -status not in _CRASHES else _inner_death(stderr)
     if how:
-        return GitKilledError(f"cannot {doing}: {how}", hint="was memory short? see the kernel's log", git_status=status)
+        return GitKilledError(
+            f"cannot {doing}: {how}",
+            hint="was memory short? see the kernel's log",
+            git_status=status,
+        )
     if http.status == 429 or (http.status == 503 and http.retry_after):
         return _throttled(doing, fact, http)
     if _NO_REPOSITORY.search(stderr):
@@ -153,8 +168,12 @@ def failure(
             found: MirrordError = rule.error(f"cannot {doing}: {fact}", hint=rule.hint, **facts)
             return found
     if upstream:
-        return UpstreamError(f"cannot {doing}: {fact}", hint="try again later; check the upstream URL", **facts)
-    return GitFailedError(f"cannot {doing}: {fact}", hint="see the daemon's log; audit the mirror", **facts)
+        return UpstreamError(
+            f"cannot {doing}: {fact}", hint="try again later; check the upstream URL", **facts
+        )
+    return GitFailedError(
+        f"cannot {doing}: {fact}", hint="see the daemon's log; audit the mirror", **facts
+    )
 
 
 def _inner_death(stderr: str) -> str | None:
@@ -198,7 +217,9 @@ def _named_objects(stderr: str) -> dict[str, list[str]]:
 
 def _fact(stderr: str) -> str:
     """The line that says most: the first that names an object, git's first `fatal:` or `error:`, else upstream's last words."""
-    lines = [line.strip() for line in stderr.splitlines() if line.strip() and not _NOISE.match(line)]
+    lines = [
+        line.strip() for line in stderr.splitlines() if line.strip() and not _NOISE.match(line)
+    ]
     if naming := [line for line in lines if _COMPLAINT.match(line) and _OID.search(line)]:
         return _COMPLAINT.sub("", naming[0])[:400]
     for prefix in ("fatal: ", "error: "):
@@ -208,4 +229,8 @@ def _fact(stderr: str) -> str:
 
 
 def _death(status: int) -> str:
-    return f"git was killed by signal {-status}" if status < 0 else f"git ended with status {status} and said nothing"
+    return (
+        f"git was killed by signal {-status}"
+        if status < 0
+        else f"git ended with status {status} and said nothing"
+    )

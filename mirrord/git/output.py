@@ -12,7 +12,9 @@ from collections.abc import Callable
 from ..protocol import Progress
 from .errors import HttpAnswer
 
-_PROGRESS = re.compile(r"(?:remote: )?([A-Z][A-Za-z -]+):\s+(?:\d+% \((\d+)/(\d+)\)|(\d+))(?:,.*)?\s*")
+_PROGRESS = re.compile(
+    r"(?:remote: )?([A-Z][A-Za-z -]+):\s+(?:\d+% \((\d+)/(\d+)\)|(\d+))(?:,.*)?\s*"
+)
 _TRACE = re.compile(r"\d\d:\d\d:\d\d\.\d+ \S+\.c:\d+\s+(.*)")
 _HEADER = re.compile(r"<= Recv header:\s*(.*)")
 _MAX_LINE = 4096
@@ -72,4 +74,8 @@ class StderrReader:
             return
         title, done, total, count = found.groups()
         unit = title.split()[-1].lower()
-        self._progress(Progress(done=int(done or count), total=int(total) if total else None, unit=unit, note=title))
+        self._progress(
+            Progress(
+                done=int(done or count), total=int(total) if total else None, unit=unit, note=title
+            )
+        )

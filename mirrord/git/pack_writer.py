@@ -74,14 +74,20 @@ def _encode(objects: Mapping[bytes, PackObject]) -> tuple[bytes, list[_Written]]
     offsets, depths, written = dict[bytes, int](), dict[bytes, int](), list[_Written]()
     for each in objects.values():
         at = len(pack)
-        near = objects[each.near] if each.near in offsets and depths[each.near] < _DEPTH_MAX else None
+        near = (
+            objects[each.near] if each.near in offsets and depths[each.near] < _DEPTH_MAX else None
+        )
         change = delta(near.data, each.data) if near and near.kind == each.kind else None
         if near is None or change is None:
             depths[each.oid] = 0
             pack += _header(each.kind, len(each.data)) + zlib.compress(each.data, _LEVEL)
         else:
             depths[each.oid] = depths[near.oid] + 1
-            pack += _header(_DELTA, len(change)) + _distance(at - offsets[near.oid]) + zlib.compress(change, _LEVEL)
+            pack += (
+                _header(_DELTA, len(change))
+                + _distance(at - offsets[near.oid])
+                + zlib.compress(change, _LEVEL)
+            )
         offsets[each.oid] = at
         written.append(_Written(each.oid, at, zlib.crc32(memoryview(pack)[at:])))
     pack += hashlib.sha1(pack, usedforsecurity=False).digest()
@@ -113,7 +119,9 @@ def delta(base: bytes, data: bytes) -> bytes | None:
     """What makes `data` of `base`: a common beginning, something new, a common end; None where that saves little."""
     shortest = min(len(base), len(data))
     start = _alike(shortest, lambda size: base[:size] == data[:size])
-    end = _alike(shortest - start, lambda size: base[len(base) - size :] == data[len(data) - size :])
+    end = _alike(
+        shortest - start, lambda size: base[len(base) - size :] == data[len(data) - size :]
+    )
     new = data[start : len(data) - end]
     if 2 * len(new) + _WORTH_BYTES > len(data):
         return None
@@ -140,7 +148,9 @@ def _alike(most: int, holds: Callable[[int], bool]) -> int:
 
 def _copies(offset: int, size: int) -> Iterator[bytes]:
     for at in range(offset, offset + size, _COPY_MAX):
-        facts = struct.pack("<IH", at, min(_COPY_MAX, offset + size - at) & 0xFFFF)  # a size of zero means the most
+        facts = struct.pack(
+            "<IH", at, min(_COPY_MAX, offset + size - at) & 0xFFFF
+        )  # a size of zero means the most
         given = [bit for bit, byte in enumerate(facts) if byte]
         yield bytes([0x80 | sum(1 << bit for bit in given), *(facts[bit] for bit in given)])
 
@@ -164,7 +174,8 @@ def _check(pack: bytes, written: Iterable[_Written], objects: Mapping[bytes, Pac
         named = b"%s %d\0" % (KINDS[objects[oid].kind], len(data))
         if hashlib.sha1(named + data, usedforsecurity=False).digest() != oid:
             raise CorruptObjectError(
-                f"cannot pack object {oid.hex()}: what was written is not what it names", objects=[oid.hex()]
+                f"cannot pack object {oid.hex()}: what was written is not what it names",
+                objects=[oid.hex()],
             )
 
 
@@ -191,7 +202,10 @@ def patched(base: bytes, change: bytes) -> bytes:
             for bit in range(7):
                 if command & 1 << bit:
                     facts[bit], at = change[at], at + 1
-            offset, size = int.from_bytes(facts[:4], "little"), int.from_bytes(facts[4:], "little") or _COPY_MAX
+            offset, size = (
+                int.from_bytes(facts[:4], "little"),
+                int.from_bytes(facts[4:], "little") or _COPY_MAX,
+            )
             out += base[offset : offset + size]
         else:
             out += change[at : at + command]

@@ -57,11 +57,19 @@ class PackIndex:
         """Where in the pack each object begins, in the order of the ids."""
         if not self._version2:
             at = self._start
-            return (int.from_bytes(self._data[at + n * 24 : at + n * 24 + 4], "big") for n in range(self.count))
+            return (
+                int.from_bytes(self._data[at + n * 24 : at + n * 24 + 4], "big")
+                for n in range(self.count)
+            )
         small = self._start + self.count * (ID_BYTES + 4)
         large = small + self.count * 4
         words = struct.unpack_from(f">{self.count}I", self._data, small)
-        return (word if word < _LARGE else int.from_bytes(self._data[large + 8 * (word - _LARGE) :][:8], "big") for word in words)
+        return (
+            word
+            if word < _LARGE
+            else int.from_bytes(self._data[large + 8 * (word - _LARGE) :][:8], "big")
+            for word in words
+        )
 
     def __iter__(self) -> Iterator[bytes]:
         ids = self.ids
@@ -159,5 +167,7 @@ def _read(path: Path) -> bytes:
 
 def _corrupt(path: Path, fact: str) -> CorruptObjectError:
     return CorruptObjectError(
-        f"cannot read pack index {path.name}: {fact}", hint="rebuild it with git index-pack", file=path.name
+        f"cannot read pack index {path.name}: {fact}",
+        hint="rebuild it with git index-pack",
+        file=path.name,
     )

@@ -10,7 +10,17 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-_GIVE_WAY = ("ionice", "--class", "best-effort", "--classdata", "7", "--ignore", "nice", "--adjustment", "10")
+_GIVE_WAY = (
+    "ionice",
+    "--class",
+    "best-effort",
+    "--classdata",
+    "7",
+    "--ignore",
+    "nice",
+    "--adjustment",
+    "10",
+)
 
 _gives_way: ContextVar[bool] = ContextVar("git_gives_way", default=False)
 

@@ -113,6 +113,8 @@ class Turns:
             for uid in turn.askers.uids or (None,):
                 held = running.count(uid)
                 rank = (uid is None, held, self._served.get(uid, 0))
-                if held < (self._background if uid is None else self._each) and (best is None or rank < best[0]):
+                if held < (self._background if uid is None else self._each) and (
+                    best is None or rank < best[0]
+                ):
                     best = rank, turn, uid
         return best[1:] if best else None

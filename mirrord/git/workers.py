@@ -28,7 +28,13 @@ import structlog
 from pebble import ProcessExpired, ProcessPool
 
 from ..errors import DeadlineError, OutOfMemoryError, StoppingError, WorkerCrashedError
-from ..host.processes import die_with_parent, limit_memory, memory_limit_bytes, resident_bytes, trim_memory
+from ..host.processes import (
+    die_with_parent,
+    limit_memory,
+    memory_limit_bytes,
+    resident_bytes,
+    trim_memory,
+)
 from .forking import prepare_workers
 from .turns import Turns
 
@@ -38,7 +44,11 @@ T = TypeVar("T")
 _NURSERY = "mirrord.git.nursery"
 _TRIM_STEP_BYTES = 32 * 1024**2
 _USERS = 5  # with as many calls as one may have; the next waits for a turn, until one of theirs ends or is killed
-_PAUSES_S = (0.0, 0.05, 0.5)  # a fork server that was killed still counts as alive until the kernel has taken it apart
+_PAUSES_S = (
+    0.0,
+    0.05,
+    0.5,
+)  # a fork server that was killed still counts as alive until the kernel has taken it apart
 _CRASH_HINT = "try again; if it happens each time, audit the mirror, and look for the kernel's out-of-memory killer"
 
 log = structlog.get_logger()
@@ -72,12 +82,18 @@ class Workers:
         self._closed = False
 
     @overload
-    async def call(self, function: Callable[..., T], /, *args: Any, timeout: timedelta, **kwargs: Any) -> T: ...
+    async def call(
+        self, function: Callable[..., T], /, *args: Any, timeout: timedelta, **kwargs: Any
+    ) -> T: ...
 
     @overload
-    async def call(self, function: str, /, *args: Any, timeout: timedelta, **kwargs: Any) -> Any: ...
+    async def call(
+        self, function: str, /, *args: Any, timeout: timedelta, **kwargs: Any
+    ) -> Any: ...
 
-    async def call(self, function: Callable[..., Any] | str, /, *args: Any, timeout: timedelta, **kwargs: Any) -> Any:
+    async def call(
+        self, function: Callable[..., Any] | str, /, *args: Any, timeout: timedelta, **kwargs: Any
+    ) -> Any:
         """Run `function` in a worker. `module:name` names one whose module the daemon must not load (pygit2, pyarrow).
 
         Raises what it raised; DeadlineError when it took longer than `timeout`; OutOfMemoryError when it needed more than
@@ -90,7 +106,9 @@ class Workers:
                 for pause_s in _PAUSES_S:
                     try:
                         return await self._call(function, args, kwargs, timeout)
-                    except BrokenProcessPool:  # an idle worker was killed, or the fork server: nobody has begun the call
+                    except (
+                        BrokenProcessPool
+                    ):  # an idle worker was killed, or the fork server: nobody has begun the call
                         log.warning("worker.missed", function=_name(function))
                         await asyncio.sleep(pause_s)
                 return await self._call(function, args, kwargs, timeout)
@@ -109,7 +127,11 @@ class Workers:
         await asyncio.gather(*self._retiring)
 
     async def _call(
-        self, function: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any], timeout: timedelta
+        self,
+        function: Callable[..., Any] | str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        timeout: timedelta,
     ) -> Any:
         """Raises BrokenProcessPool when the worker died before it took the call."""
         pool = await self._get_pool()
@@ -121,7 +143,9 @@ class Workers:
             return result
         except TimeoutError as error:
             is_sound = True
-            log.warning("worker.killed", function=_name(function), timeout_s=timeout.total_seconds())
+            log.warning(
+                "worker.killed", function=_name(function), timeout_s=timeout.total_seconds()
+            )
             raise DeadlineError(
                 f"cannot finish {_name(function)}: it took longer than {timeout.total_seconds():g} s",
                 hint="a damaged object of the mirror can cause it, or a costly pattern in a .gitignore or .gitattributes",
@@ -130,7 +154,9 @@ class Workers:
             log.warning("worker.crashed", function=_name(function), status=error.exitcode)
             raise _crashed(function) from error
         except MemoryError as error:
-            log.warning("worker.killed", function=_name(function), memory_bytes=memory_limit_bytes())
+            log.warning(
+                "worker.killed", function=_name(function), memory_bytes=memory_limit_bytes()
+            )
             raise OutOfMemoryError(
                 f"cannot finish {_name(function)}: it needs more than {memory_limit_bytes() >> 20} MiB of memory",
                 hint="the request is too large for this machine",
@@ -168,7 +194,12 @@ class Workers:
                 return pool
             self._forget(pool)
         prepare_workers()
-        pool = ProcessPool(max_workers=1, initializer=_begin, initargs=(self._on_start,), context=get_context("forkserver"))
+        pool = ProcessPool(
+            max_workers=1,
+            initializer=_begin,
+            initargs=(self._on_start,),
+            context=get_context("forkserver"),
+        )
         starting = asyncio.get_running_loop().create_task(asyncio.to_thread(_start, pool))
         try:
             await asyncio.shield(starting)
@@ -207,7 +238,9 @@ class Workers:
         while self._free:
             self._forget(self._free.pop())
 
-    def _forget(self, pool: ProcessPool, starting: asyncio.Task[None] | None = None) -> asyncio.Task[None]:
+    def _forget(
+        self, pool: ProcessPool, starting: asyncio.Task[None] | None = None
+    ) -> asyncio.Task[None]:
         """End a pool in the background. A pebble pool wakes up ten times a second even when it has nothing to do."""
 
         async def end() -> None:
@@ -226,11 +259,15 @@ def _name(function: Callable[..., Any] | str) -> str:
 
 
 def _crashed(function: Callable[..., Any] | str) -> WorkerCrashedError:
-    return WorkerCrashedError(f"cannot finish {_name(function)}: the worker process died", hint=_CRASH_HINT)
+    return WorkerCrashedError(
+        f"cannot finish {_name(function)}: the worker process died", hint=_CRASH_HINT
+    )
 
 
 def _stopping() -> StoppingError:
-    return StoppingError("cannot do the work: the daemon is stopping", hint="try again when it is back")
+    return StoppingError(
+        "cannot do the work: the daemon is stopping", hint="try again when it is back"
+    )
 
 
 def _start(pool: ProcessPool) -> None:
@@ -261,13 +298,18 @@ def _begin(on_start: Callable[[], None] | None) -> None:
     limit_memory()
     gc.freeze()  # what the fork server loaded stays shared with it
     gc.enable()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's own handler is Python and never runs while libgit2 holds the GIL
+    signal.signal(
+        signal.SIGTERM, signal.SIG_DFL
+    )  # pebble's own handler is Python and never runs while libgit2 holds the GIL
     if on_start is not None:
         on_start()
 
 
 def _perform(
-    context: Mapping[str, Any], function: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    context: Mapping[str, Any],
+    function: Callable[..., Any] | str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     with structlog.contextvars.bound_contextvars(**context):
         try:

@@ -41,7 +41,10 @@ class BundleFile:
 
     def is_of(self, name: MirrorName) -> bool:
         """Whether it was made of the mirror, and not only of a relative."""
-        return self.contents.mirror is not None and MirrorName.parse(self.contents.mirror).key == name.key
+        return (
+            self.contents.mirror is not None
+            and MirrorName.parse(self.contents.mirror).key == name.key
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +69,26 @@ class Shelf:
         for number, (path, name) in enumerate(self._files()):
             try:
                 header = read_header(path)
-                found.append(BundleFile(number, name, path, header, sort_refs(header.refs), path in self.lent))
+                found.append(
+                    BundleFile(
+                        number, name, path, header, sort_refs(header.refs), path in self.lent
+                    )
+                )
             except MirrordError as error:
                 refused[name] = error.message
             except OSError as error:
                 refused[name] = f"cannot read the bundle: {error.strerror}"
-        return sorted(found, key=lambda file: (len(file.header.prerequisites) > 0, file.number)), refused
+        return sorted(
+            found, key=lambda file: (len(file.header.prerequisites) > 0, file.number)
+        ), refused
 
     def _files(self) -> list[tuple[Path, str]]:
         lying = sorted(self.directory.iterdir()) if self.directory.is_dir() else []
         dropped = [path for path in lying if path.is_file() and not path.name.startswith(".")]
-        return [*((path, LENT) for path in self.lent), *((path, f"bundle {_readable(path.name)}") for path in dropped)]
+        return [
+            *((path, LENT) for path in self.lent),
+            *((path, f"bundle {_readable(path.name)}") for path in dropped),
+        ]
 
     @asynccontextmanager
     async def open(self, file: BundleFile, progress: ProgressSink | None) -> AsyncIterator[Path]:
@@ -93,7 +105,9 @@ class Shelf:
             make_repository(building)
             borrow_from(building, self.view)
             repository = Repository(self.git, self.name, building)
-            await index_bundle(repository, file.path, file.header, progress=progress, doing="open the bundle")
+            await index_bundle(
+                repository, file.path, file.header, progress=progress, doing="open the bundle"
+            )
             building.rename(into)
 
 

@@ -57,15 +57,33 @@ class Donors:
     async def all(self, tips: Collection[str]) -> list[Donor]:
         """Every donor, the cheapest first; a bundle of another repository is the last. `tips` are what a whole fetch asks for."""
         names = sorted(self.names, key=lambda name: (name.key != self.row.name.key, name.key))
-        packs = [Donor(f"closure packs of {name}", self._packs(self.templates / str(name))) for name in names]
-        others = [Donor(f"mirror {name}", lying_at(self.mirrors.path(name))) for name in names if name.key != self.row.name.key]
+        packs = [
+            Donor(f"closure packs of {name}", self._packs(self.templates / str(name)))
+            for name in names
+        ]
+        others = [
+            Donor(f"mirror {name}", lying_at(self.mirrors.path(name)))
+            for name in names
+            if name.key != self.row.name.key
+        ]
         upstreams = self.mirrors.upstreams(self.row)
-        by_id = [Donor(f"upstream {upstream.shown}", self._by_id(upstream)) for upstream in upstreams]
-        whole = [Donor(f"upstream {upstream.shown}, fetched whole", self._whole(upstream, tips)) for upstream in upstreams]
+        by_id = [
+            Donor(f"upstream {upstream.shown}", self._by_id(upstream)) for upstream in upstreams
+        ]
+        whole = [
+            Donor(f"upstream {upstream.shown}, fetched whole", self._whole(upstream, tips))
+            for upstream in upstreams
+        ]
         files = await self.bundles()
         lent = [self.opening(file) for file in files if file.is_lent]
-        own = [self.opening(file) for file in files if not file.is_lent and file.is_of(self.row.name)]
-        foreign = [self.opening(file) for file in files if not file.is_lent and not file.is_of(self.row.name)]
+        own = [
+            self.opening(file) for file in files if not file.is_lent and file.is_of(self.row.name)
+        ]
+        foreign = [
+            self.opening(file)
+            for file in files
+            if not file.is_lent and not file.is_of(self.row.name)
+        ]
         return [*packs, *lent, *others, *by_id, *own, *whole, *foreign]
 
     async def bundles(self) -> list[BundleFile]:
@@ -80,7 +98,9 @@ class Donors:
         @asynccontextmanager
         async def lend(missing: Missing) -> AsyncIterator[Path | None]:
             into = self.work / f"packs-{templates.name}"
-            there = into.exists() or await anyio.to_thread.run_sync(_gather_packs, templates, missing.all, into)
+            there = into.exists() or await anyio.to_thread.run_sync(
+                _gather_packs, templates, missing.all, into
+            )
             yield into if there else None
 
         return lend
@@ -154,7 +174,11 @@ def _gather_packs(templates: Path, wanted: Collection[str], into: Path) -> bool:
 def _is_sound(pack: Path) -> bool:
     index = pack.with_suffix(".idx")
     try:
-        return PackIndex(index).pack_checksum == pack_trailer(pack) and pack_is_whole(pack) and pack_is_whole(index)
+        return (
+            PackIndex(index).pack_checksum == pack_trailer(pack)
+            and pack_is_whole(pack)
+            and pack_is_whole(index)
+        )
     except (OSError, CorruptObjectError):
         return False
 

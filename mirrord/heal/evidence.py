@@ -32,7 +32,9 @@ class Evidence:
     path: Path
 
     @classmethod
-    def begin(cls, quarantine: Path, name: MirrorName, git_dir: Path, bad_files: Collection[BadFile]) -> Evidence:
+    def begin(
+        cls, quarantine: Path, name: MirrorName, git_dir: Path, bad_files: Collection[BadFile]
+    ) -> Evidence:
         """Write the record of what is about to be moved."""
         now = utc_now()
         path = quarantine / DAMAGED / str(name) / f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
@@ -69,7 +71,9 @@ class Evidence:
 
 def packs_taken(quarantine: Path, name: MirrorName) -> list[Path]:
     """The packs that heals took out of a mirror, the latest first, with their indexes beside them."""
-    return sorted((quarantine / DAMAGED / str(name)).glob("*/objects/pack/pack-*.pack"), reverse=True)
+    return sorted(
+        (quarantine / DAMAGED / str(name)).glob("*/objects/pack/pack-*.pack"), reverse=True
+    )
 
 
 def _described(git_dir: Path, bad: BadFile) -> dict[str, Any]:

@@ -51,7 +51,11 @@ class Implant:
         """Do it; answers where the evidence is."""
         with full_disk_named(f"mirror {self.name}"):
             self.step("evidence")
-            evidence = Evidence.begin(self.quarantine, self.name, self.git_dir, self.bad_files) if self.bad_files else None
+            evidence = (
+                Evidence.begin(self.quarantine, self.name, self.git_dir, self.bad_files)
+                if self.bad_files
+                else None
+            )
             for bad in self.bad_files:
                 if evidence and bad.kind is FileKind.LAYOUT:
                     self.step("take what is in the way")
@@ -68,7 +72,10 @@ class Implant:
 
     def _put_packs(self, evidence: Evidence | None) -> set[str]:
         """Move the new packs in, the index last; answers their paths in the mirror."""
-        files = sorted((self.work / "objects/pack").glob("pack-*"), key=lambda file: (file.suffix == ".idx", file.name))
+        files = sorted(
+            (self.work / "objects/pack").glob("pack-*"),
+            key=lambda file: (file.suffix == ".idx", file.name),
+        )
         for file in files:
             self.step(f"put {file.suffix}")
             self._put(file, f"objects/pack/{file.name}", evidence)
@@ -88,7 +95,9 @@ class Implant:
     def _take_objects(self, evidence: Evidence, fresh: Collection[str]) -> None:
         """Out with what is bad. A multi-pack index goes before the packs that it names."""
         bad_files = sorted(self.bad_files, key=lambda bad: bad.kind is not FileKind.DERIVED)
-        gone = [relative for bad in bad_files for relative in _files_of(bad) if relative not in fresh]
+        gone = [
+            relative for bad in bad_files for relative in _files_of(bad) if relative not in fresh
+        ]
         for relative in dict.fromkeys(gone):
             self.step(f"take {Path(relative).suffix}")
             evidence.move(relative)
@@ -100,7 +109,9 @@ class Implant:
         if "config" in paths:
             self._replace("config", CONFIGURATION.encode(), evidence)
         if "HEAD" in paths:
-            self._replace("HEAD", f"ref: {self.plan.head or 'refs/heads/main'}\n".encode(), evidence)
+            self._replace(
+                "HEAD", f"ref: {self.plan.head or 'refs/heads/main'}\n".encode(), evidence
+            )
         if "packed-refs" in paths or self.plan.restore or self.plan.drop:
             self._write_packed_refs(evidence)
         for bad in self.bad_files:
@@ -115,7 +126,8 @@ class Implant:
             os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError as error:
             raise ConflictError(
-                f"cannot restore refs of mirror {self.name}: somebody else is packing them", hint="try again later"
+                f"cannot restore refs of mirror {self.name}: somebody else is packing them",
+                hint="try again later",
             ) from error
         try:
             packed = read_packed(self.git_dir)

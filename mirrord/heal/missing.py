@@ -45,7 +45,9 @@ def find_missing(repository: Path, tips: Collection[str]) -> Missing:
     graph = read_graph(repository, commits)
     reached = ancestors(graph, commits)
     present = reached & graph.keys()
-    others = _walk_trees(repository, [*present, *(oid for oid, kind in kinds.items() if kind in {"tree", "blob"})])
+    others = _walk_trees(
+        repository, [*present, *(oid for oid, kind in kinds.items() if kind in {"tree", "blob"})]
+    )
     absent = lost | (reached - present)
     return Missing(frozenset(absent), frozenset(others), _latest_whole(graph, present))
 
@@ -67,7 +69,12 @@ def _targets(repository: Path, tags: Collection[str]) -> Iterator[str]:
     if not tags:
         return
     output = run_git_sync(
-        "cat-file", "--batch", git_dir=repository, stdin=lines_of(tags), timeout=TIMEOUT, doing="read tags"
+        "cat-file",
+        "--batch",
+        git_dir=repository,
+        stdin=lines_of(tags),
+        timeout=TIMEOUT,
+        doing="read tags",
     ).stdout
     at = 0
     while at < len(output):

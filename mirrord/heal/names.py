@@ -55,7 +55,9 @@ def plan_refs(view: Path, names: Names, default_branch: str | None, known: str |
     history, plan.lines = _history(view, names, known)
     if history and names.refs.get(HISTORY) != history:
         plan.restore[HISTORY] = history
-    records = [record for line in plan.lines or [history] if line for record in read_records(view, line)]
+    records = [
+        record for line in plan.lines or [history] if line for record in read_records(view, line)
+    ]
     recorded, head = read_record(view, history) if history else ({}, None)
     plan.restore |= {ref: oid for ref, oid in recorded.items() if names.refs.get(ref) != oid}
     plan.drop |= _in_the_way(names, plan.restore) - recorded.keys()
@@ -69,13 +71,26 @@ def plan_refs(view: Path, names: Names, default_branch: str | None, known: str |
 
 def _in_the_way(names: Names, restore: Mapping[str, str]) -> set[str]:
     """Refs that are a directory of one to restore, or lie below it."""
-    above = {"/".join(parts[:n]) for parts in (ref.split("/") for ref in restore) for n in range(2, len(parts))}
-    return {ref for ref in names.refs if ref in above or any(ref.startswith(f"{new}/") for new in restore)}
+    above = {
+        "/".join(parts[:n])
+        for parts in (ref.split("/") for ref in restore)
+        for n in range(2, len(parts))
+    }
+    return {
+        ref
+        for ref in names.refs
+        if ref in above or any(ref.startswith(f"{new}/") for new in restore)
+    }
 
 
-def _kept(view: Path, astray: Mapping[str, str], records: list[Record], refs: Mapping[str, str]) -> dict[str, str]:
+def _kept(
+    view: Path, astray: Mapping[str, str], records: list[Record], refs: Mapping[str, str]
+) -> dict[str, str]:
     """Kept refs for what refs named that are put right, and for what records had."""
-    pasts = [*records, ({f"refs/heads/{number}": oid for number, oid in enumerate(astray.values())}, None)]
+    pasts = [
+        *records,
+        ({f"refs/heads/{number}": oid for number, oid in enumerate(astray.values())}, None),
+    ]
     kinds = kinds_of(view, set(astray.values()) - set(refs.values()))
     tags = {f"{KEPT}{oid}": oid for oid, kind in kinds.items() if kind == "tag"}
     return tags | unkept(view, pasts, {**refs, **tags})
@@ -96,7 +111,12 @@ def _history(view: Path, names: Names, known: str | None) -> tuple[str | None, t
 def _commits_among(view: Path, oids: Collection[str]) -> set[str]:
     asked = sorted(set(oids))
     shown = run_git_sync(
-        "cat-file", "--batch-check=%(objecttype)", git_dir=view, stdin=lines_of(asked), timeout=TIMEOUT, doing="look up objects"
+        "cat-file",
+        "--batch-check=%(objecttype)",
+        git_dir=view,
+        stdin=lines_of(asked),
+        timeout=TIMEOUT,
+        doing="look up objects",
     ).lines
     return {oid for oid, kind in zip(asked, shown, strict=True) if kind == "commit"}
 
@@ -148,8 +168,15 @@ def _parents(view: Path, oid: str) -> tuple[str, ...]:
     return tuple(line[7:].decode() for line in header.split(b"\n") if line.startswith(b"parent "))
 
 
-def _head(names: Names, recorded: str | None, default_branch: str | None, refs: Mapping[str, str]) -> str | None:
+def _head(
+    names: Names, recorded: str | None, default_branch: str | None, refs: Mapping[str, str]
+) -> str | None:
     """HEAD as the newest record has it, else as it is, or as the catalog or custom says."""
-    said = (recorded, names.head, f"refs/heads/{default_branch}" if default_branch else None, *_USUAL)
+    said = (
+        recorded,
+        names.head,
+        f"refs/heads/{default_branch}" if default_branch else None,
+        *_USUAL,
+    )
     branches = (ref for ref in sorted(refs) if ref.startswith("refs/heads/"))
     return next((ref for ref in (*said, *branches) if ref in refs), names.head)

@@ -29,7 +29,9 @@ class Past:
     kept: Refs
 
 
-async def find_past(view: Repository, files: Iterable[BundleFile], name: MirrorName, bring: Bring) -> Past | None:
+async def find_past(
+    view: Repository, files: Iterable[BundleFile], name: MirrorName, bring: Bring
+) -> Past | None:
     """The newest history among bundles of the mirror; `bring` gets a record with all it reaches into the view, or says False."""
     found: list[Past] = []
     for file in files:

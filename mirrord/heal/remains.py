@@ -38,7 +38,10 @@ class Remains:
     def donors(self) -> list[Donor]:
         """The latest first."""
         packs = enumerate(packs_taken(self.quarantine, self.name))
-        return [Donor(f"{SALVAGED}{pack.name} in quarantine", self._of(pack, self.work / f"kept-{n}")) for n, pack in packs]
+        return [
+            Donor(f"{SALVAGED}{pack.name} in quarantine", self._of(pack, self.work / f"kept-{n}"))
+            for n, pack in packs
+        ]
 
     def _of(self, pack: Path, into: Path) -> Lend:
         @asynccontextmanager
@@ -56,6 +59,8 @@ class Remains:
             with full_disk_named("quarantine"):
                 await self.workers.call(salvage, pack, into, timeout=TIMEOUT)
         except OSError as error:
-            raise CorruptObjectError(f"cannot salvage {pack.name} in quarantine: {error.strerror}") from error
+            raise CorruptObjectError(
+                f"cannot salvage {pack.name} in quarantine: {error.strerror}"
+            ) from error
         borrow_from(into, self.view)
         return True

@@ -69,14 +69,27 @@ def may_hold(pack: Path, oids: Collection[str]) -> bool:
 def _index_again(pack: Path, into: Path) -> bool:
     """Whether the pack is whole: then its index was the damage."""
     done = run_git_sync(
-        "index-pack", "--stdin", git_dir=into, stdin=pack, ok=range(-64, 256), timeout=TIMEOUT, doing="index a pack again"
+        "index-pack",
+        "--stdin",
+        git_dir=into,
+        stdin=pack,
+        ok=range(-64, 256),
+        timeout=TIMEOUT,
+        doing="index a pack again",
     )
     return done.status == 0
 
 
 def _unpack_front(pack: Path, into: Path) -> None:
     run_git_sync(
-        "unpack-objects", "-r", "-q", git_dir=into, stdin=pack, ok=range(-64, 256), timeout=TIMEOUT, doing="unpack a damaged pack"
+        "unpack-objects",
+        "-r",
+        "-q",
+        git_dir=into,
+        stdin=pack,
+        ok=range(-64, 256),
+        timeout=TIMEOUT,
+        doing="unpack a damaged pack",
     )
 
 
@@ -105,7 +118,11 @@ def _places_of(bad: Collection[str], index: PackIndex) -> set[int]:
     """Where only bad objects are: a damaged index may give the place of a good one to others too."""
     ids = {bytes.fromhex(oid) for oid in bad}
     places = {place for oid, place in zip(index, index.offsets(), strict=True) if oid in ids}
-    return places - {place for oid, place in zip(index, index.offsets(), strict=True) if place in places and oid not in ids}
+    return places - {
+        place
+        for oid, place in zip(index, index.offsets(), strict=True)
+        if place in places and oid not in ids
+    }
 
 
 def _named_bad(repository: Path) -> set[str]:

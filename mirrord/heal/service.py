@@ -98,7 +98,11 @@ class Heals:
         except StoppingError:
             raise
         except (MirrordError, OSError) as error:
-            reason = error.message if isinstance(error, MirrordError) else f"cannot heal mirror {name}: {error}"
+            reason = (
+                error.message
+                if isinstance(error, MirrordError)
+                else f"cannot heal mirror {name}: {error}"
+            )
             log.warning("heal.failed", mirror=str(name), detail=reason)
             self._postpone(name)
             return Repair(mirror=str(name), error=reason)
@@ -152,7 +156,9 @@ class Heals:
         await self._mirrors.restore_pins(row.name)
         return outcome
 
-    async def _make_again(self, row: MirrorRow, progress: ProgressSink | None) -> UpstreamError | None:
+    async def _make_again(
+        self, row: MirrorRow, progress: ProgressSink | None
+    ) -> UpstreamError | None:
         """Have a repository where the mirror is gone: a new one from upstream, or an empty one and
         why, where other donors may have what it had.
         """
@@ -161,7 +167,9 @@ class Heals:
             bad = BadFile(path.name, FileKind.LAYOUT, "it is no directory")
             root = self._mirrors.quarantine.root
             async with self._mirrors.lock(row.name):
-                evidence = await to_thread.run_sync(Evidence.begin, root, row.name, path.parent, [bad])
+                evidence = await to_thread.run_sync(
+                    Evidence.begin, root, row.name, path.parent, [bad]
+                )
                 await to_thread.run_sync(evidence.move, bad.path)
         if path.exists():
             return None
@@ -180,7 +188,9 @@ class Heals:
         columns = await columns_of(self._mirrors.repository(row.name), known)
         await self._catalog.update_mirror(row.name.key, **columns)
 
-    async def _treat(self, row: MirrorRow, judged: Judged, work: Path, progress: ProgressSink | None) -> Outcome:
+    async def _treat(
+        self, row: MirrorRow, judged: Judged, work: Path, progress: ProgressSink | None
+    ) -> Outcome:
         view = work / "view"
         donors = Donors(
             mirrors=self._mirrors,
@@ -189,7 +199,15 @@ class Heals:
             templates=self._layout.templates,
             work=work,
             view=view,
-            shelf=Shelf(self._git, self._mirrors.quarantine, self._layout.bundles, tuple(self._lent), row.name, work, view),
+            shelf=Shelf(
+                self._git,
+                self._mirrors.quarantine,
+                self._layout.bundles,
+                tuple(self._lent),
+                row.name,
+                work,
+                view,
+            ),
             progress=progress,
         )
         pinned = {pin.commit for pin in await self._catalog.list_pins(row.name.key)}

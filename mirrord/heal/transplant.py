@@ -57,7 +57,9 @@ class Transplant:
     async def _not_here(self, oids: Collection[str]) -> list[str]:
         return sorted(set(oids) - await self._there(self.view, oids))
 
-    async def _reached(self, donor: Path, starts: Collection[str], whole: Collection[str]) -> set[str]:
+    async def _reached(
+        self, donor: Path, starts: Collection[str], whole: Collection[str]
+    ) -> set[str]:
         """What `starts` lead to in the donor and our whole commits do not; nothing where the donor has holes itself."""
         known = await self._there(donor, whole) if whole else set()
         try:
@@ -103,14 +105,21 @@ class Transplant:
             doing="pack what is missing",
         )  # fmt: skip
         done = await self.git.run(
-            "index-pack", "--stdin", git_dir=self.view, stdin=stream, timeout=TIMEOUT, doing="index what a donor gave"
+            "index-pack",
+            "--stdin",
+            git_dir=self.view,
+            stdin=stream,
+            timeout=TIMEOUT,
+            doing="index what a donor gave",
         )
         stream.unlink()
         pack = self.view / "objects/pack" / f"pack-{done.lines[-1].split()[-1]}.pack"
         if {oid.hex() for oid in PackIndex(pack.with_suffix(".idx"))} != set(oids):
             for file in pack.parent.glob(f"{pack.stem}.*"):
                 file.unlink()
-            raise CorruptObjectError("cannot take objects from a donor: they are not what it calls them")
+            raise CorruptObjectError(
+                "cannot take objects from a donor: they are not what it calls them"
+            )
         return pack
 
     async def prove(self, final: Path, *, whole: bool) -> None:
@@ -121,5 +130,11 @@ class Transplant:
         for pack in self.packs:
             strict = (STRICT,) if whole else ()
             await self.git.run(
-                "index-pack", *strict, "--stdin", git_dir=final, stdin=pack, timeout=TIMEOUT, doing="check what donors gave"
+                "index-pack",
+                *strict,
+                "--stdin",
+                git_dir=final,
+                stdin=pack,
+                timeout=TIMEOUT,
+                doing="check what donors gave",
             )

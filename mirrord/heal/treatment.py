@@ -100,13 +100,19 @@ class Treatment:
         await self._follow_links(bad_files)
         known = {self.record} if self.record else set()
         missing = await self._collect({*self.recorded, *names.refs.values(), *known}, transplant)
-        plan: RefPlan = await self.workers.call(plan_refs, self._view, names, self.default_branch, self.record, timeout=TIMEOUT)
+        plan: RefPlan = await self.workers.call(
+            plan_refs, self._view, names, self.default_branch, self.record, timeout=TIMEOUT
+        )
         if known & missing.all:
-            self.outcome.history = f"record {self.record} was lost, and nobody has it; it goes on from what is here"
+            self.outcome.history = (
+                f"record {self.record} was lost, and nobody has it; it goes on from what is here"
+            )
         if plan.restore or known & missing.all:
             missing = await self._collect({*self.recorded, *plan.refs(names).values()}, transplant)
         if plan.lines:
-            await self._write_history(plan.refs(names), plan, plan.lines, "joined by a heal", transplant)
+            await self._write_history(
+                plan.refs(names), plan, plan.lines, "joined by a heal", transplant
+            )
             self.outcome.history = "it was moved back, and goes on from both of its lines"
         elif await self._history_is_lost(plan.refs(names), missing):
             await self._renew_history(plan.refs(names), plan, transplant)
@@ -115,24 +121,43 @@ class Treatment:
         movable = [bad for bad in bad_files if self._may_go(bad, missing.all)] + names.faults
         if plan.head != names.head and not any(bad.path == "HEAD" for bad in movable):
             movable.append(BadFile("HEAD", FileKind.HEAD, f"it named {names.head}"))
-        movable += [*self._replaced_refs(names, plan), *self._outdated(movable, missing, transplant)]
+        movable += [
+            *self._replaced_refs(names, plan),
+            *self._outdated(movable, missing, transplant),
+        ]
         return await self._implant(transplant, missing, movable, plan)
 
     # -- the ref history ----------------------------------------------------------------------------------------------
 
     async def _history_is_lost(self, refs: Mapping[str, str], missing: Missing) -> bool:
         """Whether the records of what upstream had are not whole: no donor but a bundle has them."""
-        return bool(refs) and (HISTORY not in refs or bool(missing and await self._missing({refs[HISTORY]})))
+        return bool(refs) and (
+            HISTORY not in refs or bool(missing and await self._missing({refs[HISTORY]}))
+        )
 
-    async def _renew_history(self, refs: Mapping[str, str], plan: RefPlan, transplant: Transplant) -> None:
+    async def _renew_history(
+        self, refs: Mapping[str, str], plan: RefPlan, transplant: Transplant
+    ) -> None:
         """A record of the refs as they are, without which no sync could go on; on top of what the best bundle has, if any."""
 
         async def bring(file: BundleFile, record: str) -> bool:
             donors = [self.donors.opening(file)]
-            return not await self._ask_each(donors, {record}, await self._missing({record}), transplant)
+            return not await self._ask_each(
+                donors, {record}, await self._missing({record}), transplant
+            )
 
-        past = await find_past(Repository(self.git, self.name, self._view), await self.donors.bundles(), self.name, bring)
-        log.warning("history.lost", mirror=str(self.name), record=refs.get(HISTORY), bundle=past.donor if past else None)
+        past = await find_past(
+            Repository(self.git, self.name, self._view),
+            await self.donors.bundles(),
+            self.name,
+            bring,
+        )
+        log.warning(
+            "history.lost",
+            mirror=str(self.name),
+            record=refs.get(HISTORY),
+            bundle=past.donor if past else None,
+        )
         if past:
             plan.restore |= {ref: oid for ref, oid in past.kept.items() if ref not in refs}
             self.outcome.history = f"its records were lost; it goes on from those of {past.at:%Y-%m-%d} in {past.donor}"
@@ -142,7 +167,12 @@ class Treatment:
         await self._write_history({**refs, **plan.restore}, plan, parents, why, transplant)
 
     async def _write_history(
-        self, refs: Mapping[str, str], plan: RefPlan, parents: Sequence[str], why: str, transplant: Transplant
+        self,
+        refs: Mapping[str, str],
+        plan: RefPlan,
+        parents: Sequence[str],
+        why: str,
+        transplant: Transplant,
     ) -> None:
         """A new record of the refs, as the tip of the history."""
         scratch = Repository(self.git, self.name, self.work / "history")
@@ -160,7 +190,11 @@ class Treatment:
         changed = (ref for ref in [*plan.restore, *plan.drop] if ref in names.refs)
         loose = (ref for ref in changed if (self.git_dir / ref).is_file() and ref not in listed)
         bad = [BadFile(ref, FileKind.REF, f"it named {names.refs[ref]}") for ref in loose]
-        if (plan.restore or plan.drop) and "packed-refs" not in listed and (self.git_dir / "packed-refs").exists():
+        if (
+            (plan.restore or plan.drop)
+            and "packed-refs" not in listed
+            and (self.git_dir / "packed-refs").exists()
+        ):
             bad.append(BadFile("packed-refs", FileKind.PACKED_REFS, "refs are lost from it"))
         return bad
 
@@ -175,14 +209,18 @@ class Treatment:
         return Remains(self.workers, self.quarantine, self.name, self.work, self._view)
 
     async def _bad_object_files(self) -> list[BadFile]:
-        found = await self.workers.call(find_bad_files, self.git_dir, AuditLevel.CONTENT, timeout=TIMEOUT)
+        found = await self.workers.call(
+            find_bad_files, self.git_dir, AuditLevel.CONTENT, timeout=TIMEOUT
+        )
         known = {bad.path for bad in found}
         for name, fault in self.suspects.items():
             path = name if name.startswith("objects/") else f"objects/pack/{name}"
             if path in known or not (self.git_dir / path).is_file():
                 continue
             if fault.kind is FindingKind.PACK and name.endswith(".pack"):
-                found.append(BadFile(path, FileKind.PACK, "an object in it is not what its index says"))
+                found.append(
+                    BadFile(path, FileKind.PACK, "an object in it is not what its index says")
+                )
             elif fault.kind is FindingKind.DERIVED:
                 found.append(BadFile(path, FileKind.DERIVED, fault.reason))
         return found
@@ -195,12 +233,16 @@ class Treatment:
         for number, pack in enumerate(damaged_packs(self.git_dir, bad_files)):
             self._tell(f"salvage {pack.name}")
             try:
-                saved: Salvage = await self.workers.call(salvage, pack, self.work / f"salvage-{number}", timeout=TIMEOUT)
+                saved: Salvage = await self.workers.call(
+                    salvage, pack, self.work / f"salvage-{number}", timeout=TIMEOUT
+                )
                 await transplant.take_all(f"{SALVAGED}{pack.name}", saved.path, saved.bad)
                 borrow_from(saved.path, self._view)
                 self._salvaged[pack.stem] = Donor(f"{SALVAGED}{pack.name}", lying_at(saved.path))
             except _BLAMES_LINKS as error:
-                log.warning("salvage.failed", mirror=str(self.name), pack=pack.name, detail=error.message)
+                log.warning(
+                    "salvage.failed", mirror=str(self.name), pack=pack.name, detail=error.message
+                )
 
     async def _follow_links(self, bad_files: Collection[BadFile]) -> None:
         """Objects that only a symbolic link in the mirror leads to are taken before it goes."""
@@ -208,13 +250,19 @@ class Treatment:
         if links:
             others = [bad for bad in bad_files if bad.path not in links]
             linked = self.work / "linked"
-            await anyio.to_thread.run_sync(partial(make_view, link=os.symlink), self.git_dir, others, {}, linked)
+            await anyio.to_thread.run_sync(
+                partial(make_view, link=os.symlink), self.git_dir, others, {}, linked
+            )
             self._salvaged[_LINKED] = Donor("what symbolic links lead to", lying_at(linked))
 
     async def _collect(self, tips: Collection[str], transplant: Transplant) -> Missing:
         """Ask donors for what is missing, round after round for as long as it gets less; answers what nobody had."""
         missing = await self._missing(tips)
-        donors = [*await self.donors.all(tips), *self._salvaged.values(), *self._remains.donors()] if missing else []
+        donors = (
+            [*await self.donors.all(tips), *self._salvaged.values(), *self._remains.donors()]
+            if missing
+            else []
+        )
         while missing:
             left = await self._ask_each(donors, tips, missing, transplant)
             if left.all == missing.all:
@@ -223,7 +271,11 @@ class Treatment:
         return missing
 
     async def _ask_each(
-        self, donors: Collection[Donor], tips: Collection[str], missing: Missing, transplant: Transplant
+        self,
+        donors: Collection[Donor],
+        tips: Collection[str],
+        missing: Missing,
+        transplant: Transplant,
     ) -> Missing:
         """Each in turn, for as long as it gives."""
         for donor in donors:
@@ -238,7 +290,11 @@ class Treatment:
         self._tell(f"{len(missing.all)} objects are missing, ask {donor.name}")
         try:
             async with donor.lend(missing) as repository:
-                return await transplant.take_missing(donor.name, repository, missing) if repository else 0
+                return (
+                    await transplant.take_missing(donor.name, repository, missing)
+                    if repository
+                    else 0
+                )
         except (DiskFullError, StoppingError):
             raise
         except MirrordError as error:
@@ -247,7 +303,9 @@ class Treatment:
             return 0
 
     async def _missing(self, tips: Collection[str]) -> Missing:
-        found: Missing = await self.workers.call(find_missing, self._view, sorted(tips), timeout=TIMEOUT)
+        found: Missing = await self.workers.call(
+            find_missing, self._view, sorted(tips), timeout=TIMEOUT
+        )
         return found
 
     def _may_go(self, bad: BadFile, unhealed: Collection[str]) -> bool:
@@ -261,7 +319,9 @@ class Treatment:
         file = self.git_dir / bad.path
         return file.stem in self._salvaged or not may_hold(file, unhealed)
 
-    def _outdated(self, movable: Collection[BadFile], missing: Missing, transplant: Transplant) -> Iterator[BadFile]:
+    def _outdated(
+        self, movable: Collection[BadFile], missing: Missing, transplant: Transplant
+    ) -> Iterator[BadFile]:
         """What git derived from packs that go, and from commits that nobody has. Maintenance writes it again."""
         listed = {bad.path for bad in movable}
         objects = self.git_dir / "objects"
@@ -270,18 +330,27 @@ class Treatment:
             outdated += (objects / "pack").glob("multi-pack-index*")
         is_lying = any(Path(bad.path).name.startswith("commit-graph") for bad in movable)
         if missing.commits or NEW_HISTORY in transplant.counts or is_lying:
-            outdated += [*(objects / "info/commit-graphs").glob("*"), *(objects / "info").glob("commit-graph")]
+            outdated += [
+                *(objects / "info/commit-graphs").glob("*"),
+                *(objects / "info").glob("commit-graph"),
+            ]
         for path in (str(file.relative_to(self.git_dir)) for file in outdated if file.is_file()):
             if path not in listed:
                 yield BadFile(path, FileKind.DERIVED, "it names what goes, or what nobody has")
 
-    async def _implant(self, transplant: Transplant, missing: Missing, movable: list[BadFile], plan: RefPlan) -> Outcome:
+    async def _implant(
+        self, transplant: Transplant, missing: Missing, movable: list[BadFile], plan: RefPlan
+    ) -> Outcome:
         final = self.work / "final"
         await anyio.to_thread.run_sync(make_repository, final)
         borrow_from(final, self._view)
         await self._prove(transplant, final, whole=not missing)
         outcome = self.outcome
-        outcome.objects, outcome.bad_files, outcome.refs = transplant.counts, movable, sorted(plan.restore)
+        outcome.objects, outcome.bad_files, outcome.refs = (
+            transplant.counts,
+            movable,
+            sorted(plan.restore),
+        )
         outcome.unhealed, outcome.refusals = missing.all, self.donors.refusals
         if not outcome.changed:
             return outcome

@@ -24,10 +24,24 @@ from .processes import die_with_parent, search_path
 from .userns import Owner
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_SLAVE = 1, 2, 4, 8, 0x1000, 0x4000, 1 << 19
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_SLAVE = (
+    1,
+    2,
+    4,
+    8,
+    0x1000,
+    0x4000,
+    1 << 19,
+)
 _PR_SET_NO_NEW_PRIVS = 38
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+_libc.mount.argtypes = [
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_ulong,
+    ctypes.c_char_p,
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +70,9 @@ class Confinement:
             os.setgroups([])
             os.setresgid(self.become[1], self.become[1], self.become[1])
             os.setresuid(self.become[0], self.become[0], self.become[0])
-        if self.hidden and _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):  # sg(1) would give the group back
+        if self.hidden and _libc.prctl(
+            _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0
+        ):  # sg(1) would give the group back
             raise _failed("give up new privileges")
         os.chdir(self.directory)  # last: its owner alone may enter
         die_with_parent(self.parent_pid)  # after the uid has changed, which would undo it
@@ -106,7 +122,9 @@ def _enter_subordinate(owner: Owner) -> None:
         os.read(reading, 1)
         os.environ["PATH"] = search_path()
         maps = (("newuidmap", owner[0]), ("newgidmap", owner[1]))
-        done = [os.spawnlp(os.P_WAIT, name, name, f"{child}", f"{n}", f"{n}", "1") for name, n in maps]  # noqa: S606
+        done = [
+            os.spawnlp(os.P_WAIT, name, name, f"{child}", f"{n}", f"{n}", "1") for name, n in maps
+        ]
         os._exit(int(any(done)))
     try:
         _unshare(_CLONE_NEWNS | _CLONE_NEWUSER)
@@ -114,7 +132,9 @@ def _enter_subordinate(owner: Owner) -> None:
         os.close(writing)
         _, status = os.waitpid(helper, 0)
     if status:
-        raise PermissionError(1, f"cannot become uid {owner[0]} gid {owner[1]}: newuidmap or newgidmap failed")
+        raise PermissionError(
+            1, f"cannot become uid {owner[0]} gid {owner[1]}: newuidmap or newgidmap failed"
+        )
 
 
 def _map_only(owner: Owner) -> None:

@@ -36,7 +36,11 @@ class _Header(ctypes.Structure):
 
 
 class _Set(ctypes.Structure):
-    _fields_ = (("effective", ctypes.c_uint32), ("permitted", ctypes.c_uint32), ("inheritable", ctypes.c_uint32))
+    _fields_ = (
+        ("effective", ctypes.c_uint32),
+        ("permitted", ctypes.c_uint32),
+        ("inheritable", ctypes.c_uint32),
+    )
 
 
 _Sets = _Set * 2
@@ -155,12 +159,18 @@ def _has(sets: ctypes.Array[_Set], capability: Capability) -> bool:
 
 
 def _set_effective(mine: ctypes.Array[_Set], *, none: bool) -> None:
-    sets = _Sets(*(_Set(0 if none else one.effective, one.permitted, one.inheritable) for one in mine))
+    sets = _Sets(
+        *(_Set(0 if none else one.effective, one.permitted, one.inheritable) for one in mine)
+    )
     _must(_libc.capset(ctypes.byref(_THIS_THREAD), sets))
 
 
 def _set_groups(groups: list[int]) -> None:
-    _must(_libc.syscall(ctypes.c_long(_SYS_SETGROUPS), len(groups), (ctypes.c_uint32 * len(groups))(*groups)))
+    _must(
+        _libc.syscall(
+            ctypes.c_long(_SYS_SETGROUPS), len(groups), (ctypes.c_uint32 * len(groups))(*groups)
+        )
+    )
 
 
 def _fs_ids() -> tuple[int, int]:
@@ -170,4 +180,6 @@ def _fs_ids() -> tuple[int, int]:
 def _must(result: int) -> None:
     if result != 0:
         number = ctypes.get_errno()
-        raise ResourceError(f"cannot change what a thread acts as: {os.strerror(number)}", errno=number)
+        raise ResourceError(
+            f"cannot change what a thread acts as: {os.strerror(number)}", errno=number
+        )

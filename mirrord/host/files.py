@@ -19,7 +19,14 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from ..errors import BackendUnavailableError, CheckoutBusyError, DiskFailedError, DiskFullError, ResourceError, TooManyFilesError
+from ..errors import (
+    BackendUnavailableError,
+    CheckoutBusyError,
+    DiskFailedError,
+    DiskFullError,
+    ResourceError,
+    TooManyFilesError,
+)
 from ..model import shown
 
 GRAVE = ".gone-"
@@ -45,7 +52,13 @@ _NO_FILES = (errno.EMFILE, errno.ENFILE)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.renameat2.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+_libc.renameat2.argtypes = [
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_uint,
+]
 _libc.syscall.restype = ctypes.c_long
 
 
@@ -73,7 +86,8 @@ def full_disk_named(subject: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in _FULL:
             raise DiskFullError(
-                f"cannot write {subject}: {error.strerror}", hint="free some space, or lower template_bytes"
+                f"cannot write {subject}: {error.strerror}",
+                hint="free some space, or lower template_bytes",
             ) from error
         raise
 
@@ -84,14 +98,17 @@ def host_error(error: BaseException, doing: str) -> ResourceError | None:
         return None
     if error.errno in _NO_FILES:
         return TooManyFilesError(
-            f"cannot {doing}: {error.strerror}", hint="raise LimitNOFILE= of the unit, or ulimit -n", retry_after=1
+            f"cannot {doing}: {error.strerror}",
+            hint="raise LimitNOFILE= of the unit, or ulimit -n",
+            retry_after=1,
         )
     place = f" at {error.filename}" if isinstance(error.filename, str) else ""
     if error.errno in _FULL:
         return DiskFullError(f"cannot {doing}: {error.strerror}{place}", hint="free some space")
     if error.errno in _FAILED:
         return DiskFailedError(
-            f"cannot {doing}: {error.strerror}{place}", hint="see the kernel's log, then audit; a heal repairs"
+            f"cannot {doing}: {error.strerror}{place}",
+            hint="see the kernel's log, then audit; a heal repairs",
         )
     return None
 
@@ -106,7 +123,9 @@ def open_directory(path: Path) -> int:
     return os.open(path, _DIRECTORY)
 
 
-def open_beneath(directory: int, path: bytes, flags: int = _DIRECTORY, *, into_mounts: bool = False) -> int:
+def open_beneath(
+    directory: int, path: bytes, flags: int = _DIRECTORY, *, into_mounts: bool = False
+) -> int:
     """Open what lies below an open directory, by openat2(2) (Linux 5.6).
 
     No component may be a symbolic link (ELOOP) or lead out of the directory (EXDEV); one that is
@@ -176,7 +195,12 @@ def names_in(directory: int) -> list[bytes]:
 
 def exchange(one: Path, other: Path) -> None:
     """Give each of two paths the other's name, in one step. What is mounted inside goes along."""
-    if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
+    if (
+        _libc.renameat2(
+            _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
+        )
+        != 0
+    ):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(one), None, str(other))
 
@@ -187,7 +211,11 @@ def admit(directory: str, uid: int) -> None:
     A later chmod would set the ACL's mask, and lock that user out. Raises BackendUnavailableError
     where the file system has none.
     """
-    entries = [(_ACL_USER_OBJ, 7, _ACL_NOBODY), (_ACL_USER, 1, uid), (_ACL_GROUP_OBJ, 0, _ACL_NOBODY)]
+    entries = [
+        (_ACL_USER_OBJ, 7, _ACL_NOBODY),
+        (_ACL_USER, 1, uid),
+        (_ACL_GROUP_OBJ, 0, _ACL_NOBODY),
+    ]
     entries += [(_ACL_MASK, 1, _ACL_NOBODY), (_ACL_OTHER, 0, _ACL_NOBODY)]
     acl = struct.pack("<I", _ACL_VERSION)
     acl += b"".join(struct.pack("<HHI", *entry) for entry in entries)
@@ -202,7 +230,9 @@ def admit(directory: str, uid: int) -> None:
         ) from error
 
 
-def set_owner(directory: int, name: bytes, owner: tuple[int, int], mtime_ns: int, *, maker: int) -> os.stat_result:
+def set_owner(
+    directory: int, name: bytes, owner: tuple[int, int], mtime_ns: int, *, maker: int
+) -> os.stat_result:
     """Give a symbolic link that `maker` (a uid) just made its owner and time.
 
     Through a descriptor: had its directory's owner put a hard link to someone else's file in its
@@ -212,7 +242,8 @@ def set_owner(directory: int, name: bytes, owner: tuple[int, int], mtime_ns: int
         found = os.fstat(fd)
         if not stat.S_ISLNK(found.st_mode) or found.st_uid != maker:
             raise CheckoutBusyError(
-                f"cannot make link {shown_path(name)}: someone replaced it meanwhile", hint="stop what runs in it"
+                f"cannot make link {shown_path(name)}: someone replaced it meanwhile",
+                hint="stop what runs in it",
             )
         itself = f"/proc/self/fd/{fd}"
         if owner != (found.st_uid, found.st_gid):
@@ -344,10 +375,15 @@ def _unlock(fd: int) -> None:
             fcntl.ioctl(fd, _FS_IOC_SETFLAGS, struct.pack("L", flags & ~_LOCKING_FLAGS))
         except OSError as error:
             raise ResourceError(
-                f"cannot clear the immutable flag of a file: {error.strerror}", hint="the daemon needs CAP_LINUX_IMMUTABLE"
+                f"cannot clear the immutable flag of a file: {error.strerror}",
+                hint="the daemon needs CAP_LINUX_IMMUTABLE",
             ) from error
     found = os.fstat(fd)
-    if stat.S_ISDIR(found.st_mode) and found.st_mode & 0o700 != 0o700 and found.st_uid == os.geteuid():
+    if (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_mode & 0o700 != 0o700
+        and found.st_uid == os.geteuid()
+    ):
         os.fchmod(fd, stat.S_IMODE(found.st_mode) | 0o700)
 
 
@@ -387,7 +423,13 @@ def copy_bytes(source: int, sink: int, size: int) -> None:
         while at < size and (copied := os.copy_file_range(source, sink, size - at, at)):
             at += copied
     except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM):
+        if error.errno not in (
+            errno.EXDEV,
+            errno.EINVAL,
+            errno.EOPNOTSUPP,
+            errno.ENOSYS,
+            errno.EPERM,
+        ):
             raise
     while at < size and (data := os.pread(source, min(size - at, _CHUNK_BYTES), at)):
         write_all(sink, data)

@@ -40,7 +40,11 @@ def process_of(connection: socket.socket, peer: Peer) -> Process:
         with opened(_peer_pidfd(connection, peer)) as fd:
             return Process(peer.pid, _mark(fd, peer.pid))
     except OSError as error:
-        if error.errno not in {errno.ESRCH, errno.EINVAL, errno.ENODATA}:  # pid 0: of another pid namespace
+        if error.errno not in {
+            errno.ESRCH,
+            errno.EINVAL,
+            errno.ENODATA,
+        }:  # pid 0: of another pid namespace
             raise
         raise process_gone(peer.pid) from error
 

@@ -29,10 +29,24 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import AccessError, BackendUnavailableError, InvalidRequestError, MirrordError, ResourceError
+from ..errors import (
+    AccessError,
+    BackendUnavailableError,
+    InvalidRequestError,
+    MirrordError,
+    ResourceError,
+)
 from . import mounts
 from .files import open_directory, open_regular, opened
-from .mounting import BOUND, IDMAPS, MESSAGE_MAX_BYTES, PROBE_LAYER, MappedTemplates, OverlayOrder, bind_once
+from .mounting import (
+    BOUND,
+    IDMAPS,
+    MESSAGE_MAX_BYTES,
+    PROBE_LAYER,
+    MappedTemplates,
+    OverlayOrder,
+    bind_once,
+)
 from .systemd import Notifier, take_sockets
 from .userns import Owner
 
@@ -42,7 +56,9 @@ _DIRECTORY = re.compile(
 )  # released ones are renamed, and may be anybody's rubbish
 _UPPER = re.compile(r"layer|next")
 _MIRROR = r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}"
-_LAYER = re.compile(rf"{_MIRROR}/(trees/[0-9a-f]{{40}}(@[0-9a-f]{{40}})?/(files|index)|gits/(sealed|squashed)-[0-9a-f]{{40}})")
+_LAYER = re.compile(
+    rf"{_MIRROR}/(trees/[0-9a-f]{{40}}(@[0-9a-f]{{40}})?/(files|index)|gits/(sealed|squashed)-[0-9a-f]{{40}})"
+)
 _SHOWS = {"attach": mounts.attach, "replace": mounts.replace}
 _LAYERS_MAX = 64
 _PENDING_MAX = 64
@@ -67,7 +83,9 @@ class GuardedMounter:
             bind_once(str(state_dir / name))
         self._state = open_directory(state_dir)
         self._daemon = daemon
-        self._mapped = MappedTemplates(f"{mounts.descriptor_path(self._state)}/{IDMAPS}", stored=daemon)
+        self._mapped = MappedTemplates(
+            f"{mounts.descriptor_path(self._state)}/{IDMAPS}", stored=daemon
+        )
         self._pending: dict[str, int] = {}
 
     def make(self, order: OverlayOrder) -> int:
@@ -82,7 +100,10 @@ class GuardedMounter:
                 self._must_be_ordinary(order.owner)
                 self._must_be_ours(templates)
                 templates = stack.enter_context(self._mapped.view(templates, order.owner))
-            lower = [stack.enter_context(opened(mounts.open_beneath(templates, layer))) for layer in order.layers]
+            lower = [
+                stack.enter_context(opened(mounts.open_beneath(templates, layer)))
+                for layer in order.layers
+            ]
             mount = mounts.make_overlay(lower, upper, work)
             self._give_back(work)
         self._forget(order.checkout)
@@ -98,12 +119,16 @@ class GuardedMounter:
         with ExitStack() as stack:
             stack.callback(self._forget, checkout)
             above = self._open(stack, f"checkouts/{checkout}")
-            os.close(mounts.open_beneath(above, "tree"))  # should it become a link now, the kernel does not follow it
+            os.close(
+                mounts.open_beneath(above, "tree")
+            )  # should it become a link now, the kernel does not follow it
             show(self._pending[checkout], f"{mounts.descriptor_path(above)}/tree")
 
     def umount(self, checkout: str) -> None:
         with suppress(FileNotFoundError), ExitStack() as stack:
-            mounts.umount(f"{mounts.descriptor_path(self._open(stack, f'checkouts/{checkout}'))}/tree")
+            mounts.umount(
+                f"{mounts.descriptor_path(self._open(stack, f'checkouts/{checkout}'))}/tree"
+            )
 
     def forget_all(self) -> None:
         """Drop what was made and not attached."""
@@ -192,9 +217,13 @@ def answer(mounter: GuardedMounter, message: bytes) -> tuple[dict[str, Any], lis
     except MirrordError as error:
         return {"problem": error.problem()}, []
     except FileNotFoundError as error:
-        return {"problem": {"code": "gone", "detail": str(error), "errno": error.errno or errno.ENOENT}}, []
+        return {
+            "problem": {"code": "gone", "detail": str(error), "errno": error.errno or errno.ENOENT}
+        }, []
     except OSError as error:
-        return {"problem": ResourceError(f"cannot mount: {error.strerror}", errno=error.errno).problem()}, []
+        return {
+            "problem": ResourceError(f"cannot mount: {error.strerror}", errno=error.errno).problem()
+        }, []
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return {"problem": InvalidRequestError(f"cannot read the request: {error!r}").problem()}, []
 
@@ -203,7 +232,10 @@ def _perform(mounter: GuardedMounter, request: Mapping[str, Any]) -> list[int]:
     kind = request["request"]
     if kind == "make":
         owner = None if request["owner"] is None else _owner(request["owner"])
-        checkout, upper = _matching(_CHECKOUT, request["checkout"]), _matching(_UPPER, request["upper"])
+        checkout, upper = (
+            _matching(_CHECKOUT, request["checkout"]),
+            _matching(_UPPER, request["upper"]),
+        )
         return [mounter.make(OverlayOrder(checkout, upper, _layers(request["layers"]), owner))]
     if kind in _SHOWS:
         mounter.show(_matching(_CHECKOUT, request["checkout"]), _SHOWS[kind])
@@ -217,11 +249,17 @@ def _perform(mounter: GuardedMounter, request: Mapping[str, Any]) -> list[int]:
 def _layers(value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or not 0 < len(value) <= _LAYERS_MAX:
         raise ValueError(value)
-    return tuple(PROBE_LAYER if layer == PROBE_LAYER else _matching(_LAYER, layer) for layer in value)
+    return tuple(
+        PROBE_LAYER if layer == PROBE_LAYER else _matching(_LAYER, layer) for layer in value
+    )
 
 
 def _owner(value: object) -> Owner:
-    if not isinstance(value, list) or len(value) != 2 or not all(type(each) is int and 0 <= each <= _ID_MAX for each in value):
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not all(type(each) is int and 0 <= each <= _ID_MAX for each in value)
+    ):
         raise ValueError(value)
     return cast("Owner", tuple(value))
 
@@ -260,11 +298,15 @@ class Service:
         except OSError:  # it left before we came
             return
         connection.setblocking(False)
-        _, uid, _ = _PEERCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))
+        _, uid, _ = _PEERCRED.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+        )
         if uid in (0, self._uid) and len(self._selector.get_map()) <= _CONNECTIONS_MAX:
             self._selector.register(connection, selectors.EVENT_READ)
             return
-        refusal = AccessError(f"cannot mount for uid {uid}: only for the daemon's user, {_CONNECTIONS_MAX} at a time")
+        refusal = AccessError(
+            f"cannot mount for uid {uid}: only for the daemon's user, {_CONNECTIONS_MAX} at a time"
+        )
         print(f"<4>connection.refused uid={uid}", file=sys.stderr, flush=True)  # noqa: T201  (the journal reads stderr)
         _send(connection, {"problem": refusal.problem()}, [])
         connection.close()
@@ -305,10 +347,14 @@ def listen(path: Path, uid: int) -> socket.socket:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM; 2 when started wrongly."""
-    parser = argparse.ArgumentParser(prog="python -m mirrord.host.mounter", description="mounts checkouts for another process")
+    parser = argparse.ArgumentParser(
+        prog="python -m mirrord.host.mounter", description="mounts checkouts for another process"
+    )
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--user", required=True, help="the daemon's user: a name or a uid")
-    parser.add_argument("--socket", type=Path, help="where to listen, unless systemd hands over a socket")
+    parser.add_argument(
+        "--socket", type=Path, help="where to listen, unless systemd hands over a socket"
+    )
     options = parser.parse_args(arguments)
     daemon = _find_user(options.user)
     sockets = list(take_sockets().values())

@@ -137,7 +137,9 @@ class MappedTemplates:
                 self._known[owner] = self._known.pop(owner)
                 known.users += 1
                 return known
-        userns = make_userns(self._stored or (found.st_uid, found.st_gid), owner)  # forks: not with the lock
+        userns = make_userns(
+            self._stored or (found.st_uid, found.st_gid), owner
+        )  # forks: not with the lock
         try:
             clone = mounts.clone_idmapped(templates, userns)
         finally:
@@ -194,7 +196,10 @@ class LocalMounter:
         return owner in self._mapped
 
     def map_owner(self, owner: Owner) -> None:
-        with opened(os.open(f"{self._state}/templates", _DIRECTORY)) as templates, self._mapped.view(templates, owner):
+        with (
+            opened(os.open(f"{self._state}/templates", _DIRECTORY)) as templates,
+            self._mapped.view(templates, owner),
+        ):
             pass  # it is known now
 
     def make(self, order: OverlayOrder) -> int:
@@ -228,7 +233,10 @@ class LocalMounter:
 
 def bind_once(path: str) -> None:
     """Bind a directory over itself, unless an earlier process did."""
-    with opened(os.open(os.path.dirname(path), _DIRECTORY)) as above, opened(os.open(path, _DIRECTORY)) as directory:
+    with (
+        opened(os.open(os.path.dirname(path), _DIRECTORY)) as above,
+        opened(os.open(path, _DIRECTORY)) as directory,
+    ):
         is_mount = mounts.mount_id(above) != mounts.mount_id(directory)
         if not is_mount or os.fstatvfs(directory).f_flag & _HARMLESS != _HARMLESS:
             mounts.bind_over(directory, path)
@@ -254,10 +262,18 @@ class RemoteMounter:
         """The service does when it makes the first overlay."""
 
     def make(self, order: OverlayOrder) -> int:
-        facts = {"checkout": order.checkout, "upper": order.upper, "layers": order.layers, "owner": order.owner}
+        facts = {
+            "checkout": order.checkout,
+            "upper": order.upper,
+            "layers": order.layers,
+            "owner": order.owner,
+        }
         descriptors = self._ask("make", **facts)
         if len(descriptors) != 1:
-            raise ResourceError("cannot mount: the mount service sent no mount", hint="see the log of mirrord-mount.service")
+            raise ResourceError(
+                "cannot mount: the mount service sent no mount",
+                hint="see the log of mirrord-mount.service",
+            )
         return descriptors[0]
 
     def attach(self, checkout: str, mount: int) -> None:
@@ -296,7 +312,9 @@ class RemoteMounter:
             self._disconnect()
             connection = self._connected()
             connection.send(message)
-        answer, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_MAX_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        answer, descriptors, _, _ = socket.recv_fds(
+            connection, MESSAGE_MAX_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+        )
         if not answer:
             raise ConnectionResetError("it ended before it answered")
         return answer, descriptors
@@ -321,8 +339,12 @@ class RemoteMounter:
 
 def _no_answer(path: Path, error: OSError) -> ResourceError:
     fact = f"cannot ask the mount service at {path}: {error.strerror or error}"
-    if isinstance(error, (FileNotFoundError, ConnectionRefusedError, PermissionError, TimeoutError)):
-        return BackendUnavailableError(fact, hint="see mirrord-mount.socket; it answers only to the daemon's user")
+    if isinstance(
+        error, (FileNotFoundError, ConnectionRefusedError, PermissionError, TimeoutError)
+    ):
+        return BackendUnavailableError(
+            fact, hint="see mirrord-mount.socket; it answers only to the daemon's user"
+        )
     return ResourceError(fact, hint="try again; see the log of mirrord-mount.service")
 
 

@@ -28,7 +28,12 @@ _OPEN_TREE_CLOEXEC = os.O_CLOEXEC
 _MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_BENEATH = 0x4, 0x200
 _FSOPEN_CLOEXEC = _FSMOUNT_CLOEXEC = 1
 _FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
-_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV, _MOUNT_ATTR_IDMAP = 0x1, 0x2, 0x4, 0x100000
+_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV, _MOUNT_ATTR_IDMAP = (
+    0x1,
+    0x2,
+    0x4,
+    0x100000,
+)
 _MOUNT_ATTR_NOEXEC = 0x8
 _MS_PRIVATE, _MS_SHARED = 1 << 18, 1 << 20
 _CLONE_FS = 0x200
@@ -68,7 +73,9 @@ def make_overlay(lower: Sequence[int], upper: int, work: int) -> int:
     `work` must never have been used before. The kernel shows the directories to everybody in /proc/self/mountinfo, by the
     names that it was given: those of descriptors say nothing.
     """
-    with opened(_syscall("open", "the overlay file system", _SYS_FSOPEN, b"overlay", _FSOPEN_CLOEXEC)) as context:
+    with opened(
+        _syscall("open", "the overlay file system", _SYS_FSOPEN, b"overlay", _FSOPEN_CLOEXEC)
+    ) as context:
         _set_string(context, "source", "mirrord")
         _set_string(context, "upperdir", descriptor_path(upper))
         _set_string(context, "workdir", descriptor_path(work))
@@ -112,7 +119,10 @@ def umount(target: str) -> None:
     for _ in range(_STACKED_MAX):
         if not _unmount(target):
             return
-    raise ResourceError(f"cannot unmount {target}: still mounted after {_STACKED_MAX} unmounts", hint="unmount it by hand")
+    raise ResourceError(
+        f"cannot unmount {target}: still mounted after {_STACKED_MAX} unmounts",
+        hint="unmount it by hand",
+    )
 
 
 def umount_unused(target: str) -> bool:
@@ -140,15 +150,21 @@ def mount_private(target: str) -> int:
 
     What is attached in it is seen in no other namespace, and goes with it.
     """
-    with opened(_syscall("open", "a file system in memory", _SYS_FSOPEN, b"tmpfs", _FSOPEN_CLOEXEC)) as context:
+    with opened(
+        _syscall("open", "a file system in memory", _SYS_FSOPEN, b"tmpfs", _FSOPEN_CLOEXEC)
+    ) as context:
         _set_string(context, "source", "mirrord")
         _set_string(context, "mode", "0700")
         _configure(context, _FSCONFIG_CMD_CREATE, None, None)
         flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV | _MOUNT_ATTR_NOEXEC
-        root = _syscall("mount", "a file system in memory", _SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, flags)
+        root = _syscall(
+            "mount", "a file system in memory", _SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, flags
+        )
     try:
         _move(root, target)
-        _set_attributes(root, _MountAttr(propagation=_MS_PRIVATE))  # it became shared if what it is in is
+        _set_attributes(
+            root, _MountAttr(propagation=_MS_PRIVATE)
+        )  # it became shared if what it is in is
     except BaseException:
         os.close(root)
         raise
@@ -161,7 +177,9 @@ def bind_over(directory: int, target: str) -> None:
     `target` is its path. Shared even where no systemd made / so: or containers could not follow with `rslave`.
     """
     with opened(_clone(directory)) as clone:
-        attributes = _MountAttr(attr_set=_MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV, propagation=_MS_SHARED)
+        attributes = _MountAttr(
+            attr_set=_MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV, propagation=_MS_SHARED
+        )
         _set_attributes(clone, attributes)
         _move(clone, target)
 
@@ -175,7 +193,9 @@ def mount_id(fd: int) -> int:
 def open_beneath(directory: int, path: str) -> int:
     """Open a directory (O_PATH) that lies below another, following no link on the way."""
     try:
-        return files.open_beneath(directory, os.fsencode(path), os.O_PATH | os.O_DIRECTORY, into_mounts=True)
+        return files.open_beneath(
+            directory, os.fsencode(path), os.O_PATH | os.O_DIRECTORY, into_mounts=True
+        )
     except OSError as error:
         raise _refused("open", path, error.errno or errno.EIO) from error
 
@@ -235,7 +255,9 @@ def _create_over(context: int, lower: Sequence[int]) -> None:
         )
 
     def create() -> None:
-        _set_string(context, "lowerdir", joined)  # Linux 6.5 and 6.6 look at the names here, older ones at the end
+        _set_string(
+            context, "lowerdir", joined
+        )  # Linux 6.5 and 6.6 look at the names here, older ones at the end
         _configure(context, _FSCONFIG_CMD_CREATE, None, None)
 
     _run_among_descriptors(create)
@@ -276,7 +298,16 @@ def _clone(directory: int) -> int:
 
 def _set_attributes(mount: int, attributes: _MountAttr) -> None:
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    _syscall("set up", "a mount", _SYS_MOUNT_SETATTR, mount, b"", _AT_EMPTY_PATH, ctypes.byref(attributes), size)
+    _syscall(
+        "set up",
+        "a mount",
+        _SYS_MOUNT_SETATTR,
+        mount,
+        b"",
+        _AT_EMPTY_PATH,
+        ctypes.byref(attributes),
+        size,
+    )
 
 
 def _move(mount: int, target: str, how: int = 0) -> None:
@@ -318,7 +349,9 @@ def _refused(verb: str, noun: str, number: int) -> MirrordError | OSError:
     if number in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ESTALE):
         return FileNotFoundError(number, f"{message}: {reason}", noun)
     if number in (errno.ENOSPC, errno.EDQUOT):
-        hint = "free some space, or raise fs.mount-max"  # the kernel says ENOSPC to one mount too many
+        hint = (
+            "free some space, or raise fs.mount-max"  # the kernel says ENOSPC to one mount too many
+        )
         return DiskFullError(f"{message}: {reason}", hint=hint, errno=number)
     if number in _HINTS:
         return BackendUnavailableError(f"{message}: {reason}", hint=_HINTS[number], errno=number)

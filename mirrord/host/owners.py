@@ -59,7 +59,9 @@ class Owners:
             )
         return found
 
-    async def _remembered(self, key: tuple[int, int | None], find: Callable[[], Owner | None]) -> Owner | None:
+    async def _remembered(
+        self, key: tuple[int, int | None], find: Callable[[], Owner | None]
+    ) -> Owner | None:
         if time.monotonic() - self._known_since > _REMEMBERED_S or len(self._known) > 10_000:
             self._known.clear()
             self._known_since = time.monotonic()
@@ -70,7 +72,10 @@ class Owners:
     def _of_member(self, owner: int, peer: Peer) -> Owner | None:
         """A subordinate uid goes with the gid at the same place of /etc/subgid, as user namespaces
         map them; where there is none, with the asker's own."""
-        users, groups = ([(first, count) for first, count, user in iter_subids(file) if user == peer.uid] for file in self._files)
+        users, groups = (
+            [(first, count) for first, count, user in iter_subids(file) if user == peer.uid]
+            for file in self._files
+        )
         before = 0
         for first, count in users:
             if first <= owner < first + count:

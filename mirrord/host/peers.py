@@ -93,7 +93,9 @@ class Access:
         """ADMIN, MEMBER or STRANGER; who owns a checkout is not known here."""
         if self.is_admin(peer.uid):
             return Role.ADMIN
-        is_member = self._group is not None and (peer.gid == self._group or self._group in peer.groups)
+        is_member = self._group is not None and (
+            peer.gid == self._group or self._group in peer.groups
+        )
         return Role.MEMBER if is_member else Role.STRANGER
 
     def is_admin(self, uid: int) -> bool:
@@ -114,8 +116,16 @@ class Access:
     def warnings(self) -> list[str]:
         """Names in the settings that this host does not know."""
         access = self._settings().access
-        unknown = [f"the group {access.group} does not exist: only administrators are admitted"] if self._group is None else []
-        return unknown + [f"the administrator {name} does not exist" for name in access.admins if _find_uid(name) is None]
+        unknown = (
+            [f"the group {access.group} does not exist: only administrators are admitted"]
+            if self._group is None
+            else []
+        )
+        return unknown + [
+            f"the administrator {name} does not exist"
+            for name in access.admins
+            if _find_uid(name) is None
+        ]
 
     def refresh(self) -> None:
         """Look the names up again, and log once those that this host does not know."""

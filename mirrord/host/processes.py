@@ -86,7 +86,9 @@ def limit_memory() -> None:
     RLIMIT_DATA: since Linux 4.7 it counts private writable mappings, and so not the packs that libgit2 and git map to read.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = memory_limit_bytes() if hard == resource.RLIM_INFINITY else min(hard, memory_limit_bytes())
+    limit = (
+        memory_limit_bytes() if hard == resource.RLIM_INFINITY else min(hard, memory_limit_bytes())
+    )
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 

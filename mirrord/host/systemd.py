@@ -37,7 +37,10 @@ def _find_listener(fd: int) -> socket.socket | None:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return None
         listener = socket.socket(fileno=fd)
-        is_ours = listener.family == socket.AF_UNIX and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+        is_ours = (
+            listener.family == socket.AF_UNIX
+            and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+        )
     except OSError:
         return None
     if not is_ours:
@@ -73,7 +76,9 @@ class Notifier:
 
     def reloading(self) -> None:
         """To be followed by `ready`. MONOTONIC_USEC is for Type=notify-reload of systemd 253 and later."""
-        self._send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+        self._send(
+            "RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}"
+        )
 
     def stopping(self, status: str) -> None:
         self._send("STOPPING=1", f"STATUS={status}")

@@ -28,7 +28,9 @@ def make_userns(stored: Owner, seen: Owner) -> int:
     child = _start()
     try:
         for kind, inside, outside in (("uid", stored[0], seen[0]), ("gid", stored[1], seen[1])):
-            Path(f"/proc/{child}/{kind}_map").write_text(f"{inside} {outside} 1\n", encoding="ascii")
+            Path(f"/proc/{child}/{kind}_map").write_text(
+                f"{inside} {outside} 1\n", encoding="ascii"
+            )
         return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise _unavailable(error.errno or errno.EIO) from error

@@ -38,7 +38,9 @@ class _Mount:
     def parse(cls, line: bytes) -> Self:
         fields = line.split()
         tags = fields[6 : fields.index(b"-", 6)]
-        groups = frozenset(tag.partition(b":")[2] for tag in tags if tag.startswith((b"shared:", b"master:")))
+        groups = frozenset(
+            tag.partition(b":")[2] for tag in tags if tag.startswith((b"shared:", b"master:"))
+        )
         return cls(fields[2], unescape(fields[3]), unescape(fields[4]), groups)
 
 
@@ -57,7 +59,9 @@ def visible_to(pid: int, directory: Path) -> Visible:
     except OSError:
         return Visible.MOUNTS
     holds = [each for each in _read_mounts("self") if _is_within(str(directory), each.at)]
-    ours = max(reversed(holds), key=lambda each: len(each.at))  # of several at one place the last is on top
+    ours = max(
+        reversed(holds), key=lambda each: len(each.at)
+    )  # of several at one place the last is on top
     place = os.path.normpath(f"{ours.root}/{os.path.relpath(directory, ours.at)}")
     seen = [each for each in theirs if each.device == ours.device and _is_within(place, each.root)]
     if any(each.groups & ours.groups for each in seen):

@@ -37,7 +37,12 @@ class Told(Event):
     def frame(self) -> bytes:
         """As server-sent events have it."""
         data = to_bytes(self)
-        return b"id: %b:%d\nevent: %b\ndata: %b\n\n" % (self.boot.encode(), self.id, self.name.encode(), data)
+        return b"id: %b:%d\nevent: %b\ndata: %b\n\n" % (
+            self.boot.encode(),
+            self.id,
+            self.name.encode(),
+            data,
+        )
 
 
 class Events:
@@ -63,7 +68,11 @@ class Events:
         event = Told(id=self._last, boot=self.boot, at=self._clock(), name=name, fields=fields)
         self._ring.append(event)
         self._wake()
-        log.log(_level(name), name, **{f"{key}_" if key in _RESERVED else key: value for key, value in fields.items()})
+        log.log(
+            _level(name),
+            name,
+            **{f"{key}_" if key in _RESERVED else key: value for key, value in fields.items()},
+        )
 
     def position(self, last_event_id: str | None) -> int:
         """Where a follower stands who last saw `last_event_id` (`BOOT:ID`, or the id alone); None is the end.
@@ -77,7 +86,9 @@ class Events:
             return 0
         return min(int(number[:18]), self._last)
 
-    async def subscribe(self, after: int | None = None, *, silence: timedelta | None = None) -> AsyncIterator[list[Told]]:
+    async def subscribe(
+        self, after: int | None = None, *, silence: timedelta | None = None
+    ) -> AsyncIterator[list[Told]]:
         """Every event after number `after` (None: from now on), some at a time, until the stream is closed; none of them
         when nothing came for so long."""
         position = self._last if after is None else after
@@ -137,7 +148,9 @@ class Events:
 
     def _gap(self, position: int, first: int) -> Told:
         fields = {"after": position, "count": first - position - 1}
-        return Told(id=first - 1, boot=self.boot, at=self._clock(), name="events.dropped", fields=fields)
+        return Told(
+            id=first - 1, boot=self.boot, at=self._clock(), name="events.dropped", fields=fields
+        )
 
 
 def _level(name: str) -> int:

@@ -16,7 +16,14 @@ from typing import Any, Literal
 
 import structlog
 
-from ..errors import CancelledError, InternalError, MirrordError, OperationFinishedError, OperationNotFoundError, StoppingError
+from ..errors import (
+    CancelledError,
+    InternalError,
+    MirrordError,
+    OperationFinishedError,
+    OperationNotFoundError,
+    StoppingError,
+)
 from ..git.turns import Askers
 from ..host.files import host_error
 from ..model import shown, utc_now
@@ -93,12 +100,17 @@ class Operations:
     def start(self, kind: str, subject: str, run: Work, *, owner_uid: int = 0) -> Operation:
         """Run `run` in the background. Raises StoppingError once `close` was called."""
         if self._stopping:
-            raise StoppingError(f"cannot start {kind} {subject}: the daemon is stopping", hint="ask again in a moment")
+            raise StoppingError(
+                f"cannot start {kind} {subject}: the daemon is stopping",
+                hint="ask again in a moment",
+            )
         record = _Record(secrets.token_hex(8), kind, subject, owner_uid, self._clock())
         self._records[record.id] = record
         self._forget_oldest()
         self._tell("operation.started", record)
-        task = asyncio.get_running_loop().create_task(self._perform(record, run), name=f"{kind} {subject}")
+        task = asyncio.get_running_loop().create_task(
+            self._perform(record, run), name=f"{kind} {subject}"
+        )
         self._tasks[record.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(record.id, None))
         return record.answer()
@@ -109,7 +121,11 @@ class Operations:
 
     def list(self, *, owner_uid: int | None = None) -> list[Operation]:
         """All that run and the last that ended, newest first; with `owner_uid`, only that user's."""
-        seen = (record for record in reversed(self._records.values()) if owner_uid in {None, record.owner_uid})
+        seen = (
+            record
+            for record in reversed(self._records.values())
+            if owner_uid in {None, record.owner_uid}
+        )
         return [record.answer() for record in seen]
 
     async def wait(self, identity: str, *, timeout: timedelta | None = None) -> Operation:
@@ -124,7 +140,9 @@ class Operations:
         record = self._get(identity, owner_uid)
         task = self._tasks.get(identity)
         if task is None or record.state != "running":
-            raise OperationFinishedError(f"cannot cancel operation {identity}: it is {record.state}")
+            raise OperationFinishedError(
+                f"cannot cancel operation {identity}: it is {record.state}"
+            )
         await asyncio.sleep(0)  # work that has not begun could not tidy up
         task.cancel()
         await asyncio.wait([task], timeout=_CANCEL_BOUND_S)
@@ -162,7 +180,9 @@ class Operations:
             record.result = await run(self._sink(record))
             self._end(record, "done")
         except asyncio.CancelledError:
-            error = CancelledError(f"cannot finish {record.kind} {record.subject}: it was cancelled")
+            error = CancelledError(
+                f"cannot finish {record.kind} {record.subject}: it was cancelled"
+            )
             self._end(record, "cancelled", error)
         except MirrordError as error:
             self._end(record, "failed", error)
@@ -190,7 +210,12 @@ class Operations:
         self._tell("operation.finished", record)
 
     def _tell(self, name: str, record: _Record) -> None:
-        fields: dict[str, Any] = {"operation": record.id, "kind": record.kind, "subject": record.subject, "state": record.state}
+        fields: dict[str, Any] = {
+            "operation": record.id,
+            "kind": record.kind,
+            "subject": record.subject,
+            "state": record.state,
+        }
         if name == "operation.progressed" and record.state == "running":
             fields["progress"] = record.progress.to_json()
         elif name == "operation.progressed":
@@ -198,7 +223,9 @@ class Operations:
         if record.error:
             fields |= {"code": record.error.code, "detail": record.error.detail}
         if record.finished_at:
-            fields["duration_s"] = round((record.finished_at - record.started_at).total_seconds(), 3)
+            fields["duration_s"] = round(
+                (record.finished_at - record.started_at).total_seconds(), 3
+            )
         self._events.publish(name, owner_uid=record.owner_uid, **fields)
 
     def _forget_oldest(self) -> None:
@@ -206,7 +233,10 @@ class Operations:
             return
         ended = [record for record in self._records.values() if record.state != "running"]
         seen = [record for record in ended if record.is_seen]
-        for record in seen[: max(len(self._records) - _KEPT, 0)] or ended[: max(len(self._records) - _KEPT_UNSEEN, 0)]:
+        for record in (
+            seen[: max(len(self._records) - _KEPT, 0)]
+            or ended[: max(len(self._records) - _KEPT_UNSEEN, 0)]
+        ):
             del self._records[record.id]
 
 

@@ -58,13 +58,16 @@ class _Planned:
 class Schedule:
     """Keeps apscheduler's jobs equal to the table that `jobs` answers."""
 
-    def __init__(self, jobs: Callable[[], Awaitable[list[Job]]], *, soon: timedelta = _SOON) -> None:
+    def __init__(
+        self, jobs: Callable[[], Awaitable[list[Job]]], *, soon: timedelta = _SOON
+    ) -> None:
         self._jobs = jobs
         self._soon = soon
         self._planned: dict[str, _Planned] = {}
         self._reconciling = asyncio.Lock()
         self._scheduler = AsyncIOScheduler(
-            timezone="UTC", job_defaults={"misfire_grace_time": None, "coalesce": True, "max_instances": 1}
+            timezone="UTC",
+            job_defaults={"misfire_grace_time": None, "coalesce": True, "max_instances": 1},
         )
 
     async def open(self) -> None:
@@ -88,7 +91,12 @@ class Schedule:
     def states(self) -> list[JobState]:
         """Every job, with when it runs next."""
         return [
-            JobState(name=name, next_at=self._next_at(name), last_at=planned.past.last_at, last_error=planned.past.last_error)
+            JobState(
+                name=name,
+                next_at=self._next_at(name),
+                last_at=planned.past.last_at,
+                last_error=planned.past.last_error,
+            )
             for name, planned in sorted(self._planned.items())
         ]
 
@@ -130,7 +138,10 @@ class Schedule:
         planned_at = self._next_at(job.name)
         if not job.retry or planned_at is None:
             return
-        wait = max(job.retry * 2 ** min(past.failures - 1, _MOST_DOUBLINGS), timedelta(seconds=asked_s or 0))
+        wait = max(
+            job.retry * 2 ** min(past.failures - 1, _MOST_DOUBLINGS),
+            timedelta(seconds=asked_s or 0),
+        )
         if utc_now() + wait < planned_at:
             self._scheduler.modify_job(job.name, next_run_time=utc_now() + wait)
 

@@ -25,7 +25,19 @@ from ..errors import MirrordError
 log = structlog.get_logger()
 
 QUIET = timedelta(seconds=1)
-PARTIAL_SUFFIXES = (".tmp", ".temp", ".part", ".partial", ".crdownload", ".download", ".swp", ".swx", ".lock", ".filepart", "~")
+PARTIAL_SUFFIXES = (
+    ".tmp",
+    ".temp",
+    ".part",
+    ".partial",
+    ".crdownload",
+    ".download",
+    ".swp",
+    ".swx",
+    ".lock",
+    ".filepart",
+    "~",
+)
 
 
 class Signature(NamedTuple):
@@ -108,7 +120,11 @@ class Watch:
             if pending.get(path) == signature:
                 self._handled[path] = signature
                 await self._handle_one(path)
-        return {path: signature for path, signature in found.items() if self._handled.get(path) != signature}
+        return {
+            path: signature
+            for path, signature in found.items()
+            if self._handled.get(path) != signature
+        }
 
     async def _handle_one(self, path: Path) -> None:
         try:
@@ -121,8 +137,14 @@ class Watch:
     async def _look(self) -> dict[Path, Signature]:
         """Every file that counts and is not in a state that was handled; forgets files that are gone."""
         found = await anyio.to_thread.run_sync(_signatures, self._places)
-        self._handled = {path: signature for path, signature in self._handled.items() if path in found}
-        return {path: signature for path, signature in found.items() if self._handled.get(path) != signature}
+        self._handled = {
+            path: signature for path, signature in self._handled.items() if path in found
+        }
+        return {
+            path: signature
+            for path, signature in found.items()
+            if self._handled.get(path) != signature
+        }
 
 
 class _Alarm(FileSystemEventHandler):
@@ -157,7 +179,9 @@ def _signatures(places: Mapping[Path, Callable[[str], bool]]) -> dict[Path, Sign
     return dict(_iter_signatures(places))
 
 
-def _iter_signatures(places: Mapping[Path, Callable[[str], bool]]) -> Iterator[tuple[Path, Signature]]:
+def _iter_signatures(
+    places: Mapping[Path, Callable[[str], bool]],
+) -> Iterator[tuple[Path, Signature]]:
     for directory, counts in places.items():
         try:
             names = sorted(os.listdir(directory))

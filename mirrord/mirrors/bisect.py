@@ -91,7 +91,9 @@ def _untried(error: MirrordError) -> MirrordError:
     return type(error)("cannot ask for it by itself: too many others failed", hint=error.hint)
 
 
-async def _tried(group: Sequence[T], attempt: Attempt[T], is_theirs: Callable[[MirrordError], bool]) -> MirrordError | None:
+async def _tried(
+    group: Sequence[T], attempt: Attempt[T], is_theirs: Callable[[MirrordError], bool]
+) -> MirrordError | None:
     try:
         await attempt(group)
     except MirrordError as error:

@@ -25,13 +25,16 @@ def reserve_bytes(path: Path) -> int:
     return min(_RESERVE, disk.f_blocks * disk.f_frsize // _RESERVE_SHARE)
 
 
-def within_disk(path: Path, sink: Callable[[Progress], None] | None, doing: str) -> Callable[[Progress], None]:
+def within_disk(
+    path: Path, sink: Callable[[Progress], None] | None, doing: str
+) -> Callable[[Progress], None]:
     """A sink that passes progress on, and raises DiskFullError when a transfer into `path` comes to the reserve."""
 
     def watch(progress: Progress) -> None:
         if free_bytes(path) < reserve_bytes(path):
             raise DiskFullError(
-                f"cannot {doing}: the disk is nearly full", hint="free space below the state directory; nothing was changed"
+                f"cannot {doing}: the disk is nearly full",
+                hint="free space below the state directory; nothing was changed",
             )
         if sink is not None:
             sink(progress)

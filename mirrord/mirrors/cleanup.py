@@ -29,7 +29,9 @@ log = structlog.get_logger()
 class Mending:
     """`lock` is that of a mirror, and calls `watched` around all that is done with it."""
 
-    def __init__(self, catalog: Catalog, repository: Callable[[MirrorName], Repository], lock: Locking) -> None:
+    def __init__(
+        self, catalog: Catalog, repository: Callable[[MirrorName], Repository], lock: Locking
+    ) -> None:
         self._catalog = catalog
         self._repository = repository
         self._lock = lock
@@ -73,7 +75,9 @@ class Mending:
         repository, debts = self._repository(name), self.debts(name)
         if not repository.path.exists():
             return
-        await anyio.to_thread.run_sync(remove_leftovers, repository.path, timedelta())  # a lock stops what is owed
+        await anyio.to_thread.run_sync(
+            remove_leftovers, repository.path, timedelta()
+        )  # a lock stops what is owed
         while debts:
             await pins.settle(repository, self._catalog, debts[0])
             del debts[0]

@@ -78,7 +78,13 @@ class Fetcher:
         """The refs that upstream has now. None at all is an UpstreamEmptyError, unless that may be."""
         doing = f"ask upstream {self.upstream.shown} for its refs"
         answer = await self.repository.git.run(
-            "ls-remote", "--symref", "--", self.upstream.remote.url, remote=self.upstream.remote, timeout=self.quiet, doing=doing
+            "ls-remote",
+            "--symref",
+            "--",
+            self.upstream.remote.url,
+            remote=self.upstream.remote,
+            timeout=self.quiet,
+            doing=doing,
         )
         if not answer.lines and not may_be_empty:
             raise UpstreamEmptyError(
@@ -88,9 +94,15 @@ class Fetcher:
             )
         offer = await anyio.to_thread.run_sync(read_offer, answer.lines, patterns)
         redirects = _REDIRECT.findall(answer.stderr)
-        return replace(offer, redirected_to=masked_url(redirects[-1].rstrip("/"))) if redirects else offer
+        return (
+            replace(offer, redirected_to=masked_url(redirects[-1].rstrip("/")))
+            if redirects
+            else offer
+        )
 
-    async def fetch(self, oids: Sequence[str], known: Mapping[str, str] | None = None) -> dict[str, MirrordError]:
+    async def fetch(
+        self, oids: Sequence[str], known: Mapping[str, str] | None = None
+    ) -> dict[str, MirrordError]:
         """Bring `oids`, the likeliest first, with everything they reach; answers those that upstream could not give.
 
         `known` are those that it could not give before, each with the message then: what they reach never changes, so they fail
@@ -116,7 +128,13 @@ class Fetcher:
             insight = _Insight(self, oids, known or {}, stack)
             try:
                 failed = await find_bad(
-                    oids, attempt, is_theirs=blames_objects, budget=_FAILURES, hopeless=_HOPELESS, insight=insight, lane=self.lane
+                    oids,
+                    attempt,
+                    is_theirs=blames_objects,
+                    budget=_FAILURES,
+                    hopeless=_HOPELESS,
+                    insight=insight,
+                    lane=self.lane,
                 )
             finally:
                 if failures_seen:
@@ -178,7 +196,9 @@ class Fetcher:
 class _Insight:
     """Which of the wanted tips a failure is about, by the objects that it names and by the history of the tips."""
 
-    def __init__(self, fetcher: Fetcher, tips: Sequence[str], known: Mapping[str, str], stack: AsyncExitStack) -> None:
+    def __init__(
+        self, fetcher: Fetcher, tips: Sequence[str], known: Mapping[str, str], stack: AsyncExitStack
+    ) -> None:
         self._fetcher = fetcher
         self._tips = tips
         self._known = known
@@ -207,7 +227,9 @@ class _Insight:
 
     async def _read(self, tips: Sequence[str]) -> Lineage | None:
         """With the trees, if those are whole; None where upstream cannot give the commits either."""
-        objects = await self._stack.enter_async_context(self._fetcher.quarantine.directory("lineage"))
+        objects = await self._stack.enter_async_context(
+            self._fetcher.quarantine.directory("lineage")
+        )
         kinds, cuts = [BLOBLESS, TREELESS], set[str]()
         while kinds and len(cuts) < _MOST_CUTS:
             try:
@@ -218,7 +240,11 @@ class _Insight:
                     raise
                 if error.facts.get("filter_ignored"):
                     break
-                named = set(error.facts.get("objects", ())) - cuts if _PARENTLESS.search(error.message) else set()
+                named = (
+                    set(error.facts.get("objects", ())) - cuts
+                    if _PARENTLESS.search(error.message)
+                    else set()
+                )
                 if not named:
                     del kinds[0]
                 cuts |= named
@@ -233,7 +259,13 @@ async def unmark(repository: Repository) -> None:
         return
     lines = "".join(f"delete {ref}\n" for ref in found)
     await repository.git.run(
-        "-c", "core.fsync=none", "update-ref", "--stdin", git_dir=repository.path, stdin=lines.encode(), doing="remove marks"
+        "-c",
+        "core.fsync=none",
+        "update-ref",
+        "--stdin",
+        git_dir=repository.path,
+        stdin=lines.encode(),
+        doing="remove marks",
     )
 
 
@@ -244,5 +276,6 @@ def blames_objects(error: MirrordError) -> bool:
 
 def _not_sent(upstream: Upstream, oid: str) -> MirrordError:
     return UpstreamNotFoundError(
-        f"cannot fetch {oid} from upstream {upstream.shown}: it was not sent", hint="upstream no longer has it; try a fallback"
+        f"cannot fetch {oid} from upstream {upstream.shown}: it was not sent",
+        hint="upstream no longer has it; try a fallback",
     )

@@ -22,7 +22,9 @@ def must_not_vanish(name: MirrorName, old: Refs, offer: Offer) -> None:
     gone = [ref for ref in old if ref not in offer.refs and ref not in faulty]
     branches = [ref for ref in old if ref.startswith("refs/heads/")]
     if len(gone) > _FEW and 2 * len(gone) > len(old):
-        raise _refused(name, f"{len(gone)} of its {len(old)} refs are gone from upstream", len(gone), len(old))
+        raise _refused(
+            name, f"{len(gone)} of its {len(old)} refs are gone from upstream", len(gone), len(old)
+        )
     if branches and not any(ref.startswith("refs/heads/") for ref in [*offer.refs, *faulty]):
         raise _refused(name, "upstream has no branch any more", len(gone), len(old))
 

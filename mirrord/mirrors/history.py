@@ -29,7 +29,9 @@ BEGUN_ANEW = "begun anew by a heal"
 """Why the first record was made, where those before it were lost and no bundle had them."""
 
 _PARENTS = re.compile(rb"^parent [0-9a-f]{40}\n", re.MULTILINE)
-_FORMAT = "--format=%H%x00%ct%x00%s" + "".join(f"%x00%(trailers:key={key},valueonly,separator=%x2C)" for key in ("Refs", WAS))
+_FORMAT = "--format=%H%x00%ct%x00%s" + "".join(
+    f"%x00%(trailers:key={key},valueonly,separator=%x2C)" for key in ("Refs", WAS)
+)
 _MAX_RECORDS = 1000
 EVERY_RECORD = 1_000_000
 
@@ -60,21 +62,31 @@ async def write_record(
     return made.lines[0]
 
 
-async def write_again(repository: Repository, records: Sequence[RefRecord], *, parent: str | None) -> str:
+async def write_again(
+    repository: Repository, records: Sequence[RefRecord], *, parent: str | None
+) -> str:
     """Store records, the newest first, on another one or on none; answers the newest one's new id. Each keeps its old one too."""
     for record in reversed(records):
         shown = await repository.git.run(
-            "cat-file", "commit", record.id, git_dir=repository.path, doing=f"read a ref record of mirror {repository.name}"
+            "cat-file",
+            "commit",
+            record.id,
+            git_dir=repository.path,
+            doing=f"read a ref record of mirror {repository.name}",
         )
         header, _, message = _PARENTS.sub(b"", shown.stdout).partition(b"\n\n")
         tree, _, rest = header.partition(b"\n")
         lines = [tree, *([f"parent {parent}".encode()] if parent else []), rest]
-        body = b"\n".join(lines) + b"\n\n" + message.rstrip(b"\n") + f"\n{WAS}: {record.id}\n".encode()
+        body = (
+            b"\n".join(lines) + b"\n\n" + message.rstrip(b"\n") + f"\n{WAS}: {record.id}\n".encode()
+        )
         parent = await repository.write_object("commit", body)
     return str(parent)
 
 
-async def list_records(repository: Repository, limit: int = _MAX_RECORDS, start: str = HISTORY) -> list[RefRecord]:
+async def list_records(
+    repository: Repository, limit: int = _MAX_RECORDS, start: str = HISTORY
+) -> list[RefRecord]:
     """The newest records first."""
     if start == HISTORY and HISTORY not in await repository.all_refs():
         return []
@@ -90,7 +102,9 @@ async def list_records(repository: Repository, limit: int = _MAX_RECORDS, start:
 def _record(commit: str, seconds: str, subject: str, count: str, was: str) -> RefRecord:
     at = datetime.fromtimestamp(int(seconds), tz=timezone.utc)
     former = [oid.strip() for oid in was.split(",") if oid.strip()]
-    return RefRecord(id=commit.strip(), at=at, ref_count=int(count.strip() or 0), summary=subject, was=former)
+    return RefRecord(
+        id=commit.strip(), at=at, ref_count=int(count.strip() or 0), summary=subject, was=former
+    )
 
 
 async def find_record(repository: Repository, at: str) -> RefRecord:
@@ -99,7 +113,11 @@ async def find_record(repository: Repository, at: str) -> RefRecord:
     if at == "latest" and records:
         return records[0]
     if _ID.fullmatch(at):
-        found = [record for record in records if any(oid.startswith(at) for oid in (record.id, *record.was))]
+        found = [
+            record
+            for record in records
+            if any(oid.startswith(at) for oid in (record.id, *record.was))
+        ]
     else:
         moment = _moment(at)
         found = [record for record in records if record.at <= moment][:1]
@@ -122,7 +140,8 @@ def _moment(text: str) -> datetime:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
         raise InvalidRequestError(
-            f"cannot read ref record {shown(text)}: it is neither an id nor a time", hint="write a time as 2026-01-31T12:00:00Z"
+            f"cannot read ref record {shown(text)}: it is neither an id nor a time",
+            hint="write a time as 2026-01-31T12:00:00Z",
         ) from error
     return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
 
@@ -144,7 +163,9 @@ async def read_kept(repository: Repository, record: str | None) -> set[str]:
 
 async def _read_lines(repository: Repository, record: str) -> bytes:
     doing = f"read ref record {record} of {repository.name}"
-    shown = await repository.git.run("cat-file", "blob", f"{record}:refs", git_dir=repository.path, doing=doing)
+    shown = await repository.git.run(
+        "cat-file", "blob", f"{record}:refs", git_dir=repository.path, doing=doing
+    )
     return shown.stdout
 
 
@@ -195,12 +216,16 @@ async def diff_records(repository: Repository, a: str, b: str, kept: Refs) -> li
     return await classify(repository, compare(old, new), held=set(kept.values()))
 
 
-async def classify(repository: Repository, changes: Sequence[RefChange], held: set[str] | None = None) -> list[RefChange]:
+async def classify(
+    repository: Repository, changes: Sequence[RefChange], held: set[str] | None = None
+) -> list[RefChange]:
     """Say which moves were only forward. `kept` becomes true for what is not, or, with `held`, where the old tip is in it."""
     return [await _classified(repository, change, held) for change in changes]
 
 
-async def _classified(repository: Repository, change: RefChange, held: set[str] | None) -> RefChange:
+async def _classified(
+    repository: Repository, change: RefChange, held: set[str] | None
+) -> RefChange:
     if change.kind == "created":
         return change
     is_branch = change.old and change.new and not change.ref.startswith("refs/tags/")

@@ -34,15 +34,21 @@ async def _glob(repository: Repository, pattern: str) -> list[Path]:
 
 async def _index(repository: Repository, pack: Path) -> None:
     try:
-        await repository.git.run("index-pack", str(pack), git_dir=repository.path, doing=f"index {pack.name}")
+        await repository.git.run(
+            "index-pack", str(pack), git_dir=repository.path, doing=f"index {pack.name}"
+        )
         log.info("pack.indexed", mirror=str(repository.name), pack=pack.name)
     except MirrordError as error:  # a damaged one is the audit's to report
-        log.warning("pack.refused", mirror=str(repository.name), pack=pack.name, detail=error.message)
+        log.warning(
+            "pack.refused", mirror=str(repository.name), pack=pack.name, detail=error.message
+        )
 
 
 async def _remove_index(repository: Repository, stem: Path) -> None:
     try:
-        ids = await anyio.to_thread.run_sync(lambda: [oid.hex() for oid in PackIndex(stem.with_suffix(".idx"))])
+        ids = await anyio.to_thread.run_sync(
+            lambda: [oid.hex() for oid in PackIndex(stem.with_suffix(".idx"))]
+        )
         lost = await repository.absent(ids)
     except (MirrordError, OSError) as error:
         log.warning("pack.lost", mirror=str(repository.name), pack=stem.name, detail=str(error))

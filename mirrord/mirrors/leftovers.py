@@ -25,7 +25,9 @@ _NAMES = re.compile(
     r"|packed-refs\.new"  # while there is one, git (2.39) deletes and packs no ref
     r"|(refs|packs)_\w{6}"  # of update-server-info, which repack runs
 )
-_OF_PROCESS = re.compile(r"\.tmp-(\d+)-pack-.*")  # a finished pack of `git repack`, which opens none of them and renames them all
+_OF_PROCESS = re.compile(
+    r"\.tmp-(\d+)-pack-.*"
+)  # a finished pack of `git repack`, which opens none of them and renames them all
 _REUSED = timedelta(hours=1)
 """A process with the number of the one that made a file may be another by then."""
 _OWNERS = "worktrees"

@@ -65,7 +65,9 @@ class Lineage:
         return {tip for tip, commit in self.commits.items() if tip in reached or commit in reached}
 
 
-async def read_lineage(repository: Repository, tips: Sequence[str], objects: Path, kind: str) -> Lineage:
+async def read_lineage(
+    repository: Repository, tips: Sequence[str], objects: Path, kind: str
+) -> Lineage:
     """Read what a fetch with the filter `kind` brought into `objects`."""
     peeled = await repository.git.run(
         "cat-file", "--batch-check=%(objectname) %(objecttype)",
@@ -110,5 +112,12 @@ def filtering(upstream: Upstream, kind: str) -> tuple[tuple[str, ...], tuple[str
         "fetch.fsckObjects": "false",
     }
     # an upstream on this machine knows filters where its own configuration says so, or the command that serves it
-    allowing = ("--upload-pack", "git -c uploadpack.allowFilter=true upload-pack") if upstream.is_local else ()
-    return tuple(part for key, value in config.items() for part in ("-c", f"{key}={value}")), (f"--filter={kind}", *allowing)
+    allowing = (
+        ("--upload-pack", "git -c uploadpack.allowFilter=true upload-pack")
+        if upstream.is_local
+        else ()
+    )
+    return tuple(part for key, value in config.items() for part in ("-c", f"{key}={value}")), (
+        f"--filter={kind}",
+        *allowing,
+    )

@@ -29,7 +29,9 @@ _STAMP = "mirrord-repacked"
 _EXPIRATION = "30.days.ago"
 
 
-async def maintain(repository: Repository, progress: Callable[[Progress], None] | None = None) -> None:
+async def maintain(
+    repository: Repository, progress: Callable[[Progress], None] | None = None
+) -> None:
     """Do what is due. The caller holds the mirror's lock."""
     await anyio.to_thread.run_sync(remove_leftovers, repository.path, _OLD)
     try:
@@ -39,7 +41,9 @@ async def maintain(repository: Repository, progress: Callable[[Progress], None] 
             await _repack(repository, full=full, progress=progress)
             await _write_commit_graph(repository, replace=full)
     finally:
-        with anyio.CancelScope(shield=True):  # git that ends well may have left something too: it only warns
+        with anyio.CancelScope(
+            shield=True
+        ):  # git that ends well may have left something too: it only warns
             await anyio.to_thread.run_sync(remove_leftovers, repository.path, timedelta())
             await mend_halves(repository)
     if full:
@@ -53,7 +57,9 @@ def _needs_full(path: Path) -> bool:
     return packs > 1 and (packs > _MANY_PACKS or age > _FULL_EVERY.total_seconds())
 
 
-async def _repack(repository: Repository, *, full: bool, progress: Callable[[Progress], None] | None) -> None:
+async def _repack(
+    repository: Repository, *, full: bool, progress: Callable[[Progress], None] | None
+) -> None:
     """Fully now and then; else by halves of a geometric series, which costs what is new."""
     how = ("--cruft", f"--cruft-expiration={_EXPIRATION}") if full else ("--geometric=2",)
     await repository.git.run(

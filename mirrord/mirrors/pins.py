@@ -55,13 +55,19 @@ class Debt:
 def check_owner(owner: str) -> None:
     """A pin belongs to `dataset/NAME` or `person/UID`."""
     if not _OWNER.fullmatch(owner) or ".." in owner or owner.endswith((".lock", ".")):
-        raise InvalidRequestError(f"cannot pin for {shown(owner)}: an owner is dataset/NAME or person/UID")
+        raise InvalidRequestError(
+            f"cannot pin for {shown(owner)}: an owner is dataset/NAME or person/UID"
+        )
 
 
 def is_pin(ref: str) -> bool:
     """Whether a ref has the name of a pin."""
     owner, _, commit_id = ref.removeprefix(PINS).rpartition("/")
-    return ref.startswith(PINS) and bool(_OWNER.fullmatch(owner)) and bool(_COMMIT.fullmatch(commit_id))
+    return (
+        ref.startswith(PINS)
+        and bool(_OWNER.fullmatch(owner))
+        and bool(_COMMIT.fullmatch(commit_id))
+    )
 
 
 def read_pins(refs: Refs) -> list[tuple[str, CommitId]]:
@@ -83,7 +89,9 @@ async def verify(repository: Repository, commits: Collection[CommitId]) -> dict[
         await repository.verify_closure(some)
 
     present = sorted(set(commits) - refused.keys())
-    failed = await find_bad(present, attempt, is_theirs=_blames_commits, budget=_FAILURES, hopeless=_FAILURES)
+    failed = await find_bad(
+        present, attempt, is_theirs=_blames_commits, budget=_FAILURES, hopeless=_FAILURES
+    )
     return refused | {oid: error.message for oid, error in failed.items()}
 
 
@@ -91,7 +99,9 @@ def _blames_commits(error: MirrordError) -> bool:
     return isinstance(error, GitFailedError) or not isinstance(error, ResourceError)
 
 
-async def keep(repository: Repository, catalog: Catalog, rows: Sequence[PinRow], owner: str, debts: list[Debt]) -> None:
+async def keep(
+    repository: Repository, catalog: Catalog, rows: Sequence[PinRow], owner: str, debts: list[Debt]
+) -> None:
     """Make pins of commits that were verified: refs, then their rows. Where the rows cannot be written no ref is left.
 
     What cannot be undone at once is added to `debts`.
@@ -107,23 +117,37 @@ async def keep(repository: Repository, catalog: Catalog, rows: Sequence[PinRow],
             raise
 
 
-async def give_up(repository: Repository, catalog: Catalog, commits: Collection[CommitId], owner: str, debts: list[Debt]) -> None:
+async def give_up(
+    repository: Repository,
+    catalog: Catalog,
+    commits: Collection[CommitId],
+    owner: str,
+    debts: list[Debt],
+) -> None:
     """Remove pins: rows, then refs, so that a crash leaves a pin too many, never one that is only said.
 
     Where the refs cannot be removed the rows are put back; what cannot be undone at once is added to `debts`.
     """
     wanted = set(commits)
-    rows = [row for row in await catalog.list_pins(repository.name.key, owner=owner) if row.commit in wanted]
+    rows = [
+        row
+        for row in await catalog.list_pins(repository.name.key, owner=owner)
+        if row.commit in wanted
+    ]
     with anyio.CancelScope(shield=True):
         await catalog.delete_pins(repository.name.key, commits, owner)
         try:
             await _delete_refs(repository, commits, owner)
         except Exception:  # a disk that fails is an OSError
-            await _settle_or_owe(repository, catalog, Debt(owner, frozenset(wanted), tuple(rows)), debts)
+            await _settle_or_owe(
+                repository, catalog, Debt(owner, frozenset(wanted), tuple(rows)), debts
+            )
             raise
 
 
-async def give_up_unrecorded(repository: Repository, catalog: Catalog, rows: Collection[PinRow], debts: list[Debt]) -> None:
+async def give_up_unrecorded(
+    repository: Repository, catalog: Catalog, rows: Collection[PinRow], debts: list[Debt]
+) -> None:
     """Give up those of the pins just made that are of a dataset which no longer records their commit.
 
     A removal deletes what the dataset records, and then reads which pins to give up: it saw these, or it is seen here.
@@ -142,18 +166,28 @@ async def settle(repository: Repository, catalog: Catalog, debt: Debt) -> None:
     await recover(repository)
     refs = await repository.all_refs()
     said = {row.commit for row in await catalog.list_pins(repository.name.key, owner=debt.owner)}
-    open_ones = {oid for oid in debt.commits if f"{PINS}{debt.owner}/{oid}" in refs and oid not in said}
+    open_ones = {
+        oid for oid in debt.commits if f"{PINS}{debt.owner}/{oid}" in refs and oid not in said
+    }
     back = [row for row in debt.rows if row.commit in open_ones]
     if back:
         await catalog.put_pins(back)
     await _delete_refs(repository, open_ones - {row.commit for row in back}, debt.owner)
 
 
-async def _settle_or_owe(repository: Repository, catalog: Catalog, debt: Debt, debts: list[Debt]) -> None:
+async def _settle_or_owe(
+    repository: Repository, catalog: Catalog, debt: Debt, debts: list[Debt]
+) -> None:
     try:
         await settle(repository, catalog, debt)
     except Exception as error:  # noqa: BLE001 the caller hears of what came first
-        log.warning("pins.pending", mirror=str(repository.name), owner=debt.owner, count=len(debt.commits), detail=str(error))
+        log.warning(
+            "pins.pending",
+            mirror=str(repository.name),
+            owner=debt.owner,
+            count=len(debt.commits),
+            detail=str(error),
+        )
         debts.append(debt)
 
 
@@ -176,7 +210,9 @@ async def _delete_refs(repository: Repository, commits: Collection[CommitId], ow
     await commit(repository, transaction)
 
 
-async def _must_be_commits(repository: Repository, oids: Collection[CommitId]) -> dict[CommitId, str]:
+async def _must_be_commits(
+    repository: Repository, oids: Collection[CommitId]
+) -> dict[CommitId, str]:
     """Which of the ids name something else than a commit, and what."""
     answer = await repository.git.run(
         "cat-file",
@@ -186,4 +222,8 @@ async def _must_be_commits(repository: Repository, oids: Collection[CommitId]) -
         doing=f"look up commits of mirror {repository.name}",
     )
     found = (line.split() for line in answer.lines)
-    return {CommitId(oid): f"{oid} is a {kind}, not a commit" for oid, kind in found if kind not in {"commit", "missing"}}
+    return {
+        CommitId(oid): f"{oid} is a {kind}, not a commit"
+        for oid, kind in found
+        if kind not in {"commit", "missing"}
+    }

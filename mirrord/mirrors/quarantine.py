@@ -77,7 +77,11 @@ class Quarantine:
         """
         if self._left is None:
             there = await anyio.to_thread.run_sync(lambda: list(self.root.iterdir()))
-            self._left = {path for path in there if path.name != DAMAGED and not path.name.startswith(SPOOL_PREFIX)}
+            self._left = {
+                path
+                for path in there
+                if path.name != DAMAGED and not path.name.startswith(SPOOL_PREFIX)
+            }
         found = self._left - self._active
         if found:
             self._left -= found - await anyio.to_thread.run_sync(_clean, self.root, found)

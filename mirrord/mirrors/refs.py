@@ -31,7 +31,11 @@ class Offer:
 
 def read_offer(lines: Iterable[str], patterns: Sequence[str]) -> Offer:
     """Read `git ls-remote --symref`; a hostile name becomes a fault."""
-    wanted = re.compile("|".join("(.+)".join(re.escape(part) for part in pattern.split("*")) for pattern in patterns))
+    wanted = re.compile(
+        "|".join(
+            "(.+)".join(re.escape(part) for part in pattern.split("*")) for pattern in patterns
+        )
+    )
     refs: Refs = {}
     faults: list[RefFault] = []
     head = None
@@ -39,11 +43,22 @@ def read_offer(lines: Iterable[str], patterns: Sequence[str]) -> Offer:
         oid, _, ref = line.partition("\t")
         if oid.startswith("ref: ") and ref == "HEAD":
             head = oid.removeprefix("ref: ")
-        elif wanted.fullmatch(ref) and not ref.startswith(_NEVER) and not ref.endswith("^{}") and _OID.fullmatch(oid):
+        elif (
+            wanted.fullmatch(ref)
+            and not ref.startswith(_NEVER)
+            and not ref.endswith("^{}")
+            and _OID.fullmatch(oid)
+        ):
             if is_safe_ref(ref):
                 refs[ref] = oid
             else:
-                faults.append(RefFault(ref=ascii(ref)[1:-1], commit=oid, reason="the name of the ref is not one that git allows"))
+                faults.append(
+                    RefFault(
+                        ref=ascii(ref)[1:-1],
+                        commit=oid,
+                        reason="the name of the ref is not one that git allows",
+                    )
+                )
     faults += drop_shadowed(refs)
     return Offer(refs, head if head in refs else None, faults)
 
@@ -55,7 +70,11 @@ def is_followed(ref: str) -> bool:
 
 def is_safe_ref(ref: str) -> bool:
     """The rules of git check-ref-format, and a length that every file system can hold."""
-    return ref.startswith("refs/") and not _BAD_NAME.search(ref) and all(len(part.encode()) <= 240 for part in ref.split("/"))
+    return (
+        ref.startswith("refs/")
+        and not _BAD_NAME.search(ref)
+        and all(len(part.encode()) <= 240 for part in ref.split("/"))
+    )
 
 
 def drop_shadowed(refs: Refs) -> list[RefFault]:
@@ -64,7 +83,9 @@ def drop_shadowed(refs: Refs) -> list[RefFault]:
     for ref in sorted(refs, key=len, reverse=True):
         parts = ref.split("/")
         if any("/".join(parts[:n]) in refs for n in range(3, len(parts))):
-            faults.append(RefFault(ref=ref, commit=refs.pop(ref), reason="another ref is its directory"))
+            faults.append(
+                RefFault(ref=ref, commit=refs.pop(ref), reason="another ref is its directory")
+            )
     return faults
 
 

@@ -60,13 +60,24 @@ class Repository:
 
     def is_stub(self) -> bool:
         """Whether a directory is there of which nothing can be read or saved: no ref, no pack, no HEAD."""
-        known = ("HEAD", "packed-refs", "refs/*/**/*", "worktrees/*", "*/[0-9a-f][0-9a-f]/*", "**/pack-*")
-        return self.path.is_dir() and not any(next(self.path.glob(pattern), None) for pattern in known)
+        known = (
+            "HEAD",
+            "packed-refs",
+            "refs/*/**/*",
+            "worktrees/*",
+            "*/[0-9a-f][0-9a-f]/*",
+            "**/pack-*",
+        )
+        return self.path.is_dir() and not any(
+            next(self.path.glob(pattern), None) for pattern in known
+        )
 
     async def create(self) -> None:
         """Make an empty repository at `path`."""
         doing = f"create mirror {self.name}"
-        await self.git.run("init", "--quiet", "--bare", "--object-format=sha1", str(self.path), doing=doing)
+        await self.git.run(
+            "init", "--quiet", "--bare", "--object-format=sha1", str(self.path), doing=doing
+        )
         await anyio.to_thread.run_sync(_configure, self.path)
 
     async def must_be_ours(self) -> None:
@@ -77,25 +88,40 @@ class Repository:
         drop them all; a promisor remote makes it accept holes.
         """
         if fact := await anyio.to_thread.run_sync(_why_not_ours, self.path):
-            raise DamagedMirrorError(f"cannot use mirror {self.name}: {fact}", hint=f"`mirrord heal {self.name}` repairs it")
+            raise DamagedMirrorError(
+                f"cannot use mirror {self.name}: {fact}",
+                hint=f"`mirrord heal {self.name}` repairs it",
+            )
 
     async def all_refs(self) -> Refs:
         """Every ref, ours included."""
         listing = await self.git.run(
-            "for-each-ref", "--format=%(objectname) %(refname)", git_dir=self.path, doing=f"list refs of mirror {self.name}"
+            "for-each-ref",
+            "--format=%(objectname) %(refname)",
+            git_dir=self.path,
+            doing=f"list refs of mirror {self.name}",
         )
         return {ref: oid for oid, _, ref in (line.partition(" ") for line in listing.lines)}
 
     async def head(self) -> str | None:
         """The ref that HEAD names."""
         found = await self.git.run(
-            "symbolic-ref", "--quiet", "HEAD", git_dir=self.path, ok=(0, 1), doing=f"read HEAD of mirror {self.name}"
+            "symbolic-ref",
+            "--quiet",
+            "HEAD",
+            git_dir=self.path,
+            ok=(0, 1),
+            doing=f"read HEAD of mirror {self.name}",
         )
         return found.lines[0] if found.lines else None
 
     async def set_head(self, ref: str) -> None:
-        await self.git.run("symbolic-ref", "HEAD", ref, git_dir=self.path, doing=f"set HEAD of mirror {self.name}")
-        await anyio.to_thread.run_sync(sync_file, self.path / "HEAD")  # git does not flush it: a power cut would leave it empty
+        await self.git.run(
+            "symbolic-ref", "HEAD", ref, git_dir=self.path, doing=f"set HEAD of mirror {self.name}"
+        )
+        await anyio.to_thread.run_sync(
+            sync_file, self.path / "HEAD"
+        )  # git does not flush it: a power cut would leave it empty
 
     async def absent(self, oids: Iterable[str]) -> set[str]:
         """Which of `oids` are not in the object store at all. Says nothing of their closures."""
@@ -125,7 +151,13 @@ class Repository:
     async def is_ancestor(self, old: str, new: str) -> bool:
         """True when a ref that moved from `old` to `new` lost nothing. False for anything but commits."""
         answer = await self.git.run(
-            "merge-base", "--is-ancestor", old, new, git_dir=self.path, ok=(0, 1, 128), doing=f"compare commits of {self.name}"
+            "merge-base",
+            "--is-ancestor",
+            old,
+            new,
+            git_dir=self.path,
+            ok=(0, 1, 128),
+            doing=f"compare commits of {self.name}",
         )
         return answer.status == 0
 
@@ -142,12 +174,23 @@ class Repository:
     async def write_object(self, kind: str, content: bytes) -> str:
         """Write a loose object, flushed. `git mktree` (2.39) reads no configuration, so it flushes nothing."""
         doing = f"write into mirror {self.name}"
-        made = await self.git.run("hash-object", "-w", "-t", kind, "--stdin", git_dir=self.path, stdin=content, doing=doing)
+        made = await self.git.run(
+            "hash-object",
+            "-w",
+            "-t",
+            kind,
+            "--stdin",
+            git_dir=self.path,
+            stdin=content,
+            doing=doing,
+        )
         return made.lines[0]
 
     async def pack_refs(self) -> None:
         """Loose refs cost a file each, and a second per 50,000 in every fetch."""
-        await self.git.run("pack-refs", "--all", git_dir=self.path, doing=f"pack refs of mirror {self.name}")
+        await self.git.run(
+            "pack-refs", "--all", git_dir=self.path, doing=f"pack refs of mirror {self.name}"
+        )
 
     async def verify_closure(self, commits: Iterable[str]) -> None:
         """Prove that everything reachable from all of `commits` is present; raises CorruptObjectError or GitFailedError.
@@ -190,7 +233,11 @@ def changed_settings(config: Path) -> list[str]:
         return []
     there, wanted = _settings(text), _settings(CONFIGURATION)
     lacking = [f"it lacks {setting}" for setting in wanted if setting not in there]
-    return lacking + [f"{ascii(setting)[1:-1]} is not ours" for setting in there if there.count(setting) > wanted.count(setting)]
+    return lacking + [
+        f"{ascii(setting)[1:-1]} is not ours"
+        for setting in there
+        if there.count(setting) > wanted.count(setting)
+    ]
 
 
 def _settings(text: str) -> list[str]:

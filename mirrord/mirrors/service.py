@@ -59,7 +59,15 @@ log = structlog.get_logger()
 class Mirrors:
     """All mirrors. Its methods take the locks they need; `lock` is for work of others on a mirror's objects."""
 
-    def __init__(self, *, settings: Callable[[], Settings], git: Git, workers: Workers, catalog: Catalog, events: Events) -> None:
+    def __init__(
+        self,
+        *,
+        settings: Callable[[], Settings],
+        git: Git,
+        workers: Workers,
+        catalog: Catalog,
+        events: Events,
+    ) -> None:
         self._settings = settings
         self._git = git
         self._workers = workers
@@ -80,7 +88,9 @@ class Mirrors:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._quarantine.clean()
         await self._remove_stubs()
-        self._mending.note(await reconcile(self._catalog, self._root, self.repository, self._sources.default_url))
+        self._mending.note(
+            await reconcile(self._catalog, self._root, self.repository, self._sources.default_url)
+        )
         rows = await self._catalog.list_mirrors()
         self._names = {row.name.key: row.name for row in rows}
         self._unsynced = {row.name.key: str(row.error["detail"]) for row in rows if row.error}
@@ -141,7 +151,10 @@ class Mirrors:
 
     async def list(self) -> builtins.list[Mirror]:
         counts = await self._catalog.count_pins()
-        return [shown_mirror(row, counts.get(row.name.key, 0)) for row in await self._catalog.list_mirrors()]
+        return [
+            shown_mirror(row, counts.get(row.name.key, 0))
+            for row in await self._catalog.list_mirrors()
+        ]
 
     async def describe(self, name: MirrorName) -> Mirror:
         row = await self.get(str(name))
@@ -165,11 +178,16 @@ class Mirrors:
         self._events.publish("mirror.removed", mirror=str(row.name))
 
     async def _must_be_unused(self, row: MirrorRow) -> None:
-        datasets = sorted({recorded.dataset for recorded in await self._catalog.list_recorded(row.name.key)})
+        datasets = sorted(
+            {recorded.dataset for recorded in await self._catalog.list_recorded(row.name.key)}
+        )
         owners = sorted({pin.owner for pin in await self._catalog.list_pins(row.name.key)})
         worktrees = self.path(row.name) / "worktrees"
         linked = worktrees.is_dir() and any(worktrees.iterdir())
-        used = [*(f"dataset {name} records it" for name in datasets), *(f"{owner} pins it" for owner in owners)]
+        used = [
+            *(f"dataset {name} records it" for name in datasets),
+            *(f"{owner} pins it" for owner in owners),
+        ]
         used += ["a linked checkout uses it"] if linked else []
         if used:
             raise MirrorInUseError(
@@ -205,7 +223,9 @@ class Mirrors:
 
     # -- following upstream -------------------------------------------------------------------------------------------
 
-    async def sync(self, name: MirrorName, progress: ProgressSink | None = None, *, accept_loss: bool = False) -> SyncResult:
+    async def sync(
+        self, name: MirrorName, progress: ProgressSink | None = None, *, accept_loss: bool = False
+    ) -> SyncResult:
         """Bring a mirror up to date with what upstream has now; joins a sync that has yet to ask it.
 
         Raises the UpstreamError that also lands in its row. An upstream that lost most of what it had is an UpstreamLossError,
@@ -213,9 +233,13 @@ class Mirrors:
         """
         found = self.get_name(str(name))
         key = f"{found.key}{' accepted' if accept_loss else ''}"
-        return await self._syncs.join(key, lambda flight: self._sync(found, flight, accept_loss=accept_loss), progress)
+        return await self._syncs.join(
+            key, lambda flight: self._sync(found, flight, accept_loss=accept_loss), progress
+        )
 
-    async def _sync(self, name: MirrorName, flight: Flight[SyncResult], *, accept_loss: bool) -> SyncResult:
+    async def _sync(
+        self, name: MirrorName, flight: Flight[SyncResult], *, accept_loss: bool
+    ) -> SyncResult:
         started_at = utc_now()
 
         def begin() -> None:
@@ -231,15 +255,26 @@ class Mirrors:
                     await self._quarantine.discard(path)
                 if path.exists():
                     await self.repository(row.name).must_be_ours()
-                result = await self._sources.sync(row, path, flight.tell, asking=begin, accept_loss=accept_loss)
+                result = await self._sources.sync(
+                    row, path, flight.tell, asking=begin, accept_loss=accept_loss
+                )
                 await self._record(row, result)
         except MirrordError as error:
-            await self._catalog.update_mirror(name.key, attempted_at=started_at, error=error.problem())
+            await self._catalog.update_mirror(
+                name.key, attempted_at=started_at, error=error.problem()
+            )
             self._unsynced[name.key] = error.message
-            self._events.publish("mirror.failed", mirror=str(name), code=error.code, detail=error.message)
+            self._events.publish(
+                "mirror.failed", mirror=str(name), code=error.code, detail=error.message
+            )
             raise
         if result.redirected_to:
-            self._events.publish("mirror.redirected", mirror=str(row.name), url=masked_url(row.url), to=result.redirected_to)
+            self._events.publish(
+                "mirror.redirected",
+                mirror=str(row.name),
+                url=masked_url(row.url),
+                to=result.redirected_to,
+            )
         self._events.publish(
             "mirror.synced",
             mirror=str(row.name),
@@ -255,7 +290,9 @@ class Mirrors:
         if not self._names or not self._names.keys() <= self._unsynced.keys():
             return []
         name = next(iter(self._names))
-        return [f"no mirror can be synced ({len(self._names)} of {len(self._names)} fail); {name}: {self._unsynced[name]}"]
+        return [
+            f"no mirror can be synced ({len(self._names)} of {len(self._names)} fail); {name}: {self._unsynced[name]}"
+        ]
 
     async def _record(self, row: MirrorRow, result: SyncResult) -> None:
         self._unsynced.pop(row.name.key, None)
@@ -325,7 +362,9 @@ class Mirrors:
         """Fetch by id what is absent, from upstream and then from the fallbacks; answers those still missing with the reason."""
         row = await self._synced(name, progress)
         async with self.lock(row.name):
-            return await self._sources.fetch_commits(row, self.repository(row.name), commits, progress)
+            return await self._sources.fetch_commits(
+                row, self.repository(row.name), commits, progress
+            )
 
     def upstreams(self, row: MirrorRow) -> builtins.list[Upstream]:
         """The upstream of a mirror, then its fallbacks."""
@@ -340,11 +379,15 @@ class Mirrors:
         progress: ProgressSink | None = None,
     ) -> dict[CommitId, str]:
         """Fetch objects by id into a repository of the caller's; answers those that did not come, each with the reason."""
-        return await self._sources.fetch_from(upstream, Repository(self._git, row.name, path), sorted(oids), progress)
+        return await self._sources.fetch_from(
+            upstream, Repository(self._git, row.name, path), sorted(oids), progress
+        )
 
     # -- pins ---------------------------------------------------------------------------------------------------------
 
-    async def pin(self, name: MirrorName, commits: Collection[CommitId], *, owner: str, reason: str) -> dict[CommitId, str]:
+    async def pin(
+        self, name: MirrorName, commits: Collection[CommitId], *, owner: str, reason: str
+    ) -> dict[CommitId, str]:
         """Keep commits alive for an owner, once all they reach was found here; answers those refused with the reason."""
         pins.check_owner(owner)
         row = await self._synced(name)
@@ -353,12 +396,20 @@ class Mirrors:
             await repository.must_be_ours()
             refused = await pins.verify(repository, commits)
             proven = sorted(set(commits) - refused.keys())
-            before = {pin.commit: pin for pin in await self._catalog.list_pins(row.name.key, owner=owner)}
+            before = {
+                pin.commit: pin for pin in await self._catalog.list_pins(row.name.key, owner=owner)
+            }
             new = [PinRow(row.name, commit, owner, reason, utc_now()) for commit in proven]
             rows = [_renewed(before.get(pin.commit, pin), reason) for pin in new]
             await pins.keep(repository, self._catalog, rows, owner, self._mending.debts(row.name))
         if proven:
-            self._events.publish("commits.pinned", mirror=str(row.name), owner=owner, count=len(proven), refused=len(refused))
+            self._events.publish(
+                "commits.pinned",
+                mirror=str(row.name),
+                owner=owner,
+                count=len(proven),
+                refused=len(refused),
+            )
         return refused
 
     async def make_empty(self, name: MirrorName) -> None:
@@ -390,7 +441,9 @@ class Mirrors:
                 await pins.keep(repository, self._catalog, rows, owner, self._mending.debts(name))
             await self.give_up_unrecorded(name, recorded)
         if lost:
-            self._events.publish("pins.restored", mirror=str(name), count=len(lost), refused=len(refused))
+            self._events.publish(
+                "pins.restored", mirror=str(name), count=len(lost), refused=len(refused)
+            )
 
     async def give_up_unrecorded(self, name: MirrorName, rows: Collection[PinRow]) -> None:
         """Give up those of the pins just made whose dataset was removed meanwhile. The caller holds the mirror's lock."""
@@ -402,13 +455,27 @@ class Mirrors:
         pins.check_owner(owner)
         row = await self.get(str(name))
         async with self.lock(row.name):
-            await pins.give_up(self.repository(row.name), self._catalog, commits, owner, self._mending.debts(row.name))
-        self._events.publish("commits.unpinned", mirror=str(row.name), owner=owner, count=len(commits))
+            await pins.give_up(
+                self.repository(row.name),
+                self._catalog,
+                commits,
+                owner,
+                self._mending.debts(row.name),
+            )
+        self._events.publish(
+            "commits.unpinned", mirror=str(row.name), owner=owner, count=len(commits)
+        )
 
     async def list_pins(self, name: MirrorName | None = None) -> builtins.list[Pin]:
         rows = await self._catalog.list_pins(name.key if name else None)
         return [
-            Pin(mirror=str(row.mirror), commit=row.commit, owner=row.owner, reason=row.reason, created_at=row.created_at)
+            Pin(
+                mirror=str(row.mirror),
+                commit=row.commit,
+                owner=row.owner,
+                reason=row.reason,
+                created_at=row.created_at,
+            )
             for row in rows
         ]
 
@@ -425,10 +492,14 @@ class Mirrors:
         repository = self.repository(row.name)
         old = await history.find_record(repository, a)
         new = await history.find_record(repository, b)
-        changes = await history.diff_records(repository, old.id, new.id, await repository.all_refs())
+        changes = await history.diff_records(
+            repository, old.id, new.id, await repository.all_refs()
+        )
         return RefDiff(mirror=str(row.name), a=old.id, b=new.id, changes=changes)
 
-    async def refs_restore(self, name: MirrorName, at: str, progress: ProgressSink | None = None) -> RefDiff:
+    async def refs_restore(
+        self, name: MirrorName, at: str, progress: ProgressSink | None = None
+    ) -> RefDiff:
         """Put the refs back to a record. Nothing is lost: the tips they leave are kept. The next sync follows upstream again."""
         row = await self._synced(name)
         repository = self.repository(row.name)
@@ -439,7 +510,9 @@ class Mirrors:
             changes = await move_refs(repository, refs, head, why=f"restore {record.id[:12]}")
             columns = await history.columns_of(repository, row.history)
             await self._catalog.update_mirror(row.name.key, **columns)
-        self._events.publish("refs.restored", mirror=str(row.name), at=record.id, changes=len(changes))
+        self._events.publish(
+            "refs.restored", mirror=str(row.name), at=record.id, changes=len(changes)
+        )
         return RefDiff(mirror=str(row.name), a=before.id, b=record.id, changes=changes)
 
     # -- parts --------------------------------------------------------------------------------------------------------
@@ -461,4 +534,6 @@ def _renewed(pin: PinRow, reason: str) -> PinRow:
 
 
 def _not_found(text: str) -> MirrorNotFoundError:
-    return MirrorNotFoundError(f"cannot find mirror {shown(text)}: nobody added it", hint="`mirrord mirror list` shows all")
+    return MirrorNotFoundError(
+        f"cannot find mirror {shown(text)}: nobody added it", hint="`mirrord mirror list` shows all"
+    )

@@ -31,7 +31,9 @@ Unfetched = dict[CommitId, str]
 class Sources:
     """All upstreams of all mirrors."""
 
-    def __init__(self, *, settings: Callable[[], Settings], git: Git, quarantine: Quarantine) -> None:
+    def __init__(
+        self, *, settings: Callable[[], Settings], git: Git, quarantine: Quarantine
+    ) -> None:
         self._settings = settings
         self._git = git
         self._quarantine = quarantine
@@ -39,22 +41,44 @@ class Sources:
 
     def default_url(self, name: MirrorName) -> str:
         """The URL of the [[mirror]] table that names it, else the template."""
-        own = (m.url for m in self._settings().mirror if m.url and MirrorName.parse(m.repo).key == name.key)
+        own = (
+            m.url
+            for m in self._settings().mirror
+            if m.url and MirrorName.parse(m.repo).key == name.key
+        )
         return next(own, None) or upstream_url(self._settings().upstream.url, name)
 
     def upstreams(self, row: MirrorRow) -> list[Upstream]:
         """The upstream of a mirror, then its fallbacks."""
-        urls = [row.url, *(upstream_url(template, row.name) for template in self._settings().upstream.fallbacks)]
+        urls = [
+            row.url,
+            *(upstream_url(template, row.name) for template in self._settings().upstream.fallbacks),
+        ]
         return [parse_upstream(url) for url in urls]
 
-    def _fetcher(self, repository: Repository, upstream: Upstream, progress: ProgressSink | None) -> Fetcher:
+    def _fetcher(
+        self, repository: Repository, upstream: Upstream, progress: ProgressSink | None
+    ) -> Fetcher:
         quiet = self._settings().upstream.timeout
-        return Fetcher(repository, upstream, self._quarantine, quiet, progress, lambda: self._hosts.turn(upstream.host))
+        return Fetcher(
+            repository,
+            upstream,
+            self._quarantine,
+            quiet,
+            progress,
+            lambda: self._hosts.turn(upstream.host),
+        )
 
     # -- refs ---------------------------------------------------------------------------------------------------------
 
     async def sync(
-        self, row: MirrorRow, path: Path, progress: ProgressSink | None, *, asking: Callable[[], None], accept_loss: bool = False
+        self,
+        row: MirrorRow,
+        path: Path,
+        progress: ProgressSink | None,
+        *,
+        asking: Callable[[], None],
+        accept_loss: bool = False,
     ) -> SyncResult:
         """Sync the mirror at `path`; the first time it is built in quarantine and renamed when it is complete.
 
@@ -74,16 +98,28 @@ class Sources:
                 return result
 
     async def _sync(
-        self, row: MirrorRow, path: Path, upstream: Upstream, progress: ProgressSink | None, *, accept_loss: bool = False
+        self,
+        row: MirrorRow,
+        path: Path,
+        upstream: Upstream,
+        progress: ProgressSink | None,
+        *,
+        accept_loss: bool = False,
     ) -> SyncResult:
         fetcher = self._fetcher(Repository(self._git, row.name, path), upstream, progress)
         known = {str(fault["commit"]): str(fault["reason"]) for fault in row.ref_faults}
-        return await sync(fetcher, self._settings().upstream.refs, known_faults=known, accept_loss=accept_loss)
+        return await sync(
+            fetcher, self._settings().upstream.refs, known_faults=known, accept_loss=accept_loss
+        )
 
     # -- commits ------------------------------------------------------------------------------------------------------
 
     async def fetch_commits(
-        self, row: MirrorRow, repository: Repository, commits: Collection[CommitId], progress: ProgressSink | None
+        self,
+        row: MirrorRow,
+        repository: Repository,
+        commits: Collection[CommitId],
+        progress: ProgressSink | None,
     ) -> Unfetched:
         """Fetch by id what is absent from the object store, asking each source for what the ones before it lacked.
 
@@ -100,7 +136,11 @@ class Sources:
         return {commit: reasons[commit] for commit in missing}
 
     async def fetch_from(
-        self, upstream: Upstream, repository: Repository, commits: Sequence[CommitId], progress: ProgressSink | None
+        self,
+        upstream: Upstream,
+        repository: Repository,
+        commits: Sequence[CommitId],
+        progress: ProgressSink | None,
     ) -> Unfetched:
         """Fetch objects by id from one source into a repository; answers those that did not come."""
         try:

@@ -34,14 +34,19 @@ log = structlog.get_logger()
 
 
 async def reconcile(
-    catalog: Catalog, root: Path, repository: Callable[[MirrorName], Repository], default_url: Callable[[MirrorName], str]
+    catalog: Catalog,
+    root: Path,
+    repository: Callable[[MirrorName], Repository],
+    default_url: Callable[[MirrorName], str],
 ) -> list[MirrorName]:
     """Bring disk and catalog in line; answers the mirrors that cannot be, which are marked as failed and stop no other."""
     rows = {row.name.key: row for row in await catalog.list_mirrors()}
     on_disk = _names(root)
     for name in on_disk:
         if name.key not in rows:
-            await catalog.put_mirror(MirrorRow(name=name, url=default_url(name), added_at=utc_now()))
+            await catalog.put_mirror(
+                MirrorRow(name=name, url=default_url(name), added_at=utc_now())
+            )
             log.warning("mirror.adopted", mirror=str(name))
     limiter = anyio.CapacityLimiter(_AT_ONCE)
     failed: list[MirrorName] = []
@@ -73,19 +78,30 @@ async def _reconcile_one(catalog: Catalog, repository: Repository) -> bool:
     try:
         await put_in_line(catalog, repository)
     except (DamagedMirrorError, GitFailedError, NotADirectoryError, IsADirectoryError) as error:
-        fact = error.message.partition(": ")[2] if isinstance(error, MirrordError) else str(error.strerror)
+        fact = (
+            error.message.partition(": ")[2]
+            if isinstance(error, MirrordError)
+            else str(error.strerror)
+        )
         problem: MirrordError = DamagedMirrorError(
-            f"cannot open mirror {repository.name}: {fact}", hint=f"`mirrord heal {repository.name}`"
+            f"cannot open mirror {repository.name}: {fact}",
+            hint=f"`mirrord heal {repository.name}`",
         )
     except (MirrordError, OSError) as error:
-        found = error if isinstance(error, MirrordError) else host_error(error, f"open mirror {repository.name}")
+        found = (
+            error
+            if isinstance(error, MirrordError)
+            else host_error(error, f"open mirror {repository.name}")
+        )
         if found is None:
             raise
         problem = found
     else:
         return True
     await catalog.update_mirror(repository.name.key, error=problem.problem())
-    log.warning("mirror.damaged", mirror=str(repository.name), code=problem.code, detail=problem.message)
+    log.warning(
+        "mirror.damaged", mirror=str(repository.name), code=problem.code, detail=problem.message
+    )
     return False
 
 
@@ -107,7 +123,10 @@ async def follow_pins(catalog: Catalog, repository: Repository) -> None:
     there = set(read_pins(await repository.all_refs()))
     said = {(row.owner, row.commit): row for row in await catalog.list_pins(repository.name.key)}
     now = utc_now()
-    adopted = [PinRow(repository.name, commit, owner, ADOPTED, now) for owner, commit in sorted(there - said.keys())]
+    adopted = [
+        PinRow(repository.name, commit, owner, ADOPTED, now)
+        for owner, commit in sorted(there - said.keys())
+    ]
     if adopted:
         await catalog.put_pins(adopted)
         owners = sorted({row.owner for row in adopted})
@@ -131,4 +150,6 @@ async def _forget_state(catalog: Catalog, row: MirrorRow) -> None:
             await catalog.delete_pins(row.name.key, [pin.commit], pin.owner)
     if row.synced_at is not None:
         log.warning("mirror.gone", mirror=str(row.name))
-        await catalog.update_mirror(row.name.key, synced_at=None, ref_count=None, kept_count=None, size_bytes=None)
+        await catalog.update_mirror(
+            row.name.key, synced_at=None, ref_count=None, kept_count=None, size_bytes=None
+        )

@@ -79,7 +79,10 @@ async def sync(
     changes = await classify(repository, compare(theirs(present), target))
     why = "sync, loss accepted" if accept_loss else "sync"
     head = await _move(repository, offer, present, target, changes, why=why)
-    return replace(_result(repository, present, target, changes, faults, head), redirected_to=offer.redirected_to)
+    return replace(
+        _result(repository, present, target, changes, faults, head),
+        redirected_to=offer.redirected_to,
+    )
 
 
 async def _fetch_missing(
@@ -87,11 +90,17 @@ async def _fetch_missing(
 ) -> dict[str, MirrordError]:
     """Fetch what no ref of the mirror holds yet, the default branch first."""
     held = set(present.values())
-    wanted = {oid: None for ref, oid in sorted(offer.refs.items(), key=lambda item: _rank(offer, item[0])) if oid not in held}
+    wanted = {
+        oid: None
+        for ref, oid in sorted(offer.refs.items(), key=lambda item: _rank(offer, item[0]))
+        if oid not in held
+    }
     fresh = [oid for oid in wanted if oid not in known_faults]
     again = [oid for oid in wanted if oid in known_faults]
     failed = await fetcher.fetch(fresh) if fresh else {}
-    if failed and len(fresh) == 1:  # asked for only once: perhaps the connection broke, which says nothing of the object
+    if (
+        failed and len(fresh) == 1
+    ):  # asked for only once: perhaps the connection broke, which says nothing of the object
         failed = await fetcher.fetch(fresh)
     return failed | (await fetcher.fetch(again, known_faults) if again else {})
 
@@ -112,10 +121,16 @@ def _faults(offer: Offer, failed: dict[str, MirrordError]) -> Iterable[RefFault]
 def _target(offer: Offer, old: Refs, failed: dict[str, MirrordError]) -> Refs:
     """Where the refs shall be. A ref whose new objects could not be had stays where it is, unless another took its place."""
     target = {ref: oid for ref, oid in offer.refs.items() if oid not in failed}
-    directories = {"/".join(parts[:n]) for parts in (ref.split("/") for ref in target) for n in range(3, len(parts))}
+    directories = {
+        "/".join(parts[:n])
+        for parts in (ref.split("/") for ref in target)
+        for n in range(3, len(parts))
+    }
     for ref, oid in offer.refs.items():
         parts = ref.split("/")
-        is_shadowed = any("/".join(parts[:n]) in target for n in range(3, len(parts))) or ref in directories
+        is_shadowed = (
+            any("/".join(parts[:n]) in target for n in range(3, len(parts))) or ref in directories
+        )
         if oid in failed and ref in old and not is_shadowed:
             target[ref] = old[ref]
     return target
@@ -145,14 +160,20 @@ async def _move(
             transaction.create(f"{KEPT}{change.old}", change.old)
     parent = present.get(HISTORY)
     kept = await read_kept(repository, parent)  # one that was removed by hand is to be missed
-    kept |= {ref.removeprefix(KEPT) for ref in [*present, *transaction.moves] if ref.startswith(KEPT)}
-    record = await write_record(repository, target, head, changes, kept=kept, parents=[parent] if parent else [], why=why)
+    kept |= {
+        ref.removeprefix(KEPT) for ref in [*present, *transaction.moves] if ref.startswith(KEPT)
+    }
+    record = await write_record(
+        repository, target, head, changes, kept=kept, parents=[parent] if parent else [], why=why
+    )
     transaction.move(HISTORY, parent, record)
     await commit(repository, transaction)
     return head
 
 
-async def move_refs(repository: Repository, target: Refs, head: str | None, *, why: str) -> list[RefChange]:
+async def move_refs(
+    repository: Repository, target: Refs, head: str | None, *, why: str
+) -> list[RefChange]:
     """Put the refs that follow upstream where `target` says; nothing that a ref leaves is lost."""
     present = await repository.all_refs()
     changes = await classify(repository, compare(theirs(present), target))
@@ -161,9 +182,16 @@ async def move_refs(repository: Repository, target: Refs, head: str | None, *, w
 
 
 def _result(
-    repository: Repository, present: Refs, target: Refs, changes: list[RefChange], faults: list[RefFault], head: str | None
+    repository: Repository,
+    present: Refs,
+    target: Refs,
+    changes: list[RefChange],
+    faults: list[RefFault],
+    head: str | None,
 ) -> SyncResult:
-    kept = {ref for ref in present if ref.startswith(KEPT)} | {f"{KEPT}{c.old}" for c in changes if c.kept}
+    kept = {ref for ref in present if ref.startswith(KEPT)} | {
+        f"{KEPT}{c.old}" for c in changes if c.kept
+    }
     return SyncResult(
         mirror=str(repository.name),
         changed=bool(changes),

@@ -75,6 +75,12 @@ class Hosts:
 
     def _block(self, host: _Host, asked_s: float | None) -> None:
         host.refusals += 1
-        own = min(_FIRST_S * 2 ** (host.refusals - 1), _LONGEST_S) * (1 + _SPREAD * (2 * self._chance() - 1))
-        wait = own if asked_s is None else min(float(asked_s), _LONGEST_ASKED_S) * (1 + _SPREAD * self._chance())
+        own = min(_FIRST_S * 2 ** (host.refusals - 1), _LONGEST_S) * (
+            1 + _SPREAD * (2 * self._chance() - 1)
+        )
+        wait = (
+            own
+            if asked_s is None
+            else min(float(asked_s), _LONGEST_ASKED_S) * (1 + _SPREAD * self._chance())
+        )
         host.blocked_until = max(host.blocked_until, self._clock() + wait)

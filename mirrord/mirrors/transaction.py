@@ -64,7 +64,9 @@ async def commit(repository: Repository, transaction: Transaction) -> None:
     """Make all moves; on any error none. A git that was killed in the middle is finished."""
     if not transaction.moves and transaction.head is None:
         return
-    await recover(repository)  # the journal of one that was killed must not be written over: it says which tips are to be kept
+    await recover(
+        repository
+    )  # the journal of one that was killed must not be written over: it says which tips are to be kept
     journal = repository.path / JOURNAL
     before = await repository.all_refs()
     try:
@@ -104,7 +106,8 @@ def _in_the_way(moves: Moves) -> Moves:
     return {
         ref: (old, target)
         for ref, (old, target) in moves.items()
-        if target is None and (ref in above or any(directory in new for directory in _directories(ref)))
+        if target is None
+        and (ref in above or any(directory in new for directory in _directories(ref)))
     }
 
 
@@ -137,7 +140,10 @@ async def recover(repository: Repository) -> bool:
         return False
     targets, head = _read(await anyio.to_thread.run_sync(journal.read_text, "utf-8"))
     now = await repository.all_refs()
-    await _make(repository, {ref: (now.get(ref), new) for ref, new in targets.items() if now.get(ref) != new})
+    await _make(
+        repository,
+        {ref: (now.get(ref), new) for ref, new in targets.items() if now.get(ref) != new},
+    )
     await repository.pack_refs()
     if head:
         await repository.set_head(head)

@@ -73,7 +73,9 @@ def _url(text: str) -> Upstream:
         raise _refused(text, str(error)) from error
     scheme = parts.scheme.lower()
     if scheme not in _SCHEMES:
-        raise _refused(text, f"the scheme {shown(scheme)} is not one of {', '.join(sorted(_SCHEMES))}")
+        raise _refused(
+            text, f"the scheme {shown(scheme)} is not one of {', '.join(sorted(_SCHEMES))}"
+        )
     if scheme == "file":
         return _file(text, parts)
     if not parts.hostname or not _HOST.fullmatch(parts.hostname):
@@ -85,7 +87,11 @@ def _url(text: str) -> Upstream:
 def _file(text: str, parts: SplitResult) -> Upstream:
     if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
         raise _refused(text, "a file URL needs an absolute path: file:///srv/git/name.git")
-    return Upstream(text, Remote(f"file://{parts.path}" if not parts.query and not parts.fragment else text), _LOCAL)
+    return Upstream(
+        text,
+        Remote(f"file://{parts.path}" if not parts.query and not parts.fragment else text),
+        _LOCAL,
+    )
 
 
 def _remote(scheme: str, parts: SplitResult) -> Remote:

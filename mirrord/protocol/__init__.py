@@ -30,9 +30,40 @@ from .datasets import (
     RowFault,
     UnpinnedCommit,
 )
-from .messages import API, Answer, Bounds, MalformedError, Message, Problem, Repo, Request, to_bytes, to_json
-from .mirrors import AddMirror, AddPin, BundleFile, Mirror, Pin, RefChange, RefDiff, RefFault, RefRecord, RestoreRefs, SyncMirror
-from .operations import RESULTS, BundleImported, DatasetImported, Operation, Prewarmed, Progress, Synced
+from .messages import (
+    API,
+    Answer,
+    Bounds,
+    MalformedError,
+    Message,
+    Problem,
+    Repo,
+    Request,
+    to_bytes,
+    to_json,
+)
+from .mirrors import (
+    AddMirror,
+    AddPin,
+    BundleFile,
+    Mirror,
+    Pin,
+    RefChange,
+    RefDiff,
+    RefFault,
+    RefRecord,
+    RestoreRefs,
+    SyncMirror,
+)
+from .operations import (
+    RESULTS,
+    BundleImported,
+    DatasetImported,
+    Operation,
+    Prewarmed,
+    Progress,
+    Synced,
+)
 from .service import Configuration, Event, Health, JobState, ReloadAnswer, Status
 
 __all__ = [

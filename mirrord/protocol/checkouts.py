@@ -15,7 +15,11 @@ class _Seconds(Bounds):
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
         number = super().__get_pydantic_core_schema__(source, handler)
-        return {"type": "function-before", "function": {"type": "no-info", "function": self._read}, "schema": number}
+        return {
+            "type": "function-before",
+            "function": {"type": "no-info", "function": self._read},
+            "schema": number,
+        }
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         number = super().__get_pydantic_json_schema__(schema, handler)
@@ -80,7 +84,10 @@ class RenewCheckout(Request):
 
 class RestorePaths(Request):
     commit: str
-    paths: Annotated[list[Annotated[str, Bounds(min_length=1, max_length=4096)]], Bounds(min_length=1, max_length=10000)]
+    paths: Annotated[
+        list[Annotated[str, Bounds(min_length=1, max_length=4096)]],
+        Bounds(min_length=1, max_length=10000),
+    ]
 
 
 class Checkout(Answer):

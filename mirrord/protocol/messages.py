@@ -38,7 +38,9 @@ class MalformedError(ValueError):
         self.place = place
 
     def __str__(self) -> str:
-        return f"{'.'.join(map(str, self.place))}: {self.args[0]}" if self.place else str(self.args[0])
+        return (
+            f"{'.'.join(map(str, self.place))}: {self.args[0]}" if self.place else str(self.args[0])
+        )
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -54,12 +56,19 @@ class Message:
     _required: ClassVar[set[str]] = set()
 
     def __init_subclass__(cls) -> None:
-        own = {name: getattr(cls, name, MISSING) for name in get_annotations(cls) if not name.startswith("_")}
+        own = {
+            name: getattr(cls, name, MISSING)
+            for name in get_annotations(cls)
+            if not name.startswith("_")
+        }
         for name, default in own.items():
             if isinstance(default, list | dict):
                 setattr(cls, name, field(default_factory=default.copy))
         dataclass(init=False, repr=False, eq=False, kw_only=True)(cls)
-        cls._defaults = {**cls._defaults, **{name: default for name, default in own.items() if default is not MISSING}}
+        cls._defaults = {
+            **cls._defaults,
+            **{name: default for name, default in own.items() if default is not MISSING},
+        }
         cls._names = [member.name for member in fields(cls)]  # type: ignore[arg-type]
         cls._required = {*cls._names} - cls._defaults.keys()
 
@@ -91,7 +100,11 @@ class Message:
         """Raises MalformedError with the place of the fault."""
         if not isinstance(value, dict):
             raise MalformedError("Input should be an object")
-        read = {name: _read_at(name, reader, value[name]) for name, reader in _readers(cls).items() if name in value}
+        read = {
+            name: _read_at(name, reader, value[name])
+            for name, reader in _readers(cls).items()
+            if name in value
+        }
         if missing := sorted(cls._required - read.keys()):
             raise MalformedError("Field required", missing[0])
         return cls(**read)
@@ -150,7 +163,9 @@ def to_json(value: Any) -> Any:
 
 def to_bytes(value: Any) -> bytes:
     """The same as UTF-8. A lone surrogate, from a name that is not UTF-8, becomes JSON's escape of it."""
-    return json.dumps(to_json(value), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+    return json.dumps(to_json(value), ensure_ascii=False, separators=(",", ":")).encode(
+        "utf-8", "backslashreplace"
+    )
 
 
 _Reader = Callable[[Any], Any]
@@ -257,10 +272,14 @@ class Bounds:
         self._described = {} if description is None else {"description": description}
         self._words = words
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: Callable[[Any], dict[str, Any]]
+    ) -> dict[str, Any]:
         return {**handler(source), **self._words}
 
-    def __get_pydantic_json_schema__(self, schema: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        self, schema: Any, handler: Callable[[Any], dict[str, Any]]
+    ) -> dict[str, Any]:
         return {**handler(schema), **self._described}
 
 

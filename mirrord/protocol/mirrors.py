@@ -20,7 +20,12 @@ class SyncMirror(Request):
 
 
 class RestoreRefs(Request):
-    at: Annotated[str, Bounds(min_length=1, max_length=100, description="a ref record: its id, or a time in ISO 8601")]
+    at: Annotated[
+        str,
+        Bounds(
+            min_length=1, max_length=100, description="a ref record: its id, or a time in ISO 8601"
+        ),
+    ]
 
 
 class AddPin(Request):

@@ -25,7 +25,9 @@ _ONE_ID = re.compile(r"[0-9a-f]{40}\n?")
 _SYMREF = re.compile(r"ref: refs/[^\s\x00-\x1f]+\n?")
 _PACKED_HEADER = re.compile(r"# pack-refs with:( peeled| fully-peeled| sorted)* ?")
 _PACKED_REF = re.compile(r"([0-9a-f]{40}) (refs/[^\s\x00-\x1f]+)|\^([0-9a-f]{40})")
-_REFLOG = re.compile(r"([0-9a-f]{40}) ([0-9a-f]{40}) [^\n<>]{0,200}<[^\n<>]{0,200}> \d{1,12} [+-]\d{4}(\t[^\n]{0,200})?")
+_REFLOG = re.compile(
+    r"([0-9a-f]{40}) ([0-9a-f]{40}) [^\n<>]{0,200}<[^\n<>]{0,200}> \d{1,12} [+-]\d{4}(\t[^\n]{0,200})?"
+)
 _SYMREF_DEPTH = 5
 _ZERO = "0" * 40
 _TEMPLATES = Path("/usr/share/git-core/templates")
@@ -99,16 +101,23 @@ def _ref_value(repository: ForeignRepository, ref: str) -> str:
         if (value := read_text(directory / ref)) is not None:
             return value
     packed = (read_text(repository.common_dir / "packed-refs") or "").splitlines()
-    return next((oid for oid, _, name in (line.partition(" ") for line in packed) if name == ref), "")
+    return next(
+        (oid for oid, _, name in (line.partition(" ") for line in packed) if name == ref), ""
+    )
 
 
 def judge_control(repository: ForeignRepository, private: Path) -> Judgement:
     """Every object that a file names, and every file that must not be there. `private` is a git directory of ours."""
     if repository.git_dir != repository.common_dir:
-        yield leak("shared-store", f"this is a linked worktree: its objects are those of {repository.common_dir.resolve()}")
+        yield leak(
+            "shared-store",
+            f"this is a linked worktree: its objects are those of {repository.common_dir.resolve()}",
+        )
     if (repository.common_dir / "objects").is_symlink():
         yield leak("shared-store", "objects is a symbolic link")
-    yield from (leak("alternate", f"objects are also read from {line}") for line in repository.alternates)
+    yield from (
+        leak("alternate", f"objects are also read from {line}") for line in repository.alternates
+    )
     for directory in repository.directories:
         for found in walk(directory, skip=frozenset({"objects"})):
             yield from _judge(found, private)
@@ -131,13 +140,18 @@ def _judge(found: ForeignFile, private: Path) -> Judgement:
 
 def _unknown(found: ForeignFile) -> Judgement:
     """Why a file that must not be there is what it is: the archive, or the objects that it names, say more than its name."""
-    kind = next((kind for place, kind in _KINDS.items() if f"{found.where}/".startswith(f"{place}/")), None)
+    kind = next(
+        (kind for place, kind in _KINDS.items() if f"{found.where}/".startswith(f"{place}/")), None
+    )
     if kind:
         yield leak(kind, f"{found.where} is there")
     elif read_start(found.path).startswith((*_ARCHIVES, *_COMPRESSED)):
         yield leak("stray-file", f"{found.where} is a pack, a bundle or an archive")
     elif named := sorted(set(_OID.findall(read_text(found.path) or "")) - {_ZERO}):
-        yield leak("pseudo-ref", f"{found.where} is no part of a sealed repository, and names {', '.join(named[:5])}")
+        yield leak(
+            "pseudo-ref",
+            f"{found.where} is no part of a sealed repository, and names {', '.join(named[:5])}",
+        )
     else:
         yield leak("stray-file", f"{found.where} is no part of a sealed repository")
 
@@ -153,7 +167,10 @@ def _ref(where: str, content: bytes, _: Path) -> Judgement:
         if where != "HEAD":  # judged as the commit of the checkout
             yield Named(kind, where, text[:40])
     elif not _SYMREF.fullmatch(text):
-        yield leak("head" if where == "HEAD" else kind, f"{where} is neither an object id nor the name of a ref")
+        yield leak(
+            "head" if where == "HEAD" else kind,
+            f"{where} is neither an object id nor the name of a ref",
+        )
 
 
 def _ref_kind(where: str) -> str:
@@ -190,7 +207,10 @@ def _index(where: str, content: bytes, _: Path) -> Judgement:
         yield leak("index", f"{where} is not exactly an index: {error}")
         return
     yield from (Named("index", where, oid.hex()) for oid in sorted(index.objects))
-    yield from (Named("gitlink", path.decode("utf-8", "surrogateescape"), oid.hex()) for path, oid in index.gitlinks.items())
+    yield from (
+        Named("gitlink", path.decode("utf-8", "surrogateescape"), oid.hex())
+        for path, oid in index.gitlinks.items()
+    )
 
 
 def _template(where: str, content: bytes, _: Path) -> Judgement:
@@ -202,14 +222,25 @@ def _template(where: str, content: bytes, _: Path) -> Judgement:
 def _config(where: str, content: bytes, private: Path) -> Judgement:
     arguments = ("config", "--file=-", "--no-includes", "--list", "-z")
     try:
-        listed = run_git_sync(*arguments, stdin=content, git_dir=private, doing=f"read {where}").stdout
+        listed = run_git_sync(
+            *arguments, stdin=content, git_dir=private, doing=f"read {where}"
+        ).stdout
     except (CorruptObjectError, GitFailedError) as error:
         yield leak("unreadable", error.message)
         return
-    settings = [row.partition("\n") for row in listed.decode("utf-8", "surrogateescape").split("\0") if row]
-    unknown = {key for key, _, value in settings if key not in _SETTINGS or not _SETTINGS[key].fullmatch(value)}
+    settings = [
+        row.partition("\n") for row in listed.decode("utf-8", "surrogateescape").split("\0") if row
+    ]
+    unknown = {
+        key
+        for key, _, value in settings
+        if key not in _SETTINGS or not _SETTINGS[key].fullmatch(value)
+    }
     for key in sorted(unknown):
-        kind = next((kind for prefix, kind in _SETTING_KINDS.items() if key.startswith(prefix)), "configuration")
+        kind = next(
+            (kind for prefix, kind in _SETTING_KINDS.items() if key.startswith(prefix)),
+            "configuration",
+        )
         yield leak(kind, f"configured: {shown(key)}")
     if not unknown and re.search(rb"[#;]", content):
         yield leak("configuration", f"{where} has comments, which may hold anything")
@@ -243,9 +274,14 @@ def judge_work_tree(repository: ForeignRepository) -> Iterator[SealLeak]:
         if found.kind == "unreadable":
             yield leak("unreadable", f"{shown(found.where)} of the working tree cannot be read")
         elif name == ".git" or (name == "HEAD" and (found.path.parent / "objects").is_dir()):
-            yield leak("nested-repository", f"{shown(found.where)} of the working tree is of another repository")
+            yield leak(
+                "nested-repository",
+                f"{shown(found.where)} of the working tree is of another repository",
+            )
         elif found.kind == "file" and read_start(found.path).startswith(_ARCHIVES):
-            yield leak("stray-file", f"{shown(found.where)} of the working tree is a pack or a bundle")
+            yield leak(
+                "stray-file", f"{shown(found.where)} of the working tree is a pack or a bundle"
+            )
 
 
 def leak(kind: str, detail: str) -> SealLeak:

@@ -51,7 +51,9 @@ def read_index(data: bytes) -> Index:
     return index
 
 
-def _read_entry(data: bytes, at: int, version: int, before: bytes, index: Index) -> tuple[int, bytes]:
+def _read_entry(
+    data: bytes, at: int, version: int, before: bytes, index: Index
+) -> tuple[int, bytes]:
     """Where the next entry begins, and this one's path."""
     *facts, oid, flags = _ENTRY.unpack_from(data, at)
     start = at + _ENTRY.size + (2 if version > 2 and flags & _EXTENDED else 0)
@@ -84,9 +86,13 @@ def _read_extension(name: bytes, data: bytes, index: Index) -> None:
     if name in _HARMLESS and len(data) == (_HARMLESS[name] or len(data)):
         return
     if name != b"TREE":
-        raise ValueError(f"it has an extension {name.decode('ascii', 'backslashreplace')}, which may hold anything")
+        raise ValueError(
+            f"it has an extension {name.decode('ascii', 'backslashreplace')}, which may hold anything"
+        )
     at = 0
-    while at < len(data):  # per directory: name, NUL, entries, blank, subtrees, newline, id unless it is invalid
+    while at < len(
+        data
+    ):  # per directory: name, NUL, entries, blank, subtrees, newline, id unless it is invalid
         line = data.index(b"\n", data.index(b"\0", at))
         entries, _, _ = data[data.index(b"\0", at) + 1 : line].partition(b" ")
         at = line + 1

@@ -80,7 +80,9 @@ def _read_file(found: ForeignFile, names: Iterable[str], contents: StoreContents
         contents.leak("stray-file", f"{where} is no part of a sealed object store")
 
 
-def _read_packed(part: str, found: ForeignFile, names: Iterable[str], contents: StoreContents) -> None:
+def _read_packed(
+    part: str, found: ForeignFile, names: Iterable[str], contents: StoreContents
+) -> None:
     where, path = f"objects/{found.where}", found.path
     if part == "pack":
         if found.where.removesuffix("pack") + "idx" not in names:
@@ -117,7 +119,9 @@ def _is_reverse_index(path: Path) -> bool:
 def _graphed(path: Path, where: str, contents: StoreContents) -> list[bytes]:
     try:
         ids = commit_graph.commit_ids(path)
-        if commit_graph.has_known_chunks_only(path) and pack_is_whole(path):  # a graph ends in its checksum as a pack does
+        if commit_graph.has_known_chunks_only(path) and pack_is_whole(
+            path
+        ):  # a graph ends in its checksum as a pack does
             return ids
     except (CorruptObjectError, OSError):
         pass
@@ -131,10 +135,17 @@ def _verify_graphs(contents: StoreContents, private: Path, store: Path) -> None:
         return
     try:
         run_git_sync(
-            "commit-graph", "verify", f"--object-dir={store}", git_dir=private, timeout=TIMEOUT, doing="verify the commit-graph"
+            "commit-graph",
+            "verify",
+            f"--object-dir={store}",
+            git_dir=private,
+            timeout=TIMEOUT,
+            doing="verify the commit-graph",
         )
     except (CorruptObjectError, GitFailedError) as error:
-        contents.leak("commit-graph", f"a commit-graph does not say what its commits say: {error.message}")
+        contents.leak(
+            "commit-graph", f"a commit-graph does not say what its commits say: {error.message}"
+        )
 
 
 def _verify_packs(contents: StoreContents, private: Path) -> None:
@@ -148,8 +159,12 @@ def _verify_packs(contents: StoreContents, private: Path) -> None:
             try:
                 _verify([index], private)
             except (CorruptObjectError, GitFailedError) as error:
-                contents.leak("damaged", f"{index.name} does not say what is in its pack: {error.message}")
+                contents.leak(
+                    "damaged", f"{index.name} does not say what is in its pack: {error.message}"
+                )
 
 
 def _verify(indexes: list[Path], private: Path) -> None:
-    run_git_sync("verify-pack", *map(str, indexes), git_dir=private, timeout=TIMEOUT, doing="verify packs")
+    run_git_sync(
+        "verify-pack", *map(str, indexes), git_dir=private, timeout=TIMEOUT, doing="verify packs"
+    )

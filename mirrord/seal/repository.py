@@ -36,7 +36,9 @@ class ForeignRepository:
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        return (self.git_dir,) if self.git_dir == self.common_dir else (self.git_dir, self.common_dir)
+        return (
+            (self.git_dir,) if self.git_dir == self.common_dir else (self.git_dir, self.common_dir)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,15 @@ _SQUASHED = re.compile(
     rb"tree ([0-9a-f]{40})\nauthor [^\n]{1,200}\ncommitter [^\n]{1,200}\n\n"
     rb"([^\n]{0,72}\n?|base of this task\n\nThe history before this commit is not part of the checkout\.\n)"
 )
-_WALK = ("-c", "core.commitGraph=false", "-c", "core.multiPackIndex=false", "rev-list", "--objects", "--no-object-names")
+_WALK = (
+    "-c",
+    "core.commitGraph=false",
+    "-c",
+    "core.multiPackIndex=false",
+    "rev-list",
+    "--objects",
+    "--no-object-names",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,11 @@ def verify_seal(path: Path, base: str, mirror: Path | None = None) -> SealReport
         closure = _closure(private, mirror, commit, head)
         judged = list(judge_control(repository, private))
         names = [each for each in judged if isinstance(each, Named)]
-        names += [Named("commit-graph", file, oid.hex()) for file, ids in contents.graphed.items() for oid in ids]
+        names += [
+            Named("commit-graph", file, oid.hex())
+            for file, ids in contents.graphed.items()
+            for oid in ids
+        ]
         allowed = closure.ids | _tag_objects(private, names, closure)
         outside = contents.ids - allowed
         leaks = [
@@ -95,7 +107,15 @@ def _walk(git_dir: Path, private: Path, tip: str) -> _Closure:
     listing = private / "closure"
     for options in ((), ("--missing=allow-any",)):
         try:
-            run_git_sync(*_WALK, *options, tip, git_dir=git_dir, stdout_path=listing, timeout=TIMEOUT, doing=f"walk {tip}")
+            run_git_sync(
+                *_WALK,
+                *options,
+                tip,
+                git_dir=git_dir,
+                stdout_path=listing,
+                timeout=TIMEOUT,
+                doing=f"walk {tip}",
+            )
             complete = not options
             break
         except (CorruptObjectError, GitFailedError):
@@ -107,8 +127,12 @@ def _walk(git_dir: Path, private: Path, tip: str) -> _Closure:
 def _is_squashed(private: Path, git_dir: Path, head: str, base: CommitId) -> bool:
     """Whether `head` has the tree of `base`, no parents, no other header and no message that could hold more than a name."""
     try:
-        made = run_git_sync("cat-file", "commit", head, git_dir=private, doing=f"read {head}").stdout
-        tree = run_git_sync("rev-parse", "--verify", f"{base}^{{tree}}", git_dir=git_dir, doing=f"read {base}").stdout.strip()
+        made = run_git_sync(
+            "cat-file", "commit", head, git_dir=private, doing=f"read {head}"
+        ).stdout
+        tree = run_git_sync(
+            "rev-parse", "--verify", f"{base}^{{tree}}", git_dir=git_dir, doing=f"read {base}"
+        ).stdout.strip()
     except (CorruptObjectError, GitFailedError):
         return False
     found = _SQUASHED.fullmatch(made)
@@ -123,7 +147,11 @@ def _tag_objects(private: Path, names: Collection[Named], closure: _Closure) -> 
     while pending:
         asked = "".join(f"{oid}\n" for oid in sorted(pending)).encode()
         try:
-            found = _parse_tags(run_git_sync("cat-file", "--batch", git_dir=private, stdin=asked, doing="read tags").stdout)
+            found = _parse_tags(
+                run_git_sync(
+                    "cat-file", "--batch", git_dir=private, stdin=asked, doing="read tags"
+                ).stdout
+            )
         except (CorruptObjectError, GitFailedError):
             break
         targets |= found
@@ -159,12 +187,20 @@ def _leads_inside(oid: str, targets: dict[str, tuple[str, bytes]], closure: _Clo
 # -- leaks ------------------------------------------------------------------------------------------------------------
 
 
-def _head_leaks(head: str | None, base: CommitId, closure: _Closure, contents: StoreContents) -> list[SealLeak]:
+def _head_leaks(
+    head: str | None, base: CommitId, closure: _Closure, contents: StoreContents
+) -> list[SealLeak]:
     if head == base or closure.squashed:
         return []
     is_unknown = bytes.fromhex(base) not in contents.ids and not closure.ids
-    hint = "; it is not known here: name a mirror that has it (--mirror), as for a squashed checkout" if is_unknown else ""
-    return [SealLeak(kind="head", detail=f"HEAD is {head or 'unreadable or unborn'}, not {base}{hint}")]
+    hint = (
+        "; it is not known here: name a mirror that has it (--mirror), as for a squashed checkout"
+        if is_unknown
+        else ""
+    )
+    return [
+        SealLeak(kind="head", detail=f"HEAD is {head or 'unreadable or unborn'}, not {base}{hint}")
+    ]
 
 
 def _object_leaks(private: Path, outside: set[bytes]) -> list[SealLeak]:
@@ -174,16 +210,25 @@ def _object_leaks(private: Path, outside: set[bytes]) -> list[SealLeak]:
     asked = "".join(f"{oid.hex()}\n" for oid in sorted(outside)).encode()
     try:
         shown = run_git_sync(
-            "cat-file", "--batch-check=%(objecttype) %(objectname)", git_dir=private, stdin=asked, doing="look at objects"
+            "cat-file",
+            "--batch-check=%(objecttype) %(objectname)",
+            git_dir=private,
+            stdin=asked,
+            doing="look at objects",
         ).lines
     except (CorruptObjectError, GitFailedError):
         shown = [f"object {oid.hex()}" for oid in sorted(outside)]
     by_type: dict[str, list[str]] = {}
     for line in shown:
         kind, _, oid = line.partition(" ")
-        by_type.setdefault(kind if kind in {"commit", "tree", "blob", "tag"} else "object", []).append(oid)
+        by_type.setdefault(
+            kind if kind in {"commit", "tree", "blob", "tag"} else "object", []
+        ).append(oid)
     return [
-        SealLeak(kind="object", detail=f"{len(oids)} of type {kind} outside the closure, such as {', '.join(oids[:_EXAMPLES])}")
+        SealLeak(
+            kind="object",
+            detail=f"{len(oids)} of type {kind} outside the closure, such as {', '.join(oids[:_EXAMPLES])}",
+        )
         for kind, oids in sorted(by_type.items())
     ]
 
@@ -193,7 +238,9 @@ def _closure_leaks(closure: _Closure, contents: StoreContents, base: CommitId) -
     if closure.complete and not missing:
         return []
     count = f"{len(missing)} objects" if missing else "an object"
-    return [SealLeak(kind="incomplete", detail=f"{count} of the closure of {base} cannot be read here")]
+    return [
+        SealLeak(kind="incomplete", detail=f"{count} of the closure of {base} cannot be read here")
+    ]
 
 
 def _name_leaks(names: Collection[Named], allowed: set[bytes]) -> list[SealLeak]:
@@ -215,10 +262,17 @@ def _gitlink_leaks(private: Path, names: Collection[Named], head: str | None) ->
     found = {(named.where, named.oid) for named in names if named.kind == "gitlink"}
     if not found or head is None:
         return
-    rows = run_git_sync("ls-tree", "-r", "-z", head, git_dir=private, ok=range(256), doing=f"list {head}").stdout.split(b"\0")
+    rows = run_git_sync(
+        "ls-tree", "-r", "-z", head, git_dir=private, ok=range(256), doing=f"list {head}"
+    ).stdout.split(b"\0")
     facts = (row.partition(b"\t") for row in rows if row.startswith(b"160000 "))
-    known = {(path.decode("utf-8", "surrogateescape"), row.split()[2].decode()) for row, _, path in facts}
-    yield from (leak("index", f"index names commit {oid} of submodule {path}") for path, oid in sorted(found - known))
+    known = {
+        (path.decode("utf-8", "surrogateescape"), row.split()[2].decode()) for row, _, path in facts
+    }
+    yield from (
+        leak("index", f"index names commit {oid} of submodule {path}")
+        for path, oid in sorted(found - known)
+    )
 
 
 # -- report -----------------------------------------------------------------------------------------------------------
@@ -260,7 +314,11 @@ def _digest(file: Path) -> str:
 def _control_digest(repository: ForeignRepository) -> str:
     """One hash over the names and bytes of every file of the git directory outside its object store and index."""
     digest = hashlib.sha256()
-    for found in sorted(walk(repository.git_dir, skip=frozenset({"objects"})), key=lambda found: found.where):
+    for found in sorted(
+        walk(repository.git_dir, skip=frozenset({"objects"})), key=lambda found: found.where
+    ):
         if found.where != "index":
-            digest.update(f"{found.where}\0{_digest(found.path)}\n".encode("utf-8", "surrogateescape"))
+            digest.update(
+                f"{found.where}\0{_digest(found.path)}\n".encode("utf-8", "surrogateescape")
+            )
     return digest.hexdigest()

@@ -46,7 +46,9 @@ def main() -> int:
             _append(options.resume, ended)
     rows = [row for part in chosen for row in done[part.name].rows]
     if options.document:
-        write_document(options.document, [done[part.name] for part in chosen], plan.seed, plan.share)
+        write_document(
+            options.document, [done[part.name] for part in chosen], plan.seed, plan.share
+        )
     return 8 if any(row.lost != NOTHING for row in rows) else 0
 
 
@@ -54,17 +56,30 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="faults", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="parts whose name holds this")
-    parser.add_argument("--share", type=float, default=1.0, help="how much of each part, chosen by the seed")
-    parser.add_argument("--crowd-s", type=float, default=Plan.crowd_s, help="seconds that everything at once goes on")
-    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="parts at the same time")
-    parser.add_argument("--resume", type=Path, help="a file of parts that have ended; those are not run again")
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="how much of each part, chosen by the seed"
+    )
+    parser.add_argument(
+        "--crowd-s",
+        type=float,
+        default=Plan.crowd_s,
+        help="seconds that everything at once goes on",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=min(4, os.cpu_count() or 1), help="parts at the same time"
+    )
+    parser.add_argument(
+        "--resume", type=Path, help="a file of parts that have ended; those are not run again"
+    )
     parser.add_argument("--document", type=Path, help="where the table goes")
     return parser.parse_args()
 
 
 def _run(parts: list[Part], plan: Plan, jobs: int) -> Iterator[Ended]:
     """The parts as they end."""
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), initializer=_end_tidily) as pool:
+    with ProcessPoolExecutor(
+        jobs, multiprocessing.get_context("fork"), initializer=_end_tidily
+    ) as pool:
         running = [pool.submit(_run_part, PARTS.index(part), plan) for part in parts]
         for future in as_completed(running):
             yield future.result()
@@ -91,7 +106,9 @@ def _run_part(number: int, plan: Plan) -> Ended:
 def _commit() -> str:
     """Which mirrord it is that is struck."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    ).stdout.strip()
 
 
 def _show(ended: Ended) -> None:
@@ -104,7 +121,10 @@ def _read(path: Path | None) -> dict[str, Ended]:
     if path is None or not path.exists():
         return {}
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return {line["part"]: Ended(**{**line, "rows": [Row(*row) for row in line["rows"]]}) for line in lines}
+    return {
+        line["part"]: Ended(**{**line, "rows": [Row(*row) for row in line["rows"]]})
+        for line in lines
+    }
 
 
 def _append(path: Path, ended: Ended) -> None:

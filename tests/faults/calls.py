@@ -65,7 +65,9 @@ def calls_of(lab: Lab, kind: type[Operation]) -> list[tuple[str, int]]:
     operation.clean()
     counts: dict[tuple[str, str], int] = {}
     seen: set[tuple[str, int]] = set()
-    for thread, call, arguments in filter(None, map(_parsed, log.read_text(errors="replace").splitlines())):
+    for thread, call, arguments in filter(
+        None, map(_parsed, log.read_text(errors="replace").splitlines())
+    ):
         counts[thread, call] = number = counts.get((thread, call), 0) + 1
         if str(lab.state) in arguments and number <= _MOST:
             seen.add((call, number))
@@ -76,7 +78,9 @@ def fail_at(lab: Lab, kind: type[Operation], call: str, number: int, error: str)
     """Run the operation with that fault, then without."""
     operation = kind(lab)
     said = "went on"
-    with traced(lab, "-e", f"trace={call}", "-e", f"inject={call}:error={error}:when={number}") as log:
+    with traced(
+        lab, "-e", f"trace={call}", "-e", f"inject={call}:error={error}:when={number}"
+    ) as log:
         try:
             operation.run()
         except Refused as refused:
@@ -91,7 +95,11 @@ def fail_at(lab: Lab, kind: type[Operation], call: str, number: int, error: str)
     lab.restart()
     outcome = end_of(lab, operation)
     fault, step = f"{error} at a system call", _step(call, number)
-    return Row(fault, kind.name, step, f"{said}; {outcome}") if met else Row(fault, kind.name, step, NOT_MET, count=0)
+    return (
+        Row(fault, kind.name, step, f"{said}; {outcome}")
+        if met
+        else Row(fault, kind.name, step, NOT_MET, count=0)
+    )
 
 
 def _step(call: str, number: int) -> str:
@@ -109,7 +117,9 @@ def traced(lab: Lab, *how: str) -> Iterator[Path]:
     log = lab.root / f"trace-{lab.number()}"
     pids = [lab.daemon.pid, *descendants(lab.daemon.pid)]
     attached = [word for pid in pids for word in ("-p", str(pid))]
-    tracer = subprocess.Popen(["strace", "-f", "-qq", "-o", log, *how, *attached], stderr=subprocess.PIPE)
+    tracer = subprocess.Popen(
+        ["strace", "-f", "-qq", "-o", log, *how, *attached], stderr=subprocess.PIPE
+    )
     try:
         _wait_until_traced(lab.daemon.pid, tracer)
         yield log
@@ -121,7 +131,10 @@ def traced(lab: Lab, *how: str) -> Iterator[Path]:
 def _wait_until_traced(pid: int, tracer: subprocess.Popen[bytes]) -> None:
     """Every thread of it."""
     deadline = time.monotonic() + _ATTACH_S
-    while any("TracerPid:\t0" in (task / "status").read_text() for task in Path(f"/proc/{pid}/task").iterdir()):
+    while any(
+        "TracerPid:\t0" in (task / "status").read_text()
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    ):
         assert time.monotonic() < deadline and tracer.poll() is None, "strace does not attach"
         time.sleep(0.01)
 
@@ -136,7 +149,13 @@ def _bad_files(plan: Plan) -> Iterator[Row]:
         names = _kinds_of_files(lab)
     chosen = seed.sample(names, plan.some(len(names)))
     yield from in_series(
-        Strike("EIO from a file", "audit, sync, checkout", name, partial(bad_file, name=name, seed=seed)) for name in chosen
+        Strike(
+            "EIO from a file",
+            "audit, sync, checkout",
+            name,
+            partial(bad_file, name=name, seed=seed),
+        )
+        for name in chosen
     )
 
 
@@ -166,7 +185,9 @@ def bad_file(lab: Lab, name: str, seed: random.Random) -> Row:
                 said[what] = refused.code
     met = "INJECTED" in log.read_text(errors="replace")
     did = ", ".join(f"{what}: {answer}" for what, answer in said.items())
-    return Row("EIO from a file", "audit, sync, checkout", f"`{name}`", did if met else f"{NOT_MET}; {did}")
+    return Row(
+        "EIO from a file", "audit, sync, checkout", f"`{name}`", did if met else f"{NOT_MET}; {did}"
+    )
 
 
 def _audit(lab: Lab) -> str:

@@ -39,7 +39,10 @@ class Crowd:
         self.done: Counter[str] = Counter()
         self.conflicts: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self._trees = {commit: git(lab.upstream.path, "rev-parse", f"{commit}^{{tree}}") for commit in lab.commits}
+        self._trees = {
+            commit: git(lab.upstream.path, "rev-parse", f"{commit}^{{tree}}")
+            for commit in lab.commits
+        }
 
     def run(self, duration_s: float) -> None:
         work: list[tuple[str, Callable[[random.Random], None]]] = [
@@ -48,7 +51,10 @@ class Crowd:
             *[("checkouts", self._checkout)] * _CLIENTS,
         ]  # fmt: skip
         visitors = [self._send_visitor(n, duration_s) for n in range(_VISITORS)]
-        threads = [threading.Thread(target=self._loop, args=(name, each, n)) for n, (name, each) in enumerate(work)]
+        threads = [
+            threading.Thread(target=self._loop, args=(name, each, n))
+            for n, (name, each) in enumerate(work)
+        ]
         for thread in threads:
             thread.start()
         time.sleep(duration_s)
@@ -119,7 +125,11 @@ class Crowd:
     def _pin(self, choices: random.Random) -> None:
         commit = choices.choice(self._lab.commits[8:])
         self._lab.call("POST", "pins", {"mirror": NAME, "commit": commit, "reason": "crowd"})
-        pins = {pin["commit"] for pin in self._lab.call("GET", f"pins?mirror={NAME}") if pin["owner"] == "person/0"}
+        pins = {
+            pin["commit"]
+            for pin in self._lab.call("GET", f"pins?mirror={NAME}")
+            if pin["owner"] == "person/0"
+        }
         assert commit in pins, "a pin that was answered is not there"
         self._lab.call("DELETE", f"pins/{NAME}/{commit}")
 

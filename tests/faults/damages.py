@@ -41,7 +41,12 @@ def rounds(seed: int, numbers: Collection[int]) -> Iterator[Row]:
             chance = random.Random(f"{seed} damage {number}")
             injury, donors = some_injury(chance), some_donors(chance)
             trial = Trial(patient, injury, donors)
-            yield told(_FAULT, injury.name, ", ".join(donors) or "nobody", partial(portal.call, trial.run, chance))
+            yield told(
+                _FAULT,
+                injury.name,
+                ", ".join(donors) or "nobody",
+                partial(portal.call, trial.run, chance),
+            )
 
 
 class Trial:
@@ -66,7 +71,9 @@ class Trial:
         did = "repaired"
         if missing:
             with self.patient.with_donors(ALL_DONORS):
-                assert not self._judge(await self._heal(), ALL_DONORS), "all donors together do not heal it"
+                assert not self._judge(await self._heal(), ALL_DONORS), (
+                    "all donors together do not heal it"
+                )
             self._nothing_thrown_away(before)
             did = "nobody had it: named with the instances it affects, its bytes kept, repaired when a donor came"
         return Row(_FAULT, self.injury.name, ", ".join(self.donors) or "nobody", did)
@@ -86,7 +93,9 @@ class Trial:
         absent = self.truth.links.keys() - readable(mirror, self.truth.links)
         missing = set(absent)
         if self._has_new_history:
-            missing -= self.truth.closure(self.truth.refs[HISTORY])  # begun anew: nobody needs the old records
+            missing -= self.truth.closure(
+                self.truth.refs[HISTORY]
+            )  # begun anew: nobody needs the old records
         wanted = {oid for oid in missing if self._could_be_had(oid, absent, donors)}
         assert not wanted, f"not repaired, and a donor has it: {sorted(wanted)[:3]}"
         self._audit_is_true(audit, missing)
@@ -100,24 +109,38 @@ class Trial:
         if self.truth.bases & set(missing):  # the bundle cannot be opened without what it builds on
             has = [name for name in has if name != "incremental bundle"]
         tips = {*self.truth.refs.values(), *self.truth.recorded.values()}
-        is_known = oid in tips or any(oid in links for holder, links in self.truth.links.items() if holder not in missing)
+        is_known = oid in tips or any(
+            oid in links for holder, links in self.truth.links.items() if holder not in missing
+        )
         return bool(has) and is_known
 
     def _names_are_right(self, donors: Collection[str]) -> None:
         mirror = self.patient.mirror
         refs, wanted = refs_of(mirror), self.truth.refs
         if refs.get(HISTORY) != wanted[HISTORY]:
-            assert self._has_new_history or "bundle" not in donors, "the ref history was given up, and a bundle has it"
+            assert self._has_new_history or "bundle" not in donors, (
+                "the ref history was given up, and a bundle has it"
+            )
             assert HISTORY in refs, "no ref history"
             self._has_new_history = True
-            refs, wanted = ({ref: oid for ref, oid in some.items() if ref != HISTORY} for some in (refs, wanted))
+            refs, wanted = (
+                {ref: oid for ref, oid in some.items() if ref != HISTORY} for some in (refs, wanted)
+            )
         assert refs == wanted, f"refs: {dict(refs.items() ^ wanted.items())}"
         assert (mirror / "HEAD").read_text() == self.truth.head
-        assert git(mirror, "config", "--list", "--local") == git(self.patient.pristine, "config", "--list", "--local")
+        assert git(mirror, "config", "--list", "--local") == git(
+            self.patient.pristine, "config", "--list", "--local"
+        )
 
     def _audit_is_true(self, audit: Audit, missing: Collection[str]) -> None:
-        affected = {name for name, commit in self.truth.recorded.items() if self.truth.closure(commit) & set(missing)}
-        assert set(audit.affected) == affected, f"said to be affected: {audit.affected}; are: {sorted(affected)}"
+        affected = {
+            name
+            for name, commit in self.truth.recorded.items()
+            if self.truth.closure(commit) & set(missing)
+        }
+        assert set(audit.affected) == affected, (
+            f"said to be affected: {audit.affected}; are: {sorted(affected)}"
+        )
         named = {name for finding in audit.findings for name in finding.instances}
         assert affected <= named, f"not in a finding: {affected - named}"
         if not missing:

@@ -31,7 +31,9 @@ def unmount(path: Path) -> None:
     """Take everything away that is mounted at or below `path`; nothing there is fine."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     targets = [line.split()[4] for line in lines]
-    for target in sorted((t for t in targets if t == str(path) or t.startswith(f"{path}/")), reverse=True):
+    for target in sorted(
+        (t for t in targets if t == str(path) or t.startswith(f"{path}/")), reverse=True
+    ):
         subprocess.run(["umount", "--lazy", target], check=False, capture_output=True)
 
 
@@ -59,7 +61,9 @@ class SmallDisk:
         self.empty()
         found = os.statvfs(self._path)
         with (self._path / "ballast").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(found.f_bavail * found.f_frsize - free_bytes, 4096))
+            os.posix_fallocate(
+                file.fileno(), 0, max(found.f_bavail * found.f_frsize - free_bytes, 4096)
+            )
 
     def empty(self) -> None:
         (self._path / "ballast").unlink(missing_ok=True)
@@ -84,7 +88,9 @@ class CutDisk:
     def mount(self, path: Path) -> None:
         self._path = path
         run("mount", "-o", "loop", self._image, path)
-        run("mount", "--make-shared", path)  # what a daemon with a mount namespace of its own mounts below is seen here too
+        run(
+            "mount", "--make-shared", path
+        )  # what a daemon with a mount namespace of its own mounts below is seen here too
         path.chmod(0o711)
 
     def cut(self) -> None:
@@ -124,7 +130,9 @@ def unreadable(file: Path, scratch: Path) -> Iterator[None]:
     try:
         run("mount", "-o", "loop", image, place)
         with (place / "first").open("wb") as first:
-            os.posix_fallocate(first.fileno(), 0, 4 * 1024**2)  # the file itself comes to lie behind it
+            os.posix_fallocate(
+                first.fileno(), 0, 4 * 1024**2
+            )  # the file itself comes to lie behind it
         shutil.copyfile(file, place / file.name)
         run("umount", place)
         run("mount", "-o", "loop,ro,noload", image, place)

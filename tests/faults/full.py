@@ -27,7 +27,10 @@ _FAULT = "disk full"
 def parts() -> Iterator[Part]:
     """A part for each operation, and one for a disk that lost its end."""
     for kind in OPERATIONS:
-        yield Part(f"{kind.name}: disk full", lambda plan, kind=kind: fill_up(kind, FREE_BYTES[: plan.some(len(FREE_BYTES))]))  # type: ignore[misc]
+        yield Part(
+            f"{kind.name}: disk full",
+            lambda plan, kind=kind: fill_up(kind, FREE_BYTES[: plan.some(len(FREE_BYTES))]),
+        )  # type: ignore[misc]
     yield Part("bad disk", _lost_end)
 
 
@@ -36,7 +39,10 @@ def fill_up(kind: type[Operation], free: tuple[int, ...]) -> Iterator[Row]:
     disk = SmallDisk(_SIZE_BYTES)
     strikes = [
         Strike(
-            _FAULT, kind.name, f"{free_bytes >> 10} KiB free", partial(_fill_once, disk=disk, kind=kind, free_bytes=free_bytes)
+            _FAULT,
+            kind.name,
+            f"{free_bytes >> 10} KiB free",
+            partial(_fill_once, disk=disk, kind=kind, free_bytes=free_bytes),
         )
         for free_bytes in free
     ]
@@ -59,7 +65,9 @@ def _fill_once(lab: Lab, disk: SmallDisk, kind: type[Operation], free_bytes: int
     lab.wait_for_end()
     operation.look()
     lab.restart()
-    return Row(_FAULT, kind.name, f"{free_bytes >> 10} KiB free", f"{said}; {end_of(lab, operation)}")
+    return Row(
+        _FAULT, kind.name, f"{free_bytes >> 10} KiB free", f"{said}; {end_of(lab, operation)}"
+    )
 
 
 def _lost_end(_: Plan) -> Iterator[Row]:
@@ -70,7 +78,9 @@ def _lost_end(_: Plan) -> Iterator[Row]:
 def read_errors(lab: Lab, scratch: Path) -> list[Row]:
     """EIO from the mirror's pack: said by the audit and by a checkout, and over when the disk is well again."""
     lab.maintain()
-    pack = max((lab.mirror / "objects/pack").glob("pack-*.pack"), key=lambda file: file.stat().st_size)
+    pack = max(
+        (lab.mirror / "objects/pack").glob("pack-*.pack"), key=lambda file: file.stat().st_size
+    )
     with unreadable(pack, scratch):
         audit = lab.finish(lab.call("POST", "audits", {"level": "content", "heal": False}))
         assert audit["findings"], "an audit that does not see a read error"
@@ -86,4 +96,7 @@ def read_errors(lab: Lab, scratch: Path) -> list[Row]:
     judge(lab)
     assert git(lab.mirror, "rev-parse", f"{lab.commits[11]}^{{commit}}")
     where = "a pack, on a disk that lost its end"
-    return [Row("EIO", "audit", where, "findings that name it"), Row("EIO", "checkout (pool)", where, said)]
+    return [
+        Row("EIO", "audit", where, "findings that name it"),
+        Row("EIO", "checkout (pool)", where, said),
+    ]

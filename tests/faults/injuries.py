@@ -82,10 +82,18 @@ def _lose_pack(patient: Patient, chance: random.Random) -> None:
 def _lose_from_pack(patient: Patient, chance: random.Random) -> None:
     """The pack written again without one of its objects."""
     pack = _one(patient, chance, "objects/pack/*.pack")
-    listed = git(patient.mirror, "show-index", stdin=pack.with_suffix(".idx").read_bytes()).splitlines()
+    listed = git(
+        patient.mirror, "show-index", stdin=pack.with_suffix(".idx").read_bytes()
+    ).splitlines()
     oids = [line.split()[1] for line in listed]
     oids.remove(chance.choice(sorted(oids)))
-    git(patient.mirror, "pack-objects", "-q", "objects/pack/pack", stdin="".join(f"{oid}\n" for oid in oids).encode())
+    git(
+        patient.mirror,
+        "pack-objects",
+        "-q",
+        "objects/pack/pack",
+        stdin="".join(f"{oid}\n" for oid in oids).encode(),
+    )
     for file in [*pack.parent.glob(f"{pack.stem}.*"), *pack.parent.glob("multi-pack-index*")]:
         file.unlink()
 
@@ -101,7 +109,10 @@ def _delete(prefix: str) -> Injure:
     def injure(patient: Patient, chance: random.Random) -> None:
         ref = _ref(patient, chance, prefix)
         lines = (patient.mirror / "packed-refs").read_bytes().splitlines(keepends=True)
-        write(patient.mirror / "packed-refs", b"".join(line for line in lines if f" {ref}\n".encode() not in line))
+        write(
+            patient.mirror / "packed-refs",
+            b"".join(line for line in lines if f" {ref}\n".encode() not in line),
+        )
         (patient.mirror / ref).unlink(missing_ok=True)
 
     return injure
@@ -115,7 +126,9 @@ def _garble_line(patient: Patient, chance: random.Random) -> None:
     path = patient.mirror / "packed-refs"
     lines = path.read_bytes().splitlines(keepends=True)
     number = chance.randrange(1, len(lines))
-    lines[number] = chance.choice((b"what is this\n", lines[number][1:], lines[number][:20] + b"\n", b"\0" * 60 + b"\n"))
+    lines[number] = chance.choice(
+        (b"what is this\n", lines[number][1:], lines[number][:20] + b"\n", b"\0" * 60 + b"\n")
+    )
     write(path, b"".join(lines))
 
 
@@ -145,7 +158,12 @@ INJURIES: tuple[Injury, ...] = (
     Injury("loose object truncated", lambda p, c: _truncate(_loose(p, c), c), "loose", 5),
     Injury("loose object empty", lambda p, c: write(_loose(p, c), b""), "loose", 4),
     Injury("loose object, a bit flipped", lambda p, c: _flip_bit(_loose(p, c), c), "loose", 5),
-    Injury("loose object overwritten", lambda p, c: write(_loose(p, c), c.randbytes(c.randrange(1, 300))), "loose", 3),
+    Injury(
+        "loose object overwritten",
+        lambda p, c: write(_loose(p, c), c.randbytes(c.randrange(1, 300))),
+        "loose",
+        3,
+    ),
     Injury("loose object has another's bytes", _swap, "loose", 5),
     Injury("object lost out of a pack", _lose_from_pack, weight=10),
     Injury("pack, a bit flipped", _at(_PACK, _flip_bit), weight=8),
@@ -164,7 +182,11 @@ INJURIES: tuple[Injury, ...] = (
     Injury("commit-graph, a bit flipped", _at(_GRAPH, _flip_bit), weight=2),
     Injury("commit-graph truncated", _at(_GRAPH, _truncate)),
     Injury("commit-graph chain truncated", _at(_CHAIN, _truncate)),
-    Injury("branch or tag lost", lambda p, c: _delete(c.choice(("refs/heads/", "refs/tags/")))(p, c), weight=3),
+    Injury(
+        "branch or tag lost",
+        lambda p, c: _delete(c.choice(("refs/heads/", "refs/tags/")))(p, c),
+        weight=3,
+    ),
     Injury("pin of a dataset lost", _delete("refs/mirrord/pins/dataset"), weight=2),
     Injury("pin of a person lost", _delete("refs/mirrord/pins/person"), weight=2),
     Injury("kept ref lost", _delete("refs/mirrord/kept/"), weight=3),
@@ -181,7 +203,10 @@ INJURIES: tuple[Injury, ...] = (
     Injury("configuration truncated", lambda p, c: _truncate(p.mirror / "config", c)),
     Injury("configuration lacks a line", lambda p, c: _spoil_config(p.mirror / "config", c)),
     Injury("replace ref planted", _plant_replace),
-    Injury("alternates planted", lambda p, _: write(p.mirror / "objects/info/alternates", b"/nonexistent/objects\n")),
+    Injury(
+        "alternates planted",
+        lambda p, _: write(p.mirror / "objects/info/alternates", b"/nonexistent/objects\n"),
+    ),
 )
 
 

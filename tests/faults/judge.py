@@ -41,21 +41,31 @@ def nothing_left(lab: Lab) -> None:
 
 def leftovers(state: Path) -> list[str]:
     """What should not be in a state directory when nothing is going on. Clients' trees are not looked into."""
-    found = [f"quarantine/{path.name}" for path in (state / "quarantine").iterdir() if path.name != "damaged"]
+    found = [
+        f"quarantine/{path.name}"
+        for path in (state / "quarantine").iterdir()
+        if path.name != "damaged"
+    ]
     for directory, names, files in os.walk(state):
         if Path(directory).parent.parent in (state / "checkouts", state / "leases"):
             names.clear()
             continue
-        wrong = [name for name in (*names, *files) if _LEFTOVER.fullmatch(name) and name != "daemon.lock"]
+        wrong = [
+            name for name in (*names, *files) if _LEFTOVER.fullmatch(name) and name != "daemon.lock"
+        ]
         found += [str((Path(directory) / name).relative_to(state)) for name in wrong]
     for kind in ("checkouts", "leases"):
-        names = [path.name for path in (state / kind).iterdir() if not path.name.startswith(".warm-")]
+        names = [
+            path.name for path in (state / kind).iterdir() if not path.name.startswith(".warm-")
+        ]
         found += [f"{kind}/{name} without a lease" for name in names if not _is_leased(state, name)]
     return found
 
 
 def _is_leased(state: Path, checkout: str) -> bool:
-    return any((state / "leases" / checkout / name).exists() for name in ("lease.json", "resetting.json"))
+    return any(
+        (state / "leases" / checkout / name).exists() for name in ("lease.json", "resetting.json")
+    )
 
 
 def until_empty(look: Callable[[], list[str]], what: str) -> None:
@@ -74,14 +84,22 @@ def until_empty(look: Callable[[], list[str]], what: str) -> None:
 def nothing_lost(lab: Lab) -> None:
     """Every pin and every tip that was ever there is there, whole; catalog and refs say the same."""
     refs = refs_of(lab.mirror)
-    pinned = {(pin["commit"], pin["owner"]) for pin in lab.call("GET", "pins") if pin["mirror"] == NAME}
-    in_git = {(oid, ref.split("/", 3)[3].rpartition("/")[0]) for ref, oid in refs.items() if ref.startswith("refs/mirrord/pins/")}
+    pinned = {
+        (pin["commit"], pin["owner"]) for pin in lab.call("GET", "pins") if pin["mirror"] == NAME
+    }
+    in_git = {
+        (oid, ref.split("/", 3)[3].rpartition("/")[0])
+        for ref, oid in refs.items()
+        if ref.startswith("refs/mirrord/pins/")
+    }
     assert pinned == in_git, f"catalog and refs disagree on pins: {pinned ^ in_git}"
     assert lab.truth.pins <= pinned, f"lost pins: {lab.truth.pins - pinned}"
     wanted = sorted({commit for commit, _ in lab.truth.pins} | lab.truth.tips)
     must_be_whole(lab.mirror, wanted)
     reachable = git(lab.mirror, "rev-list", "--all").split()
-    assert lab.truth.tips <= {*reachable}, f"tips that no ref keeps: {lab.truth.tips - {*reachable}}"
+    assert lab.truth.tips <= {*reachable}, (
+        f"tips that no ref keeps: {lab.truth.tips - {*reachable}}"
+    )
 
 
 def must_be_whole(repository: Path, commits: list[str]) -> None:
@@ -109,7 +127,9 @@ def must_be_usable(lab: Lab, lease: dict[str, Any]) -> None:
     assert git(tree, "rev-parse", "HEAD") == lease["commit"], f"HEAD of {lease['id']}"
     assert git(tree, "rev-parse", "HEAD^{tree}") == lease["tree"], f"tree of {lease['id']}"
     status = git(tree, "status", "--porcelain", "--ignored").splitlines()
-    assert set(status) <= {"?? work"}, f"checkout {lease['id']} ({lease['backend']}) is not as it was made: {status[:5]}"
+    assert set(status) <= {"?? work"}, (
+        f"checkout {lease['id']} ({lease['backend']}) is not as it was made: {status[:5]}"
+    )
     git(tree, "fsck", "--full", "--no-dangling")
 
 
@@ -133,7 +153,9 @@ def works_again(lab: Lab) -> None:
             if refused.code == "backend-unavailable":
                 continue
             raise
-        assert git(Path(made["path"]), "write-tree") == git(lab.upstream.path, "rev-parse", f"{new}^{{tree}}")
+        assert git(Path(made["path"]), "write-tree") == git(
+            lab.upstream.path, "rev-parse", f"{new}^{{tree}}"
+        )
         lab.release(made["id"])
 
 

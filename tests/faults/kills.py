@@ -43,7 +43,10 @@ def _at_steps(kind: type[Operation], plan: Plan) -> Iterator[Row]:
     seed = plan.choices(f"{kind.name}: killed at a step")
     with laboratory() as lab:
         steps = steps_of(lab, kind)
-    strikes = [Strike(_DAEMON, kind.name, step, partial(kill_at, kind=kind, step=step, count=count)) for step, count in steps]
+    strikes = [
+        Strike(_DAEMON, kind.name, step, partial(kill_at, kind=kind, step=step, count=count))
+        for step, count in steps
+    ]
     yield from in_series(strike for strike in strikes if seed.random() < plan.share)
 
 
@@ -55,10 +58,18 @@ def _anywhere(kind: type[Operation], plan: Plan) -> Iterator[Row]:
     delays = [seed.uniform(0, took_s) for _ in range(_ANY_MOMENT)]
     strikes = [
         *(
-            Strike(_fault_of(child), kind.name, f"`{child}`", partial(kill_child, kind=kind, victim=child, seed=seed))
+            Strike(
+                _fault_of(child),
+                kind.name,
+                f"`{child}`",
+                partial(kill_child, kind=kind, victim=child, seed=seed),
+            )
             for child in children
         ),
-        *(Strike(_DAEMON, kind.name, "any moment", partial(kill_after, kind=kind, delay_s=delay)) for delay in delays),
+        *(
+            Strike(_DAEMON, kind.name, "any moment", partial(kill_after, kind=kind, delay_s=delay))
+            for delay in delays
+        ),
     ]
     yield from in_series(strike for strike in strikes if seed.random() < plan.share)
 
@@ -74,7 +85,11 @@ def steps_of(lab: Lab, kind: type[Operation]) -> list[tuple[str, int]]:
         operation.run()
         nothing_left(lab)  # what goes on in the background is part of it
     operation.clean()
-    return [(step, count) for step, count in seen if count == 1 or ("catalog" in step and count <= _OFTEN)]
+    return [
+        (step, count)
+        for step, count in seen
+        if count == 1 or ("catalog" in step and count <= _OFTEN)
+    ]
 
 
 def kill_at(lab: Lab, kind: type[Operation], step: str, count: int = 1) -> Row:
@@ -152,7 +167,9 @@ def descendants(pid: int) -> Iterator[int]:
     """The processes below one."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+        children = [
+            int(child) for thread in threads for child in (thread / "children").read_text().split()
+        ]
     except (FileNotFoundError, ProcessLookupError):
         return
     for child in children:
@@ -167,7 +184,11 @@ def kind_of(pid: int) -> str:
         return "worker" if _is_forkserver(_command(_parent(pid))) else "fork server"
     if not words or Path(words[0]).name not in {"git", "git-upload-pack"}:
         return ""
-    plain = [word for word in words[1:] if word and not word.startswith("-") and "=" not in word and "/" not in word]
+    plain = [
+        word
+        for word in words[1:]
+        if word and not word.startswith("-") and "=" not in word and "/" not in word
+    ]
     return f"git {plain[0]}" if plain else Path(words[0]).name
 
 
@@ -224,12 +245,16 @@ def kill_child(lab: Lab, kind: type[Operation], victim: str, seed: random.Random
         if struck:
             if not lab.is_up:
                 lab.restart()
-            assert work.error is None or isinstance(work.error, Refused), f"not one of our errors: {work.error!r}"
+            assert work.error is None or isinstance(work.error, Refused), (
+                f"not one of our errors: {work.error!r}"
+            )
             said = f"answered {work.error.code}" if isinstance(work.error, Refused) else "went on"
             if victim in {"worker", "fork server"}:
                 _next_call(lab, operation)
             must_mend_itself(lab, operation)
-            return Row(_fault_of(victim), kind.name, f"`{victim}`", f"{said}; {end_of(lab, operation)}")
+            return Row(
+                _fault_of(victim), kind.name, f"`{victim}`", f"{said}; {end_of(lab, operation)}"
+            )
         operation.settle()
         operation.clean()
     return Row(_fault_of(victim), kind.name, f"`{victim}`", NOT_HIT, count=0)

@@ -116,16 +116,25 @@ class Lab:
         return refs_of(self.upstream.path, "refs/heads", "refs/tags")
 
     def import_rows(self, dataset: str, commits: list[str], repo: str = "o/r") -> None:
-        rows = [{"instance_id": f"{dataset}-{commit[:12]}", "repo": repo, "base_commit": commit} for commit in commits]
+        rows = [
+            {"instance_id": f"{dataset}-{commit[:12]}", "repo": repo, "base_commit": commit}
+            for commit in commits
+        ]
         text = "".join(json.dumps({**row, **_ROW}) + "\n" for row in rows)
-        self.finish(self.call("POST", f"datasets?filename={dataset}.jsonl&name={dataset}", text.encode()))
+        self.finish(
+            self.call("POST", f"datasets?filename={dataset}.jsonl&name={dataset}", text.encode())
+        )
         if repo != "o/r":
             return
         owner = f"dataset/{dataset}"
-        self.truth.pins = {pin for pin in self.truth.pins if pin[1] != owner} | {(commit, owner) for commit in commits}
+        self.truth.pins = {pin for pin in self.truth.pins if pin[1] != owner} | {
+            (commit, owner) for commit in commits
+        }
 
     def checkout(self, commit: str, backend: str) -> dict[str, Any]:
-        made: dict[str, Any] = self.call("POST", "checkouts", {"mirror": NAME, "commit": commit, "backend": backend})
+        made: dict[str, Any] = self.call(
+            "POST", "checkouts", {"mirror": NAME, "commit": commit, "backend": backend}
+        )
         self.truth.leases[made["id"]] = made
         return made
 
@@ -144,14 +153,20 @@ class Lab:
             self._set_maintenance("")
 
     def _set_maintenance(self, text: str) -> None:
-        self.daemon.write_config(CONFIG.format(upstreams=self.root / "up") + f"[maintenance]\n{text}\n")
+        self.daemon.write_config(
+            CONFIG.format(upstreams=self.root / "up") + f"[maintenance]\n{text}\n"
+        )
         self.call("POST", "reload")
 
     def _new_operation(self, kind: str, before: set[str]) -> dict[str, Any]:
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             for operation in self.call("GET", "operations"):
-                if operation["kind"] == kind and operation["id"] not in before and operation["subject"] == NAME:
+                if (
+                    operation["kind"] == kind
+                    and operation["id"] not in before
+                    and operation["subject"] == NAME
+                ):
                     return dict(operation)
             time.sleep(0.01)
         raise AssertionError(f"{kind} did not begin")
@@ -171,7 +186,10 @@ class Lab:
 
     def bugs(self) -> list[str]:
         """The ends of the tracebacks in the daemon's log."""
-        return [part.strip()[-600:] for part in self.daemon.log.split("Traceback (most recent call last)")[1:]]
+        return [
+            part.strip()[-600:]
+            for part in self.daemon.log.split("Traceback (most recent call last)")[1:]
+        ]
 
     def kill(self) -> None:
         """SIGKILL, however the daemon fares."""
@@ -234,7 +252,9 @@ class Background:
 
 
 @contextmanager
-def laboratory(mount: Callable[[Path], None] | None = None, unmount: Callable[[Path], None] | None = None) -> Iterator[Lab]:
+def laboratory(
+    mount: Callable[[Path], None] | None = None, unmount: Callable[[Path], None] | None = None
+) -> Iterator[Lab]:
     """A lab whose daemon was started and has something to lose; all of it is gone at the end. `mount` puts a disk below it."""
     root = Path(tempfile.mkdtemp(prefix="mf-"))
     root.chmod(0o755)

@@ -21,7 +21,15 @@ _GITLINK = b"160000"
 
 def objects_in(repository: Path) -> set[str]:
     """Every object that git lists, sound or not."""
-    return set(git(repository, "cat-file", "--batch-all-objects", "--unordered", "--batch-check=%(objectname)").split())
+    return set(
+        git(
+            repository,
+            "cat-file",
+            "--batch-all-objects",
+            "--unordered",
+            "--batch-check=%(objectname)",
+        ).split()
+    )
 
 
 def links_of(repository: Path) -> dict[str, frozenset[str]]:
@@ -38,7 +46,12 @@ def readable(repository: Path, oids: Iterable[str]) -> set[str]:
         seen = 0
         for oid, kind, body in _read(repository, pending):
             seen = pending.index(oid) + 1
-            if hashlib.sha1(b"%s %d\0%s" % (kind.encode(), len(body), body), usedforsecurity=False).hexdigest() == oid:
+            if (
+                hashlib.sha1(
+                    b"%s %d\0%s" % (kind.encode(), len(body), body), usedforsecurity=False
+                ).hexdigest()
+                == oid
+            ):
                 good.add(oid)
         pending = [] if seen == len(pending) else pending[seen + 1 :] if seen else pending[1:]
     return good
@@ -48,7 +61,9 @@ def _read(repository: Path, oids: Iterable[str]) -> Iterator[tuple[str, str, byt
     """As many as git gives before it ends; what it calls missing is left out."""
     asked = "".join(f"{oid}\n" for oid in oids).encode()
     command = ["git", "-c", "core.commitGraph=false", "cat-file", "--batch"]
-    output = subprocess.run(command, cwd=repository, input=asked, env=ENV, capture_output=True, check=False).stdout
+    output = subprocess.run(
+        command, cwd=repository, input=asked, env=ENV, capture_output=True, check=False
+    ).stdout
     at = 0
     while at < len(output):
         end = output.index(b"\n", at)

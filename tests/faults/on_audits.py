@@ -35,14 +35,18 @@ class _Audit(Operation):
         self._id = ""
 
     def run(self) -> None:
-        audit = self.lab.finish(self.lab.call("POST", "audits", {"level": self.level, "heal": False}))
+        audit = self.lab.finish(
+            self.lab.call("POST", "audits", {"level": self.level, "heal": False})
+        )
         _must_tell_no_damage(audit)
         if audit["left"]:
             raise Refused({"code": "audit-left-mirrors", "detail": str(audit["findings"])})
 
     def look(self) -> None:
         """What it said of mirrors before it ended."""
-        with closing(sqlite3.connect(f"file:{self.lab.state}/catalog.sqlite3?mode=ro", uri=True)) as catalog:
+        with closing(
+            sqlite3.connect(f"file:{self.lab.state}/catalog.sqlite3?mode=ro", uri=True)
+        ) as catalog:
             query = "SELECT audit_id, mirror_key, judged_at FROM judgements WHERE level = ? ORDER BY started_at, judged_at"
             rows = catalog.execute(query, (str(self.level),)).fetchall()
         self._id = rows[-1][0] if rows else ""
@@ -55,7 +59,9 @@ class _Audit(Operation):
         """Whole audits of everything at this level."""
         audits = self.lab.call("GET", "audits")
         return {
-            audit["id"] for audit in audits if audit["level"] == self.level and not audit["left"] and len(audit["mirrors"]) > 1
+            audit["id"]
+            for audit in audits
+            if audit["level"] == self.level and not audit["left"] and len(audit["mirrors"]) > 1
         }
 
     def settle(self) -> None:
@@ -97,6 +103,12 @@ def _add(lab: Lab, short: str) -> None:
 
 
 def _must_tell_no_damage(audit: dict[str, Any]) -> None:
-    wrong = [finding for finding in audit["findings"] if not finding["detail"].startswith("it could not be judged")]
+    wrong = [
+        finding
+        for finding in audit["findings"]
+        if not finding["detail"].startswith("it could not be judged")
+    ]
     assert not wrong, f"false alarm: {wrong[:2]}"
-    assert not {state for state, count in audit["counts"].items() if count and state != "ok"}, audit["counts"]
+    assert not {state for state, count in audit["counts"].items() if count and state != "ok"}, (
+        audit["counts"]
+    )

@@ -52,7 +52,9 @@ class BundleCreation(Operation):
         git(self._file.parent, "init", "--quiet", "--bare", copy.name)
         git(copy, "fetch", "--quiet", str(self._file), "+refs/*:refs/*")
         refs, wanted = refs_of(copy, "refs"), refs_of(self.lab.mirror, "refs")
-        assert wanted.items() <= refs.items(), f"refs that the bundle lacks: {wanted.items() - refs.items()}"
+        assert wanted.items() <= refs.items(), (
+            f"refs that the bundle lacks: {wanted.items() - refs.items()}"
+        )
         must_be_whole(copy, sorted(set(wanted.values())))
         shutil.rmtree(copy)
         return AFTER
@@ -65,7 +67,9 @@ class BundleImport(Operation):
     """A mirror that is here no longer, with a dataset and pins; its upstream is gone too."""
 
     name = "bundle import (new mirror)"
-    after_kill = frozenset({BEFORE, AFTER, UNPINNED})  # rows of datasets come before pins, and are told of
+    after_kill = frozenset(
+        {BEFORE, AFTER, UNPINNED}
+    )  # rows of datasets come before pins, and are told of
 
     def __init__(self, lab: Lab) -> None:
         super().__init__(lab)
@@ -100,8 +104,14 @@ class BundleImport(Operation):
         refs = refs_of(self._path, "refs")
         assert refs == self._refs, f"half a mirror: {refs.items() ^ self._refs.items()}"
         must_be_whole(self._path, sorted(set(refs.values())))
-        pins = {(pin["commit"], pin["owner"]) for pin in self.lab.call("GET", f"pins?mirror={_COPY}")}
-        wanted = {(ref.rpartition("/")[2], "/".join(ref.split("/")[3:5])) for ref in refs if ref.startswith("refs/mirrord/pins/")}
+        pins = {
+            (pin["commit"], pin["owner"]) for pin in self.lab.call("GET", f"pins?mirror={_COPY}")
+        }
+        wanted = {
+            (ref.rpartition("/")[2], "/".join(ref.split("/")[3:5]))
+            for ref in refs
+            if ref.startswith("refs/mirrord/pins/")
+        }
         assert pins == wanted, f"catalog and refs disagree on pins: {pins ^ wanted}"
         assert self._has_rows(), "pins of a dataset, without its rows"
         return AFTER
@@ -112,7 +122,9 @@ class BundleImport(Operation):
         dataset = self.lab.call("GET", f"datasets/{_SHORT}")
         unpinned = {it["commit"] for it in dataset["unpinned"]}
         assert unpinned in (set(), set(self.lab.commits[2:5])), f"half of the pins: {unpinned}"
-        assert bool(unpinned) != self._path.exists(), "pins of a mirror that is not there, or the other way"
+        assert bool(unpinned) != self._path.exists(), (
+            "pins of a mirror that is not there, or the other way"
+        )
         return True
 
     def is_sound(self, outcome: str) -> bool:
@@ -150,13 +162,32 @@ class BundleOfMore(Operation):
         elsewhere = lab.root / f"elsewhere-{number}.git"
         git(lab.root, "clone", "--quiet", "--bare", str(lab.upstream.path), elsewhere.name)
         self._tip = git(
-            elsewhere, "-c", "user.name=A", "-c", "user.email=a@b", "commit-tree", "-p", base, "-m", f"{number}", tree
+            elsewhere,
+            "-c",
+            "user.name=A",
+            "-c",
+            "user.email=a@b",
+            "commit-tree",
+            "-p",
+            base,
+            "-m",
+            f"{number}",
+            tree,
         )
         self._pin = (self._tip, "person/7")
         self._pin_ref = f"refs/mirrord/pins/person/7/{self._tip}"
         git(elsewhere, "update-ref", self._branch, self._tip)
         git(elsewhere, "update-ref", self._pin_ref, self._tip)
-        git(elsewhere, "bundle", "create", "--quiet", str(self._file), self._branch, self._pin_ref, f"^{base}")
+        git(
+            elsewhere,
+            "bundle",
+            "create",
+            "--quiet",
+            str(self._file),
+            self._branch,
+            self._pin_ref,
+            f"^{base}",
+        )
         shutil.rmtree(elsewhere)
 
     def run(self) -> None:
@@ -167,9 +198,13 @@ class BundleOfMore(Operation):
     def outcome(self) -> str:
         refs = refs_of(self.lab.mirror, "refs")
         there = {ref for ref in (self._branch, self._pin_ref) if refs.get(ref) == self._tip}
-        if any(ref.startswith("refs/mirrord/kept/") and oid == self._tip for ref, oid in refs.items()):
+        if any(
+            ref.startswith("refs/mirrord/kept/") and oid == self._tip for ref, oid in refs.items()
+        ):
             there.add(self._branch)  # a sync came by: upstream does not have it
-        pinned = self._pin in {(pin["commit"], pin["owner"]) for pin in self.lab.call("GET", f"pins?mirror={NAME}")}
+        pinned = self._pin in {
+            (pin["commit"], pin["owner"]) for pin in self.lab.call("GET", f"pins?mirror={NAME}")
+        }
         assert len(there) in {0, 2}, f"half of the refs: {there}"
         assert pinned == bool(there), "catalog and refs disagree on a pin"
         if not there:

@@ -121,7 +121,11 @@ def _migrate_to(revision: str, catalog: Path) -> None:
 
 def _tables(connection: sqlite3.Connection) -> list[str]:
     found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-    return sorted(name for (name,) in found if not name.startswith(("sqlite_", "alembic_")) and name not in _DROPPED)
+    return sorted(
+        name
+        for (name,) in found
+        if not name.startswith(("sqlite_", "alembic_")) and name not in _DROPPED
+    )
 
 
 def _columns(connection: sqlite3.Connection, table: str) -> list[str]:

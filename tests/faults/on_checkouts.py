@@ -20,7 +20,9 @@ class Checkout(Operation):
 
     def __init__(self, lab: Lab) -> None:
         super().__init__(lab)
-        self.commit = lab.upstream.commit({f"src/mod{lab.number() % 5}.py": f"made = {lab.number()}\n"})
+        self.commit = lab.upstream.commit(
+            {f"src/mod{lab.number() % 5}.py": f"made = {lab.number()}\n"}
+        )
         lab.sync()
         self._before = {lease["id"] for lease in lab.call("GET", "checkouts")}
 
@@ -31,7 +33,9 @@ class Checkout(Operation):
         return AFTER if self._made() else BEFORE
 
     def _made(self) -> list[dict[str, Any]]:
-        made = [lease for lease in self.lab.call("GET", "checkouts") if lease["id"] not in self._before]
+        made = [
+            lease for lease in self.lab.call("GET", "checkouts") if lease["id"] not in self._before
+        ]
         for lease in made:
             assert lease["commit"] == self.commit
             must_be_usable(self.lab, lease)
@@ -102,7 +106,9 @@ class Reset(Operation):
         if (self.lab.state / "leases" / lease["id"] / "resetting.json").exists():
             return HALF
         if lease["commit"] == self._from:
-            assert (tree / "README").read_text() == "dirty\n", "neither as its owner left it nor reset"
+            assert (tree / "README").read_text() == "dirty\n", (
+                "neither as its owner left it nor reset"
+            )
             return BEFORE
         assert lease["commit"] == self._to
         return AFTER

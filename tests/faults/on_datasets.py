@@ -26,12 +26,27 @@ class Import(Operation):
         self.lab.import_rows(self._dataset, self._new)
 
     def outcome(self) -> str:
-        instances = {row["id"] for row in self.lab.call("GET", f"instances?dataset={self._dataset}")}
-        wanted = next((c for c in (self._old, self._new) if {f"{self._dataset}-{oid[:12]}" for oid in c} == instances), None)
+        instances = {
+            row["id"] for row in self.lab.call("GET", f"instances?dataset={self._dataset}")
+        }
+        wanted = next(
+            (
+                c
+                for c in (self._old, self._new)
+                if {f"{self._dataset}-{oid[:12]}" for oid in c} == instances
+            ),
+            None,
+        )
         assert wanted is not None, f"neither the old dataset nor the new one: {instances}"
         owner = f"dataset/{self._dataset}"
-        pinned = {pin["commit"] for pin in self.lab.call("GET", f"pins?mirror={NAME}") if pin["owner"] == owner}
-        unpinned = {it["commit"] for it in self.lab.call("GET", f"datasets/{self._dataset}")["unpinned"]}
+        pinned = {
+            pin["commit"]
+            for pin in self.lab.call("GET", f"pins?mirror={NAME}")
+            if pin["owner"] == owner
+        }
+        unpinned = {
+            it["commit"] for it in self.lab.call("GET", f"datasets/{self._dataset}")["unpinned"]
+        }
         assert pinned | unpinned == set(wanted), (
             f"pins that the dataset does not record, or the other way: {pinned ^ set(wanted)}"
         )
@@ -45,7 +60,9 @@ class Import(Operation):
             self.lab.call("DELETE", f"datasets/{self._dataset}")
 
     def _forget(self) -> None:
-        self.lab.truth.pins = {pin for pin in self.lab.truth.pins if pin[1] != f"dataset/{self._dataset}"}
+        self.lab.truth.pins = {
+            pin for pin in self.lab.truth.pins if pin[1] != f"dataset/{self._dataset}"
+        }
 
 
 class DatasetRemoval(Import):

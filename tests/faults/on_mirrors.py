@@ -57,7 +57,9 @@ class MirrorRemoval(FirstClone):
         with suppress(Refused):
             self.run()
         assert self.outcome() == AFTER
-        assert f"o__{self._short}" not in {mirror["name"] for mirror in self.lab.call("GET", "mirrors")}
+        assert f"o__{self._short}" not in {
+            mirror["name"] for mirror in self.lab.call("GET", "mirrors")
+        }
 
     def clean(self) -> None:
         pass
@@ -88,14 +90,24 @@ class Sync(Operation):
 
     def outcome(self) -> str:
         refs = refs_of(self.lab.mirror, "refs/heads", "refs/tags")
-        assert refs in (self._old, self._new), f"half of the refs moved: {refs.items() ^ self._new.items()}"
+        assert refs in (self._old, self._new), (
+            f"half of the refs moved: {refs.items() ^ self._new.items()}"
+        )
         record = git(self.lab.mirror, "cat-file", "blob", "refs/mirrord/history:refs")
-        recorded = {line for line in record.splitlines() if not line.startswith("@") and "refs/mirrord/kept/" not in line}
-        assert recorded == {f"{oid} {ref}" for ref, oid in refs.items()}, "the ref history does not say what the refs are"
+        recorded = {
+            line
+            for line in record.splitlines()
+            if not line.startswith("@") and "refs/mirrord/kept/" not in line
+        }
+        assert recorded == {f"{oid} {ref}" for ref, oid in refs.items()}, (
+            "the ref history does not say what the refs are"
+        )
         if refs == self._old:
             return BEFORE
         kept = refs_of(self.lab.mirror, "refs/mirrord/kept").values()
-        assert self._old["refs/heads/moved"] in kept, "a tip that upstream moved away from is not kept"
+        assert self._old["refs/heads/moved"] in kept, (
+            "a tip that upstream moved away from is not kept"
+        )
         return AFTER
 
     def clean(self) -> None:
@@ -125,7 +137,9 @@ class Pin(Operation):
         self.lab.call("DELETE", f"pins/{NAME}/{self._commit}")
 
     def outcome(self) -> str:
-        there = {(pin["commit"], pin["owner"]) for pin in self.lab.call("GET", f"pins?mirror={NAME}")}
+        there = {
+            (pin["commit"], pin["owner"]) for pin in self.lab.call("GET", f"pins?mirror={NAME}")
+        }
         return AFTER if self._pin in there else BEFORE
 
     def clean(self) -> None:
@@ -179,7 +193,11 @@ class Heal(Operation):
         lab.import_rows(self._dataset, [commit])
         self._commit = commit
         indexes = (lab.mirror / "objects/pack").glob("*.idx")
-        holder = next(file for file in indexes if commit in git(lab.mirror, "show-index", stdin=file.read_bytes()))
+        holder = next(
+            file
+            for file in indexes
+            if commit in git(lab.mirror, "show-index", stdin=file.read_bytes())
+        )
         for file in holder.parent.glob(f"{holder.stem}.*"):
             file.unlink()
 
@@ -187,7 +205,16 @@ class Heal(Operation):
         self.lab.finish(self.lab.call("POST", "heals", {"mirrors": [NAME]}))
 
     def outcome(self) -> str:
-        done = git(self.lab.mirror, "-c", "core.commitGraph=false", "rev-list", "--objects", "--quiet", self._commit, check=False)
+        done = git(
+            self.lab.mirror,
+            "-c",
+            "core.commitGraph=false",
+            "rev-list",
+            "--objects",
+            "--quiet",
+            self._commit,
+            check=False,
+        )
         found = git(self.lab.mirror, "cat-file", "--batch-check", stdin=self._commit.encode())
         return BEFORE if found.endswith("missing") or "fatal" in done else AFTER
 
@@ -195,5 +222,7 @@ class Heal(Operation):
         return outcome == AFTER
 
     def clean(self) -> None:
-        self.lab.truth.pins = {pin for pin in self.lab.truth.pins if pin[1] != f"dataset/{self._dataset}"}
+        self.lab.truth.pins = {
+            pin for pin in self.lab.truth.pins if pin[1] != f"dataset/{self._dataset}"
+        }
         self.lab.call("DELETE", f"datasets/{self._dataset}")

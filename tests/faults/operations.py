@@ -5,7 +5,16 @@ from __future__ import annotations
 from .on_audits import ClosureAudit, ContentAudit, QuickAudit
 from .on_bundles import BundleCreation, BundleImport, BundleOfMore
 from .on_catalog import Migration
-from .on_checkouts import Checkout, PoolCheckout, PoolRelease, PoolReset, PoolTree, Release, Reset, WarmCheckout
+from .on_checkouts import (
+    Checkout,
+    PoolCheckout,
+    PoolRelease,
+    PoolReset,
+    PoolTree,
+    Release,
+    Reset,
+    WarmCheckout,
+)
 from .on_datasets import DatasetRemoval, Import
 from .on_mirrors import FirstClone, Heal, Maintenance, MirrorRemoval, Pin, Sync, Unpin
 from .operation import Operation

@@ -23,7 +23,15 @@ from mirrord.model import CommitId, MirrorName
 from .objects import links_of, objects_in, objects_of_bundle
 
 _FORK = MirrorName("fork", "name")
-_DONORS = ("upstream", "fallback", "fork", "closure packs", "bundle", "incremental bundle", "bundle of a fork")
+_DONORS = (
+    "upstream",
+    "fallback",
+    "fork",
+    "closure packs",
+    "bundle",
+    "incremental bundle",
+    "bundle of a fork",
+)
 
 
 @dataclass
@@ -90,37 +98,70 @@ class Patient(House):
 
     async def _pin(self) -> None:
         revs = ("main", "main~1", "main~3", "side", "main~4")
-        commits = {f"owner__name-{n}": CommitId(self.upstream.git("rev-parse", rev)) for n, rev in enumerate(revs)}
+        commits = {
+            f"owner__name-{n}": CommitId(self.upstream.git("rev-parse", rev))
+            for n, rev in enumerate(revs)
+        }
         await self.mirror_and_pin(commits)
         self.truth.recorded = {instance: str(commit) for instance, commit in commits.items()}
         kept = next(oid for ref, oid in refs_of(self.mirror).items() if "/kept/" in ref)
-        assert await self.mirrors.pin(self.name, [CommitId(kept)], owner="person/7", reason="paper") == {}
+        assert (
+            await self.mirrors.pin(self.name, [CommitId(kept)], owner="person/7", reason="paper")
+            == {}
+        )
 
     async def _make_donors(self, first_record: str) -> None:
-        git(self.root, "clone", "-q", "--mirror", str(self.upstream.path), str(self.root / "name-b"))
-        git(self.root, "clone", "-q", "--bare", "--single-branch", str(self.upstream.path), str(self.root / "fork.git"))
+        git(
+            self.root, "clone", "-q", "--mirror", str(self.upstream.path), str(self.root / "name-b")
+        )
+        git(
+            self.root,
+            "clone",
+            "-q",
+            "--bare",
+            "--single-branch",
+            str(self.upstream.path),
+            str(self.root / "fork.git"),
+        )
         await self.mirrors.add(_FORK.repo, f"file://{self.root / 'fork.git'}")
         await self.mirrors.sync(_FORK)
         self._make_closure_packs()
         await self.bundle(self._all / "bundle")
         await self.bundle(self._all / "incremental bundle", since=first_record)
-        git(self.root / "fork.git", "bundle", "create", "-q", str(self._all / "bundle of a fork"), "main")
+        git(
+            self.root / "fork.git",
+            "bundle",
+            "create",
+            "-q",
+            str(self._all / "bundle of a fork"),
+            "main",
+        )
         (self.state_dir / "mirrors" / str(_FORK)).rename(self._all / "fork")
         self.dropped.mkdir(exist_ok=True)
 
     def _make_closure_packs(self) -> None:
         for rev in ("main~1", "side"):
-            layer = self._all / "closure packs/owner__name/packs" / git(self.mirror, "rev-parse", rev)
+            layer = (
+                self._all / "closure packs/owner__name/packs" / git(self.mirror, "rev-parse", rev)
+            )
             layer.mkdir(parents=True)
             listing = git(self.mirror, "rev-list", "--objects", "--no-object-names", rev)
-            git(self.mirror, "pack-objects", "-q", str(layer / "pack"), stdin=f"{listing}\n".encode())
+            git(
+                self.mirror,
+                "pack-objects",
+                "-q",
+                str(layer / "pack"),
+                stdin=f"{listing}\n".encode(),
+            )
 
     def _keep_pristine(self) -> None:
         truth = self.truth
         truth.refs, truth.head = refs_of(self.mirror), (self.mirror / "HEAD").read_text()
         truth.links = links_of(self.mirror)
         packs = [
-            git(pack.parent, "show-index", stdin=pack.read_bytes()) for pack in self._all.rglob("*.idx") if "closure" in str(pack)
+            git(pack.parent, "show-index", stdin=pack.read_bytes())
+            for pack in self._all.rglob("*.idx")
+            if "closure" in str(pack)
         ]
         bundle = objects_of_bundle(self._all / "incremental bundle", self.mirror)
         truth.bases = bundle.bases
@@ -128,7 +169,9 @@ class Patient(House):
             "upstream": objects_in(self.upstream.path),
             "fallback": objects_in(self.root / "name-b"),
             "fork": objects_in(self._all / "fork"),
-            "closure packs": {line.split()[1] for listing in packs for line in listing.splitlines()},
+            "closure packs": {
+                line.split()[1] for listing in packs for line in listing.splitlines()
+            },
             "bundle": objects_of_bundle(self._all / "bundle", self.mirror).own,
             "incremental bundle": bundle.own,
             "bundle of a fork": objects_of_bundle(self._all / "bundle of a fork", self.mirror).own,
@@ -154,7 +197,11 @@ class Patient(House):
     def with_donors(self, names: Collection[str]) -> Iterator[None]:
         """Only these are there meanwhile."""
         fallbacks = (f"file://{self.root}/{{name}}-b",) if "fallback" in names else ()
-        moved = [(self._all / name, self._place(name)) for name in names if name not in {"upstream", "fallback"}]
+        moved = [
+            (self._all / name, self._place(name))
+            for name in names
+            if name not in {"upstream", "fallback"}
+        ]
         if "upstream" not in names:
             moved.append((self.upstream.path, self.upstream.path.with_name("away")))
         before = self.settings

@@ -39,7 +39,10 @@ def rows(plan: Plan) -> Iterator[Row]:
 def cut_power(scratch: Path, seed: random.Random, cuts: int) -> Iterator[Row]:
     disk = CutDisk(scratch / "disk.img")
     kinds = [seed.choice(_WORK) for _ in range(cuts)]
-    strikes = [Strike(_FAULT, kind.name, "any moment", partial(_cut_once, disk=disk, kind=kind, seed=seed)) for kind in kinds]
+    strikes = [
+        Strike(_FAULT, kind.name, "any moment", partial(_cut_once, disk=disk, kind=kind, seed=seed))
+        for kind in kinds
+    ]
     yield from in_series(strikes, partial(laboratory, disk.make, unmount))
 
 
@@ -64,7 +67,12 @@ def _cut_once(lab: Lab, disk: CutDisk, kind: type[Operation], seed: random.Rando
     judge(lab, level="content")
     operation.clean()
     _release_all(lab)
-    return Row(_FAULT, kind.name, "any moment", "started again; leases stand whole, or of the last seconds are gone")
+    return Row(
+        _FAULT,
+        kind.name,
+        "any moment",
+        "started again; leases stand whole, or of the last seconds are gone",
+    )
 
 
 def new_boot(root: Path) -> tuple[str, ...]:
@@ -99,7 +107,9 @@ def _leases_are_whole(lab: Lab, leases: dict[str, dict[str, Any]]) -> None:
 def _torn_templates_go(lab: Lab) -> None:
     """Templates are a cache and not flushed: an audit may find some torn, takes them away, and finds nothing else."""
     audit = lab.finish(lab.call("POST", "audits", {"level": "content", "heal": False}))
-    other = [it for it in audit["findings"] if not it["detail"].startswith(("closure pack", "template"))]
+    other = [
+        it for it in audit["findings"] if not it["detail"].startswith(("closure pack", "template"))
+    ]
     assert not other, other[:3]
 
 

@@ -86,7 +86,10 @@ def write_document(path: Path, parts: Sequence[Ended], seed: int, share: float) 
         ended=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         commits=_named_commits(parts),
         summary="\n".join(_summary(rows)),
-        losses="\n".join(f"- {row.fault}, {row.operation}, {row.step}: {row.did}; {row.lost}" for row in lost) or "None.",
+        losses="\n".join(
+            f"- {row.fault}, {row.operation}, {row.step}: {row.did}; {row.lost}" for row in lost
+        )
+        or "None.",
     )
     path.write_text(document, encoding="utf-8")
 
@@ -96,7 +99,9 @@ def _named_commits(parts: Sequence[Ended]) -> str:
     counts = Counter(part.commit for part in parts)
     if len(counts) == 1:
         return f"`{parts[0].commit}`"
-    return ", ".join(f"`{commit}` ({count} parts of {len(parts)})" for commit, count in counts.items())
+    return ", ".join(
+        f"`{commit}` ({count} parts of {len(parts)})" for commit, count in counts.items()
+    )
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:
@@ -104,5 +109,7 @@ def _summary(rows: Sequence[Row]) -> list[str]:
     lines = ["| fault | times | operations |", "|---|---|---|"]
     for fault in dict.fromkeys(row.fault for row in rows):
         struck = [row for row in rows if row.fault == fault]
-        lines.append(f"| {fault} | {sum(row.count for row in struck)} | {len({row.operation for row in struck})} |")
+        lines.append(
+            f"| {fault} | {sum(row.count for row in struck)} | {len({row.operation for row in struck})} |"
+        )
     return lines

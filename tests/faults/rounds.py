@@ -36,7 +36,9 @@ def parts_of(kind: str, rounds: Rounds) -> list[Part]:
     """All rounds, in parts that can go side by side."""
     share = ROUNDS // _PARTS
     numbers = [range(n * share, (n + 1) * share) for n in range(_PARTS)]
-    return [Part(f"{kind} {some[0]} to {some[-1]}", partial(_some_of, rounds, some)) for some in numbers]
+    return [
+        Part(f"{kind} {some[0]} to {some[-1]}", partial(_some_of, rounds, some)) for some in numbers
+    ]
 
 
 def _some_of(rounds: Rounds, numbers: range, plan: Plan) -> Iterator[Row]:

@@ -30,7 +30,9 @@ class Strike(NamedTuple):
     strike: Callable[[Lab], Row]
 
 
-def in_series(strikes: Iterable[Strike], lab_of: Callable[[], AbstractContextManager[Lab]] = laboratory) -> Iterator[Row]:
+def in_series(
+    strikes: Iterable[Strike], lab_of: Callable[[], AbstractContextManager[Lab]] = laboratory
+) -> Iterator[Row]:
     """Rows as they come."""
     pending = deque(strikes)
     while pending:
@@ -41,7 +43,9 @@ def in_series(strikes: Iterable[Strike], lab_of: Callable[[], AbstractContextMan
                 last = told(fault, operation, step, lambda strike=strike, lab=lab: strike(lab))  # type: ignore[misc]
                 yield last
             if last and last.lost == NOTHING:
-                end = told(last.fault, last.operation, "after all of them", lambda lab=lab: _judged(lab))  # type: ignore[misc]
+                end = told(
+                    last.fault, last.operation, "after all of them", lambda lab=lab: _judged(lab)
+                )  # type: ignore[misc]
                 yield from [end] if end.lost != NOTHING else []
 
 

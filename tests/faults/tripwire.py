@@ -19,9 +19,17 @@ from pathlib import Path
 _CREATE, _DELETE, _MOVED_FROM, _MOVED_TO, _MODIFY = 0x100, 0x200, 0x40, 0x80, 0x2  # linux/inotify.h
 _IS_DIRECTORY, _DONT_FOLLOW, _ONLY_DIRECTORIES = 0x40000000, 0x2000000, 0x1000000
 _MASK = _CREATE | _DELETE | _MOVED_FROM | _MOVED_TO | _DONT_FOLLOW | _ONLY_DIRECTORIES
-_VERBS = {_CREATE: "made", _DELETE: "removed", _MOVED_FROM: "renamed away", _MOVED_TO: "in place", _MODIFY: "written"}
+_VERBS = {
+    _CREATE: "made",
+    _DELETE: "removed",
+    _MOVED_FROM: "renamed away",
+    _MOVED_TO: "in place",
+    _MODIFY: "written",
+}
 _HEADER = struct.Struct("iIII")
-_OPAQUE = re.compile(r"(checkouts/[^/]+/tree|/files|/(layer|next)/(upper|work)|\.old-\*|removed-\*|\.retired-\*|\.gone-\*)/.*")
+_OPAQUE = re.compile(
+    r"(checkouts/[^/]+/tree|/files|/(layer|next)/(upper|work)|\.old-\*|removed-\*|\.retired-\*|\.gone-\*)/.*"
+)
 _THROWN_AWAY = re.compile(r"(quarantine/[^/]+)/.*")
 _RANDOM = (
     (re.compile(r"[0-9a-f]{40}"), "*"),

@@ -36,7 +36,12 @@ def rounds(seed: int, numbers: Collection[int]) -> Iterator[Row]:
             chance = random.Random(f"{seed} undamaged {number}")
             name = chance.choice(list(CHANGES))
             level = chance.choice(list(AuditLevel))
-            yield told(_FAULT, f"audit, level {level}", name, partial(portal.call, life.live_on, name, chance, level))
+            yield told(
+                _FAULT,
+                f"audit, level {level}",
+                name,
+                partial(portal.call, life.live_on, name, chance, level),
+            )
 
 
 class Life(Daemon):
@@ -53,15 +58,21 @@ class Life(Daemon):
 
     async def furnish(self) -> None:
         commits = self.upstream.history(6)
-        await self.mirror_and_pin({f"owner__name-{n}": CommitId(oid) for n, oid in enumerate(commits[:4])})
+        await self.mirror_and_pin(
+            {f"owner__name-{n}": CommitId(oid) for n, oid in enumerate(commits[:4])}
+        )
 
     async def live_on(self, change: str, chance: random.Random, level: AuditLevel) -> Row:
         """Change something, and have an audit find nothing."""
         self.count += 1
         await CHANGES[change](self, chance)
         audit = await self.audits.run(StartAudit(level=level, heal=False))
-        assert not audit.findings, f"false alarm: {[finding.detail for finding in audit.findings[:3]]}"
-        assert (audit.counts, audit.affected, audit.left) == ({CommitState.OK: 4}, [], []), audit.counts
+        assert not audit.findings, (
+            f"false alarm: {[finding.detail for finding in audit.findings[:3]]}"
+        )
+        assert (audit.counts, audit.affected, audit.left) == ({CommitState.OK: 4}, [], []), (
+            audit.counts
+        )
         return Row(_FAULT, f"audit, level {level}", change, "found nothing")
 
     async def sync(self) -> None:
@@ -103,19 +114,25 @@ def _merge(upstream: Upstream, n: int, chance: random.Random) -> None:
 
 
 def _submodule(upstream: Upstream, n: int, chance: random.Random) -> None:
-    upstream.git("update-index", "--add", "--cacheinfo", f"160000,{chance.getrandbits(160):040x},sub{n}")
+    upstream.git(
+        "update-index", "--add", "--cacheinfo", f"160000,{chance.getrandbits(160):040x},sub{n}"
+    )
     upstream.git("commit", "--quiet", "--message", "a submodule")
     (upstream.path / f"sub{n}").mkdir()
 
 
 def _tags(upstream: Upstream, n: int, chance: random.Random) -> None:
     for number in range(chance.randint(1, 60)):
-        upstream.git("tag", *(("-a", "-m", "a tag") if number % 2 else ()), f"v{n}.{number}", "HEAD")
+        upstream.git(
+            "tag", *(("-a", "-m", "a tag") if number % 2 else ()), f"v{n}.{number}", "HEAD"
+        )
 
 
 def _delete_branch(upstream: Upstream, n: int, chance: random.Random) -> None:
     upstream.git("branch", "--force", "passing", f"HEAD~{chance.randint(0, 2)}")
-    topics = upstream.git("for-each-ref", "--format=%(refname:short)", "refs/heads/topic*").splitlines()
+    topics = upstream.git(
+        "for-each-ref", "--format=%(refname:short)", "refs/heads/topic*"
+    ).splitlines()
     if topics:
         upstream.git("branch", "--quiet", "-D", chance.choice(topics))
 
@@ -131,7 +148,9 @@ def _orphan(upstream: Upstream, n: int, chance: random.Random) -> None:
 
 
 def _files(upstream: Upstream, n: int, chance: random.Random) -> None:
-    upstream.commit({f"empty{n}": "", f"binary{n}": chance.randbytes(20_000), f"d{n}/{'x/' * 20}deep": "y\n"})
+    upstream.commit(
+        {f"empty{n}": "", f"binary{n}": chance.randbytes(20_000), f"d{n}/{'x/' * 20}deep": "y\n"}
+    )
     (upstream.path / f"link{n}").symlink_to("nowhere")
     upstream.commit({f"dir{n}/caf\u00e9": "z\n", f"empty{n}": None})
 
@@ -184,7 +203,13 @@ def by_git(*commands: tuple[str, ...]) -> Change:
 
 async def _unreachable(life: Life, chance: random.Random) -> None:
     for _ in range(chance.randint(1, 9)):
-        git(life.mirror, "hash-object", "-w", "--stdin", stdin=chance.randbytes(chance.randint(0, 5000)))
+        git(
+            life.mirror,
+            "hash-object",
+            "-w",
+            "--stdin",
+            stdin=chance.randbytes(chance.randint(0, 5000)),
+        )
 
 
 async def _half_written(life: Life, chance: random.Random) -> None:

@@ -59,9 +59,13 @@ def befall(lab: Lab, model: Upstream, misfortune: Misfortune) -> Row:
     name = f"o__{short}"
     path = lab.root / "forge" / name
     shutil.copytree(model.path, path)
-    commits = sorted(set(model.git("for-each-ref", "--format=%(objectname)", "refs/heads").splitlines()))
+    commits = sorted(
+        set(model.git("for-each-ref", "--format=%(objectname)", "refs/heads").splitlines())
+    )
     with serving(path.parent) as forge:
-        lab.finish(lab.call("POST", "mirrors", {"repo": f"o/{short}", "url": f"{forge.url}/{name}/.git"}))
+        lab.finish(
+            lab.call("POST", "mirrors", {"repo": f"o/{short}", "url": f"{forge.url}/{name}/.git"})
+        )
         lab.import_rows(short, commits, repo=f"o/{short}")
         misfortune.happen(_standing(path), forge)
         answers = {_sync(lab, name) for _ in range(2)}
@@ -86,7 +90,11 @@ def _sync(lab: Lab, name: str) -> str:
 
 
 def _told(answer: str) -> str:
-    how = "followed, what it left is kept" if answer == "followed" else f"answered {answer}, changed nothing"
+    how = (
+        "followed, what it left is kept"
+        if answer == "followed"
+        else f"answered {answer}, changed nothing"
+    )
     return f"{how}; every recorded commit is served"
 
 
@@ -94,10 +102,14 @@ def _is_served(lab: Lab, name: str, commits: list[str], model: Upstream) -> None
     pinned = {pin["commit"] for pin in lab.call("GET", "pins") if pin["mirror"] == name}
     assert pinned == set(commits), f"lost pins: {set(commits) - pinned}"
     must_be_whole(lab.state / "mirrors" / name, commits)
-    audit = lab.finish(lab.call("POST", "audits", {"mirrors": [name], "level": "content", "heal": False}))
+    audit = lab.finish(
+        lab.call("POST", "audits", {"mirrors": [name], "level": "content", "heal": False})
+    )
     assert audit["counts"] == {**audit["counts"], "ok": len(commits)}, audit["counts"]
     for commit in commits[:2]:
         made = lab.call("POST", "checkouts", {"mirror": name, "commit": commit})
-        assert git(Path(made["path"]), "write-tree") == model.git("rev-parse", f"{commit}^{{tree}}"), "a wrong tree"
+        assert git(Path(made["path"]), "write-tree") == model.git(
+            "rev-parse", f"{commit}^{{tree}}"
+        ), "a wrong tree"
         lab.call("DELETE", f"checkouts/{made['id']}")
     judge(lab)

@@ -19,7 +19,11 @@ async def create_bundle(call: Call) -> Response:
     """The file as it is made: nothing of it is stored here. Cut off in the middle where the mirror turns out to be damaged."""
     query: BundleQuery = call.query
     bundle = await call.engine.bundles.create(call.path["name"], query.since)
-    headers = {"cache-control": "no-store", "x-mirrord-mirror": str(bundle.mirror), "x-mirrord-record": bundle.record or ""}
+    headers = {
+        "cache-control": "no-store",
+        "x-mirrord-mirror": str(bundle.mirror),
+        "x-mirrord-record": bundle.record or "",
+    }
     return _ClosedStream(bundle.content, headers)
 
 

@@ -14,7 +14,15 @@ from starlette.types import Receive, Scope, Send
 from ...errors import CheckoutNotFoundError, InvalidPatchError, InvalidRequestError
 from ...host.lifelines import process_of
 from ...model import Bind
-from ...protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, RestoreAnswer, RestorePaths, StartCheckout
+from ...protocol import (
+    Checkout,
+    RenewCheckout,
+    ResetAnswer,
+    ResetCheckout,
+    RestoreAnswer,
+    RestorePaths,
+    StartCheckout,
+)
 from ..bodies import read_patch
 from ..call import Call, text_response
 from ..queries import ApplyQuery
@@ -74,7 +82,10 @@ class _Spooled(StreamingResponse):
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
-        headers = {"content-type": _DIFF, "content-length": str(os.fstat(self._file.fileno()).st_size)}
+        headers = {
+            "content-type": _DIFF,
+            "content-length": str(os.fstat(self._file.fileno()).st_size),
+        }
         super().__init__(self._pieces(), headers=headers)
 
     async def _pieces(self) -> AsyncIterator[bytes]:
@@ -97,7 +108,9 @@ async def _apply(call: Call, patch: bytes | Path) -> Checkout:
     query: ApplyQuery = call.query
     hint = "send the patch as the body, or ?named=@test_patch or @patch with no body"
     if patch and query.named:
-        raise InvalidRequestError("cannot read the patch of the request: there are two, the body and `named`", hint=hint)
+        raise InvalidRequestError(
+            "cannot read the patch of the request: there are two, the body and `named`", hint=hint
+        )
     if not patch and not query.named:
         raise InvalidPatchError("cannot apply the patch: it is empty", hint=hint)
     return await call.engine.checkouts.apply(

@@ -26,7 +26,9 @@ async def import_dataset(call: Call) -> Operation:
     name = parse_dataset_name(query.name) if query.name else None
     filename = query.filename or query.name
     if filename is None:
-        raise InvalidRequestError("cannot name the dataset: neither `name` nor `filename` is given", hint="add ?name=NAME")
+        raise InvalidRequestError(
+            "cannot name the dataset: neither `name` nor `filename` is given", hint="add ?name=NAME"
+        )
     path = await spool_body(call.request, call.engine.mirrors.quarantine, DATASET_LIMIT_BYTES)
     return await call.engine.work.import_upload(
         path, filename=filename, name=name, format_name=query.format, owner_uid=call.peer.uid
@@ -45,7 +47,10 @@ async def list_instances(call: Call) -> list[InstanceName]:
     """For administrators: an id can tell the answer, as SWE-bench Pro's do, which hold the gold commit."""
     query: InstancesQuery = call.query
     dataset = parse_dataset_name(query.dataset) if query.dataset else None
-    return [InstanceName(id=identity) for identity in await call.engine.datasets.list_instance_ids(dataset)]
+    return [
+        InstanceName(id=identity)
+        for identity in await call.engine.datasets.list_instance_ids(dataset)
+    ]
 
 
 async def get_instance(call: Call) -> Instance:

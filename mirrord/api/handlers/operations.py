@@ -41,8 +41,14 @@ async def stream_events(call: Call) -> Response:
     if query.follow:
         user = call.engine.access.user_of(call.peer.uid)
         return _Followed(events, events.position(seen), call.own_uid, user)
-    shown = (event for event in events.remembered(events.position(seen) if seen else 0) if _is_shown(event, call.own_uid))
-    return Response(b"".join(event.frame for event in shown), media_type=_MEDIA_TYPE, headers=_HEADERS)
+    shown = (
+        event
+        for event in events.remembered(events.position(seen) if seen else 0)
+        if _is_shown(event, call.own_uid)
+    )
+    return Response(
+        b"".join(event.frame for event in shown), media_type=_MEDIA_TYPE, headers=_HEADERS
+    )
 
 
 class _Followed(StreamingResponse):

@@ -30,10 +30,15 @@ async def add_pin(call: Call) -> Pin:
         )
     named = (await mirrors.resolve(name, commit)).commit
     if named != commit:
-        raise CommitNotFoundError(f"cannot pin {commit} of {name}: it is a tag, not a commit", hint=f"pin {named}")
+        raise CommitNotFoundError(
+            f"cannot pin {commit} of {name}: it is a tag, not a commit", hint=f"pin {named}"
+        )
     if refused := await mirrors.pin(name, [commit], owner=_own(call), reason=body.reason):
         raise CommitUnservableError(
-            f"cannot pin {commit} of {name}: {refused[commit]}", hint=f"sync or audit {name}", mirror=str(name), commit=commit
+            f"cannot pin {commit} of {name}: {refused[commit]}",
+            hint=f"sync or audit {name}",
+            mirror=str(name),
+            commit=commit,
         )
     return await _get_pin(call, name, commit, _own(call))
 
@@ -52,7 +57,8 @@ async def _get_pin(call: Call, name: MirrorName, commit: CommitId, owner: str) -
         if pin.commit == commit and pin.owner == owner:
             return pin
     raise PinNotFoundError(
-        f"cannot find a pin of {owner} on {commit} in {name}: there is none", hint=f"see `mirrord pins {name}`"
+        f"cannot find a pin of {owner} on {commit} in {name}: there is none",
+        hint=f"see `mirrord pins {name}`",
     )
 
 

@@ -7,6 +7,9 @@ from alembic import context
 from mirrord.catalog.schema import metadata
 
 context.configure(
-    connection=context.config.attributes["connection"], target_metadata=metadata, render_as_batch=True, transactional_ddl=False
+    connection=context.config.attributes["connection"],
+    target_metadata=metadata,
+    render_as_batch=True,
+    transactional_ddl=False,
 )
 context.run_migrations()

@@ -36,7 +36,9 @@ class Blobs:
         """Whether a file with these bytes, by their id, would take no room."""
         return self._path(content, executable=executable).exists()
 
-    def lend(self, content: str, writer: TreeWriter, path: bytes, *, executable: bool) -> os.stat_result | None:
+    def lend(
+        self, content: str, writer: TreeWriter, path: bytes, *, executable: bool
+    ) -> os.stat_result | None:
         """Have the file at `path` of a layer, as a link; None where there is none, or none that is sound."""
         source = self._path(content, executable=executable)
         try:
@@ -45,13 +47,18 @@ class Blobs:
             if error.errno not in (errno.ENOENT, errno.EMLINK):
                 raise
             return None
-        if stat.S_IMODE(found.st_mode) == _MODES[executable] and content_id(*writer.locate(path), found).hex() == content:
+        if (
+            stat.S_IMODE(found.st_mode) == _MODES[executable]
+            and content_id(*writer.locate(path), found).hex() == content
+        ):
             return found
         writer.remove(path)
         source.unlink(missing_ok=True)
         return None
 
-    def keep(self, content: str, writer: TreeWriter, path: bytes, *, executable: bool) -> os.stat_result:
+    def keep(
+        self, content: str, writer: TreeWriter, path: bytes, *, executable: bool
+    ) -> os.stat_result:
         """Remember a file that was just written; answers its stat, which this changes."""
         shared = self._path(content, executable=executable)
         with suppress(FileExistsError):
@@ -77,7 +84,11 @@ class Blobs:
         for path, entry in manifest.files.items():
             if not entry.is_directory and not entry.is_symlink:
                 executable = bool(entry.permissions & stat.S_IXUSR)
-                freed += self._forget(os.fsencode(layer / "files") + b"/" + path, entry.content.hex(), executable=executable)
+                freed += self._forget(
+                    os.fsencode(layer / "files") + b"/" + path,
+                    entry.content.hex(),
+                    executable=executable,
+                )
         return freed
 
     def weigh(self) -> tuple[int, bool]:

@@ -19,7 +19,9 @@ _NODE = re.compile(rb"(([^\0]*)\0(\d+) (\d+)\n.{20})", re.DOTALL)
 def cached_trees(files: Mapping[bytes, Entry], paths: list[bytes]) -> bytes:
     """The extension for all `files`; `paths` are those that the index lists."""
     counts = Counter([path.rpartition(b"/")[0] for path in paths])
-    below: dict[bytes, list[bytes]] = {path: [] for path, entry in files.items() if entry.mode == DIRECTORY}
+    below: dict[bytes, list[bytes]] = {
+        path: [] for path, entry in files.items() if entry.mode == DIRECTORY
+    }
     for path in sorted(below, reverse=True):  # what is in a directory comes before it
         if path:
             above = path.rpartition(b"/")[0]
@@ -72,12 +74,18 @@ class _Splice:
     def render(self, path: bytes, place: int | None) -> bytes:
         """A directory in which something changed, with all below it."""
         old = self._subtrees(place)
-        names = sorted((old.keys() - self._gone[path]) | self._new[path], key=lambda name: (len(name), name))
+        names = sorted(
+            (old.keys() - self._gone[path]) | self._new[path], key=lambda name: (len(name), name)
+        )
         count = self._growth[path] + (0 if place is None else int(self._nodes[place][2]))
         parts = [_node(path, count, len(names), self._files[path])]
         for name in names:
             child = path + b"/" + name if path else name
-            parts.append(self.render(child, old.get(name)) if child in self._changed else self._copied(old[name]))
+            parts.append(
+                self.render(child, old.get(name))
+                if child in self._changed
+                else self._copied(old[name])
+            )
         return b"".join(parts)
 
     def _subtrees(self, place: int | None) -> dict[bytes, int]:

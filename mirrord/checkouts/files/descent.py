@@ -35,7 +35,12 @@ class Descent:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def locate(self, path: bytes) -> tuple[int, bytes]:
@@ -65,7 +70,9 @@ class Descent:
                 return find_stat(directory, name)
             raise PermissionError(error.errno, error.strerror, path) from error
 
-    def iter_below(self, path: bytes, refused: Callable[[bytes, Exception], None]) -> Iterator[tuple[bytes, os.stat_result]]:
+    def iter_below(
+        self, path: bytes, refused: Callable[[bytes, Exception], None]
+    ) -> Iterator[tuple[bytes, os.stat_result]]:
         """Each path from `path` down, a directory before what is in it, in the order of names.
 
         A directory whose content the owner may not see, or that is too deep, goes to `refused`.

@@ -40,7 +40,11 @@ def write_entries(
 
 
 def share_entries(
-    objects: Objects, conversions: Conversions, entries: Iterable[TreeEntry], writer: TreeWriter, shared: Blobs
+    objects: Objects,
+    conversions: Conversions,
+    entries: Iterable[TreeEntry],
+    writer: TreeWriter,
+    shared: Blobs,
 ) -> dict[bytes, Entry]:
     """The same for a layer, whose files nobody writes: they are links into `shared`."""
     return {entry.path: _share(objects, conversions, entry, writer, shared) for entry in entries}
@@ -81,10 +85,16 @@ def _write(writer: TreeWriter, entry: TreeEntry, record: Entry, data: bytes) -> 
     return record.with_stat(writer.write_file(entry.path, data, executable=entry.is_executable))
 
 
-def _share(objects: Objects, conversions: Conversions, entry: TreeEntry, writer: TreeWriter, shared: Blobs) -> Entry:
+def _share(
+    objects: Objects, conversions: Conversions, entry: TreeEntry, writer: TreeWriter, shared: Blobs
+) -> Entry:
     path, executable = entry.path, entry.is_executable
     is_file = not (entry.is_symlink or entry.mode in (DIRECTORY, SUBMODULE))
-    if is_file and not conversions.find(path) and (lent := shared.lend(entry.oid, writer, path, executable=executable)):
+    if (
+        is_file
+        and not conversions.find(path)
+        and (lent := shared.lend(entry.oid, writer, path, executable=executable))
+    ):
         return unrecorded(entry).with_stat(lent)
     record = _write(writer, entry, *_read(objects, conversions, entry))
     if not is_file:
@@ -99,14 +109,22 @@ def unrecorded(entry: TreeEntry) -> Entry:
     return Entry(entry.mode, oid, content, 0, 0, 0, 0, 0, 0, 0)
 
 
-def conversions_for(objects: Objects, commit: str, files: Mapping[bytes, Entry] | Iterable[TreeEntry]) -> Conversions:
+def conversions_for(
+    objects: Objects, commit: str, files: Mapping[bytes, Entry] | Iterable[TreeEntry]
+) -> Conversions:
     """The conversions of a commit, whose attribute files are among `files`."""
     if isinstance(files, Mapping):
         named = [path for path in files if path.endswith(_ATTRIBUTES)]
-        entries: Iterable[TreeEntry] = [TreeEntry(path, files[path].mode, files[path].oid.hex()) for path in named]
+        entries: Iterable[TreeEntry] = [
+            TreeEntry(path, files[path].mode, files[path].oid.hex()) for path in named
+        ]
     else:
         entries = files
-    found = [e for e in entries if e.path.endswith(_ATTRIBUTES) and is_attributes(e.path) and e.mode & 0o170000 == 0o100000]
+    found = [
+        e
+        for e in entries
+        if e.path.endswith(_ATTRIBUTES) and is_attributes(e.path) and e.mode & 0o170000 == 0o100000
+    ]
     return Conversions(objects, commit, found)
 
 

@@ -33,12 +33,17 @@ def hash_tree(dest: Path, manifest: Manifest) -> str:
     return tree_id(manifest)
 
 
-def prove_files(dest: Path, owner: tuple[int, int], files: Mapping[bytes, Entry], paths: Iterable[bytes]) -> None:
+def prove_files(
+    dest: Path, owner: tuple[int, int], files: Mapping[bytes, Entry], paths: Iterable[bytes]
+) -> None:
     """Compare files on disk with their entries: kind, mode, bytes."""
     with opened(open_top(dest)) as root, ActingAs(owner) as acting, Descent(root, acting) as reader:
         for path in paths:
             if not _is_proven(reader, path, files[path]):
-                raise ProofFailedError(f"cannot prove {shown_path(path)}: what is on disk is not what git has", hint=_HINT)
+                raise ProofFailedError(
+                    f"cannot prove {shown_path(path)}: what is on disk is not what git has",
+                    hint=_HINT,
+                )
 
 
 def _is_proven(reader: Descent, path: bytes, entry: Entry) -> bool:
@@ -67,7 +72,9 @@ def _is_empty(reader: Descent, path: bytes) -> bool:
 def tree_id(manifest: Manifest) -> str:
     """git's id of the tree that the entries make, computed from the leaves up."""
     files = manifest.files.decoded()
-    below: dict[bytes, list[tuple[bytes, bytes]]] = {path: [] for path, entry in files.items() if entry.mode == DIRECTORY}
+    below: dict[bytes, list[tuple[bytes, bytes]]] = {
+        path: [] for path, entry in files.items() if entry.mode == DIRECTORY
+    }
     for path in sorted(filter(None, files), key=lambda path: path.count(b"/"), reverse=True):
         entry = files[path]
         above, _, name = path.rpartition(b"/")
@@ -81,9 +88,15 @@ def prove_directories(manifest: Manifest, changed: Collection[bytes]) -> None:
     files = manifest.files
     for directory, paths in files.children(changed).items():
         entries = [(path.rpartition(b"/")[2], files[path]) for path in paths]
-        lines = [(_order(name, entry.mode), b"%o %s\0%s" % (entry.mode, name, entry.oid)) for name, entry in entries]
+        lines = [
+            (_order(name, entry.mode), b"%o %s\0%s" % (entry.mode, name, entry.oid))
+            for name, entry in entries
+        ]
         if _hash(lines) != files[directory].oid:
-            raise ProofFailedError(f"cannot prove {shown_path(directory)}: its entries are not what git has", hint=_HINT)
+            raise ProofFailedError(
+                f"cannot prove {shown_path(directory)}: its entries are not what git has",
+                hint=_HINT,
+            )
 
 
 def _order(name: bytes, mode: int) -> bytes:

@@ -49,7 +49,11 @@ class Former:
     @classmethod
     def proven(cls, manifest: Manifest, index: bytes) -> Self | None:
         """None where the bytes are not those that were written."""
-        return cls(manifest, index) if hashlib.sha1(index[:-_CHECKSUM_BYTES]).hexdigest() == manifest.index else None
+        return (
+            cls(manifest, index)
+            if hashlib.sha1(index[:-_CHECKSUM_BYTES]).hexdigest() == manifest.index
+            else None
+        )
 
 
 def spliced_index(former: Former, manifest: Manifest) -> bytes:
@@ -100,7 +104,9 @@ def _packed_entries(files: Mapping[bytes, Entry], paths: list[bytes]) -> list[by
         else:
             ctime, mtime = ctime_ns // _SECOND_NS & _LOW, mtime_ns // _SECOND_NS & _LOW
             times = ctime, ctime_ns % _SECOND_NS, mtime, mtime_ns % _SECOND_NS
-            fixed = pack(*times, 0, ino & _LOW, _canonical(mode), uid, gid, size & _LOW, oid, length)
+            fixed = pack(
+                *times, 0, ino & _LOW, _canonical(mode), uid, gid, size & _LOW, oid, length
+            )
         parts += (fixed, path, _PADDING[len(path) & 7])
     return parts
 

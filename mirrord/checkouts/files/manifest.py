@@ -101,7 +101,12 @@ class Manifest:
 
     def _pieces(self) -> list[bytes | memoryview]:
         sections = [self.files.pieces(), Records(self.control).pieces()]
-        header = {"commit": self.commit, "tree": self.tree, "recorded_ns": self.recorded_ns, "index": self.index}
+        header = {
+            "commit": self.commit,
+            "tree": self.tree,
+            "recorded_ns": self.recorded_ns,
+            "index": self.index,
+        }
         header |= {"boot": boot_id(), "sections": [sum(map(len, section)) for section in sections]}
         pieces = [_MAGIC, json.dumps(header).encode(), b"\n", *chain(*sections)]
         digest = hashlib.sha1()
@@ -127,11 +132,17 @@ class Manifest:
     def from_bytes(cls, data: bytes, name: str = "") -> Manifest:
         body = memoryview(data)[:-_CHECKSUM_BYTES]
         if not data.startswith(_MAGIC) or hashlib.sha1(body).digest() != data[-_CHECKSUM_BYTES:]:
-            raise ProofFailedError(f"cannot read manifest {name}: it is damaged", hint="release the checkout and ask for another")
+            raise ProofFailedError(
+                f"cannot read manifest {name}: it is damaged",
+                hint="release the checkout and ask for another",
+            )
         header_end = data.index(b"\n", len(_MAGIC))
         header = json.loads(data[len(_MAGIC) : header_end])
         files_end = header_end + 1 + header.pop("sections")[0]
         if header.pop("boot") != boot_id():
             header["recorded_ns"] = 0
-        files, control = Records.from_bytes(body[header_end + 1 : files_end]), Records.from_bytes(body[files_end:])
+        files, control = (
+            Records.from_bytes(body[header_end + 1 : files_end]),
+            Records.from_bytes(body[files_end:]),
+        )
         return cls(**header, files=files, control=control.decoded())

@@ -73,7 +73,10 @@ class Records(MutableMapping[bytes, Entry]):
     __slots__ = ("_fixed", "_fresh", "_names")
 
     def __init__(
-        self, entries: Mapping[bytes, Entry | None], names: list[bytes] | None = None, fixed: bytes | memoryview = b""
+        self,
+        entries: Mapping[bytes, Entry | None],
+        names: list[bytes] | None = None,
+        fixed: bytes | memoryview = b"",
     ) -> None:
         """`names` and `fixed` as they were read; of `entries`, which come later, None is one that is gone."""
         self._names = names or []
@@ -118,7 +121,11 @@ class Records(MutableMapping[bytes, Entry]):
             entry = self._fresh[path]
         else:
             place = self._place(path)
-            entry = Entry._make(_FIXED.unpack_from(self._fixed, place * _FIXED.size)) if self._is_at(place, path) else None
+            entry = (
+                Entry._make(_FIXED.unpack_from(self._fixed, place * _FIXED.size))
+                if self._is_at(place, path)
+                else None
+            )
         if entry is None:
             raise KeyError(path)
         return entry
@@ -141,7 +148,9 @@ class Records(MutableMapping[bytes, Entry]):
 
     def decoded(self) -> dict[bytes, Entry]:
         """All of it at once, for those who go through all."""
-        read = dict(zip(self._names, map(Entry._make, _FIXED.iter_unpack(self._fixed)), strict=True))
+        read = dict(
+            zip(self._names, map(Entry._make, _FIXED.iter_unpack(self._fixed)), strict=True)
+        )
         for name, entry in self._fresh.items():
             if entry is None:
                 del read[name]
@@ -171,7 +180,9 @@ class Records(MutableMapping[bytes, Entry]):
         if not self._fresh:
             return read
         kept = (each for each in read if each[0] not in self._fresh)
-        return chain(kept, [(name, entry[3:]) for name, entry in self._fresh.items() if entry is not None])
+        return chain(
+            kept, [(name, entry[3:]) for name, entry in self._fresh.items() if entry is not None]
+        )
 
     def changed_since(self, before: Records) -> list[bytes]:
         """The paths that were recorded or removed after `before`, of which these are a copy; all of both, where they are not."""
@@ -187,7 +198,10 @@ class Records(MutableMapping[bytes, Entry]):
 
     def children(self, directories: Collection[bytes]) -> dict[bytes, list[bytes]]:
         """The paths directly below each of some directories."""
-        below = {above: [path for path in self._read_below(above) if path not in self._fresh] for above in directories}
+        below = {
+            above: [path for path in self._read_below(above) if path not in self._fresh]
+            for above in directories
+        }
         for path, entry in self._fresh.items():
             above = path.rpartition(b"/")[0]
             if path and entry is not None and above in below:

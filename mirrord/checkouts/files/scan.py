@@ -20,7 +20,16 @@ from itertools import chain
 from pathlib import Path
 
 from ...host.credentials import ActingAs
-from ...host.files import is_locked, mounted_on, names_in, open_beneath, open_child, open_directory, open_regular, opened
+from ...host.files import (
+    is_locked,
+    mounted_on,
+    names_in,
+    open_beneath,
+    open_child,
+    open_directory,
+    open_regular,
+    opened,
+)
 from .descent import Descent, enter
 from .manifest import Manifest, clock_ns
 from .records import Records, look
@@ -55,7 +64,9 @@ class Changes:
 
     def in_tree(self) -> list[bytes]:
         """All that differs outside `.git`."""
-        return [path for path in (*self.modified, *self.missing, *self.extra) if not is_control(path)]
+        return [
+            path for path in (*self.modified, *self.missing, *self.extra) if not is_control(path)
+        ]
 
 
 def is_control(path: bytes) -> bool:
@@ -153,7 +164,15 @@ def _read(fd: int, size: int) -> bytes:
 class _Examination:
     """One closer look. A path is judged after the directories above it; `_lost` is what cannot be there any more."""
 
-    def __init__(self, root: int, owner: ActingAs, manifest: Manifest, entries: Records, every: bool, found: Changes) -> None:
+    def __init__(
+        self,
+        root: int,
+        owner: ActingAs,
+        manifest: Manifest,
+        entries: Records,
+        every: bool,
+        found: Changes,
+    ) -> None:
         self._root = root
         self._entries = entries
         self._every = every
@@ -179,7 +198,9 @@ class _Examination:
                     self._found.modified.append(path)
 
     def judge(self, paths: Collection[bytes]) -> None:
-        self._children = self._entries.children([path for path in paths if self._entries[path].is_directory])
+        self._children = self._entries.children(
+            [path for path in paths if self._entries[path].is_directory]
+        )
         for path in sorted(paths):
             if path not in self._lost:
                 self._judge(path)
@@ -198,7 +219,9 @@ class _Examination:
         elif not self._is_same_file(directory, name, path, seen):
             self._found.modified.append(path)
 
-    def _judge_directory(self, directory: int, name: bytes, path: bytes, seen: os.stat_result) -> None:
+    def _judge_directory(
+        self, directory: int, name: bytes, path: bytes, seen: os.stat_result
+    ) -> None:
         entry = self._entries[path]
         fd = -1
         if stat.S_ISDIR(seen.st_mode) and (seen.st_uid, seen.st_gid) == (entry.uid, entry.gid):
@@ -208,7 +231,11 @@ class _Examination:
             self._miss_below(path)
             return
         with opened(fd):
-            sound = stat.S_IMODE(seen.st_mode) == entry.permissions and not os.listxattr(fd) and not is_locked(fd)
+            sound = (
+                stat.S_IMODE(seen.st_mode) == entry.permissions
+                and not os.listxattr(fd)
+                and not is_locked(fd)
+            )
             if not sound:
                 self._found.modified.append(path)
             if self._has_names(fd, path) and sound and look(seen) != entry[3:]:
@@ -222,7 +249,9 @@ class _Examination:
         prefix = path + b"/" if path else b""
         extra = [prefix + name for name in names if name not in expected]
         self._found.extra += extra
-        gone = [] if len(names) - len(extra) == len(expected) else sorted(expected.keys() - set(names))
+        gone = (
+            [] if len(names) - len(extra) == len(expected) else sorted(expected.keys() - set(names))
+        )
         for name in gone:
             self._miss(expected[name])
         return not extra and not gone
@@ -240,7 +269,9 @@ class _Examination:
         self._found.hashed += 1
         try:
             if seen.st_size >= _LARGE_BYTES:
-                self._large[path] = self._readers.submit(_read, open_regular(directory, name), seen.st_size)
+                self._large[path] = self._readers.submit(
+                    _read, open_regular(directory, name), seen.st_size
+                )
                 return True
             return content_id(directory, name, seen) == self._entries[path].content
         except OSError:

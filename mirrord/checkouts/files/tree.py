@@ -30,7 +30,15 @@ from ...git.objects import (
 from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, opened
 from ..graves import Graves
-from .entries import conversions_for, is_attributes, mtime_for, record_directories, recorded, unrecorded, write_entries
+from .entries import (
+    conversions_for,
+    is_attributes,
+    mtime_for,
+    record_directories,
+    recorded,
+    unrecorded,
+    write_entries,
+)
 from .manifest import Manifest
 from .records import DIRECTORY, Entry, Records
 from .scan import Changes, is_control, open_top
@@ -55,7 +63,10 @@ def materialise(git_dir: Path, commit: str, dest: Path, *, owner: Owner | None =
             os.fchown(root, *owner)
         with TreeWriter(root, ActingAs(owner), mtime_ns=mtime_for(info.time)) as writer:
             writer.make_directory(b"")
-            files = {b"": root_entry(info.tree), **write_entries(objects, conversions, entries, writer)}
+            files = {
+                b"": root_entry(info.tree),
+                **write_entries(objects, conversions, entries, writer),
+            }
             return recorded(info, files, writer)
 
 
@@ -65,7 +76,9 @@ def must_fit_from(git_dir: Path, manifest: Manifest, tree: str) -> None:
         must_fit(objects, tree, near=manifest.tree)
 
 
-def move(git_dir: Path, manifest: Manifest, commit: str, dest: Path, graves: Graves | None = None) -> Manifest:
+def move(
+    git_dir: Path, manifest: Manifest, commit: str, dest: Path, graves: Graves | None = None
+) -> Manifest:
     """Bring the clean tree that `manifest` records to `commit`, touching only what differs. `.git` stays as it is."""
     with open_objects(git_dir) as objects, _opened_tree(dest, commit) as root:
         info = read_commit(objects, commit)
@@ -74,31 +87,45 @@ def move(git_dir: Path, manifest: Manifest, commit: str, dest: Path, graves: Gra
         with _writer(root, manifest, info, graves) as writer:
             _remove_old(steps, files, writer)
             new = [step.new for step in steps if step.new and not step.is_within]
-            staying = {step.path: unrecorded(step.new) for step in steps if step.new and step.is_within}
-            after = conversions_for(objects, info.commit, files | {entry.path: unrecorded(entry) for entry in new})
+            staying = {
+                step.path: unrecorded(step.new) for step in steps if step.new and step.is_within
+            }
+            after = conversions_for(
+                objects, info.commit, files | {entry.path: unrecorded(entry) for entry in new}
+            )
             if any(is_attributes(step.path) for step in steps):
                 new += reconverted(objects, manifest, after, files)
-            files |= write_entries(objects, after, new, writer) | staying | {b"": root_entry(info.tree)}
+            files |= (
+                write_entries(objects, after, new, writer) | staying | {b"": root_entry(info.tree)}
+            )
             writer.touched |= {b"", *staying}
             record_directories(files, writer)
             return replace(manifest, commit=info.commit, tree=info.tree, files=files)
 
 
-def repair(git_dir: Path, manifest: Manifest, found: Changes, dest: Path, graves: Graves | None = None) -> Manifest:
+def repair(
+    git_dir: Path, manifest: Manifest, found: Changes, dest: Path, graves: Graves | None = None
+) -> Manifest:
     """Undo in the tree what a scan found: remove what is extra, write again what is gone or changed, each as a new file.
 
     Control files are left to whoever builds `.git`.
     """
     with open_objects(git_dir) as objects, _opened_tree(dest, manifest.commit) as root:
         info = read_commit(objects, manifest.commit)
-        damaged = sorted(path for path in (*found.modified, *found.missing) if path in manifest.files)
+        damaged = sorted(
+            path for path in (*found.modified, *found.missing) if path in manifest.files
+        )
         conversions = conversions_for(objects, info.commit, manifest.files)
         with _writer(root, manifest, info, graves) as writer:
             writer.make_directory(b"")
             for path in found.extra:
                 if not is_control(path):
                     writer.remove(path)
-            entries = [TreeEntry(path, manifest.files[path].mode, manifest.files[path].oid.hex()) for path in damaged if path]
+            entries = [
+                TreeEntry(path, manifest.files[path].mode, manifest.files[path].oid.hex())
+                for path in damaged
+                if path
+            ]
             files = manifest.files | write_entries(objects, conversions, entries, writer)
             record_directories(files, writer)
             return replace(manifest, files=files)
@@ -108,12 +135,20 @@ def root_entry(tree: str) -> Entry:
     return unrecorded(TreeEntry(b"", DIRECTORY, tree))
 
 
-def reconverted(objects: Objects, manifest: Manifest, after: Conversions, kept: Records) -> list[TreeEntry]:
+def reconverted(
+    objects: Objects, manifest: Manifest, after: Conversions, kept: Records
+) -> list[TreeEntry]:
     """Of the files that stay, those that a changed `.gitattributes` writes in another way."""
     before = conversions_for(objects, manifest.commit, manifest.files)
     regular = [path for path, entry in kept.items() if entry.mode & 0o170000 == 0o100000]
-    old = {path: before.find(path) for path in regular}  # all of one commit first: libgit2 keeps the attributes of one at a time
-    return [TreeEntry(path, kept[path].mode, kept[path].oid.hex()) for path in regular if old[path] != after.find(path)]
+    old = {
+        path: before.find(path) for path in regular
+    }  # all of one commit first: libgit2 keeps the attributes of one at a time
+    return [
+        TreeEntry(path, kept[path].mode, kept[path].oid.hex())
+        for path in regular
+        if old[path] != after.find(path)
+    ]
 
 
 def _remove_old(steps: list[TreeChange], files: Records, writer: TreeWriter) -> None:

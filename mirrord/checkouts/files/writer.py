@@ -42,7 +42,9 @@ class TreeWriter:
     replaced or removed is put into `graves`, or deleted as the owner may.
     """
 
-    def __init__(self, root: int, owner: ActingAs, *, mtime_ns: int, graves: Graves | None = None) -> None:
+    def __init__(
+        self, root: int, owner: ActingAs, *, mtime_ns: int, graves: Graves | None = None
+    ) -> None:
         self.touched: set[bytes] = set()
         self.owner = owner
         self._root = root
@@ -54,7 +56,12 @@ class TreeWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._descent.close()
 
     def write_file(self, path: bytes, data: bytes, *, executable: bool = False) -> os.stat_result:
@@ -196,7 +203,10 @@ class TreeWriter:
         """Give a file that was just written its owner, time and mode."""
         os.utime(fd, ns=self._mtime)
         found = os.fstat(fd)
-        if (found.st_uid, found.st_gid) != self.owner.owner:  # also what a set-gid directory made of it
+        if (
+            found.st_uid,
+            found.st_gid,
+        ) != self.owner.owner:  # also what a set-gid directory made of it
             os.fchown(fd, *self.owner.owner)
             found = os.fstat(fd)
         if stat.S_IMODE(found.st_mode) != permissions:
@@ -227,7 +237,11 @@ class TreeWriter:
     def _keep(self, directory: int, path: bytes, name: bytes) -> bool:
         """Cleanup a directory that is there; False where it is none, or somebody else's."""
         found = find_stat(directory, name)
-        if found is None or not stat.S_ISDIR(found.st_mode) or (found.st_uid, found.st_gid) != self.owner.owner:
+        if (
+            found is None
+            or not stat.S_ISDIR(found.st_mode)
+            or (found.st_uid, found.st_gid) != self.owner.owner
+        ):
             return False
         with opened(self._open(directory, path, name)) as fd:
             self._mend(fd)

@@ -97,7 +97,10 @@ class OverlayBackend:
                 os.mkdir(lease.tree_path, 0o700)  # nobody enters it while nothing is mounted there
             with opened(self._make(lease, _LAYER, template)) as mount:
                 self._mounter.attach(lease.id, mount)
-            timings = {"template": round(ready - began, 6), "mount": round(time.perf_counter() - ready, 6)}
+            timings = {
+                "template": round(ready - began, 6),
+                "mount": round(time.perf_counter() - ready, 6),
+            }
             return Made(template.tree, timings)
 
         return await self._with_template(lease, fill)
@@ -140,7 +143,9 @@ class OverlayBackend:
         try:
             await self._with_template(lease, mount)
         except (MirrordError, OSError) as error:
-            log.warning("checkout.orphaned", checkout=lease.id, mounted=is_mounted, error=str(error))
+            log.warning(
+                "checkout.orphaned", checkout=lease.id, mounted=is_mounted, error=str(error)
+            )
             return is_mounted
         return True
 
@@ -186,7 +191,9 @@ class OverlayBackend:
             except FileNotFoundError as error:
                 self._templates.drop(template)
                 if attempt == 2:
-                    raise ResourceError(f"cannot mount checkout {lease.id}: {error.strerror}", hint="try again") from error
+                    raise ResourceError(
+                        f"cannot mount checkout {lease.id}: {error.strerror}", hint="try again"
+                    ) from error
             except BaseException:
                 self._templates.drop(template)
                 raise
@@ -251,7 +258,9 @@ class OverlayBackend:
     def _mount(self, lease: Lease, layer: str, template: Template) -> int:
         layers = tuple(str(path).removeprefix(self._store) for path in template.layers)
         owner = _owner(lease)
-        return self._mounter.make(OverlayOrder(lease.id, layer, layers, None if owner == self._me else owner))
+        return self._mounter.make(
+            OverlayOrder(lease.id, layer, layers, None if owner == self._me else owner)
+        )
 
     # -- owners -------------------------------------------------------------------------------------------------------
 
@@ -308,5 +317,6 @@ def _read_head(mount: int) -> str:
             return os.read(head, 64).decode("ascii").strip()
     except (OSError, ValueError) as error:
         raise ProofFailedError(
-            f"cannot prove the checkout clean: its HEAD cannot be read: {error}", hint="audit the mirror"
+            f"cannot prove the checkout clean: its HEAD cannot be read: {error}",
+            hint="audit the mirror",
         ) from error

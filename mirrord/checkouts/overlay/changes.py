@@ -24,11 +24,20 @@ from ..patches.staging import denials_named
 
 
 def changed_paths(
-    tree: Path, upper: Path, layers: Sequence[Path], mirror: Path, tree_id: str, owner: tuple[int, int]
+    tree: Path,
+    upper: Path,
+    layers: Sequence[Path],
+    mirror: Path,
+    tree_id: str,
+    owner: tuple[int, int],
 ) -> list[bytes]:
     """Every path that may differ from the tree `tree_id`: those in the upper layer, and what they hide."""
     with ExitStack() as stack, denials_named(owner):
-        tops = [_open_tree(tree), open_directory(upper), *(open_directory(layer) for layer in layers)]
+        tops = [
+            _open_tree(tree),
+            open_directory(upper),
+            *(open_directory(layer) for layer in layers),
+        ]
         for top in tops:
             stack.enter_context(opened(top))
         acting = stack.enter_context(ActingAs(owner))
@@ -37,11 +46,17 @@ def changed_paths(
         for path in replaced:
             differing |= {each for each, _ in merged.iter_below(path, lambda _path, _error: None)}
     if replaced:
-        differing |= {entry.path for entry in tree_entries(mirror, tree_id) if _is_within(entry.path, replaced)}
+        differing |= {
+            entry.path
+            for entry in tree_entries(mirror, tree_id)
+            if _is_within(entry.path, replaced)
+        }
     return sorted(path for path in differing | replaced if not is_control(path))
 
 
-def _walk(written: Descent, merged: Descent, below: Sequence[Descent]) -> tuple[set[bytes], set[bytes]]:
+def _walk(
+    written: Descent, merged: Descent, below: Sequence[Descent]
+) -> tuple[set[bytes], set[bytes]]:
     """The paths that the upper layer has an opinion on; apart from them those that hide whatever is below them."""
     differing: set[bytes] = set()
     replaced: set[bytes] = set()
@@ -49,14 +64,20 @@ def _walk(written: Descent, merged: Descent, below: Sequence[Descent]) -> tuple[
     while pending:
         above = pending.pop()
         try:
-            merged.locate(above + b"/" if above else b"")  # first: lets its owner in, in the upper layer too
+            merged.locate(
+                above + b"/" if above else b""
+            )  # first: lets its owner in, in the upper layer too
             names = written.names_in(above)
         except FileNotFoundError:  # its owner was quicker
             continue
         for path in (above + b"/" + name if above else name for name in names):
             if is_control(path):
                 continue
-            found, seen, hidden = written.find_stat(path), merged.find_stat(path), _first(below, path)
+            found, seen, hidden = (
+                written.find_stat(path),
+                merged.find_stat(path),
+                _first(below, path),
+            )
             if found is None or hidden is None or not stat.S_ISDIR(hidden.st_mode):
                 differing.add(path)
             elif seen is None or not stat.S_ISDIR(found.st_mode) or seen.st_ino != hidden.st_ino:
@@ -83,4 +104,6 @@ def _open_tree(tree: Path) -> int:
     try:
         return open_directory(tree)
     except OSError as error:
-        raise CheckoutBusyError(f"cannot open the checkout's directory: {error.strerror}", hint="reset the checkout") from error
+        raise CheckoutBusyError(
+            f"cannot open the checkout's directory: {error.strerror}", hint="reset the checkout"
+        ) from error

@@ -40,7 +40,12 @@ class Trial:
 
 
 async def find_overlay(
-    *, state_dir: Path, service: Path, templates: Templates, workers: Workers, mirrors_path: Callable[[MirrorName], Path]
+    *,
+    state_dir: Path,
+    service: Path,
+    templates: Templates,
+    workers: Workers,
+    mirrors_path: Callable[[MirrorName], Path],
 ) -> OverlayBackend | None:
     """The overlay backend, where this host allows it; `service` is where the mount service listens, if there is one."""
     try:
@@ -77,9 +82,14 @@ def try_overlay(state_dir: Path, mounter: Mounter) -> Trial:
         _try_one(state_dir, mounter, me, None)
         return _try_other(state_dir, mounter)
     except FileNotFoundError as error:
-        raise BackendUnavailableError(f"cannot mount an overlay in {state_dir}: {error.strerror}") from error
+        raise BackendUnavailableError(
+            f"cannot mount an overlay in {state_dir}: {error.strerror}"
+        ) from error
     finally:
-        for left in [layer, *find_graves(layer.parent)]:  # an earlier daemon may have been killed here
+        for left in [
+            layer,
+            *find_graves(layer.parent),
+        ]:  # an earlier daemon may have been killed here
             discard(left)
 
 
@@ -113,6 +123,10 @@ def _use(tree: Path, seen: Owner) -> None:
         found = (tree / "directory" / "file").stat()
         (tree / "directory").rename(tree / "renamed")
     except OSError as error:
-        raise BackendUnavailableError(f"cannot use an overlay in {tree.parent.parent}: {error.strerror}") from error
+        raise BackendUnavailableError(
+            f"cannot use an overlay in {tree.parent.parent}: {error.strerror}"
+        ) from error
     if (found.st_uid, found.st_gid) != seen:
-        raise BackendUnavailableError(f"cannot give files to uid {seen[0]}: they are seen as uid {found.st_uid}'s")
+        raise BackendUnavailableError(
+            f"cannot give files to uid {seen[0]}: they are seen as uid {found.st_uid}'s"
+        )

@@ -87,7 +87,9 @@ def restore(work: Work, commit: str, paths: list[bytes]) -> list[bytes]:
     """Write the files of `commit` at `paths`, files or directories, into the checkout; the paths that were written."""
     wanted = [_checked(path) for path in paths]
     with staged(work) as staging:
-        listing = staging.run("ls-tree", "-r", "-z", "--full-tree", commit, "--", *map(os.fsdecode, wanted)).stdout
+        listing = staging.run(
+            "ls-tree", "-r", "-z", "--full-tree", commit, "--", *map(os.fsdecode, wanted)
+        ).stdout
         lines = listing.split(b"\0")[:-1]
         entries = {line.partition(b"\t")[2]: line[:6].decode() for line in lines}
         for path in wanted:
@@ -105,19 +107,29 @@ def _apply_to_index(staging: Staging, patch: bytes, reverse: bool) -> None:
     if not patch.endswith(b"\n"):
         patch += b"\n"
     direction = ("--reverse",) if reverse else ()
-    done = staging.run("apply", "--cached", "--whitespace=nowarn", *direction, "-", stdin=patch, ok=(0, 1, 128))
+    done = staging.run(
+        "apply", "--cached", "--whitespace=nowarn", *direction, "-", stdin=patch, ok=(0, 1, 128)
+    )
     if done.status:
         raise _refusal(done.stderr)
 
 
 def _refusal(stderr: str) -> MirrordError:
-    reasons = [line.removeprefix("error: ").removeprefix("fatal: ") for line in stderr.splitlines() if line.strip()]
+    reasons = [
+        line.removeprefix("error: ").removeprefix("fatal: ")
+        for line in stderr.splitlines()
+        if line.strip()
+    ]
     reason = "; ".join(reasons[:5]) or "git does not say why"
     if _OUTSIDE.search(stderr):
-        return PathOutsideCheckoutError(f"cannot apply the patch: {reason}", hint="a patch may only name files of the checkout")
+        return PathOutsideCheckoutError(
+            f"cannot apply the patch: {reason}", hint="a patch may only name files of the checkout"
+        )
     if _INVALID.search(stderr):
         return InvalidPatchError(
-            f"cannot read the patch: {reason}", hint="make it with `git diff --binary`", reasons=reasons[:50]
+            f"cannot read the patch: {reason}",
+            hint="make it with `git diff --binary`",
+            reasons=reasons[:50],
         )
     return PatchConflictError(
         f"cannot apply the patch: {reason}",
@@ -130,7 +142,9 @@ def _steps(staging: Staging, before: str) -> list[_Step]:
     """What the index has differently from the tree `before`."""
     listed = staging.run("diff-index", "--cached", "-z", "--raw", "--no-renames", before)
     fields = listed.stdout.split(b"\0")[:-1]
-    return [_step(meta.decode(), path) for meta, path in zip(fields[::2], fields[1::2], strict=True)]
+    return [
+        _step(meta.decode(), path) for meta, path in zip(fields[::2], fields[1::2], strict=True)
+    ]
 
 
 def _step(meta: str, path: bytes) -> _Step:
@@ -146,7 +160,10 @@ def _must_be_free(staging: Staging, steps: Iterable[_Step]) -> None:
     with staging.owner, Descent(staging.root, staging.owner) as reader:
         for path in (step.path for step in steps if step.is_new):
             seen = reader.find_stat(path)
-            if seen and not (stat.S_ISDIR(seen.st_mode) and any(gone.startswith(path + b"/") for gone in replaced)):
+            if seen and not (
+                stat.S_ISDIR(seen.st_mode)
+                and any(gone.startswith(path + b"/") for gone in replaced)
+            ):
                 raise _in_the_way(path)
             while not (seen := reader.find_stat(above := path.rpartition(b"/")[0])):
                 path = above
@@ -168,7 +185,9 @@ def _checked(path: bytes) -> bytes:
     """A path of the tree; raises PathOutsideCheckoutError for any other."""
     trimmed = path.rstrip(b"/")
     parts = trimmed.split(b"/")
-    if b"\0" in path or any(part in (b"", b".", b"..") or part.lower() == b".git" for part in parts):
+    if b"\0" in path or any(
+        part in (b"", b".", b"..") or part.lower() == b".git" for part in parts
+    ):
         raise PathOutsideCheckoutError(
             f"cannot restore {shown_path(path)}: it is not a path in the checkout",
             hint="name paths from the top of the repository",
@@ -179,7 +198,8 @@ def _checked(path: bytes) -> bytes:
 def _must_match(path: bytes, entries: dict[bytes, str], commit: str) -> None:
     if path not in entries and not any(found.startswith(path + b"/") for found in entries):
         raise PathNotFoundError(
-            f"cannot restore {shown_path(path)}: commit {commit} does not have it", hint="nothing was changed"
+            f"cannot restore {shown_path(path)}: commit {commit} does not have it",
+            hint="nothing was changed",
         )
 
 
@@ -190,7 +210,11 @@ def _must_fit(paths: Iterable[bytes], error: type[MirrordError]) -> None:
     """git's index takes names of any length; a file system does not."""
     for path in paths:
         parts = path.split(b"/")
-        if len(path) > TREE_PATH_LIMIT_BYTES or len(parts) > TREE_DEPTH_LIMIT or max(map(len, parts)) > NAME_LIMIT_BYTES:
+        if (
+            len(path) > TREE_PATH_LIMIT_BYTES
+            or len(parts) > TREE_DEPTH_LIMIT
+            or max(map(len, parts)) > NAME_LIMIT_BYTES
+        ):
             raise error(
                 f"cannot write {shown_path(path[:100])}: a path may have {TREE_PATH_LIMIT_BYTES} bytes,"
                 f" {TREE_DEPTH_LIMIT} directories, and {NAME_LIMIT_BYTES} bytes in each name",

@@ -46,16 +46,22 @@ class Revisions:
         quarantine = self._mirrors.quarantine
         spool = quarantine.root / f"diff-{secrets.token_hex(8)}"
         try:
-            patch = await self._workers.call(diff_checkout, self._work(lease), changed, spool, timeout=DIFF_TIMEOUT)
+            patch = await self._workers.call(
+                diff_checkout, self._work(lease), changed, spool, timeout=DIFF_TIMEOUT
+            )
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await quarantine.remove(spool)
             raise
         return spool if patch is None else patch
 
-    async def apply(self, lease: Lease, changed: list[bytes], patch: bytes | Path, *, reverse: bool) -> list[str]:
+    async def apply(
+        self, lease: Lease, changed: list[bytes], patch: bytes | Path, *, reverse: bool
+    ) -> list[str]:
         """Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError; then nothing was changed."""
-        paths = await self._workers.call(apply_patch, self._work(lease), changed, patch, reverse, timeout=DIFF_TIMEOUT)
+        paths = await self._workers.call(
+            apply_patch, self._work(lease), changed, patch, reverse, timeout=DIFF_TIMEOUT
+        )
         return [_text(path) for path in paths]
 
     async def restore(self, lease: Lease, request: RestorePaths) -> list[str]:
@@ -64,30 +70,43 @@ class Revisions:
         commit = parse_commit(request.commit)
         await self._must_be_pinned(lease.mirror, commit)
         wanted = [path.encode(errors="surrogateescape") for path in request.paths]
-        paths = await self._workers.call(restore_paths, self._work(lease), commit, wanted, timeout=DIFF_TIMEOUT)
+        paths = await self._workers.call(
+            restore_paths, self._work(lease), commit, wanted, timeout=DIFF_TIMEOUT
+        )
         return [_text(path) for path in paths]
 
     async def named_patch(self, lease: Lease, named: str) -> bytes:
         """`@patch` or `@test_patch` of the lease's instance."""
         _must_grade(lease, "apply the instance's own patch")
-        row = await self._instances.find_instance(lease.instance, lease.dataset) if lease.instance else None
+        row = (
+            await self._instances.find_instance(lease.instance, lease.dataset)
+            if lease.instance
+            else None
+        )
         if row is None:
             raise InvalidRequestError(
-                f"cannot apply {shown(named)}: the checkout is of no instance", hint="send the patch itself"
+                f"cannot apply {shown(named)}: the checkout is of no instance",
+                hint="send the patch itself",
             )
         patches = {"@patch": row.patch, "@test_patch": row.test_patch}
         if named not in patches:
-            raise InvalidRequestError(f"cannot apply {shown(named)}: no such name", hint="the names are @patch and @test_patch")
+            raise InvalidRequestError(
+                f"cannot apply {shown(named)}: no such name",
+                hint="the names are @patch and @test_patch",
+            )
         patch = patches[named]
         if not patch:
-            raise InvalidRequestError(f"cannot apply {named}: instance {row.id} has none", hint="send the patch itself")
+            raise InvalidRequestError(
+                f"cannot apply {named}: instance {row.id} has none", hint="send the patch itself"
+            )
         return patch.encode(errors="surrogateescape")
 
     async def _must_be_pinned(self, mirror: MirrorName, commit: CommitId) -> None:
         pins = await self._mirrors.list_pins(mirror)
         if not any(pin.commit == commit for pin in pins):
             raise CommitNotFoundError(
-                f"cannot restore from commit {commit}: it is not pinned in {mirror}", hint=f"run `mirrord pin {mirror} {commit}`"
+                f"cannot restore from commit {commit}: it is not pinned in {mirror}",
+                hint=f"run `mirrord pin {mirror} {commit}`",
             )
 
     def _work(self, lease: Lease) -> Work:
@@ -102,7 +121,10 @@ class Revisions:
 
 def _must_grade(lease: Lease, what: str) -> None:
     if lease.view is not View.GRADER:
-        raise AccessError(f"cannot {what}: the checkout has the agent's view", hint="ask for a checkout with --view grader")
+        raise AccessError(
+            f"cannot {what}: the checkout has the agent's view",
+            hint="ask for a checkout with --view grader",
+        )
 
 
 def _text(path: bytes) -> str:

@@ -18,7 +18,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from ...errors import CheckoutBusyError, DiffTooLargeError, GitFailedError, OwnerDeniedError, TreeRefusedError
+from ...errors import (
+    CheckoutBusyError,
+    DiffTooLargeError,
+    GitFailedError,
+    OwnerDeniedError,
+    TreeRefusedError,
+)
 from ...git.command import GitResult, run_git_sync
 from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, mounted_on, open_directory, opened, shown_path
@@ -61,7 +67,12 @@ class Staging:
         self._rules = work.scratch / "rules"
         self._files = work.scratch / "files"
         self._bytes_left = BYTES_LIMIT
-        for directory in (self.git_dir / "objects/info", self.git_dir / "refs", self._rules, self._files):
+        for directory in (
+            self.git_dir / "objects/info",
+            self.git_dir / "refs",
+            self._rules,
+            self._files,
+        ):
             directory.mkdir(parents=True)
         (self.git_dir / "HEAD").write_text("ref: refs/heads/none\n")
         (self.git_dir / "config").write_text(_CONFIG)
@@ -157,8 +168,14 @@ class Staging:
         elif not self._is_out_of_bounds(path):
             self._add_untracked(path, found)
 
-    def _classify_directory(self, reader: Descent, path: bytes, is_tracked: bool, found: Found) -> None:
-        if path in self._directories or self.base.get(path) == _SUBMODULE or self._is_out_of_bounds(path):
+    def _classify_directory(
+        self, reader: Descent, path: bytes, is_tracked: bool, found: Found
+    ) -> None:
+        if (
+            path in self._directories
+            or self.base.get(path) == _SUBMODULE
+            or self._is_out_of_bounds(path)
+        ):
             return
         if is_tracked:
             found.gone.append(path)
@@ -168,7 +185,9 @@ class Staging:
                 found.unread[below] = error
 
         for below, seen in reader.iter_below(path, refused):
-            if (stat.S_ISREG(seen.st_mode) or stat.S_ISLNK(seen.st_mode)) and not self._is_out_of_bounds(below):
+            if (
+                stat.S_ISREG(seen.st_mode) or stat.S_ISLNK(seen.st_mode)
+            ) and not self._is_out_of_bounds(below):
                 self._add_untracked(below, found)
 
     def _add_untracked(self, path: bytes, found: Found) -> None:
@@ -181,17 +200,33 @@ class Staging:
         parts = path.split(b"/")
         if any(part.lower() == b".git" for part in parts):
             return True
-        return any(self.base.get(b"/".join(parts[:depth])) == _SUBMODULE for depth in range(1, len(parts)))
+        return any(
+            self.base.get(b"/".join(parts[:depth])) == _SUBMODULE for depth in range(1, len(parts))
+        )
 
     def _ignored(self, found: Found) -> set[bytes]:
         """Which untracked paths the `.gitignore` files ignore. One that is a link says nothing, as in git (2.32)."""
         if not found.untracked and not found.unread:
             return set()
-        rules = {path for path in (*self.base, *found.untracked) if path.rpartition(b"/")[2] == b".gitignore"}
+        rules = {
+            path
+            for path in (*self.base, *found.untracked)
+            if path.rpartition(b"/")[2] == b".gitignore"
+        }
         self._copy(sorted(rules - set(found.gone)), self._rules)
-        named = [b"./" + path for path in found.untracked]  # else `:(…)` is magic; GIT_LITERAL_PATHSPECS is refused here
+        named = [
+            b"./" + path for path in found.untracked
+        ]  # else `:(…)` is magic; GIT_LITERAL_PATHSPECS is refused here
         named += [b"./" + path + b"/" for path in found.unread]
-        done = self.run("check-ignore", "-z", "--no-index", "--stdin", stdin=_joined(named), ok=(0, 1), files=self._rules)
+        done = self.run(
+            "check-ignore",
+            "-z",
+            "--no-index",
+            "--stdin",
+            stdin=_joined(named),
+            ok=(0, 1),
+            files=self._rules,
+        )
         return {path.removeprefix(b"./").rstrip(b"/") for path in done.stdout.split(b"\0")[:-1]}
 
     # -- copying ------------------------------------------------------------------------------------------------------
@@ -221,7 +256,9 @@ class Staging:
             try:
                 with self.owner:
                     seen = reader.find_stat(path)
-                    if seen is None or not (stat.S_ISREG(seen.st_mode) or stat.S_ISLNK(seen.st_mode)):
+                    if seen is None or not (
+                        stat.S_ISREG(seen.st_mode) or stat.S_ISLNK(seen.st_mode)
+                    ):
                         return None
                     directory, name = reader.locate(path)
                     if stat.S_ISLNK(seen.st_mode):
@@ -235,7 +272,8 @@ class Staging:
                 if error.errno not in _REPLACED:  # by something else, since it was looked at
                     raise
         raise CheckoutBusyError(
-            f"cannot read {shown_path(path)}: it changes while it is read", hint="stop what runs in the checkout"
+            f"cannot read {shown_path(path)}: it changes while it is read",
+            hint="stop what runs in the checkout",
         )
 
     def _write(self, writer: TreeWriter, path: bytes, source: int) -> None:
@@ -288,7 +326,8 @@ def _open_tree(work: Work) -> int:
         return open_directory(work.root)
     except OSError as error:
         raise CheckoutBusyError(
-            f"cannot open the checkout's directory: {error.strerror}", hint="it was replaced or removed; reset the checkout"
+            f"cannot open the checkout's directory: {error.strerror}",
+            hint="it was replaced or removed; reset the checkout",
         ) from error
 
 
@@ -307,4 +346,7 @@ def _joined(paths: Iterable[bytes]) -> bytes:
 
 
 def _too_large(fact: str) -> DiffTooLargeError:
-    return DiffTooLargeError(f"cannot copy what changed in the checkout: {fact}", hint="remove it, or let a .gitignore name it")
+    return DiffTooLargeError(
+        f"cannot copy what changed in the checkout: {fact}",
+        hint="remove it, or let a .gitignore name it",
+    )

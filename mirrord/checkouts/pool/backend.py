@@ -45,7 +45,12 @@ class PoolBackend:
     name = Backend.POOL
 
     def __init__(
-        self, *, state_dir: Path, workers: Workers, gitdirs: StoreBuilder, mirrors_path: Callable[[MirrorName], Path]
+        self,
+        *,
+        state_dir: Path,
+        workers: Workers,
+        gitdirs: StoreBuilder,
+        mirrors_path: Callable[[MirrorName], Path],
     ) -> None:
         self._mirrors = state_dir / "mirrors"
         self._workers = workers
@@ -70,7 +75,9 @@ class PoolBackend:
         sealed = time.perf_counter()
         warm = self._take_warm(lease)
         with self._removed_after(place.grave):
-            tree, timings = await self._workers.call(make_checkout, place, lease.commit, lease.tree, warm, timeout=_TIMEOUT)
+            tree, timings = await self._workers.call(
+                make_checkout, place, lease.commit, lease.tree, warm, timeout=_TIMEOUT
+            )
         return Made(tree, {"seal": round(sealed - began, 6), **timings})
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
@@ -82,7 +89,9 @@ class PoolBackend:
         leases.save(resetting(to))
         try:
             with self._removed_after(place.grave):
-                proof = await self._workers.call(reset_checkout, place, to.commit, to.tree, timeout=_TIMEOUT)
+                proof = await self._workers.call(
+                    reset_checkout, place, to.commit, to.tree, timeout=_TIMEOUT
+                )
         except TreeTooLargeError:
             leases.save(before or to)  # found out before anything was touched
             raise
@@ -96,7 +105,9 @@ class PoolBackend:
 
     async def destroy(self, directories: Directories, lease: Lease | None) -> None:
         if lease is not None and lease.history is History.LINKED:
-            await anyio.to_thread.run_sync(linked.unlink, self._mirrors_path(lease.mirror), lease.id)
+            await anyio.to_thread.run_sync(
+                linked.unlink, self._mirrors_path(lease.mirror), lease.id
+            )
         is_mounted = bool(await anyio.to_thread.run_sync(mounts_below, str(directories.public)))
         if lease is not None and not is_mounted and self._keep(directories, lease):
             return

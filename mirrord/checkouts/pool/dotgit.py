@@ -94,7 +94,14 @@ def read_index(tree: Path, manifest: Manifest) -> bytes:
         return b""
 
 
-def bring(tree: Path, manifest: Manifest, found: Changes, store: Store, index: bytes | None, graves: Graves) -> Manifest:
+def bring(
+    tree: Path,
+    manifest: Manifest,
+    found: Changes,
+    store: Store,
+    index: bytes | None,
+    graves: Graves,
+) -> Manifest:
     """Make `.git` equal to the store, touching only what a scan `found` or what another store had; `index` None keeps it."""
     contents = store.contents if index is None else store.contents | {_INDEX: index}
     owner, now_ns = ActingAs(manifest.owner), time.time_ns()
@@ -104,8 +111,16 @@ def bring(tree: Path, manifest: Manifest, found: Changes, store: Store, index: b
     ):
         kept = _keep(manifest, found, store, writer)
         fresh = {path: _directory(path, writer) for path in store.directories if path not in kept}
-        fresh |= {path: _write(path, data, writer) for path, data in contents.items() if not _holds(kept.get(path), data)}
-        lacking = {path: pack for path, pack in store.packs.items() if path not in kept or not _is_copy(kept[path], pack)}
+        fresh |= {
+            path: _write(path, data, writer)
+            for path, data in contents.items()
+            if not _holds(kept.get(path), data)
+        }
+        lacking = {
+            path: pack
+            for path, pack in store.packs.items()
+            if path not in kept or not _is_copy(kept[path], pack)
+        }
         fresh |= {path: _copy_pack(path, pack, writer) for path, pack in lacking.items()}
         control, files = kept | fresh, manifest.files.copy()
         with owner:
@@ -115,7 +130,12 @@ def bring(tree: Path, manifest: Manifest, found: Changes, store: Store, index: b
                     where[path] = where[path].with_stat(writer.get_stat(path))
     if not writer.touched:
         return manifest
-    return replace(manifest, files=files, control=control, index=manifest.index if index is None else index[-20:].hex())
+    return replace(
+        manifest,
+        files=files,
+        control=control,
+        index=manifest.index if index is None else index[-20:].hex(),
+    )
 
 
 def discard(directory: Path) -> None:
@@ -142,7 +162,9 @@ def _kept(manifest: Manifest, found: Changes) -> dict[bytes, Entry]:
     return kept if _GIT in kept and kept[_GIT].is_directory else {}
 
 
-def _keep(manifest: Manifest, found: Changes, store: Store, writer: TreeWriter) -> dict[bytes, Entry]:
+def _keep(
+    manifest: Manifest, found: Changes, store: Store, writer: TreeWriter
+) -> dict[bytes, Entry]:
     """Remove what the store has not; the record of what stays."""
     kept, wanted = _kept(manifest, found), store.paths
     if not kept:

@@ -25,12 +25,16 @@ _PREFIX = "mirrord-"
 _REASON = "held by a checkout of mirrord"
 
 
-def link(directory: Path, mirror: Path, manifest: Manifest, index: bytes, graves: Graves) -> Manifest:
+def link(
+    directory: Path, mirror: Path, manifest: Manifest, index: bytes, graves: Graves
+) -> Manifest:
     """Make `directory/tree` a worktree of `mirror` with a detached HEAD, whatever its `.git` was."""
     admin = _admin(mirror, directory.name)
     shutil.rmtree(admin, ignore_errors=True)
     admin.mkdir(parents=True)
-    (admin / "locked").write_text(f"{_REASON}\n")  # first: `git worktree prune` leaves it alone from now on
+    (admin / "locked").write_text(
+        f"{_REASON}\n"
+    )  # first: `git worktree prune` leaves it alone from now on
     (admin / "commondir").write_text("../..\n")
     (admin / "gitdir").write_text(f"{directory}/tree/.git\n")
     (admin / "HEAD").write_text(f"{manifest.commit}\n")

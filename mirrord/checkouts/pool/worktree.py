@@ -34,7 +34,9 @@ _METHOD = "stat against the private manifest, content where stat proves nothing"
 T = TypeVar("T")
 
 
-def make(place: Place, commit: str, tree: str, warm: Directories | None) -> tuple[str, dict[str, float]]:
+def make(
+    place: Place, commit: str, tree: str, warm: Directories | None
+) -> tuple[str, dict[str, float]]:
     """Make the checkout, of the warm tree in the directory `warm` where there is one; the verified tree and seconds per step."""
     timings: dict[str, float] = {}
     with full_disk_named(f"checkout {place.directory.name}"):
@@ -44,7 +46,11 @@ def make(place: Place, commit: str, tree: str, warm: Directories | None) -> tupl
                 return proof.tree, timings
         with closing(Graves(place.grave)) as graves:
             manifest = _timed(timings, "tree", lambda: _write_anew(place, commit, tree, graves))
-            manifest = _timed(timings, "git", lambda: _bring(place, _store(place), commit, manifest, Changes(), graves))
+            manifest = _timed(
+                timings,
+                "git",
+                lambda: _bring(place, _store(place), commit, manifest, Changes(), graves),
+            )
         manifest.save(place.manifest)
     return manifest.tree, timings
 
@@ -59,7 +65,14 @@ def reset(place: Place, commit: str, tree: str) -> Proof:
         found = scan(place.tree, before) if before else Changes()
 
         def bring(graves: Graves) -> Manifest:
-            return _bring(place, store, commit, before or _write_anew(place, commit, tree, graves), found, graves)
+            return _bring(
+                place,
+                store,
+                commit,
+                before or _write_anew(place, commit, tree, graves),
+                found,
+                graves,
+            )
 
         after = _with_room(place, bring)
         if after is not before:
@@ -73,7 +86,9 @@ def reset(place: Place, commit: str, tree: str) -> Proof:
         index=after.index,
         control_files=sum(1 for entry in after.control.values() if not entry.is_directory),
         files_checked=found.looked_at,
-        files_restored=len([path for path in (*found.modified, *found.missing) if path and not is_control(path)]),
+        files_restored=len(
+            [path for path in (*found.modified, *found.missing) if path and not is_control(path)]
+        ),
         files_removed=len([path for path in found.extra if not is_control(path)]),
         refs=list(store.refs if store else ()),
         packs=list(store.pack_names if store else ()),
@@ -100,7 +115,9 @@ def changed_paths(place: Place) -> list[bytes]:
     return sorted(path for path in scan(place.tree, manifest).in_tree() if path)
 
 
-def _bring(place: Place, store: Store | None, commit: str, before: Manifest, found: Changes, graves: Graves) -> Manifest:
+def _bring(
+    place: Place, store: Store | None, commit: str, before: Manifest, found: Changes, graves: Graves
+) -> Manifest:
     """Undo what was found and move on; then look again at all that was touched, and so on until nothing differs.
 
     The answer is `before` itself where there is nothing to do, and nothing to record.
@@ -110,10 +127,16 @@ def _bring(place: Place, store: Store | None, commit: str, before: Manifest, fou
         begun = manifest
         manifest = _step(place, store, commit, manifest, found, graves)
         left = examine(place.tree, manifest, _touched(begun, manifest))
-        if turn == 0 and found.youngest_ns < found.began_ns - before.slack_ns:  # a change since that reading would show
+        if (
+            turn == 0 and found.youngest_ns < found.began_ns - before.slack_ns
+        ):  # a change since that reading would show
             settled_ns = left.began_ns
         if left.is_empty:
-            return manifest if manifest is before and not found.unsettled else manifest.settled(settled_ns)
+            return (
+                manifest
+                if manifest is before and not found.unsettled
+                else manifest.settled(settled_ns)
+            )
         found, manifest = left, _proven(manifest, left)
     raise unsettled(_ROUNDS, [*found.modified, *found.missing, *found.extra])
 
@@ -129,7 +152,14 @@ def _proven(manifest: Manifest, found: Changes) -> Manifest:
     return replace(manifest, files=files, control=control)
 
 
-def _step(place: Place, store: Store | None, commit: str, manifest: Manifest, found: Changes, graves: Graves) -> Manifest:
+def _step(
+    place: Place,
+    store: Store | None,
+    commit: str,
+    manifest: Manifest,
+    found: Changes,
+    graves: Graves,
+) -> Manifest:
     """One round over tree and `.git`, which ends with a record of what was left there."""
     begun = manifest
     if found.in_tree():
@@ -156,13 +186,23 @@ def _store(place: Place) -> Store | None:
 
 def _touched(before: Manifest, after: Manifest) -> list[bytes]:
     """What was recorded anew."""
-    control = [path for path, entry in after.control.items() if before.control.get(path) is not entry]
+    control = [
+        path for path, entry in after.control.items() if before.control.get(path) is not entry
+    ]
     return after.files.recorded_since(before.files) + control
 
 
 def _changed_directories(before: Manifest, after: Manifest) -> list[bytes]:
-    trees = [path for path in after.files.recorded_since(before.files) if after.files[path].mode == DIRECTORY]
-    return [path for path in trees if path not in before.files or before.files[path].oid != after.files[path].oid]
+    trees = [
+        path
+        for path in after.files.recorded_since(before.files)
+        if after.files[path].mode == DIRECTORY
+    ]
+    return [
+        path
+        for path in trees
+        if path not in before.files or before.files[path].oid != after.files[path].oid
+    ]
 
 
 def _write_anew(place: Place, commit: str, tree: str, graves: Graves) -> Manifest:
@@ -174,7 +214,10 @@ def _write_anew(place: Place, commit: str, tree: str, graves: Graves) -> Manifes
     seen = hash_tree(place.tree, manifest)
     if seen != tree:
         raise ProofFailedError(
-            f"cannot prove tree {tree}: what was written is {seen}", hint="audit the mirror", wanted=tree, seen=seen
+            f"cannot prove tree {tree}: what was written is {seen}",
+            hint="audit the mirror",
+            wanted=tree,
+            seen=seen,
         )
     return manifest.settled(written_ns)
 

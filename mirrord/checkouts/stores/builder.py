@@ -140,7 +140,8 @@ class StoreBuilder:
         """
         if history is History.LINKED:
             raise InvalidRequestError(
-                "cannot seal a linked checkout: it shows all of its mirror", hint="ask for sealed or squashed"
+                "cannot seal a linked checkout: it shows all of its mirror",
+                hint="ask for sealed or squashed",
             )
         return self.find(name, commit, history) or await self._flights.join(
             f"{name.key} {commit} {history}", lambda _: self._build(name, commit, history)
@@ -219,7 +220,9 @@ class StoreBuilder:
 
     def _remove_leftovers(self) -> None:
         for directory in (*self._store.glob("*/gits"), *self._store.glob("*/packs")):
-            if removed := remove_leftovers(directory, self._remains) + remove_unused(directory, self._remains):
+            if removed := remove_leftovers(directory, self._remains) + remove_unused(
+                directory, self._remains
+            ):
                 log.info("leftovers.removed", directory=str(directory), count=removed)
 
     # -- building -----------------------------------------------------------------------------------------------------
@@ -237,7 +240,9 @@ class StoreBuilder:
         with building(directory, self._remains) as temporary:
             scratch = temporary / "scratch"
             contents = await self._contents(name, commit, history, scratch)
-            control = await anyio.to_thread.run_sync(_write, directory, temporary / ".git", contents)
+            control = await anyio.to_thread.run_sync(
+                _write, directory, temporary / ".git", contents
+            )
             if history is History.SQUASHED:
                 await anyio.to_thread.run_sync(shutil.rmtree, scratch)
             target = self._path(name, commit, history)
@@ -247,16 +252,25 @@ class StoreBuilder:
         self._found[name.key, commit, history] = gitdir
         self._stores.setdefault(name.key, {})[gitdir.path] = gitdir, time.time()
         log.info(
-            "store.built", mirror=str(name), commit=commit, history=str(history), packs=len(gitdir.packs), tags=gitdir.tag_count
+            "store.built",
+            mirror=str(name),
+            commit=commit,
+            history=str(history),
+            packs=len(gitdir.packs),
+            tags=gitdir.tag_count,
         )
         return gitdir
 
-    async def _contents(self, name: MirrorName, commit: CommitId, history: History, scratch: Path) -> _Contents:
+    async def _contents(
+        self, name: MirrorName, commit: CommitId, history: History, scratch: Path
+    ) -> _Contents:
         if history is History.SQUASHED:
             return await self._squashed(name, await self.commits.get(name, commit), scratch)
         mirror = self._mirrors_path(name)
         found, packs, tags = await together(
-            self.commits.get(name, commit), self._closures.ensure(name, commit), self._tags.list(mirror)
+            self.commits.get(name, commit),
+            self._closures.ensure(name, commit),
+            self._tags.list(mirror),
         )
         shown = await self._tags.within(tags, [pack.index for pack in packs])
         return _Contents(commit, found.tree, packs, tuple(shown), self._graphs.find(packs))
@@ -304,7 +318,9 @@ def _clear(directory: Path, remains: Remains) -> None:
         directory.rmdir()
 
 
-def _describe(target: Path, name: MirrorName, commit: CommitId, history: History, contents: _Contents) -> SealedStore:
+def _describe(
+    target: Path, name: MirrorName, commit: CommitId, history: History, contents: _Contents
+) -> SealedStore:
     return SealedStore(
         path=target,
         mirror=name,

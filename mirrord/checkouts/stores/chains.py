@@ -70,7 +70,9 @@ def plan(known: Layers, line: Sequence[CommitId], *, ahead: bool = False) -> lis
 
     def add(commit: CommitId, base: Layer | None, depth: int) -> None:
         length = base.length + 1 if base else 1
-        layers[commit] = planned[commit] = Layer(commit, base.commit if base else None, depth, length)
+        layers[commit] = planned[commit] = Layer(
+            commit, base.commit if base else None, depth, length
+        )
 
     if line[-1] not in layers:
         add(line[-1], None, 0)
@@ -83,7 +85,11 @@ def plan(known: Layers, line: Sequence[CommitId], *, ahead: bool = False) -> lis
             below = previous(depth) if is_waypoint(depth) else depth - step
             add(on_line[depth], _waypoint_at(layers, on_line, below), depth)
     if line[0] not in layers:
-        base = _waypoint_at(layers, on_line, previous(end)) if is_waypoint(end) else _nearest(layers, line)
+        base = (
+            _waypoint_at(layers, on_line, previous(end))
+            if is_waypoint(end)
+            else _nearest(layers, line)
+        )
         if base.commit != line[1] and _has_sibling(known, base, end):
             if line[1] not in layers:
                 add(line[1], base, end - 1)

@@ -26,7 +26,14 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from ...errors import CommitNotFoundError, CorruptObjectError, DeadlineError, DiskFullError, GitFailedError, OutOfMemoryError
+from ...errors import (
+    CommitNotFoundError,
+    CorruptObjectError,
+    DeadlineError,
+    DiskFullError,
+    GitFailedError,
+    OutOfMemoryError,
+)
 from ...git.command import Git
 from ...git.pack_writer import Packed
 from ...git.packfile import has_both_ends
@@ -98,7 +105,9 @@ class Closures:
                 await self._build(name, commit)
             return tuple(self._pack_file(name, layer) for layer in chain(layers, commit))
 
-    async def keep_only(self, name: MirrorName, needed: Callable[[], Collection[str] | None]) -> None:
+    async def keep_only(
+        self, name: MirrorName, needed: Callable[[], Collection[str] | None]
+    ) -> None:
         """Remove the packs that are not among the `needed` names, which are asked for while nothing is built; None keeps all."""
         async with self._locks.setdefault(name.key, Turns()).turn():
             layers = self._known(name)
@@ -108,7 +117,9 @@ class Closures:
             gone = [layer for layer in layers.values() if layer.pack not in names]
             for layer in gone:
                 del layers[layer.commit]
-            await anyio.to_thread.run_sync(remove_all, [self.directory(name) / layer.commit for layer in gone], self._remains)
+            await anyio.to_thread.run_sync(
+                remove_all, [self.directory(name) / layer.commit for layer in gone], self._remains
+            )
             log.info("closures.dropped", mirror=str(name), count=len(gone), left=len(layers))
 
     def forget(self, name: MirrorName) -> None:
@@ -119,7 +130,9 @@ class Closures:
         return self._store / str(name) / "packs"
 
     def _pack_file(self, name: MirrorName, layer: Layer) -> PackFile:
-        return PackFile(self.directory(name) / layer.commit / layer.pack, layer.object_count, layer.size_bytes)
+        return PackFile(
+            self.directory(name) / layer.commit / layer.pack, layer.object_count, layer.size_bytes
+        )
 
     # -- what exists --------------------------------------------------------------------------------------------------
 
@@ -152,7 +165,9 @@ class Closures:
         steps = plan(self._known(name), line)
         layers = {**self._known(name), **{step.commit: step for step in steps}}
         with ExitStack() as stack:
-            places = [(step, stack.enter_context(building(directory, self._remains))) for step in steps]
+            places = [
+                (step, stack.enter_context(building(directory, self._remains))) for step in steps
+            ]
             long = [
                 self._pack(name, step, place, quick=step.commit == commit and step.base is not None)
                 for step, place in places
@@ -160,9 +175,15 @@ class Closures:
             ]
             packed = {layer.commit: layer for layer in await together(*long)}
             for step, place in places:
-                self._publish(name, packed.get(step.commit) or await self._pack_short(name, step, place), place)
+                self._publish(
+                    name,
+                    packed.get(step.commit) or await self._pack_short(name, step, place),
+                    place,
+                )
         if [step.base for step in steps] == [None, line[-1]]:
-            self._afterwards.begin(("way-points", commit), partial(self._lay_waypoints, name, line[1:]))
+            self._afterwards.begin(
+                ("way-points", commit), partial(self._lay_waypoints, name, line[1:])
+            )
 
     async def _lay_waypoints(self, name: MirrorName, line: list[CommitId]) -> None:
         """What the neighbours below a first commit will stand on, where its own pack went past it in one wide step."""
@@ -174,19 +195,36 @@ class Closures:
                 with building(self.directory(name), self._remains) as place:
                     self._publish(name, await self._pack_short(name, step, place), place)
 
-    async def _pack(self, name: MirrorName, step: Layer, place: Path, *, quick: bool = False) -> Layer:
+    async def _pack(
+        self, name: MirrorName, step: Layer, place: Path, *, quick: bool = False
+    ) -> Layer:
         """Write the pack of a planned layer; it needs the objects of its base from the mirror, not the pack."""
         quick = quick or not is_waypoint(step.depth)
         async with self._packing.turn():
-            packed = await self._packer.pack_range(self._mirrors_path(name), step.commit, step.base, into=place, quick=quick)
-        return replace(step, pack=packed.path.name, object_count=packed.object_count, size_bytes=packed.size_bytes)
+            packed = await self._packer.pack_range(
+                self._mirrors_path(name), step.commit, step.base, into=place, quick=quick
+            )
+        return replace(
+            step,
+            pack=packed.path.name,
+            object_count=packed.object_count,
+            size_bytes=packed.size_bytes,
+        )
 
     async def _pack_short(self, name: MirrorName, step: Layer, place: Path) -> Layer:
         """The same for a layer of a few commits, over packs that are there; where it turns out large, git does it."""
-        below = [self._pack_file(name, layer).index for layer in chain(self._known(name), step.base or step.commit)]
+        below = [
+            self._pack_file(name, layer).index
+            for layer in chain(self._known(name), step.base or step.commit)
+        ]
         try:
             packed: Packed | None = await self._workers.call(
-                _INCREMENT, self._mirrors_path(name), step.commit, below, place, timeout=_QUICK_TIMEOUT
+                _INCREMENT,
+                self._mirrors_path(name),
+                step.commit,
+                below,
+                place,
+                timeout=_QUICK_TIMEOUT,
             )
         except CorruptObjectError as error:
             raise unservable(step.commit, error) from error
@@ -194,13 +232,21 @@ class Closures:
             packed = None
         if packed is None:
             return await self._pack(name, step, place)
-        return replace(step, pack=packed.name, object_count=packed.object_count, size_bytes=packed.size_bytes)
+        return replace(
+            step, pack=packed.name, object_count=packed.object_count, size_bytes=packed.size_bytes
+        )
 
     def _publish(self, name: MirrorName, layer: Layer, place: Path) -> None:
         (place / "layer.json").write_text(json.dumps(asdict(layer)))
         publish(place, self.directory(name) / layer.commit)
         self._known(name)[layer.commit] = layer
-        log.info("closure.packed", mirror=str(name), commit=layer.commit, base=layer.base, objects=layer.object_count)
+        log.info(
+            "closure.packed",
+            mirror=str(name),
+            commit=layer.commit,
+            base=layer.base,
+            objects=layer.object_count,
+        )
 
     async def _line_to_base(self, name: MirrorName, commit: CommitId) -> list[CommitId]:
         """First parents from `commit` back to the first one that has a layer, or to where a root is to lie."""
@@ -240,13 +286,19 @@ class Closures:
             return []
         return line
 
-    async def _first_parents(self, name: MirrorName, commit: CommitId, limit: int | None) -> list[CommitId]:
+    async def _first_parents(
+        self, name: MirrorName, commit: CommitId, limit: int | None
+    ) -> list[CommitId]:
         bound = (f"--max-count={limit}",) if limit else ()
         path = self._mirrors_path(name)
         try:
-            done = await self._git.run(*_WALK, *bound, commit, git_dir=path, timeout=TIMEOUT, doing=f"walk {commit}")
+            done = await self._git.run(
+                *_WALK, *bound, commit, git_dir=path, timeout=TIMEOUT, doing=f"walk {commit}"
+            )
         except (CorruptObjectError, GitFailedError) as error:
-            there = await self._git.run("cat-file", "-e", commit, git_dir=path, ok=range(256), doing=f"look for {commit}")
+            there = await self._git.run(
+                "cat-file", "-e", commit, git_dir=path, ok=range(256), doing=f"look for {commit}"
+            )
             if there.status == 0:
                 raise unservable(commit, error) from error
             raise CommitNotFoundError(
@@ -295,7 +347,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 def raise_disk_full(error: OSError, directory: Path) -> None:
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
         raise DiskFullError(
-            f"cannot write below {directory.name}: {error.strerror}", hint="free space below the state directory"
+            f"cannot write below {directory.name}: {error.strerror}",
+            hint="free space below the state directory",
         ) from error
 
 
@@ -322,5 +375,7 @@ def _load(directory: Path) -> Iterator[Layer]:
         except (OSError, ValueError, TypeError):
             log.warning("closure.dropped", file=str(file))
             continue
-        if layer.commit == file.parent.name and has_both_ends(file.parent / layer.pack, layer.size_bytes):
+        if layer.commit == file.parent.name and has_both_ends(
+            file.parent / layer.pack, layer.size_bytes
+        ):
             yield layer

@@ -51,7 +51,14 @@ class Graphs:
         with building(graph.parent.parent, self._remains) as scratch:
             _lay_out(scratch, chain)
             await self._git.run(
-                *("-c", "core.fsync=none", "commit-graph", "write", "--stdin-commits", "--no-progress"),
+                *(
+                    "-c",
+                    "core.fsync=none",
+                    "commit-graph",
+                    "write",
+                    "--stdin-commits",
+                    "--no-progress",
+                ),
                 git_dir=scratch,
                 stdin=f"{tip}\n".encode(),
                 timeout=TIMEOUT,

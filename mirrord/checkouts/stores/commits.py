@@ -42,7 +42,9 @@ class Commits:
 
     async def _read(self, name: MirrorName, commit: CommitId) -> Resolved:
         try:
-            found: Resolved = await self._workers.call(_RESOLVE, self._mirrors_path(name), commit, timeout=_TIMEOUT)
+            found: Resolved = await self._workers.call(
+                _RESOLVE, self._mirrors_path(name), commit, timeout=_TIMEOUT
+            )
         except CommitNotFoundError as error:
             raise CommitNotFoundError(
                 f"cannot find commit {commit}: {name} does not have it",
@@ -52,6 +54,8 @@ class Commits:
             ) from error
         except CorruptObjectError as error:
             raise CommitUnservableError(
-                f"cannot serve commit {commit}: its object is damaged", hint="audit and heal the mirror", commit=commit
+                f"cannot serve commit {commit}: its object is damaged",
+                hint="audit and heal the mirror",
+                commit=commit,
             ) from error
         return found

@@ -27,7 +27,16 @@ from ...git.packfile import PackIndex
 from ...git.workers import Workers
 from ...host.files import write_all
 from ...model import CommitId
-from .sources import HINT, VERIFIED_WHOLE, Sources, Survey, check_loose, check_written, digest_of, survey
+from .sources import (
+    HINT,
+    VERIFIED_WHOLE,
+    Sources,
+    Survey,
+    check_loose,
+    check_written,
+    digest_of,
+    survey,
+)
 
 TIMEOUT = timedelta(minutes=30)
 UNTRUSTING = ("-c", "core.commitGraph=false", "-c", "core.multiPackIndex=false")
@@ -63,7 +72,14 @@ class Packer:
         self._sources = Sources()
 
     async def pack_range(
-        self, objects: Path, tip: CommitId, base: CommitId | None, *, into: Path, extra: Path | None = None, quick: bool = False
+        self,
+        objects: Path,
+        tip: CommitId,
+        base: CommitId | None,
+        *,
+        into: Path,
+        extra: Path | None = None,
+        quick: bool = False,
     ) -> PackFile:
         """Pack the closure of `tip` without the closure of `base` out of the repository `objects`.
 
@@ -80,7 +96,14 @@ class Packer:
             raise unservable(tip, error) from error
 
     async def _list_and_write(
-        self, objects: Path, tip: CommitId, base: CommitId | None, *, into: Path, extra: Path | None, quick: bool
+        self,
+        objects: Path,
+        tip: CommitId,
+        base: CommitId | None,
+        *,
+        into: Path,
+        extra: Path | None,
+        quick: bool,
     ) -> tuple[Path, Survey]:
         listing = into / "listing"
         listing.touch()
@@ -89,14 +112,22 @@ class Packer:
         with io.FileIO(reading) as ids, io.FileIO(writing, "wb") as packer:
             packed, expected, _ = await together(
                 self._write(objects, tip, ids, into=into, extra=extra, quick=quick),
-                self._list(objects, (tip, f"^{base}") if base else (tip,), listing, walked, extra=extra),
+                self._list(
+                    objects, (tip, f"^{base}") if base else (tip,), listing, walked, extra=extra
+                ),
                 anyio.to_thread.run_sync(_hand_on, listing, packer, walked),
             )
         listing.unlink()
         return packed, expected
 
     async def _list(
-        self, objects: Path, tips: tuple[str, ...], listing: Path, walked: threading.Event, *, extra: Path | None
+        self,
+        objects: Path,
+        tips: tuple[str, ...],
+        listing: Path,
+        walked: threading.Event,
+        *,
+        extra: Path | None,
     ) -> Survey:
         try:
             await self._git.run(
@@ -111,7 +142,16 @@ class Packer:
             walked.set()
         return await self._survey(listing)
 
-    async def _write(self, objects: Path, tip: CommitId, ids: io.FileIO, *, into: Path, extra: Path | None, quick: bool) -> Path:
+    async def _write(
+        self,
+        objects: Path,
+        tip: CommitId,
+        ids: io.FileIO,
+        *,
+        into: Path,
+        extra: Path | None,
+        quick: bool,
+    ) -> Path:
         with ids:
             done = await self._git.run(
                 *_PACK,
@@ -124,7 +164,9 @@ class Packer:
                 doing=f"pack {tip}",
             )
         if "bad packed object" in done.stderr or "corrupt" in done.stderr:
-            raise CorruptObjectError(f"cannot pack {tip}: {done.stderr.strip().splitlines()[0]}", hint=HINT)
+            raise CorruptObjectError(
+                f"cannot pack {tip}: {done.stderr.strip().splitlines()[0]}", hint=HINT
+            )
         return into / f"pack-{done.stdout.decode().strip()}.pack"
 
     async def _survey(self, listing: Path) -> Survey:
@@ -137,11 +179,16 @@ class Packer:
         for store in stores:
             await anyio.to_thread.run_sync(self._sources.check_packs, store)
 
-    async def _prove(self, objects: Path, pack: Path, expected: Survey, stores: tuple[Path, ...]) -> PackFile:
+    async def _prove(
+        self, objects: Path, pack: Path, expected: Survey, stores: tuple[Path, ...]
+    ) -> PackFile:
         """Exactly the listed objects, each with the bytes of its name."""
         index = await anyio.to_thread.run_sync(PackIndex, pack.with_suffix(".idx"))
         if digest_of(index.ids) != expected.digest:
-            raise CorruptObjectError(f"cannot seal {pack.name}: it does not hold exactly the objects of the closure", hint=HINT)
+            raise CorruptObjectError(
+                f"cannot seal {pack.name}: it does not hold exactly the objects of the closure",
+                hint=HINT,
+            )
         for store in stores:
             await anyio.to_thread.run_sync(check_loose, store, index)
         if index.count > VERIFIED_WHOLE:
@@ -149,13 +196,23 @@ class Packer:
         elif await anyio.to_thread.run_sync(self._sources.are_whole, stores):
             await anyio.to_thread.run_sync(check_written, index)
         else:
-            await self._git.run("verify-pack", str(index.path), git_dir=objects, timeout=TIMEOUT, doing=f"verify {pack.name}")
+            await self._git.run(
+                "verify-pack",
+                str(index.path),
+                git_dir=objects,
+                timeout=TIMEOUT,
+                doing=f"verify {pack.name}",
+            )
         return PackFile(pack, index.count, pack.stat().st_size + index.path.stat().st_size)
 
 
 def _hand_on(listing: Path, packer: io.FileIO, walked: threading.Event) -> None:
     """Give the packer what a walk has written so far, until it has ended. Into a pipe git would write commit by commit."""
-    with packer, listing.open("rb", 0) as source, suppress(BrokenPipeError):  # it ended early, and says why itself
+    with (
+        packer,
+        listing.open("rb", 0) as source,
+        suppress(BrokenPipeError),
+    ):  # it ended early, and says why itself
         ended = False
         while not ended:
             ended = walked.wait(_PACE_S)
@@ -169,7 +226,9 @@ async def together(*works: Coroutine[Any, Any, Any]) -> list[Any]:
     try:
         results = await asyncio.gather(*tasks, return_exceptions=True)
     except asyncio.CancelledError:
-        await asyncio.gather(*tasks, return_exceptions=True)  # cancelled with the one that waited for them
+        await asyncio.gather(
+            *tasks, return_exceptions=True
+        )  # cancelled with the one that waited for them
         raise
     for failure in results:
         if isinstance(failure, BaseException):
@@ -177,7 +236,9 @@ async def together(*works: Coroutine[Any, Any, Any]) -> list[Any]:
     return results
 
 
-def unservable(commit: CommitId, error: CorruptObjectError | GitFailedError) -> CommitUnservableError:
+def unservable(
+    commit: CommitId, error: CorruptObjectError | GitFailedError
+) -> CommitUnservableError:
     return CommitUnservableError(
         f"cannot pack commit {commit}: an object of its closure is missing or damaged",
         hint=HINT,

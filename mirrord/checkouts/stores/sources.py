@@ -73,7 +73,9 @@ class Sources:
         if key in self._whole:
             return
         if not pack_is_whole(file):
-            raise CorruptObjectError(f"cannot pack out of {file.name}: its bytes are not what they were", hint=HINT)
+            raise CorruptObjectError(
+                f"cannot pack out of {file.name}: its bytes are not what they were", hint=HINT
+            )
         while len(self._whole) >= _KEPT_MAX:
             self._whole.pop(next(iter(self._whole)), None)
         self._whole[key] = None
@@ -92,8 +94,14 @@ def _seen(file: Path) -> _Seen:
 def check_written(index: PackIndex) -> None:
     """Raises CorruptObjectError unless a pack and its index have on disk what git wrote."""
     pack = index.path.with_suffix(".pack")
-    if not (pack_is_whole(index.path) and pack_is_whole(pack) and pack_trailer(pack) == index.pack_checksum):
-        raise CorruptObjectError(f"cannot use {pack.name}: its bytes are not what was written", hint="check the disk")
+    if not (
+        pack_is_whole(index.path)
+        and pack_is_whole(pack)
+        and pack_trailer(pack) == index.pack_checksum
+    ):
+        raise CorruptObjectError(
+            f"cannot use {pack.name}: its bytes are not what was written", hint="check the disk"
+        )
 
 
 def check_loose(store: Path, packed: PackIndex) -> None:
@@ -104,7 +112,9 @@ def check_loose(store: Path, packed: PackIndex) -> None:
         for file in directory.iterdir():
             oid = directory.name + file.name
             if len(oid) == 40 and bytes.fromhex(oid) in packed and loose_digest(file) != oid:
-                raise CorruptObjectError(f"cannot pack object {oid}: its loose file is damaged", hint=HINT, objects=[oid])
+                raise CorruptObjectError(
+                    f"cannot pack object {oid}: its loose file is damaged", hint=HINT, objects=[oid]
+                )
 
 
 def loose_digest(file: Path) -> str | None:

@@ -98,7 +98,9 @@ def is_as_built(gitdir: SealedStore) -> bool:
         control = json.loads(gitdir.record.read_text())["control"]
         packs = [gitdir.git / "objects/pack" / name for name in gitdir.packs]
         found = _control_sum((gitdir.git / name).read_bytes() for name in _CONTROL)
-        return control == found and all(pack.exists() and pack.with_suffix(".idx").exists() for pack in packs)
+        return control == found and all(
+            pack.exists() and pack.with_suffix(".idx").exists() for pack in packs
+        )
     except (OSError, ValueError, KeyError):
         return False
 
@@ -129,7 +131,9 @@ def note_uses(used: Mapping[SealedStore, float]) -> None:
 
 def _is_whole(found: SealedStore) -> bool:
     """Whether every file is as long as it was written: nothing was flushed, and a power cut can empty or shorten any of them."""
-    if (found.git / "HEAD").read_text() != f"{found.head}\n" or (found.git / "config").read_bytes() != CONFIG:
+    if (found.git / "HEAD").read_text() != f"{found.head}\n" or (
+        found.git / "config"
+    ).read_bytes() != CONFIG:
         return False
     if (found.git / "packed-refs").read_bytes().count(b"\n") != found.tag_count + 1:
         return False

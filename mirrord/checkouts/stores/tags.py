@@ -71,9 +71,16 @@ class Tags:
 
     async def _read(self, mirror: Path) -> tuple[Tag, ...]:
         listed = await self._git.run(
-            "for-each-ref", "--format=%(objectname) %(refname)", "refs/tags", git_dir=mirror, doing="list tags"
+            "for-each-ref",
+            "--format=%(objectname) %(refname)",
+            "refs/tags",
+            git_dir=mirror,
+            doing="list tags",
         )
-        direct = {ref: oid.decode() for oid, _, ref in (line.partition(b" ") for line in listed.stdout.splitlines())}
+        direct = {
+            ref: oid.decode()
+            for oid, _, ref in (line.partition(b" ") for line in listed.stdout.splitlines())
+        }
         if unknown := set(direct.values()) - self._peeled.keys():
             if len(self._peeled) > _PEELED_MAX:
                 self._peeled.clear()
@@ -110,11 +117,18 @@ async def _peeled_commits(git: Git, mirror: Path, oids: Sequence[str]) -> dict[s
     asked = "".join(f"{oid}^{{}}\n" for oid in oids).encode()
     try:
         done = await git.run(
-            "cat-file", "--batch-check=%(objectname) %(objecttype)", git_dir=mirror, stdin=asked, doing="look at tags"
+            "cat-file",
+            "--batch-check=%(objectname) %(objecttype)",
+            git_dir=mirror,
+            stdin=asked,
+            doing="look at tags",
         )
     except (CorruptObjectError, GitFailedError):
         halves = (oids[: len(oids) // 2], oids[len(oids) // 2 :]) if len(oids) > 1 else ()
         found = [await _peeled_commits(git, mirror, half) for half in halves]
         return {oid: commit for half in found for oid, commit in half.items()}
     shown = (line.split() for line in done.lines)
-    return {oid: words[0] if words[1] == "commit" else None for oid, words in zip(oids, shown, strict=True)}
+    return {
+        oid: words[0] if words[1] == "commit" else None
+        for oid, words in zip(oids, shown, strict=True)
+    }

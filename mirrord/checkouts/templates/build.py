@@ -18,7 +18,14 @@ from ...git.objects import CommitInfo, Objects, TreeChange, changes, open_object
 from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, open_directory, opened
 from ..files.blobs import Blobs
-from ..files.entries import conversions_for, is_attributes, mtime_for, recorded, share_entries, unrecorded
+from ..files.entries import (
+    conversions_for,
+    is_attributes,
+    mtime_for,
+    recorded,
+    share_entries,
+    unrecorded,
+)
 from ..files.hashing import hash_tree, tree_id
 from ..files.manifest import Manifest
 from ..files.tree import materialise, reconverted, root_entry
@@ -36,7 +43,9 @@ _BLOCK_BYTES = 4096
 _FIRST_SHARED = 2  # links: ours, and that among the shared files
 
 
-def build_layer(git_dir: Path, commit: str, trees: Path, temporary: Path, known: Sequence[Layer]) -> Layer:
+def build_layer(
+    git_dir: Path, commit: str, trees: Path, temporary: Path, known: Sequence[Layer]
+) -> Layer:
     """Build and verify the layer of a commit's tree in the directory `temporary`, with its index: on the nearest of the
     `known` layers that are still in `trees` when that is small, else whole.
 
@@ -59,7 +68,9 @@ def build_layer(git_dir: Path, commit: str, trees: Path, temporary: Path, known:
 # -- which base ---------------------------------------------------------------------------------------------------------
 
 
-def _choose_base(objects: Objects, info: CommitInfo, known: Sequence[Layer], shared: Blobs) -> Layer | None:
+def _choose_base(
+    objects: Objects, info: CommitInfo, known: Sequence[Layer], shared: Blobs
+) -> Layer | None:
     """The layer that costs least to build on; None where a whole tree is better. Looks at those near in time only.
 
     The deeper a layer lies the less may be built on it, so that there is room below for what is near, and wide steps start high.
@@ -99,7 +110,11 @@ def _find_cost(objects: Objects, old: str, new: str, limit: int, shared: Blobs) 
         if entry is None:
             continue
         total += _BLOCK_BYTES
-        if not entry.is_tree and not entry.is_submodule and not shared.has(entry.oid, executable=entry.is_executable):
+        if (
+            not entry.is_tree
+            and not entry.is_submodule
+            and not shared.has(entry.oid, executable=entry.is_executable)
+        ):
             total += objects.blob_size(entry.oid)
         if total > limit:
             return None
@@ -119,14 +134,22 @@ def _build_keyframe(git_dir: Path, info: CommitInfo, temporary: Path) -> tuple[L
 
 
 def _build_delta(
-    objects: Objects, info: CommitInfo, trees: Path, temporary: Path, base: Layer, known: Sequence[Layer]
+    objects: Objects,
+    info: CommitInfo,
+    trees: Path,
+    temporary: Path,
+    base: Layer,
+    known: Sequence[Layer],
 ) -> tuple[Layer, Manifest]:
     """The layer, and the manifest of all that it shows."""
     below = read_manifest(trees, chain_of(base, {layer.tree: layer for layer in known}))
     steps = list(changes(objects, base.tree, info.tree))
     files = temporary / "files"
     files.mkdir(mode=0o755)
-    with opened(open_directory(files)) as root, TreeWriter(root, ActingAs(None), mtime_ns=mtime_for(info.time)) as writer:
+    with (
+        opened(open_directory(files)) as root,
+        TreeWriter(root, ActingAs(None), mtime_ns=mtime_for(info.time)) as writer,
+    ):
         manifest = _write_delta(objects, info, below, steps, writer, Blobs(blobs_path(trees)))
         whiteouts = _whiteouts(steps)
         _make_directories(whiteouts, writer)
@@ -152,20 +175,33 @@ def _build_delta(
 
 
 def _write_delta(
-    objects: Objects, info: CommitInfo, below: Manifest, steps: list[TreeChange], writer: TreeWriter, shared: Blobs
+    objects: Objects,
+    info: CommitInfo,
+    below: Manifest,
+    steps: list[TreeChange],
+    writer: TreeWriter,
+    shared: Blobs,
 ) -> Manifest:
     new = [step.new for step in steps if step.new]
     gone = {step.path for step in steps if step.old}
     kept = below.files.copy()
     for path in gone:
         del kept[path]
-    after = conversions_for(objects, info.commit, kept | {entry.path: unrecorded(entry) for entry in new})
+    after = conversions_for(
+        objects, info.commit, kept | {entry.path: unrecorded(entry) for entry in new}
+    )
     if any(is_attributes(step.path) for step in steps):
         new += reconverted(objects, below, after, kept)
-    directories = {entry.path: unrecorded(entry) for entry in new if entry.is_tree or entry.is_submodule}
+    directories = {
+        entry.path: unrecorded(entry) for entry in new if entry.is_tree or entry.is_submodule
+    }
     writer.make_directory(b"")
-    _make_directories([*(entry.path for entry in new), *(path + b"/" for path in directories)], writer)
-    files = share_entries(objects, after, [entry for entry in new if entry.path not in directories], writer, shared)
+    _make_directories(
+        [*(entry.path for entry in new), *(path + b"/" for path in directories)], writer
+    )
+    files = share_entries(
+        objects, after, [entry for entry in new if entry.path not in directories], writer, shared
+    )
     return recorded(info, {b"": root_entry(info.tree), **directories, **files}, writer)
 
 
@@ -180,13 +216,23 @@ def _whiteouts(steps: list[TreeChange]) -> list[bytes]:
 
     What is in a directory that a file replaces needs none: overlayfs looks no further down than a file.
     """
-    both = {b""} | {s.path for s in steps if s.old and s.new and s.old.is_tree and (s.new.is_tree or s.new.is_submodule)}
-    return [step.path for step in steps if step.new is None and step.path.rpartition(b"/")[0] in both]
+    both = {b""} | {
+        s.path
+        for s in steps
+        if s.old and s.new and s.old.is_tree and (s.new.is_tree or s.new.is_submodule)
+    }
+    return [
+        step.path for step in steps if step.new is None and step.path.rpartition(b"/")[0] in both
+    ]
 
 
 def _removed(steps: list[TreeChange], whiteouts: list[bytes]) -> list[bytes]:
     """The top-most paths that the manifest below has and the new tree has not."""
-    replaced = [s.path for s in steps if s.old and s.new and s.old.is_tree and not s.new.is_tree and not s.new.is_submodule]
+    replaced = [
+        s.path
+        for s in steps
+        if s.old and s.new and s.old.is_tree and not s.new.is_tree and not s.new.is_submodule
+    ]
     return sorted({*whiteouts, *replaced})
 
 

@@ -55,7 +55,9 @@ class Eviction:
         inventories = await self._inventories()
         await self._note_uses(inventories)
         by_age = sorted(
-            (used_at, number, path) for number, each in enumerate(inventories) for path, used_at in each.used_at.items()
+            (used_at, number, path)
+            for number, each in enumerate(inventories)
+            for path, used_at in each.used_at.items()
         )
         settings = self._settings().checkouts
         oldest = time.time() - settings.template_ttl.total_seconds()
@@ -77,7 +79,9 @@ class Eviction:
     async def _inventories(self) -> list[_Inventory]:
         await self._shelves.weigh()
         return [
-            await anyio.to_thread.run_sync(_Inventory, name, self._shelves.get(name), await self._gitdirs.stores(name))
+            await anyio.to_thread.run_sync(
+                _Inventory, name, self._shelves.get(name), await self._gitdirs.stores(name)
+            )
             for name in self._shelves.names()
         ]
 
@@ -115,7 +119,12 @@ class Eviction:
 
     async def _note_uses(self, inventories: Sequence[_Inventory]) -> None:
         """Keep for the next daemon what was used since the last time."""
-        used = {each.stores[path]: at for each in inventories for path, at in each.used_at.items() if at > self._noted_at}
+        used = {
+            each.stores[path]: at
+            for each in inventories
+            for path, at in each.used_at.items()
+            if at > self._noted_at
+        }
         self._noted_at = time.time()
         await anyio.to_thread.run_sync(note_uses, used)
 
@@ -127,12 +136,16 @@ class _Inventory:
     of a pack.
     """
 
-    def __init__(self, name: MirrorName, shelf: MirrorTemplates, stores: Sequence[tuple[SealedStore, float]]) -> None:
+    def __init__(
+        self, name: MirrorName, shelf: MirrorTemplates, stores: Sequence[tuple[SealedStore, float]]
+    ) -> None:
         self.name = name
         self.shelf = shelf
         self.stores = {store.path: store for store, _ in stores}
         self.former = frozenset(self.stores)
-        self.used_at = {store.path: max(at, shelf.used_at.get(store.path, 0.0)) for store, at in stores}
+        self.used_at = {
+            store.path: max(at, shelf.used_at.get(store.path, 0.0)) for store, at in stores
+        }
         self.needed: Counter[str] = Counter()
         self._packs_bytes = 0
         for store, _ in stores:

@@ -78,15 +78,21 @@ class LayerIndex(Mapping[str, Layer]):
     def is_whole(self, tree: str, unproven: Container[str] = ()) -> bool:
         """Whether a layer and all below it are there and proven."""
         try:
-            return all(layer.tree not in unproven for layer in chain_of(self._layers[tree], self._layers))
+            return all(
+                layer.tree not in unproven for layer in chain_of(self._layers[tree], self._layers)
+            )
         except KeyError:
             return False
 
-    def _nearest(self, times: list[tuple[int, str]], time: int, unproven: Container[str]) -> list[str]:
+    def _nearest(
+        self, times: list[tuple[int, str]], time: int, unproven: Container[str]
+    ) -> list[str]:
         after = bisect_left(times, (time, ""))
         before, found = after - 1, list[str]()
         while len(found) < NEAR and (before >= 0 or after < len(times)):
-            is_later = before < 0 or (after < len(times) and times[after][0] - time < time - times[before][0])
+            is_later = before < 0 or (
+                after < len(times) and times[after][0] - time < time - times[before][0]
+            )
             tree = times[after if is_later else before][1]
             before, after = (before, after + 1) if is_later else (before - 1, after)
             if self.is_whole(tree, unproven):

@@ -71,7 +71,9 @@ class TemplateRegistry:
         for shelf in self.all():
             if not shelf.is_weighed:
                 async with self.lock(shelf):
-                    shelf.shared_bytes, shelf.is_weighed = await anyio.to_thread.run_sync(shelf.blobs.weigh)
+                    shelf.shared_bytes, shelf.is_weighed = await anyio.to_thread.run_sync(
+                        shelf.blobs.weigh
+                    )
 
     async def mend(self) -> bool:
         """Remove what could not be removed before; answers whether nothing is left."""
@@ -81,11 +83,19 @@ class TemplateRegistry:
 
     def is_bare(self, shelf: MirrorTemplates, tree: str) -> bool:
         """Whether nothing lies on a layer that is there, and no checkout uses it."""
-        return tree in shelf.layers and not shelf.layers.carries(tree) and shelf.files(tree) not in self.holds
+        return (
+            tree in shelf.layers
+            and not shelf.layers.carries(tree)
+            and shelf.files(tree) not in self.holds
+        )
 
     def is_held(self, shelf: MirrorTemplates, tree: str) -> bool:
         """Whether a checkout uses a layer or one that lies on it."""
-        return any(shelf.files(each) in self.holds for each in shelf.layers.above(tree) if each in shelf.layers)
+        return any(
+            shelf.files(each) in self.holds
+            for each in shelf.layers.above(tree)
+            if each in shelf.layers
+        )
 
     async def retire(self, shelf: MirrorTemplates, tree: str) -> None:
         """Take a layer and all that lies on it out of use; what a checkout holds stays on disk until it lets go."""
@@ -110,8 +120,14 @@ class TemplateRegistry:
         """Read a layer again and compare it with its record."""
         try:
             await self._workers.call(_VERIFY, shelf.trees, shelf.chain(tree), timeout=_TIMEOUT)
-        except (IntegrityError, NotFoundError, KeyError) as error:  # KeyError: what it lies on is gone
-            log.warning("template.refused", mirror=shelf.directory.name, tree=tree, error=str(error))
+        except (
+            IntegrityError,
+            NotFoundError,
+            KeyError,
+        ) as error:  # KeyError: what it lies on is gone
+            log.warning(
+                "template.refused", mirror=shelf.directory.name, tree=tree, error=str(error)
+            )
             return False
         return True
 
@@ -131,4 +147,8 @@ def _parse(directory: str) -> MirrorName | None:
 
 
 def _load_all(store: Path, remains: Remains) -> dict[str, MirrorTemplates]:
-    return {path.name.lower(): load_shelf(path, remains) for path in sorted(store.iterdir()) if path.is_dir()}
+    return {
+        path.name.lower(): load_shelf(path, remains)
+        for path in sorted(store.iterdir())
+        if path.is_dir()
+    }

@@ -28,7 +28,9 @@ _HELD = "a checkout holds it: release that, and scrub again"
 class Scrub:
     """Looks at one shelf after the other."""
 
-    def __init__(self, *, shelves: TemplateRegistry, gitdirs: StoreBuilder, workers: Workers, events: Events) -> None:
+    def __init__(
+        self, *, shelves: TemplateRegistry, gitdirs: StoreBuilder, workers: Workers, events: Events
+    ) -> None:
         self._shelves = shelves
         self._gitdirs = gitdirs
         self._workers = workers
@@ -58,15 +60,21 @@ class Scrub:
         for path in await self._workers.call(find_bad_packs, shelf.directory, timeout=_TIMEOUT):
             self._events.publish("closure.damaged", mirror=str(name), pack=path.name)
             is_gone = await self._drop(name, path.relative_to(shelf.directory).parts)
-            found[f"closure pack {path.name}"] = f"its bytes are not what they were; {_REBUILT if is_gone else _HELD}"
+            found[f"closure pack {path.name}"] = (
+                f"its bytes are not what they were; {_REBUILT if is_gone else _HELD}"
+            )
         return found
 
     async def _stores(self, name: MirrorName, shelf: MirrorTemplates) -> dict[str, str]:
         found = {}
-        for path in await self._workers.call(find_bad_stores, shelf.directory, name, timeout=_TIMEOUT):
+        for path in await self._workers.call(
+            find_bad_stores, shelf.directory, name, timeout=_TIMEOUT
+        ):
             self._events.publish("store.damaged", mirror=str(name), store=path.name)
             is_gone = await self._drop(name, path.relative_to(shelf.directory).parts)
-            found[f"sealed store {path.name}"] = f"its files are not what they were; {_REBUILT if is_gone else _HELD}"
+            found[f"sealed store {path.name}"] = (
+                f"its files are not what they were; {_REBUILT if is_gone else _HELD}"
+            )
         return found
 
     async def _drop(self, name: MirrorName, parts: tuple[str, ...]) -> bool:
@@ -129,4 +137,6 @@ def find_bad_stores(directory: Path, name: MirrorName) -> list[Path]:
 
 def _altered(directory: Path, name: MirrorName) -> set[Path]:
     records = read_records(directory / "gits", name)
-    return {path for path, (gitdir, _) in records.items() if path.exists() and not is_as_built(gitdir)}
+    return {
+        path for path, (gitdir, _) in records.items() if path.exists() and not is_as_built(gitdir)
+    }

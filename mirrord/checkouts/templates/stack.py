@@ -21,11 +21,15 @@ def read_manifest(trees: Path, chain: Sequence[Layer]) -> Manifest:
     Not to be changed: it is kept for the next call.
     """
     written = tuple((trees / layer.name / "manifest").stat() for layer in chain)
-    return _read_manifest(trees, tuple(chain), tuple((found.st_ino, found.st_mtime_ns) for found in written))
+    return _read_manifest(
+        trees, tuple(chain), tuple((found.st_ino, found.st_mtime_ns) for found in written)
+    )
 
 
 @lru_cache(maxsize=4)
-def _read_manifest(trees: Path, chain: tuple[Layer, ...], written: tuple[tuple[int, int], ...]) -> Manifest:
+def _read_manifest(
+    trees: Path, chain: tuple[Layer, ...], written: tuple[tuple[int, int], ...]
+) -> Manifest:
     """`written` tells a layer from one that was built again in its place."""
     manifest = Manifest.load(trees / chain[0].name / "manifest")
     if len(chain) == 1:
@@ -39,7 +43,11 @@ def laid_on(below: Manifest, delta: Manifest, layer: Layer) -> Manifest:
     if not gone:
         return Manifest(delta.commit, delta.tree, delta.recorded_ns, below.files | delta.files)
     inside = tuple(path + b"/" for path in gone)
-    files = {path: entry for path, entry in below.files.items() if path not in gone and not path.startswith(inside)}
+    files = {
+        path: entry
+        for path, entry in below.files.items()
+        if path not in gone and not path.startswith(inside)
+    }
     return Manifest(delta.commit, delta.tree, delta.recorded_ns, Records(files) | delta.files)
 
 

@@ -75,7 +75,9 @@ class Templates:
         self._gitdirs = gitdirs
         self._events = events
         self._shelves = TemplateRegistry(state_dir / "templates", workers)
-        self._eviction = Eviction(settings=settings, shelves=self._shelves, gitdirs=gitdirs, events=events)
+        self._eviction = Eviction(
+            settings=settings, shelves=self._shelves, gitdirs=gitdirs, events=events
+        )
         self._scrub = Scrub(shelves=self._shelves, gitdirs=gitdirs, workers=workers, events=events)
         self._found: dict[_Key, Template] = {}
         self._flights: Coalescer[Template] = Coalescer()
@@ -106,11 +108,15 @@ class Templates:
         Raises CommitNotFoundError, CommitUnservableError, CorruptObjectError, DiskFullError.
         """
         key = (name.key, commit, history)
-        if (known := self._found.get(key)) and not all(map(os.path.isdir, known.layers)):  # evicted, or deleted behind our back
+        if (known := self._found.get(key)) and not all(
+            map(os.path.isdir, known.layers)
+        ):  # evicted, or deleted behind our back
             del self._found[key]
         flight = f"{key}"
         if flight in self._flights:
-            with suppress(MirrordError, OSError):  # what it failed of may be over since before this was asked for
+            with suppress(
+                MirrordError, OSError
+            ):  # what it failed of may be over since before this was asked for
                 await self._flights.join(flight, lambda _: self._make(name, commit, history))
         while (found := self.find(name, commit, history)) is None:
             await self._flights.join(flight, lambda _: self._make(name, commit, history))
@@ -139,7 +145,9 @@ class Templates:
         """Drop what is over the bounds, never what a checkout holds; answers how many went."""
         evicted = await self._eviction.evict()
         if evicted:
-            self._found = {key: each for key, each in self._found.items() if evicted.isdisjoint(each.layers)}
+            self._found = {
+                key: each for key, each in self._found.items() if evicted.isdisjoint(each.layers)
+            }
         return len(evicted)
 
     async def scrub(self) -> int:
@@ -157,12 +165,15 @@ class Templates:
         async with self._shelves.lock(shelf):
             if any(self._shelves.is_held(shelf, tree) for tree in shelf.layers):
                 raise CheckoutBusyError(
-                    f"cannot remove the templates of {name}: a checkout uses them", hint="release its checkouts"
+                    f"cannot remove the templates of {name}: a checkout uses them",
+                    hint="release its checkouts",
                 )
             while shelf.layers:
                 await self._shelves.retire(shelf, next(iter(shelf.layers)))
             await self._gitdirs.forget(name)
-            self._found = {key: template for key, template in self._found.items() if key[0] != name.key}
+            self._found = {
+                key: template for key, template in self._found.items() if key[0] != name.key
+            }
 
     # -- making ---------------------------------------------------------------------------------------------------------
 
@@ -173,7 +184,9 @@ class Templates:
         store = self._gitdirs.ensure(name, commit, history)
         gitdir = await _both(store, self._layers(name, commit, tree))
         if gitdir.tree != tree:
-            raise IntegrityError(f"cannot make a template of {commit}: its store and its layer have different trees")
+            raise IntegrityError(
+                f"cannot make a template of {commit}: its store and its layer have different trees"
+            )
         shelf = self._shelves.get(name)
         if not shelf.is_whole(tree):  # evicted while the store was built
             return await self._make(name, commit, history)
@@ -218,14 +231,25 @@ class Templates:
         at = shelf.building()
         try:
             layer: Layer = await self._workers.call(
-                _BUILD, self._mirrors_path(name), commit, shelf.trees, at, shelf.near(time), timeout=_TIMEOUT
+                _BUILD,
+                self._mirrors_path(name),
+                commit,
+                shelf.trees,
+                at,
+                shelf.near(time),
+                timeout=_TIMEOUT,
             )
             shelf.add_layer(at, layer)
         finally:
             if at.exists():
                 await anyio.to_thread.run_sync(self._shelves.remains.remove, at)
         self._events.publish(
-            "template.built", mirror=str(name), commit=commit, tree=layer.tree, base=layer.base, size_bytes=layer.size_bytes
+            "template.built",
+            mirror=str(name),
+            commit=commit,
+            tree=layer.tree,
+            base=layer.base,
+            size_bytes=layer.size_bytes,
         )
 
     def _note_use(self, template: Template) -> None:

@@ -40,24 +40,37 @@ def verify_layer(trees: Path, chain: Sequence[Layer]) -> None:
             prove_tree_id(tree_id(whole), layer.tree)
         _prove_index(index_path(trees / layer.name), whole)
     except OSError as error:
-        raise ProofFailedError(f"cannot prove template layer {layer.name}: {error}", hint=_HINT) from error
+        raise ProofFailedError(
+            f"cannot prove template layer {layer.name}: {error}", hint=_HINT
+        ) from error
 
 
 def _prove_index(directory: Path, manifest: Manifest) -> None:
     """The index is what is written of the manifest, and nothing lies beside it."""
     found = {path.relative_to(directory) for path in directory.rglob("*")}
-    if found != {Path(".git"), Path(".git/index")} or (directory / ".git/index").read_bytes() != index_bytes(manifest):
+    if found != {Path(".git"), Path(".git/index")} or (
+        directory / ".git/index"
+    ).read_bytes() != index_bytes(manifest):
         raise ProofFailedError("cannot prove the index: it is not what was written", hint=_HINT)
 
 
 def prove_delta(files: Path, manifest: Manifest, whiteouts: Sequence[bytes]) -> None:
-    prove_files(files, manifest.owner, manifest.files, (path for path, entry in manifest.files.items() if not entry.is_directory))
-    _prove_directories(files, [path for path, entry in manifest.files.items() if entry.is_directory])
+    prove_files(
+        files,
+        manifest.owner,
+        manifest.files,
+        (path for path, entry in manifest.files.items() if not entry.is_directory),
+    )
+    _prove_directories(
+        files, [path for path, entry in manifest.files.items() if entry.is_directory]
+    )
     with opened(open_directory(files)) as root, Descent(root, ActingAs(None)) as reader:
         for path in whiteouts:
             found = reader.find_stat(path)
             if found is None or not stat.S_ISCHR(found.st_mode) or found.st_rdev != 0:
-                raise ProofFailedError(f"cannot prove {shown_path(path)}: its whiteout is missing", hint=_HINT)
+                raise ProofFailedError(
+                    f"cannot prove {shown_path(path)}: its whiteout is missing", hint=_HINT
+                )
     above = {parent for path in (*manifest.files, *whiteouts) for parent in parents(path)}
     prove_nothing_else(files, {*manifest.files, *whiteouts, *above})
 
@@ -67,17 +80,27 @@ def _prove_directories(files: Path, paths: Sequence[bytes]) -> None:
     with opened(open_directory(files)) as root, Descent(root, ActingAs(None)) as reader:
         for path in paths:
             found = reader.find_stat(path)
-            if found is None or stat.S_IFMT(found.st_mode) != stat.S_IFDIR or stat.S_IMODE(found.st_mode) != 0o755:
-                raise ProofFailedError(f"cannot prove {shown_path(path)}: it is no directory", hint=_HINT)
+            if (
+                found is None
+                or stat.S_IFMT(found.st_mode) != stat.S_IFDIR
+                or stat.S_IMODE(found.st_mode) != 0o755
+            ):
+                raise ProofFailedError(
+                    f"cannot prove {shown_path(path)}: it is no directory", hint=_HINT
+                )
 
 
 def prove_nothing_else(files: Path, expected: set[bytes]) -> None:
     for name in os.listdir(os.fsencode(files)):
         for path in iter_files(files, name):
             if path not in expected:
-                raise ProofFailedError(f"cannot prove {shown_path(path)}: it does not belong there", hint=_HINT)
+                raise ProofFailedError(
+                    f"cannot prove {shown_path(path)}: it does not belong there", hint=_HINT
+                )
 
 
 def prove_tree_id(found: str, expected: str) -> None:
     if found != expected:
-        raise ProofFailedError(f"cannot prove tree {expected}: what was written hashes to {found}", hint=_HINT)
+        raise ProofFailedError(
+            f"cannot prove tree {expected}: what was written hashes to {found}", hint=_HINT
+        )

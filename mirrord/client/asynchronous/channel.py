@@ -15,7 +15,17 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Self
 
-from ..http import HEAD_LIMIT_BYTES, BrokenError, GarbledError, Head, LateError, RefusedError, Request, Response, read_head
+from ..http import (
+    HEAD_LIMIT_BYTES,
+    BrokenError,
+    GarbledError,
+    Head,
+    LateError,
+    RefusedError,
+    Request,
+    Response,
+    read_head,
+)
 from ..twins_async import async_pause, async_receive, async_send
 
 _CONNECT_SECONDS = 10.0
@@ -45,7 +55,9 @@ class AsyncChannel:
                 try:
                     connected.connect(str(path))
                     return cls(connected)
-                except BlockingIOError:  # EAGAIN: the backlog is full; a Unix socket never connects later
+                except (
+                    BlockingIOError
+                ):  # EAGAIN: the backlog is full; a Unix socket never connects later
                     if time.monotonic() > deadline:
                         raise
                     await async_pause(_BACKLOG_PAUSE_SECONDS)
@@ -67,7 +79,9 @@ class AsyncChannel:
 
     # -- the request --------------------------------------------------------------------------------------------------
 
-    async def send(self, request: Request, body: bytes | AsyncIterator[bytes] | None, timeout: float | None) -> None:
+    async def send(
+        self, request: Request, body: bytes | AsyncIterator[bytes] | None, timeout: float | None
+    ) -> None:
         """Send a request. Ends early, without an error, where the daemon answers or hangs up before it has all of it.
 
         `timeout` bounds each wait for the daemon in this exchange.
@@ -82,7 +96,9 @@ class AsyncChannel:
         if rest := await self._begin(request.head("transfer-encoding: chunked\r\n")):
             await self._went_out(rest)
         async for chunk in body:
-            if self._is_readable() or not await self._went_out(b"%x\r\n%b\r\n" % (len(chunk), chunk)):
+            if self._is_readable() or not await self._went_out(
+                b"%x\r\n%b\r\n" % (len(chunk), chunk)
+            ):
                 return
         self._is_sent_whole = await self._went_out(b"0\r\n\r\n")
 

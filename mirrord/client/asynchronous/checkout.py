@@ -84,7 +84,9 @@ class AsyncCheckout:
         self, instance: str | None = None, *, commit: str | None = None, dataset: str | None = None
     ) -> protocol.Proof:
         """Bring the tree back to clean, or on to another instance or commit of the same mirror; answers the proof."""
-        answer = await self._client.reset_checkout(self.id, instance, commit=commit, dataset=dataset)
+        answer = await self._client.reset_checkout(
+            self.id, instance, commit=commit, dataset=dataset
+        )
         self.lease = answer
         return answer.proof
 
@@ -117,14 +119,19 @@ class AsyncCheckout:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         try:
             await async_to_end(self.release())
         except MirrordError as failure:
             if error is None:
                 raise
-            error.add_note(f"and then mirrord could not release checkout {self.id}: {failure.message}")
+            error.add_note(
+                f"and then mirrord could not release checkout {self.id}: {failure.message}"
+            )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} {self.mirror}@{self.commit[:12]} at {self.lease.path}>"

@@ -12,7 +12,13 @@ from typing import Self
 from urllib.parse import quote
 
 from ... import protocol
-from ...errors import CancelledError, DeadlineError, NoDaemonError, OperationNotFoundError, from_problem
+from ...errors import (
+    CancelledError,
+    DeadlineError,
+    NoDaemonError,
+    OperationNotFoundError,
+    from_problem,
+)
 from ...model import AuditLevel, Backend, Bind, History, View
 from ..answers import message, read_list, read_one, retry_pauses, seconds_of
 from ..events import EventReader
@@ -50,7 +56,10 @@ class AsyncClient:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         await self.aclose()
 
@@ -63,7 +72,10 @@ class AsyncClient:
 
     async def health(self) -> protocol.Health:
         """Whether the daemon can serve; `degraded` comes with reasons and is no error."""
-        return read_one(await self._connection.request("GET", "health", accepted=(_UNAVAILABLE,)), protocol.Health)
+        return read_one(
+            await self._connection.request("GET", "health", accepted=(_UNAVAILABLE,)),
+            protocol.Health,
+        )
 
     async def status(self) -> protocol.Status:
         return read_one(await self._connection.request("GET", "status"), protocol.Status)
@@ -86,34 +98,50 @@ class AsyncClient:
         return read_list(await self._connection.request("GET", "mirrors"), protocol.Mirror)
 
     async def get_mirror(self, name: str) -> protocol.Mirror:
-        return read_one(await self._connection.request("GET", f"mirrors/{_mirror(name)}"), protocol.Mirror)
+        return read_one(
+            await self._connection.request("GET", f"mirrors/{_mirror(name)}"), protocol.Mirror
+        )
 
     async def add_mirror(self, repo: str, url: str | None = None) -> protocol.Operation:
         """Add a mirror and sync it for the first time."""
         body = message(protocol.AddMirror, repo=repo, url=url)
-        return read_one(await self._connection.request("POST", "mirrors", body=body), protocol.Operation)
+        return read_one(
+            await self._connection.request("POST", "mirrors", body=body), protocol.Operation
+        )
 
     async def sync_mirror(self, name: str, *, accept_loss: bool = False) -> protocol.Operation:
         """Bring a mirror up to date; with `accept_loss` even where upstream lost most of what it had, which the mirror keeps."""
         body = message(protocol.SyncMirror, accept_loss=accept_loss)
-        return read_one(await self._connection.request("POST", f"mirrors/{_mirror(name)}/sync", body=body), protocol.Operation)
+        return read_one(
+            await self._connection.request("POST", f"mirrors/{_mirror(name)}/sync", body=body),
+            protocol.Operation,
+        )
 
     async def remove_mirror(self, name: str) -> None:
         await self._connection.request("DELETE", f"mirrors/{_mirror(name)}")
 
     async def log_refs(self, name: str) -> list[protocol.RefRecord]:
         """The mirror's ref history, newest first."""
-        return read_list(await self._connection.request("GET", f"mirrors/{_mirror(name)}/refs/log"), protocol.RefRecord)
+        return read_list(
+            await self._connection.request("GET", f"mirrors/{_mirror(name)}/refs/log"),
+            protocol.RefRecord,
+        )
 
     async def diff_refs(self, name: str, a: str, b: str) -> protocol.RefDiff:
         """What upstream did between two records of the ref history."""
-        return read_one(await self._connection.request("GET", f"mirrors/{_mirror(name)}/refs/diff", a=a, b=b), protocol.RefDiff)
+        return read_one(
+            await self._connection.request("GET", f"mirrors/{_mirror(name)}/refs/diff", a=a, b=b),
+            protocol.RefDiff,
+        )
 
     async def restore_refs(self, name: str, at: str) -> protocol.Operation:
         """Put the mirror's refs back to a record of its history; tips that this moves away from are kept."""
         body = message(protocol.RestoreRefs, at=at)
         return read_one(
-            await self._connection.request("POST", f"mirrors/{_mirror(name)}/refs/restore", body=body), protocol.Operation
+            await self._connection.request(
+                "POST", f"mirrors/{_mirror(name)}/refs/restore", body=body
+            ),
+            protocol.Operation,
         )
 
     # -- bundles ------------------------------------------------------------------------------------------------------
@@ -130,23 +158,40 @@ class AsyncClient:
 
         `since` is the record (an id, a time, `latest`) that whoever gets it has. The file appears when it is whole.
         """
-        async with self._connection.stream(f"mirrors/{_mirror(name)}/bundle", since=since) as (head, body):
+        async with self._connection.stream(f"mirrors/{_mirror(name)}/bundle", since=since) as (
+            head,
+            body,
+        ):
             size = await async_write(
                 Path(file),
                 body,
                 lambda done: progress and progress(protocol.Progress(done=done, unit="bytes")),
             )
             mirror, record = head.headers["x-mirrord-mirror"], head.headers["x-mirrord-record"]
-        return protocol.BundleFile(mirror=mirror, file=str(file), size_bytes=size, record=record or None, since=since)
+        return protocol.BundleFile(
+            mirror=mirror, file=str(file), size_bytes=size, record=record or None, since=since
+        )
 
     async def import_bundle(
-        self, file: Path | str, *, mirror: str | None = None, progress: Callable[[protocol.Progress], None] | None = None
+        self,
+        file: Path | str,
+        *,
+        mirror: str | None = None,
+        progress: Callable[[protocol.Progress], None] | None = None,
     ) -> protocol.Operation:
         """Stream a bundle to the daemon, into the mirror it names or into `mirror`. `progress` hears of the bytes sent."""
         path = Path(file)
         total = path.stat().st_size
-        content = async_chunks(path, lambda done: progress and progress(protocol.Progress(done=done, total=total, unit="bytes")))
-        return read_one(await self._connection.request("POST", "bundles", content=content, mirror=mirror), protocol.Operation)
+        content = async_chunks(
+            path,
+            lambda done: (
+                progress and progress(protocol.Progress(done=done, total=total, unit="bytes"))
+            ),
+        )
+        return read_one(
+            await self._connection.request("POST", "bundles", content=content, mirror=mirror),
+            protocol.Operation,
+        )
 
     # -- pins ---------------------------------------------------------------------------------------------------------
 
@@ -160,7 +205,9 @@ class AsyncClient:
 
     async def unpin(self, mirror: str, commit: str, owner: str | None = None) -> None:
         """Take away your own pin, or as an administrator that of `owner`."""
-        await self._connection.request("DELETE", f"pins/{_mirror(mirror)}/{quote(commit, safe='')}", owner=owner)
+        await self._connection.request(
+            "DELETE", f"pins/{_mirror(mirror)}/{quote(commit, safe='')}", owner=owner
+        )
 
     # -- datasets -----------------------------------------------------------------------------------------------------
 
@@ -168,7 +215,10 @@ class AsyncClient:
         return read_list(await self._connection.request("GET", "datasets"), protocol.Dataset)
 
     async def get_dataset(self, name: str) -> protocol.Dataset:
-        return read_one(await self._connection.request("GET", f"datasets/{quote(name, safe='')}"), protocol.Dataset)
+        return read_one(
+            await self._connection.request("GET", f"datasets/{quote(name, safe='')}"),
+            protocol.Dataset,
+        )
 
     async def import_dataset(
         self,
@@ -181,8 +231,15 @@ class AsyncClient:
         """Stream a dataset file to the daemon; mirrors, fetches and pins what it records. `progress` hears of the bytes sent."""
         path = Path(file)
         total = path.stat().st_size
-        content = async_chunks(path, lambda done: progress and progress(protocol.Progress(done=done, total=total, unit="bytes")))
-        answer = await self._connection.request("POST", "datasets", content=content, filename=path.name, name=name, format=format)
+        content = async_chunks(
+            path,
+            lambda done: (
+                progress and progress(protocol.Progress(done=done, total=total, unit="bytes"))
+            ),
+        )
+        answer = await self._connection.request(
+            "POST", "datasets", content=content, filename=path.name, name=name, format=format
+        )
         return read_one(answer, protocol.Operation)
 
     async def remove_dataset(self, name: str) -> None:
@@ -190,13 +247,20 @@ class AsyncClient:
         await self._connection.request("DELETE", f"datasets/{quote(name, safe='')}")
 
     async def list_formats(self) -> list[protocol.FormatInfo]:
-        return read_list(await self._connection.request("GET", "datasets/formats"), protocol.FormatInfo)
+        return read_list(
+            await self._connection.request("GET", "datasets/formats"), protocol.FormatInfo
+        )
 
     async def list_instances(self, dataset: str | None = None) -> list[protocol.InstanceName]:
         """All instances, or one dataset's; for administrators."""
-        return read_list(await self._connection.request("GET", "instances", dataset=dataset), protocol.InstanceName)
+        return read_list(
+            await self._connection.request("GET", "instances", dataset=dataset),
+            protocol.InstanceName,
+        )
 
-    async def get_instance(self, instance: str, *, view: View = View.AGENT, dataset: str | None = None) -> protocol.Instance:
+    async def get_instance(
+        self, instance: str, *, view: View = View.AGENT, dataset: str | None = None
+    ) -> protocol.Instance:
         """One instance; its patches only in the grader view, and only to who may see them."""
         path = f"instances/{quote(instance, safe='')}"
         answer = await self._connection.request("GET", path, view=view.value, dataset=dataset)
@@ -212,29 +276,49 @@ class AsyncClient:
         heal: bool | None = None,
     ) -> protocol.Operation:
         """Check that recorded commits can be served: of these mirrors, of this dataset, or all."""
-        body = message(protocol.StartAudit, mirrors=list(mirrors), dataset=dataset, level=level, heal=heal)
-        return read_one(await self._connection.request("POST", "audits", body=body), protocol.Operation)
+        body = message(
+            protocol.StartAudit, mirrors=list(mirrors), dataset=dataset, level=level, heal=heal
+        )
+        return read_one(
+            await self._connection.request("POST", "audits", body=body), protocol.Operation
+        )
 
     async def list_audits(self) -> list[protocol.Audit]:
         return read_list(await self._connection.request("GET", "audits"), protocol.Audit)
 
     async def get_audit(self, audit: str) -> protocol.Audit:
-        return read_one(await self._connection.request("GET", f"audits/{quote(audit, safe='')}"), protocol.Audit)
+        return read_one(
+            await self._connection.request("GET", f"audits/{quote(audit, safe='')}"), protocol.Audit
+        )
 
     async def start_heal(self, *mirrors: str) -> protocol.Operation:
         """Audit all content of these mirrors, or of all, repair what is found, and audit again."""
         body = message(protocol.StartHeal, mirrors=list(mirrors))
-        return read_one(await self._connection.request("POST", "heals", body=body), protocol.Operation)
+        return read_one(
+            await self._connection.request("POST", "heals", body=body), protocol.Operation
+        )
 
     async def heal_with_bundle(
-        self, mirror: str, file: Path | str, *, progress: Callable[[protocol.Progress], None] | None = None
+        self,
+        mirror: str,
+        file: Path | str,
+        *,
+        progress: Callable[[protocol.Progress], None] | None = None,
     ) -> protocol.Operation:
         """Heal one mirror with a bundle as one more donor, whatever repository it is of. `progress` hears of the bytes sent."""
         path = Path(file)
         total = path.stat().st_size
-        content = async_chunks(path, lambda done: progress and progress(protocol.Progress(done=done, total=total, unit="bytes")))
+        content = async_chunks(
+            path,
+            lambda done: (
+                progress and progress(protocol.Progress(done=done, total=total, unit="bytes"))
+            ),
+        )
         return read_one(
-            await self._connection.request("POST", f"mirrors/{_mirror(mirror)}/heal", content=content), protocol.Operation
+            await self._connection.request(
+                "POST", f"mirrors/{_mirror(mirror)}/heal", content=content
+            ),
+            protocol.Operation,
         )
 
     # -- checkouts ----------------------------------------------------------------------------------------------------
@@ -268,10 +352,14 @@ class AsyncClient:
         return Pending(self._check_out(body, auto_renew))
 
     async def _check_out(self, body: protocol.StartCheckout, auto_renew: bool) -> AsyncCheckout:
-        lease = read_one(await self._connection.request("POST", "checkouts", body=body), protocol.Checkout)
+        lease = read_one(
+            await self._connection.request("POST", "checkouts", body=body), protocol.Checkout
+        )
         return self._handle(lease, body.ttl, auto_renew)
 
-    def _handle(self, lease: protocol.Checkout, ttl: float | None, auto_renew: bool) -> AsyncCheckout:
+    def _handle(
+        self, lease: protocol.Checkout, ttl: float | None, auto_renew: bool
+    ) -> AsyncCheckout:
         checkout = AsyncCheckout(self, lease, ttl)
         if auto_renew:
             self._renewal.hold(checkout)
@@ -286,36 +374,58 @@ class AsyncClient:
         return read_list(await self._connection.request("GET", "checkouts"), protocol.Checkout)
 
     async def get_checkout(self, checkout: str) -> protocol.Checkout:
-        return read_one(await self._connection.request("GET", f"checkouts/{quote(checkout, safe='')}"), protocol.Checkout)
+        return read_one(
+            await self._connection.request("GET", f"checkouts/{quote(checkout, safe='')}"),
+            protocol.Checkout,
+        )
 
     async def reset_checkout(
-        self, checkout: str, instance: str | None = None, *, commit: str | None = None, dataset: str | None = None
+        self,
+        checkout: str,
+        instance: str | None = None,
+        *,
+        commit: str | None = None,
+        dataset: str | None = None,
     ) -> protocol.ResetAnswer:
         body = message(protocol.ResetCheckout, instance=instance, commit=commit, dataset=dataset)
-        answer = await self._connection.request("POST", f"checkouts/{quote(checkout, safe='')}/reset", body=body)
+        answer = await self._connection.request(
+            "POST", f"checkouts/{quote(checkout, safe='')}/reset", body=body
+        )
         return read_one(answer, protocol.ResetAnswer)
 
-    async def renew_checkout(self, checkout: str, ttl: timedelta | float | str | None = None) -> protocol.Checkout:
+    async def renew_checkout(
+        self, checkout: str, ttl: timedelta | float | str | None = None
+    ) -> protocol.Checkout:
         body = message(protocol.RenewCheckout, ttl=seconds_of(ttl))
-        answer = await self._connection.request("POST", f"checkouts/{quote(checkout, safe='')}/renew", body=body)
+        answer = await self._connection.request(
+            "POST", f"checkouts/{quote(checkout, safe='')}/renew", body=body
+        )
         lease = read_one(answer, protocol.Checkout)
         self._renewal.move(lease.id, lease.expires_at)
         return lease
 
     async def diff_checkout(self, checkout: str) -> bytes:
-        return (await self._connection.request("GET", f"checkouts/{quote(checkout, safe='')}/diff")).body
+        return (
+            await self._connection.request("GET", f"checkouts/{quote(checkout, safe='')}/diff")
+        ).body
 
-    async def apply_patch(self, checkout: str, patch: bytes | str, *, reverse: bool = False) -> protocol.Checkout:
+    async def apply_patch(
+        self, checkout: str, patch: bytes | str, *, reverse: bool = False
+    ) -> protocol.Checkout:
         """Apply a patch, or one of the instance's own: `@test_patch`, `@patch`."""
         named = patch if isinstance(patch, str) and patch.startswith("@") else None
         content = patch.encode("utf-8", "surrogateescape") if isinstance(patch, str) else patch
         path = f"checkouts/{quote(checkout, safe='')}/apply"
-        answer = await self._connection.request("POST", path, content=None if named else content, reverse=reverse, named=named)
+        answer = await self._connection.request(
+            "POST", path, content=None if named else content, reverse=reverse, named=named
+        )
         return read_one(answer, protocol.Checkout)
 
     async def restore_paths(self, checkout: str, commit: str, *paths: str) -> list[str]:
         body = message(protocol.RestorePaths, commit=commit, paths=list(paths))
-        answer = await self._connection.request("POST", f"checkouts/{quote(checkout, safe='')}/restore", body=body)
+        answer = await self._connection.request(
+            "POST", f"checkouts/{quote(checkout, safe='')}/restore", body=body
+        )
         return read_one(answer, protocol.RestoreAnswer).paths
 
     async def release_checkout(self, checkout: str) -> None:
@@ -328,10 +438,16 @@ class AsyncClient:
         return read_list(await self._connection.request("GET", "operations"), protocol.Operation)
 
     async def get_operation(self, operation: str) -> protocol.Operation:
-        return read_one(await self._connection.request("GET", f"operations/{quote(operation, safe='')}"), protocol.Operation)
+        return read_one(
+            await self._connection.request("GET", f"operations/{quote(operation, safe='')}"),
+            protocol.Operation,
+        )
 
     async def cancel_operation(self, operation: str) -> protocol.Operation:
-        return read_one(await self._connection.request("DELETE", f"operations/{quote(operation, safe='')}"), protocol.Operation)
+        return read_one(
+            await self._connection.request("DELETE", f"operations/{quote(operation, safe='')}"),
+            protocol.Operation,
+        )
 
     async def wait(
         self,
@@ -361,10 +477,15 @@ class AsyncClient:
             if found.state != "running":
                 return _finished(found)
             if deadline and time.monotonic() > deadline:
-                raise DeadlineError(f"cannot wait longer for operation {identity}: it still runs", hint="it goes on; ask again")
+                raise DeadlineError(
+                    f"cannot wait longer for operation {identity}: it still runs",
+                    hint="it goes on; ask again",
+                )
             await async_pause(next(pauses, _POLL_SECONDS))
 
-    async def events(self, *, after: str | None = None, follow: bool = True) -> AsyncGenerator[protocol.Event]:
+    async def events(
+        self, *, after: str | None = None, follow: bool = True
+    ) -> AsyncGenerator[protocol.Event]:
         """What happens, as it happens, through restarts of the daemon. Starts behind `after` (BOOT:ID or ID), by default now.
 
         `follow=False` answers what the daemon remembers, and ends.
@@ -384,10 +505,15 @@ class AsyncClient:
                 if last is None or not follow:
                     raise
             if (seconds := next(pauses, None)) is None:
-                raise NoDaemonError(f"cannot follow events: the daemon at {self.socket} went away", hint="see its log")
+                raise NoDaemonError(
+                    f"cannot follow events: the daemon at {self.socket} went away",
+                    hint="see its log",
+                )
             await async_pause(seconds)
 
-    async def _stream_events(self, last: str | None, follow: bool) -> AsyncGenerator[protocol.Event]:
+    async def _stream_events(
+        self, last: str | None, follow: bool
+    ) -> AsyncGenerator[protocol.Event]:
         reader = EventReader()
         headers = {"accept": "text/event-stream", **({"last-event-id": last} if last else {})}
         async with self._connection.stream("events", headers=headers, follow=follow) as (_, body):
@@ -403,7 +529,9 @@ def _mirror(name: str) -> str:
 
 def _forgotten(identity: str) -> CancelledError:
     return CancelledError(
-        f"cannot finish operation {identity}: the daemon was restarted while it ran", hint="ask for it again", operation=identity
+        f"cannot finish operation {identity}: the daemon was restarted while it ran",
+        hint="ask for it again",
+        operation=identity,
     )
 
 
@@ -411,5 +539,8 @@ def _finished(operation: protocol.Operation) -> protocol.Operation:
     if operation.error is not None:
         raise from_problem(operation.error.to_json())
     if operation.state == "cancelled":
-        raise CancelledError(f"cannot finish {operation.kind} of {operation.subject}: it was cancelled", operation=operation.id)
+        raise CancelledError(
+            f"cannot finish {operation.kind} of {operation.subject}: it was cancelled",
+            operation=operation.id,
+        )
     return operation

@@ -21,7 +21,9 @@ from ..http import BrokenError, Head, LateError, RefusedError, Request, Response
 from ..twins_async import async_pause
 from .channel import AsyncChannel
 
-_KEEP_SECONDS = 60.0  # less than the daemon's 75, so that we never write into a connection that it is closing
+_KEEP_SECONDS = (
+    60.0  # less than the daemon's 75, so that we never write into a connection that it is closing
+)
 _KEEP_MOST = 256
 _ERROR = 400
 
@@ -97,7 +99,9 @@ class AsyncConnection:
             if channel is not None:
                 channel.close()
 
-    async def _exchange(self, request: Request, body: bytes | AsyncIterator[bytes] | None) -> Response:
+    async def _exchange(
+        self, request: Request, body: bytes | AsyncIterator[bytes] | None
+    ) -> Response:
         channel = await self._take()
         try:
             await channel.send(request, body, self._timeout)
@@ -134,5 +138,9 @@ class AsyncConnection:
         return request.method == "GET" or isinstance(error, RefusedError)
 
 
-def _request(method: str, path: str, query: Mapping[str, object], headers: Mapping[str, str]) -> Request:
-    return Request(method, target(path if path.startswith("/") else f"{API}/{path}", query), headers)
+def _request(
+    method: str, path: str, query: Mapping[str, object], headers: Mapping[str, str]
+) -> Request:
+    return Request(
+        method, target(path if path.startswith("/") else f"{API}/{path}", query), headers
+    )

@@ -16,7 +16,17 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Self
 
-from ..http import HEAD_LIMIT_BYTES, BrokenError, GarbledError, Head, LateError, RefusedError, Request, Response, read_head
+from ..http import (
+    HEAD_LIMIT_BYTES,
+    BrokenError,
+    GarbledError,
+    Head,
+    LateError,
+    RefusedError,
+    Request,
+    Response,
+    read_head,
+)
 from ..twins_sync import pause, receive, send
 
 _CONNECT_SECONDS = 10.0
@@ -46,7 +56,9 @@ class Channel:
                 try:
                     connected.connect(str(path))
                     return cls(connected)
-                except BlockingIOError:  # EAGAIN: the backlog is full; a Unix socket never connects later
+                except (
+                    BlockingIOError
+                ):  # EAGAIN: the backlog is full; a Unix socket never connects later
                     if time.monotonic() > deadline:
                         raise
                     pause(_BACKLOG_PAUSE_SECONDS)
@@ -68,7 +80,9 @@ class Channel:
 
     # -- the request --------------------------------------------------------------------------------------------------
 
-    def send(self, request: Request, body: bytes | Iterator[bytes] | None, timeout: float | None) -> None:
+    def send(
+        self, request: Request, body: bytes | Iterator[bytes] | None, timeout: float | None
+    ) -> None:
         """Send a request. Ends early, without an error, where the daemon answers or hangs up before it has all of it.
 
         `timeout` bounds each wait for the daemon in this exchange.

@@ -80,7 +80,9 @@ class Checkout:
     def expires_at(self) -> datetime:
         return self.lease.expires_at
 
-    def reset(self, instance: str | None = None, *, commit: str | None = None, dataset: str | None = None) -> protocol.Proof:
+    def reset(
+        self, instance: str | None = None, *, commit: str | None = None, dataset: str | None = None
+    ) -> protocol.Proof:
         """Bring the tree back to clean, or on to another instance or commit of the same mirror; answers the proof."""
         answer = self._client.reset_checkout(self.id, instance, commit=commit, dataset=dataset)
         self.lease = answer
@@ -114,13 +116,20 @@ class Checkout:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         try:
             self.release()
         except MirrordError as failure:
             if error is None:
                 raise
-            error.add_note(f"and then mirrord could not release checkout {self.id}: {failure.message}")
+            error.add_note(
+                f"and then mirrord could not release checkout {self.id}: {failure.message}"
+            )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} {self.mirror}@{self.commit[:12]} at {self.lease.path}>"

@@ -22,7 +22,9 @@ from ..http import BrokenError, Head, LateError, RefusedError, Request, Response
 from ..twins_sync import pause
 from .channel import Channel
 
-_KEEP_SECONDS = 60.0  # less than the daemon's 75, so that we never write into a connection that it is closing
+_KEEP_SECONDS = (
+    60.0  # less than the daemon's 75, so that we never write into a connection that it is closing
+)
 _KEEP_MOST = 256
 _ERROR = 400
 
@@ -135,5 +137,9 @@ class Connection:
         return request.method == "GET" or isinstance(error, RefusedError)
 
 
-def _request(method: str, path: str, query: Mapping[str, object], headers: Mapping[str, str]) -> Request:
-    return Request(method, target(path if path.startswith("/") else f"{API}/{path}", query), headers)
+def _request(
+    method: str, path: str, query: Mapping[str, object], headers: Mapping[str, str]
+) -> Request:
+    return Request(
+        method, target(path if path.startswith("/") else f"{API}/{path}", query), headers
+    )

@@ -89,7 +89,12 @@ class Renewal:
         except MirrordError as error:
             if identity not in self._due:
                 return  # released meanwhile
-            log.warning("cannot renew checkout %s, which expires at %s: %s", identity, checkout.expires_at, error)
+            log.warning(
+                "cannot renew checkout %s, which expires at %s: %s",
+                identity,
+                checkout.expires_at,
+                error,
+            )
             if isinstance(error, CheckoutNotFoundError) or checkout.expires_at <= utc_now():
                 self.drop(identity)
             self.move(identity, checkout.expires_at)

@@ -17,7 +17,9 @@ def normalise(fields: Fields) -> InstanceRow:
     return row_of(fields, further=())
 
 
-def row_of(fields: Fields, *, further: Commits, direction: Direction = Direction.FORWARD) -> InstanceRow:
+def row_of(
+    fields: Fields, *, further: Commits, direction: Direction = Direction.FORWARD
+) -> InstanceRow:
     """The row by its common columns, with `further` commits beside the base commit."""
     base = fields.commit("base_commit")
     return InstanceRow(

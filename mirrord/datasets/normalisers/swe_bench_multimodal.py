@@ -11,4 +11,6 @@ from .generic import environment, row_of
 
 
 def normalise(fields: Fields) -> InstanceRow:
-    return row_of(fields, further=environment(fields) if "environment_setup_commit" in fields.row else ())
+    return row_of(
+        fields, further=environment(fields) if "environment_setup_commit" in fields.row else ()
+    )

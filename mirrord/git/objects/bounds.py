@@ -58,7 +58,10 @@ class _Measure:
     def file_bytes(self, entry: TreeEntry) -> int:
         size = self._file_size(entry.oid)
         if size > FILE_LIMIT_BYTES:
-            raise too_large(self._tree, f"a file has {size} bytes; at most {FILE_LIMIT_BYTES >> 20} MiB are written")
+            raise too_large(
+                self._tree,
+                f"a file has {size} bytes; at most {FILE_LIMIT_BYTES >> 20} MiB are written",
+            )
         return size
 
     def must_be_within(self, entries: int, size_bytes: int) -> None:
@@ -85,4 +88,8 @@ class _Measure:
 
 
 def _iter_files(steps: Iterable[TreeChange]) -> Iterator[TreeEntry]:
-    return (step.new for step in steps if step.new and not step.new.is_tree and not step.new.is_submodule)
+    return (
+        step.new
+        for step in steps
+        if step.new and not step.new.is_tree and not step.new.is_submodule
+    )

@@ -13,7 +13,9 @@ from ...model import NEAR, CommitId, Resolved, shown
 from .increments import first_parents_in
 from .repositories import Objects, open_objects
 
-_COMMITISH = re.compile(r"([^~^:@{}\s\x00-\x1f\x7f?*\[\\]+(?:@(?!\{)[^~^:@{}\s\x00-\x1f\x7f?*\[\\]*)*)((?:[~^]\d*)*)")
+_COMMITISH = re.compile(
+    r"([^~^:@{}\s\x00-\x1f\x7f?*\[\\]+(?:@(?!\{)[^~^:@{}\s\x00-\x1f\x7f?*\[\\]*)*)((?:[~^]\d*)*)"
+)
 _HEX = re.compile(r"[0-9a-fA-F]{4,40}")
 _SQUASHED_MESSAGE = "base commit\n"
 _SQUASHED_NAME, _SQUASHED_EMAIL = "mirrord", "mirrord@localhost"
@@ -54,11 +56,15 @@ def _resolve(repository: pygit2.Repository, commitish: str) -> pygit2.Commit:
     if len(base) == 40 and _HEX.fullmatch(base):
         found = {_find(repository, base)} - {None}
     else:
-        named = {_find(repository, name) for name in (base, f"refs/tags/{base}", f"refs/heads/{base}")}
+        named = {
+            _find(repository, name) for name in (base, f"refs/tags/{base}", f"refs/heads/{base}")
+        }
         found = (named | {_find_abbreviated(repository, base)}) - {None}
     if len(found) > 1:
         raise _not_found(
-            commitish, "it could mean two different commits", hint="give the whole id, or refs/heads/… or refs/tags/…"
+            commitish,
+            "it could mean two different commits",
+            hint="give the whole id, or refs/heads/… or refs/tags/…",
         )
     if not found:
         raise _not_found(commitish, "no commit of the mirror has that name")
@@ -72,12 +78,16 @@ def _find(repository: pygit2.Repository, name: str) -> str | None:
         return str(repository.revparse_single(name).peel(pygit2.Commit).id)
     except ValueError as error:
         if "ambiguous" in str(error):
-            raise _not_found(name, "several objects begin with these digits", hint="give the whole id") from error
+            raise _not_found(
+                name, "several objects begin with these digits", hint="give the whole id"
+            ) from error
         return None
     except (KeyError, pygit2.InvalidSpecError):
         return None
     except pygit2.GitError as error:
-        raise CorruptObjectError(f"cannot read commit {shown(name)}: {error}", hint="audit and heal the mirror") from error
+        raise CorruptObjectError(
+            f"cannot read commit {shown(name)}: {error}", hint="audit and heal the mirror"
+        ) from error
 
 
 def _find_abbreviated(repository: pygit2.Repository, digits: str) -> str | None:
@@ -98,8 +108,12 @@ def _step(repository: pygit2.Repository, commitish: str, expression: str) -> pyg
         raise _not_found(commitish, "its history does not go back that far") from error
 
 
-def _not_found(commitish: str, fact: str, hint: str = "sync the mirror, or check the spelling") -> CommitNotFoundError:
-    return CommitNotFoundError(f"cannot resolve commit {shown(commitish)}: {fact}", hint=hint, commit=commitish[:200])
+def _not_found(
+    commitish: str, fact: str, hint: str = "sync the mirror, or check the spelling"
+) -> CommitNotFoundError:
+    return CommitNotFoundError(
+        f"cannot resolve commit {shown(commitish)}: {fact}", hint=hint, commit=commitish[:200]
+    )
 
 
 def read_commit(objects: Objects, commit: str) -> CommitInfo:

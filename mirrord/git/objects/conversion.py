@@ -21,9 +21,14 @@ from .trees import TreeEntry
 _FLAGS = AttrCheck.INDEX_ONLY | AttrCheck.NO_SYSTEM | AttrCheck.INCLUDE_COMMIT
 _RELEVANT = re.compile(rb"crlf|ident|encoding")
 _IDENT = re.compile(rb"\$Id(?:\$|:([^$\n]*)\$)")
-_FOREIGN = re.compile(rb"\$Id: .*[ \t\n\r](?!\$)", re.DOTALL)  # is_foreign_ident: a space that does not end it
+_FOREIGN = re.compile(
+    rb"\$Id: .*[ \t\n\r](?!\$)", re.DOTALL
+)  # is_foreign_ident: a space that does not end it
 _DOLLAR, _COLON = b"$:"
-_BOMS = {"utf-16le-bom": (codecs.BOM_UTF16_LE, "utf-16-le"), "utf-16be-bom": (codecs.BOM_UTF16_BE, "utf-16-be")}
+_BOMS = {
+    "utf-16le-bom": (codecs.BOM_UTF16_LE, "utf-16-le"),
+    "utf-16be-bom": (codecs.BOM_UTF16_BE, "utf-16-be"),
+}
 # What counts as text: printable, tab, newline, carriage return, backspace, escape, form feed (gather_stats in convert.c).
 _UNPRINTABLE = bytes([*(c for c in range(32) if c not in b"\b\t\n\r\x0c\x1b"), 127])
 
@@ -58,7 +63,9 @@ class Conversions:
     def __init__(self, objects: Objects, commit: str, attribute_files: list[TreeEntry]) -> None:
         self._repository = objects.repository
         self._commit = pygit2.Oid(hex=commit)
-        self.is_empty = not any(_RELEVANT.search(objects.read_blob(entry.oid)) for entry in attribute_files)
+        self.is_empty = not any(
+            _RELEVANT.search(objects.read_blob(entry.oid)) for entry in attribute_files
+        )
 
     def find(self, path: bytes) -> Conversion | None:
         if self.is_empty:

@@ -135,7 +135,9 @@ def _links(commit: bytes) -> tuple[bytes, list[bytes]]:
 def _entries(oid: bytes, data: bytes) -> list[_Entry]:
     found: list[_Entry] = _ENTRY.findall(data)
     if sum(len(mode) + len(name) + 22 for mode, name, _ in found) != len(data):
-        raise CorruptObjectError(f"cannot read tree {oid.hex()}: it is malformed", objects=[oid.hex()])
+        raise CorruptObjectError(
+            f"cannot read tree {oid.hex()}: it is malformed", objects=[oid.hex()]
+        )
     return found
 
 

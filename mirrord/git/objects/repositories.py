@@ -31,7 +31,9 @@ class Objects:
         try:
             self.repository = pygit2.Repository(str(git_dir), _FLAGS)
         except (pygit2.GitError, KeyError) as error:
-            raise _damaged(git_dir, "its HEAD, refs, objects or configuration are damaged") from error
+            raise _damaged(
+                git_dir, "its HEAD, refs, objects or configuration are damaged"
+            ) from error
 
     def read(self, oid: str | bytes, kind: ObjectType) -> bytes:
         """The bytes of an object; raises CorruptObjectError where it is absent, damaged or of another kind."""
@@ -42,7 +44,9 @@ class Objects:
                 raise MemoryError from error
             raise _corrupt(oid, _fact(error)) from error
         if found != kind:
-            raise _corrupt(oid, f"it is a {ObjectType(found).name.lower()}, not a {kind.name.lower()}")
+            raise _corrupt(
+                oid, f"it is a {ObjectType(found).name.lower()}, not a {kind.name.lower()}"
+            )
         return data
 
     def read_blob(self, oid: str | bytes) -> bytes:
@@ -75,13 +79,16 @@ def _fact(error: Exception) -> str:
 
 def _damaged(git_dir: Path, fact: str) -> DamagedMirrorError:
     return DamagedMirrorError(
-        f"cannot open repository {git_dir.name}: {fact}", hint=f"`mirrord heal {git_dir.name}` repairs a mirror"
+        f"cannot open repository {git_dir.name}: {fact}",
+        hint=f"`mirrord heal {git_dir.name}` repairs a mirror",
     )
 
 
 def _corrupt(oid: str | bytes, fact: str) -> CorruptObjectError:
     name = oid.hex() if isinstance(oid, bytes) else oid
-    return CorruptObjectError(f"cannot read object {name}: {fact}", hint="audit and heal the mirror", object=name)
+    return CorruptObjectError(
+        f"cannot read object {name}: {fact}", hint="audit and heal the mirror", object=name
+    )
 
 
 class _OpenRepositories(threading.local):
@@ -111,5 +118,7 @@ def _identity(git_dir: Path) -> tuple[int, int]:
     try:
         found = os.stat(git_dir)
     except OSError as error:
-        raise _damaged(git_dir, "it is gone" if error.errno == errno.ENOENT else str(error.strerror)) from error
+        raise _damaged(
+            git_dir, "it is gone" if error.errno == errno.ENOENT else str(error.strerror)
+        ) from error
     return found.st_dev, found.st_ino

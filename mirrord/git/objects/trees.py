@@ -59,7 +59,9 @@ class TreeChange(NamedTuple):
     @property
     def is_within(self) -> bool:
         """A directory that both trees have, and in which something differs."""
-        return self.old is not None and self.new is not None and self.old.is_tree and self.new.is_tree
+        return (
+            self.old is not None and self.new is not None and self.old.is_tree and self.new.is_tree
+        )
 
 
 def tree_entries(git_dir: Path, tree: str) -> list[TreeEntry]:
@@ -87,8 +89,14 @@ def changes(
     """The differences of two trees below `above`; None stands for no tree. What both have is not looked at again."""
     tokens_a, tokens_b = _parse(objects, old), _parse(objects, new)
     both = set(tokens_a).intersection(tokens_b)
-    before = {entry.path: entry for entry in _entries(old or "", [token for token in tokens_a if token not in both], above)}
-    after = {entry.path: entry for entry in _entries(new or "", [token for token in tokens_b if token not in both], above)}
+    before = {
+        entry.path: entry
+        for entry in _entries(old or "", [token for token in tokens_a if token not in both], above)
+    }
+    after = {
+        entry.path: entry
+        for entry in _entries(new or "", [token for token in tokens_b if token not in both], above)
+    }
     for path in sorted(before.keys() | after.keys()):
         a, b = before.get(path), after.get(path)
         yield TreeChange(path, a, b, inherited)
@@ -110,7 +118,9 @@ def _parse(objects: Objects, tree: str | None) -> list[_Token]:
         return []
     data = objects.read_tree(tree)
     tokens: list[_Token] = _TOKEN.findall(data)
-    if sum(len(mode) + len(name) for mode, name, _ in tokens) + _FIXED_BYTES * len(tokens) != len(data):
+    if sum(len(mode) + len(name) for mode, name, _ in tokens) + _FIXED_BYTES * len(tokens) != len(
+        data
+    ):
         raise _unservable(tree, "it is malformed")
     if len({name for _, name, _ in tokens}) != len(tokens):
         raise _unservable(tree, "it names an entry twice")
@@ -135,7 +145,10 @@ def _check(tree: str, mode: int, name: bytes) -> None:
         raise _unservable(tree, f"its entry {_shown(name)} has mode {mode:o}")
     if b"/" in name or name in (b"", b".", b"..") or len(name) > NAME_LIMIT_BYTES:
         raise _unservable(tree, f"its entry {_shown(name)} is no file name")
-    if len(name) < 8 and name.lower() in (b".git", b"git~1"):  # git's verify_path refuses both, in any letter case
+    if len(name) < 8 and name.lower() in (
+        b".git",
+        b"git~1",
+    ):  # git's verify_path refuses both, in any letter case
         raise _unservable(tree, f"its entry {_shown(name)} would be git's own directory")
     if mode == _SYMLINK and name.lower() == b".gitmodules":
         raise _unservable(tree, "its .gitmodules is a symbolic link")
@@ -143,7 +156,9 @@ def _check(tree: str, mode: int, name: bytes) -> None:
 
 def too_large(tree: str, fact: str) -> TreeTooLargeError:
     return TreeTooLargeError(
-        f"cannot check out tree {tree}: {fact}", hint="leave the commit out; no clone of it would be of use", tree=tree
+        f"cannot check out tree {tree}: {fact}",
+        hint="leave the commit out; no clone of it would be of use",
+        tree=tree,
     )
 
 
@@ -153,5 +168,7 @@ def _shown(name: bytes) -> str:
 
 def _unservable(tree: str, fact: str) -> CommitUnservableError:
     return CommitUnservableError(
-        f"cannot use tree {tree}: {fact}", hint="no git checks out such a tree; leave the commit out", tree=tree
+        f"cannot use tree {tree}: {fact}",
+        hint="no git checks out such a tree; leave the commit out",
+        tree=tree,
     )

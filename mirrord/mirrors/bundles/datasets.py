@@ -31,13 +31,17 @@ async def spool_datasets(scratch: Repository, commit: str | None, records: Recor
     for number, dataset in enumerate(records.datasets):
         raw, spool = directory / "rows.raw", directory / f"rows-{number}.jsonl"
         if not await extract_rows(scratch, commit, dataset.name, raw):
-            raise InvalidBundleError(f"cannot import the bundle: the rows of dataset {dataset.name} are not in it")
+            raise InvalidBundleError(
+                f"cannot import the bundle: the rows of dataset {dataset.name} are not in it"
+            )
         await anyio.to_thread.run_sync(_check, raw, spool, scratch.name)
         spools[dataset.name] = (dataset.head(), spool)
     return spools
 
 
-async def merge_datasets(catalog: Catalog, records: Records, spools: Spools) -> tuple[dict[str, int], list[str]]:
+async def merge_datasets(
+    catalog: Catalog, records: Records, spools: Spools
+) -> tuple[dict[str, int], list[str]]:
     """Add what is missing; answers how many rows each dataset got, and the datasets that are not the bundle's."""
     restored: dict[str, int] = {}
     for name, (head, spool) in spools.items():
@@ -53,6 +57,8 @@ def _check(raw: Path, spool: Path, name: MirrorName) -> None:
             try:
                 row = unspooled(line)
             except (ValueError, KeyError, TypeError, MirrordError) as error:
-                raise InvalidBundleError(f"cannot import the bundle: row {number} of a dataset is none: {error}") from error
+                raise InvalidBundleError(
+                    f"cannot import the bundle: row {number} of a dataset is none: {error}"
+                ) from error
             if row.mirror.key == name.key:
                 out.write(spooled(row))

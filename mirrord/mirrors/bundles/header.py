@@ -72,7 +72,9 @@ def _lines(file: BinaryIO, version: int) -> Iterator[str]:
             raise _refused("it ends in the middle of its head")
         if version == 3 and raw.startswith(b"@"):
             if raw != _PLAIN:
-                raise _refused(f"it needs {shown(raw.decode('utf-8', 'replace').strip())}, which mirrors do not have")
+                raise _refused(
+                    f"it needs {shown(raw.decode('utf-8', 'replace').strip())}, which mirrors do not have"
+                )
             continue
         yield raw[:-1].decode("utf-8", "surrogateescape")
     raise _refused("it holds too many refs")
@@ -80,5 +82,6 @@ def _lines(file: BinaryIO, version: int) -> Iterator[str]:
 
 def _refused(fact: str) -> InvalidBundleError:
     return InvalidBundleError(
-        f"cannot read the bundle: {fact}", hint="make it with `mirrord bundle create`, or with `git bundle create` of git 2.x"
+        f"cannot read the bundle: {fact}",
+        hint="make it with `mirrord bundle create`, or with `git bundle create` of git 2.x",
     )

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from ...errors import InvalidBundleError, MirrordError
 from ...model import CommitId, MirrorName
 from ...protocol import RefChange
-from ..history import BEGUN_ANEW, EVERY_RECORD, list_records, read_kept, read_refs, write_again, write_record
+from ..history import (
+    BEGUN_ANEW,
+    EVERY_RECORD,
+    list_records,
+    read_kept,
+    read_refs,
+    write_again,
+    write_record,
+)
 from ..pins import read_pins
 from ..refs import drop_shadowed, is_followed, theirs
 from ..repository import HISTORY, KEPT, OURS, PINS, Refs, Repository
@@ -38,7 +46,12 @@ class Contents:
         """All of them, by a name."""
         pins = {f"{PINS}{owner}/{commit}": str(commit) for owner, commit in self.pins}
         ours = {HISTORY: self.history, RECORDS: self.records}
-        return self.theirs | {f"{KEPT}{oid}": oid for oid in self.kept} | pins | {r: o for r, o in ours.items() if o}
+        return (
+            self.theirs
+            | {f"{KEPT}{oid}": oid for oid in self.kept}
+            | pins
+            | {r: o for r, o in ours.items() if o}
+        )
 
 
 @dataclass(slots=True)
@@ -55,7 +68,9 @@ def sort_refs(refs: Refs) -> Contents:
     """Tell the refs of a bundle apart; names that no mirror may have are dropped."""
     followed = {ref: oid for ref, oid in refs.items() if is_followed(ref)}
     drop_shadowed(followed)
-    named = [(ref.removeprefix(RECORDS), oid) for ref, oid in refs.items() if ref.startswith(RECORDS)]
+    named = [
+        (ref.removeprefix(RECORDS), oid) for ref, oid in refs.items() if ref.startswith(RECORDS)
+    ]
     if len(named) > 1:
         raise InvalidBundleError("cannot read the bundle: it holds the records of several mirrors")
     mirror, records = named[0] if named else (None, None)
@@ -72,12 +87,18 @@ def sort_refs(refs: Refs) -> Contents:
 
 def _head(refs: Refs) -> str | None:
     """The branch that HEAD is at: a bundle says only the commit."""
-    at = [ref for ref, oid in refs.items() if ref.startswith("refs/heads/") and oid == refs.get("HEAD")]
+    at = [
+        ref
+        for ref, oid in refs.items()
+        if ref.startswith("refs/heads/") and oid == refs.get("HEAD")
+    ]
     usual = [ref for ref in ("refs/heads/main", "refs/heads/master") if ref in at]
     return next(iter([*usual, *sorted(at)]), None)
 
 
-async def merge(repository: Repository, contents: Contents, pins: list[tuple[str, CommitId]], head: str | None) -> Merge:
+async def merge(
+    repository: Repository, contents: Contents, pins: list[tuple[str, CommitId]], head: str | None
+) -> Merge:
     """Plan the merge into a repository that has all objects; `pins` with the owners they shall have."""
     present = await repository.all_refs()
     made = Merge(theirs(present))
@@ -103,14 +124,18 @@ async def _take(repository: Repository, made: Merge, ref: str, oid: str) -> None
         if not await repository.is_ancestor(oid, now):
             made.kept.append(oid)
         return
-    made.changes.append(RefChange(ref=ref, kind="forwarded" if now else "created", old=now, new=oid))
+    made.changes.append(
+        RefChange(ref=ref, kind="forwarded" if now else "created", old=now, new=oid)
+    )
     made.transaction.move(ref, now, oid)
     made.target[ref] = oid
 
 
 def _is_shadowed(ref: str, refs: Refs) -> bool:
     parts = ref.split("/")
-    return any("/".join(parts[:n]) in refs for n in range(3, len(parts))) or any(other.startswith(f"{ref}/") for other in refs)
+    return any("/".join(parts[:n]) in refs for n in range(3, len(parts))) or any(
+        other.startswith(f"{ref}/") for other in refs
+    )
 
 
 def _create(made: Merge, present: Refs, ref: str, oid: str) -> None:
@@ -118,19 +143,33 @@ def _create(made: Merge, present: Refs, ref: str, oid: str) -> None:
         made.transaction.create(ref, oid)
 
 
-async def _follow_history(repository: Repository, made: Merge, present: Refs, offered: str | None, head: str | None) -> None:
+async def _follow_history(
+    repository: Repository, made: Merge, present: Refs, offered: str | None, head: str | None
+) -> None:
     """The bundle's history where it goes on from ours, ours is empty, or below ours; and a record of what differs from it."""
     parent = own = present.get(HISTORY)
     if offered is not None and (own is None or await repository.is_ancestor(own, offered)):
         parent = offered
     elif own is not None and offered is not None and await _is_before(repository, offered, own):
-        parent = await write_again(repository, await list_records(repository, EVERY_RECORD), parent=offered)
+        parent = await write_again(
+            repository, await list_records(repository, EVERY_RECORD), parent=offered
+        )
     kept = await read_kept(repository, own)
-    kept |= {ref.removeprefix(KEPT) for ref in [*present, *made.transaction.moves] if ref.startswith(KEPT)}
-    said = (*await read_refs(repository, parent), await read_kept(repository, parent)) if parent else None
+    kept |= {
+        ref.removeprefix(KEPT)
+        for ref in [*present, *made.transaction.moves]
+        if ref.startswith(KEPT)
+    }
+    said = (
+        (*await read_refs(repository, parent), await read_kept(repository, parent))
+        if parent
+        else None
+    )
     if said != (made.target, head if head in made.target else None, kept):
         parents = [parent] if parent else []
-        parent = await write_record(repository, made.target, head, made.changes, kept=kept, parents=parents, why="import")
+        parent = await write_record(
+            repository, made.target, head, made.changes, kept=kept, parents=parents, why="import"
+        )
     if parent != own:
         made.transaction.move(HISTORY, own, parent)
 
@@ -149,5 +188,6 @@ async def must_be_history(repository: Repository, offered: str) -> None:
         await read_refs(repository, offered)
     except (MirrordError, ValueError) as error:
         raise InvalidBundleError(
-            "cannot import the bundle: its ref history is not one", hint="nothing was changed; make the bundle again"
+            "cannot import the bundle: its ref history is not one",
+            hint="nothing was changed; make the bundle again",
         ) from error

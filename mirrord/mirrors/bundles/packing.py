@@ -45,7 +45,9 @@ async def stream_bundle(
             yield chunk
 
 
-async def unbundle(repository: Repository, path: Path, progress: Callable[[Progress], None] | None = None) -> BundleHeader:
+async def unbundle(
+    repository: Repository, path: Path, progress: Callable[[Progress], None] | None = None
+) -> BundleHeader:
     """Add the objects of a bundle file to `repository`, each checked; answers the bundle's head. Moves no ref.
 
     Raises InvalidBundleError where the file is damaged, hostile, or builds on commits that `repository` has not.
@@ -58,7 +60,9 @@ async def unbundle(repository: Repository, path: Path, progress: Callable[[Progr
             absent=absent[:100],
         )
     try:
-        await index_bundle(repository, path, header, STRICT, progress=progress, doing="import the bundle")
+        await index_bundle(
+            repository, path, header, STRICT, progress=progress, doing="import the bundle"
+        )
     except (GitFailedError, CorruptObjectError) as error:
         raise _bad(error, "it is damaged, or holds what fsck refuses: get it again") from error
     return header
@@ -90,7 +94,9 @@ async def verify_closures(repository: Repository, refs: Refs) -> None:
     """Prove that everything the refs of a bundle reach is there; raises InvalidBundleError."""
     try:
         if absent := await repository.absent(refs.values()):
-            raise InvalidBundleError(f"cannot import the bundle: {min(absent)} is named by it and not in it")
+            raise InvalidBundleError(
+                f"cannot import the bundle: {min(absent)} is named by it and not in it"
+            )
         await repository.verify_closure(sorted(set(refs.values())))
     except (GitFailedError, CorruptObjectError) as error:
         raise _bad(error, "it names commits whose objects are not in it: get it again") from error
@@ -98,4 +104,6 @@ async def verify_closures(repository: Repository, refs: Refs) -> None:
 
 def _bad(error: MirrordError, hint: str) -> InvalidBundleError:
     fact = error.message.partition(": ")[2] or error.message
-    return InvalidBundleError(f"cannot import the bundle: {fact}", hint=f"nothing was changed; {hint}")
+    return InvalidBundleError(
+        f"cannot import the bundle: {fact}", hint=f"nothing was changed; {hint}"
+    )

@@ -85,7 +85,9 @@ def records_of(row: MirrorRow, pins: list[PinRow], datasets: list[Dataset]) -> R
         url=_public(row.url),
         default_branch=row.default_branch,
         pins=tuple(
-            BundledPin(commit=pin.commit, owner=pin.owner, reason=pin.reason, created_at=pin.created_at)
+            BundledPin(
+                commit=pin.commit, owner=pin.owner, reason=pin.reason, created_at=pin.created_at
+            )
             for pin in sorted(pins, key=lambda pin: (pin.owner, pin.commit))
         ),
         datasets=tuple(BundledDataset.of(dataset) for dataset in datasets),
@@ -100,18 +102,30 @@ def _public(url: str) -> str | None:
     return bare if masked_url(bare) == bare else None
 
 
-async def write_records(repository: Repository, objects: Path, records: Records, rows: dict[str, Path]) -> str:
+async def write_records(
+    repository: Repository, objects: Path, records: Records, rows: dict[str, Path]
+) -> str:
     """Store the records in the object directory `objects`, which borrows from the repository; answers their commit."""
     files: dict[str, bytes | Path] = {f"dataset-{name}.jsonl": path for name, path in rows.items()}
     files[MIRROR_FILE] = records.model_dump_json(indent=1).encode()
     entries = []
     for name, content in sorted(files.items()):
         made = await repository.git.run(
-            "hash-object", "-w", "--stdin", git_dir=repository.path, stdin=content, quarantine_objects=objects, doing=_DOING
+            "hash-object",
+            "-w",
+            "--stdin",
+            git_dir=repository.path,
+            stdin=content,
+            quarantine_objects=objects,
+            doing=_DOING,
         )
         entries.append(f"100644 blob {made.lines[0]}\t{name}\n")
     tree = await repository.git.run(
-        "mktree", git_dir=repository.path, stdin="".join(entries).encode(), quarantine_objects=objects, doing=_DOING
+        "mktree",
+        git_dir=repository.path,
+        stdin="".join(entries).encode(),
+        quarantine_objects=objects,
+        doing=_DOING,
     )
     commit = await repository.git.run(
         "commit-tree", "-m", f"records of {records.mirror}", tree.lines[0],
@@ -125,14 +139,20 @@ async def write_records(repository: Repository, objects: Path, records: Records,
 async def read_records(repository: Repository, commit: str) -> Records:
     """Raises InvalidBundleError."""
     found = await repository.git.run(
-        "cat-file", "blob", f"{commit}:{MIRROR_FILE}", git_dir=repository.path, ok=(0, 128), doing="read a bundle's records"
+        "cat-file",
+        "blob",
+        f"{commit}:{MIRROR_FILE}",
+        git_dir=repository.path,
+        ok=(0, 128),
+        doing="read a bundle's records",
     )
     try:
         records = Records.model_validate_json(found.stdout)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise InvalidBundleError(
-            f"cannot read the records of the bundle: {first['msg']}", hint="it was not made by `mirrord bundle create`"
+            f"cannot read the records of the bundle: {first['msg']}",
+            hint="it was not made by `mirrord bundle create`",
         ) from error
     if records.format > FORMAT:
         raise InvalidBundleError(

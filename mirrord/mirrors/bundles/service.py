@@ -83,11 +83,16 @@ class Bundles:
         row = await self._mirrors.get(name)
         repository = self._mirrors.repository(row.name)
         if not repository.path.exists():
-            raise MirrorNotFoundError(f"cannot bundle mirror {row.name}: it was never synced", hint="sync it first")
+            raise MirrorNotFoundError(
+                f"cannot bundle mirror {row.name}: it was never synced", hint="sync it first"
+            )
         present = await repository.all_refs()
         prerequisites = await _prerequisites(repository, since) if since else frozenset[str]()
         content = self._content(row, repository, _bundled(present), prerequisites)
-        first = [await anext(content), await anext(content)]  # what is missing shows before the answer begins
+        first = [
+            await anext(content),
+            await anext(content),
+        ]  # what is missing shows before the answer begins
         return Outgoing(row.name, present.get(HISTORY), _joined(first, content))
 
     async def _content(
@@ -103,10 +108,16 @@ class Bundles:
             async for chunk in stream_bundle(repository, objects, refs, prerequisites):
                 size += len(chunk)
                 yield chunk
-        self._events.publish("bundle.created", mirror=str(row.name), refs=len(refs), size_bytes=size)
+        self._events.publish(
+            "bundle.created", mirror=str(row.name), refs=len(refs), size_bytes=size
+        )
 
-    async def _write_records(self, row: MirrorRow, repository: Repository, directory: Path, objects: Path) -> str:
-        names = sorted({recorded.dataset for recorded in await self._catalog.list_recorded(row.name.key)})
+    async def _write_records(
+        self, row: MirrorRow, repository: Repository, directory: Path, objects: Path
+    ) -> str:
+        names = sorted(
+            {recorded.dataset for recorded in await self._catalog.list_recorded(row.name.key)}
+        )
         datasets = [found for name in names if (found := await self._catalog.find_dataset(name))]
         rows = {}
         for dataset in datasets:
@@ -118,7 +129,12 @@ class Bundles:
     # -- in -----------------------------------------------------------------------------------------------------------
 
     async def import_file(
-        self, path: Path, *, mirror: str | None = None, owner_uid: int = 0, progress: ProgressSink | None = None
+        self,
+        path: Path,
+        *,
+        mirror: str | None = None,
+        owner_uid: int = 0,
+        progress: ProgressSink | None = None,
     ) -> dict[str, Any]:
         """Take a bundle file into the mirror that it names, or into `mirror`; answers what changed.
 
@@ -128,7 +144,9 @@ class Bundles:
             async with self._mirrors.quarantine.directory("import") as directory:
                 incoming = _Incoming(path, directory / "repository", mirror, owner_uid)
                 result = await self._import(incoming, progress)
-        self._events.publish("bundle.imported", mirror=result.mirror, created=result.created, pins=result.pins)
+        self._events.publish(
+            "bundle.imported", mirror=result.mirror, created=result.created, pins=result.pins
+        )
         return asdict(result)
 
     async def _import(self, incoming: _Incoming, progress: ProgressSink | None) -> Imported:
@@ -143,7 +161,11 @@ class Bundles:
         await verify_closures(scratch, contents.tips)
         if contents.history is not None:
             await must_be_history(scratch, contents.history)
-        records = await read_records(scratch, contents.records) if contents.records else Records(mirror=str(name))
+        records = (
+            await read_records(scratch, contents.records)
+            if contents.records
+            else Records(mirror=str(name))
+        )
         spools = await spool_datasets(scratch, contents.records, records)
         return await self._take(scratch, contents, records, spools, incoming.owner_uid)
 
@@ -153,14 +175,23 @@ class Bundles:
         except MirrorNotFoundError:
             return name
 
-    async def _take(self, scratch: Repository, contents: Contents, records: Records, spools: Spools, owner_uid: int) -> Imported:
+    async def _take(
+        self,
+        scratch: Repository,
+        contents: Contents,
+        records: Records,
+        spools: Spools,
+        owner_uid: int,
+    ) -> Imported:
         """Everything is proven; from here on the mirror changes. The catalog goes first: rows without pins are told, pins
         without rows would be dropped."""
         name = scratch.name
         found = await self._catalog.find_mirror(name.key)
         if found is None:
             await self._mirrors.add(str(name), records.url)
-        is_new = found is None or found.synced_at is None  # or a crash ended its first import after it was registered
+        is_new = (
+            found is None or found.synced_at is None
+        )  # or a crash ended its first import after it was registered
         async with self._mirrors.lock(name):
             path = self._mirrors.path(name)
             restored, refused = await merge_datasets(self._catalog, records, spools)
@@ -175,12 +206,21 @@ class Bundles:
             summary=summarise(made.changes),
             kept=sorted(made.kept),
             pins=len(pins),
-            pins_taken_over=sum(pin.owner == f"person/{owner_uid}" and pin.reason.startswith(_LATE) for pin in pins),
+            pins_taken_over=sum(
+                pin.owner == f"person/{owner_uid}" and pin.reason.startswith(_LATE) for pin in pins
+            ),
             datasets=restored,
             datasets_refused=refused,
         )
 
-    async def _move(self, scratch: Repository, path: Path, contents: Contents, pins: list[PinRow], records: Records) -> Merge:
+    async def _move(
+        self,
+        scratch: Repository,
+        path: Path,
+        contents: Contents,
+        pins: list[PinRow],
+        records: Records,
+    ) -> Merge:
         owners = [(pin.owner, pin.commit) for pin in pins]
         head = f"refs/heads/{records.default_branch}" if records.default_branch else contents.head
         if not path.exists():
@@ -189,7 +229,9 @@ class Bundles:
             if head in made.target:
                 await scratch.set_head(head)
             await scratch.pack_refs()
-            await anyio.to_thread.run_sync(remove_leftovers, scratch.path, timedelta())  # git only warns of what it cannot remove
+            await anyio.to_thread.run_sync(
+                remove_leftovers, scratch.path, timedelta()
+            )  # git only warns of what it cannot remove
             await anyio.to_thread.run_sync(sync_tree, scratch.path)
             scratch.path.rename(path)
             await anyio.to_thread.run_sync(sync_directory, path.parent)
@@ -198,7 +240,9 @@ class Bundles:
         with anyio.CancelScope(shield=True):
             if await repository.absent(await _offered(scratch, contents)):
                 with full_disk_named(f"mirror {scratch.name}"):
-                    await anyio.to_thread.run_sync(accept_objects, scratch.objects, repository.objects)
+                    await anyio.to_thread.run_sync(
+                        accept_objects, scratch.objects, repository.objects
+                    )
             made = await merge(repository, contents, owners, await repository.head())
             await commit(repository, made.transaction)
         return made
@@ -234,14 +278,17 @@ class _Incoming:
         text = self.mirror or contents.mirror
         if text is None:
             raise InvalidBundleError(
-                "cannot import the bundle: it does not say which mirror it is of", hint="say it with --mirror owner/name"
+                "cannot import the bundle: it does not say which mirror it is of",
+                hint="say it with --mirror owner/name",
             )
         return MirrorName.parse(text)
 
 
 def _bundled(present: Refs) -> Refs:
     """Everything but the marks of a fetch that runs now."""
-    ours = {ref: oid for ref, oid in present.items() if ref.startswith((KEPT, PINS)) or ref == HISTORY}
+    ours = {
+        ref: oid for ref, oid in present.items() if ref.startswith((KEPT, PINS)) or ref == HISTORY
+    }
     return theirs(present) | ours
 
 
@@ -249,7 +296,9 @@ async def _prerequisites(repository: Repository, since: str) -> frozenset[str]:
     """The commits that whoever has that record has: what its refs reached, and the record, unless they may know it as another."""
     record = await find_record(repository, since)
     refs, _ = await read_refs(repository, record.id)
-    return frozenset(await repository.commits_of(refs.values())) | ({record.id} if not record.was else set())
+    return frozenset(await repository.commits_of(refs.values())) | (
+        {record.id} if not record.was else set()
+    )
 
 
 async def _joined(first: list[bytes], rest: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
@@ -262,14 +311,24 @@ async def _joined(first: list[bytes], rest: AsyncGenerator[bytes]) -> AsyncGener
         await rest.aclose()
 
 
-def _pin_rows(name: MirrorName, contents: Contents, records: Records, refused: list[str], owner_uid: int) -> list[PinRow]:
+def _pin_rows(
+    name: MirrorName, contents: Contents, records: Records, refused: list[str], owner_uid: int
+) -> list[PinRow]:
     """The pins of the bundle with what is known of them; those of datasets that are not here go to who imports."""
     known = {(pin.owner, pin.commit): pin for pin in records.pins}
-    there = {f"dataset/{dataset.name}" for dataset in records.datasets} - {f"dataset/{dataset}" for dataset in refused}
+    there = {f"dataset/{dataset.name}" for dataset in records.datasets} - {
+        f"dataset/{dataset}" for dataset in refused
+    }
     rows: dict[tuple[str, CommitId], PinRow] = {}
     for owner, commit_id in contents.pins:
         pin = known.get((owner, commit_id))
-        row = PinRow(name, CommitId(commit_id), owner, pin.reason if pin else "", pin.created_at if pin else utc_now())
+        row = PinRow(
+            name,
+            CommitId(commit_id),
+            owner,
+            pin.reason if pin else "",
+            pin.created_at if pin else utc_now(),
+        )
         if owner.startswith("dataset/") and owner not in there:
             row = replace(row, owner=f"person/{owner_uid}", reason=f"{owner}: {row.reason}")
         rows.setdefault((row.owner, row.commit), row)
@@ -287,11 +346,17 @@ async def _offered(scratch: Repository, contents: Contents) -> set[str]:
     offered = await anyio.to_thread.run_sync(_packed, scratch)
     if contents.records:
         doing = "list the records of a bundle"
-        listed = await scratch.git.run("rev-list", "--objects", contents.records, git_dir=scratch.path, doing=doing)
+        listed = await scratch.git.run(
+            "rev-list", "--objects", contents.records, git_dir=scratch.path, doing=doing
+        )
         offered -= {line.partition(" ")[0] for line in listed.lines}
     return offered
 
 
 def _packed(repository: Repository) -> set[str]:
     """Every object in the packs of a repository, which may borrow others."""
-    return {oid.hex() for index in (repository.objects / "pack").glob("*.idx") for oid in PackIndex(index)}
+    return {
+        oid.hex()
+        for index in (repository.objects / "pack").glob("*.idx")
+        for oid in PackIndex(index)
+    }

@@ -27,7 +27,12 @@ def upgrade() -> None:
     )
     op.create_table(
         "pins",
-        sa.Column("mirror_key", sa.Text, sa.ForeignKey("mirrors.key", ondelete="CASCADE"), primary_key=True),
+        sa.Column(
+            "mirror_key",
+            sa.Text,
+            sa.ForeignKey("mirrors.key", ondelete="CASCADE"),
+            primary_key=True,
+        ),
         sa.Column("commit_id", sa.String(40), primary_key=True),
         sa.Column("owner", sa.Text, primary_key=True),
         sa.Column("reason", sa.Text, nullable=False),
@@ -60,7 +65,12 @@ def _create_datasets() -> None:
     )
     op.create_table(
         "instances",
-        sa.Column("dataset_id", sa.Integer, sa.ForeignKey("datasets.id", ondelete="CASCADE"), primary_key=True),
+        sa.Column(
+            "dataset_id",
+            sa.Integer,
+            sa.ForeignKey("datasets.id", ondelete="CASCADE"),
+            primary_key=True,
+        ),
         sa.Column("id", sa.Text, primary_key=True),
         sa.Column("mirror_name", sa.Text, nullable=False),
         sa.Column("base_commit", sa.String(40), nullable=False),
@@ -81,7 +91,10 @@ def _create_datasets() -> None:
         sa.Column("mirror_key", sa.Text, nullable=False),
         sa.Column("mirror_name", sa.Text, nullable=False),
         sa.ForeignKeyConstraint(
-            ["dataset_id", "instance_id"], ["instances.dataset_id", "instances.id"], ondelete="CASCADE", name="recorded_instance"
+            ["dataset_id", "instance_id"],
+            ["instances.dataset_id", "instances.id"],
+            ondelete="CASCADE",
+            name="recorded_instance",
         ),
     )
     op.create_index("recorded_by_mirror", "recorded_commits", ["mirror_key", "commit_id"])
