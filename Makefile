@@ -14,8 +14,8 @@ SEED ?= 1
 DEBIAN_PACKAGES := git python3.11-venv systemd-container util-linux e2fsprogs strace postgresql-15 uidmap
 
 LOWEST_TOOLS := hatchling==1.31.0 hypothesis pytest pytest-timeout pytest-xdist ruff
-LOWEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,config api api_main_job protocol client catalog \
-	dataset_reading jobs_schedule jobs_watch telemetry workers pool))
+LOWEST_TESTS := $(addprefix tests/,config api/test_application.py api/test_main_job.py client catalog \
+	datasets/test_reading.py jobs daemon/test_telemetry.py git/test_workers.py checkouts/pool)
 
 .PHONY: help setup run demo test test-lowest faults lint bench debian clean
 
@@ -51,7 +51,7 @@ test-lowest: ## some of the tests with the oldest versions that pyproject.toml a
 	$$scratch/venv/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(LOWEST_TESTS)
 
 faults: debian setup ## break it everywhere while it works, and write docs/reliability.md; SEED=number
-	PYTHONPATH=tests $(BIN)/python -m faults --seed $(SEED) --document docs/reliability.md $(FAULTS_ARGS)
+	PYTHONPATH=tests:tests/support $(BIN)/python -m faults --seed $(SEED) --document docs/reliability.md $(FAULTS_ARGS)
 
 lint: setup ## style, types, layers
 	$(BIN)/ruff check

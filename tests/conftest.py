@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -66,3 +67,11 @@ def alive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Furnished]:
 def furnished(alive: Furnished) -> Furnished:
     alive.restore()
     return alive
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """A socket's path must be short, pytest's own are not."""
+    with tempfile.TemporaryDirectory(prefix="mc-") as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory) / "s"

@@ -123,7 +123,8 @@ def _enter_subordinate(owner: Owner) -> None:
         os.environ["PATH"] = search_path()
         maps = (("newuidmap", owner[0]), ("newgidmap", owner[1]))
         done = [
-            os.spawnlp(os.P_WAIT, name, name, f"{child}", f"{n}", f"{n}", "1") for name, n in maps
+            os.spawnlp(os.P_WAIT, name, name, f"{child}", f"{n}", f"{n}", "1")  # noqa: S606
+            for name, n in maps
         ]
         os._exit(int(any(done)))
     try:

@@ -1,5 +1,5 @@
-# Generated from ../asynchronous/__init__.py by tests/unasync.py: edit that file, then run it.
-"""The client for threads, generated from the one for asyncio by tests/unasync.py."""
+# Generated from ../asynchronous/__init__.py by tests/support/unasync.py: edit that file, then run it.
+"""The client for threads, generated from the one for asyncio by tests/support/unasync.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-# Generated from ../asynchronous/channel.py by tests/unasync.py: edit that file, then run it.
+# Generated from ../asynchronous/channel.py by tests/support/unasync.py: edit that file, then run it.
 """One connection to the daemon, which carries one exchange at a time.
 
 Waits on the bare socket, not on a stream of the event loop: a connection belongs to no loop, and

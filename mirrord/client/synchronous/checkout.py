@@ -1,4 +1,4 @@
-# Generated from ../asynchronous/checkout.py by tests/unasync.py: edit that file, then run it.
+# Generated from ../asynchronous/checkout.py by tests/support/unasync.py: edit that file, then run it.
 """The handle of one checkout: what a client holds while it works in the tree, and what ends the lease when it leaves."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# Generated from ../asynchronous/client.py by tests/unasync.py: edit that file, then run it.
+# Generated from ../asynchronous/client.py by tests/support/unasync.py: edit that file, then run it.
 """The daemon as an object: one method for each endpoint, in the order of the endpoint table. Long work answers an operation."""
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Client:
     def health(self) -> protocol.Health:
         """Whether the daemon can serve; `degraded` comes with reasons and is no error."""
         return read_one(
-            self._connection.request("GET", "health", accepted=(_UNAVAILABLE,)), protocol.Health
+            self._connection.request("GET", "health", accepted=(_UNAVAILABLE,)),
+            protocol.Health,
         )
 
     def status(self) -> protocol.Status:
@@ -121,7 +122,8 @@ class Client:
     def log_refs(self, name: str) -> list[protocol.RefRecord]:
         """The mirror's ref history, newest first."""
         return read_list(
-            self._connection.request("GET", f"mirrors/{_mirror(name)}/refs/log"), protocol.RefRecord
+            self._connection.request("GET", f"mirrors/{_mirror(name)}/refs/log"),
+            protocol.RefRecord,
         )
 
     def diff_refs(self, name: str, a: str, b: str) -> protocol.RefDiff:
@@ -211,7 +213,8 @@ class Client:
 
     def get_dataset(self, name: str) -> protocol.Dataset:
         return read_one(
-            self._connection.request("GET", f"datasets/{quote(name, safe='')}"), protocol.Dataset
+            self._connection.request("GET", f"datasets/{quote(name, safe='')}"),
+            protocol.Dataset,
         )
 
     def import_dataset(
@@ -246,7 +249,8 @@ class Client:
     def list_instances(self, dataset: str | None = None) -> list[protocol.InstanceName]:
         """All instances, or one dataset's; for administrators."""
         return read_list(
-            self._connection.request("GET", "instances", dataset=dataset), protocol.InstanceName
+            self._connection.request("GET", "instances", dataset=dataset),
+            protocol.InstanceName,
         )
 
     def get_instance(

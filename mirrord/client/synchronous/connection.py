@@ -1,4 +1,4 @@
-# Generated from ../asynchronous/connection.py by tests/unasync.py: edit that file, then run it.
+# Generated from ../asynchronous/connection.py by tests/support/unasync.py: edit that file, then run it.
 """Requests to one daemon at one socket, and their answers or errors.
 
 Sends a request again only where that cannot do anything twice: when it never left, or when it is a GET and the daemon went away

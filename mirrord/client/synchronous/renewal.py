@@ -1,4 +1,4 @@
-# Generated from ../asynchronous/renewal.py by tests/unasync.py: edit that file, then run it.
+# Generated from ../asynchronous/renewal.py by tests/support/unasync.py: edit that file, then run it.
 """Keeps the leases of a client alive while their handles are: at a third of what is left, one worker for all of them.
 
 A handle that is released, closed with its client or dropped is renewed no longer. RefCounts handles

@@ -1,0 +1,90 @@
+"""The table of limits in docs/security.md says what the code does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mirrord.api import bodies, connections, server
+from mirrord.checkouts import worker_calls as calls
+from mirrord.checkouts.patches import apply as patches
+from mirrord.checkouts.patches import staging
+from mirrord.datasets import documents, expansion
+from mirrord.git.objects import bounds
+from mirrord.git.workers import Workers
+from mirrord.host.peers import Role
+from mirrord.jobs import events
+from mirrord.model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
+
+MIB, GIB = 1024**2, 1024**3
+
+BOUNDS = [
+    (
+        "connections of members",
+        [f"{connections.CONNECTIONS_OF[Role.MEMBER]:,}", f"{connections.MAX_CONNECTIONS:,}"],
+    ),
+    ("connections of members", [f"{connections.RESERVED_CONNECTIONS} of them"]),
+    (
+        "connections of who owns",
+        [f"{connections.CONNECTIONS_OF[Role.OWNER]}; {connections.CONNECTIONS_OF[Role.STRANGER]}"],
+    ),
+    ("connections of who owns", [f"strangers: {connections.ALL_STRANGERS_CONNECTIONS}"]),
+    ("time of a diff", [f"{calls.DIFF_TIMEOUT.total_seconds():g} s"]),
+    ("event followers", [f"| {events.FOLLOWERS_OF_USER} | {events.FOLLOWERS} |"]),
+    (
+        "bytes of bodies",
+        [f"{bodies.USER_BODIES_BYTES // MIB} MiB", f"{bodies.ALL_BODIES_BYTES // GIB} GiB"],
+    ),
+    (
+        "one body",
+        [
+            f"JSON {bodies.JSON_LIMIT_BYTES // MIB} MiB",
+            f"patch {bodies.PATCH_LIMIT_BYTES // MIB} MiB",
+        ],
+    ),
+    (
+        "one body",
+        [
+            f"dataset {bodies.DATASET_LIMIT_BYTES // GIB} GiB",
+            f"bundle {bodies.BUNDLE_LIMIT_BYTES // GIB} GiB",
+        ],
+    ),
+    (
+        "a request's head",
+        [f"{server.HEAD_LIMIT_BYTES // 1024} KiB", f"{server.HEAD_TIMEOUT_S:g} s"],
+    ),
+    ("silence in a body", [f"{bodies.SILENCE_LIMIT_S:g} s; {server.STALLED_READER_S:g} s"]),
+    (
+        "the tree of a commit",
+        [f"{bounds.ENTRIES_LIMIT:,} entries", f"{bounds.TREE_LIMIT_BYTES // GIB} GiB"],
+    ),
+    (
+        "the tree of a commit",
+        [f"files of {bounds.FILE_LIMIT_BYTES // GIB} GiB", f"{TREE_DEPTH_LIMIT} directories"],
+    ),
+    ("the tree of a commit", [f"{TREE_PATH_LIMIT_BYTES:,} bytes"]),
+    (
+        "a patch that is given",
+        [f"{patches.PATCH_LIMIT_BYTES // MIB} MiB", f"{staging.FILES_LIMIT:,} new files"],
+    ),
+    ("a patch that is given", [f"{staging.BYTES_LIMIT // MIB} MiB changed"]),
+    ("what a dataset file", [f"{expansion.FREE_BYTES // MIB} MiB and {expansion.RATIO} times"]),
+    (
+        "what a dataset file",
+        [f"{expansion.LIMIT_BYTES // GIB} GiB", f"{documents.ELEMENT_LIMIT_BYTES // MIB} MiB"],
+    ),
+    ("what a dataset file", [f"{documents.DEPTH_LIMIT:,} deep"]),
+]
+
+
+@pytest.mark.parametrize(("row", "words"), BOUNDS)
+def test_a_bound_is_documented_as_it_is(row: str, words: list[str]) -> None:
+    lines = (Path(__file__).parents[2] / "docs/security.md").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith(f"| {row}")]
+    assert [word for word in words if word not in line] == []
+
+
+def test_the_turns_of_workers_are_documented_as_they_are() -> None:
+    workers = Workers()
+    assert (workers._turns._each, workers._turns._background, workers._turns._most) == (2, 2, 10)

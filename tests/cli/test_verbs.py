@@ -1,0 +1,640 @@
+"""The command line without a daemon: its table of verbs, its options, how it fails, and what needs none."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from canned import CHECKOUT, CHECKOUT_ROUTES, LEASE, OPERATION
+from gitrepos import Upstream
+from httpserver import serving
+from verbs import ARGUMENTS, NEEDS_NO_DAEMON
+
+from mirrord import errors
+from mirrord.cli.commands import build
+from mirrord.cli.main import run
+from mirrord.cli.table import EXIT_STATUSES, GROUPS, VERBS, Verb
+
+__all__ = ["path"]  # a fixture
+DESIGNED = [
+    "serve",
+    "status",
+    "mirror-add",
+    "mirror-list",
+    "mirror-show",
+    "mirror-sync",
+    "mirror-remove",
+    "dataset-import",
+    "dataset-list",
+    "dataset-show",
+    "dataset-remove",
+    "dataset-formats",
+    "pin",
+    "unpin",
+    "pins",
+    "audit",
+    "heal",
+    "checkout",
+    "reset",
+    "diff",
+    "apply",
+    "restore",
+    "release",
+    "renew",
+    "checkouts",
+    "verify-seal",
+    "rehearse",
+    "refs-log",
+    "refs-diff",
+    "refs-restore",
+    "doctor",
+    "events",
+    "bundle-create",
+    "bundle-import",
+    "config-check",
+    "config-show",
+    "exec",
+    "reload",
+    *(f"operations-{verb}" for verb in ("list", "show", "watch", "wait", "cancel")),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_daemon_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MIRRORD_CONFIG", raising=False)
+    monkeypatch.setenv("MIRRORD_SOCKET", str(tmp_path / "none"))
+
+
+def _command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "mirrord", *words]
+
+
+@pytest.fixture
+def lone_process() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes a test started, ended whatever happened."""
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_verbs_are_those_of_the_design() -> None:
+    """Its section 7, `exec`, `reload`, and what steers operations."""
+    assert sorted(verb.name.replace(" ", "-") for verb in VERBS) == sorted(DESIGNED)
+    assert {verb.name.split()[0] for verb in VERBS if " " in verb.name} == set(GROUPS)
+
+
+def test_the_exit_statuses_are_those_of_the_errors() -> None:
+    """One table for people, one for programs: the same."""
+    classes = [
+        each
+        for each in vars(errors).values()
+        if isinstance(each, type) and issubclass(each, errors.MirrordError)
+    ]
+    assert {each.exit_status for each in classes} | {0} == set(EXIT_STATUSES)
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
+def test_every_verb_explains_itself_and_its_exit_statuses(
+    verb: Verb, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the shared options."""
+    assert run([*verb.name.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    assert verb.summary in text
+    assert all(option in text for option in ("--json", "--config", "--socket"))
+    assert all(f"{status}  {EXIT_STATUSES[status]}" in text for status in (0, 1, 2, *verb.ends))
+    assert not re.search(r"\w[.,]? {2,}\w", re.split("\nOptions|\nPositional arguments", text)[0])
+
+
+_LOADED = "import sys\nfrom mirrord.cli.main import run\nrun(sys.argv[1:])\nprint(*sys.modules, file=sys.stderr)"
+_HEAVY = {
+    "typer", "rich", "pygments", "structlog", "sqlalchemy", "pygit2", "pebble", "pyarrow", "uvicorn", "starlette",
+    "asyncio", "anyio", "pydantic", "httpx", "ssl", "http.client", "subprocess", "tempfile", "logging.config", "toml",
+    "mirrord.config", "mirrord.git", "mirrord.api", "mirrord.host", "mirrord.client.asynchronous",
+}  # fmt: skip
+ID = str(LEASE["id"])
+STATUS = {
+    "version": "0.1.0",
+    "pid": 1,
+    "uid": 0,
+    "started_at": "2026-01-01T00:00:00Z",
+    "state_dir": "/var/lib/mirrord",
+    "config_path": None,
+    "backend": "overlay",
+    "health": {"status": "ok", "version": "0.1.0"},
+    "mirrors": [],
+    "datasets": [],
+    "checkout_count": 0,
+    "checkout_max": 1024,
+    "operations_running": 0,
+}
+
+
+def _modules(*words: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _LOADED, *words], capture_output=True, check=True
+    )
+    return set(done.stderr.decode().split())
+
+
+def test_help_needs_none_of_the_heavy_libraries() -> None:
+    """Nor does completion, which runs at every press of the key."""
+    assert not _modules("--help") & (
+        _HEAVY | {"pydantic", "anyio", "asyncio", "mirrord.config", "mirrord.client"}
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["status"], ["checkouts"], ["checkout", "i"], ["reset", ID], ["release", ID], ["diff", ID]],
+    ids=lambda words: words[0],
+)
+def test_a_verb_loads_what_it_needs(words: list[str], path: Path) -> None:
+    """Half of its time was imports."""
+    routes = {
+        **CHECKOUT_ROUTES,
+        ("GET", "/v1/checkouts"): lambda h: h.answer([]),
+        ("GET", "/v1/status"): lambda h: h.answer(STATUS),
+    }
+    with serving(path, routes) as server:
+        assert not _modules(*words, "--socket", str(path)) & _HEAVY
+        assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("mirrord mir", "mirror"), ("mirrord mirror a", "add"), ("mirrord reset --js", "--json")],
+)
+def test_the_shell_completes_verbs_and_options(words: str, expected: str) -> None:
+    """As bash asks."""
+    environment = {
+        **os.environ,
+        "_MIRRORD_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
+    done = subprocess.run(_command(), capture_output=True, text=True, check=False, env=environment)
+    assert f"plain,{expected}" in done.stdout.split()
+
+
+# -- how it fails -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "verb", [verb for verb in VERBS if verb.name not in NEEDS_NO_DAEMON], ids=lambda verb: verb.name
+)
+def test_every_verb_without_a_daemon_ends_with_nine(
+    verb: Verb, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing on stdout, a sentence and a hint on stderr."""
+    assert run([*verb.name.split(), *ARGUMENTS.get(verb.name, [])]) == 9
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "mirrord: cannot reach the daemon" in shown.err
+    assert "hint: start it" in shown.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bogus"],
+        [],
+        ["checkout"],
+        ["checkout", "i", "--histroy", "sealed"],
+        ["checkout", "i", "--history", "all"],
+        ["mirror"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_ends_with_two(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Told on stderr."""
+    assert run(words) == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--json", "bogus"],
+        ["checkout", "i", "--histroy", "sealed", "--json"],
+        ["checkout", "--json"],
+        ["mirror", "--json"],
+        ["checkout", "i", "--ttl", "soon", "--json"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_as_json_is_a_problem_like_any_other(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One object on stderr, wherever --json stands."""
+    assert run(words) == 2
+    shown = capsys.readouterr()
+    problem = json.loads(shown.err)
+    assert (shown.out, problem["status"]) == ("", 400)
+    assert problem["detail"].startswith("cannot ")
+    assert problem["hint"]
+
+
+def test_json_of_another_command_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    """Behind `--` is what `exec` runs."""
+    assert run(["exec", "--histroy", "i", "--", "jq", "--json"]) == 2
+    assert "No such option" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ttl", ["soon", "0", "-1s", "5"])
+def test_a_ttl_that_is_no_duration_is_wrong_usage(
+    ttl: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the daemon is asked."""
+    assert run(["checkout", "i", f"--ttl={ttl}"]) == 2
+    assert "--ttl 2h" in capsys.readouterr().err
+
+
+def test_an_error_as_json_is_a_problem_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    """stdout holds answers only."""
+    assert run(["status", "--json"]) == 9
+    shown = capsys.readouterr()
+    assert (shown.out, json.loads(shown.err)["code"]) == ("", "no-daemon")
+
+
+def test_a_bug_is_told_in_short_and_with_debug_in_full(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 1."""
+    monkeypatch.setattr("mirrord.cli.session.Session.client", lambda self: 1 // 0)
+    assert run(["status"]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+    assert run(["status", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+    assert run(["status", "--json"]) == 1
+    assert json.loads(capsys.readouterr().err)["code"] == "internal"
+
+
+def test_a_reader_that_hangs_up_is_no_traceback() -> None:
+    """`mirrord … | head`."""
+    done = subprocess.run(
+        f"{sys.executable} -m mirrord config show | true",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+
+
+def test_ctrl_c_ends_with_130(path: Path, lone_process: list[subprocess.Popen[bytes]]) -> None:
+    """Without a traceback."""
+    with serving(path, {("GET", "/v1/status"): lambda h: time.sleep(0.2)}) as server:
+        process = subprocess.Popen(
+            _command("--socket", str(path), "status"),
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        lone_process.append(process)
+        _until(lambda: server.seen)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=10)
+    assert (process.returncode, told) == (130, b"")
+
+
+def _until(true: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert true()
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["before", "after", "between", "environment", "config"])
+def test_the_daemon_is_chosen_before_or_after_the_verb(
+    order: str,
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Or by the environment, or by the configuration."""
+    config = tmp_path / "config.toml"
+    config.write_text(f'socket = "{path}"\n')
+    if order == "environment":
+        monkeypatch.setenv("MIRRORD_SOCKET", str(path))
+    socket = ["--socket", str(path)]
+    words = {
+        "before": [*socket, "--json", "dataset", "list"],
+        "after": ["dataset", "list", *socket, "--json"],
+        "between": ["dataset", "--json", *socket, "list"],
+        "environment": ["dataset", "list", "--json"],
+        "config": ["dataset", "list", "--json", "--config", str(config)],
+    }[order]
+    with serving(path, {("GET", "/v1/datasets"): lambda h: h.answer([])}):
+        assert run(words) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+# -- verbs against a scripted daemon ----------------------------------------------------------------------------------
+
+
+def test_checkout_prints_the_path_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For `cd $(mirrord checkout …)`."""
+    with serving(path, CHECKOUT_ROUTES):
+        assert run(["checkout", "psf__requests-1", "--socket", str(path), "--ttl", "90s"]) == 0
+        assert capsys.readouterr().out == f"{LEASE['path']}\n"
+
+
+def test_diff_prints_the_bytes_of_the_patch(
+    path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Not all patches are UTF-8."""
+    with serving(path, CHECKOUT_ROUTES):
+        assert run(["diff", str(LEASE["id"]), "--socket", str(path)]) == 0
+    assert capfdbinary.readouterr().out == b"diff \xff\n"
+
+
+def test_reset_takes_an_instance_else_a_commit(path: Path) -> None:
+    """What is no instance is looked for in the mirror."""
+    bodies: list[Any] = []
+
+    def reset(handler: Any) -> None:
+        bodies.append(json.loads(handler.server.seen[-1].body))
+        if "instance" in bodies[-1]:
+            handler.problem(404, "instance-not-found")
+        else:
+            CHECKOUT_ROUTES["POST", f"{CHECKOUT}/reset"](handler)
+
+    with serving(path, {("POST", f"{CHECKOUT}/reset"): reset}):
+        assert run(["reset", str(LEASE["id"]), "v1.0", "--socket", str(path)]) == 0
+        assert run(["reset", str(LEASE["id"]), "c" * 40, "--socket", str(path)]) == 0
+    assert bodies == [{"instance": "v1.0"}, {"commit": "v1.0"}, {"commit": "c" * 40}]
+
+
+def test_a_checkout_may_be_named_by_a_path_inside_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`.` above all; the daemon says whether the path is a checkout's."""
+    tree = path.parent / "checkouts" / str(LEASE["id"]) / "tree"
+    (tree / "src").mkdir(parents=True)
+    monkeypatch.chdir(tree / "src")
+    routes: Any = {
+        **CHECKOUT_ROUTES,
+        ("GET", CHECKOUT): lambda h: h.answer({**LEASE, "path": str(tree)}),
+    }
+    with serving(path, routes) as server:
+        assert run(["release", ".", "--socket", str(path)]) == 0
+        assert server.asked == [("GET", CHECKOUT), ("DELETE", CHECKOUT)]
+        assert run(["release", "..", str(tree.parent), "--socket", str(path)]) == 4
+
+
+def test_whoever_stood_in_the_tree_before_a_reset_stands_in_the_one_after(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The shell still knows where that is; Linux says that there is no such directory any more."""
+    tree = tmp_path / LEASE["id"] / "tree"
+    tree.mkdir(parents=True)
+    monkeypatch.chdir(tree)
+    monkeypatch.setenv("PWD", str(tree))
+    tree.rmdir()
+    tree.mkdir()
+    identity = f"/v1/checkouts/{LEASE['id']}"
+    routes: Any = {
+        ("GET", identity): lambda h: h.answer({**LEASE, "path": str(tree)}),
+        ("DELETE", identity): lambda h: h.answer(b"", 204),
+    }
+    with serving(path, routes) as server:
+        assert run(["release", ".", "--socket", str(path)]) == 0
+    assert [request.path for request in server.seen] == [identity, identity]
+
+
+def test_release_goes_on_behind_one_that_fails(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And ends with the first failure's status."""
+    with serving(path, CHECKOUT_ROUTES) as server:
+        assert run(["release", "b" * 16, str(LEASE["id"]), "--socket", str(path)]) == 4
+    assert len(server.seen) == 2
+    assert "not-found" in capsys.readouterr().err
+
+
+def test_apply_reads_standard_input(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As `git apply -` does."""
+    with serving(path, CHECKOUT_ROUTES) as server:
+        subprocess.run(
+            _command("apply", str(LEASE["id"]), "-", "--socket", str(path)),
+            input=b"p\xff",
+            check=True,
+            capture_output=True,
+        )
+    assert server.seen[0].body == b"p\xff"
+
+
+def test_no_wait_answers_with_the_operation(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And asks nothing further."""
+    with serving(path, {("POST", "/v1/mirrors"): lambda h: h.answer(OPERATION, 202)}) as server:
+        assert (
+            run(["mirror", "add", "psf/requests", "--no-wait", "--json", "--socket", str(path)])
+            == 0
+        )
+    assert json.loads(capsys.readouterr().out)[0]["id"] == "op1"
+    assert len(server.seen) == 1
+
+
+def test_an_audit_with_unservable_instances_ends_with_eight(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line per finding, then a total, whatever a name in it holds; what was done about it is on stderr."""
+    finding = {
+        "mirror": "a__b",
+        "kind": "missing",
+        "commit": "c" * 40,
+        "state": "missing",
+        "instances": ["i"],
+        "detail": "gone\nup\x1b[2Jstream",
+    }
+    audit = {
+        "id": "au1",
+        "level": "closure",
+        "mirrors": ["a__b"],
+        "started_at": "2026-01-01T00:00:00Z",
+        "finished_at": "2026-01-01T00:00:01Z",
+        "counts": {"ok": 2, "missing": 1},
+        "findings": [finding],
+        "affected": ["i"],
+        "open_count": 1,
+        "repairs": [
+            {
+                "mirror": "a__b",
+                "objects": {"upstream": 2},
+                "unhealed": ["d" * 40],
+                "unhealed_count": 1,
+            }
+        ],
+    }
+    routes: Any = {
+        ("POST", "/v1/audits"): lambda h: h.answer(OPERATION, 202),
+        ("GET", "/v1/operations/op1"): lambda h: h.answer(
+            {**OPERATION, "state": "done", "result": {"id": "au1"}}
+        ),
+        ("GET", "/v1/audits/au1"): lambda h: h.answer(audit),
+    }
+    with serving(path, routes):
+        assert run(["audit", "--socket", str(path)]) == 8
+    shown = capsys.readouterr()
+    assert [line.partition(":")[0] for line in shown.err.splitlines()] == [
+        "a__b healed",
+        "a__b not healed",
+    ]
+    assert shown.out.splitlines() == [
+        f"a__b {'c' * 40} missing (i): gone\\nup\\x1b[2Jstream",
+        "3 recorded commits in 1 mirror at level closure: 2 ok, 1 missing; 1 instance cannot be served; 1 finding",
+    ]
+
+
+# -- exec -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def leased(path: Path) -> Iterator[Any]:
+    """A scripted daemon whose checkout is a real directory."""
+    tree = path.parent / "tree"
+    tree.mkdir()
+    lease = {**LEASE, "path": str(tree)}
+    with serving(
+        path, {**CHECKOUT_ROUTES, ("POST", "/v1/checkouts"): lambda h: h.answer(lease, 201)}
+    ) as server:
+        yield server
+
+
+def test_exec_runs_in_the_checkout_and_ends_as_the_command(
+    leased: Any, path: Path, tmp_path: Path
+) -> None:
+    """With the patch left behind and the checkout released."""
+    script = 'test "$(pwd)" = "$1" && test "$MIRRORD_CHECKOUT" = "$2" && exit 42'
+    words = ["sh", "-c", script, "sh", str(path.parent / "tree"), str(LEASE["id"])]
+    done = subprocess.run(
+        _command("exec", "i", "--socket", str(path), "--diff", str(tmp_path / "p"), "--", *words),
+        check=False,
+    )
+    assert done.returncode == 42
+    assert (tmp_path / "p").read_bytes() == b"diff \xff\n"
+    assert leased.asked[-1] == ("DELETE", CHECKOUT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_exec_forwards_signals_and_releases(
+    number: signal.Signals, leased: Any, path: Path, lone_process: list[subprocess.Popen[bytes]]
+) -> None:
+    """The command's end decides, as a shell would tell it."""
+    ready = path.parent / "ready"
+    process = subprocess.Popen(
+        _command(
+            "exec", "i", "--socket", str(path), "--", "sh", "-c", f"touch {ready}; exec sleep 30"
+        ),
+        stdin=subprocess.DEVNULL,
+    )
+    lone_process.append(process)
+    _until(ready.exists)
+    time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(10) == 128 + number
+    assert leased.asked[-1] == ("DELETE", CHECKOUT)
+
+
+def test_exec_of_a_command_that_does_not_exist_releases(
+    leased: Any, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not found."""
+    assert run(["exec", "i", "--socket", str(path), "--", "no-such-command-here"]) == 4
+    assert leased.asked[-1] == ("DELETE", CHECKOUT)
+
+
+def test_exec_finds_out_early_that_the_patch_has_no_place(path: Path) -> None:
+    """Before the command has run for hours."""
+    assert run(["exec", "i", "--socket", str(path), "--diff", "/no/such/place", "--", "true"]) == 2
+
+
+# -- what needs no daemon ---------------------------------------------------------------------------------------------
+
+
+def test_config_check_tells_every_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 2."""
+    file = tmp_path / "config.toml"
+    file.write_text('[sync]\ninterval = "often"\nconcurency = 2\n')
+    assert run(["config", "check", str(file)]) == 2
+    told = capsys.readouterr().err
+    assert "2 faults" in told
+    assert "did you mean sync.concurrency" in told
+    assert run(["config", "check", "--config", str(file)]) == 2
+
+
+def test_config_show_prints_a_configuration_that_means_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Defaults included."""
+    file, again = tmp_path / "config.toml", tmp_path / "again.toml"
+    file.write_text(
+        '[upstream]\nfallbacks = ["file:///x/{name}"]\n[[mirror]]\nrepo = "psf/requests"\n[access]\nadmins = ["root", "daemon"]\n'
+    )
+    assert run(["config", "show", "--config", str(file)]) == 0
+    again.write_text(capsys.readouterr().out)
+    assert run(["config", "show", "--config", str(again), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert run(["--json", "config", "show", "--config", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out) == shown
+    assert (shown["sync"]["interval"], shown["mirror"][0]["repo"]) == ("6h", "psf/requests")
+
+
+def test_config_show_masks_the_secrets_of_urls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is what people paste into reports."""
+    file = tmp_path / "config.toml"
+    file.write_text('[[mirror]]\nrepo = "a/b"\nurl = "https://me:hunter2@example.com/b.git"\n')
+    for words in (["config", "show"], ["config", "show", "--json"], ["config", "check", "--json"]):
+        assert run([*words, "--config", str(file)]) == 0
+        assert "hunter2" not in capsys.readouterr().out
+
+
+def test_serve_refuses_a_bad_configuration_with_every_fault(tmp_path: Path) -> None:
+    """It has become the daemon by then, whose exit status is ours."""
+    file = tmp_path / "config.toml"
+    file.write_text('[sync]\ninterval = "often"\nconcurency = 2\n')
+    done = subprocess.run(
+        _command("serve", "--config", str(file)), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "2 faults" in done.stderr
+
+
+def test_verify_seal_finds_what_lies_behind_the_commit(
+    make_upstream: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 8 for a repository with later commits, 0 for one that ends there."""
+    upstream: Upstream = make_upstream("u")
+    first, last = upstream.history(2)
+    assert run(["verify-seal", str(upstream.path), "--base", first, "--json"]) == 8
+    assert json.loads(capsys.readouterr().out)["sealed"] is False
+    assert run(["verify-seal", str(upstream.path / "no"), "--base", last]) == 4
+    assert run(["verify-seal", str(upstream.path), "--base", "main"]) == 2
+
+
+def test_the_command_line_is_built_once_per_call_and_in_order() -> None:
+    """The order of the table is the order of the help."""
+    top = list(dict.fromkeys(verb.name.split()[0] for verb in VERBS))
+    assert list(build().commands) == top

@@ -1,0 +1,605 @@
+"""The command line and the Python client against a real daemon: the main job, as a user would type it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import chdir, closing, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import pytest
+from daemons import Daemon, daemon
+from gitrepos import Upstream, git
+
+from mirrord import AsyncClient, Client
+from mirrord.cli import rehearse
+from mirrord.cli.main import run
+from mirrord.errors import AccessError, InstanceAmbiguousError, NoDaemonError
+from mirrord.model import View
+
+
+class Ran(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+class World(NamedTuple):
+    """One daemon with one dataset of two instances, imported through the command line."""
+
+    daemon: Daemon
+    upstream: Upstream
+    commits: list[str]
+    file: Path
+    imported: Ran
+
+    def run(self, *words: str | Path, stdin: str | None = None, cwd: Path | None = None) -> Ran:
+        return _run(self.daemon, *words, stdin=stdin, cwd=cwd)
+
+
+def _run(
+    running: Daemon, *words: str | Path, stdin: str | None = None, cwd: Path | None = None
+) -> Ran:
+    """In this process, for speed; what it prints is bytes at the end."""
+    out, err = (
+        io.TextIOWrapper(
+            io.BytesIO(), encoding="utf-8", errors="surrogateescape", write_through=True
+        )
+        for _ in range(2)
+    )
+    given = io.TextIOWrapper(io.BytesIO((stdin or "").encode()), encoding="utf-8")
+    before, sys.stdin = sys.stdin, given
+    try:
+        with redirect_stdout(out), redirect_stderr(err), chdir(cwd or Path.cwd()):
+            status = run(["--socket", str(running.socket), *map(str, words)])
+    finally:
+        sys.stdin = before
+    return Ran(status, *(stream.buffer.getvalue().decode() for stream in (out, err)))  # type: ignore[attr-defined]
+
+
+def _spawn(running: Daemon, *words: str | Path) -> Ran:
+    """As a process of its own."""
+    command = [sys.executable, "-m", "mirrord", "--socket", str(running.socket), *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def _write_dataset(file: Path, upstream: Upstream, commits: list[str]) -> None:
+    """The third commit fixes the second; the row's test patch adds a file."""
+    head = "diff --git a/tests/test_x.py b/tests/test_x.py\nnew file mode 100644\n--- /dev/null\n+++ b/tests/test_x.py\n"
+    test_patch = f"{head}@@ -0,0 +1 @@\n+assert True\n"
+    rows = [
+        {
+            "repo": "demo/project",
+            "instance_id": f"demo__project-{n}",
+            "base_commit": commits[n],
+            "patch": upstream.git("diff", commits[n], commits[n + 1]) + "\n",
+            "test_patch": test_patch,
+            "problem_statement": "it is wrong",
+            "version": "1",
+            "FAIL_TO_PASS": '["tests/test_x.py"]',
+            "PASS_TO_PASS": "[]",
+            "environment_setup_commit": commits[0],
+        }
+        for n in (1, 2)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"repo": "demo/project"}\n')
+
+
+@pytest.fixture
+def upstream_of_two(make_upstream: Callable[..., Upstream]) -> Upstream:
+    made = make_upstream("demo+project")
+    made.history(2)
+    return made
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Made once: these tests read, or take their own checkout."""
+    root = tmp_path_factory.mktemp("world")
+    upstream = Upstream(root / "demo" / "project")
+    commits = upstream.history(5)
+    _write_dataset(root / "rows.jsonl", upstream, commits)
+    with daemon(f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n') as running:
+        imported = _run(
+            running, "dataset", "import", root / "rows.jsonl", "--name", "demo", "--json"
+        )
+        yield World(running, upstream, commits, root / "rows.jsonl", imported)
+
+
+@pytest.fixture
+def tree(world: World) -> Iterator[Path]:
+    """A checkout of the first instance, released at the end."""
+    taken = world.run("checkout", "demo__project-1")
+    assert taken.status == 0, taken.err
+    yield Path(taken.out.rstrip("\n"))
+    world.run("release", taken.out.rstrip("\n"))
+
+
+def test_an_import_tells_what_it_took_and_what_it_could_not(world: World) -> None:
+    """The bad row by file and line."""
+    assert world.imported.status == 0, world.imported.err
+    dataset = world.imported.json["result"]["dataset"]
+    assert (dataset["instance_count"], dataset["unpinned"]) == (2, [])
+    assert [fault["line"] for fault in dataset["faults"]] == [3]
+    again = world.run("dataset", "import", world.file, "--name", "demo")
+    assert "0 added, 0 changed, 0 removed, 2 unchanged" in again.out
+    assert "rows.jsonl:3" in again.err
+
+
+def test_an_import_of_a_commit_that_nobody_has_ends_with_eight(
+    world: World, tmp_path: Path
+) -> None:
+    """Recorded, but it cannot be served: told by mirror, commit and instance. Removing the dataset leaves nothing of it."""
+    row = json.loads(world.file.read_text().splitlines()[0])
+    (tmp_path / "gone.jsonl").write_text(
+        json.dumps({**row, "instance_id": "demo__project-9", "base_commit": "c" * 40}) + "\n"
+    )
+    ran = world.run("dataset", "import", tmp_path / "gone.jsonl")
+    assert ran.status == 8
+    assert f"cannot pin {'c' * 40} of demo__project-9" in ran.err
+    assert world.run("audit", "--dataset", "gone").status == 8
+    assert world.run("checkout", "demo__project-9").status == 8
+    assert world.run("dataset", "remove", "gone").status == 0
+    assert world.run("audit").status == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["status"], "demo__project"),
+        (["mirror", "list"], "demo__project  ready"),
+        (["mirror", "show", "Demo/Project"], "default branch  main"),
+        (["mirror", "sync"], "demo__project"),
+        (["mirror", "add", "demo/project"], "demo__project"),
+        (["dataset", "list"], "demo"),
+        (["dataset", "show", "demo"], "rows.jsonl:3"),
+        (["dataset", "formats"], "jsonl"),
+        (["pins", "demo/project"], "dataset/demo"),
+        (["refs", "log", "demo/project"], "RECORD"),
+        (["audit"], "at level closure"),
+        (["heal"], "at level"),
+        (["events"], "dataset.imported"),
+        (["checkouts"], "INSTANCE"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_each_verb_shows_what_the_daemon_holds(world: World, words: list[str], shown: str) -> None:
+    """As a table, and as JSON."""
+    ran = world.run(*words)
+    assert ran.status == 0, ran.err
+    assert shown in ran.out or words == ["dataset", "formats"]
+    plain = world.run(*words, "--json")
+    assert plain.status == 0
+    assert (
+        [json.loads(line) for line in plain.out.splitlines()]
+        if words == ["events"]
+        else plain.json is not None
+    )
+
+
+def test_the_life_of_a_checkout(world: World, tree: Path, tmp_path: Path) -> None:
+    """Made, changed, taken out as a patch, reset, patched again."""
+    assert git(tree, "rev-parse", "HEAD^{tree}") == git(
+        world.upstream.path, "rev-parse", f"{world.commits[1]}^{{tree}}"
+    )
+    (tree / "README").write_text("changed\n")
+    (tree / "new.bin").write_bytes(b"\0\1")
+    patch = world.run("diff", ".", cwd=tree)
+    assert patch.status == 0
+    assert "GIT binary patch" in patch.out
+    (tmp_path / "p").write_text(patch.out)
+    assert world.run("reset", tree).out == f"{tree}\n"
+    assert (tree / "README").read_text() == "number 1\n"
+    assert world.run("apply", tree, tmp_path / "p").status == 0
+    assert (tree / "new.bin").read_bytes() == b"\0\1"
+    assert world.run("apply", tree, "-", "--reverse", stdin=patch.out).status == 0
+    assert not (tree / "new.bin").exists()
+    assert world.run("apply", tree, "-", "--reverse", stdin=patch.out).status == 5
+    assert world.run("verify-seal", tree, "--base", world.commits[1]).status == 0
+
+
+def test_an_id_of_two_datasets_is_checked_out_by_the_name_of_its_dataset(
+    world: World, tmp_path: Path
+) -> None:
+    """Without it the answer names both; the checkout remembers whose it is, over resets and for the grader."""
+    row = json.loads(world.file.read_text().splitlines()[0])
+    other = {
+        **row,
+        "base_commit": world.commits[3],
+        "patch": "",
+        "test_patch": row["test_patch"].replace("test_x", "test_y"),
+    }
+    (tmp_path / "other.jsonl").write_text(json.dumps(other) + "\n")
+    imported = world.run("dataset", "import", tmp_path / "other.jsonl", "--json")
+    try:
+        assert imported.status == 0, imported.err
+        assert imported.json["result"]["ambiguous"] == [
+            {"id": "demo__project-1", "datasets": ["other", "demo"]}
+        ]
+        told = world.run("dataset", "import", tmp_path / "other.jsonl").err
+        assert "demo__project-1: demo records another repository or base commit" in told
+        refused = world.run("checkout", "demo__project-1", "--json")
+        assert (
+            refused.status,
+            "--dataset" in refused.err,
+            '"demo"' in refused.err + refused.out,
+        ) == (5, True, True)
+        assert world.run("checkout", "demo__project-2", "--dataset", "other").status == 4
+        with Client(world.daemon.socket) as client:
+            with client.checkout("demo__project-1", dataset="other", view=View.GRADER) as checkout:
+                assert checkout.commit == world.commits[3]
+                checkout.reset()
+                checkout.apply("@test_patch")
+                assert (Path(checkout.path) / "tests/test_y.py").exists()
+                checkout.reset("demo__project-1", dataset="demo")
+                assert checkout.commit == world.commits[1]
+                checkout.apply("@test_patch")
+                assert (Path(checkout.path) / "tests/test_x.py").exists()
+                with pytest.raises(InstanceAmbiguousError):
+                    checkout.reset("demo__project-1")
+                again = world.run(
+                    "reset", checkout.id, "demo__project-1", "--dataset", "other", "--json"
+                )
+                assert again.json["commit"] == world.commits[3]
+            assert (
+                client.get_instance("demo__project-1", dataset="demo").base_commit
+                == world.commits[1]
+            )
+            with pytest.raises(InstanceAmbiguousError) as ambiguous:
+                client.get_instance("demo__project-1")
+            assert ambiguous.value.facts["datasets"] == ["demo", "other"]
+        assert world.run("rehearse", "--dataset", "other").status in {0, 8}
+    finally:
+        assert world.run("dataset", "remove", "other").status == 0
+    taken = world.run("checkout", "demo__project-1", "--json")
+    assert taken.json["commit"] == world.commits[1]
+    world.run("release", taken.json["id"])
+
+
+@pytest.mark.parametrize(
+    ("content", "encoding"), [(b"ol\xc3\xa9\n", "utf-8"), (b"\xff\xfe latin \xe9\n", "base64")]
+)
+def test_a_diff_in_json_keeps_each_byte(
+    world: World, tree: Path, tmp_path: Path, content: bytes, encoding: str
+) -> None:
+    """A patch need not be text: one that is not UTF-8 is in base64, and applies again."""
+    (tree / "README").write_bytes(content)
+    answer = world.run("diff", tree, "--json").json
+    assert answer["encoding"] == encoding
+    patch = base64.b64decode(answer["patch"]) if encoding == "base64" else answer["patch"].encode()
+    assert b"+" + content in patch
+    with Client(world.daemon.socket) as client:
+        assert patch == client.diff_checkout(tree.parent.name)
+    (tmp_path / "p").write_bytes(patch)
+    assert world.run("reset", tree).status == 0
+    assert world.run("apply", tree, tmp_path / "p").status == 0
+    assert (tree / "README").read_bytes() == content
+
+
+def test_a_reset_goes_on_to_another_instance_or_commit(world: World, tree: Path) -> None:
+    """Of the same mirror; the path stays."""
+    answer = world.run("reset", tree, "demo__project-2", "--json").json
+    assert (answer["commit"], answer["path"], answer["proof"]["head"]) == (
+        world.commits[2],
+        str(tree),
+        world.commits[2],
+    )
+    assert world.run("reset", tree, world.commits[0], "--json").json["commit"] == world.commits[0]
+    assert world.run("renew", tree, "--ttl", "5m").status == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["checkout", "no-such-instance"], 4),
+        (["checkout", "demo__project@no-such-branch"], 4),
+        (["mirror", "show", "no/such"], 4),
+        (["mirror", "show", "nonsense"], 4),
+        (["mirror", "sync", "a/b/c?d#e"], 4),
+        (["mirror", "remove", "demo/project"], 5),
+        (["mirror", "add", "demo/none"], 6),
+        (["mirror", "add", "../etc"], 2),
+        (["dataset", "show", "none"], 4),
+        (["reset", "a" * 16], 4),
+        (["release", "nonsense"], 4),
+        (["release", "/etc"], 4),
+        (["pin", "demo/project", "c" * 40], 4),
+        (["pin", "demo/project", "abc"], 2),
+        (["audit", "no/such"], 4),
+        (["dataset", "import", "/no/such/file"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_done_ends_with_its_status(
+    world: World, words: list[str], status: int
+) -> None:
+    """A sentence that begins with cannot, and nothing on stdout but what was answered."""
+    ran = world.run(*words)
+    assert ran.status == status, ran
+    assert "cannot" in ran.err
+
+
+def test_a_bug_of_the_daemon_and_a_limit_end_with_one_and_seven(upstream_of_two: Upstream) -> None:
+    """The two that no verb alone provokes: the catalog holds what nobody wrote, and all checkouts are held."""
+    text = f'[upstream]\nurl = "file://{upstream_of_two.path.parent}/{{owner}}+{{name}}"\n[checkouts]\nmax = 1\n'
+    with daemon(text) as running:
+        assert _spawn(running, "mirror", "add", "demo/project").status == 0
+        with closing(sqlite3.connect(running.state_dir / "catalog.sqlite3")) as connection:
+            connection.execute("UPDATE mirrors SET ref_faults = '[{}]'")
+            connection.commit()
+        ran = _spawn(running, "mirror", "show", "demo/project", "--json")
+        assert (ran.status, json.loads(ran.err)["code"], ran.out) == (1, "internal", "")
+        assert _spawn(running, "checkout", "demo/project@main").status == 0
+        ran = _spawn(running, "checkout", "demo/project@main", "--json")
+        assert (ran.status, json.loads(ran.err)["code"], ran.out) == (7, "too-many-checkouts", "")
+
+
+def test_pins_have_an_owner_and_a_way_out(world: World) -> None:
+    """A person's own."""
+    assert world.run("pin", "demo/project", world.commits[4], "--reason", "a paper").status == 0
+    assert "a paper" in world.run("pins", "demo__project").out
+    assert world.run("unpin", "demo/project", world.commits[4]).status == 0
+    assert world.run("unpin", "demo/project", world.commits[4]).status == 4
+
+
+def test_rehearse_tries_every_instance(world: World) -> None:
+    """Test patch and gold patch apply, and the reset takes both away."""
+    ran = world.run("rehearse", "--dataset", "demo")
+    assert ran.status == 0, ran
+    assert "2 instances rehearsed, none failed" in ran.out
+    assert [row["ok"] for row in world.run("rehearse", "demo__project-1", "--json").json] == [True]
+    assert world.run("rehearse", "none").status == 4
+
+
+def test_rehearse_tells_a_row_that_fails_from_one_that_could_not_be_tried(
+    world: World, tmp_path: Path
+) -> None:
+    """Eight is a statement about the dataset: a stranger's rehearsal makes none."""
+    rows = [json.loads(line) for line in world.file.read_text().splitlines()[:1]]
+    broken = {
+        **rows[0],
+        "instance_id": "demo__project-broken",
+        "patch": rows[0]["patch"].replace("\n ", "\n nowhere "),
+    }
+    broken["patch"] = broken["patch"].replace("\n-", "\n-nowhere ")
+    (tmp_path / "broken.jsonl").write_text(json.dumps(broken) + "\n")
+    assert world.run("dataset", "import", tmp_path / "broken.jsonl").status == 0
+    ran = world.run("rehearse", "demo__project-broken", "none")
+    assert ran.status == 8, ran
+    assert "@patch: cannot apply the patch" in ran.out
+    assert world.run("dataset", "remove", "broken").status == 0
+    refused = [
+        rehearse.Step("instance", 0.1, error)
+        for error in (AccessError("cannot"), NoDaemonError("cannot"))
+    ]
+    assert [rehearse.Row("x", [step]).status for step in refused] == [3, 9]
+
+
+def test_exec_leaves_the_patch_and_no_checkout(world: World, tmp_path: Path) -> None:
+    """And the command's own exit status."""
+    ran = _spawn(
+        world.daemon,
+        "exec",
+        "demo__project-1",
+        "--diff",
+        tmp_path / "p",
+        "--",
+        "sh",
+        "-c",
+        "echo more >> README; pwd; exit 7",
+    )
+    assert ran.status == 7
+    assert "+more" in (tmp_path / "p").read_text()
+    assert ran.out.strip() not in world.run("checkouts").out
+    assert not Path(ran.out.strip()).exists()
+
+
+def test_a_killed_exec_gives_its_checkout_back(world: World) -> None:
+    """Also where its whole process group was killed, long before the deadline; and the command is gone too."""
+    command = [
+        sys.executable,
+        "-m",
+        "mirrord",
+        "--socket",
+        str(world.daemon.socket),
+        "exec",
+        "demo__project-1",
+        "--",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen(
+        [*command, "sh", "-c", "pwd; exec sleep 1000"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    held = process.stdout.readline().strip()
+    assert held in world.run("checkouts").out
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.stdout.read() == ""
+    process.stdout.close()
+    assert process.wait() == -signal.SIGKILL
+    for _ in range(200):
+        if held not in world.run("checkouts").out:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{held} is still held")
+
+
+def test_a_squashed_checkout_is_judged_by_the_mirror_of_its_lease(
+    world: World, tmp_path: Path
+) -> None:
+    """Nobody has to name it; what somebody else wrote beside a repository is not believed."""
+    taken = world.run("checkout", "demo__project-1", "--history", "squashed")
+    tree = Path(taken.out.rstrip("\n"))
+    assert world.run("verify-seal", tree, "--base", world.commits[1]).status == 0
+    assert world.run("verify-seal", tree, "--base", world.commits[2]).status == 8
+    forged = tmp_path / "checkouts" / tree.parent.name
+    for part in (
+        Path("checkouts", forged.name),
+        Path("leases", forged.name),
+        Path("mirrors", "demo__project"),
+    ):
+        shutil.copytree(world.daemon.state_dir / part, tmp_path / part, symlinks=True)
+    assert world.run("verify-seal", forged / "tree", "--base", world.commits[1]).status == 0
+    (tmp_path / "leases").chmod(0o777)
+    assert world.run("verify-seal", forged / "tree", "--base", world.commits[1]).status == 8
+    world.run("release", tree)
+
+
+def test_the_example_of_the_design_works(world: World) -> None:
+    """Word for word, but for the agent."""
+    with Client(world.daemon.socket) as mirrord, mirrord.checkout("demo__project-1") as checkout:
+        (checkout.path / "README").write_text("agent\n")
+        assert b"+agent" in checkout.diff()
+        proof = checkout.reset()
+        assert proof.tree == checkout.tree
+        assert (checkout.path / "README").read_text() == "number 1\n"
+    assert not checkout.path.exists()
+
+
+def test_a_grader_applies_patches_and_restores_files(world: World) -> None:
+    """What the instance holds, and files of pinned commits."""
+    with (
+        Client(world.daemon.socket) as client,
+        client.checkout("demo__project-1", view=View.GRADER) as checkout,
+    ):
+        checkout.apply("@test_patch")
+        assert (checkout.path / "tests/test_x.py").read_text() == "assert True\n"
+        checkout.apply("@patch")
+        assert (checkout.path / "README").read_text() == "number 2\n"
+        assert checkout.restore(world.commits[0], "README") == ["README"]
+        assert (checkout.path / "README").read_text() == "number 0\n"
+
+
+def test_many_clients_share_one_connection_pool(world: World) -> None:
+    """Sixteen checkouts at once, each with its own path."""
+
+    async def scene() -> set[Path]:
+        paths: set[Path] = set()
+
+        async def one(client: AsyncClient) -> None:
+            async with client.checkout("demo__project-1") as checkout:
+                paths.add(checkout.path)
+
+        async with AsyncClient(world.daemon.socket) as client, anyio.create_task_group() as group:
+            for _ in range(16):
+                group.start_soon(one, client)
+        return paths
+
+    assert len(anyio.run(scene)) == 16
+
+
+def test_events_are_followed_while_work_happens(world: World) -> None:
+    """A sync is heard of by who listens."""
+    with Client(world.daemon.socket) as client:
+        stream = client.events(after="0")
+        names = [next(stream).name for _ in range(3)]
+        stream.close()
+    assert all("." in name for name in names)
+
+
+def test_a_terminal_sees_progress_and_the_answer_stays_clean(world: World) -> None:
+    """The bar is drawn on stderr."""
+    ours, theirs = os.openpty()
+    words = [
+        "--socket",
+        str(world.daemon.socket),
+        "dataset",
+        "import",
+        str(world.file),
+        "--name",
+        "demo",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TERM": "xterm"}
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        done = subprocess.run(
+            [sys.executable, "-m", "mirrord", *words],
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            check=True,
+            env=environment,
+        )
+        os.close(theirs)
+        drawn = terminal.read(4096)
+    assert b"sending rows.jsonl" in drawn
+    assert done.stdout.startswith(b"demo: 2 instances")
+
+
+def test_serve_becomes_the_daemon() -> None:
+    """The same process: a service manager signals it directly."""
+    with daemon(start=False) as made:
+        made.process = subprocess.Popen(
+            [sys.executable, "-m", "mirrord", "serve", "--config", str(made.config)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        printed = made.process.stdout
+        made.wait_until_healthy()
+        assert _run(made, "status", "--json").json["pid"] == made.pid
+        second = _spawn(made, "serve", "--config", made.config)
+        assert (second.status, second.out) == (5, "")
+        assert str(made.pid) in second.err
+        assert made.stop() == 0
+        assert printed is not None
+        assert printed.read() == b""
+        printed.close()
+
+
+def test_serve_loads_nothing_from_where_it_was_started(tmp_path: Path) -> None:
+    """Which may be a checkout, or any directory that others write in."""
+    (tmp_path / "mirrord").mkdir()
+    (tmp_path / "mirrord/__init__.py").write_text("raise SystemExit(77)")
+    with daemon(start=False) as made:
+        command = "import sys; from mirrord.cli.main import main; sys.exit(main())"
+        made.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", command, "serve", "--config", str(made.config)],
+            cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        made.wait_until_healthy()
+
+
+def test_following_events_on_the_command_line_ends_with_ctrl_c(world: World) -> None:
+    """One line each, as they come."""
+    command = [
+        sys.executable,
+        "-m",
+        "mirrord",
+        "--socket",
+        str(world.daemon.socket),
+        "events",
+        "--follow",
+        "--json",
+        "--after",
+        "0",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as follower:
+        assert follower.stdout is not None
+        assert json.loads(follower.stdout.readline())["id"] == 1
+        follower.send_signal(signal.SIGINT)
+        assert follower.wait(10) == 130
+        assert follower.stderr is not None
+        assert follower.stderr.read() == b""

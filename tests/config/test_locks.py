@@ -1,0 +1,55 @@
+"""The two locks: what users install, and what developers install beside it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROJECT = Path(__file__).parents[2]
+RUNTIME, DEVELOPMENT = PROJECT / "requirements.lock", PROJECT / "requirements-dev.lock"
+
+
+def _locked(lock: Path) -> dict[str, str]:
+    return dict(
+        re.findall(r"^([a-z0-9][a-z0-9._-]*)(?:\[[a-z]+\])?==(\S+)", lock.read_text(), re.MULTILINE)
+    )
+
+
+def _names(requirements: list[Any]) -> set[str]:
+    return {re.split(r"[^A-Za-z0-9._-]", line)[0] for line in requirements}
+
+
+def test_the_lock_of_users_has_what_runs_and_no_tools() -> None:
+    """pytest, mypy and ruff are 200 MB that no daemon loads."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())
+    runtime = _locked(RUNTIME)
+    assert _names(project["project"]["dependencies"]) - {"mirrord-client"} <= set(runtime)
+    assert not {
+        "pytest",
+        "mypy",
+        "ruff",
+        "hypothesis",
+        "import-linter",
+        "hatchling",
+        "grimp",
+    } & set(runtime)
+    assert _names(project["dependency-groups"]["dev"]) <= set(_locked(DEVELOPMENT))
+
+
+def test_both_locks_agree() -> None:
+    """What was tested is what is installed."""
+    development = _locked(DEVELOPMENT)
+    assert {name: development[name] for name in _locked(RUNTIME)} == _locked(RUNTIME)
+
+
+@pytest.mark.parametrize("lock", [RUNTIME, DEVELOPMENT], ids=lambda lock: lock.name)
+def test_every_locked_file_has_its_hash_and_no_place(lock: Path) -> None:
+    """pip checks the bytes; where they come from is the machine's business."""
+    text = lock.read_text()
+    assert "://" not in text
+    entries = re.split(r"^(?=[a-z0-9][a-z0-9._\[\]-]*==)", text, flags=re.MULTILINE)[1:]
+    assert all("--hash=sha256:" in entry for entry in entries)

@@ -1,0 +1,358 @@
+"""The configuration file: sample, faults, reload."""
+
+from __future__ import annotations
+
+import contextlib
+import tomllib
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mirrord import config, units
+from mirrord.errors import InvalidConfigError
+
+SAMPLE = Path(__file__).parents[2] / "config.toml"
+
+
+def faults_of(tmp_path: Path, text: str | bytes) -> list[dict[str, object]]:
+    path = tmp_path / "config.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InvalidConfigError) as caught:
+        config.load(path)
+    assert caught.value.exit_status == 2
+    assert all(fault["message"] in caught.value.message for fault in caught.value.facts["faults"])
+    return list(caught.value.facts["faults"])
+
+
+def test_sample_names_every_key_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commented sample is root's configuration, whole."""
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    written = tomllib.loads(SAMPLE.read_text())
+    keys = {
+        f"{k}.{n}" if isinstance(v, dict) else k
+        for k, v in written.items()
+        for n in (v if isinstance(v, dict) else [k])
+    }
+    assert keys == {key for key, _ in config.setting_keys()} - {"mirror"}
+    assert config.load(SAMPLE) == config.Settings()
+
+
+def test_sample_marks_what_needs_a_restart() -> None:
+    """The sample's remarks and the table agree."""
+    marked = [
+        line.split("=")[0].strip()
+        for line in SAMPLE.read_text().splitlines()
+        if line.rstrip().endswith("(restart)")
+    ]
+    assert marked == [key.rpartition(".")[2] for key, restart in config.setting_keys() if restart]
+
+
+def test_a_mirror_that_is_there_twice_is_named_by_the_second_line(tmp_path: Path) -> None:
+    """The first one is right."""
+    path = tmp_path / "config.toml"
+    path.write_text(
+        '[[mirror]]\nrepo = "a/b"\n\n[[mirror]]\nrepo = "c/d"\n\n[[mirror]]\nrepo = "C/D"\n'
+    )
+    with pytest.raises(InvalidConfigError) as caught:
+        config.load(path)
+    assert [(fault["key"], fault["line"]) for fault in caught.value.facts["faults"]] == [
+        ("mirror[2].repo", 8)
+    ]
+
+
+def test_all_faults_are_listed_at_once_with_key_line_and_suggestion(tmp_path: Path) -> None:
+    """One run of the daemon is enough to see everything that is wrong."""
+    text = (
+        'state_dir = "here"\nsokcet = "/s"\n[sync]\nintervall = "6h"\nconcurrency = 0\n[audit]\nlevel = "deep"\n'
+        '[checkouts]\nttl = "5 minutes"\ntemplate_bytes = "lots"\n[[mirror]]\nrepo = "a/b"\n[[mirror]]\nrepo = "../etc"\n'
+    )
+    faults = {str(f["key"]): f for f in faults_of(tmp_path, text)}
+    lines = {key: fault["line"] for key, fault in faults.items()}
+    assert lines == {
+        "state_dir": 1,
+        "sokcet": 2,
+        "sync.intervall": 4,
+        "sync.concurrency": 5,
+        "audit.level": 7,
+        "checkouts.ttl": 9,
+        "checkouts.template_bytes": 10,
+        "mirror[1].repo": 14,
+    }
+    assert "did you mean sync.interval?" in str(faults["sync.intervall"]["message"])
+    assert "did you mean socket?" in str(faults["sokcet"]["message"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[checkouts]\nmax = true", "must be a whole number"),
+        ("[checkouts]\nmax = 3.0", "must be a whole number"),
+        ('[sync]\nconcurrency = "4"', "must be a whole number"),
+        ("[checkouts]\nprewarm = 1", "must be true or false"),
+        ('[audit]\nheal = "yes"', "must be true or false"),
+        ('[datasets]\nwatch = "no"', "must be true or false"),
+        ("[sync]\ninterval = false", "'False' is not a duration"),
+        ("[sync]\ninterval = 0.0", "'0.0' is not a duration"),
+        ("[checkouts]\ntemplate_bytes = true", "'True' is not a size"),
+        ("[access]\nadmins = [true]", "neither the name of a user nor a uid"),
+        ("[access]\nadmins = [-1]", "neither the name of a user nor a uid"),
+        ('[access]\nadmins = [""]', "neither the name of a user nor a uid"),
+        ('[access]\nadmins = [1, "x"]', "a uid may be written as a string"),
+        ('[access]\ncommits = "all"', "must be 'recorded' or 'any'"),
+        ('[access]\nowners = "subuids"', "did you mean subuid?"),
+        ("[access]\nmax_per_user = 0", "must be greater than or equal to 1"),
+        ('[access]\nttl_max = "0"', "must be longer than nothing"),
+        ("[log]\nlevel = 5", "must be 'debug', 'info', 'warning' or 'error'"),
+        ('[log]\nlevel = "INFO"', "did you mean info?"),
+        ('[audit]\nlevel = "closur"', "did you mean closure?"),
+        ("state_dir = 5", "must be a string"),
+        ("sync = 5", "must be a table"),
+        ("[upstream]\nrefs = []", "must not be empty"),
+        ('[mirror]\nrepo = "a/b"', "must be an array"),
+        ("[[mirror]]\nrepo = 5", "must be a string"),
+        ('[[mirror]]\nrepo = "a/b"\n[[mirror]]\nrepo = "A/b"', "A/b is there twice"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_in_the_words_of_toml(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    """Nothing is guessed: a 1 is no true, and a true no 1."""
+    (fault,) = faults_of(tmp_path, text)
+    assert said in str(fault["message"])
+
+
+def test_faults_are_listed_in_the_order_of_the_file(tmp_path: Path) -> None:
+    """Whoever mends them reads from top to bottom."""
+    faults = faults_of(tmp_path, '[log]\nlevel = "x"\n[sync]\njitter = "y"\n[audit]\nz = 1\n')
+    assert [fault["line"] for fault in faults] == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[sync",
+        "a = ",
+        'x = "unterminated',
+        "= 3",
+        "[a]\n[a]",
+        "a = 1\na = 2",
+        b"\xff\xfe",
+        "state_dir = [1, 'a']",
+        "[[",
+        '"',
+        "a.b.c",
+        "\x00",
+    ],
+)
+def test_malformed_files_are_refused_not_crashed_on(tmp_path: Path, text: str | bytes) -> None:
+    """Whatever the toml package makes of a file, the answer is one of ours."""
+    assert faults_of(tmp_path, text)
+
+
+@given(text=st.text(alphabet="[]=\"'\n.,{}#ab1\\ \t", max_size=60))
+def test_no_text_escapes_as_another_error(
+    text: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """toml 0.10.2 raises half a dozen classes on bad input; ours is the only one seen."""
+    path = tmp_path_factory.getbasetemp() / "any.toml"
+    path.write_text(text)
+    try:
+        config.load(path)
+    except InvalidConfigError as error:
+        assert error.facts["faults"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["https://h/{owner}/x.git", "https://h/{repo}/{name}", "https://h/{owner.__class__}/{name}"],
+)
+def test_upstream_template_knows_owner_and_name_only(tmp_path: Path, url: str) -> None:
+    """A template cannot reach into Python's format language."""
+    assert faults_of(tmp_path, f'[upstream]\nurl = "{url}"')[0]["key"] == "upstream.url"
+
+
+@pytest.mark.parametrize(
+    "ref",
+    [
+        "heads/*",
+        "refs/mirrord/*",
+        "refs/replace/*",
+        "refs/*/*",
+        "refs/heads/a b",
+        "refs/heads/..",
+        "+refs/heads/*:x",
+    ],
+)
+def test_ref_patterns_that_could_reach_our_names_are_refused(tmp_path: Path, ref: str) -> None:
+    """Our namespace cannot be configured away."""
+    assert faults_of(tmp_path, f'[upstream]\nrefs = ["{ref}"]')
+
+
+def test_durations_need_a_unit(tmp_path: Path) -> None:
+    """A bare number could be seconds or minutes."""
+    assert faults_of(tmp_path, '[sync]\ninterval = 90\n[audit]\ninterval = "10"')
+    assert units.parse_duration("1h30m") == timedelta(minutes=90)
+
+
+@given(st.integers(0, 10**9).map(lambda ms: timedelta(milliseconds=ms)))
+def test_durations_are_written_as_they_are_read(value: timedelta) -> None:
+    """`config show` prints what a file may hold."""
+    assert units.parse_duration(units.format_duration(value)) == value
+
+
+@given(st.integers(0, 2**50))
+def test_sizes_are_written_as_they_are_read(value: int) -> None:
+    """`config show` prints what a file may hold."""
+    assert units.parse_size(units.format_size(value)) == value
+
+
+def test_reload_applies_what_is_live_and_keeps_what_needs_a_restart(tmp_path: Path) -> None:
+    """A refused key keeps its old value, every other key gets its new one."""
+    old = config.Settings()
+    path = tmp_path / "config.toml"
+    path.write_text(
+        'socket = "/other.sock"\n[sync]\ninterval = "1h"\n[checkouts]\nbackend = "pool"\nmax = 3\n'
+    )
+    new = config.load(path)
+    assert config.compare(old, new) == (
+        ["sync.interval", "checkouts.max"],
+        ["socket", "checkouts.backend"],
+    )
+    merged = config.merge_live(old, new)
+    assert merged.sync.interval == timedelta(hours=1)
+    assert merged.checkouts.max == 3
+    assert (merged.socket, merged.checkouts.backend) == (old.socket, old.checkouts.backend)
+
+
+def test_an_unreadable_file_is_a_fault_not_a_default(tmp_path: Path) -> None:
+    """A daemon with another configuration than the operator's would be a surprise."""
+    with pytest.raises(InvalidConfigError, match="not readable"):
+        config.load(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ext::sh -c id",
+        "--upload-pack=x",
+        "ftp://h/{name}",
+        "relative/{name}",
+        "",
+        "https://h/{name} x",
+    ],
+)
+def test_what_is_no_upstream_is_refused_without_being_shown(tmp_path: Path, url: str) -> None:
+    """Wherever a URL can stand; it might hold a password."""
+    text = f"[upstream]\nurl = {url!r}\nfallbacks = [{url!r}]\n[[mirror]]\nrepo = 'a/b'\nurl = {url!r}\n"
+    faults = faults_of(tmp_path, text)
+    assert {fault["key"] for fault in faults} == {
+        "upstream.url",
+        "upstream.fallbacks[0]",
+        "mirror[0].url",
+    }
+    assert not url or not any(url in str(fault["message"]) for fault in faults)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://u:p@h/{owner}/{name}.git",
+        "git@h:{owner}/{name}",
+        "/srv/{name}",
+        "FILE:///srv/{name}",
+    ],
+)
+def test_every_kind_of_upstream_is_taken(tmp_path: Path, url: str) -> None:
+    """URLs, paths, and the scp-like spelling."""
+    (tmp_path / "config.toml").write_text(
+        f"[upstream]\nurl = {url!r}\n[[mirror]]\nrepo = 'a/b'\nurl = {url!r}\n"
+    )
+    assert config.load(tmp_path / "config.toml").upstream.url == url
+
+
+def test_a_fault_of_toml_shows_no_url(tmp_path: Path) -> None:
+    """Toml 0.10.2 prints the table that was written twice."""
+    (fault,) = faults_of(
+        tmp_path, "[upstream]\nurl = 'https://u:sesame@h/{name}'\n[upstream]\ntimeout = '1m'\n"
+    )
+    assert "upstream already exists" in str(fault["message"])
+    assert "sesame" not in str(fault["message"])
+
+
+def test_a_fault_is_told_once(tmp_path: Path) -> None:
+    """A list whose only item is refused is not also too short, and a section is no suggestion for its own key."""
+    (first, second) = faults_of(tmp_path, "[upstream]\nrefs = ['refs/mirrord/*']\n[sync]\nx = 1\n")
+    assert first["key"] == "upstream.refs[0]"
+    assert second["message"] == "unknown key"
+
+
+NO_TOML = [
+    '[checkouts]\nttl = "\\UFFFFFFFF"',
+    "x = " + "[" * 3000,
+    "x = {a = {b",
+    'x = "\\',
+    ".=1",
+    "[a]\n[a.b]\n[[a]]\n",
+    '"a"."b"=1',
+]
+
+
+@pytest.mark.parametrize("text", NO_TOML, ids=lambda text: text[:24])
+def test_whatever_toml_raises_is_one_fault(tmp_path: Path, text: str) -> None:
+    """Version 0.10.2 has an OverflowError, a RecursionError and more for what is no TOML."""
+    assert faults_of(tmp_path, text)
+
+
+@given(st.text(alphabet="[]{}=\"'\\.#,\n aUu0-9_:x", max_size=60))
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_no_text_gets_past_the_faults(tmp_path: Path, text: str) -> None:
+    """Settings or faults, nothing else."""
+    (tmp_path / "config.toml").write_text(text)
+    with contextlib.suppress(InvalidConfigError):
+        config.load(tmp_path / "config.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("# " + "x\n# " * 60_000, "longer than 128 KiB"),
+        ("\nx = " + "=" * 60_000, "longer than 4096 characters"),
+    ],
+    ids=["file", "line"],
+)
+def test_what_would_take_minutes_is_refused_by_size(tmp_path: Path, text: str, told: str) -> None:
+    """Before it is parsed: 64 KiB of equals signs are 52 s of toml."""
+    (fault,) = faults_of(tmp_path, text)
+    assert fault["message"] == told
+
+
+def test_a_large_configuration_is_read(tmp_path: Path) -> None:
+    """A thousand mirrors with their URLs."""
+    text = "".join(
+        f"[[mirror]]\nrepo = 'owner/name{n}'\nurl = 'https://git.example.com/owner/name{n}.git'\n"
+        for n in range(1000)
+    )
+    (tmp_path / "config.toml").write_text(text)
+    assert len(config.load(tmp_path / "config.toml").mirror) == 1000
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ('state_dir = "/a\\u0000b"', "state_dir"),
+        ('[access]\ngroup = "a\\u0000b"', "access.group"),
+        ('[access]\nadmins = ["a\\u0000b"]', "access.admins[0]"),
+        ("[access]\nadmins = [4294967296]", "access.admins[0]"),
+        (f'[checkouts]\ntemplate_bytes = "{"9" * 400}GB"', "checkouts.template_bytes"),
+        ("[checkouts]\ntemplate_bytes = 9223372036854775808", "checkouts.template_bytes"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_values_that_no_system_call_takes_are_faults(tmp_path: Path, line: str, key: str) -> None:
+    """Not a crash when they are first used."""
+    assert [fault["key"] for fault in faults_of(tmp_path, line)] == [key]

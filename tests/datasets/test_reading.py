@@ -1,0 +1,761 @@
+"""Reading dataset files: every container, every rule of a field, and what strangers put into them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from mirrord import protocol
+from mirrord.datasets import documents, reading
+from mirrord.datasets.documents import iter_elements
+from mirrord.datasets.fields import Fields, RowError
+from mirrord.datasets.formats import COLUMNS, FORMATS, format_infos
+from mirrord.datasets.reading import ReadResult, read_dataset
+from mirrord.errors import DiskFullError, InvalidDatasetError
+from mirrord.model import MirrorName
+
+BASE = "a" * 40
+SETUP = "b" * 40
+DATA = Path(__file__).parents[3] / "shared" / "data"
+
+
+def row(number: int = 1, **changes: Any) -> dict[str, Any]:
+    value = {
+        "instance_id": f"psf__requests-{number}",
+        "repo": "psf/requests",
+        "base_commit": BASE,
+        "environment_setup_commit": SETUP,
+        "patch": "diff --git a/a b/a\r\n",
+        "test_patch": "",
+        "FAIL_TO_PASS": '["t1", "t2"]',
+        "PASS_TO_PASS": "[]",
+        "created_at": "2020-01-01T00:00:00Z",
+    }
+    value |= changes
+    return {key: inner for key, inner in value.items() if inner is not ...}
+
+
+class Case:
+    """Writes a file, reads it, and knows the rows that came out."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.count = 0
+
+    def read(
+        self, content: bytes | list[dict[str, Any]], asked: str | None = None, name: str = "f.jsonl"
+    ) -> ReadResult:
+        self.count += 1
+        path = self.directory / f"{self.count}-{name}"
+        path.write_bytes(content if isinstance(content, bytes) else lines(content))
+        return self.read_path(path, asked)
+
+    def read_path(self, path: Path, asked: str | None = None) -> ReadResult:
+        self.spool = self.directory / f"spool-{self.count}-{path.name}"
+        self.spool.unlink(missing_ok=True)
+        return read_dataset(path, path.name, asked, self.spool)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.spool.read_bytes().splitlines()]
+
+    @property
+    def ids(self) -> list[str]:
+        return [line["id"] for line in self.rows]
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def lines(rows: list[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(value).encode() + b"\n" for value in rows)
+
+
+def reasons(result: ReadResult) -> dict[int, str]:
+    return {fault.line: fault.reason for fault in result.faults}
+
+
+# -- containers -------------------------------------------------------------------------------------------------------
+
+
+CONTAINERS: dict[str, bytes] = {
+    "JSON lines": lines([row(1), row(2)]),
+    "JSON lines without a last newline": lines([row(1), row(2)])[:-1],
+    "JSON lines with CRLF and blank lines": lines([row(1), row(2)]).replace(b"\n", b"\r\n\r\n"),
+    "JSON lines after a byte order mark": b"\xef\xbb\xbf" + lines([row(1), row(2)]),
+    "an array": json.dumps([row(1), row(2)]).encode(),
+    "an indented array": json.dumps([row(1), row(2)], indent=4).encode(),
+    "an array after a byte order mark": b"\xef\xbb\xbf" + json.dumps([row(1), row(2)]).encode(),
+    "an object of rows": json.dumps(
+        {f"psf__requests-{n}": row(n, instance_id=...) for n in (1, 2)}
+    ).encode(),
+    "an indented object of rows": json.dumps({"x": row(1), "y": row(2)}, indent=1).encode(),
+    "an object with an array": json.dumps({"instances": [row(1), row(2)]}).encode(),
+    "an indented object with an array": json.dumps(
+        {"instances": [row(1), row(2)]}, indent=2
+    ).encode(),
+    "an object with a version and an array": json.dumps(
+        {"version": 1, "instances": [row(1), row(2)]}, indent=2
+    ).encode(),
+    "gzip": gzip.compress(lines([row(1), row(2)])),
+    "gzip of an array": gzip.compress(json.dumps([row(1), row(2)]).encode()),
+    "Zstandard": pyarrow.compress(lines([row(1), row(2)]), codec="zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_every_container_is_read_by_its_content_whatever_its_name(
+    case: Case, container: str
+) -> None:
+    result = case.read(CONTAINERS[container], name="misleading.parquet")
+    assert (result.format, result.row_count, result.fault_count) == ("swe-bench", 2, 0)
+    assert case.ids == ["psf__requests-1", "psf__requests-2"]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_single_row_is_a_dataset(case: Case, indent: int | None) -> None:
+    assert case.read(json.dumps(row(), indent=indent).encode()).row_count == 1
+
+
+def test_parquet_is_read_by_its_content_and_only_where_needed(case: Case) -> None:
+    rows = [row(n, FAIL_TO_PASS=["a"], image="x" * 1000) for n in range(200)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), case.directory / "f.json")
+    result = case.read_path(case.directory / "f.json")
+    assert (result.row_count, result.fault_count, case.rows[7]["fail"]) == (200, 0, ["a"])
+
+
+def test_a_column_that_is_not_text_in_parquet_is_a_fault_of_its_row(case: Case) -> None:
+    good, bad = b"ok", b"\xff\xfe"
+    schema = pyarrow.schema(
+        [(name, pyarrow.string()) for name in ("instance_id", "repo", "base_commit", "patch")]
+    )
+    patch = pyarrow.Array.from_buffers(
+        pyarrow.string(),
+        2,
+        [None, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pyarrow.py_buffer(good + bad)],
+    )
+    table = pyarrow.Table.from_arrays(
+        [["a", "b"], ["o/n", "o/n"], [BASE, BASE], patch], schema=schema
+    )
+    parquet.write_table(table, case.directory / "f")
+    result = case.read_path(case.directory / "f")
+    assert case.ids == ["a"]
+    assert "not UTF-8" in reasons(result)[2]
+
+
+# -- files that are not what they should be ---------------------------------------------------------------------------
+
+
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "empty"),
+    "only spaces": (b" \n\n ", "no rows"),
+    "only a byte order mark": (b"\xef\xbb\xbf", "empty"),
+    "an empty array": (b"[]", "no rows"),
+    "an empty object": (b"{}", "no known format"),
+    "text": (b"hello world\n", "neither JSON lines"),
+    "binary": (bytes(range(256)) * 10, "neither JSON lines"),
+    "NUL bytes": (b"\0" * 5000, "neither JSON lines"),
+    "UTF-16": (json.dumps([row()]).encode("utf-16"), "UTF-16"),
+    "a number": (b"42\n", "neither JSON lines"),
+    "an array of numbers": (b"[1, 2, 3]", "not an object"),
+    "an array of arrays": (b"[[1], [2]]", "not an object"),
+    "cut-off array": (b"[", "cut off"),
+    "cut-off row": (lines([row()])[:50], "cut off"),
+    "no repository and no commit": (lines([{"instance_id": "a", "x": 1}]), "no known format"),
+    "deeply nested": (b'{"a":' + b"[" * 100_000, "line 1"),
+    "a deeply nested array": (b"[" * 100_000, "nested too deeply"),
+    "cut-off Parquet": (b"PAR1" + b"\0" * 100, "not a whole Parquet"),
+    "cut-off gzip": (gzip.compress(os.urandom(100))[:20], "damaged|neither"),
+    "every row bad": (
+        lines([row(1, base_commit="1234"), row(2, base_commit="")]),
+        "none of its rows",
+    ),
+    "SWE-smith": (
+        lines(
+            [
+                {
+                    "instance_id": "a",
+                    "repo": "swesmith/a__b.12345678",
+                    "patch": "x",
+                    "image_name": "i",
+                }
+            ]
+        ),
+        "SWE-smith",
+    ),
+    "Multi-SWE-bench": (
+        lines([{"org": "a", "repo": "b", "base": {"sha": BASE}}]),
+        "Multi-SWE-bench",
+    ),
+    "R2E-Gym": (lines([{"repo_name": "a", "parsed_commit_content": "{}"}]), "R2E-Gym"),
+    "NeMo Gym": (lines([{"responses_create_params": {}}]), "NeMo Gym"),
+    "Pro without columns": (
+        lines([{"instance_id": "a", "before_repo_set_cmd": "git reset"}]),
+        "SWE-bench Pro",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_file_of_which_nothing_can_be_used_is_refused_with_a_hint(case: Case, kind: str) -> None:
+    content, fact = REFUSED[kind]
+    with pytest.raises(InvalidDatasetError, match=fact) as caught:
+        case.read(content)
+    assert caught.value.hint
+    assert caught.value.message.startswith("cannot ")
+
+
+def test_a_file_that_is_no_regular_file_is_refused(case: Case) -> None:
+    os.mkfifo(case.directory / "pipe")
+    with pytest.raises(InvalidDatasetError, match="not a regular file"):
+        case.read_path(case.directory / "pipe")
+
+
+def test_a_full_disk_is_said_so(tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(lines([row(n) for n in range(200)]))
+    code = """
+import os, sys
+from pathlib import Path
+from mirrord.datasets.reading import read_dataset
+class Full(type(Path())):
+    def open(self, mode="r", *args, **kwargs):
+        return super().open(mode.replace("x", "w"), *args, **kwargs)
+read_dataset(Path(sys.argv[1]), "f", None, Full(sys.argv[2]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, path, full], capture_output=True, text=True, check=False
+    )
+    assert DiskFullError.__name__ in done.stderr
+
+
+# -- bad rows among good ones -----------------------------------------------------------------------------------------
+
+
+BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "no id": (row(instance_id=...), "instance_id is missing"),
+    "empty id": (row(instance_id=""), "instance_id is missing"),
+    "id of control characters": (row(instance_id="a\x1b[31m"), "control characters"),
+    "id with NUL": (row(instance_id="a\0b"), "control characters"),
+    "id with a newline": (row(instance_id="a\n"), "control characters"),
+    "id of 501 letters": (row(instance_id="a" * 501), "501 characters"),
+    "id that is a number": (row(instance_id=7), "a number"),
+    "no repository": (row(repo=...), "repo is missing"),
+    "null repository": (row(repo=None), "repo is missing"),
+    "repository of dots": (row(repo="../.."), "not owner/name"),
+    "repository with dots inside": (row(repo="psf/..requests"), "not owner/name"),
+    "repository with a path": (row(repo="psf/requests/x"), "not owner/name"),
+    "repository without owner": (row(repo="requests"), "not owner/name"),
+    "repository with control characters": (row(repo="psf/req\x07uests"), "not owner/name"),
+    "repository with NUL": (row(repo="psf/requests\0"), "not owner/name"),
+    "repository of 300 letters": (row(repo="psf/" + "r" * 300), "not owner/name"),
+    "repository with an option": (row(repo="--upload-pack=x/y"), "not owner/name"),
+    "repository with a line": (row(repo="psf/requests\n"), "not owner/name"),
+    "repository of other letters": (row(repo="psf/réquests"), "not owner/name"),
+    "repository that is a list": (row(repo=["psf/requests"]), "a list"),
+    "no commit": (row(base_commit=...), "base_commit is missing"),
+    "abbreviated commit": (row(base_commit="a1b2c3d"), "abbreviated"),
+    "commit of 39 digits": (row(base_commit="a" * 39), "abbreviated"),
+    "commit of 41 digits": (row(base_commit="a" * 41), "not a full commit id"),
+    "commit that is a branch": (row(base_commit="main"), "not a full commit id"),
+    "commit of zeros": (row(base_commit="0" * 40), "not a full commit id"),
+    "commit of other digits": (row(base_commit="１" * 40), "not a full commit id"),
+    "commit that is a number": (row(base_commit=int("1" * 40)), "a number"),
+    "abbreviated setup commit": (
+        row(environment_setup_commit="b" * 10),
+        "environment_setup_commit",
+    ),
+    "patch that is a number": (row(patch=3), "patch is a number"),
+    "patch with half a character": (row(patch="\ud800"), "lone surrogate"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_a_bad_row_is_told_with_file_and_line_and_the_others_are_read(
+    case: Case, kind: str
+) -> None:
+    bad, reason = BAD_ROWS[kind]
+    result = case.read([row(1001), bad, row(1002)])
+    assert case.ids == ["psf__requests-1001", "psf__requests-1002"]
+    assert result.fault_count == 1
+    fault = result.faults[0]
+    assert (fault.file, fault.line) == ("1-f.jsonl", 2)
+    assert reason in fault.reason
+    protocol.to_bytes(fault)
+
+
+BAD_LINES: dict[str, tuple[bytes, str]] = {
+    "no JSON": (b"garbage", "not JSON"),
+    "a number": (b"3", "not an object"),
+    "an array": (b"[1]", "not an object"),
+    "NUL bytes": (b"\0\0\0", "not JSON"),
+    "not UTF-8": (b'{"a": "\xff"}', "not UTF-8"),
+    "an endless number": (b'{"a": ' + b"9" * 10_000 + b"}", "not JSON"),
+    "deep nesting": (b'{"a":' + b"[" * 20_000 + b"}", "nested too deeply|not JSON"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_LINES)
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_line_that_is_no_row_is_told_and_the_others_are_read(
+    case: Case, kind: str, place: int
+) -> None:
+    content = [lines([row(1)]), lines([row(2)])]
+    content.insert(place, BAD_LINES[kind][0] + b"\n")
+    result = case.read(b"".join(content))
+    assert case.ids == ["psf__requests-1", "psf__requests-2"]
+    assert list(reasons(result)) == [place + 1]
+    import re
+
+    assert re.search(BAD_LINES[kind][1], reasons(result)[place + 1])
+
+
+def test_a_truncated_last_line_is_told_and_the_rows_before_it_are_read(case: Case) -> None:
+    result = case.read(lines([row(1), row(2)])[:-30])
+    assert case.ids == ["psf__requests-1"]
+    assert "cut off" in reasons(result)[2]
+
+
+def test_a_truncated_array_is_told_and_the_rows_before_it_are_read(case: Case) -> None:
+    result = case.read(json.dumps([row(1), row(2)]).encode()[:-30])
+    assert case.ids == ["psf__requests-1"]
+    assert "in the middle of a row" in reasons(result)[2]
+
+
+def test_a_bad_element_of_an_array_costs_only_itself(case: Case) -> None:
+    good = [json.dumps(row(n)).encode() for n in (1, 2)]
+    result = case.read(b"[" + good[0] + b', {"a" 1}, 5, "a, b", null, ' + good[1] + b"] junk")
+    assert case.ids == ["psf__requests-1", "psf__requests-2"]
+    assert {line: reason.split(":")[0] for line, reason in reasons(result).items()} == {
+        2: "it is not JSON",
+        3: "it is not an object",
+        4: "it is not an object",
+        5: "it is not an object",
+        7: "the file goes on after its closing bracket; the rest is not read",
+    }
+
+
+def test_a_damaged_gzip_gives_the_rows_before_the_damage(case: Case) -> None:
+    random.seed(1)
+    content = gzip.compress(lines([row(n, patch=random.randbytes(200).hex()) for n in range(2000)]))
+    result = case.read(content[: len(content) // 2])
+    assert 500 < result.row_count < 2000
+    assert "damaged from here on" in result.faults[-1].reason
+
+
+def test_damaged_parquet_gives_the_rows_before_the_damage(case: Case) -> None:
+    random.seed(1)
+    rows = [row(n, patch=random.randbytes(500).hex()) for n in range(1000)]
+    path = case.directory / "f"
+    parquet.write_table(
+        pyarrow.Table.from_pylist(rows), path, row_group_size=100, compression="gzip"
+    )
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 5000] = os.urandom(5000)
+    path.write_bytes(content)
+    result = case.read_path(path)
+    assert 100 <= result.row_count < 1000
+    assert result.fault_count == 1
+    assert "damaged from here on" in result.faults[0].reason
+
+
+def test_a_row_longer_than_the_limit_is_told_and_the_next_one_is_read(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mirrord.datasets.readers.ELEMENT_LIMIT_BYTES", 100_000)
+    result = case.read([row(1), row(2, patch="x" * 1_000_000), row(3)])
+    assert case.ids == ["psf__requests-1", "psf__requests-3"]
+    assert "longer than" in reasons(result)[2]
+
+
+def test_an_element_longer_than_the_limit_ends_the_array(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "ELEMENT_LIMIT_BYTES", 1_000_000)
+    result = case.read(json.dumps([row(1), row(2, patch="x" * 4_000_000), row(3)]).encode())
+    assert case.ids == ["psf__requests-1"]
+    assert "longer than" in reasons(result)[2]
+
+
+def test_only_so_many_faults_are_told_but_all_are_counted(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "FAULTS_KEPT", 3)
+    result = case.read([row(0), *(row(n, repo="x") for n in range(1, 10))])
+    assert (len(result.faults), result.fault_count) == (3, 9)
+
+
+def test_an_id_used_twice_keeps_its_first_row(case: Case) -> None:
+    result = case.read([row(1), row(1, base_commit="c" * 40), row(1), row(2)])
+    assert [(line["id"], line["base"]) for line in case.rows] == [
+        ("psf__requests-1", BASE),
+        ("psf__requests-2", BASE),
+    ]
+    assert "that of line 1" in reasons(result)[2]
+    assert result.rules["the same row again, ignored"] == 1
+
+
+# -- rules of fields --------------------------------------------------------------------------------------------------
+
+
+LISTS: dict[str, tuple[Any, tuple[str, ...], str | None]] = {
+    "a list": (["a", "b"], ("a", "b"), None),
+    "JSON": ('["a", "b"]', ("a", "b"), "string holding JSON"),
+    "a Python literal": ("['a', \"b\"]", ("a", "b"), "Python literal"),
+    "a Python literal with an escape": ("['a\\d']", ("a\\d",), "Python literal"),
+    "a Python set": ("{'b', 'a'}", ("a", "b"), "Python literal"),
+    "keys of an object": ({"a": {"run": "PASS"}, "b": {}}, ("a", "b"), "keys of an object"),
+    "keys of an object in JSON": ('{"a": 1}', ("a",), "keys of an object"),
+    "nothing": (None, (), None),
+    "an empty string": ("", (), None),
+    "a test name alone": ("test_a.py::test", (), "not readable"),
+    "a hostile literal": ("(" * 5000, (), "not readable"),
+    "a call": ("__import__('os').system('true')", (), "not readable"),
+    "a list of numbers": ([1, 2], (), "not readable"),
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_lists_are_read_in_every_spelling_and_the_rule_is_counted(kind: str) -> None:
+    value, expected, rule = LISTS[kind]
+    rules: Counter[str] = Counter()
+    assert Fields({"FAIL_TO_PASS": value}, rules).names("FAIL_TO_PASS") == expected
+    assert any(rule in name for name in rules) if rule else not rules
+
+
+@pytest.mark.parametrize(
+    "text", ["https://github.com/psf/requests", "git@github.com:psf/requests.git", "psf/requests"]
+)
+def test_a_repository_may_be_a_url(text: str) -> None:
+    assert Fields({"repo": text}, Counter()).mirror() == MirrorName("psf", "requests")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["https://github.com/", "https://github.com/../x", "file:///etc/passwd", "ext::sh -c x/y"],
+)
+def test_a_hostile_url_is_no_repository(text: str) -> None:
+    with pytest.raises(RowError):
+        Fields({"repo": text}, Counter()).mirror()
+
+
+def test_two_spellings_of_a_repository_are_one_mirror_called_as_first_seen(case: Case) -> None:
+    result = case.read([row(1, repo="PSF/Requests"), row(2, repo="psf/requests")])
+    assert result.names == {"psf__requests": MirrorName("PSF", "Requests")}
+    assert {line["mirror"] for line in case.rows} == {"PSF__Requests"}
+    assert result.rules["repo: another letter case of the same repository"] == 1
+
+
+def test_a_commit_in_capitals_is_the_same_commit(case: Case) -> None:
+    case.read([row(base_commit=f" {BASE.upper()}\n")])
+    assert case.rows[0]["base"] == BASE
+
+
+def test_every_commit_of_a_row_is_kept_with_its_role(case: Case) -> None:
+    result = case.read([row(1), row(2, base_commit=SETUP)])
+    assert result.commits == {"psf__requests": {BASE: "base", SETUP: "base, environment-setup"}}
+    assert case.rows[0]["commits"] == [[BASE, "base"], [SETUP, "environment-setup"]]
+    assert case.rows[0]["direction"] == "forward"
+
+
+def test_patches_are_kept_byte_for_byte(case: Case) -> None:
+    patch = "diff\r\n\0GIT binary patch\nü\u2028 no newline"
+    case.read([row(patch=patch)])
+    assert case.rows[0]["patch"] == patch
+    assert case.rows[0]["test_patch"] is None
+
+
+# -- formats ----------------------------------------------------------------------------------------------------------
+
+
+DETECTED: dict[str, list[dict[str, Any]]] = {
+    "swe-bench": [row(), row(FAIL_TO_PASS=["a"], responses_create_params={"input": []})],
+    "swe-bench-multilingual": [
+        row(environment_setup_commit=..., FAIL_TO_PASS=["a"], created_at="2023-01-23 04:10:47"),
+        row(environment_setup_commit=..., hints_text="", log_parser="x"),
+    ],
+    "swe-bench-multimodal": [
+        row(environment_setup_commit=..., image_assets='{"problem_statement": []}')
+    ],
+    "swe-gym": [
+        row(environment_setup_commit=..., hints_text="h"),
+        row(environment_setup_commit=..., hints_text="", PASS_TO_PASS=[]),
+    ],
+    "swe-rebench": [
+        row(install_config={"python": "3.9"}),
+        row(FAIL_TO_FAIL=[]),
+        row(PASS_TO_FAIL=[], environment_setup_commit=""),
+    ],
+    "generic": [
+        row(environment_setup_commit=..., created_at=...),
+        row(
+            environment_setup_commit=...,
+            before_repo_set_cmd="git checkout x",
+            FAIL_TO_PASS=...,
+            fail_to_pass="['a']",
+        ),
+        row(environment_setup_commit=..., commit_urls=[]),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", DETECTED)
+def test_a_format_is_told_by_its_columns(case: Case, name: str) -> None:
+    for value in DETECTED[name]:
+        assert case.read([value]).format == name
+        assert case.rows[0]["base"] == BASE
+
+
+def test_a_format_that_is_asked_for_is_taken(case: Case) -> None:
+    result = case.read([row()], asked="swe-gym")
+    assert result.format == "swe-gym"
+    assert result.commits == {"psf__requests": {BASE: "base"}}
+
+
+def test_an_unknown_format_is_refused_with_the_nearest_one(case: Case) -> None:
+    with pytest.raises(InvalidDatasetError) as caught:
+        case.read([row()], asked="swe-bnech")
+    assert "did you mean swe-bench?" in str(caught.value.hint)
+
+
+def test_lower_case_lists_are_read_where_there_are_no_others(case: Case) -> None:
+    case.read([row(FAIL_TO_PASS=..., fail_to_pass="['a']")])
+    assert case.rows[0]["fail"] == ["a"]
+
+
+def test_the_first_row_may_be_bad_and_the_format_is_told_all_the_same(case: Case) -> None:
+    assert case.read([{"comment": "x"}, row(1)]).row_count == 1
+
+
+def test_the_table_of_formats_shows_those_that_are_read() -> None:
+    names = [info.name for info in format_infos()]
+    assert names == [f.name for f in FORMATS if f.normalise]
+    assert len(names) == len(set(names))
+    assert {
+        "swe-bench",
+        "swe-bench-multilingual",
+        "swe-bench-multimodal",
+        "swe-gym",
+        "swe-rebench",
+    } <= set(names)
+
+
+def test_all_columns_a_test_of_a_format_reads_are_read_from_parquet() -> None:
+    assert {"repo", "created_at", "base_commit"} <= set(COLUMNS)
+
+
+REAL = {
+    "swe-bench/SWE-bench_Lite__test.parquet": ("swe-bench", 300, 12),
+    "swe-bench/SWE-bench_Lite__dev.parquet": ("swe-bench", 23, 6),
+    "swe-bench/SWE-bench_Multilingual__test.parquet": ("swe-bench-multilingual", 300, 41),
+    "swe-bench/requests-flask.jsonl": ("swe-bench", 17, 2),
+    "formats/sweagent__swe-bench-dev-easy.json": ("swe-bench", 4, 3),
+    "formats/nemo-gym.swebench.example.jsonl": ("swe-bench", 5, 1),
+    "formats/swe-gym.from-nemo-gym-swerl_gen.jsonl": ("swe-gym", 5, 5),
+}
+
+
+@pytest.mark.parametrize("file", REAL)
+def test_real_files_are_read_whole(case: Case, file: str) -> None:
+    if not (DATA / file).exists():
+        pytest.skip("the real dataset files are not on this machine")
+    result = case.read_path(DATA / file)
+    assert (result.format, result.row_count, len(result.names)) == REAL[file]
+    assert result.fault_count == 0
+    assert all(
+        line["patch"] and line["test_patch"] and (line["fail"] or line["pass"])
+        for line in case.rows
+    )
+
+
+# -- streaming --------------------------------------------------------------------------------------------------------
+
+
+class Trickle(io.RawIOBase):
+    """Gives a few bytes at a time, so that every token is cut somewhere."""
+
+    def __init__(self, content: bytes, size: int) -> None:
+        self.content, self.size, self.at = content, size, 0
+
+    def read(self, size: int = -1, /) -> bytes:
+        self.at += self.size
+        return self.content[self.at - self.size : self.at]
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+@given(
+    st.lists(st.dictionaries(st.text(), _VALUES, max_size=3), max_size=4),
+    st.integers(1, 50),
+    st.booleans(),
+)
+def test_elements_come_out_as_they_went_in_wherever_the_bytes_are_cut(
+    rows: list[Any], size: int, ascii_only: bool
+) -> None:
+    content = json.dumps(rows, ensure_ascii=ascii_only, indent=1).encode("utf-8", "surrogatepass")
+    found = list(iter_elements(Trickle(content, size)))
+    assert [element.fault for element in found] == [None] * len(rows)
+    assert [json.loads(element.text.decode("utf-8", "surrogatepass")) for element in found] == rows
+
+
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+@given(
+    st.binary(max_size=200).map(lambda tail: b"[" + tail)
+    | st.text('[]{},:"\\ a1', max_size=60).map(lambda t: b"[" + t.encode())
+)
+def test_no_bytes_make_the_scanner_fail(content: bytes) -> None:
+    for element in iter_elements(Trickle(content, 7)):
+        assert element.fault or element.text
+
+
+_READ_LARGE = """
+import resource, sys
+from pathlib import Path
+from mirrord.datasets.reading import read_dataset
+read_dataset(Path(sys.argv[2]), "warm", None, Path(sys.argv[3] + ".warm"))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+result = read_dataset(Path(sys.argv[1]), "large", None, Path(sys.argv[3]))
+print(result.row_count, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.parametrize("container", ["lines", "array", "parquet"])
+def test_a_large_file_is_read_in_bounded_memory(tmp_path: Path, container: str) -> None:
+    """50 MB of rows; what grows is ids and commits."""
+    rows = [row(n, patch="x\n" * 5000, base_commit=f"{n + 1:040x}") for n in range(5_000)]
+    for name, part in {"large": rows, "warm": rows[:100]}.items():
+        path = tmp_path / name
+        if container == "lines":
+            path.write_bytes(lines(part))
+        elif container == "array":
+            path.write_text(json.dumps(part))
+        else:
+            parquet.write_table(
+                pyarrow.Table.from_pylist(part),
+                path,
+                row_group_size=2000,
+                use_dictionary=False,
+                compression=None,
+            )
+    command = [
+        sys.executable,
+        "-c",
+        _READ_LARGE,
+        tmp_path / "large",
+        tmp_path / "warm",
+        tmp_path / "spool",
+    ]
+    count, grown_mib = map(
+        int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    )
+    assert count == 5_000
+    assert grown_mib < 30
+
+
+def test_reading_json_loads_no_pyarrow(case: Case) -> None:
+    case.read([row()])
+    code = "import sys; from mirrord.datasets import reading; assert not {'pyarrow', 'alembic', 'pygit2'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- bombs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dictionary_that_stands_for_gigabytes_is_refused(tmp_path: Path) -> None:
+    """One value of 40 MiB for each of 64 rows, in kilobytes: the reader holds one row, and stops at the bound."""
+    bomb = pyarrow.table(
+        {
+            "instance_id": [f"a__b-{n}" for n in range(64)],
+            "repo": ["a/b"] * 64,
+            "base_commit": ["a" * 40] * 64,
+            "patch": pyarrow.DictionaryArray.from_arrays(
+                pyarrow.array([0] * 64, pyarrow.int32()), ["x" * (40 << 20)]
+            ),
+        }
+    )
+    path = tmp_path / "bomb.parquet"
+    parquet.write_table(bomb, path, compression="zstd")
+    assert path.stat().st_size < 1 << 20
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=True
+    )
+    message, peak = done.stdout.splitlines()
+    assert "unpack to more than 25" in message
+    assert int(peak) < 700 << 20
+
+
+READ = """
+import resource, sys
+from pathlib import Path
+from mirrord.datasets.reading import read_dataset
+from mirrord.errors import MirrordError
+path = Path(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    read_dataset(path, path.name, None, path.with_suffix(".spool"))
+except MirrordError as error:
+    print(error.message)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.parametrize(
+    "text", [b"[" * 1024, b'{"instance_id": "a", "patch": "' + b"x" * 1024], ids=["nested", "long"]
+)
+def test_a_gzip_bomb_is_refused(tmp_path: Path, text: bytes) -> None:
+    """600 MiB in less than 3; what is nested too deeply ends at once, what is long at the bound."""
+    path = tmp_path / "bomb.json.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(600):
+            file.write(text[-1:] * (1 << 20) if file.tell() else text)
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=True
+    )
+    message, peak = done.stdout.splitlines()
+    assert "nested too deeply" in message or "MiB" in message
+    assert int(peak) < 1 << 30
+
+
+def test_rows_in_text_that_shrinks_well_are_read(tmp_path: Path) -> None:
+    """The bound is on what is far from what people write."""
+    path = tmp_path / "rows.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        for number in range(2000):
+            row = {
+                "instance_id": f"a__b-{number}",
+                "repo": "a/b",
+                "base_commit": f"{number + 1:040x}",
+                "patch": "line\n" * 2000,
+            }
+            file.write(json.dumps(row) + "\n")
+    result = read_dataset(path, path.name, None, tmp_path / "spool")
+    assert (result.row_count, result.fault_count) == (2000, 0)

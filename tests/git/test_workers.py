@@ -1,0 +1,345 @@
+"""Worker processes: results, errors, deadlines, crashes, cancelling, retiring."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing.forkserver
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import anyio
+import pytest
+import structlog
+from pebble.pool.channel import WorkerChannel
+from workerlab import (
+    LONG,
+    add,
+    die,
+    hang,
+    is_gone,
+    loaded_and_parent,
+    own_pid,
+    refuse,
+    seen_context,
+    until,
+)
+
+from mirrord.errors import (
+    CommitNotFoundError,
+    DeadlineError,
+    OutOfMemoryError,
+    StoppingError,
+    WorkerCrashedError,
+)
+from mirrord.git.forking import prepare_workers
+from mirrord.git.workers import Workers
+from mirrord.host.processes import memory_limit_bytes
+
+
+def run(
+    body: Callable[[Workers], Awaitable[None]], *, idle: timedelta = LONG, size: int = 1
+) -> None:
+    async def main() -> None:
+        workers = Workers(size=size, idle=idle)
+        try:
+            await body(workers)
+        finally:
+            await workers.close()
+
+    anyio.run(main)
+
+
+@contextmanager
+def fork_server_of_our_own() -> Iterator[None]:
+    """This process may have one already, with nothing loaded; it is left alone, because its end would be waited for."""
+    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    before = vars(server).copy()
+    server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
+    try:
+        yield
+    finally:
+        server._stop()
+        vars(server).update(before)
+
+
+def test_a_call_runs_in_another_process() -> None:
+    """The result comes back, and the process is kept for the next call."""
+
+    async def body(workers: Workers) -> None:
+        assert await workers.call(add, 2, 3, timeout=LONG) == 5
+        pid = await workers.call(own_pid, timeout=LONG)
+        assert pid != os.getpid()
+        assert await workers.call(own_pid, timeout=LONG) == pid
+
+    run(body)
+
+
+def test_a_call_that_no_worker_takes_is_given_up() -> None:
+    """As when one was killed while it took it; the next call has new workers."""
+
+    async def main() -> None:
+        workers = Workers(size=1, take=timedelta(seconds=4))
+        try:
+            stopped = await workers.call(own_pid, timeout=LONG)
+            os.kill(stopped, signal.SIGSTOP)
+            with pytest.raises(WorkerCrashedError):
+                await workers.call(own_pid, timeout=LONG)
+            assert await workers.call(own_pid, timeout=LONG) != stopped
+        finally:
+            with suppress(ProcessLookupError):  # its pool has killed it
+                os.kill(stopped, signal.SIGCONT)
+            await workers.close()
+
+    anyio.run(main)
+
+
+def die_with_the_lock() -> int:
+    """Be idle in a moment, and killed while taking the lock that goes with taking a call."""
+    gc.unfreeze()
+    [channel] = [each for each in gc.get_objects() if isinstance(each, WorkerChannel)]
+
+    def die_later() -> None:
+        time.sleep(0.2)
+        channel.mutex.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=die_later).start()
+    return os.getpid()
+
+
+def test_an_idle_worker_that_is_killed_costs_nothing(tmp_path: Path) -> None:
+    """Whatever it holds, and whatever others do meanwhile."""
+
+    async def body(workers: Workers) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: workers.call(hang, str(tmp_path / "pid"), timeout=LONG))
+            await until(lambda: (tmp_path / "pid").exists())
+            dying = await workers.call(die_with_the_lock, timeout=LONG)
+            await until(lambda: is_gone(dying))
+            await anyio.sleep(0.5)  # pebble looks ten times a second
+            with anyio.fail_after(10):
+                assert await workers.call(own_pid, timeout=LONG) != dying
+            tasks.cancel_scope.cancel()
+
+    run(body, size=2)
+
+
+def test_a_call_waits_while_all_workers_are_busy() -> None:
+    """However long that takes."""
+
+    async def main() -> None:
+        workers = Workers(size=1, take=timedelta(seconds=4))
+        try:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(4):
+                    tasks.start_soon(lambda: workers.call(time.sleep, 1.8, timeout=LONG))
+        finally:
+            await workers.close()
+
+    anyio.run(main)
+
+
+def test_a_function_may_be_named() -> None:
+    """Its module is loaded in the worker only."""
+
+    async def body(workers: Workers) -> None:
+        assert await workers.call("nturl2path:pathname2url", "a", timeout=LONG) == "a"
+        assert "nturl2path" not in sys.modules
+
+    run(body)
+
+
+def test_what_is_preloaded_is_loaded_once() -> None:
+    """Every worker is forked from one process that has it, and that outlives them."""
+
+    async def main() -> None:
+        parents = []
+        for _ in range(2):
+            prepare_workers(["nturl2path"])
+            workers = Workers(size=1)
+            was_loaded, parent = await workers.call(loaded_and_parent, "nturl2path", timeout=LONG)
+            assert was_loaded
+            parents.append(parent)
+            await workers.close()
+        assert parents[0] == parents[1] != os.getpid()
+
+    with fork_server_of_our_own():
+        anyio.run(main)
+
+
+def test_the_end_of_the_fork_server_costs_calls_and_no_more(tmp_path: Path) -> None:
+    """Its workers end with it, hanging or not; the next call has a new one."""
+
+    async def body(workers: Workers) -> None:
+        _, server = await workers.call(loaded_and_parent, "os", timeout=LONG)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(
+                lambda: _crashes(workers.call(hang, str(tmp_path / "pid"), timeout=LONG))
+            )
+            await until(
+                lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text())
+            )
+            os.kill(server, signal.SIGKILL)
+        await until(lambda: is_gone(int((tmp_path / "pid").read_text(encoding="ascii"))))
+        assert await workers.call(add, 1, 1, timeout=LONG) == 2
+
+    run(body)
+
+
+async def _crashes(call: Awaitable[object]) -> None:
+    with pytest.raises(WorkerCrashedError):
+        await call
+
+
+def test_an_error_crosses_whole() -> None:
+    """Class, sentence, hint and facts are those of the worker."""
+
+    async def body(workers: Workers) -> None:
+        with pytest.raises(CommitNotFoundError, match="it is not there") as caught:
+            await workers.call(refuse, timeout=LONG)
+        assert caught.value.hint == "sync"
+        assert caught.value.facts == {"commit": "x"}
+
+    run(body)
+
+
+def test_a_missed_deadline_kills_the_worker_and_only_it(tmp_path: Path) -> None:
+    """The next call gets a new worker."""
+
+    async def body(workers: Workers) -> None:
+        with pytest.raises(DeadlineError, match="hang"):
+            await workers.call(hang, str(tmp_path / "pid"), timeout=timedelta(seconds=1))
+        pid = int((tmp_path / "pid").read_text(encoding="ascii"))
+        await until(lambda: is_gone(pid))
+        assert await workers.call(add, 1, 1, timeout=LONG) == 2
+
+    run(body)
+
+
+def test_a_crash_costs_one_call() -> None:
+    """A worker killed from outside is an error of its call; the pool lives on."""
+
+    async def body(workers: Workers) -> None:
+        with pytest.raises(WorkerCrashedError):
+            await workers.call(die, timeout=LONG)
+        assert await workers.call(add, 1, 1, timeout=LONG) == 2
+
+    run(body)
+
+
+def devour() -> int:
+    return len(bytearray(memory_limit_bytes() + 1))
+
+
+def run_git_that_devours() -> int:
+    command = "b = bytearray(int(__import__('sys').argv[1]) + 1)"
+    return subprocess.run(
+        [sys.executable, "-c", command, str(memory_limit_bytes())], capture_output=True
+    ).returncode
+
+
+def test_memory_is_bounded_and_costs_one_call() -> None:
+    """Of a worker, and of what it starts; the next call has its own."""
+
+    async def body(workers: Workers) -> None:
+        with pytest.raises(OutOfMemoryError, match="MiB of memory"):
+            await workers.call(devour, timeout=LONG)
+        assert await workers.call(run_git_that_devours, timeout=LONG) == 1
+        assert await workers.call(add, 1, 1, timeout=LONG) == 2
+
+    run(body)
+
+
+def test_cancelling_kills_the_worker(tmp_path: Path) -> None:
+    """Nobody waits for the result any more, so nobody computes it."""
+
+    async def body(workers: Workers) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(lambda: workers.call(hang, str(tmp_path / "pid"), timeout=LONG))
+            await until(
+                lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text())
+            )
+            group.cancel_scope.cancel()
+        pid = int((tmp_path / "pid").read_text(encoding="ascii"))
+        await until(lambda: is_gone(pid))
+
+    run(body)
+
+
+def test_idle_workers_are_retired_and_come_back() -> None:
+    """An idle daemon has no worker processes."""
+
+    async def body(workers: Workers) -> None:
+        pid = await workers.call(own_pid, timeout=LONG)
+        await until(lambda: is_gone(pid))
+        assert await workers.call(own_pid, timeout=LONG) != pid
+
+    run(body, idle=timedelta(milliseconds=50))
+
+
+def test_closing_ends_running_calls(tmp_path: Path) -> None:
+    """A call in flight gets an error instead of waiting for ever; new calls are refused."""
+
+    async def body(workers: Workers) -> None:
+        refused: list[str] = []
+
+        async def wait() -> None:
+            with pytest.raises(StoppingError) as caught:
+                await workers.call(hang, str(tmp_path / "pid"), timeout=LONG)
+            refused.append(caught.value.code)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait)
+            await until(lambda: (tmp_path / "pid").exists())
+            await workers.close()
+        assert refused == ["stopping"]
+        with pytest.raises(StoppingError):
+            await workers.call(add, 1, 1, timeout=LONG)
+
+    run(body)
+
+
+def test_the_logging_context_travels() -> None:
+    """What is bound to log lines here is bound there, for this call only."""
+
+    async def body(workers: Workers) -> None:
+        with structlog.contextvars.bound_contextvars(request="r1"):
+            assert await workers.call(seen_context, timeout=LONG) == {"request": "r1"}
+        assert await workers.call(seen_context, timeout=LONG) == {}
+
+    run(body)
+
+
+def test_workers_die_with_the_daemon(tmp_path: Path) -> None:
+    """kill -9 of the parent leaves no worker, not even one that hangs, and not the process that it was forked from."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import sys; sys.path.insert(0, {str(Path(__file__).parents[2] / "tests/support")!r})
+        import anyio
+        from datetime import timedelta
+        from mirrord.git.workers import Workers
+        from workerlab import hang
+        async def main():
+            await Workers(size=1).call(hang, {str(tmp_path / "pid")!r}, timeout=timedelta(seconds=30))
+        if __name__ == "__main__":
+            anyio.run(main)
+        """),
+        encoding="utf-8",
+    )
+    with subprocess.Popen([sys.executable, str(script)], cwd=Path(__file__).parents[2]) as parent:
+        anyio.run(
+            until, lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text())
+        )
+        parent.kill()
+    pids = [int((tmp_path / name).read_text(encoding="ascii")) for name in ("pid", "pid.parent")]
+    anyio.run(until, lambda: all(map(is_gone, pids)))

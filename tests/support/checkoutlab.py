@@ -1,0 +1,345 @@
+"""A place to try checkouts in: a state directory that other users can pass through, a mirror, and git run as another user."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from gitrepos import ENV, Upstream, git
+from mountlab import unmount_below
+
+from mirrord.catalog.catalog import Catalog
+from mirrord.checkouts.graves import new_grave
+from mirrord.checkouts.leases import Lease, Leases
+from mirrord.checkouts.overlay.probe import find_overlay
+from mirrord.checkouts.pool.backend import PoolBackend
+from mirrord.checkouts.service import Checkouts
+from mirrord.checkouts.stores.builder import StoreBuilder
+from mirrord.checkouts.templates.store import Templates
+from mirrord.checkouts.worker_calls import Place
+from mirrord.config import Settings
+from mirrord.datasets.service import Datasets
+from mirrord.git.command import Git
+from mirrord.git.workers import Workers
+from mirrord.host.peers import Access, Peer
+from mirrord.jobs.events import Events
+from mirrord.mirrors.service import Mirrors
+from mirrord.model import Backend, CommitId, History, MirrorName, View, new_checkout_id, utc_now
+from mirrord.protocol import Proof
+
+NAME = MirrorName("psf", "requests")
+USER = 12345
+
+
+class Pool:
+    """A pool with one mirror, below a state directory of its own."""
+
+    def __init__(
+        self, state: Path, workers: Workers, gitdirs: StoreBuilder, backend: PoolBackend
+    ) -> None:
+        self.mirror = state / "mirrors" / str(NAME)
+        self.workers = workers
+        self.gitdirs = gitdirs
+        self.backend = backend
+        self.leases = Leases(state)
+        self.leases.open()
+
+    def lease(self, commit: str, *, uid: int = USER, history: History = History.SEALED) -> Lease:
+        checkout, now = new_checkout_id(), utc_now()
+        return Lease(
+            checkout, self.leases.directories(checkout), NAME, CommitId(commit), self.tree_of(commit), None,
+            history, View.AGENT, Backend.POOL, uid, uid, uid, now, now + timedelta(hours=1),
+        )  # fmt: skip
+
+    async def checkout(self, commit: str, **choices: object) -> Lease:
+        lease = self.lease(commit, **choices)  # type: ignore[arg-type]
+        self.leases.begin(lease)
+        await self.backend.create(lease)
+        self.leases.put(lease)
+        return lease
+
+    async def place(self, lease: Lease, commit: str) -> Place:
+        """What a worker is told about a checkout that goes to `commit`."""
+        gitdir = await self.gitdirs.ensure(NAME, CommitId(commit), lease.history)
+        owner, grave = (lease.owner_uid, lease.owner_gid), new_grave(lease.directory.parent)
+        return Place(
+            lease.directory, lease.private, self.mirror, gitdir.git, gitdir.head, owner, grave
+        )
+
+    async def reset(self, lease: Lease, commit: str) -> Proof:
+        return await self.backend.reset(
+            replace(lease, commit=CommitId(commit), tree=self.tree_of(commit)), self.leases
+        )
+
+    def tree_of(self, commit: str) -> str:
+        return git(self.mirror, "rev-parse", f"{commit}^{{tree}}")
+
+
+@asynccontextmanager
+async def running_pool(state: Path, upstream: Upstream) -> AsyncIterator[Pool]:
+    mirror = state / "mirrors" / str(NAME)
+    mirror.parent.mkdir(parents=True)
+    git(state, "clone", "--quiet", "--mirror", upstream.url, str(mirror))
+    workers = Workers()
+    starter = Git(home=state / "home")
+    gitdirs = StoreBuilder(
+        state_dir=state,
+        git=starter,
+        workers=workers,
+        mirrors_path=lambda name: state / "mirrors" / str(name),
+    )
+    backend = PoolBackend(
+        state_dir=state,
+        workers=workers,
+        gitdirs=gitdirs,
+        mirrors_path=lambda name: state / "mirrors" / str(name),
+    )
+    await backend.open()
+    try:
+        yield Pool(state, workers, gitdirs, backend)
+    finally:
+        await backend.close()
+        await workers.close()
+
+
+def as_user(
+    tree: Path, *args: str | bytes, uid: int = USER, stdin: bytes | None = None, check: bool = True
+) -> str:
+    """Run git in a checkout as another user, with no `safe.directory`."""
+    done = subprocess.run(
+        ["git", *args],
+        cwd=tree,
+        input=stdin,
+        env=ENV,
+        user=uid,
+        group=uid,
+        extra_groups=[],
+        capture_output=True,
+        check=False,
+    )
+    assert not check or done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode(errors="surrogateescape").rstrip("\n")
+
+
+@contextmanager
+def passable_directory() -> Iterator[Path]:
+    """A directory below /tmp that every user may pass through; pytest's own are private."""
+    path = Path(tempfile.mkdtemp(prefix="mirrord-"))
+    path.chmod(0o755)
+    try:
+        yield path
+    finally:
+        unmount_below(path)
+        subprocess.run(["chattr", "-R", "-i", "-a", str(path)], capture_output=True, check=False)
+        shutil.rmtree(path)
+
+
+# -- the whole service ------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+ROOT_PEER = Peer(uid=0, gid=0, pid=1)
+USER_PEER = Peer(uid=USER, gid=USER, pid=1)
+
+
+class Service:
+    """Checkouts with real mirrors, datasets and workers, on an event loop in a thread of its own."""
+
+    def __init__(
+        self, portal: BlockingPortal, state: Path, settings: Settings, *, with_overlay: bool
+    ) -> None:
+        self._portal = portal
+        self._with_overlay = with_overlay
+        self._settings = settings
+        self.state = state
+        self.now_shift = timedelta()
+
+    async def open(self) -> None:
+        self.events = Events()
+        self.workers = Workers()
+        self.catalog = await Catalog.open(self.state / "catalog.sqlite3", self.workers)
+        git_starter = Git(home=self.state / "home")
+        parts: dict[str, Any] = {
+            "settings": lambda: self._settings,
+            "workers": self.workers,
+            "events": self.events,
+        }
+        self.mirrors = Mirrors(git=git_starter, catalog=self.catalog, **parts)
+        await self.mirrors.open()
+        self.datasets = Datasets(
+            catalog=self.catalog, mirrors=self.mirrors, state_dir=self.state, **parts
+        )
+        await self.datasets.open()
+        self.gitdirs = StoreBuilder(
+            state_dir=self.state,
+            git=git_starter,
+            workers=self.workers,
+            mirrors_path=self.mirrors.path,
+        )
+        await self.gitdirs.open()
+        store: dict[str, Any] = {
+            "state_dir": self.state,
+            "workers": self.workers,
+            "mirrors_path": self.mirrors.path,
+        }
+        self.templates = Templates(
+            settings=lambda: self._settings, gitdirs=self.gitdirs, events=self.events, **store
+        )
+        await self.templates.open()
+        service = self.state / "mount.sock"
+        overlay = (
+            await find_overlay(service=service, templates=self.templates, **store)
+            if self._with_overlay
+            else None
+        )
+        self.checkouts = Checkouts(
+            state_dir=self.state, mirrors=self.mirrors, datasets=self.datasets, gitdirs=self.gitdirs, overlay=overlay,
+            access=Access(lambda: self._settings), clock=lambda: utc_now() + self.now_shift, **parts,
+        )  # fmt: skip
+        await self.checkouts.open()
+
+    async def close(self) -> None:
+        await self.checkouts.close()
+        await self.templates.close()
+        await self.mirrors.close()
+        await self.workers.close()
+        await self.catalog.close()
+
+    def restart(self) -> None:
+        """End as a kill would, as far as the disk is concerned, and start again."""
+        self.call(self.close)
+        self.call(self.open)
+
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        async def run() -> T:
+            return await function(*args, **kwargs)
+
+        return self._portal.call(run)
+
+    def change(self, section: str = "checkouts", **values: Any) -> None:
+        """Change settings of a section."""
+        part = getattr(self._settings, section).model_copy(update=values)
+        self._settings = self._settings.model_copy(update={section: part})
+
+    def import_instances(self, rows: list[dict[str, str]]) -> None:
+        file = self.state / "instances.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.call(
+            self.datasets.import_file, file, name="lab", format=None, source="instances.jsonl"
+        )
+
+    @property
+    def mirror(self) -> Path:
+        return self.mirrors.path(NAME)
+
+
+@contextmanager
+def running_service(upstream: Upstream, *, with_overlay: bool = False) -> Iterator[Service]:
+    """A service with one synced mirror, with the pool alone or with the overlay too."""
+    with passable_directory() as state, start_blocking_portal() as portal:
+        for name in ("mirrors", "templates", "datasets", "leases"):
+            (state / name).mkdir(mode=0o700)
+        (state / "checkouts").mkdir(mode=0o711)
+        access = {"group": str(USER), "commits": "any"}  # USER_PEER is a member
+        settings = Settings.model_validate({"state_dir": state, "access": access})
+        service = Service(portal, state, settings, with_overlay=with_overlay)
+        service.call(service.open)
+        try:
+            service.call(service.mirrors.add, NAME.repo, upstream.url)
+            service.call(service.mirrors.sync, NAME)
+            yield service
+        finally:
+            service.call(service.close)
+
+
+def rich_upstream(upstream: Upstream) -> list[str]:
+    """Three commits with everything a tree can hold: links, modes, line ends, a submodule, odd names; a tag on each."""
+    upstream.write(
+        {
+            "README": "one\n" * 5, "src/main.py": "print(1)\n", "src/deep/er/x.txt": "x\n", "docs/page.txt": "page\n",
+            "run.sh": "#!/bin/sh\n", "data.bin": bytes(range(256)) * 8, "empty": "", ".gitignore": "build/\n*.o\n!keep.o\n",
+            "win.txt": "a\nb\n", ".gitattributes": "win.txt text eol=crlf\nauto.txt text=auto\n", "auto.txt": "t\n",
+        }
+    )  # fmt: skip
+    (upstream.path / "run.sh").chmod(0o755)
+    (upstream.path / "link").symlink_to("docs/page.txt")
+    (upstream.path / b"caf\xe9.txt".decode(errors="surrogateescape")).write_text("latin\n")
+    upstream.git("add", "--all")
+    upstream.git("update-index", "--add", "--cacheinfo", f"160000,{'1' * 40},vendor/sub")
+    (upstream.path / "vendor/sub").mkdir(parents=True)
+    upstream.git("commit", "--quiet", "--message", "one")
+    upstream.git("tag", "v1")
+    ids = [upstream.git("rev-parse", "HEAD")]
+    for n in (2, 3):
+        ids.append(
+            upstream.commit(
+                {
+                    "README": f"{n}\n" * 5,
+                    f"docs/new{n}.txt": f"{n}\n",
+                    "src/main.py": f"print({n})\n",
+                }
+            )
+        )
+        upstream.git("tag", f"v{n}")
+    return ids
+
+
+# -- what a call does to the disk -------------------------------------------------------------------------------------
+
+_deeds: list[list[str]] = []
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _deeds:
+        return
+    if (
+        event == "open"
+        and isinstance(arguments[0], (str, bytes))
+        and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+    ):
+        _deeds[-1].append(f"write {Path(os.fsdecode(arguments[0])).name}")
+    elif event in ("os.link", "os.symlink"):
+        _deeds[-1].append(f"link {Path(os.fsdecode(arguments[1])).name}")
+
+
+sys.addaudithook(_watch)
+
+
+@contextmanager
+def deeds() -> Iterator[list[str]]:
+    """The files that this process opens for writing, and the links it makes."""
+    _deeds.append([])
+    try:
+        yield _deeds[-1]
+    finally:
+        _deeds.pop()
+
+
+def run_as(uid: int, script: str, tree: Path, service: Service) -> None:
+    """Run a script in the checkout. It may fail: what it could do counts."""
+    env = {
+        **ENV,
+        "CANARY": str(service.state / "space/canary"),
+        "SPACE": str(service.state / "space"),
+    }
+    subprocess.run(
+        ["sh", "-c", script],
+        cwd=tree,
+        env=env,
+        user=uid,
+        group=uid,
+        extra_groups=[],
+        capture_output=True,
+        check=False,
+    )
+    (service.state / "space/canary").unlink(missing_ok=True)

@@ -1,0 +1,31 @@
+"""What each verb is called with in tests."""
+
+from __future__ import annotations
+
+ARGUMENTS = {
+    "mirror add": ["a/b"],
+    "mirror show": ["a/b"],
+    "mirror remove": ["a/b"],
+    "dataset import": [__file__],
+    "dataset show": ["d"],
+    "dataset remove": ["d"],
+    "pin": ["a/b", "c" * 40],
+    "unpin": ["a/b", "c" * 40],
+    "checkout": ["i"],
+    "reset": ["a" * 16],
+    "diff": ["a" * 16],
+    "apply": ["a" * 16, __file__],
+    "restore": ["a" * 16, "--commit", "c" * 40, "file"],
+    "release": ["a" * 16],
+    "renew": ["a" * 16],
+    "exec": ["i", "--", "true"],
+    "refs log": ["a/b"],
+    "refs diff": ["a/b", "x", "y"],
+    "refs restore": ["a/b", "x"],
+    "bundle create": ["a/b", "/tmp/bundle"],
+    "bundle import": [__file__],
+    **{f"operations {verb}": ["id"] for verb in ("show", "watch", "wait", "cancel")},
+}
+
+
+NEEDS_NO_DAEMON = {"serve", "verify-seal", "doctor", "config check", "config show"}
