@@ -24,7 +24,6 @@ from mirrord.cli.commands import build
 from mirrord.cli.main import run
 from mirrord.cli.table import EXIT_STATUSES, GROUPS, VERBS, Verb
 
-__all__ = ["path"]  # a fixture
 DESIGNED = [
     "serve",
     "status",
