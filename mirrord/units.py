@@ -1,8 +1,13 @@
-"""Durations and sizes as people write them: `10m`, `1h30m`, `50GiB`. Pure; raises ValueError with half a sentence."""
+"""Durations and sizes as people write them, such as `1h30m` and `50GiB`, and pauses that double.
+
+Pure. The parsers raise ValueError with half a sentence.
+"""
 
 from __future__ import annotations
 
+import random
 import re
+from collections.abc import Callable
 from datetime import timedelta
 
 from .model import shown
@@ -28,7 +33,8 @@ def parse_duration(value: object) -> timedelta:
         return timedelta()
     if not isinstance(value, str) or not _DURATION.fullmatch(value):
         raise ValueError(
-            f"{shown(str(value))} is not a duration; write a number and one of ms, s, m, h, d, w, for example 10m"
+            f"{shown(str(value))} is not a duration; "
+            "write a number and one of ms, s, m, h, d, w, for example 10m"
         )
     seconds = sum(float(n) * _SECONDS[unit] for n, unit in _DURATION_PART.findall(value))
     if seconds > _LONGEST.total_seconds():
@@ -53,7 +59,8 @@ def parse_size(value: object) -> int:
     found = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if not found or not isinstance(value, str):
         raise ValueError(
-            f"{shown(str(value))} is not a size; write a number and one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
+            f"{shown(str(value))} is not a size; "
+            "write a number and one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
         )
     size = float(found[1]) * _BYTES[found[2]]
     if size >= _LARGEST:
@@ -67,3 +74,31 @@ def format_size(value: int) -> str:
         if value and value % _BYTES[unit] == 0:
             return f"{value // _BYTES[unit]}{unit}"
     return f"{value}B"
+
+
+class Backoff:
+    """The pauses between tries: from `first` each doubles, up to `longest`.
+
+    With `spread`, each is longer or shorter by up to that share, so that clients come apart.
+    """
+
+    def __init__(
+        self,
+        first: timedelta,
+        longest: timedelta,
+        *,
+        spread: float = 0.0,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self._first, self._longest = first, longest
+        self._spread, self._chance = spread, chance
+        self._pause = first
+
+    def next(self) -> timedelta:
+        """Count a failure; answers how long to wait before the next try."""
+        pause, self._pause = self._pause, min(2 * self._pause, self._longest)
+        return pause * (1 + self._spread * (2 * self._chance() - 1))
+
+    def reset(self) -> None:
+        """Begin with the first pause again, after a success."""
+        self._pause = self._first
