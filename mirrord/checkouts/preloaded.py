@@ -8,6 +8,6 @@ from __future__ import annotations
 from contextlib import suppress
 
 with suppress(Exception):  # pygit2 raises its own kind where it finds no certificates
-    from .templates import build, stack, verify
+    from .templates import build, stack
 
-__all__ = ["build", "stack", "verify"]
+__all__ = ["build", "stack"]

@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,14 +33,12 @@ from ...host.mounts import read_overlays
 from ...host.userns import Owner
 from ...model import Backend, CheckoutId, MirrorName
 from ...protocol import Proof
-from ..backend import Made
+from ..backend import Made, require
 from ..graves import find_graves, new_grave
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
-from ..proof import require
 from ..rubbish import Rubbish, remove_layer, remove_untouched
 from ..templates.store import Template, Templates
 from ..worker_calls import DIFF_TIMEOUT, list_overlay_changes
-from .facts import TemplateFacts, look_at
 
 _METHOD = "a fresh layer over a template that was verified by content"
 _LAYER, _NEXT = "layer", "next"
@@ -320,3 +319,39 @@ def _read_head(mount: int) -> str:
             f"cannot prove the checkout clean: its HEAD cannot be read: {error}",
             hint="audit the mirror",
         ) from error
+
+
+_CHECKSUM_BYTES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """`index` is the checksum at the end of the index; `packs` and `refs` are names."""
+
+    index: str
+    control_files: int
+    packs: tuple[str, ...]
+    refs: tuple[str, ...]
+
+
+def look_at(layers: tuple[Path, ...]) -> TemplateFacts:
+    """Look through the stack, top first; the layers with a `.git` are the index layer and the sealed store."""
+    stores = [layer / ".git" for layer in layers if (layer / ".git").is_dir()]
+    files = {
+        path.relative_to(store): path
+        for store in reversed(stores)
+        for path in store.rglob("*")
+        if path.is_file()
+    }
+    index = files[Path("index")].read_bytes()[-_CHECKSUM_BYTES:].hex()
+    packs = sorted(path.name for path in files if path.suffix == ".pack")
+    return TemplateFacts(index, len(files), tuple(packs), tuple(_refs(files)))
+
+
+def _refs(files: dict[Path, Path]) -> list[str]:
+    lines = (
+        files[Path("packed-refs")]
+        .read_text(encoding="utf-8", errors="surrogateescape")
+        .splitlines()
+    )
+    return sorted(line.partition(" ")[2] for line in lines if line and line[0] not in "#^")

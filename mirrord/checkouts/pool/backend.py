@@ -28,7 +28,7 @@ from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..rubbish import Rubbish
 from ..stores.builder import StoreBuilder
 from ..worker_calls import DIFF_TIMEOUT, Place, make_checkout, reset_checkout, scan_checkout
-from . import linked
+from . import dotgit
 from .dotgit import discard
 
 _TIMEOUT = timedelta(minutes=10)
@@ -62,7 +62,7 @@ class PoolBackend:
 
     async def open(self) -> None:
         """Forget linked worktrees whose checkout is gone. Kept trees have no lease, so whoever reads the leases removes them."""
-        if pruned := await anyio.to_thread.run_sync(linked.prune, self._mirrors):
+        if pruned := await anyio.to_thread.run_sync(dotgit.prune_worktrees, self._mirrors):
             log.info("worktrees.pruned", count=pruned)
 
     async def close(self) -> None:
@@ -106,7 +106,7 @@ class PoolBackend:
     async def destroy(self, directories: Directories, lease: Lease | None) -> None:
         if lease is not None and lease.history is History.LINKED:
             await anyio.to_thread.run_sync(
-                linked.unlink, self._mirrors_path(lease.mirror), lease.id
+                dotgit.remove_worktree, self._mirrors_path(lease.mirror), lease.id
             )
         is_mounted = bool(await anyio.to_thread.run_sync(mounts_below, str(directories.public)))
         if lease is not None and not is_mounted and self._keep(directories, lease):

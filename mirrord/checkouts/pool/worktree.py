@@ -16,6 +16,7 @@ from typing import TypeVar
 from ...errors import CheckoutBusyError, DiskFullError, ProofFailedError
 from ...host.files import full_disk_named, open_directory, opened
 from ...protocol import Proof
+from ..backend import require, unsettled
 from ..files.hashing import hash_tree, prove_directories
 from ..files.index import Former, index_bytes, spliced_index
 from ..files.manifest import Manifest, clock_ns
@@ -24,9 +25,8 @@ from ..files.scan import Changes, examine, is_control, open_top, scan
 from ..files.tree import materialise, move, must_fit_from, repair
 from ..graves import Graves
 from ..leases import Directories
-from ..proof import require, unsettled
 from ..worker_calls import Place
-from . import dotgit, linked
+from . import dotgit
 from .dotgit import Store, read_store
 
 _ROUNDS = 3
@@ -168,7 +168,9 @@ def _step(
         before, manifest = manifest, move(place.mirror, manifest, commit, place.tree, graves)
         prove_directories(manifest, _changed_directories(before, manifest))
     if store is None:
-        return linked.link(place.directory, place.mirror, manifest, index_bytes(manifest), graves)
+        return dotgit.link_worktree(
+            place.directory, place.mirror, manifest, index_bytes(manifest), graves
+        )
     is_new = manifest is not begun or not dotgit.has_index(manifest, found)
     index = _index(place, begun, manifest) if is_new else None
     return dotgit.bring(place.tree, manifest, found, store, index, graves)

@@ -30,10 +30,16 @@ from ..files.hashing import hash_tree, tree_id
 from ..files.manifest import Manifest
 from ..files.tree import materialise, reconverted, root_entry
 from ..files.writer import TreeWriter
-from .layer import Layer, blobs_path, chain_of, write_record
-from .layer_index import NEAR
-from .stack import laid_on, parents, read_manifest, write_index
-from .verify import prove_delta, prove_nothing_else, prove_tree_id
+from .layers import NEAR, Layer, blobs_path, chain_of, write_record
+from .stack import (
+    laid_on,
+    parents,
+    prove_delta,
+    prove_nothing_else,
+    prove_tree_id,
+    read_manifest,
+    write_index,
+)
 
 DEPTH_MAX = 16
 _DELTA_SHARE = 2  # a delta on a whole tree may be at most half of it

@@ -20,8 +20,7 @@ from ...jobs.events import Events
 from ...model import MirrorName
 from ..stores.builder import StoreBuilder
 from ..stores.store import SealedStore, note_uses
-from .registry import TemplateRegistry
-from .shelf import MirrorTemplates
+from .registry import MirrorTemplates, TemplateRegistry
 
 _FULL_SHARE = 0.9
 _NEW = timedelta(minutes=10)  # a layer without a store may be one whose store is being built

@@ -17,8 +17,7 @@ from ...jobs.events import Events
 from ...model import CommitId, History, MirrorName
 from ..stores.builder import StoreBuilder
 from ..stores.store import is_as_built, read_records
-from .registry import TemplateRegistry
-from .shelf import MirrorTemplates
+from .registry import MirrorTemplates, TemplateRegistry
 
 _TIMEOUT = timedelta(hours=1)
 _REBUILT = "it is out of use, and the next checkout builds it again"

@@ -30,10 +30,9 @@ from ...model import CommitId, History, MirrorName
 from ..stores.builder import StoreBuilder
 from ..stores.store import SealedStore
 from .eviction import Eviction
-from .layer import Layer, write_record
-from .registry import TemplateRegistry
+from .layers import Layer, write_record
+from .registry import MirrorTemplates, TemplateRegistry
 from .scrub import Scrub
-from .shelf import MirrorTemplates
 
 _Key = tuple[str, CommitId, History]
 

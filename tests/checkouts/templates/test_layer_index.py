@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from mirrord.checkouts.templates.layer import Layer, chain_of
-from mirrord.checkouts.templates.layer_index import NEAR, LayerIndex
+from mirrord.checkouts.templates.layers import NEAR, Layer, LayerIndex, chain_of
 
 
 def grown(seed: int, count: int = 60) -> tuple[LayerIndex, dict[str, Layer]]:
