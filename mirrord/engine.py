@@ -30,9 +30,6 @@ from .condition import Condition, HealthReport
 from .config import Settings
 from .datasets.service import Datasets
 from .duties.cleanup import Cleanup
-from .duties.prewarm import Prewarm
-from .duties.table import Jobs
-from .duties.work import Work
 from .errors import BackendUnavailableError, InvalidConfigError, MirrordError
 from .git.command import Git
 from .git.workers import Workers
@@ -47,6 +44,8 @@ from .mirrors.bundles.service import Bundles
 from .mirrors.service import Mirrors
 from .model import Backend, CommitId, CommitState, History, MirrorName, utc_now
 from .protocol import Audit, AuditSummary, Configuration, ReloadAnswer, Status
+from .timetable import Timetable
+from .work import BackgroundWork, Prewarm
 
 log = structlog.get_logger()
 
@@ -227,7 +226,7 @@ class Engine:
             oldest_first=self.gitdirs.oldest_first,
             room=self.templates,
         )
-        self.work = Work(
+        self.work = BackgroundWork(
             operations=self.operations,
             mirrors=self.mirrors,
             bundles=self.bundles,
@@ -241,7 +240,7 @@ class Engine:
         )
         self.datasets.on_change(prewarm.start)
         watches = await self._watches()
-        jobs = Jobs(
+        jobs = Timetable(
             settings=self.settings,
             started_at=self.started_at,
             catalog=self.catalog,

@@ -7,9 +7,12 @@ millisecond, and a framework would cost a tenth of it. Every error leaves as a p
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import structlog
 from pydantic import TypeAdapter, ValidationError
@@ -20,17 +23,20 @@ from starlette.types import Message, Receive, Scope, Send
 from .. import protocol
 from ..checkouts.deferred import answering
 from ..engine import Engine
-from ..errors import CorruptCatalogError, InvalidRequestError
+from ..errors import CorruptCatalogError, InvalidRequestError, NotFoundError
 from ..git.turns import Askers
 from ..host.peers import Peer, Role
 from ..telemetry import bind_request, new_request_id, usable_request_id
-from .bodies import JSON_LIMIT_BYTES, Bodies, Body, read_body
-from .call import Call
 from .connections import Connections
 from .metrics import Metrics
-from .problems import as_mirrord_error, invalid_request, not_allowed, problem_response
-from .queries import NoQuery
-from .routing import Routes
+from .problems import (
+    MethodNotAllowedError,
+    as_mirrord_error,
+    invalid_request,
+    not_allowed,
+    problem_response,
+)
+from .request import JSON_LIMIT_BYTES, Bodies, Body, Call, NoQuery, read_body
 from .table import ENDPOINTS, Endpoint
 
 log = structlog.get_logger()
@@ -157,3 +163,57 @@ def _encode(endpoint: Endpoint, answer: Any) -> Response:
     if answer is None:
         return Response(status_code=204)
     return Response(protocol.to_bytes(answer), endpoint.status, media_type="application/json")
+
+
+_HINT = "GET /v1/openapi.json lists all"
+
+
+class Routes:
+    """Finds endpoints. Raises NotFoundError and MethodNotAllowedError."""
+
+    def __init__(self, endpoints: Iterable[Endpoint]) -> None:
+        self._exact: dict[str, dict[str, Endpoint]] = {}
+        self._patterns: dict[str, tuple[re.Pattern[str], dict[str, Endpoint]]] = {}
+        for endpoint in endpoints:
+            self._add(endpoint)
+
+    def find(self, method: str, raw_path: bytes) -> tuple[Endpoint, dict[str, str]]:
+        """The endpoint, and the parameters of the path."""
+        path = raw_path.decode("ascii", "replace")
+        if methods := self._exact.get(path):
+            return _of_method(methods, method), {}
+        for pattern, methods in self._patterns.values():
+            if found := pattern.fullmatch(path):
+                return _of_method(methods, method), dict(_iter_unquoted(found.groupdict()))
+        raise NotFoundError("cannot answer the request: no such path", hint=_HINT)
+
+    def _add(self, endpoint: Endpoint) -> None:
+        methods = (
+            [endpoint.method, "HEAD"]
+            if endpoint.method == "GET" and endpoint.model
+            else [endpoint.method]
+        )
+        rows = dict.fromkeys(methods, endpoint)
+        if not endpoint.parameters:
+            self._exact.setdefault(endpoint.path, {}).update(rows)
+            return
+        pattern = re.compile(
+            re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", endpoint.path.replace(".", r"\."))
+        )
+        self._patterns.setdefault(endpoint.path, (pattern, {}))[1].update(rows)
+
+
+def _of_method(methods: dict[str, Endpoint], method: str) -> Endpoint:
+    if endpoint := methods.get(method):
+        return endpoint
+    allowed = ", ".join(sorted(methods))
+    raise MethodNotAllowedError(
+        f"cannot answer the request: the path takes {allowed}, not {method}",
+        hint=_HINT,
+        allow=allowed,
+    )
+
+
+def _iter_unquoted(parameters: dict[str, str]) -> Iterator[tuple[str, str]]:
+    for name, value in parameters.items():
+        yield name, unquote_to_bytes(value).decode("utf-8", "surrogateescape")

@@ -55,12 +55,16 @@ from ..protocol import (
     Status,
     SyncMirror,
 )
-from .call import Call
-from .handlers import audits, bundles, checkouts, daemon, datasets, mirrors, operations, pins
-from .queries import (
+from .handlers import checkouts, daemon, datasets, mirrors
+from .handlers import daemon as operations
+from .handlers import mirrors as audits
+from .handlers import mirrors as bundles
+from .handlers import mirrors as pins
+from .request import (
     ApplyQuery,
     AuditsQuery,
     BundleQuery,
+    Call,
     EventsQuery,
     ImportBundleQuery,
     ImportQuery,

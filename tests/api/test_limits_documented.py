@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mirrord.api import bodies, connections, server
+from mirrord.api import connections, server
+from mirrord.api import request as bodies
 from mirrord.checkouts import worker_calls as calls
 from mirrord.checkouts.patches import apply as patches
 from mirrord.checkouts.patches import staging

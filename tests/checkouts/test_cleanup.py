@@ -19,7 +19,7 @@ from mirrorlab import NAME, Builder, House
 from mountlab import busy
 from starlette.requests import Request
 
-from mirrord.api.bodies import spool_body
+from mirrord.api.request import spool_body
 from mirrord.duties.cleanup import Cleanup
 from mirrord.errors import InvalidRequestError
 from mirrord.mirrors.quarantine import Quarantine

@@ -17,7 +17,7 @@ from typing import Any
 
 import anyone
 
-from mirrord.api.routing import Routes
+from mirrord.api.application import Routes
 from mirrord.api.table import ENDPOINTS
 from mirrord.errors import MirrordError
 

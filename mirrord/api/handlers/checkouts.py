@@ -23,9 +23,7 @@ from ...protocol import (
     RestorePaths,
     StartCheckout,
 )
-from ..bodies import read_patch
-from ..call import Call, text_response
-from ..queries import ApplyQuery
+from ..request import ApplyQuery, Call, read_patch, text_response
 
 log = structlog.get_logger()
 

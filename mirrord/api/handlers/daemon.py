@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import timedelta
 
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from ...protocol import Configuration, ReloadAnswer, Status
-from ..call import Call, text_response
+from ...jobs.events import Events
+from ...protocol import Configuration, Event, Operation, ReloadAnswer, Status
 from ..metrics import MEDIA_TYPE
+from ..request import Call, EventsQuery, text_response
 from .mirrors import shown_mirror
 
-_DOCUMENT = "mirrord.api.document:openapi"
+_DOCUMENT = "mirrord.api.openapi:openapi"
 _DOCUMENT_TIMEOUT = timedelta(seconds=60)
 
 
@@ -49,3 +52,71 @@ async def get_openapi(call: Call) -> Response:
     """Written in a worker, which the daemon's size is spared."""
     document = await call.engine.workers.call(_DOCUMENT, timeout=_DOCUMENT_TIMEOUT)
     return text_response(document, "application/json")
+
+
+HEARTBEAT = timedelta(seconds=15)
+_MEDIA_TYPE = "text/event-stream"
+_HEADERS = {"cache-control": "no-store"}
+
+
+async def list_operations(call: Call) -> list[Operation]:
+    return call.engine.operations.list(owner_uid=call.own_uid)
+
+
+async def get_operation(call: Call) -> Operation:
+    return call.engine.operations.get(call.path["id"], owner_uid=call.own_uid)
+
+
+async def cancel_operation(call: Call) -> Operation:
+    return await call.engine.operations.cancel(call.path["id"], owner_uid=call.own_uid)
+
+
+async def stream_events(call: Call) -> Response:
+    """Server-sent events from `Last-Event-ID` or `after` on; without either, new ones, or all where none is awaited.
+
+    The last id of one boot means nothing to the next.
+    """
+    query: EventsQuery = call.query
+    events = call.engine.events
+    seen = call.request.headers.get("last-event-id") or query.after
+    if query.follow:
+        user = call.engine.access.user_of(call.peer.uid)
+        return _Followed(events, events.position(seen), call.own_uid, user)
+    shown = (
+        event
+        for event in events.remembered(events.position(seen) if seen else 0)
+        if _is_shown(event, call.own_uid)
+    )
+    return Response(
+        b"".join(event.frame for event in shown), media_type=_MEDIA_TYPE, headers=_HEADERS
+    )
+
+
+class _Followed(StreamingResponse):
+    """Counts as a follower from its start to its end."""
+
+    def __init__(self, events: Events, after: int, uid: int | None, user: int) -> None:
+        super().__init__(_follow(events, after, uid), media_type=_MEDIA_TYPE, headers=_HEADERS)
+        self._events, self._user = events, user
+        events.add_follower(user)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._events.remove_follower(self._user)
+
+
+async def _follow(events: Events, after: int, uid: int | None) -> AsyncIterator[bytes]:
+    """A comment at once, so that a client knows that it is heard, and one in every silence, so that it knows we live."""
+    yield b": following\n\n"
+    async for some in events.subscribe(after, silence=HEARTBEAT):
+        if not some:
+            yield b": still here\n\n"
+        elif frames := b"".join(event.frame for event in some if _is_shown(event, uid)):
+            yield frames
+
+
+def _is_shown(event: Event, uid: int | None) -> bool:
+    users = (None, event.fields.get("owner_uid"), event.fields.get("taken_by"))
+    return uid in users or event.name == "events.dropped"

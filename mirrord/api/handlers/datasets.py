@@ -7,9 +7,14 @@ from dataclasses import replace
 from ...errors import AccessError, InvalidRequestError
 from ...model import View, parse_dataset_name
 from ...protocol import Dataset, FormatInfo, Instance, InstanceName, Operation
-from ..bodies import DATASET_LIMIT_BYTES, spool_body
-from ..call import Call
-from ..queries import ImportQuery, InstanceQuery, InstancesQuery
+from ..request import (
+    DATASET_LIMIT_BYTES,
+    Call,
+    ImportQuery,
+    InstanceQuery,
+    InstancesQuery,
+    spool_body,
+)
 
 
 async def list_datasets(call: Call) -> list[Dataset]:

@@ -11,16 +11,16 @@ import pytest
 from gitrepos import Upstream, git
 
 from mirrord import config
+from mirrord import work as prewarm
 from mirrord.catalog import Catalog, DatasetHead, InstanceRow, MirrorRow, spooled
 from mirrord.checkouts.stores.builder import StoreBuilder
-from mirrord.duties import prewarm
-from mirrord.duties.prewarm import Prewarm
 from mirrord.git.command import Git
 from mirrord.git.priority import before_git
 from mirrord.git.workers import Workers
 from mirrord.jobs.events import Events
 from mirrord.jobs.operations import Operations
 from mirrord.model import CommitId, CommitRole, DatasetName, Direction, History, MirrorName
+from mirrord.work import Prewarm
 
 pytestmark = pytest.mark.anyio
 NAME = MirrorName("owner", "name")

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from .. import __version__
 from ..protocol import RESULTS, Health, Problem
 from .problems import MEDIA_TYPE
-from .queries import NoQuery
+from .request import NoQuery
 from .table import ENDPOINTS, Endpoint
 
 _TEXT = {"schema": {"type": "string"}}

@@ -11,21 +11,20 @@ from functools import partial
 
 import anyio.to_thread
 
-from ..catalog import Catalog, MirrorRow
-from ..checkouts.service import Checkouts
-from ..checkouts.templates.store import Templates
-from ..config import Settings
-from ..errors import MirrordError, UpstreamAuthError, UpstreamNotFoundError, from_problem
-from ..heal import Heals
-from ..host.processes import trim_memory
-from ..jobs.operations import Operations
-from ..jobs.schedule import Job
-from ..jobs.watch import Watch
-from ..model import AuditLevel, MirrorName, utc_now
-from ..protocol import Audit, Operation, StartAudit
-from .cleanup import Cleanup
-from .prewarm import Prewarm
-from .work import Work
+from .catalog import Catalog, MirrorRow
+from .checkouts.service import Checkouts
+from .checkouts.templates.store import Templates
+from .config import Settings
+from .duties.cleanup import Cleanup
+from .errors import MirrordError, UpstreamAuthError, UpstreamNotFoundError, from_problem
+from .heal import Heals
+from .host.processes import trim_memory
+from .jobs.operations import Operations
+from .jobs.schedule import Job
+from .jobs.watch import Watch
+from .model import AuditLevel, MirrorName, utc_now
+from .protocol import Audit, Operation, StartAudit
+from .work import BackgroundWork, Prewarm
 
 EXPIRE_INTERVAL = timedelta(seconds=2)
 MEND_INTERVAL = timedelta(seconds=5)
@@ -53,7 +52,7 @@ def _is_given_up(row: MirrorRow, now: datetime) -> bool:
     return row.error.get("code") in _NEVER_FOUND and now < row.attempted_at + NEVER_FOUND_INTERVAL
 
 
-class Jobs:
+class Timetable:
     """Builds the table from the mirrors there are and from when things last happened."""
 
     def __init__(
@@ -65,7 +64,7 @@ class Jobs:
         templates: Templates,
         checkouts: Checkouts,
         operations: Operations,
-        work: Work,
+        work: BackgroundWork,
         heals: Heals,
         prewarm: Prewarm,
         mend: Cleanup,

@@ -1,10 +1,4 @@
-"""Bodies on their way in, each within its bound: short ones into memory, long ones into the quarantine directory.
-
-The bytes that are here at a time are bounded for each user and in all, until the request is answered; files of administrators,
-which are on disk, are not counted.
-A body that is too large, too slow, or cut off in the middle is an error and leaves nothing behind. What a daemon killed in the
-middle of a spool leaves is in the quarantine directory, which is emptied at the start.
-"""
+"""One request as a handler sees it: who asks, for what, with everything already checked."""
 
 from __future__ import annotations
 
@@ -15,17 +9,150 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Any
 
 import anyio
 import anyio.to_thread
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Message, Receive
 
+from ..engine import Engine
 from ..errors import BodyTooLargeError, DiskFullError, InvalidRequestError, LimitReachedError
+from ..host.peers import Peer, Role
 from ..mirrors.quarantine import Quarantine
+from ..model import View
+from ..protocol import Repo
+from .connections import Connection
+from .metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """`query` and `body` are of the models that the endpoint's row in the table names; `path` holds the path's parameters."""
+
+    engine: Engine
+    metrics: Metrics
+    peer: Peer
+    role: Role
+    request: Request
+    path: dict[str, str]
+    query: Any = None
+    body: Any = None
+
+    @property
+    def is_admin(self) -> bool:
+        return self.role >= Role.ADMIN
+
+    @property
+    def own_uid(self) -> int | None:
+        """For filters that show everybody their own: None, which is everything, for an administrator."""
+        return None if self.is_admin else self.peer.uid
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the client hung up meanwhile."""
+        return self.connection.is_lost
+
+    @property
+    def connection(self) -> Connection:
+        connection: Connection = self.request.state.connection
+        return connection
+
+
+def text_response(content: bytes | str, media_type: str) -> Response:
+    """Bytes as they are: starlette would declare every `text/` to be UTF-8, and a patch need not be."""
+    return Response(content, headers={"content-type": media_type})
+
+
+_Name = Annotated[str, Field(min_length=1, max_length=100)]
+_RefRecord = Annotated[
+    str,
+    Field(min_length=1, max_length=100, description="a ref record: its id, or a time in ISO 8601"),
+]
+
+
+class Query(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NoQuery(Query):
+    pass
+
+
+class RefsDiffQuery(Query):
+    a: _RefRecord
+    b: _RefRecord
+
+
+class BundleQuery(Query):
+    since: _RefRecord | None = None
+
+
+class ImportBundleQuery(Query):
+    mirror: Repo | None = None
+
+
+class PinsQuery(Query):
+    mirror: Repo | None = None
+
+
+class UnpinQuery(Query):
+    owner: (
+        Annotated[
+            str,
+            Field(max_length=200, description="dataset/NAME or person/UID; administrators only"),
+        ]
+        | None
+    ) = None
+
+
+class ImportQuery(Query):
+    filename: (
+        Annotated[
+            str,
+            Field(
+                min_length=1, max_length=255, description="what faults are told of; default: name"
+            ),
+        ]
+        | None
+    ) = None
+    name: (
+        Annotated[_Name, Field(description="of the dataset; default: filename without its endings")]
+        | None
+    ) = None
+    format: _Name | None = None
+
+
+class InstancesQuery(Query):
+    dataset: _Name | None = None
+
+
+class InstanceQuery(Query):
+    view: View = View.AGENT
+    dataset: str | None = None
+
+
+class AuditsQuery(Query):
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100
+
+
+class ApplyQuery(Query):
+    reverse: bool = False
+    named: Annotated[str, Field(pattern="^@(patch|test_patch)$")] | None = None
+
+
+class EventsQuery(Query):
+    after: (
+        Annotated[str, Field(max_length=64, description="as Last-Event-ID: BOOT:ID, or ID")] | None
+    ) = None
+    follow: bool = True
+
 
 JSON_LIMIT_BYTES = 1024**2
 PATCH_LIMIT_BYTES = 64 * 1024**2
