@@ -14,18 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CorruptObjectError, GitFailedError
+from ..git.batch import lines_of
 from ..git.command import run_git_sync
+from ..git.environment import UNTRUSTING
 from ..model import CommitId, CommitState
 from .content import Damage
-from .graph import (
-    TIMEOUT,
-    UNTRUSTING,
-    Graph,
-    first_absent_ancestor,
-    lines_of,
-    oldest_first,
-    read_graph,
-)
+from .graph import TIMEOUT, Graph, first_absent_ancestor, oldest_first, read_graph
 from .questions import ask
 
 _OID = re.compile(r"\b[0-9a-f]{40}\b")

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import CorruptObjectError, GitFailedError
+from ..git.batch import lines_of
 from ..git.command import run_git_sync
+from ..git.environment import UNTRUSTING
 from .files import BadFile, FileKind
-from .graph import TIMEOUT, UNTRUSTING, lines_of
+from .graph import TIMEOUT
 
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
 

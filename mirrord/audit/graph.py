@@ -13,19 +13,15 @@ from datetime import timedelta
 from pathlib import Path
 
 from ..errors import CorruptObjectError, GitFailedError
+from ..git.batch import lines_of
 from ..git.command import GitResult, run_git_sync
+from ..git.environment import UNTRUSTING
 
 TIMEOUT = timedelta(hours=1)
-UNTRUSTING = ("-c", "core.commitGraph=false", "-c", "core.multiPackIndex=false")
-"""Neither file is needed to read a repository, and each can hide that an object is missing."""
 _PARENT = re.compile(rb"^parent ([0-9a-f]{40})$", re.MULTILINE)
 
 Graph = dict[str, tuple[str, ...]]
 """Commit to parents, for every commit that can be read."""
-
-
-def lines_of(oids: Iterable[str]) -> bytes:
-    return "".join(f"{oid}\n" for oid in oids).encode()
 
 
 def read_graph(git_dir: Path, tips: Collection[str]) -> Graph:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
+from ..git.environment import UNTRUSTING
 from ..mirrors.history import WAS, parse_record
 from ..mirrors.repository import HISTORY, PINS
 from ..mirrors.transaction import JOURNAL
 from ..model import FindingKind
 from .files import Fault
-from .graph import UNTRUSTING
 from .names import Names, read_names
 from .past import Record
 from .questions import Answers, ask

@@ -10,13 +10,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ..errors import CorruptObjectError, GitFailedError
+from ..git.batch import lines_of
 from ..git.command import run_git_sync
+from ..git.environment import UNTRUSTING
 from ..mirrors.history import parse_record
 from ..mirrors.refs import theirs
 from ..mirrors.repository import HISTORY, KEPT, PINS
 from ..model import AuditLevel, FindingKind
 from .files import Fault
-from .graph import TIMEOUT, UNTRUSTING, Graph, ancestors, lines_of, read_graph
+from .graph import TIMEOUT, Graph, ancestors, read_graph
 from .names import Names
 from .questions import ask
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ..git.batch import lines_of
 from ..git.command import run_git_sync
-from .graph import TIMEOUT, UNTRUSTING, lines_of
+from ..git.environment import UNTRUSTING
+from .graph import TIMEOUT
 
 
 class Known(NamedTuple):

@@ -74,6 +74,9 @@ _HARMLESS = (
 STRICT = "--strict=" + ",".join(f"{name}=ignore" for name in _HARMLESS)
 """The same for `git index-pack`, which reads no configuration about it."""
 
+UNTRUSTING = ("-c", "core.commitGraph=false", "-c", "core.multiPackIndex=false")
+"""Neither file is needed to read a repository, and each can hide that an object is missing."""
+
 _HELPER = (
     '!f() { test "$1" = get && printf "username=%s\\npassword=%s\\n"'
     ' "$MIRRORD_UPSTREAM_USERNAME" "$MIRRORD_UPSTREAM_PASSWORD"; }; f'

@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..audit.graph import TIMEOUT, Graph, ancestors, first_absent_ancestor, lines_of, read_graph
+from ..audit.graph import TIMEOUT, Graph, ancestors, first_absent_ancestor, read_graph
 from ..audit.past import kinds_of
 from ..errors import CorruptObjectError, GitFailedError
+from ..git.batch import lines_of, read_objects_sync
 from ..git.command import run_git_sync
 
 _MOST_TIPS = 2000
@@ -66,22 +67,8 @@ def _follow_tags(repository: Path, kinds: Mapping[str, str]) -> tuple[set[str], 
 
 
 def _targets(repository: Path, tags: Collection[str]) -> Iterator[str]:
-    if not tags:
-        return
-    output = run_git_sync(
-        "cat-file",
-        "--batch",
-        git_dir=repository,
-        stdin=lines_of(tags),
-        timeout=TIMEOUT,
-        doing="read tags",
-    ).stdout
-    at = 0
-    while at < len(output):
-        end = output.index(b"\n", at)
-        size = int(output[at:end].split()[2])
-        yield output[end + 8 : end + 48].decode("ascii", "replace")  # after "object "
-        at = end + size + 2
+    for tag in read_objects_sync(repository, tags, timeout=TIMEOUT, doing="read tags"):
+        yield tag.data[7:47].decode("ascii", "replace")  # after "object "
 
 
 def _is_whole(repository: Path, kinds: Mapping[str, str]) -> bool:

@@ -13,10 +13,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..audit.graph import TIMEOUT, lines_of, read_graph
+from ..audit.graph import TIMEOUT, read_graph
 from ..audit.lost import is_record, past_ids, read_record
 from ..audit.names import Names, named_in
 from ..audit.past import Record, kinds_of, read_records, unkept
+from ..git.batch import lines_of
 from ..git.command import run_git_sync
 from ..mirrors.history import WAS
 from ..mirrors.repository import HISTORY, KEPT, OURS

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..audit.content import unreadable
-from ..audit.graph import TIMEOUT, lines_of
+from ..audit.graph import TIMEOUT
 from ..audit.past import kinds_of
 from ..errors import CorruptObjectError, GitFailedError
+from ..git.batch import lines_of
 from ..git.command import Git
 from ..git.environment import STRICT
 from ..git.packfile import PackIndex

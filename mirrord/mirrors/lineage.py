@@ -14,6 +14,7 @@ from pathlib import Path
 
 import anyio
 
+from ..git.batch import object_info
 from .repository import Repository
 from .upstream import Upstream
 
@@ -69,15 +70,14 @@ async def read_lineage(
     repository: Repository, tips: Sequence[str], objects: Path, kind: str
 ) -> Lineage:
     """Read what a fetch with the filter `kind` brought into `objects`."""
-    peeled = await repository.git.run(
-        "cat-file", "--batch-check=%(objectname) %(objecttype)",
-        git_dir=repository.path,
-        stdin="".join(f"{oid}^{{commit}}\n" for oid in tips).encode("ascii"),
+    peeled = await object_info(
+        repository.git,
+        repository.path,
+        [f"{oid}^{{commit}}" for oid in tips],
         quarantine_objects=objects,
         doing="look up the commits of an upstream",
-    )  # fmt: skip
-    answers = zip(tips, peeled.lines, strict=True)
-    commits = {tip: line.split()[0] for tip, line in answers if line.endswith(" commit")}
+    )
+    commits = {tip: found.oid for tip, found in zip(tips, peeled, strict=True) if found.exists}
     listing = await repository.git.run(
         "rev-list", "--format=%H %T %P", "--no-commit-header", "--topo-order", "--reverse", "--stdin", "--not", "--all",
         git_dir=repository.path,

@@ -18,6 +18,7 @@ import structlog
 from ..catalog.catalog import Catalog
 from ..catalog.rows import PinRow
 from ..errors import GitFailedError, InvalidRequestError, MirrordError, ResourceError
+from ..git.batch import object_info
 from ..model import CommitId, shown
 from .bisect import find_bad
 from .repository import PINS, Refs, Repository
@@ -214,16 +215,10 @@ async def _must_be_commits(
     repository: Repository, oids: Collection[CommitId]
 ) -> dict[CommitId, str]:
     """Which of the ids name something else than a commit, and what."""
-    answer = await repository.git.run(
-        "cat-file",
-        "--batch-check=%(objectname) %(objecttype)",
-        git_dir=repository.path,
-        stdin="".join(f"{oid}\n" for oid in oids).encode("ascii"),
-        doing=f"look up commits of mirror {repository.name}",
-    )
-    found = (line.split() for line in answer.lines)
+    doing = f"look up commits of mirror {repository.name}"
+    found = await object_info(repository.git, repository.path, oids, doing=doing)
     return {
-        CommitId(oid): f"{oid} is a {kind}, not a commit"
-        for oid, kind in found
-        if kind not in {"commit", "missing"}
+        CommitId(each.oid): f"{each.oid} is a {each.kind}, not a commit"
+        for each in found
+        if each.kind not in {"commit", "missing"}
     }

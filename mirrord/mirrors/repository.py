@@ -13,6 +13,7 @@ from pathlib import Path
 import anyio
 
 from ..errors import DamagedMirrorError
+from ..git.batch import object_info
 from ..git.command import Git
 from ..host.files import sync_file, sync_tree
 from ..model import MirrorName
@@ -126,27 +127,16 @@ class Repository:
     async def absent(self, oids: Iterable[str]) -> set[str]:
         """Which of `oids` are not in the object store at all. Says nothing of their closures."""
         wanted = sorted(set(oids))
-        if not wanted:
-            return set()
-        answer = await self.git.run(
-            "cat-file",
-            "--batch-check=%(objectname) %(objecttype)",
-            git_dir=self.path,
-            stdin="".join(f"{oid}\n" for oid in wanted).encode("ascii"),
-            doing=f"look up objects of mirror {self.name}",
-        )
-        return {line.split()[0] for line in answer.lines if line.endswith(" missing")}
+        doing = f"look up objects of mirror {self.name}"
+        found = await object_info(self.git, self.path, wanted, doing=doing)
+        return {each.name for each in found if each.kind == "missing"}
 
     async def commits_of(self, oids: Iterable[str]) -> set[str]:
         """The commits that the objects are, or as tags lead to."""
-        answer = await self.git.run(
-            "cat-file",
-            "--batch-check=%(objectname) %(objecttype)",
-            git_dir=self.path,
-            stdin="".join(f"{oid}^{{commit}}\n" for oid in sorted(set(oids))).encode("ascii"),
-            doing=f"look up commits of mirror {self.name}",
-        )
-        return {line.split()[0] for line in answer.lines if line.endswith(" commit")}
+        peeled = [f"{oid}^{{commit}}" for oid in sorted(set(oids))]
+        doing = f"look up commits of mirror {self.name}"
+        found = await object_info(self.git, self.path, peeled, doing=doing)
+        return {each.oid for each in found if each.exists}
 
     async def is_ancestor(self, old: str, new: str) -> bool:
         """True when a ref that moved from `old` to `new` lost nothing. False for anything but commits."""

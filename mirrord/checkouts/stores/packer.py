@@ -23,6 +23,7 @@ import anyio.to_thread
 
 from ...errors import CommitUnservableError, CorruptObjectError, GitFailedError
 from ...git.command import Git
+from ...git.environment import UNTRUSTING
 from ...git.packfile import PackIndex
 from ...git.workers import Workers
 from ...host.files import write_all
@@ -39,7 +40,6 @@ from .sources import (
 )
 
 TIMEOUT = timedelta(minutes=30)
-UNTRUSTING = ("-c", "core.commitGraph=false", "-c", "core.multiPackIndex=false")
 _WALK = (*UNTRUSTING, "rev-list", "--objects", "--no-object-names")
 _PACK = (
     *UNTRUSTING, "-c", "pack.threads=2", "-c", "core.fsync=none", "-c", "pack.writeReverseIndex=false",

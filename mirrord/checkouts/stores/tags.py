@@ -15,7 +15,7 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from ...errors import CorruptObjectError, GitFailedError
+from ...git.batch import object_info
 from ...git.command import Git
 from ...git.packfile import PackIndex
 
@@ -114,21 +114,10 @@ def packed_refs(tags: Collection[Tag]) -> bytes:
 
 async def _peeled_commits(git: Git, mirror: Path, oids: Sequence[str]) -> dict[str, str | None]:
     """The commit that each object leads to, None for a tag of something else; nothing for one whose objects are missing."""
-    asked = "".join(f"{oid}^{{}}\n" for oid in oids).encode()
-    try:
-        done = await git.run(
-            "cat-file",
-            "--batch-check=%(objectname) %(objecttype)",
-            git_dir=mirror,
-            stdin=asked,
-            doing="look at tags",
-        )
-    except (CorruptObjectError, GitFailedError):
-        halves = (oids[: len(oids) // 2], oids[len(oids) // 2 :]) if len(oids) > 1 else ()
-        found = [await _peeled_commits(git, mirror, half) for half in halves]
-        return {oid: commit for half in found for oid, commit in half.items()}
-    shown = (line.split() for line in done.lines)
+    asked = [f"{oid}^{{}}" for oid in oids]
+    found = await object_info(git, mirror, asked, bisect=True, doing="look at tags")
     return {
-        oid: words[0] if words[1] == "commit" else None
-        for oid, words in zip(oids, shown, strict=True)
+        oid: each.oid if each.kind == "commit" else None
+        for oid, each in zip(oids, found, strict=True)
+        if each.kind != "damaged"
     }
