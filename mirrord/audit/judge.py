@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
-from ..catalog.catalog import Catalog
+from ..catalog import Catalog
 from ..errors import CorruptObjectError, DamagedMirrorError
 from ..git.workers import Workers
 from ..jobs.events import Events
@@ -21,7 +21,7 @@ from ..mirrors.pins import stands_alone
 from ..mirrors.repository import PINS
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, CommitId, CommitState, FindingKind, MirrorName, Reach
-from ..protocol import AuditPart, Progress, Repair
+from ..protocol import AuditPart, ProgressSink, Repair
 from .closures import Verdict
 from .examine import Examined, examine
 from .files import Fault, no_directory
@@ -31,7 +31,6 @@ from .report import Judged, is_sound, part_of
 _TIMEOUT = timedelta(hours=12)
 _STOPS_GIT = {FindingKind.LAYOUT, FindingKind.CONFIG, FindingKind.HEAD}
 
-ProgressSink = Callable[[Progress], None]
 Repairer = Callable[[Judged, ProgressSink | None], Awaitable[Repair]]
 Scrubber = Callable[[MirrorName], Awaitable[Mapping[str, str]]]
 

@@ -9,7 +9,7 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-from ..catalog.rows import MirrorRow, RecordedRow
+from ..catalog import MirrorRow, RecordedRow
 from ..model import AuditLevel, CommitState, FindingKind, MirrorName, utc_now
 from ..protocol import Audit, AuditPart, Finding, Repair, StartAudit
 from .examine import Examined

@@ -17,8 +17,7 @@ from datetime import datetime
 import anyio
 import structlog
 
-from ..catalog.catalog import Catalog
-from ..catalog.rows import JudgementRow
+from ..catalog import Catalog, JudgementRow
 from ..config import Settings
 from ..errors import (
     AuditNotFoundError,
@@ -32,8 +31,8 @@ from ..git.workers import Workers
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, MirrorName, shown, utc_now
-from ..protocol import Audit, Progress, StartAudit
-from .judge import Judge, ProgressSink, Repairer, Scrubber
+from ..protocol import Audit, Progress, ProgressSink, StartAudit
+from .judge import Judge, Repairer, Scrubber
 from .report import Round, report, unjudged
 
 _LANES = {AuditLevel.QUICK: 2, AuditLevel.CLOSURE: 1, AuditLevel.CONTENT: 1}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .catalog import Catalog
 from .datasets import EVERY
-from .rows import DatasetHead, InstanceRow, JudgementRow, MirrorRow, PinRow, RecordedRow
-from .spool import spooled
+from .schema import DatasetHead, InstanceRow, JudgementRow, MirrorRow, PinRow, RecordedRow
+from .spool import spooled, unspooled
 
 __all__ = [
     "EVERY",
@@ -17,4 +17,5 @@ __all__ = [
     "PinRow",
     "RecordedRow",
     "spooled",
+    "unspooled",
 ]

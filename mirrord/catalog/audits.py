@@ -10,8 +10,7 @@ from sqlalchemy import Connection, delete, select
 from ..model import AuditLevel
 from ..protocol import Audit, AuditPart
 from .database import upsert
-from .rows import JudgementRow
-from .schema import audits, judgements
+from .schema import JudgementRow, audits, judgements
 
 KEPT = 200
 """A daily audit of everything, and some asked for by hand, for about half a year."""

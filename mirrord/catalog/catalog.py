@@ -21,10 +21,9 @@ from ..git.workers import Workers
 from ..model import AuditLevel, CommitId
 from ..protocol import AmbiguousInstance, Audit, Dataset, DatasetChange, DatasetSummary
 from . import audits, datasets, mirrors
-from .database import Database, Way
-from .rows import DatasetHead, InstanceRow, JudgementRow, MirrorRow, PinRow, RecordedRow
+from .database import Database, Way, migrate, prepare
+from .schema import DatasetHead, InstanceRow, JudgementRow, MirrorRow, PinRow, RecordedRow
 from .spool import merge_dataset, replace_dataset, spool_rows
-from .upgrade import migrate, prepare
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -20,11 +20,12 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 import structlog
-from sqlalchemy import Connection, Engine, Table, create_engine, event
+from sqlalchemy import Connection, Engine, Table, create_engine, event, insert, inspect, select
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from ..errors import (
+    CatalogTooNewError,
     CorruptCatalogError,
     DiskFailedError,
     DiskFullError,
@@ -32,10 +33,15 @@ from ..errors import (
     ResourceError,
 )
 from ..host.files import is_read_only
+from .schema import HEAD, metadata, version
+
+MIGRATIONS = Path(__file__).parent / "migrations"
 
 BUSY_TIMEOUT_S = 60
 """How long a writer waits for another: the longest write is a dataset of some 100,000 rows."""
 
+_CHECKED_BYTES = 32 * 1024**2
+"""Up to this size a SQLite file is checked whole at the start: 20 ms at most."""
 _SHRINK_PATIENCE_MS = 1000
 _INDEX_PAGE_BYTES, _INDEX_BYTES = 4096, 32768
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
@@ -296,3 +302,66 @@ def upsert(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any
     connection.execute(
         statement.on_conflict_do_update(index_elements=keys, set_=values), list(rows)
     )
+
+
+# -- the schema -----------------------------------------------------------------------------------
+
+
+def prepare(database: Database) -> bool:
+    """Make a fresh catalog, or look at the one there is; answers whether it must be migrated."""
+    _check_file(database)
+    with (
+        database.read() as connection
+    ):  # a full disk lets nobody write, and there is mostly nothing to write
+        if version.name in inspect(connection).get_table_names():
+            return _is_old(database, connection.execute(select(version.c.version_num)).scalar())
+    with database.write() as connection:
+        there = set(inspect(connection).get_table_names())
+        if foreign := there & set(metadata.tables):
+            raise CorruptCatalogError(
+                f"cannot use the catalog {database.label}: it has tables ({', '.join(sorted(foreign))}) but no schema version",
+                hint="it is not a catalog of mirrord, or a broken copy of one; name another database",
+            )
+        metadata.create_all(connection)
+        version.create(connection)
+        connection.execute(insert(version).values(version_num=HEAD))
+    log.info("catalog.created", catalog=database.label, revision=HEAD)
+    return False
+
+
+def _is_old(database: Database, revision: str | None) -> bool:
+    if revision == HEAD:
+        return False
+    known = {path.name.partition("_")[0] for path in (MIGRATIONS / "versions").glob("[0-9]*.py")}
+    if revision not in known:
+        raise CatalogTooNewError(
+            f"cannot use the catalog {database.label}: its schema {revision} is not known to this version, which knows {HEAD}",
+            hint="a newer mirrord wrote it: install that one, or restore the catalog from before the upgrade",
+        )
+    return True
+
+
+def _check_file(database: Database) -> None:
+    """Find a damaged page now rather than in the middle of a request."""
+    if not database.is_sqlite or Path(str(database.url.database)).stat().st_size > _CHECKED_BYTES:
+        return
+    with database.read() as connection:
+        verdict = str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar())
+    if verdict != "ok":
+        raise CorruptCatalogError(
+            f"cannot use the catalog {database.label}: {verdict.partition(chr(10))[0]}",
+            hint="stop the daemon, move the file away and start again; `sqlite3 FILE .recover` may save its datasets",
+        )
+
+
+def migrate(place: str) -> None:
+    """Run all migrations that are missing. Call it in a worker: it loads alembic."""
+    config = import_module("alembic.config").Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    database = Database.at(place)
+    try:
+        with database.write() as connection:
+            config.attributes["connection"] = connection
+            import_module("alembic.command").upgrade(config, "head")
+    finally:
+        database.close()

@@ -28,8 +28,7 @@ from sqlalchemy import (
 from ..errors import InstanceAmbiguousError
 from ..model import CommitId, CommitRole, Direction, MirrorName, shown
 from ..protocol import AmbiguousInstance, Dataset, DatasetSummary, RowFault, UnpinnedCommit
-from .rows import InstanceRow, RecordedRow
-from .schema import datasets, instances, mirrors, pins, recorded
+from .schema import InstanceRow, RecordedRow, datasets, instances, mirrors, pins, recorded
 
 NOT_YET = "it has not been pinned yet; import the dataset again"
 EVERY = "*"

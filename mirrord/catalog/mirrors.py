@@ -21,8 +21,7 @@ from sqlalchemy import (
 
 from ..model import CommitId, MirrorName
 from .database import upsert
-from .rows import MirrorRow, PinRow
-from .schema import datasets, judgements, mirrors, pins, recorded
+from .schema import MirrorRow, PinRow, datasets, judgements, mirrors, pins, recorded
 
 _BATCH = 500
 """Rows a statement; SQLite takes 32766 variables."""

@@ -1,4 +1,4 @@
-"""The tables of the catalog, as migrations leave them at revision HEAD.
+"""The tables of the catalog, as migrations leave them at revision HEAD, and their rows as values.
 
 Owns the definitions; a test holds them equal to what the migrations build. Mirrors are keyed by their name in lower case, so that
 two spellings are one row. Instances and recorded commits do not refer to the mirrors table: a dataset may record what is not
@@ -7,6 +7,7 @@ mirrored. Patches are bytes, because PostgreSQL's text refuses NUL, which git's 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
@@ -27,6 +28,9 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
 )
+
+from ..model import AuditLevel, CommitId, CommitRole, DatasetName, Direction, MirrorName
+from ..protocol import AuditPart, RowFault
 
 HEAD = "0003"
 """The newest migration."""
@@ -150,3 +154,95 @@ judgements = Table(
     Column("judged_at", UtcTime, nullable=False),
     Column("document", JSON, nullable=False),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorRow:
+    """A mirror as the catalog knows it. `url` may hold a secret: show it only masked. `history` is
+    a record of its ref history that was the newest once."""
+
+    name: MirrorName
+    url: str = field(repr=False)
+    added_at: datetime
+    default_branch: str | None = None
+    ref_count: int | None = None
+    kept_count: int | None = None
+    size_bytes: int | None = None
+    synced_at: datetime | None = None
+    attempted_at: datetime | None = None
+    error: dict[str, Any] | None = None
+    ref_faults: list[dict[str, Any]] = field(default_factory=list)
+    history: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PinRow:
+    """`owner` is `dataset/NAME` or `person/UID`."""
+
+    mirror: MirrorName
+    commit: CommitId
+    owner: str
+    reason: str
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRow:
+    """One commit that one instance of one dataset depends on."""
+
+    mirror: MirrorName
+    commit: CommitId
+    role: CommitRole
+    instance: str
+    dataset: str
+
+
+@dataclass(frozen=True, slots=True)
+class JudgementRow:
+    """What the last audit of everything at one level said of one mirror; the audit itself may not have ended yet."""
+
+    key: str
+    level: AuditLevel
+    audit_id: str
+    started_at: datetime
+    judged_at: datetime
+    part: AuditPart
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRow:
+    """One instance, answer included. `commits` has the base commit too."""
+
+    id: str
+    dataset: str
+    mirror: MirrorName
+    base_commit: CommitId
+    direction: Direction
+    commits: tuple[tuple[CommitId, CommitRole], ...]
+    patch: str | None
+    test_patch: str | None
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...]
+
+    @property
+    def repo(self) -> str:
+        return self.mirror.repo
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetHead:
+    """What is recorded of a dataset beside its rows.
+
+    `fault_count` counts all faults, of which `faults` keeps the first; `refused` says by mirror key and commit (`*`: all of
+    them) why it has no pin.
+    """
+
+    name: DatasetName
+    format: str
+    source: str
+    sha256: str
+    imported_at: datetime
+    fault_count: int
+    faults: list[RowFault]
+    rules: dict[str, int]
+    refused: dict[str, dict[str, str]]

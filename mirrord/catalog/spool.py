@@ -20,8 +20,7 @@ from ..protocol import DatasetChange
 from .database import Database
 from .datasets import iter_instances
 from .mirrors import in_batches
-from .rows import DatasetHead, InstanceRow
-from .schema import datasets, instances, recorded
+from .schema import DatasetHead, InstanceRow, datasets, instances, recorded
 
 _BATCH_BYTES = 4 * 1024**2
 _BATCH_ROWS = 500

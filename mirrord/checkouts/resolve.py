@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from ..catalog.rows import InstanceRow
+from ..catalog import InstanceRow
 from ..errors import (
     AccessError,
     CommitNotFoundError,

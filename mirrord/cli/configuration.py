@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from .. import config
+from .. import config, places
 from ..errors import AccessError, InvalidConfigError, NoDaemonError
 from ..telemetry import masked
 from .parameters import Argument
@@ -22,7 +22,7 @@ def check(
     session: Session, file: Annotated[Path | None, Argument(help="Default: the one in use.")] = None
 ) -> None:
     """Tells every fault at once, each with its key and line."""
-    path = file or session.config_path() or config.find_path()
+    path = file or session.config_path() or places.find_path()
     settings = config.load(path)
     text = f"{path}: no faults" if path else "no configuration file: the defaults are in use"
     session.answer(_without_secrets(settings), lambda: [text])
@@ -39,7 +39,7 @@ def show(session: Session) -> None:
             f"in force; read from {found.path or 'no file: the defaults'}",
         )
     else:
-        path = named or config.find_path()
+        path = named or places.find_path()
         values = _without_secrets(config.load(path))
         told = f"no daemon tells what it runs with: from {path or 'no file: the defaults'}"
     session.answer(values, lambda: _toml(values))

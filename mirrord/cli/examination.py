@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 
-from .. import config
+from .. import config, places
 from ..doctor import Check, examine
 from .session import Session, print_line
 
@@ -16,7 +16,7 @@ _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 
 def doctor(session: Session) -> None:
     """Changes nothing. Status 7 when something that mirrord needs is missing."""
-    checks = examine(config.load(session.config_path() or config.find_path()))
+    checks = examine(config.load(session.config_path() or places.find_path()))
     if session.json:
         print_line(json.dumps([check._asdict() for check in checks], indent=2))
     else:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from .. import config
+from .. import config, places
 from ..errors import MirrorNotFoundError, PathNotFoundError
 from ..layout import Layout
 from ..model import History, MirrorName, parse_commit
@@ -79,7 +79,7 @@ def _is_ours(directory: Path) -> bool:
 def _mirror_path(session: Session, named: str) -> Path:
     if Path(named).is_dir():
         return Path(named).absolute()
-    mirrors = config.load(session.config_path() or config.find_path()).state_dir / "mirrors"
+    mirrors = config.load(session.config_path() or places.find_path()).state_dir / "mirrors"
     key = MirrorName.parse(named).key
     try:
         found = [entry for entry in mirrors.iterdir() if entry.name.lower() == key]

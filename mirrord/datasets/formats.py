@@ -13,17 +13,61 @@ from typing import Any
 
 from ..catalog import InstanceRow
 from ..errors import InvalidDatasetError
-from ..model import shown
+from ..model import CommitId, CommitRole, Direction, shown
 from ..protocol import FormatInfo
 from .fields import Fields
-from .normalisers import (
-    generic,
-    swe_bench,
-    swe_bench_multilingual,
-    swe_bench_multimodal,
-    swe_gym,
-    swe_rebench,
-)
+
+Commits = tuple[tuple[CommitId, CommitRole], ...]
+
+
+def _generic(fields: Fields) -> InstanceRow:
+    return row_of(fields, further=())
+
+
+def _with_environment(fields: Fields) -> InstanceRow:
+    return row_of(fields, further=environment(fields))
+
+
+def _multimodal(fields: Fields) -> InstanceRow:
+    """Only some rows have the column."""
+    return row_of(
+        fields, further=environment(fields) if "environment_setup_commit" in fields.row else ()
+    )
+
+
+def row_of(
+    fields: Fields, *, further: Commits, direction: Direction = Direction.FORWARD
+) -> InstanceRow:
+    """The row by its common columns, with `further` commits beside the base commit."""
+    base = fields.commit("base_commit")
+    return InstanceRow(
+        id=fields.instance_id(),
+        dataset="",
+        mirror=fields.mirror(),
+        base_commit=base,
+        direction=direction,
+        commits=((base, CommitRole.BASE), *further),
+        patch=fields.patch("patch"),
+        test_patch=fields.patch("test_patch"),
+        fail_to_pass=tests(fields, "FAIL_TO_PASS"),
+        pass_to_pass=tests(fields, "PASS_TO_PASS"),
+    )
+
+
+def tests(fields: Fields, name: str) -> tuple[str, ...]:
+    """A list of tests, whose column some formats write in lower case."""
+    if name in fields.row or name.lower() not in fields.row:
+        return fields.names(name)
+    return fields.names(name.lower())
+
+
+def environment(fields: Fields) -> Commits:
+    """The commit that the environment is built at, where the row has one."""
+    if not fields.has("environment_setup_commit"):
+        fields.fired("environment_setup_commit: none")
+        return ()
+    return ((fields.commit("environment_setup_commit"), CommitRole.ENVIRONMENT),)
+
 
 Row = Mapping[str, Any]
 Normaliser = Callable[[Fields], InstanceRow]
@@ -97,42 +141,42 @@ FORMATS: tuple[Format, ...] = (
         "SWE-bench Multimodal",
         "image_assets",
         _has("image_assets"),
-        swe_bench_multimodal.normalise,
+        _multimodal,
     ),
     Format(
         "swe-rebench",
         "SWE-rebench, SWE-bench-extra",
         "install_config, FAIL_TO_FAIL or PASS_TO_FAIL",
         _has_any("install_config", "FAIL_TO_FAIL", "PASS_TO_FAIL"),
-        swe_rebench.normalise,
+        _with_environment,
     ),
     Format(
         "swe-bench",
         "SWE-bench, Lite, Verified",
         "environment_setup_commit",
         _has("environment_setup_commit"),
-        swe_bench.normalise,
+        _with_environment,
     ),
     Format(
         "swe-bench-multilingual",
         "SWE-bench Multilingual",
         "no environment_setup_commit, and log_parser or dates with a space",
         _is_multilingual,
-        swe_bench_multilingual.normalise,
+        _generic,
     ),
     Format(
         "swe-gym",
         "SWE-Gym",
         "no environment_setup_commit, and hints_text",
         _has("instance_id", "repo", "base_commit", "hints_text"),
-        swe_gym.normalise,
+        _generic,
     ),
     Format(
         "generic",
         "rows of the same shape",
         "instance_id, repo and base_commit",
         _has_shape,
-        generic.normalise,
+        _generic,
     ),
 )
 
@@ -170,7 +214,7 @@ def choose_format(source: str, asked: str | None, rows: Sequence[Row]) -> tuple[
     if chosen.normalise is not None:
         return chosen, chosen.normalise
     if not asked and any(_has_shape(row) for row in rows):
-        return FORMATS[-1], generic.normalise
+        return FORMATS[-1], _generic
     raise InvalidDatasetError(
         f"cannot import dataset {shown(source)}: its rows, from the first on, are {chosen.title} ({chosen.detected_by}),"
         " a format that this version recognises and does not read",

@@ -17,9 +17,8 @@ from ..catalog import EVERY, Catalog, PinRow
 from ..errors import MirrordError, StoppingError
 from ..mirrors.service import Mirrors
 from ..model import CommitId, DatasetName, MirrorName
-from ..protocol import Progress
+from ..protocol import Progress, ProgressSink
 
-ProgressSink = Callable[[Progress], None]
 Refused = dict[CommitId, str]
 """Why commits of one mirror have no pin."""
 

@@ -1,7 +1,7 @@
-"""Dataset files as rows: JSON lines, a JSON document, Parquet; plain, gzip or Zstandard. By content, whatever the file is called.
+"""Dataset files as rows: JSON lines, a JSON document, Parquet; plain, gzip or Zstandard; by content.
 
-Streams: holds one row, or one batch of Parquet. A row that cannot be read is answered as a fault in its place and the next one
-is read; a file that is none of these raises InvalidDatasetError. Runs in a worker.
+Streams: holds one row, or one batch of Parquet. An unreadable row becomes a fault in its place and
+reading continues; any other file raises InvalidDatasetError. Runs in a worker.
 """
 
 from __future__ import annotations
@@ -12,29 +12,32 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ..errors import InvalidDatasetError
 from ..model import shown
-from .documents import ELEMENT_LIMIT_BYTES, Element, iter_elements
-from .expansion import Counted, Expansion
 from .formats import COLUMNS
+from .json_stream import ELEMENT_LIMIT_BYTES, Element, iter_elements
+
+UNPACKED_FREE_BYTES = 256 * 1024**2
+UNPACKED_RATIO = 64
+"""Text as people write it shrinks to a tenth; more than this is a bomb."""
+UNPACKED_LIMIT_BYTES = 64 * 1024**3
 
 _HEAD_BYTES = 64 * 1024
+_BATCH_ROWS = 64
+_BUFFER_BYTES = 1024**2
 _BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
 _ROW_KEYS = {"instance_id", "repo", "base_commit"}
 _HINT = "give a file of JSON lines, a JSON array of rows, or Parquet"
 
 
-@dataclass(frozen=True, slots=True)
-class RawRow:
-    """One row as it stands in the file; `line` counts lines of JSON lines and rows of everything else, from 1."""
+class RawRow(NamedTuple):
+    """One row of the file; `line` counts lines of JSON lines, rows of everything else, from 1."""
 
     line: int
     value: dict[str, Any] | None = None
@@ -43,69 +46,100 @@ class RawRow:
 
 def iter_rows(path: Path, source: str) -> Iterator[RawRow]:
     """All rows of a file that messages call `source`."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
+    size = os.stat(path)
+    if not stat.S_ISREG(size.st_mode):
         raise _refused(source, "it is not a regular file")
+    take = _unpacking(source, size.st_size)
     with path.open("rb") as file:
         head = file.read(8)
-    expansion = Expansion(path, source)
     if head.startswith(b"PAR1"):
-        columnar = import_module(".columnar", __package__)
-        rows = enumerate(columnar.iter_parquet(path, source, COLUMNS, expansion), 1)
-        yield from (RawRow(line, value, fault) for line, (value, fault) in rows)
+        yield from _iter_parquet(path, source, take)
         return
-    with _open(path, head, expansion) as stream:
-        yield from _guarded(_iter_text(stream, source))
-
-
-@contextmanager
-def _open(path: Path, head: bytes, expansion: Expansion) -> Iterator[io.BufferedReader[Any]]:
-    with Counted(_raw(path, head), expansion) as raw, io.BufferedReader(raw, _HEAD_BYTES) as stream:
-        yield stream
-
-
-def _raw(path: Path, head: bytes) -> io.RawIOBase:
     raw: Any
     if head.startswith(b"\x1f\x8b"):
         raw = gzip.GzipFile(path)
-    elif head.startswith(b"\x28\xb5\x2f\xfd"):
-        raw = import_module(".columnar", __package__).open_zstd(path)
+    elif head.startswith(b"\x28\xb5\x2f\xfd"):  # Python 3.11 does not read Zstandard
+        raw = import_module("pyarrow").input_stream(str(path), compression="zstd")
     else:
         raw = io.FileIO(path)
-    return cast("io.RawIOBase", raw)
-
-
-def _guarded(rows: Iterator[RawRow]) -> Iterator[RawRow]:
-    """Compressed bytes that are damaged end the file with a fault; a disk that fails is the caller's error."""
     line = 0
-    try:
-        for row in rows:
-            line = row.line
-            yield row
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        yield RawRow(line + 1, fault=f"the compressed file is damaged from here on: {error}")
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        yield RawRow(line + 1, fault=f"the compressed file is damaged from here on: {error}")
+    with _Counted(raw, take) as counted, io.BufferedReader(counted, _HEAD_BYTES) as stream:
+        try:
+            for row in _iter_text(stream, source):
+                line = row.line
+                yield row
+        except (EOFError, zlib.error, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the disk failed; damaged content has no errno
+            yield RawRow(line + 1, fault=f"the compressed file is damaged from here on: {error}")
+
+
+def _unpacking(source: str, size: int) -> Callable[[int], None]:
+    """A counter of unpacked bytes that raises InvalidDatasetError over the bound.
+
+    Kilobytes of gzip or Parquet can stand for gigabytes of rows, whatever their headers say.
+    """
+    left = limit = min(UNPACKED_FREE_BYTES + UNPACKED_RATIO * size, UNPACKED_LIMIT_BYTES)
+
+    def take(count: int) -> None:
+        nonlocal left
+        left -= count
+        if left < 0:
+            fact = f"its {size} bytes unpack to more than {limit >> 20} MiB"
+            raise _refused(source, fact, "give the rows unpacked, or in several files")
+
+    return take
+
+
+class _Counted(io.RawIOBase):
+    def __init__(self, raw: io.RawIOBase, take: Callable[[int], None]) -> None:
+        self._raw = raw
+        self._take = take
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: object) -> int:
+        count = cast("int", self._raw.readinto(buffer))  # type: ignore[arg-type]
+        self._take(count)
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def _refused(source: str, fact: str, hint: str = _HINT) -> InvalidDatasetError:
+    return InvalidDatasetError(f"cannot import dataset {shown(source)}: {fact}", hint=hint)
+
+
+# -- JSON -----------------------------------------------------------------------------------------
 
 
 def _iter_text(stream: io.BufferedReader[Any], source: str) -> Iterator[RawRow]:
-    head = _head(stream)
+    head = stream.peek(_HEAD_BYTES)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise _refused(source, "it is UTF-16", "write it as UTF-8")
     if head.startswith(_BOM):
         stream.read(len(_BOM))
-    start = head.removeprefix(_BOM).lstrip(_SPACE)
-    if not start and not head.removeprefix(_BOM):
+        head = head.removeprefix(_BOM)
+    if not head:
         raise _refused(source, "it is empty")
+    start = head.lstrip(_SPACE)
     if start.startswith(b"PAR1"):
-        raise _refused(
-            source, "it is compressed Parquet", "decompress it; Parquet compresses by itself"
-        )
+        hint = "decompress it; Parquet compresses by itself"
+        raise _refused(source, "it is compressed Parquet", hint)
     if start.startswith(b"[") and not _is_array_line(start):
-        yield from _numbered(iter_elements(stream))
+        yield from _iter_document(iter_elements(stream))
     elif start.startswith(b"{") and not _is_lines(start):
-        yield from _iter_object(stream, start, source)
+        match _first_member(start):
+            case b"{":  # rows by instance id
+                yield from _iter_document(iter_elements(stream))
+            case b"[":  # an object with an array of rows
+                elements = iter_elements(stream, depth=2)
+                yield from _iter_document(element._replace(key=None) for element in elements)
+            case _:
+                yield from _iter_single(stream.read(ELEMENT_LIMIT_BYTES + 1), source)
     elif start.startswith((b"{", b"[")) or b"\n{" in start:
         yield from _iter_lines(stream)
     elif start:
@@ -114,12 +148,10 @@ def _iter_text(stream: io.BufferedReader[Any], source: str) -> Iterator[RawRow]:
         raise _refused(source, "it has no rows")
 
 
-def _head(stream: io.BufferedReader[Any]) -> bytes:
-    """The first bytes, not consumed. A raw reader may give less than asked for at once."""
-    return stream.peek(_HEAD_BYTES)
-
-
-# -- JSON lines -------------------------------------------------------------------------------------------------------
+def _is_array_line(start: bytes) -> bool:
+    """Whether the first `[` opens a bad first line of JSON lines, and not an array of rows."""
+    first, _, rest = start.partition(b"\n")
+    return rest.lstrip(_SPACE).startswith(b"{") and first.rstrip(_SPACE).endswith(b"]")
 
 
 def _is_lines(start: bytes) -> bool:
@@ -127,31 +159,17 @@ def _is_lines(start: bytes) -> bool:
     first, newline, rest = start.partition(b"\n")
     value = _decoded(first)[0]
     if value is not None:
-        return (
-            bool(rest.strip())
-            or _ROW_KEYS & value.keys() != set()
-            or not _is_mapping_of_rows(value)
-        )
-    if not newline:  # a row longer than what was looked at, or one cut off: a document has its brackets on lines of their own
-        return not _begins_nested(first)
+        members = [v[0] if isinstance(v, list) and v else v for v in value.values()]
+        has_rows = any(isinstance(m, dict) and _ROW_KEYS & m.keys() for m in members)
+        return bool(rest.strip()) or bool(_ROW_KEYS & value.keys()) or not has_rows
+    if not newline:  # a row longer than the head, or cut off: a document has brackets on own lines
+        return _first_member(first) not in {b"{", b"["}
     return rest.lstrip(_SPACE).startswith(b"{")
 
 
-def _begins_nested(text: bytes) -> bool:
-    """Whether the first member of an object is itself an object or an array."""
-    _, colon, value = text.partition(b":")
-    return bool(colon) and value.lstrip(_SPACE)[:1] in {b"{", b"["}
-
-
-def _is_mapping_of_rows(value: dict[str, Any]) -> bool:
-    firsts = [inner[0] if isinstance(inner, list) and inner else inner for inner in value.values()]
-    return any(isinstance(first, dict) and _ROW_KEYS & first.keys() for first in firsts)
-
-
-def _is_array_line(start: bytes) -> bool:
-    """Whether what begins with `[` is a bad first line of JSON lines, and not an array of rows."""
-    first, _, rest = start.partition(b"\n")
-    return rest.lstrip(_SPACE).startswith(b"{") and first.rstrip(_SPACE).endswith(b"]")
+def _first_member(text: bytes) -> bytes:
+    """The byte that the value of an object's first member begins with."""
+    return text.partition(b":")[2].lstrip(_SPACE)[:1]
 
 
 def _iter_lines(stream: io.BufferedReader[Any]) -> Iterator[RawRow]:
@@ -160,20 +178,43 @@ def _iter_lines(stream: io.BufferedReader[Any]) -> Iterator[RawRow]:
         number += 1
         if len(line) > ELEMENT_LIMIT_BYTES:
             yield RawRow(number, fault=f"it is longer than {ELEMENT_LIMIT_BYTES >> 20} MiB")
-            _skip_line(stream)
+            while (part := stream.readline(_HEAD_BYTES)) and not part.endswith(b"\n"):
+                pass
         elif line.strip(_SPACE):
             value, fault = _decoded(line)
-            cut = fault is not None and not line.endswith(b"\n")
-            yield RawRow(
-                number,
-                value,
-                "the file ends in the middle of a row: it was cut off" if cut else fault,
-            )
+            if fault is not None and not line.endswith(b"\n"):
+                fault = "the file ends in the middle of a row: it was cut off"
+            yield RawRow(number, value, fault)
 
 
-def _skip_line(stream: io.BufferedReader[Any]) -> None:
-    while (part := stream.readline(_HEAD_BYTES)) and not part.endswith(b"\n"):
-        pass
+def _iter_document(elements: Iterable[Element]) -> Iterator[RawRow]:
+    for number, element in enumerate(elements, 1):
+        if element.fault:
+            yield RawRow(number, fault=element.fault)
+            continue
+        value, fault = _decoded(element.text)
+        if value is not None and element.key is not None:
+            try:
+                identity = str(json.loads(element.key))
+            except ValueError:
+                identity = ""
+            value.setdefault("instance_id", identity)
+        yield RawRow(number, value, fault)
+
+
+def _iter_single(text: bytes, source: str) -> Iterator[RawRow]:
+    """The row that a document is, or the rows of the first array in it."""
+    if len(text) > ELEMENT_LIMIT_BYTES:
+        raise _refused(source, f"it is one JSON value of more than {ELEMENT_LIMIT_BYTES >> 20} MiB")
+    value, fault = _decoded(text)
+    arrays = [v for v in (value or {}).values() if isinstance(v, list)]
+    rows = next((array for array in arrays if array and isinstance(array[0], dict)), None)
+    if value is None or rows is None or "instance_id" in value:
+        yield RawRow(1, value, fault)
+        return
+    for number, row in enumerate(rows, 1):
+        is_row = isinstance(row, dict)
+        yield RawRow(number, row if is_row else None, None if is_row else "it is not an object")
 
 
 def _decoded(text: bytes) -> tuple[dict[str, Any] | None, str | None]:
@@ -188,56 +229,61 @@ def _decoded(text: bytes) -> tuple[dict[str, Any] | None, str | None]:
     return (value, None) if isinstance(value, dict) else (None, "it is not an object")
 
 
-# -- a JSON document --------------------------------------------------------------------------------------------------
+# -- Parquet --------------------------------------------------------------------------------------
 
 
-def _numbered(elements: Iterator[Element]) -> Iterator[RawRow]:
-    for number, element in enumerate(elements, 1):
-        if element.fault:
-            yield RawRow(number, fault=element.fault)
-            continue
-        value, fault = _decoded(element.text)
-        if value is not None and element.key is not None:
-            value.setdefault("instance_id", _decoded_key(element.key))
-        yield RawRow(number, value, fault)
-
-
-def _decoded_key(key: bytes) -> str:
+def _iter_parquet(path: Path, source: str, take: Callable[[int], None]) -> Iterator[RawRow]:
+    """Only COLUMNS have values; the others are None."""
+    arrow = import_module("pyarrow")  # here: it alone is larger than the daemon
+    parquet, types = import_module("pyarrow.parquet"), arrow.types
+    texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
     try:
-        return str(json.loads(key))
-    except ValueError:
-        return ""
+        with parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+        wanted = [name for name in schema.names if name in COLUMNS]
+        # Text stays a dictionary until its row is read: a dictionary of one value of 40 MiB can
+        # stand for any number of rows.
+        dictionary = [c for c in wanted if any(is_text(schema.field(c).type) for is_text in texts)]
+        file = parquet.ParquetFile(
+            path, pre_buffer=False, buffer_size=_BUFFER_BYTES, read_dictionary=dictionary
+        )
+    except (arrow.ArrowException, OSError) as error:
+        fact = f"it is not a whole Parquet file: {_first_line(error)}"
+        hint = "it was cut off or damaged on the way here; fetch it again"
+        raise _refused(source, fact, hint) from error
+    unread, line = dict.fromkeys(schema.names), 0
+    try:
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=wanted, use_threads=False):
+            for number, size in enumerate(_row_bytes(batch)):
+                line += 1
+                take(size)
+                if size > ELEMENT_LIMIT_BYTES:
+                    yield RawRow(line, fault=f"it is longer than {ELEMENT_LIMIT_BYTES >> 20} MiB")
+                    continue
+                try:
+                    row = unread | batch.slice(number, 1).to_pylist()[0]
+                except UnicodeDecodeError as error:  # Arrow checks text when it becomes a str
+                    yield RawRow(line, fault=f"it is not UTF-8: {error.reason}")
+                else:
+                    yield RawRow(line, row)
+    except MemoryError:  # Arrow's is an ArrowException too
+        raise
+    except (arrow.ArrowException, OSError) as error:
+        yield RawRow(line + 1, fault=f"the file is damaged from here on: {_first_line(error)}")
 
 
-def _iter_object(stream: io.BufferedReader[Any], start: bytes, source: str) -> Iterator[RawRow]:
-    """An object of rows by instance id, an object with an array of rows, or a single row."""
-    _, _, first = start.partition(b":")
-    if first.lstrip(_SPACE).startswith(b"{"):
-        yield from _numbered(iter_elements(stream))
-    elif first.lstrip(_SPACE).startswith(b"["):
-        elements = (Element(e.text, None, e.fault) for e in iter_elements(stream, depth=2))
-        yield from _numbered(elements)
-    else:
-        yield from _single_row(stream.read(ELEMENT_LIMIT_BYTES + 1), source)
+def _row_bytes(batch: Any) -> list[int]:
+    """The unpacked size of each row, before unpacking: its texts, and its share of the rest."""
+    arrow, compute = import_module("pyarrow"), import_module("pyarrow.compute")
+    sizes = [0] * batch.num_rows
+    for column in batch.columns:
+        if isinstance(column, arrow.DictionaryArray):
+            lengths = compute.binary_length(column.dictionary).take(column.indices).to_pylist()
+        else:
+            lengths = [column.nbytes // max(1, batch.num_rows)] * batch.num_rows
+        sizes = [size + (length or 0) for size, length in zip(sizes, lengths, strict=True)]
+    return sizes
 
 
-def _single_row(text: bytes, source: str) -> Iterator[RawRow]:
-    if len(text) > ELEMENT_LIMIT_BYTES:
-        raise _refused(source, f"it is one JSON value of more than {ELEMENT_LIMIT_BYTES >> 20} MiB")
-    value, fault = _decoded(text)
-    inner = next(
-        (v for v in (value or {}).values() if isinstance(v, list) and v and isinstance(v[0], dict)),
-        None,
-    )
-    if value is None:
-        yield RawRow(1, fault=fault)
-    elif inner is None or "instance_id" in value:
-        yield RawRow(1, value)
-    else:
-        for number, row in enumerate(inner, 1):
-            is_row = isinstance(row, dict)
-            yield RawRow(number, row if is_row else None, None if is_row else "it is not an object")
-
-
-def _refused(source: str, fact: str, hint: str = _HINT) -> InvalidDatasetError:
-    return InvalidDatasetError(f"cannot import dataset {shown(source)}: {fact}", hint=hint)
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]

@@ -43,12 +43,12 @@ from ..model import (
     shown,
     utc_now,
 )
-from ..protocol import Dataset, FormatInfo, Instance, RecordedCommit
+from ..protocol import Dataset, FormatInfo, Instance, ProgressSink, RecordedCommit
 from .cache import BaseCommits, InstanceCache
 from .formats import format_infos
-from .pinning import Pinner, ProgressSink, Refused, in_short, owner_of
+from .import_journal import Before, Spools, place_of, record
+from .pinning import Pinner, Refused, in_short, owner_of
 from .reading import ReadResult, read_dataset
-from .spools import Before, Spools, place_of, record
 
 _READ_TIMEOUT = timedelta(hours=1)
 _SHOWN_AMBIGUOUS = 1000

@@ -20,10 +20,10 @@ from ..git.command import Git
 from ..mirrors.bundles.header import BundleHeader, read_header
 from ..mirrors.bundles.merge import Contents, sort_refs
 from ..mirrors.bundles.packing import index_bundle
-from ..mirrors.coalesce import ProgressSink
 from ..mirrors.quarantine import Quarantine
 from ..mirrors.repository import Repository
 from ..model import MirrorName
+from ..protocol import ProgressSink
 
 LENT = "the bundle that was sent"
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import anyio
 
 from ..audit.view import borrow_from, make_repository
-from ..catalog.rows import MirrorRow
+from ..catalog import MirrorRow
 from ..errors import CorruptObjectError
 from ..git.packfile import PackIndex, pack_is_whole, pack_trailer
-from ..mirrors.coalesce import ProgressSink
 from ..mirrors.service import Mirrors
 from ..mirrors.upstream import Upstream
 from ..model import CommitId, MirrorName
+from ..protocol import ProgressSink
 from .bundles import BundleFile, Shelf
 from .missing import Missing
 

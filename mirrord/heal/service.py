@@ -20,19 +20,17 @@ from anyio import to_thread
 
 from ..audit.files import BadFile, FileKind
 from ..audit.report import Judged
-from ..catalog import Catalog
-from ..catalog.rows import MirrorRow
+from ..catalog import Catalog, MirrorRow
 from ..config import Settings
 from ..errors import MirrordError, StoppingError, UpstreamError
 from ..git.command import Git
 from ..git.workers import Workers
 from ..jobs.events import Events
 from ..layout import Layout
-from ..mirrors.coalesce import ProgressSink
 from ..mirrors.history import columns_of
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, MirrorName
-from ..protocol import Audit, Repair
+from ..protocol import Audit, ProgressSink, Repair
 from .bundles import Shelf
 from .donors import Donors
 from .evidence import Evidence

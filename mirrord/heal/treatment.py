@@ -24,12 +24,11 @@ from ..audit.view import borrow_from, damaged_packs, is_readable_link, make_repo
 from ..errors import CorruptObjectError, DiskFullError, GitFailedError, MirrordError, StoppingError
 from ..git.command import Git
 from ..git.workers import Workers
-from ..mirrors.coalesce import ProgressSink
 from ..mirrors.history import BEGUN_ANEW, write_record
 from ..mirrors.refs import theirs
 from ..mirrors.repository import HISTORY, KEPT, Repository
 from ..model import AuditLevel, FindingKind, MirrorName
-from ..protocol import Progress
+from ..protocol import Progress, ProgressSink
 from .bundles import BundleFile
 from .donors import Donor, Donors, lying_at
 from .implant import Implant, Step

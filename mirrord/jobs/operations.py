@@ -27,13 +27,11 @@ from ..errors import (
 from ..git.turns import Askers
 from ..host.files import host_error
 from ..model import shown, utc_now
-from ..protocol import Operation, Problem, Progress
-from ..protocol.operations import QUEUED
+from ..protocol import QUEUED, Operation, Problem, Progress, ProgressSink
 from .events import Events
 
 log = structlog.get_logger()
 
-ProgressSink = Callable[[Progress], None]
 Work = Callable[[ProgressSink], Awaitable[dict[str, Any] | None]]
 State = Literal["running", "done", "failed", "cancelled"]
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 import anyio
 import structlog
 
-from ..catalog.catalog import Catalog
+from ..catalog import Catalog
 from ..errors import MirrordError, StoppingError, UpstreamError
 from ..model import MirrorName
 from . import pins

@@ -17,10 +17,9 @@ from typing import Generic, TypeVar
 import anyio
 
 from ..git.turns import Askers
-from ..protocol import Progress
+from ..protocol import Progress, ProgressSink
 
 T = TypeVar("T")
-ProgressSink = Callable[[Progress], None]
 Run = Callable[["Flight[T]"], Coroutine[None, None, T]]
 
 

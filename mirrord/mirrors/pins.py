@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import anyio
 import structlog
 
-from ..catalog.catalog import Catalog
-from ..catalog.rows import PinRow
+from ..catalog import Catalog, PinRow
 from ..errors import GitFailedError, InvalidRequestError, MirrordError, ResourceError
 from ..git.batch import object_info
 from ..model import CommitId, shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..catalog.rows import MirrorRow
+from ..catalog import MirrorRow
 from ..git.command import masked_url
 from ..protocol import Mirror, Problem, RefFault
 

@@ -19,8 +19,7 @@ from pathlib import Path
 import anyio
 import structlog
 
-from ..catalog.catalog import Catalog
-from ..catalog.rows import MirrorRow, PinRow
+from ..catalog import Catalog, MirrorRow, PinRow
 from ..config import Settings
 from ..errors import (
     AccessError,
@@ -36,11 +35,10 @@ from ..git.workers import Workers
 from ..host.files import sync_directory
 from ..jobs.events import Events
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
-from ..protocol import Mirror, Pin, Progress, RefDiff, RefRecord
-from ..protocol.operations import QUEUED
+from ..protocol import QUEUED, Mirror, Pin, Progress, ProgressSink, RefDiff, RefRecord
 from . import history, pins
 from .cleanup import Mending
-from .coalesce import Coalescer, Flight, ProgressSink
+from .coalesce import Coalescer, Flight
 from .maintenance import maintain, size_bytes
 from .present import shown_mirror
 from .quarantine import Quarantine

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import anyio
 
-from ..catalog.rows import MirrorRow
+from ..catalog import MirrorRow
 from ..config import Settings
 from ..errors import UpstreamError
 from ..git.command import Git
 from ..host.files import sync_directory
 from ..model import CommitId, MirrorName
-from .coalesce import ProgressSink
+from ..protocol import ProgressSink
 from .fetch import Fetcher
 from .quarantine import Quarantine
 from .repository import Repository

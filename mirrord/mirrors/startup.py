@@ -15,8 +15,7 @@ from pathlib import Path
 import anyio
 import structlog
 
-from ..catalog.catalog import Catalog
-from ..catalog.rows import MirrorRow, PinRow
+from ..catalog import Catalog, MirrorRow, PinRow
 from ..errors import DamagedMirrorError, GitFailedError, InvalidNameError, MirrordError
 from ..host.files import host_error
 from ..model import MirrorName, utc_now

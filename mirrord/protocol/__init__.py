@@ -1,131 +1,625 @@
-"""The messages of the socket, one class each, shared by the daemon and the client. No I/O, nothing of either end.
+"""The messages of the socket, one class each, shared by the daemon and the client. No I/O.
 
-Times are aware UTC, durations are seconds, sizes are bytes. Others import from here; the modules are for reading.
+Times are aware UTC, durations are seconds, sizes are bytes.
 """
 
 from __future__ import annotations
 
-from .audits import Audit, AuditPart, AuditSummary, Finding, Repair, StartAudit, StartHeal
-from .checkouts import (
-    Checkout,
-    Proof,
-    RenewCheckout,
-    ResetAnswer,
-    ResetCheckout,
-    RestoreAnswer,
-    RestorePaths,
-    SealLeak,
-    SealReport,
-    StartCheckout,
-)
-from .datasets import (
-    AmbiguousInstance,
-    Dataset,
-    DatasetChange,
-    DatasetSummary,
-    FormatInfo,
-    Instance,
-    InstanceName,
-    RecordedCommit,
-    RowFault,
-    UnpinnedCommit,
-)
-from .messages import (
-    API,
-    Answer,
-    Bounds,
-    MalformedError,
-    Message,
-    Problem,
-    Repo,
-    Request,
-    to_bytes,
-    to_json,
-)
-from .mirrors import (
-    AddMirror,
-    AddPin,
-    BundleFile,
-    Mirror,
-    Pin,
-    RefChange,
-    RefDiff,
-    RefFault,
-    RefRecord,
-    RestoreRefs,
-    SyncMirror,
-)
-from .operations import (
-    RESULTS,
-    BundleImported,
-    DatasetImported,
-    Operation,
-    Prewarmed,
-    Progress,
-    Synced,
-)
-from .service import Configuration, Event, Health, JobState, ReloadAnswer, Status
+from collections.abc import Callable
+from datetime import datetime
+from typing import Annotated, Any, Literal
 
-__all__ = [
-    "API",
-    "RESULTS",
-    "AddMirror",
-    "AddPin",
-    "AmbiguousInstance",
-    "Answer",
-    "Audit",
-    "AuditPart",
-    "AuditSummary",
-    "Bounds",
-    "BundleFile",
-    "BundleImported",
-    "Checkout",
-    "Configuration",
-    "Dataset",
-    "DatasetChange",
-    "DatasetImported",
-    "DatasetSummary",
-    "Event",
-    "Finding",
-    "FormatInfo",
-    "Health",
-    "Instance",
-    "InstanceName",
-    "JobState",
-    "MalformedError",
-    "Message",
-    "Mirror",
-    "Operation",
-    "Pin",
-    "Prewarmed",
-    "Problem",
-    "Progress",
-    "Proof",
-    "RecordedCommit",
-    "RefChange",
-    "RefDiff",
-    "RefFault",
-    "RefRecord",
-    "ReloadAnswer",
-    "RenewCheckout",
-    "Repair",
-    "Repo",
-    "Request",
-    "ResetAnswer",
-    "ResetCheckout",
-    "RestoreAnswer",
-    "RestorePaths",
-    "RestoreRefs",
-    "RowFault",
-    "SealLeak",
-    "SealReport",
-    "StartAudit",
-    "StartCheckout",
-    "StartHeal",
-    "Status",
-    "SyncMirror",
-    "Synced",
-    "UnpinnedCommit",
-    "to_bytes",
-    "to_json",
-]
+from ..model import (
+    AuditLevel,
+    Backend,
+    Bind,
+    CommitRole,
+    CommitState,
+    Direction,
+    FindingKind,
+    History,
+    Reach,
+    View,
+)
+from ..units import parse_duration
+from .codec import API as API
+from .codec import Answer as Answer
+from .codec import Bounds as Bounds
+from .codec import MalformedError as MalformedError
+from .codec import Message as Message
+from .codec import Problem as Problem
+from .codec import Repo as Repo
+from .codec import Request as Request
+from .codec import Text
+from .codec import to_bytes as to_bytes
+from .codec import to_json as to_json
+
+
+class AddMirror(Request):
+    repo: Repo
+    url: Annotated[str, Bounds(max_length=4000)] | None = None
+
+
+class SyncMirror(Request):
+    """`accept_loss` follows an upstream that lost most of its refs, or its whole history; what it had is kept."""
+
+    accept_loss: bool = False
+
+
+class RestoreRefs(Request):
+    at: Annotated[
+        str,
+        Bounds(
+            min_length=1, max_length=100, description="a ref record: its id, or a time in ISO 8601"
+        ),
+    ]
+
+
+class AddPin(Request):
+    mirror: Repo
+    commit: str
+    reason: Text = ""
+
+
+class RefFault(Answer):
+    """A ref that upstream offers and we could not take."""
+
+    ref: str
+    commit: str
+    reason: str
+
+
+class Mirror(Answer):
+    """`url` has no secrets. `state` is `empty` until the first sync ended."""
+
+    name: str
+    repo: str
+    url: str
+    state: Literal["empty", "ready", "failed"]
+    default_branch: str | None = None
+    ref_count: int | None = None
+    pin_count: int = 0
+    kept_count: int | None = None
+    size_bytes: int | None = None
+    synced_at: datetime | None = None
+    attempted_at: datetime | None = None
+    error: Problem | None = None
+    ref_faults: list[RefFault] = []
+
+
+class RefChange(Answer):
+    """`kind` says what upstream did; `kept` is true where the old tip is held by a kept ref."""
+
+    ref: str
+    kind: Literal["created", "forwarded", "forced", "deleted"]
+    old: str | None = None
+    new: str | None = None
+    kept: bool = False
+
+
+class RefRecord(Answer):
+    """One entry of a mirror's ref history; `was` are ids it had before a bundle was merged below it, which name it still."""
+
+    id: str
+    at: datetime
+    ref_count: int
+    summary: str
+    was: list[str] = []
+
+
+class RefDiff(Answer):
+    mirror: str
+    a: str
+    b: str
+    changes: list[RefChange]
+
+
+class Pin(Answer):
+    """`owner` is `dataset/NAME` or `person/UID`."""
+
+    mirror: str
+    commit: str
+    owner: str
+    reason: str = ""
+    created_at: datetime | None = None
+
+
+class BundleFile(Answer):
+    """A bundle that was written. `record` is its newest ref record: what a later one may be made `since`."""
+
+    mirror: str
+    file: str
+    size_bytes: int
+    record: str | None = None
+    since: str | None = None
+
+
+class RowFault(Answer):
+    """A row of a dataset file that could not be used. `line` counts rows from 1."""
+
+    file: str
+    line: int
+    instance: str | None = None
+    reason: str
+
+
+class UnpinnedCommit(Answer):
+    """A recorded commit that could not be pinned, and why."""
+
+    mirror: str
+    commit: str
+    instances: list[str]
+    reason: str
+
+
+class Dataset(Answer):
+    """`rules` counts how often each rule of a normaliser fired.
+
+    `unpinned` and `faults` are the first of as many as their counts say.
+    """
+
+    name: str
+    format: str
+    source: str
+    sha256: str
+    instance_count: int
+    commit_count: int
+    mirrors: list[str]
+    unpinned_count: int = 0
+    unpinned: list[UnpinnedCommit] = []
+    fault_count: int = 0
+    faults: list[RowFault] = []
+    rules: dict[str, int] = {}
+    imported_at: datetime
+
+
+class DatasetSummary(Answer):
+    name: str
+    format: str
+    instance_count: int
+    commit_count: int
+    fault_count: int
+    unpinned_count: int
+    imported_at: datetime
+
+
+class DatasetChange(Answer):
+    """What an import changed: instance ids."""
+
+    added: list[str] = []
+    changed: list[str] = []
+    removed: list[str] = []
+    unchanged_count: int = 0
+
+
+class AmbiguousInstance(Answer):
+    """An id that `datasets` record with different repositories or base commits."""
+
+    id: str
+    datasets: list[str]
+
+
+class RecordedCommit(Answer):
+    commit: str
+    role: CommitRole
+
+
+class Instance(Answer):
+    """The patches, the tests and `commits` other than the base are present only in the grader view."""
+
+    id: str
+    dataset: str
+    mirror: str
+    repo: str
+    base_commit: str
+    direction: Direction | None = None
+    commits: list[RecordedCommit] | None = None
+    patch: str | None = None
+    test_patch: str | None = None
+    fail_to_pass: list[str] | None = None
+    pass_to_pass: list[str] | None = None
+
+
+class InstanceName(Answer):
+    """One of a list: an instance is asked for by its id."""
+
+    id: str
+
+
+class FormatInfo(Answer):
+    name: str
+    title: str
+    detected_by: str
+
+
+class StartAudit(Request):
+    """No mirrors and no dataset: everything that is recorded."""
+
+    mirrors: list[Repo] = []
+    dataset: str | None = None
+    level: AuditLevel | None = None
+    heal: bool | None = None
+
+
+class StartHeal(Request):
+    mirrors: list[Repo] = []
+
+
+class Finding(Answer):
+    """One recorded commit that cannot be served, or something wrong with its mirror (`commit` is then empty).
+
+    `subject` is the commit, file or ref; `accepted` says that the configuration accepts it.
+    """
+
+    mirror: str
+    kind: FindingKind
+    subject: str = ""
+    accepted: bool = False
+    commit: str = ""
+    state: CommitState
+    reach: Reach | None = None
+    instances: list[str] = []
+    objects: list[str] = []
+    detail: str = ""
+
+
+class Repair(Answer):
+    """What a heal did to one mirror.
+
+    `objects` counts what came by donor, `files` are the bad files that it took out, which are kept below `kept_in`, `refs` those
+    it restored. `unhealed` are the first of the needed objects that no donor had; `refusals` are the donors that failed, with
+    the reason; `history` says what became of a lost ref history; `error` says why it ended early.
+    """
+
+    mirror: str
+    objects: dict[str, int] = {}
+    files: list[str] = []
+    kept_in: str | None = None
+    refs: list[str] = []
+    unhealed: list[str] = []
+    unhealed_count: int = 0
+    refusals: dict[str, str] = {}
+    history: str = ""
+    error: str | None = None
+
+
+class AuditPart(Answer):
+    """One mirror in an audit."""
+
+    mirror: str
+    counts: dict[CommitState, int]
+    reach: dict[Reach, int] = {}
+    findings: list[Finding]
+    affected: list[str] = []
+    healed: int = 0
+    repair: Repair | None = None
+
+
+class Audit(Answer):
+    """`counts` and `reach` count recorded commits; `affected` are the instances that cannot be served.
+
+    `healed` counts the commits that were not in order before, and are now. `left` are mirrors it did not come to, because it was
+    interrupted, or could not judge; nothing else in it speaks of them. `open_count` counts the
+    findings that are neither healed nor accepted, `affected` leaves out what is accepted.
+    """
+
+    id: str
+    level: AuditLevel
+    mirrors: list[str]
+    left: list[str] = []
+    dataset: str | None = None
+    started_at: datetime
+    finished_at: datetime
+    counts: dict[CommitState, int]
+    reach: dict[Reach, int] = {}
+    findings: list[Finding]
+    open_count: int
+    affected: list[str] = []
+    healed: int = 0
+    repairs: list[Repair] = []
+
+
+class AuditSummary(Answer):
+    id: str
+    level: AuditLevel
+    finished_at: datetime
+    counts: dict[CommitState, int]
+    affected_count: int
+    finding_count: int
+    open_count: int
+    left_count: int = 0
+
+
+class _Seconds(Bounds):
+    """A duration as the configuration spells it is a number of seconds too."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+        number = super().__get_pydantic_core_schema__(source, handler)
+        return {
+            "type": "function-before",
+            "function": {"type": "no-info", "function": self._read},
+            "schema": number,
+        }
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        number = super().__get_pydantic_json_schema__(schema, handler)
+        return {"anyOf": [number, {"type": "string"}], "description": number.pop("description")}
+
+    @staticmethod
+    def _read(value: object) -> object:
+        return parse_duration(value).total_seconds() if isinstance(value, str) else value
+
+
+Ttl = Annotated[
+    float,
+    _Seconds(
+        strict=True, gt=0, le=366 * 86400,
+        description="how long the lease lives unless renewed: seconds, or a duration such as 90s, 30m or 2h",
+    ),
+]  # fmt: skip
+
+
+OwnerUid = Annotated[
+    int,
+    Bounds(
+        strict=True, ge=0, lt=2**32 - 1,
+        description="the uid whose checkout it is, where the asker may ask for that one; default: the asker's own",
+    ),
+]  # fmt: skip
+
+
+_Word = Annotated[str, Bounds(min_length=1, max_length=500)]
+
+
+class StartCheckout(Request):
+    """What to check out: `instance` (an instance id, or NAME@COMMITISH), or `mirror` with `commit`.
+
+    `dataset` says whose instance, where several record the id differently.
+    `bind` "process": it ends with the process that made the connection, not with the connection.
+    """
+
+    instance: _Word | None = None
+    mirror: Repo | None = None
+    commit: _Word | None = None
+    dataset: _Word | None = None
+    history: History | None = None
+    view: View = View.AGENT
+    backend: Backend | None = None
+    ttl: Ttl | None = None
+    owner: OwnerUid | None = None
+    bind: Bind = Bind.LEASE
+
+
+class ResetCheckout(Request):
+    """Neither: clean, at the commit it is at. `instance` or `commit`: on to that one, of the same mirror."""
+
+    instance: _Word | None = None
+    commit: _Word | None = None
+    dataset: _Word | None = None
+
+
+class RenewCheckout(Request):
+    ttl: Ttl | None = None
+
+
+class RestorePaths(Request):
+    commit: str
+    paths: Annotated[
+        list[Annotated[str, Bounds(min_length=1, max_length=4096)]],
+        Bounds(min_length=1, max_length=10000),
+    ]
+
+
+class Checkout(Answer):
+    """`commit` is the base commit, `tree` its verified tree; `timings` are seconds per step.
+
+    `path` is `directory/tree`. `directory` holds nothing else; mounted elsewhere with `rslave`, it follows
+    every reset. `taken_by` is the uid that asked for it. It and `owner_uid` may use it and give it back.
+    """
+
+    id: str
+    path: str
+    directory: str
+    mirror: str
+    commit: str
+    tree: str
+    instance: str | None = None
+    history: History
+    view: View
+    backend: Backend
+    owner_uid: int
+    owner_gid: int
+    taken_by: int
+    bind: Bind = Bind.LEASE
+    created_at: datetime
+    expires_at: datetime
+    timings: dict[str, float] = {}
+
+
+class Proof(Answer):
+    """What a reset checked, and the hashes it saw.
+
+    The counts are null where files were not looked at one by one: an overlay reset throws the client's layer away unread, and
+    what it shows instead was verified when the template was built.
+    """
+
+    head: str
+    tree: str
+    index: str
+    control_files: int
+    files_checked: int | None
+    files_restored: int | None
+    files_removed: int | None
+    refs: list[str] = []
+    packs: list[str] = []
+    method: str
+
+
+class ResetAnswer(Checkout):
+    proof: Proof
+
+
+class RestoreAnswer(Answer):
+    paths: list[str]
+
+
+class SealLeak(Answer):
+    kind: str
+    detail: str
+
+
+class SealReport(Answer):
+    """What `verify-seal` says of a repository. `sealed` is true when there are no leaks."""
+
+    path: str
+    base: str
+    sealed: bool
+    head: str | None = None
+    objects_present: int = 0
+    objects_in_closure: int = 0
+    leaks: list[SealLeak] = []
+    checked: list[str] = []
+
+
+QUEUED = "waiting for its turn"
+"""The note of work that has not begun."""
+
+
+class Progress(Answer):
+    """Units of work, in the unit named; `total` is None where nobody knows it."""
+
+    done: int = 0
+    total: int | None = None
+    unit: str = ""
+    note: str = ""
+
+
+ProgressSink = Callable[[Progress], None]
+
+
+class Synced(Answer):
+    """What a sync did. `changes` is cut at a thousand; `summary` counts all. `pinned` were refused before, and are not now."""
+
+    mirror: str
+    changed: bool
+    summary: str
+    ref_count: int
+    kept_count: int
+    default_branch: str | None = None
+    changes: list[RefChange] = []
+    faults: list[RefFault] = []
+    redirected_to: str | None = None
+    pinned: int = 0
+
+
+class DatasetImported(Answer):
+    """`ambiguous` are the first of the ids that other datasets record differently."""
+
+    dataset: Dataset
+    change: DatasetChange
+    ambiguous: list[AmbiguousInstance] = []
+    ambiguous_count: int = 0
+
+
+class BundleImported(Answer):
+    """`pins_taken_over` are pins of datasets that could not be restored: they belong to the importer now."""
+
+    mirror: str
+    created: bool
+    summary: str
+    kept: list[str]
+    pins: int = 0
+    pins_taken_over: int = 0
+    datasets: dict[str, int] = {}
+    datasets_refused: list[str] = []
+
+
+class Prewarmed(Answer):
+    """Commits. `left` had no room."""
+
+    prepared: int
+    failed: int
+    left: int = 0
+
+
+RESULTS: dict[str, type[Answer]] = {
+    "mirror.add": Synced,
+    "mirror.sync": Synced,
+    "refs.restore": RefDiff,
+    "bundle.import": BundleImported,
+    "dataset.import": DatasetImported,
+    "audit": Audit,
+    "heal": Audit,
+    "prewarm": Prewarmed,
+}
+"""What an operation of each kind ends with; a `mirror.maintain` ends with nothing."""
+
+
+class Operation(Answer):
+    """`result` is of the message that RESULTS has for its `kind`."""
+
+    id: str
+    kind: str
+    subject: str
+    state: Literal["running", "done", "failed", "cancelled"]
+    progress: Progress
+    result: dict[str, Any] | None = None
+    error: Problem | None = None
+    started_at: datetime
+    finished_at: datetime | None = None
+
+
+class Health(Answer):
+    status: Literal["ok", "degraded"]
+    reasons: list[str] = []
+    version: str
+
+
+class JobState(Answer):
+    name: str
+    next_at: datetime | None = None
+    last_at: datetime | None = None
+    last_error: str | None = None
+
+
+class Status(Answer):
+    version: str
+    pid: int
+    uid: int
+    started_at: datetime
+    state_dir: str
+    config_path: str | None
+    backend: Backend
+    health: Health
+    mirrors: list[Mirror]
+    datasets: list[DatasetSummary]
+    checkout_count: int
+    checkout_max: int
+    operations_running: int
+    last_audit: AuditSummary | None = None
+    jobs: list[JobState] = []
+    operations_queued: int = 0
+
+
+class Configuration(Answer):
+    """The settings in force, secrets in URLs masked; `path` is the file they were read from, none where they are the defaults."""
+
+    path: str | None
+    settings: dict[str, Any]
+
+
+class ReloadAnswer(Answer):
+    """`applied` and `refused` are configuration keys."""
+
+    applied: list[str]
+    refused: list[str]
+
+
+class Event(Answer):
+    """`id` grows by one; it starts again when the daemon does, under another `boot`."""
+
+    id: int
+    boot: str
+    at: datetime
+    name: str
+    fields: dict[str, Any]

@@ -11,7 +11,7 @@ from mirrord.api import request as bodies
 from mirrord.checkouts import worker_calls as calls
 from mirrord.checkouts.patches import apply as patches
 from mirrord.checkouts.patches import staging
-from mirrord.datasets import documents, expansion
+from mirrord.datasets import json_stream, readers
 from mirrord.git.objects import bounds
 from mirrord.git.workers import Workers
 from mirrord.host.peers import Role
@@ -70,12 +70,18 @@ BOUNDS = [
         [f"{patches.PATCH_LIMIT_BYTES // MIB} MiB", f"{staging.FILES_LIMIT:,} new files"],
     ),
     ("a patch that is given", [f"{staging.BYTES_LIMIT // MIB} MiB changed"]),
-    ("what a dataset file", [f"{expansion.FREE_BYTES // MIB} MiB and {expansion.RATIO} times"]),
     (
         "what a dataset file",
-        [f"{expansion.LIMIT_BYTES // GIB} GiB", f"{documents.ELEMENT_LIMIT_BYTES // MIB} MiB"],
+        [f"{readers.UNPACKED_FREE_BYTES // MIB} MiB and {readers.UNPACKED_RATIO} times"],
     ),
-    ("what a dataset file", [f"{documents.DEPTH_LIMIT:,} deep"]),
+    (
+        "what a dataset file",
+        [
+            f"{readers.UNPACKED_LIMIT_BYTES // GIB} GiB",
+            f"{json_stream.ELEMENT_LIMIT_BYTES // MIB} MiB",
+        ],
+    ),
+    ("what a dataset file", [f"{json_stream.DEPTH_LIMIT:,} deep"]),
 ]
 
 

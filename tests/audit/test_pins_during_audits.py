@@ -13,12 +13,12 @@ from anyio.abc import TaskGroup
 from gitrepos import Upstream, git
 from heallab import House, refs_of
 
-from mirrord.audit.judge import ProgressSink, Repairer, Scrubber
+from mirrord.audit.judge import Repairer, Scrubber
 from mirrord.audit.report import Judged
 from mirrord.audit.service import Audits
 from mirrord.datasets.service import Datasets
 from mirrord.model import AuditLevel, CommitId, MirrorName
-from mirrord.protocol import Audit, Repair, StartAudit
+from mirrord.protocol import Audit, ProgressSink, Repair, StartAudit
 
 pytestmark = pytest.mark.anyio
 

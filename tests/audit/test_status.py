@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from mirrord import Client
 from mirrord.cli.main import run
-from mirrord.config.settings import AuditSettings
+from mirrord.config import AuditSettings
 from mirrord.errors import DamagedMirrorError, MirrordError
 from mirrord.git.objects.repositories import Objects
 from mirrord.mirrors.repository import CONFIGURATION, HISTORY

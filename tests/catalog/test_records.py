@@ -22,8 +22,8 @@ import anyio
 import pytest
 
 from mirrord.catalog import Catalog, DatasetHead, InstanceRow, MirrorRow, PinRow, spooled
+from mirrord.catalog.database import MIGRATIONS, migrate
 from mirrord.catalog.schema import HEAD, metadata
-from mirrord.catalog.upgrade import MIGRATIONS, migrate
 from mirrord.errors import (
     CatalogTooNewError,
     CorruptCatalogError,

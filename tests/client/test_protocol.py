@@ -23,10 +23,9 @@ from mirrord.protocol import Answer, MalformedError, Message, Problem, Request, 
 
 
 def _messages(root: type[Message]) -> list[type[Message]]:
-    exported = [getattr(protocol, name) for name in protocol.__all__]
     return [
         each
-        for each in exported
+        for each in vars(protocol).values()
         if isinstance(each, type) and issubclass(each, root) and each is not root
     ]
 

@@ -19,8 +19,8 @@ from gitrepos import Upstream, git
 
 from mirrord.catalog import PinRow
 from mirrord.datasets.cache import InstanceCache
+from mirrord.datasets.import_journal import record
 from mirrord.datasets.service import name_from
-from mirrord.datasets.spools import record
 from mirrord.errors import (
     DatasetNotFoundError,
     InstanceAmbiguousError,

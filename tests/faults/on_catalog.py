@@ -19,9 +19,8 @@ from pathlib import Path
 from alembic import command
 from alembic.config import Config
 
-from mirrord.catalog.database import Database
+from mirrord.catalog.database import MIGRATIONS, Database
 from mirrord.catalog.schema import HEAD
-from mirrord.catalog.upgrade import MIGRATIONS
 
 from .lab import Lab, Refused
 from .operation import AFTER, BEFORE, Operation

@@ -18,9 +18,8 @@ from mirrord.errors import (
     StoppingError,
 )
 from mirrord.jobs.events import Events
-from mirrord.jobs.operations import Operations, ProgressSink
-from mirrord.protocol import Progress
-from mirrord.protocol.operations import QUEUED
+from mirrord.jobs.operations import Operations
+from mirrord.protocol import QUEUED, Progress, ProgressSink
 
 pytestmark = pytest.mark.anyio
 

@@ -19,7 +19,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from gitrepos import ENV, Upstream, git
 from mountlab import unmount_below
 
-from mirrord.catalog.catalog import Catalog
+from mirrord.catalog import Catalog
 from mirrord.checkouts.graves import new_grave
 from mirrord.checkouts.leases import Lease, Leases
 from mirrord.checkouts.overlay.probe import find_overlay

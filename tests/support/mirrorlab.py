@@ -8,7 +8,7 @@ from pathlib import Path
 
 import anyio
 
-from mirrord.catalog.catalog import Catalog
+from mirrord.catalog import Catalog
 from mirrord.config import Settings
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import anyio
 
-from ...catalog.catalog import Catalog
-from ...catalog.rows import DatasetHead
-from ...catalog.spool import spooled, unspooled
+from ...catalog import Catalog, DatasetHead, spooled, unspooled
 from ...errors import InvalidBundleError, MirrordError
 from ...host.files import full_disk_named
 from ...model import MirrorName

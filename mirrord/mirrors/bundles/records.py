@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...catalog.rows import DatasetHead, MirrorRow, PinRow
+from ...catalog import DatasetHead, MirrorRow, PinRow
 from ...errors import InvalidBundleError, InvalidUrlError
 from ...git.command import masked_url
 from ...model import parse_dataset_name

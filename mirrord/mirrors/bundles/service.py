@@ -15,15 +15,14 @@ from typing import Any
 
 import anyio
 
-from ...catalog.catalog import Catalog
-from ...catalog.rows import MirrorRow, PinRow
+from ...catalog import Catalog, MirrorRow, PinRow
 from ...errors import InvalidBundleError, MirrorNotFoundError
 from ...git.command import Git
 from ...git.packfile import PackIndex
 from ...host.files import full_disk_named, sync_directory, sync_tree
 from ...jobs.events import Events
 from ...model import CommitId, MirrorName, utc_now
-from ..coalesce import ProgressSink
+from ...protocol import ProgressSink
 from ..history import columns_of, find_record, list_records, read_refs
 from ..leftovers import remove_leftovers
 from ..maintenance import size_bytes

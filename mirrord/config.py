@@ -1,0 +1,415 @@
+"""The configuration: one table of settings, read from a TOML file with all its faults at once.
+
+Never changes anything: a bad file is refused, and the daemon keeps the settings it has.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import toml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from .errors import InvalidConfigError, MirrordError
+from .model import AuditLevel, Backend, FindingKind, History, MirrorName, shown
+from .places import default_socket, default_state_dir
+from .units import format_duration, format_size, parse_duration, parse_size
+
+_URL = re.compile(
+    r"(?:(?:https?|ssh|git|file)://|/|[a-z0-9][a-z0-9._@-]*:(?!:|/?/))[^\x00-\x20\x7f]*",
+    re.IGNORECASE,
+)
+
+
+def _positive(value: timedelta) -> timedelta:
+    if value <= timedelta():
+        raise ValueError("must be longer than nothing")
+    return value
+
+
+def _url(value: str) -> str:
+    """The message holds nothing of the value, which may hold a password."""
+    if not _URL.fullmatch(value):
+        raise ValueError(
+            "is neither a URL of https, http, ssh, git or file, nor an absolute path, nor user@host:path"
+        )
+    return value
+
+
+def _url_template(value: str) -> str:
+    unknown = [name for name in re.findall(r"\{([^}]*)\}", value) if name not in {"owner", "name"}]
+    if unknown:
+        raise ValueError(f"knows {{owner}} and {{name}}, not {{{unknown[0]}}}")
+    if "{name}" not in value:
+        raise ValueError("needs {name}, or every repository would have the same upstream")
+    return _url(value)
+
+
+def _ref_pattern(value: str) -> str:
+    if (
+        not value.startswith("refs/")
+        or value.count("*") > 1
+        or re.search(r"[\s~^:?\[\\\x00-\x1f\x7f]|\.\.|//|@\{", value)
+    ):
+        raise ValueError(
+            f"{shown(value)} is not a ref pattern; it begins with refs/ and has at most one *"
+        )
+    if value.startswith(("refs/mirrord/", "refs/replace/")):
+        raise ValueError(f"{shown(value)} is ours or unsafe and never comes from upstream")
+    return value
+
+
+def _repo(value: str) -> str:
+    try:
+        return MirrorName.parse(value).repo
+    except MirrordError as error:
+        raise ValueError(error.message) from error
+
+
+def _account(value: str) -> str:
+    """The user database takes no NUL, and no name that cannot be typed is in it."""
+    if not value.isprintable():
+        raise ValueError(f"{shown(value)} is not a name")
+    return value
+
+
+def _user(value: object) -> str | int:
+    if isinstance(value, str) and value:
+        return _account(value)
+    if type(value) is int and 0 <= value < 1 << 32:
+        return value
+    raise ValueError("is neither the name of a user nor a uid")
+
+
+def _acceptance(value: str) -> str:
+    words = value.split()
+    if not 1 <= len(words) <= 3:
+        raise ValueError(f"{shown(value)} is not KIND, KIND owner/name or KIND owner/name SUBJECT")
+    kinds = [str(kind) for kind in FindingKind]
+    if words[0] not in kinds:
+        close = difflib.get_close_matches(words[0], kinds, n=1)
+        guess = f"; did you mean {close[0]}?" if close else f": {', '.join(kinds)}"
+        raise ValueError(f"{shown(words[0])} is no kind of finding{guess}")
+    return " ".join([words[0], *map(_repo, words[1:2]), *words[2:]])
+
+
+def _absolute(value: Path) -> Path:
+    if "\0" in str(value) or not value.is_absolute():
+        raise ValueError(f"{shown(str(value))} is not an absolute path")
+    return value
+
+
+Duration = Annotated[timedelta, BeforeValidator(parse_duration), PlainSerializer(format_duration)]
+Period = Annotated[Duration, AfterValidator(_positive)]
+Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size)]
+Acceptance = Annotated[str, AfterValidator(_acceptance)]
+"""A finding that is known and accepted: its kind, the mirror, and the commit, file or ref."""
+
+AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
+Repo = Annotated[str, AfterValidator(_repo)]
+Url = Annotated[str, AfterValidator(_url)]
+UrlTemplate = Annotated[str, AfterValidator(_url_template)]
+User = Annotated[str | int, BeforeValidator(_user)]
+Group = Annotated[str, AfterValidator(_account)]
+RefPattern = Annotated[str, AfterValidator(_ref_pattern)]
+Restart = object()
+"""Marks a setting that a reload refuses: what was built from it at the start would have to be built again."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class UpstreamSettings(_Section):
+    url: UrlTemplate = "https://github.com/{owner}/{name}.git"
+    fallbacks: tuple[UrlTemplate, ...] = ()
+    refs: Annotated[tuple[RefPattern, ...], Field(min_length=1)] = ("refs/heads/*", "refs/tags/*")
+    timeout: Period = timedelta(minutes=10)
+
+
+class SyncSettings(_Section):
+    interval: Duration = timedelta(hours=6)
+    jitter: Duration = timedelta(minutes=10)
+    concurrency: Annotated[StrictInt, Field(ge=1, le=64)] = 4
+
+
+class AuditSettings(_Section):
+    interval: Duration = timedelta(hours=24)
+    level: AuditLevel = AuditLevel.CLOSURE
+    content_interval: Duration = timedelta(days=7)
+    heal: StrictBool = True
+    accept: tuple[Acceptance, ...] = ()
+
+
+class MaintenanceSettings(_Section):
+    interval: Duration = timedelta(hours=24)
+
+
+class CheckoutSettings(_Section):
+    backend: Annotated[Backend, Restart] = Backend.AUTO
+    history: History = History.SEALED
+    ttl: Period = timedelta(hours=2)
+    max: Annotated[StrictInt, Field(ge=1, le=100_000)] = 1024
+    prewarm: StrictBool = True
+    template_bytes: Size = 50 * 1024**3
+    template_ttl: Period = timedelta(days=7)
+
+
+class DatasetSettings(_Section):
+    watch: Annotated[StrictBool, Restart] = True
+
+
+class AccessSettings(_Section):
+    group: Group = "mirrord"
+    admins: tuple[User, ...] = ()
+    commits: Literal["recorded", "any"] = "recorded"
+    owners: Literal["none", "subuid"] = "subuid"
+    max_per_user: Annotated[StrictInt, Field(ge=1, le=100_000)] = 256
+    ttl_max: Period = timedelta(hours=24)
+
+
+class LogSettings(_Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Annotated[Literal["auto", "json", "console"], Restart] = "auto"
+
+
+class MirrorSettings(_Section):
+    repo: Repo
+    url: Url | None = None
+
+
+def _distinct(mirrors: tuple[MirrorSettings, ...]) -> tuple[MirrorSettings, ...]:
+    """Two spellings that differ in letter case are one mirror, which has one URL."""
+    for number, mirror in enumerate(mirrors):
+        if any(mirror.repo.lower() == other.repo.lower() for other in mirrors[:number]):
+            raise PydanticCustomError(
+                "twice", "{repo} is there twice", {"repo": mirror.repo, "place": (number, "repo")}
+            )
+    return mirrors
+
+
+class Settings(_Section):
+    """All settings, checked. `[[mirror]]` tables are `mirror`."""
+
+    state_dir: Annotated[AbsolutePath, Restart] = Field(default_factory=default_state_dir)
+    socket: Annotated[AbsolutePath, Restart] = Field(default_factory=default_socket)
+    upstream: UpstreamSettings = UpstreamSettings()
+    sync: SyncSettings = SyncSettings()
+    audit: AuditSettings = AuditSettings()
+    maintenance: MaintenanceSettings = MaintenanceSettings()
+    checkouts: CheckoutSettings = CheckoutSettings()
+    datasets: DatasetSettings = DatasetSettings()
+    access: AccessSettings = AccessSettings()
+    log: LogSettings = LogSettings()
+    mirror: Annotated[tuple[MirrorSettings, ...], AfterValidator(_distinct)] = ()
+
+
+def setting_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Every setting's dotted key, and whether changing it needs a restart."""
+    for name, info in model.model_fields.items():
+        inner = info.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from setting_keys(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", Restart in info.metadata
+
+
+def compare(old: Settings, new: Settings) -> tuple[list[str], list[str]]:
+    """Which keys a reload from `old` to `new` applies, and which it refuses because they need a restart."""
+    changed = [
+        (key, restart) for key, restart in setting_keys() if _value(old, key) != _value(new, key)
+    ]
+    return [key for key, restart in changed if not restart], [
+        key for key, restart in changed if restart
+    ]
+
+
+def merge_live(old: Settings, new: Settings) -> Settings:
+    """`new`, with the settings that need a restart as they are in `old`."""
+    result = new
+    for key in compare(old, new)[1]:
+        section, _, name = key.rpartition(".")
+        if section:
+            inner = getattr(result, section).model_copy(update={name: _value(old, key)})
+            result = result.model_copy(update={section: inner})
+        else:
+            result = result.model_copy(update={name: _value(old, key)})
+    return result
+
+
+def _value(settings: Settings, key: str) -> Any:
+    value: Any = settings
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing wrong in a configuration file; `line` counts from 1."""
+
+    key: str
+    message: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        place = f"line {self.line}: " if self.line else ""
+        return f"{place}{self.key}: {self.message}" if self.key else f"{place}{self.message}"
+
+
+# toml 0.10.2 needs the cube of the `=` in an invalid line: 52 s for 64 KiB of them, 0.3 s for 4 KiB
+_LONGEST_FILE = 128 * 1024
+_LONGEST_LINE = 4096
+
+_KINDS = {
+    "missing": "is required",
+    "model_type": "must be a table",
+    "tuple_type": "must be an array",
+    "string_type": "must be a string",
+    "int_type": "must be a whole number",
+    "bool_type": "must be true or false",
+    "path_type": "must be a string",
+    "too_short": "must not be empty",
+}
+
+
+def load(path: Path | None) -> Settings:
+    """Read settings from a file, or the defaults for None. Raises InvalidConfigError with all `faults`."""
+    if path is None:
+        return Settings()
+    text = _read_text(path)
+    values = _parse(path, text)
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        faults = [_fault(e, text) for e in error.errors() if not _follows(e, error.errors())]
+    raise _refusal(path, sorted(faults, key=lambda fault: fault.line or 0))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LONGEST_FILE + 1)
+        text = content.decode()
+    except OSError as error:
+        raise _refusal(path, [Fault("", f"not readable: {error.strerror}")]) from error
+    except UnicodeDecodeError as error:
+        raise _refusal(path, [Fault("", "not UTF-8")]) from error
+    if len(content) > _LONGEST_FILE:
+        raise _refusal(path, [Fault("", f"longer than {_LONGEST_FILE >> 10} KiB")])
+    return text
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    long = [number for number, line in enumerate(text.split("\n"), 1) if len(line) > _LONGEST_LINE]
+    if long:
+        raise _refusal(
+            path, [Fault("", f"longer than {_LONGEST_LINE} characters", number) for number in long]
+        )
+    try:
+        return toml.loads(text)
+    except toml.TomlDecodeError as error:
+        fault = Fault("", f"not TOML: {_without_values(error.msg)}", error.lineno)
+    except Exception as error:  # noqa: BLE001  toml 0.10.2: IndexError, OverflowError, RecursionError
+        fault = Fault("", f"not TOML: {_without_values(str(error))}")
+    raise _refusal(path, [fault])
+
+
+def _refusal(path: Path, faults: list[Fault]) -> InvalidConfigError:
+    listing = "".join(f"\n  {fault}" for fault in faults)
+    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    return InvalidConfigError(
+        f"cannot use configuration {path}: {count}{listing}",
+        hint="the commented sample config.toml names every key; `mirrord config check` tries a file",
+        faults=[asdict(fault) for fault in faults],
+    )
+
+
+def _without_values(message: str) -> str:
+    """Toml 0.10.2 puts whole tables into messages, and a table may hold a URL with a password."""
+    message = message.replace(
+        "Not a homogeneous array",
+        "an array has values of one type; a uid may be written as a string",
+    )
+    return re.sub(r"\{.*", "", re.sub(r"\S*://\S*", "a URL", message), flags=re.DOTALL).strip()
+
+
+def _follows(error: ErrorDetails, errors: list[ErrorDetails]) -> bool:
+    """Whether a list is too short only because of faults in it, which are told."""
+    return error["type"] == "too_short" and any(
+        other["loc"][:-1] == error["loc"] for other in errors
+    )
+
+
+def _fault(error: ErrorDetails, text: str) -> Fault:
+    path = (
+        *error["loc"],
+        *error.get("ctx", {}).get("place", ()),
+    )  # what is wrong of a whole list is so at one place
+    key = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
+    return Fault(key, _message(error), _line_of(list(path), text))
+
+
+def _message(error: ErrorDetails) -> str:
+    """The fault in the words of TOML: pydantic speaks of Python's types."""
+    kind, said = error["type"], error["msg"].removeprefix("Value error, ")
+    if kind == "extra_forbidden":
+        return "unknown key" + _suggestion([str(p) for p in error["loc"] if isinstance(p, str)])
+    if kind in {"enum", "literal_error"}:
+        return f"must be {error['ctx']['expected']}" + _guess(
+            str(error["input"]).lower(), re.findall(r"\w+", error["ctx"]["expected"])
+        )
+    return _KINDS.get(kind) or said.replace("Input should be", "must be")
+
+
+def _suggestion(path: list[str]) -> str:
+    known = [key for key, _ in setting_keys()]
+    sections = sorted({key.partition(".")[0] for key in known})
+    mirror = [f"mirror.{name}" for name in MirrorSettings.model_fields]
+    wrong = ".".join(path)
+    same_leaf = [key for key in known if key.rpartition(".")[2] == path[-1]]
+    return _guess(
+        wrong, [*known, *mirror, *(sections if len(path) == 1 else ())], otherwise=same_leaf
+    )
+
+
+def _guess(wrong: str, known: list[str], otherwise: Sequence[str] = ()) -> str:
+    close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6) or otherwise
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _line_of(path: list[int | str], text: str) -> int | None:
+    """The line that sets `path`, else the header of its table: the toml package keeps no positions."""
+    names = ".".join(p for p in path if isinstance(p, str))
+    table = next((p for p in path if isinstance(p, int)), 0) if names.startswith("mirror") else 0
+    places = {(key, count): number for number, key, count in reversed(list(_iter_keys(text)))}
+    return places.get((names, table)) or places.get((names.partition(".")[0], table))
+
+
+def _iter_keys(text: str) -> Iterator[tuple[int, str, int]]:
+    """Line number, dotted key (a header's is its table's name), and how many tables of that name came before."""
+    section, counts = "", {"": 0}
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[\[?\s*([^\]]+?)\s*\]", line):
+            section = header[1]
+            counts[section] = counts.get(section, -1) + 1
+            yield number, section, counts[section]
+        elif key := re.match(r"""\s*["']?([^"'=\s#]+)["']?\s*=""", line):
+            yield number, f"{section}.{key[1]}" if section else key[1], counts[section]

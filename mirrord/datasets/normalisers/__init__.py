@@ -1,1 +1,0 @@
-"""One module per format: what its rows record, in the terms of the catalog."""
