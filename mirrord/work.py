@@ -23,12 +23,12 @@ from .datasets.service import Datasets
 from .errors import DiskFullError, MirrordError
 from .git.priority import giving_way
 from .heal import Heals
-from .jobs.operations import Operations, ProgressSink
+from .jobs.operations import Operations
 from .mirrors.bundles.header import read_header
 from .mirrors.bundles.service import Bundles
 from .mirrors.service import Mirrors
 from .model import AuditLevel, CommitId, CommitRole, DatasetName, History, MirrorName
-from .protocol import Operation, Progress, StartAudit, to_json
+from .protocol import Operation, Progress, ProgressSink, StartAudit, to_json
 
 
 class BackgroundWork:

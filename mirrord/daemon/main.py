@@ -19,7 +19,7 @@ from pathlib import Path
 import structlog
 import uvloop
 
-from .. import config, telemetry
+from .. import config, places, telemetry
 from ..api.application import Application
 from ..api.server import Server
 from ..engine import Engine
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the daemon in the foreground; answers its exit status."""
     chosen = _parse(arguments)
     try:
-        path = chosen.config.absolute() if chosen.config else config.find_path()
+        path = chosen.config.absolute() if chosen.config else places.find_path()
         load = partial(_load, path, chosen.socket)
         settings = load()
         telemetry.configure(settings.log.level, settings.log.format)
