@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from daemons import REPO, Daemon
+from measured_daemon import REPO, Daemon
 from rivals import Git
 
 from mirrord.model import AuditLevel, CommitState

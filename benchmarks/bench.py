@@ -24,8 +24,8 @@ from functools import partial
 from pathlib import Path
 
 from audits import Audited
-from daemons import MIRROR, Daemon
 from load import kernel_alone, lean_clients, python_client
+from measured_daemon import MIRROR, Daemon
 from report import print_table, write_docs
 from resets import Holder, dirty_reset, held, holders, timed, to_and_fro
 from results import Figure, Row
@@ -382,8 +382,8 @@ def _generated(area: Path) -> Path:
         file.write_text(f"value = {number}\n" * (10 + number % 200))
     for commit in range(200):
         for number in range(commit, 5000, 250):
-            with (work / f"package{number % 50}" / f"module{number}.py").open("a") as file:
-                file.write(f"value += {commit}\n")
+            with (work / f"package{number % 50}" / f"module{number}.py").open("a") as module:
+                module.write(f"value += {commit}\n")
         git("add", "--all", cwd=work)
         git(
             "-c",

@@ -12,6 +12,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from mirrord import AsyncClient, Client
 
@@ -35,7 +36,7 @@ async def streams(socket: str, count: int, seconds: float) -> list[float]:
         await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
 
     opened = [await asyncio.open_unix_connection(socket) for _ in range(count)]
-    taken = await _by_tasks([lambda pair=pair: ask(*pair) for pair in opened], seconds)
+    taken = await _by_tasks([partial(ask, *pair) for pair in opened], seconds)
     for _, writer in opened:
         writer.close()
     return taken

@@ -79,7 +79,7 @@ class Session:
         )
         if not quiet:
             print(
-                f"\n$ mirrord {shlex.join(words)}    # {time.monotonic() - began:.2f} s, exit status {done.returncode}"
+                f"\n$ mirrord {shlex.join(map(str, words))}    # {time.monotonic() - began:.2f} s, exit status {done.returncode}"
             )
             print(
                 "".join(f"  {line}\n" for line in (done.stdout + done.stderr).splitlines()[:24]),

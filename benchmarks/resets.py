@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from daemons import MIRROR, NOBODY, Daemon
+from measured_daemon import MIRROR, NOBODY, Daemon
 from rivals import dirty
 
 from mirrord import Checkout

@@ -6,7 +6,7 @@ import statistics
 from datetime import timedelta
 from functools import partial
 
-from daemons import MIRROR, Daemon
+from measured_daemon import MIRROR, Daemon
 from resets import timed
 from results import Figure
 from rivals import Git

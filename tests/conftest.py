@@ -39,7 +39,11 @@ def _own_git_configuration(
 @pytest.fixture
 def make_upstream(tmp_path: Path) -> Callable[[str], Upstream]:
     """Build an upstream by name, below the test's own directory."""
-    return lambda name="upstream": Upstream(tmp_path / "upstreams" / name)
+
+    def make(name: str = "upstream") -> Upstream:
+        return Upstream(tmp_path / "upstreams" / name)
+
+    return make
 
 
 @pytest.fixture(scope="module")

@@ -247,8 +247,12 @@ def move(prefix: str, rev: str) -> Callable[[Furnished], None]:
     return moved
 
 
+def nothing(_: object) -> None:
+    """Drop a result."""
+
+
 def delete(prefix: str) -> Callable[[Furnished], None]:
-    return lambda it: git(it.mirror, "update-ref", "-d", a_ref(it, prefix)) and None
+    return lambda it: nothing(git(it.mirror, "update-ref", "-d", a_ref(it, prefix)))
 
 
 def pipe(name: str) -> Callable[[Furnished], None]:
@@ -272,7 +276,7 @@ def another_commit(it: Furnished) -> str:
 
 
 def below(name: str, act: Callable[[Path], object]) -> Callable[[Furnished], None]:
-    return lambda it: act(it.mirror / name) and None
+    return lambda it: nothing(act(it.mirror / name))
 
 
 K = FindingKind
@@ -311,14 +315,14 @@ DAMAGES: dict[str, Damage] = {
     "shallow planted": Damage(file("shallow", "{tip}\n"), K.PLANTED),
     "commondir planted": Damage(file("commondir", "../elsewhere\n"), K.PLANTED),
     "a hook planted": Damage(file("hooks/post-update", "#!/bin/sh\n"), K.PLANTED),
-    "a promisor pack": Damage(lambda it: it.pack().with_suffix(".promisor").write_bytes(b"") and None, K.PLANTED),
+    "a promisor pack": Damage(lambda it: nothing(it.pack().with_suffix(".promisor").write_bytes(b"")), K.PLANTED),
     # HEAD and refs
     "HEAD detached": Damage(commit("main~1"), K.HEAD),
     "HEAD on another branch": Damage(file("HEAD", "ref: refs/tags/v1\n"), K.HEAD),
     "HEAD on no branch": Damage(file("HEAD", "ref: refs/heads/none\n"), K.HEAD),
     "a branch moved": Damage(move("refs/heads/main", "main~2"), K.REF_MOVED),
     "a branch moved to an unknown commit": Damage(
-        lambda it: git(it.mirror, "update-ref", "refs/heads/main", another_commit(it)) and None, K.REF_MOVED
+        lambda it: nothing(git(it.mirror, "update-ref", "refs/heads/main", another_commit(it))), K.REF_MOVED
     ),
     "a tag moved": Damage(move("refs/tags/v1", "main~2"), K.REF_MOVED),
     "a person's pin moved": Damage(move("refs/mirrord/pins/person/", "main"), K.REF),
@@ -327,11 +331,11 @@ DAMAGES: dict[str, Damage] = {
     "a kept ref removed": Damage(delete("refs/mirrord/kept/"), K.REF_LOST),
     "one owner's pin removed": Damage(delete("refs/mirrord/pins/person/8/"), K.PIN_LOST),
     "a pin of nobody": Damage(
-        lambda it: git(it.mirror, "update-ref", f"refs/mirrord/pins/person/9/{it.object('main')}", "main") and None,
+        lambda it: nothing(git(it.mirror, "update-ref", f"refs/mirrord/pins/person/9/{it.object('main')}", "main")),
         K.PIN_UNKNOWN,
     ),
     "a private ref of no meaning": Damage(
-        lambda it: git(it.mirror, "update-ref", "refs/mirrord/x/y", "main") and None, K.PLANTED
+        lambda it: nothing(git(it.mirror, "update-ref", "refs/mirrord/x/y", "main")), K.PLANTED
     ),
     "a branch is a symbolic link": Damage(link_ref, K.REF),
     "a branch is symbolic": Damage(file("refs/heads/main", "ref: refs/tags/v1\n"), K.REF),
@@ -391,7 +395,7 @@ def test_damage_is_found_and_healed(furnished: Furnished, damage: str) -> None:
     git(furnished.mirror, "fsck", "--full")
     assert (furnished.mirror / "config").read_text() == CONFIGURATION
     assert (furnished.mirror / "HEAD").read_text() == "ref: refs/heads/main\n"
-    must_have_refs(furnished, damage, begins_anew="all" in lost or (lost and kind is K.PACK))
+    must_have_refs(furnished, damage, begins_anew="all" in lost or bool(lost and kind is K.PACK))
 
 
 async def look(house: House, level: AuditLevel) -> Audit:

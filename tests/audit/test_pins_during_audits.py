@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.from_thread
@@ -75,7 +76,9 @@ def lose_a_blob(house: House) -> None:
     (house.mirror / "objects" / lost[:2] / lost[2:]).unlink()
 
 
-async def heal_while(house: House, change: Callable[[], Awaitable[object]], when: str) -> Audit:
+async def heal_while(
+    house: House, change: Callable[[], Coroutine[Any, Any, object]], when: str
+) -> Audit:
     """Heal a lost blob; `change` happens before the heal begins, or is asked for while it has the mirror."""
     lose_a_blob(house)
 
@@ -98,6 +101,7 @@ async def heal_while(house: House, change: Callable[[], Awaitable[object]], when
 
         begun: list[bool] = []
         return await auditing(house, repair).run(EVERYTHING)
+    raise AssertionError  # a task group may swallow, says its type
 
 
 def pins_of(house: House, owner: str) -> set[str]:

@@ -23,6 +23,7 @@ from mirrord.audit import content as audit_content
 from mirrord.audit.examine import Examined, examine
 from mirrord.audit.files import Fault, find_bad_files
 from mirrord.errors import AuditNotFoundError, DatasetNotFoundError, MirrorNotFoundError
+from mirrord.git import command as git_command
 from mirrord.mirrors.repository import CONFIGURATION
 from mirrord.model import AuditLevel, CommitId, CommitState, FindingKind, MirrorName, Reach
 from mirrord.protocol import Audit, StartAudit
@@ -309,7 +310,7 @@ def test_damage_outside_every_recorded_closure_hits_nobody(site: Site) -> None:
 def test_many_commits_take_few_processes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of git processes does not grow with the number of recorded commits."""
     count = 0
-    real = audit_content.run_git_sync
+    real = git_command.run_git_sync
 
     def counting(*args: object, **kwargs: object) -> object:
         nonlocal count
@@ -448,7 +449,9 @@ async def interrupted_after(daemon: Daemon, done: int, request: StartAudit) -> A
     """An audit that is cancelled while it looks at the mirror after the first `done`."""
     reached = asyncio.Event()
     work = asyncio.ensure_future(
-        daemon.audits.run(request, lambda progress: progress.done == done and reached.set())
+        daemon.audits.run(
+            request, lambda progress: reached.set() if progress.done == done else None
+        )
     )
     await reached.wait()
     work.cancel()
@@ -624,7 +627,7 @@ def test_an_undamaged_mirror_is_walked_or_hashed_once(
 ) -> None:
     """One long git, one look-up, and one walk of commits for their reach, which is not done again while refs stay."""
     started: list[str] = []
-    real = audit_content.run_git_sync
+    real = git_command.run_git_sync
 
     def counting(*args: str, **kwargs: object) -> object:
         started.append(next(word for word in args if not word.startswith(("-", "core."))))
@@ -654,7 +657,7 @@ def test_what_an_audit_does_yields_to_whoever_serves(
 ) -> None:
     """Its threads are nice, and so are the gits they start; the worker that runs them is as it was."""
     nice: set[int] = set()
-    real = audit_content.run_git_sync
+    real = git_command.run_git_sync
 
     def looking(*args: str, **kwargs: object) -> object:
         nice.add(os.getpriority(os.PRIO_PROCESS, 0))

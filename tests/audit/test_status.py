@@ -8,7 +8,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def call(running: Daemon, *words: str) -> tuple[int, str, str]:
     )
     with redirect_stdout(out), redirect_stderr(err):
         status = run(["--socket", str(running.socket), *words])
-    return status, *(stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined,return-value]
+    return status, out.buffer.getvalue().decode(), err.buffer.getvalue().decode()
 
 
 def lose_pin(mirror: Path) -> None:
@@ -68,7 +68,7 @@ HARMLESS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Daemon:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     root = tmp_path_factory.mktemp("statuses")
     upstream = Upstream(root / "demo+project")
     commits = upstream.history(3)

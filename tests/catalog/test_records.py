@@ -80,7 +80,12 @@ def instance(
 
 
 def head(name: str = "lite", **changes: Any) -> DatasetHead:
-    values = {"format": "swe-bench", "source": "lite.jsonl", "sha256": "0" * 64, "imported_at": NOW}
+    values: dict[str, Any] = {
+        "format": "swe-bench",
+        "source": "lite.jsonl",
+        "sha256": "0" * 64,
+        "imported_at": NOW,
+    }
     values |= {"fault_count": 0, "faults": [], "rules": {}, "refused": {}}
     return DatasetHead(name=DatasetName(name), **values | changes)
 
@@ -142,7 +147,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str | Path:
         server.replace("+psycopg", "") + "postgres", autocommit=True
     ) as connection:
         connection.execute(f"CREATE DATABASE {name}")
-    return server + name
+    return f"{server}{name}"
 
 
 @pytest.fixture

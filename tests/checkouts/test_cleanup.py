@@ -174,7 +174,7 @@ def test_an_upload_that_was_cut_off_and_does_not_go_goes_later(tmp_path: Path) -
     async def body() -> None:
         quarantine = Quarantine(tmp_path)
         await quarantine.clean()
-        messages = iter(
+        messages: Iterator[dict[str, Any]] = iter(
             [
                 {"type": "http.request", "body": b"half", "more_body": True},
                 {"type": "http.disconnect"},

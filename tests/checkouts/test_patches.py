@@ -98,7 +98,7 @@ def test_the_diff_gives_the_tree_that_git_add_would(
     """`git apply --index` of the diff on the base commit gives the tree of `git add --all` in the dirty checkout."""
     tree = Path(checkout.path)
     run_as(USER_PEER.uid, CHANGES[what], tree, service)
-    patch = service.call(service.checkouts.diff, checkout.id, USER_PEER)
+    patch = service.diff(checkout)
     as_user(tree, "add", "--all")
     assert tree_of_patch(rich, tmp_path, patch) == as_user(tree, "write-tree")
 
@@ -109,7 +109,7 @@ def test_the_diff_has_the_files_of_a_nested_repository(
     """As files, without their history."""
     script = "git init -q nested; cd nested; echo 1 >f; git add f; git commit -qm n"
     run_as(USER_PEER.uid, script, Path(checkout.path), service)
-    patch = service.call(service.checkouts.diff, checkout.id, USER_PEER)
+    patch = service.diff(checkout)
     assert b"nested/f" in patch
     assert b"nested/.git" not in patch
 
@@ -128,21 +128,21 @@ def test_a_hostile_tree_cannot_hang_or_widen_a_diff(
     """The daemon reads only regular files and link texts below the tree."""
     (service.state / "lease").write_text("SECRET")
     run_as(USER_PEER.uid, script, Path(checkout.path), service)
-    assert b"SECRET" not in service.call(service.checkouts.diff, checkout.id, USER_PEER)
+    assert b"SECRET" not in service.diff(checkout)
 
 
 def test_a_huge_file_is_refused(service: Service, checkout: Checkout) -> None:
     """A sparse terabyte costs nothing but an error."""
     run_as(USER_PEER.uid, "truncate -s 1T huge", Path(checkout.path), service)
     with pytest.raises(DiffTooLargeError):
-        service.call(service.checkouts.diff, checkout.id, USER_PEER)
+        service.diff(checkout)
 
 
 def test_a_tree_replaced_by_a_link_has_no_diff(service: Service, checkout: Checkout) -> None:
     """The link is not followed."""
     run_as(0, 'mv "$PWD" "$PWD.x"; ln -s /etc "$PWD"', Path(checkout.path), service)
     with pytest.raises(CheckoutBusyError):
-        service.call(service.checkouts.diff, checkout.id, USER_PEER)
+        service.diff(checkout)
 
 
 def test_apply_and_its_reverse(service: Service, checkout: Checkout, rich: Upstream) -> None:

@@ -69,7 +69,7 @@ def reset(service: Service, checkout: Checkout, peer: Peer = USER_PEER, **onto: 
     ],
 )
 def test_every_name_of_a_commit_answers_with_the_full_one(
-    service: Service, rich: Upstream, request_: dict[str, str]
+    service: Service, rich: Upstream, request_: dict[str, Any]
 ) -> None:
     """Branches, tags and ancestors; the answer has the mirror's own spelling."""
     checkout = start(service, **request_)
@@ -258,7 +258,7 @@ def test_a_reset_of_a_tree_with_a_mount_in_it_is_refused_untouched(service: Serv
         reset(service, checkout, commit="v1")
     subprocess.run(["umount", tree / "mine"], check=True)
     assert (tree / "work").read_text() == "work"
-    assert b"+work" in service.call(service.checkouts.diff, checkout.id, USER_PEER)
+    assert b"+work" in service.diff(checkout)
     assert reset(service, checkout, commit="v1").commit != checkout.commit
     assert as_user(tree, "status", "--porcelain", "--ignored") == ""
 
@@ -274,12 +274,12 @@ def test_nobody_works_on_a_tree_that_a_reset_left_half_way(service: Service) -> 
 
     service.call(leave_half_way)
     with pytest.raises(CheckoutBusyError, match="half-way"):
-        service.call(service.checkouts.diff, checkout.id, USER_PEER)
+        service.diff(checkout)
     service.restart()
     service.call(
         service.checkouts.renew, checkout.id, RenewCheckout(), USER_PEER
     )  # waits for the lock
-    assert service.call(service.checkouts.diff, checkout.id, USER_PEER) == b""
+    assert service.diff(checkout) == b""
 
 
 def test_a_restart_adopts_leases_and_removes_rubbish(service: Service) -> None:
@@ -304,7 +304,7 @@ def test_a_restart_adopts_leases_and_removes_rubbish(service: Service) -> None:
         service.checkouts.renew, interrupted.id, RenewCheckout(), USER_PEER
     )  # waits for the lock
     assert as_user(Path(interrupted.path), "status", "--porcelain", "--ignored") == ""
-    assert service.call(service.checkouts.diff, kept.id, USER_PEER).startswith(b"diff --git a/mine")
+    assert service.diff(kept).startswith(b"diff --git a/mine")
     service.call(service.checkouts.close)
     for kind in ("checkouts", "leases"):
         names = {

@@ -73,7 +73,7 @@ class World(NamedTuple):
             self.scratch / "ask.py",
         ]
         command = [
-            *python(),
+            *map(str, python()),
             "-m",
             "mirrord",
             "--socket",
@@ -85,7 +85,7 @@ class World(NamedTuple):
             *agent,
         ]
         return subprocess.run(
-            command, user=uid, group=uid, extra_groups=[GROUP], capture_output=True, text=True, check=False, cwd="/",
+            list(map(str, command)), user=uid, group=uid, extra_groups=[GROUP], capture_output=True, text=True, check=False, cwd="/",
             env={"PATH": os.environ["PATH"], "MIRRORD_SOCKET": str(self.daemon.socket), **(environment or {})},
         )  # fmt: skip
 

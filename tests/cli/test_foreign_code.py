@@ -41,6 +41,7 @@ PROGRAMS = (
     "ldconfig",
 )
 LAST = ("release", "dataset remove", "mirror remove")
+IN_ORDER = sorted(VERBS, key=lambda verb: LAST.index(verb.name) if verb.name in LAST else -1)
 SHA = "c" * 40
 FIND = "from mirrord.config import find_path; print(find_path())"
 
@@ -186,7 +187,7 @@ def test_a_verb_without_a_daemon_runs_nothing_from_the_directory_it_is_started_i
 
 @pytest.mark.parametrize(
     "verb",
-    sorted(VERBS, key=lambda verb: LAST.index(verb.name) if verb.name in LAST else -1),
+    IN_ORDER,
     ids=lambda verb: verb.name,
 )
 def test_a_verb_with_a_daemon_runs_nothing_from_the_directory_it_is_started_in(

@@ -403,7 +403,7 @@ def test_whoever_stood_in_the_tree_before_a_reset_stands_in_the_one_after(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The shell still knows where that is; Linux says that there is no such directory any more."""
-    tree = tmp_path / LEASE["id"] / "tree"
+    tree = tmp_path / str(LEASE["id"]) / "tree"
     tree.mkdir(parents=True)
     monkeypatch.chdir(tree)
     monkeypatch.setenv("PWD", str(tree))

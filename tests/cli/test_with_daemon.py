@@ -69,7 +69,7 @@ def _run(
             status = run(["--socket", str(running.socket), *map(str, words)])
     finally:
         sys.stdin = before
-    return Ran(status, *(stream.buffer.getvalue().decode() for stream in (out, err)))  # type: ignore[attr-defined]
+    return Ran(status, *(stream.buffer.getvalue().decode() for stream in (out, err)))
 
 
 def _spawn(running: Daemon, *words: str | Path) -> Ran:

@@ -256,7 +256,7 @@ def test_a_checkout_is_released_at_the_end_of_its_block(path: Path) -> None:
     """The example of the design, word for word."""
     with serving(path, CHECKOUT_ROUTES) as server:
         with Client(path) as mirrord, mirrord.checkout("psf__requests-2317") as checkout:
-            assert checkout.path == Path(LEASE["path"])
+            assert checkout.path == Path(str(LEASE["path"]))
             assert checkout.diff() == b"diff \xff\n"
             assert checkout.reset().head == COMMIT
             assert checkout.commit == "c" * 40

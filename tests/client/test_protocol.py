@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import pickle
@@ -43,7 +44,7 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
     if origin is Literal:
         return st.sampled_from(arguments)
     if origin in (Union, UnionType):
-        return st.one_of(map(_values, arguments))
+        return st.one_of([_values(argument) for argument in arguments])
     if kind is NoneType:
         return st.none()
     if kind is Any:
@@ -87,7 +88,7 @@ def test_a_message_comes_back_from_json_as_it_was(
     """On both ends: an answer is read by our reader, a request by pydantic."""
     sent = data.draw(_instances(message))
     assert message.from_json(json.loads(to_bytes(sent))) == sent
-    assert pickle.loads(pickle.dumps(sent)) == dataclasses.replace(sent) == sent
+    assert pickle.loads(pickle.dumps(sent)) == copy.copy(sent) == sent
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_the_exported_names_are_the_public_ones() -> None:
     assert set(mirrord.__all__) == of_errors | (of_model - {"StrEnum"}) | of_answers | clients
     assert all(hasattr(mirrord, name) for name in mirrord.__all__)
     with pytest.raises(AttributeError):
-        mirrord.Klient  # type: ignore[attr-defined]  # noqa: B018
+        mirrord.Klient  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -107,11 +107,11 @@ def test_lines_for_the_journal_begin_with_their_priority(tmp_path: Path) -> None
     """Only where stderr is the journal, which takes it off again."""
     with daemon(f'[upstream]\nurl = "file://{tmp_path}/{{owner}}/{{name}}"\n', start=False) as made:
         made.log_path.touch()
-        found = made.log_path.stat()
+        log = made.log_path.stat()
         running = Daemon(
             made.root,
             made.config.read_text().split("\n", 2)[2],
-            environment={"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"},
+            environment={"JOURNAL_STREAM": f"{log.st_dev}:{log.st_ino}"},
         )
         try:
             running.start()

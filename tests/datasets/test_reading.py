@@ -34,7 +34,7 @@ DATA = Path(__file__).parents[3] / "shared" / "data"
 
 
 def row(number: int = 1, **changes: Any) -> dict[str, Any]:
-    value = {
+    value: dict[str, Any] = {
         "instance_id": f"psf__requests-{number}",
         "repo": "psf/requests",
         "base_commit": BASE,
@@ -151,7 +151,7 @@ def test_a_column_that_is_not_text_in_parquet_is_a_fault_of_its_row(case: Case) 
         [None, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pyarrow.py_buffer(good + bad)],
     )
     table = pyarrow.Table.from_arrays(
-        [["a", "b"], ["o/n", "o/n"], [BASE, BASE], patch], schema=schema
+        [*map(pyarrow.array, (["a", "b"], ["o/n", "o/n"], [BASE, BASE])), patch], schema=schema
     )
     parquet.write_table(table, case.directory / "f")
     result = case.read_path(case.directory / "f")
@@ -664,15 +664,13 @@ def test_a_large_file_is_read_in_bounded_memory(tmp_path: Path, container: str) 
                 path,
                 row_group_size=2000,
                 use_dictionary=False,
-                compression=None,
+                compression="none",
             )
     command = [
         sys.executable,
         "-c",
         _READ_LARGE,
-        tmp_path / "large",
-        tmp_path / "warm",
-        tmp_path / "spool",
+        *(str(tmp_path / name) for name in ("large", "warm", "spool")),
     ]
     count, grown_mib = map(
         int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()

@@ -112,9 +112,9 @@ def _commit() -> str:
 
 
 def _show(ended: Ended) -> None:
-    print(f"{ended.part}: {sum(row.count for row in ended.rows)} faults in {ended.took_s:.0f} s")
+    print(f"{ended.part}: {sum(row.times for row in ended.rows)} faults in {ended.took_s:.0f} s")
     for row in ended.rows:
-        print("", row.count, row.fault, row.step, row.did, row.lost, sep="\t", flush=True)
+        print("", row.times, row.fault, row.step, row.did, row.lost, sep="\t", flush=True)
 
 
 def _read(path: Path | None) -> dict[str, Ended]:

@@ -98,7 +98,7 @@ def fail_at(lab: Lab, kind: type[Operation], call: str, number: int, error: str)
     return (
         Row(fault, kind.name, step, f"{said}; {outcome}")
         if met
-        else Row(fault, kind.name, step, NOT_MET, count=0)
+        else Row(fault, kind.name, step, NOT_MET, times=0)
     )
 
 

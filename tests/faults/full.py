@@ -24,13 +24,17 @@ _SIZE_BYTES = 96 * 1024**2
 _FAULT = "disk full"
 
 
+def _filled(kind: type[Operation], plan: Plan) -> Iterator[Row]:
+    return fill_up(kind, FREE_BYTES[: plan.some(len(FREE_BYTES))])
+
+
 def parts() -> Iterator[Part]:
     """A part for each operation, and one for a disk that lost its end."""
     for kind in OPERATIONS:
         yield Part(
             f"{kind.name}: disk full",
-            lambda plan, kind=kind: fill_up(kind, FREE_BYTES[: plan.some(len(FREE_BYTES))]),
-        )  # type: ignore[misc]
+            partial(_filled, kind),
+        )
     yield Part("bad disk", _lost_end)
 
 

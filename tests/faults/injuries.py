@@ -70,7 +70,10 @@ def _scribble(path: Path, chance: random.Random) -> None:
 
 
 def _at(pattern: str, how: Callable[[Path, random.Random], object]) -> Injure:
-    return lambda patient, chance: [how(_one(patient, chance, pattern), chance), None][1]
+    def injure(patient: Patient, chance: random.Random) -> None:
+        how(_one(patient, chance, pattern), chance)
+
+    return injure
 
 
 def _lose_pack(patient: Patient, chance: random.Random) -> None:

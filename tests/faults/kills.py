@@ -110,7 +110,7 @@ def kill_at(lab: Lab, kind: type[Operation], step: str, count: int = 1) -> Row:
             return _after_kill(lab, operation, where, family)
         operation.settle()
         operation.clean()
-    return Row(_DAEMON, kind.name, step, NOT_HIT, count=0)
+    return Row(_DAEMON, kind.name, step, NOT_HIT, times=0)
 
 
 def kill_after(lab: Lab, kind: type[Operation], delay_s: float) -> Row:
@@ -257,7 +257,7 @@ def kill_child(lab: Lab, kind: type[Operation], victim: str, seed: random.Random
             )
         operation.settle()
         operation.clean()
-    return Row(_fault_of(victim), kind.name, f"`{victim}`", NOT_HIT, count=0)
+    return Row(_fault_of(victim), kind.name, f"`{victim}`", NOT_HIT, times=0)
 
 
 def _next_call(lab: Lab, operation: Operation) -> None:

@@ -91,7 +91,7 @@ class Lab:
         status, _, content = self.daemon.request(method, f"/v1/{path}", body)
         answer = json.loads(content) if content else None
         if status >= 400:
-            raise Refused(answer)
+            raise Refused(answer or {})
         return answer
 
     def finish(self, operation: dict[str, Any]) -> dict[str, Any]:

@@ -54,14 +54,14 @@ Not tried: single blocks that cannot be written (it takes a device-mapper, which
 
 
 class Row(NamedTuple):
-    """One fault and its end, or `count` of them with the same one. `lost` says `nothing`, or what."""
+    """One fault and its end, or `times` of them with the same one. `lost` says `nothing`, or what."""
 
     fault: str
     operation: str
     step: str
     did: str
     lost: str = NOTHING
-    count: int = 1
+    times: int = 1
 
 
 class Ended(NamedTuple):
@@ -79,8 +79,8 @@ def write_document(path: Path, parts: Sequence[Ended], seed: int, share: float) 
     lost = [row for row in rows if row.lost != NOTHING]
     document = _HEAD.format(
         end="**Something was lost: see below.**" if lost else "Nothing was lost.",
-        count=sum(row.count for row in rows),
-        lost=sum(row.count for row in lost),
+        count=sum(row.times for row in rows),
+        lost=sum(row.times for row in lost),
         seed=seed,
         share=share,
         ended=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
@@ -110,6 +110,6 @@ def _summary(rows: Sequence[Row]) -> list[str]:
     for fault in dict.fromkeys(row.fault for row in rows):
         struck = [row for row in rows if row.fault == fault]
         lines.append(
-            f"| {fault} | {sum(row.count for row in struck)} | {len({row.operation for row in struck})} |"
+            f"| {fault} | {sum(row.times for row in struck)} | {len({row.operation for row in struck})} |"
         )
     return lines

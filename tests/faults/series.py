@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple
 
 from .judge import audit_is_clean, judge, leftovers, nothing_left, nothing_lost
@@ -40,12 +41,10 @@ def in_series(
             last = None
             while pending and (last is None or last.lost == NOTHING):
                 fault, operation, step, strike = pending.popleft()
-                last = told(fault, operation, step, lambda strike=strike, lab=lab: strike(lab))  # type: ignore[misc]
+                last = told(fault, operation, step, partial(strike, lab))
                 yield last
             if last and last.lost == NOTHING:
-                end = told(
-                    last.fault, last.operation, "after all of them", lambda lab=lab: _judged(lab)
-                )  # type: ignore[misc]
+                end = told(last.fault, last.operation, "after all of them", partial(_judged, lab))
                 yield from [end] if end.lost != NOTHING else []
 
 

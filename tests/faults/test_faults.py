@@ -91,7 +91,7 @@ def test_what_a_failing_disk_leaves_goes_while_the_daemon_lives(
     lab: Lab, name: str, call: str, number: int
 ) -> None:
     """A lock of which git only warns, and at which every later git would stop; a checkout that cannot be renamed away."""
-    assert fail_at(lab, _BY_NAME[name], call, number, "EIO").count == 1
+    assert fail_at(lab, _BY_NAME[name], call, number, "EIO").times == 1
 
 
 def test_everything_at_once_is_right_and_loses_nothing(lab: Lab) -> None:

@@ -24,7 +24,7 @@ from mirrord.git.children import NOTHING, Child, Command, Stream, in_memory, run
 LOOPS = {"uvloop": uvloop.run, "asyncio": asyncio.run}
 
 
-@pytest.fixture(params=LOOPS.values(), ids=LOOPS)
+@pytest.fixture(params=list(LOOPS.values()), ids=list(LOOPS))
 def run(request: pytest.FixtureRequest) -> Callable[[Callable[[], Awaitable[None]]], None]:
     def start(body: Callable[[], Awaitable[None]]) -> None:
         async def main() -> None:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import anyio
 import pytest
@@ -77,7 +77,9 @@ def forge() -> Iterator[type[_Answering]]:
     thread.join()
 
 
-def test_a_command_answers_with_its_output(run_git, make_upstream: Callable[..., Upstream]) -> None:  # type: ignore[no-untyped-def]
+def test_a_command_answers_with_its_output(
+    run_git: Any, make_upstream: Callable[..., Upstream]
+) -> None:
     """stdout is bytes; stdin may be bytes; the repository is named, not searched for."""
     upstream = make_upstream()
     commit = upstream.commit({"a": "1"})
@@ -94,7 +96,7 @@ def test_a_command_answers_with_its_output(run_git, make_upstream: Callable[...,
     run_git(body)
 
 
-def test_background_work_gives_way(run_git, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_background_work_gives_way(run_git: Any, tmp_path: Path) -> None:
     """The niceness of what git starts, beside ours; the mark ends with its block, and goes with tasks that begin in it."""
     show = ("-c", "alias.niceness=!ps -o ni= -p $$", "niceness")
     ours = os.getpriority(os.PRIO_PROCESS, 0)
@@ -114,8 +116,8 @@ def test_background_work_gives_way(run_git, tmp_path: Path) -> None:  # type: ig
 
 
 def test_output_and_input_may_be_files(
-    run_git, make_upstream: Callable[..., Upstream], tmp_path: Path
-) -> None:  # type: ignore[no-untyped-def]
+    run_git: Any, make_upstream: Callable[..., Upstream], tmp_path: Path
+) -> None:
     """Large streams do not pass through the daemon's memory."""
     upstream = make_upstream()
     commit = upstream.commit({"a": "1"})
@@ -135,8 +137,11 @@ def test_output_and_input_may_be_files(
 
 
 def test_nothing_of_the_callers_environment_or_the_repository_runs(
-    run_git, make_upstream, tmp_path, monkeypatch
-) -> None:  # type: ignore[no-untyped-def]
+    run_git: Any,
+    make_upstream: Callable[..., Upstream],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Hooks, fsmonitor, aliases and variables of the environment have no effect."""
     upstream = make_upstream()
     upstream.commit({"a": "1"})
@@ -159,7 +164,7 @@ def test_nothing_of_the_callers_environment_or_the_repository_runs(
     assert not (tmp_path / "sprung").exists()
 
 
-def test_ext_urls_are_refused(run_git, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_ext_urls_are_refused(run_git: Any, tmp_path: Path) -> None:
     """A URL cannot name a program."""
 
     async def body(git: Git) -> None:
@@ -170,7 +175,9 @@ def test_ext_urls_are_refused(run_git, tmp_path: Path) -> None:  # type: ignore[
     assert not (tmp_path / "sprung").exists()
 
 
-def test_a_deadline_kills_the_whole_group(run_git, make_upstream, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_deadline_kills_the_whole_group(
+    run_git: Any, make_upstream: Callable[..., Upstream], tmp_path: Path
+) -> None:
     """git's own children do not survive it."""
     upstream = make_upstream()
     upstream.commit({"a": "1"})
@@ -191,7 +198,9 @@ def test_a_deadline_kills_the_whole_group(run_git, make_upstream, tmp_path: Path
     run_git(body)
 
 
-def test_cancelling_kills_the_whole_group(run_git, make_upstream, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_cancelling_kills_the_whole_group(
+    run_git: Any, make_upstream: Callable[..., Upstream], tmp_path: Path
+) -> None:
     """A caller that goes away leaves no git behind."""
     upstream = make_upstream()
     upstream.commit({"a": "1"})
@@ -229,7 +238,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_output_over_the_limit_is_an_error(run_git) -> None:  # type: ignore[no-untyped-def]
+def test_output_over_the_limit_is_an_error(run_git: Any) -> None:
     """A repository cannot fill the daemon's memory."""
 
     async def body(git: Git) -> None:
@@ -239,7 +248,9 @@ def test_output_over_the_limit_is_an_error(run_git) -> None:  # type: ignore[no-
     run_git(body)
 
 
-def test_an_expected_status_is_an_answer(run_git, make_upstream) -> None:  # type: ignore[no-untyped-def]
+def test_an_expected_status_is_an_answer(
+    run_git: Any, make_upstream: Callable[..., Upstream]
+) -> None:
     """`ok` lists the statuses that mean something."""
     upstream = make_upstream()
     upstream.commit({"a": "1"})
@@ -270,8 +281,8 @@ def test_a_damaged_object_is_an_integrity_error(make_upstream: Callable[..., Ups
 
 
 def test_quarantined_objects_stay_out_of_the_repository(
-    run_git, make_upstream, tmp_path: Path
-) -> None:  # type: ignore[no-untyped-def]
+    run_git: Any, make_upstream: Callable[..., Upstream], tmp_path: Path
+) -> None:
     """New objects land elsewhere; refs cannot move meanwhile."""
     upstream = make_upstream()
     commit = upstream.commit({"a": "1"})
@@ -310,23 +321,23 @@ def ask(url: str, **options: object) -> Callable[[Git], Awaitable[object]]:
     return lambda git: git.run("ls-remote", url, remote=remote, doing="ask upstream", **options)  # type: ignore[arg-type]
 
 
-def test_an_absent_repository_is_not_found(run_git, forge) -> None:  # type: ignore[no-untyped-def]
+def test_an_absent_repository_is_not_found(run_git: Any, forge: Any) -> None:
     with pytest.raises(UpstreamNotFoundError, match="cannot ask upstream"):
         run_git(ask(forge.url))
 
 
-def test_an_absent_directory_is_not_found(run_git, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_an_absent_directory_is_not_found(run_git: Any, tmp_path: Path) -> None:
     with pytest.raises(UpstreamNotFoundError):
         run_git(ask(f"file://{tmp_path}/absent"))
 
 
-def test_a_wanted_password_is_an_error_and_nobody_is_asked(run_git, forge) -> None:  # type: ignore[no-untyped-def]
+def test_a_wanted_password_is_an_error_and_nobody_is_asked(run_git: Any, forge: Any) -> None:
     forge.answer = (401, {"WWW-Authenticate": 'Basic realm="x"'}, b"")
     with pytest.raises(UpstreamAuthError):
         run_git(ask(forge.url, timeout=timedelta(seconds=20)))
 
 
-def test_credentials_reach_their_host_and_no_message(run_git, forge) -> None:  # type: ignore[no-untyped-def]
+def test_credentials_reach_their_host_and_no_message(run_git: Any, forge: Any) -> None:
     """They go through a helper; a wrong password is an error without the password."""
     forge.answer = (401, {"WWW-Authenticate": 'Basic realm="x"'}, b"")
     with pytest.raises(UpstreamAuthError) as caught:
@@ -335,7 +346,7 @@ def test_credentials_reach_their_host_and_no_message(run_git, forge) -> None:  #
     assert forge.seen[-1] == "Basic bWU6czNjcmV0cGFzc3dvcmQ="
 
 
-def test_throttling_tells_how_long_to_wait(run_git, forge) -> None:  # type: ignore[no-untyped-def]
+def test_throttling_tells_how_long_to_wait(run_git: Any, forge: Any) -> None:
     """Retry-After is read from the answer's headers."""
     forge.answer = (429, {"Retry-After": "17"}, b"slow down")
     with pytest.raises(UpstreamThrottledError) as caught:
@@ -343,14 +354,14 @@ def test_throttling_tells_how_long_to_wait(run_git, forge) -> None:  # type: ign
     assert caught.value.facts["retry_after_s"] == 17
 
 
-def test_garbage_is_an_upstream_error(run_git, forge) -> None:  # type: ignore[no-untyped-def]
+def test_garbage_is_an_upstream_error(run_git: Any, forge: Any) -> None:
     forge.answer = (200, {"Content-Type": "text/html"}, b"<html>hello</html>")
     with pytest.raises(MirrordError) as caught:
         run_git(ask(forge.url))
     assert caught.value.exit_status == 6
 
 
-def test_a_silent_upstream_times_out(run_git) -> None:  # type: ignore[no-untyped-def]
+def test_a_silent_upstream_times_out(run_git: Any) -> None:
     """A host that accepts and says nothing costs the quiet time only."""
     import socket
 
@@ -360,7 +371,9 @@ def test_a_silent_upstream_times_out(run_git) -> None:  # type: ignore[no-untype
             run_git(ask(url, quiet_timeout=SHORT))
 
 
-def test_a_url_in_the_process_list_has_no_secret(run_git, make_upstream, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_url_in_the_process_list_has_no_secret(
+    run_git: Any, make_upstream: Callable[..., Upstream], tmp_path: Path
+) -> None:
     """The command line of git and of its helpers is public on the machine; their environment is not."""
     upstream = make_upstream()
     upstream.commit({"a": "1"})

@@ -176,7 +176,7 @@ def test_a_repository_that_was_replaced_is_opened_anew(make_upstream: Make, tmp_
     """A mirror that was removed and added again, at the same path."""
     upstream = make_upstream("up")
     mirror = tmp_path / "mirror"
-    commits = []
+    commits: list[str] = []
     for _ in range(2):
         commits.append(upstream.commit({"a": str(len(commits))}))
         git(tmp_path, "clone", "-q", "--bare", str(upstream.path), "new")

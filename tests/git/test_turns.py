@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -128,7 +129,7 @@ async def test_work_that_two_wait_for_gets_the_turn_of_the_one_who_is_next() -> 
     bob = asyncio.create_task(ask(BOB))
     await anyio.wait_all_tasks_blocked()
     await race.end("a1")
-    assert await asyncio.gather(alice, bob) == ["done", "done"]
+    assert list(await asyncio.gather(alice, bob)) == ["done", "done"]
     assert race.began == ["a1", "shared", "a2"]
     await race.end("a2")
     await race.end("a3")
@@ -218,8 +219,8 @@ async def test_neither_background_work_nor_another_user_holds_all_workers(tmp_pa
     try:
         hanging = [
             asyncio.create_task(
-                _asking(uid, lambda at=at: workers.call(hang, str(tmp_path / at), timeout=LONG))
-            )  # type: ignore[misc]
+                _asking(uid, partial(workers.call, hang, str(tmp_path / at), timeout=LONG))
+            )
             for at, uid in (("x", None), ("a", ALICE), ("b", BOB))
         ]
         await until(lambda: all((tmp_path / at).exists() for at in "xab"))

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -61,14 +62,14 @@ def run(
 @contextmanager
 def fork_server_of_our_own() -> Iterator[None]:
     """This process may have one already, with nothing loaded; it is left alone, because its end would be waited for."""
-    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = multiprocessing.forkserver._forkserver
     before = vars(server).copy()
     server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
     try:
         yield
     finally:
         server._stop()
-        vars(server).update(before)
+        server.__dict__.update(before)
 
 
 def test_a_call_runs_in_another_process() -> None:

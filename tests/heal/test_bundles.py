@@ -29,7 +29,7 @@ HOLES = (
     "refs/mirrord/history",
     "refs/mirrord/history~1:refs",
 )
-SOUND = ({CommitState.OK: 3}, [])
+SOUND: tuple[dict[CommitState, int], list[object]] = ({CommitState.OK: 3}, [])
 
 
 def told(audit: Audit) -> str:
@@ -263,7 +263,7 @@ def test_the_command_line_sends_a_bundle(tmp_path: Path) -> None:
         )
         with redirect_stdout(out), redirect_stderr(err):
             status = run(["--socket", str(running.socket), *map(str, words)])
-        return status, *(stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined,return-value]
+        return status, out.buffer.getvalue().decode(), err.buffer.getvalue().decode()
 
     with daemon(text) as running, Client(running.socket) as client:
         client.wait(client.add_mirror("demo/project"))
@@ -285,8 +285,6 @@ def test_the_command_line_sends_a_bundle(tmp_path: Path) -> None:
         status, out, err = call("heal", "demo/project", "--bundle", tmp_path / "b")
         assert status == 0, (out, err)
         assert "objects from the bundle that was sent" in out
-        assert (
-            client.wait(client.start_audit(level=AuditLevel.CONTENT, heal=False)).result["findings"]
-            == []
-        )  # type: ignore[index]
+        audit = client.wait(client.start_audit(level=AuditLevel.CONTENT, heal=False))
+        assert (audit.result or {})["findings"] == []
         assert [path.name for path in (running.state_dir / "quarantine").iterdir()] == ["damaged"]

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyone
 import pytest
@@ -92,7 +92,8 @@ class Service:
         """One raw message, and what is said to it."""
         with self.connect() as connection:
             connection.send(message)
-            return json.loads(connection.recv(65536))
+            answer: dict[str, Any] = json.loads(connection.recv(65536))
+            return answer
 
 
 @pytest.fixture
@@ -356,7 +357,7 @@ HOSTILE: list[object] = [
         for kind in ("umount", "attach", "replace")
         for name in ("", ".", "..", "../leases", f"{NAME}/..", f"{NAME}/tree", "/", f"{NAME}\n", f"{NAME}\0", "a" * 256, None, 1)
     ),
-    *({"request": kind} for kind in ("make", "attach", "replace", "umount", "mount", "", None, "exec", 1, ["make"], {})),
+    *({"request": kind} for kind in cast("tuple[Any, ...]", ("make", "attach", "replace", "umount", "mount", "", None, "exec", 1, ["make"], {}))),
     {}, [], None, 1, "mount", [{"request": "umount"}],
 ]  # fmt: skip
 

@@ -517,7 +517,7 @@ def test_the_command_line_makes_and_takes_bundles(pair: Pair) -> None:
         )
         with redirect_stdout(out), redirect_stderr(err):
             status = run(["--socket", str(at.socket), *map(str, words)])
-        return status, *(stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined,return-value]
+        return status, out.buffer.getvalue().decode(), err.buffer.getvalue().decode()
 
     status, out, _ = call(pair.one, "bundle", "create", "demo/project", pair.file, "--json")
     assert (status, json.loads(out)["mirror"]) == (0, NAME)

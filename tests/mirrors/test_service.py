@@ -157,7 +157,7 @@ def test_whoever_needs_a_mirror_waits_for_its_first_sync(house: Builder) -> None
         await it.mirrors.add("owner/name")
         async with anyio.create_task_group() as group:
             await it.mirrors.sync(
-                NAME, lambda _: group.start_soon(it.mirrors.resolve, NAME, "main")
+                NAME, lambda _: (group.start_soon(it.mirrors.resolve, NAME, "main"), None)[1]
             )
         assert it.events.counts["mirror.synced"] == 1
 
@@ -275,8 +275,8 @@ def test_a_commit_that_no_ref_brings_is_fetched_by_id(house: Builder, upstream: 
 
 
 def test_fallbacks_are_asked_for_what_upstream_lost(
-    house: Builder, upstream: Upstream, make_upstream
-) -> None:  # type: ignore[no-untyped-def]
+    house: Builder, upstream: Upstream, make_upstream: Callable[..., Upstream]
+) -> None:
     other = make_upstream("fallback+name")
     lost = CommitId(other.commit({"only": "here"}))
     house.values["upstream"]["fallbacks"] = [f"file://{other.path.parent}/fallback+{{name}}"]  # type: ignore[index]

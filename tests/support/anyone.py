@@ -24,7 +24,11 @@ _PROJECT = Path(__file__).parents[2]
 def python() -> list[str]:
     """The start of a command: a Python which any user can run, and which can import the project, its libraries and the tests."""
     if _can_import(sys.executable):
-        return ["env", f"PYTHONPATH={_PROJECT}:{_PROJECT}/tests", sys.executable]
+        return [
+            "env",
+            f"PYTHONPATH={_PROJECT}:{_PROJECT}/tests:{_PROJECT}/tests/support",
+            sys.executable,
+        ]
     return ["env", f"PYTHONPATH={_copy()}", BARE_PYTHON]
 
 
@@ -40,7 +44,13 @@ def _copy() -> Path:
     directory = Path(tempfile.mkdtemp(prefix="mirrord-anyone-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     libraries = next(Path(entry) for entry in sys.path if entry.endswith("site-packages"))
-    for source in (f"{libraries}/.", f"{_PROJECT}/tests/.", f"{_PROJECT}/mirrord"):
+    tests = f"{_PROJECT}/tests"
+    for source in (
+        f"{libraries}/.",
+        f"{tests}/faults",
+        f"{tests}/support/.",
+        f"{_PROJECT}/mirrord",
+    ):
         subprocess.run(["cp", "-r", source, directory], check=True)
     subprocess.run(["chmod", "-R", "a+rX", directory], check=True)
     return directory

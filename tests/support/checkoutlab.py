@@ -220,6 +220,11 @@ class Service:
         self.call(self.close)
         self.call(self.open)
 
+    def diff(self, checkout: Any) -> bytes:
+        """The patch of a checkout, long or short."""
+        patch = self.call(self.checkouts.diff, checkout.id, USER_PEER)
+        return patch if isinstance(patch, bytes) else patch.read_bytes()
+
     def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
         async def run() -> T:
             return await function(*args, **kwargs)

@@ -54,7 +54,7 @@ def test_the_services_are_confined(units: list[Path], name: str, threshold: int)
 
 def test_what_mounts_stays_in_the_mount_namespace_of_its_clients() -> None:
     """Each of these gives a service a namespace of its own, whose mounts nobody else sees (systemd.exec(5))."""
-    private = (
+    private: tuple[str, ...] = (
         "ProtectSystem",
         "ProtectHome",
         "ProtectKernel",

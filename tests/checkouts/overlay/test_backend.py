@@ -79,13 +79,14 @@ def shell(checkout: Checkout, script: str) -> None:
 def sitting_in(checkout: Checkout) -> subprocess.Popen[bytes]:
     """A process of the owner's that stays inside, and has a file open."""
     script = "exec 3>>held; echo ready; cat; echo more >&3; cat README"
-    owner = {"user": USER, "group": USER, "extra_groups": []}
     process = subprocess.Popen(
         ["sh", "-c", script],
         cwd=checkout.path,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        **owner,
+        user=USER,
+        group=USER,
+        extra_groups=[],
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
@@ -325,7 +326,7 @@ def test_diff_says_all_of_it(
 ) -> None:
     """Applied to the base commit, the patch gives the tree that `git add --all` gives in the checkout."""
     shell(checkout, CHANGES[what])
-    patch = service.call(service.checkouts.diff, checkout.id, USER_PEER)
+    patch = service.diff(checkout)
     as_user(Path(checkout.path), "add", "--all", ":!vendor")
     wanted = as_user(Path(checkout.path), "write-tree")
     git(tmp_path, "clone", "--quiet", rich.url, "clone")

@@ -12,7 +12,8 @@ import pytest
 from gitrepos import Upstream, git
 
 from mirrord.checkouts.stores import commit_graphs as graphs
-from mirrord.checkouts.stores.builder import SealedStore, StoreBuilder
+from mirrord.checkouts.stores.builder import StoreBuilder
+from mirrord.checkouts.stores.store import SealedStore
 from mirrord.errors import CommitNotFoundError, InvalidRequestError
 from mirrord.git import commit_graph
 from mirrord.git.command import Git

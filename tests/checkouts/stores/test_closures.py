@@ -14,7 +14,6 @@ from gitrepos import Upstream, git
 
 from mirrord.checkouts.deferred import Deferred, answering
 from mirrord.checkouts.stores import chains as chains_module
-from mirrord.checkouts.stores import closures as module
 from mirrord.checkouts.stores import packer as packing_module
 from mirrord.checkouts.stores.chains import (
     CHAIN_LIMIT,
@@ -28,7 +27,7 @@ from mirrord.checkouts.stores.chains import (
 )
 from mirrord.checkouts.stores.closures import BUILDING, Closures, remove_leftovers
 from mirrord.checkouts.stores.commits import Commits
-from mirrord.checkouts.stores.packer import Packer
+from mirrord.checkouts.stores.packer import Packer, PackFile
 from mirrord.checkouts.stores.sources import check_written
 from mirrord.errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError
 from mirrord.git.children import Command
@@ -94,7 +93,7 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def objects_of(packs: tuple[module.PackFile, ...]) -> set[str]:
+def objects_of(packs: tuple[PackFile, ...]) -> set[str]:
     return {oid.hex() for pack in packs for oid in PackIndex(pack.index)}
 
 
@@ -235,7 +234,7 @@ def test_a_parent_that_has_a_layer_is_not_packed_again() -> None:
 def test_packs_are_found_again_by_another_daemon(site: Site) -> None:
     line = [CommitId(oid) for oid in site.upstream.history(3)]
     site.clone()
-    built: list[tuple[module.PackFile, ...]] = []
+    built: list[tuple[PackFile, ...]] = []
 
     async def body(closures: Closures) -> None:
         built.append(await closures.ensure(NAME, line[2]))

@@ -183,7 +183,7 @@ def test_a_near_template_costs_one_call_for_its_tree_and_index(
     """Beside those for its closure."""
     upstream = make_upstream("a")
     commits = upstream.history(3)
-    called: list[object] = []
+    called: list[str] = []
     call = Workers.call
 
     async def counted(self: Workers, function: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from rivals import disk_bytes
 
@@ -51,7 +52,7 @@ class Daemon:
 
     def start(self) -> None:
         command = [
-            Path(sys.executable).with_name("mirrord"),
+            str(Path(sys.executable).with_name("mirrord")),
             "serve",
             "--config",
             str(self.area / "config.toml"),
@@ -122,7 +123,7 @@ class Daemon:
 async def _evict(state: Path) -> int:
     """What the daemon does every few minutes."""
     workers = Workers(size=1)
-    places = {
+    places: dict[str, Any] = {
         "state_dir": state,
         "workers": workers,
         "mirrors_path": lambda name: state / "mirrors" / str(name),
