@@ -26,7 +26,6 @@ from .checkouts.overlay.probe import find_overlay
 from .checkouts.service import Checkouts
 from .checkouts.stores.builder import StoreBuilder
 from .checkouts.templates.store import Templates
-from .condition import Condition, HealthReport
 from .config import Settings
 from .datasets.service import Datasets
 from .duties.cleanup import Cleanup
@@ -34,6 +33,7 @@ from .errors import BackendUnavailableError, InvalidConfigError, MirrordError
 from .git.command import Git
 from .git.workers import Workers
 from .heal import Heals
+from .health import HealthMonitor
 from .host.peers import Access
 from .jobs.events import Events
 from .jobs.operations import Operations
@@ -73,7 +73,7 @@ class Engine:
         self.access = Access(self.settings)
         self.events = Events()
         self.operations = Operations(self.events)
-        self.condition = Condition(self.layout.root, self.access, is_open=self._opened.is_set)
+        self.health = HealthMonitor(self.layout.root, self.access, is_open=self._opened.is_set)
 
     def settings(self) -> Settings:
         """The settings in force now; parts keep this function, not its answer."""
@@ -137,10 +137,10 @@ class Engine:
             state_dir=self.layout.root,
         )
         await self.datasets.open()
-        self.condition.warn_by(self.datasets.warnings)
-        self.condition.warn_by(self._file_warnings)
-        self.condition.warn_by(lambda: [self._config_fault] if self._config_fault else [])
-        self.condition.degrade_by(self.mirrors.outages)
+        self.health.warn_by(self.datasets.warnings)
+        self.health.warn_by(self._file_warnings)
+        self.health.warn_by(lambda: [self._config_fault] if self._config_fault else [])
+        self.health.degrade_by(self.mirrors.outages)
 
     async def _open_checkouts(self) -> None:
         """What checkouts are made from, then the checkouts that an earlier daemon left."""
@@ -192,7 +192,7 @@ class Engine:
             self.backend = self.checkouts.backend
         except BackendUnavailableError as error:
             self.backend = self._settings.checkouts.backend
-            self.condition.note("backend", error.message)
+            self.health.note("backend", error.message)
 
     async def _open_audits(self) -> None:
         """What looks for damage, and what repairs it."""
@@ -372,9 +372,6 @@ class Engine:
             path=path, settings=json.loads(telemetry.masked(self._settings.model_dump_json()))
         )
 
-    def health(self) -> HealthReport:
-        return self.condition.report()
-
     async def status(self) -> Status:
         audits = await self.audits.list(1)
         return Status(
@@ -385,7 +382,7 @@ class Engine:
             state_dir=str(self.layout.root),
             config_path=str(self._config_path) if self._config_path else None,
             backend=self.backend,
-            health=self.health().health,
+            health=self.health.report().health,
             mirrors=await self.mirrors.list(),
             datasets=await self.catalog.summarise_datasets(),
             checkout_count=self.checkouts.count,
@@ -402,7 +399,7 @@ class Engine:
         audits = await self.audits.list(1)
         return Figures(
             started_at=self.started_at,
-            degraded=self.health().is_degraded,
+            degraded=self.health.report().is_degraded,
             mirrors=len(mirrors),
             mirrors_failed=sum(row.error is not None for row in mirrors),
             mirror_bytes=sum(row.size_bytes or 0 for row in mirrors),
@@ -411,7 +408,7 @@ class Engine:
             checkouts=self.checkouts.count,
             checkouts_max=self._settings.checkouts.max,
             operations_running=self.operations.running_count,
-            disk_free_bytes=self.condition.disk_free_bytes,
+            disk_free_bytes=self.health.disk_free_bytes,
             events=dict(self.events.counts),
         )
 

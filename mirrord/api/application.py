@@ -48,7 +48,7 @@ class Application:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.connections = Connections(self._role, engine.access.user_of)
-        engine.condition.warn_by(lambda: self.connections.warnings)
+        engine.health.warn_by(lambda: self.connections.warnings)
         self._metrics = Metrics()
         self._bodies = Bodies()
         self._routes = Routes(ENDPOINTS)
@@ -78,7 +78,7 @@ class Application:
             return name, await self._respond(endpoint, request, parameters, body)
         except Exception as error:  # noqa: BLE001  # the last line of defence; logged where it is turned into a problem
             if isinstance(error, CorruptCatalogError):
-                self._engine.condition.note("catalog", error.message)
+                self._engine.health.note("catalog", error.message)
             response = problem_response(as_mirrord_error(error))
             if not await body.is_drained(request.headers):
                 response.headers["connection"] = "close"

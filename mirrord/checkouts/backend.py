@@ -75,7 +75,7 @@ class CheckoutBackend(Protocol):
     async def destroy(self, directories: Directories, lease: Lease | None) -> None:
         """Remove a checkout's directories with all that is in them. Idempotent; takes half-made ones.
 
-        They were renamed to `.gone-<id>`: paths in `lease` still have the old name. `lease` is None
+        They were renamed to `.trash-<id>`: paths in `lease` still have the old name. `lease` is None
         when nobody knows it. A process that sits inside must not prevent it. Takes time in proportion
         to what the owner wrote; runs in the background.
         """

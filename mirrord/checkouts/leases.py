@@ -3,7 +3,7 @@
 `checkouts/<id>` is what clients get: it is entered by the owner and the daemon alone, is stable
 over resets, and holds `tree`. `leases/<id>` (0700) has all that is private, and is the truth: no
 database knows a lease. A lease is `lease.json` there, or `resetting.json` while a tree is
-changed. A directory of either kind without a whole one is half-made; one called `.gone-<id>` was
+changed. A directory of either kind without a whole one is half-made; one called `.trash-<id>` was
 released; both are only rubbish. Nothing is flushed: after a power cut a lease that was seconds
 old may be gone, but never half there. Only what replaces a lease that has stood for long, a
 renewal, is flushed first. Never touches what is inside the tree.
@@ -26,10 +26,10 @@ import structlog
 
 from ..errors import CheckoutNotFoundError
 from ..host.files import admit, full_disk_named, opened, write_all
-from ..host.lifelines import Process
+from ..host.pidfds import Process
+from ..host.trash import PREFIX
 from ..model import Backend, CheckoutId, CommitId, History, MirrorName, View, shown
 
-GONE = ".gone-"
 _PRIVATE = 0o700
 
 log = structlog.get_logger()
@@ -212,9 +212,9 @@ class Leases:
         A mount inside the public one goes along: only the mount point itself could not be renamed.
         """
         name = directories.public.name
-        if name.startswith(GONE):
+        if name.startswith(PREFIX):
             return directories
-        gone = self.directories(f"{GONE}{name}")
+        gone = self.directories(f"{PREFIX}{name}")
         for before, after in (
             (directories.private, gone.private),
             (directories.public, gone.public),

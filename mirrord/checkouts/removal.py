@@ -1,7 +1,7 @@
 """Removing what released checkouts leave, in the background and within a bound.
 
 Owns the tasks that delete; at most a few at a time, and whoever releases faster than that waits. What cannot be deleted is tried
-again, with pauses that double, and holds nobody up. A crash or a stop in between leaves directories called `.gone-…`, which the
+again, with pauses that double, and holds nobody up. A crash or a stop in between leaves directories called `.trash-…`, which the
 next start removes.
 """
 

@@ -33,12 +33,10 @@ from ..errors import (
     TtlTooLongError,
 )
 from ..git.workers import Workers
-from ..host.lifelines import Lifelines, Process, process_gone
-from ..host.owners import Owners
-from ..host.peers import Access, Peer, Role
-from ..host.processes import may_give_files_away
-from ..host.userns import Owner
-from ..host.visibility import Visible, shares_mounts, visible_to
+from ..host.namespaces import Visible, shares_mounts, visible_to
+from ..host.peers import Access, Owners, Peer, Role
+from ..host.pidfds import Process, ProcessWatch, process_gone
+from ..host.processes import Owner, may_give_files_away
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
 from ..model import Backend, Bind, CheckoutId, History, View, utc_now
@@ -103,7 +101,7 @@ class Checkouts:
         self._may_give_files_away = may_give_files_away()
         self._closing = False
         self._process_ended = asyncio.Event()
-        self._lifelines = Lifelines(self._process_ended.set)
+        self._lifelines = ProcessWatch(self._process_ended.set)
         self._expiring: asyncio.Task[None] | None = None
 
     async def open(self) -> None:

@@ -29,7 +29,7 @@ from ..errors import (
     ProcessGoneError,
     UsageError,
 )
-from ..host.confine import Confinement
+from ..host.namespaces import Confinement
 from ..model import Backend, Bind, History, View
 from .checkouts import Owner, read_owner
 from .parameters import Argument, Option

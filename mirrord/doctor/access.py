@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 
 from ..config import Settings
-from ..host.confine import find_obstacle
+from ..host.namespaces import find_obstacle
 from ..host.processes import search_path
 from .asking import Result, existing, judge
 

@@ -11,7 +11,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import secrets
 import stat
 import struct
 from collections.abc import Iterator
@@ -28,9 +27,6 @@ from ..errors import (
     TooManyFilesError,
 )
 from ..model import shown
-
-GRAVE = ".gone-"
-"""How the names begin that `remove` makes on its way."""
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FOR_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -257,70 +253,6 @@ def make_whiteout(directory: int, name: bytes) -> None:
     os.mknod(name, stat.S_IFCHR | 0o000, os.makedev(0, 0), dir_fd=directory)
 
 
-def remove(directory: int, name: bytes) -> None:
-    """Remove whatever `name` is, a whole directory included; nothing there is fine.
-
-    A directory that is not empty is moved up beside `name` before it is emptied, so that no depth exhausts descriptors; a crash
-    leaves such a `.gone-…` in `directory`. Where something resists, they are put back: whoever tries again knows only `name`.
-    """
-    graves = [name]
-    try:
-        while graves:
-            if not _remove_one(directory, graves[-1]):
-                _empty(directory, graves[-1], graves)
-            else:
-                graves.pop()
-    except BaseException:
-        _put_back(directory, graves[1:], name)
-        raise
-
-
-def _put_back(directory: int, graves: list[bytes], name: bytes) -> None:
-    with suppress(OSError), opened(open_child(directory, name)) as fd:
-        for grave in graves:
-            with suppress(OSError):
-                os.rename(grave, grave, src_dir_fd=directory, dst_dir_fd=fd)
-
-
-def _remove_one(directory: int, name: bytes) -> bool:
-    """Remove a file or an empty directory; False for a directory that is not empty."""
-    try:
-        return _unlink(directory, name)
-    except OSError as error:
-        if error.errno not in _LOCKED:
-            raise
-    unlock(directory, name)
-    return _unlink(directory, name)
-
-
-def _unlink(directory: int, name: bytes) -> bool:
-    try:
-        os.unlink(name, dir_fd=directory)
-    except FileNotFoundError:
-        return True
-    except IsADirectoryError:
-        return _rmdir(directory, name)
-    except OSError as error:
-        if error.errno == errno.EBUSY:
-            raise mounted_on(name) from error
-        raise
-    return True
-
-
-def _rmdir(directory: int, name: bytes) -> bool:
-    try:
-        os.rmdir(name, dir_fd=directory)
-    except FileNotFoundError:
-        return True
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            return False
-        if error.errno == errno.EBUSY:
-            raise mounted_on(name) from error
-        raise
-    return True
-
-
 def mounted_on(path: bytes) -> CheckoutBusyError:
     """The error for a path that something is mounted on: what is below it is somebody else's."""
     return CheckoutBusyError(
@@ -330,30 +262,9 @@ def mounted_on(path: bytes) -> CheckoutBusyError:
     )
 
 
-def _empty(directory: int, name: bytes, graves: list[bytes]) -> None:
-    """Remove what is in the directory `name`; adds to `graves` the names, now in `directory`, of what must be emptied first."""
-    try:
-        fd = open_child(directory, name)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        if error.errno == errno.EXDEV:
-            raise mounted_on(name) from error
-        raise
-    with opened(fd):
-        _unlock(fd)
-        for child in names_in(fd):
-            if _remove_one(fd, child):
-                continue
-            grave = os.fsencode(GRAVE) + secrets.token_hex(8).encode()
-            unlock(fd, child)
-            os.rename(child, grave, src_dir_fd=fd, dst_dir_fd=directory)
-            graves.append(grave)
-
-
 def unlock(directory: int, name: bytes) -> None:
     """Take the flags and modes away that keep `name` from being removed from `directory` or renamed."""
-    _unlock(directory)
+    clear_flags(directory)
     found = find_stat(directory, name)
     if found is None or not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         return
@@ -364,10 +275,10 @@ def unlock(directory: int, name: bytes) -> None:
     except OSError:
         return
     with opened(fd):
-        _unlock(fd)
+        clear_flags(fd)
 
 
-def _unlock(fd: int) -> None:
+def clear_flags(fd: int) -> None:
     """Clear the flags of an open file or directory; make an open directory ours to change."""
     flags = read_flags(fd)
     if flags & _LOCKING_FLAGS:

@@ -47,12 +47,12 @@ from .mounting import (
     OverlayOrder,
     bind_once,
 )
+from .processes import Owner
 from .systemd import Notifier, take_sockets
-from .userns import Owner
 
 _CHECKOUT = re.compile(r"[a-z2-7]{16}")
 _DIRECTORY = re.compile(
-    r"(\.gone-|\.warm-|\.old-)*[A-Za-z0-9_][A-Za-z0-9._-]{0,200}"
+    r"(\.trash-|\.warm-)*[A-Za-z0-9_][A-Za-z0-9._-]{0,200}"
 )  # released ones are renamed, and may be anybody's rubbish
 _UPPER = re.compile(r"layer|next")
 _MIRROR = r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}"

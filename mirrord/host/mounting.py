@@ -23,7 +23,8 @@ from typing import Any, Protocol
 from ..errors import BackendUnavailableError, ResourceError, from_problem
 from . import mounts
 from .files import opened
-from .userns import Owner, make_userns
+from .namespaces import make_userns
+from .processes import Owner
 
 PROBE_LAYER = ".probe"
 BOUND = ("checkouts", "leases")

@@ -18,6 +18,9 @@ from ..errors import ResourceError
 
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
 _YIELDING = 15
+Owner = tuple[int, int]
+"""A uid with its gid."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -17,8 +17,8 @@ from ..catalog import Catalog
 from ..errors import MirrordError, StoppingError, UpstreamError
 from ..model import MirrorName
 from . import pins
-from .leftovers import remove_leftovers
 from .repository import Repository
+from .stale_files import remove_stale_files
 from .startup import put_in_line
 
 Locking = Callable[[MirrorName], AbstractAsyncContextManager[None]]
@@ -76,7 +76,7 @@ class Mending:
         if not repository.path.exists():
             return
         await anyio.to_thread.run_sync(
-            remove_leftovers, repository.path, timedelta()
+            remove_stale_files, repository.path, timedelta()
         )  # a lock stops what is owed
         while debts:
             await pins.settle(repository, self._catalog, debts[0])

@@ -18,8 +18,8 @@ import anyio
 from ..git.priority import giving_way
 from ..protocol import Progress
 from .incomplete_packs import mend_halves
-from .leftovers import remove_leftovers
 from .repository import Repository
+from .stale_files import remove_stale_files
 
 _FULL_EVERY = timedelta(days=30)
 _MANY_PACKS = 20
@@ -33,7 +33,7 @@ async def maintain(
     repository: Repository, progress: Callable[[Progress], None] | None = None
 ) -> None:
     """Do what is due. The caller holds the mirror's lock."""
-    await anyio.to_thread.run_sync(remove_leftovers, repository.path, _OLD)
+    await anyio.to_thread.run_sync(remove_stale_files, repository.path, _OLD)
     try:
         await repository.pack_refs()
         full = await anyio.to_thread.run_sync(_needs_full, repository.path)
@@ -44,7 +44,7 @@ async def maintain(
         with anyio.CancelScope(
             shield=True
         ):  # git that ends well may have left something too: it only warns
-            await anyio.to_thread.run_sync(remove_leftovers, repository.path, timedelta())
+            await anyio.to_thread.run_sync(remove_stale_files, repository.path, timedelta())
             await mend_halves(repository)
     if full:
         await anyio.to_thread.run_sync((repository.path / _STAMP).touch)

@@ -18,7 +18,7 @@ import anyio
 import structlog
 
 from ..host.files import full_disk_named, sync_directory
-from ..host.remains import Remains, is_removed
+from ..host.trash import PREFIX, Remains, try_to_remove
 
 log = structlog.get_logger()
 
@@ -61,7 +61,7 @@ class Quarantine:
 
     async def discard(self, path: Path) -> None:
         """Remove a tree from its place at once and its files later: a crash in between leaves them here."""
-        away = self.root / f"removed-{secrets.token_hex(8)}"
+        away = self.root / f"{PREFIX}{secrets.token_hex(8)}"
         path.rename(away)
         await self.remove(away)
 
@@ -118,7 +118,7 @@ def _clean(root: Path, left: Collection[Path]) -> set[Path]:
         if any(path == file or path in file.parents for file in held):
             kept.add(path)
             log.warning("quarantine.held", path=path.name)
-        elif is_removed(path):
+        elif try_to_remove(path):
             log.info("quarantine.cleaned", path=path.name)
         else:
             kept.add(path)

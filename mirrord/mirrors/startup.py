@@ -22,9 +22,9 @@ from ..model import MirrorName, utc_now
 from .fetch import unmark
 from .history import columns_of
 from .incomplete_packs import mend_halves
-from .leftovers import remove_leftovers
 from .pins import ADOPTED, read_pins, stands_alone
 from .repository import Repository
+from .stale_files import remove_stale_files
 from .transaction import recover
 
 _AT_ONCE = 4
@@ -109,7 +109,7 @@ async def put_in_line(catalog: Catalog, repository: Repository) -> None:
 
     So age says nothing of what lies about; who still holds a file does.
     """
-    await anyio.to_thread.run_sync(remove_leftovers, repository.path, timedelta())
+    await anyio.to_thread.run_sync(remove_stale_files, repository.path, timedelta())
     await mend_halves(repository)
     await recover(repository)
     await unmark(repository)

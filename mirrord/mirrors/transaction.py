@@ -16,8 +16,8 @@ import anyio
 import structlog
 
 from ..host.files import full_disk_named, sync_directory
-from .leftovers import remove_leftovers, removed_on_failure
 from .repository import Repository
+from .stale_files import remove_stale_files, removed_on_failure
 
 JOURNAL = "mirrord-transaction"
 _MANY = 50  # from here on one flushed packed-refs is cheaper than a flush for every loose ref
@@ -128,7 +128,7 @@ async def _update(repository: Repository, moves: Moves) -> None:
         doing=f"move refs of mirror {repository.name}",
     )
     if done.stderr:  # a lock that it cannot remove it only warns of, and the next one stops at it
-        await anyio.to_thread.run_sync(remove_leftovers, repository.path, timedelta())
+        await anyio.to_thread.run_sync(remove_stale_files, repository.path, timedelta())
     if many:
         await repository.pack_refs()
 

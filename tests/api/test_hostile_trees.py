@@ -32,8 +32,9 @@ from mirrord.errors import (
     TreeRefusedError,
 )
 from mirrord.host.credentials import ActingAs
-from mirrord.host.files import open_beneath, opened, remove
+from mirrord.host.files import open_beneath, opened
 from mirrord.host.processes import die_with_parent, dies_with_parent
+from mirrord.host.trash import remove
 from mirrord.model import TREE_DEPTH_LIMIT, Backend
 from mirrord.protocol import Checkout, ResetCheckout, StartCheckout
 

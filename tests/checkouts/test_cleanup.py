@@ -278,5 +278,5 @@ def test_a_checkout_that_could_not_be_removed_goes_without_a_restart() -> None:
         it.start()
         until(lambda: it.log.count("removal.failed") >= 3)
         time.sleep(3)  # of each backend, the tries that come one after the other
-        subprocess.run(["umount", str(checkouts / ".gone-half-made/inner")], check=True)
+        subprocess.run(["umount", str(checkouts / ".trash-half-made/inner")], check=True)
         until(lambda: not any(checkouts.iterdir()))

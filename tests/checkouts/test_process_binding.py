@@ -19,8 +19,8 @@ from daemons import Daemon, daemon
 from gitrepos import Upstream
 
 from mirrord import Client
-from mirrord.host.lifelines import open_by_number, process_of
 from mirrord.host.peers import peer_of
+from mirrord.host.pidfds import open_by_number, process_of
 
 HOLDER = """
 import json, socket, sys, time

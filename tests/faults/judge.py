@@ -19,7 +19,7 @@ from .lab import NAME, Lab, Refused, refs_of
 
 _LEFTOVER = re.compile(
     r"(tmp_(pack|idx|rev|obj|midx|graph|bitmap)_\w+|packed-refs\.new|(refs|packs)_\w{6}|\.tmp-.*|.*\.lock|gc\.pid|mirrord-transaction(\.new)?|lease\.json\.new"
-    r"|layer\.json\.new|\.building.*|\.retired-.*|\.gone-.*|\.old.*|dataset-.*|upload-.*)"
+    r"|layer\.json\.new|\.building.*|\.trash-.*|dataset-.*|upload-.*)"
 )
 _SETTLE_S = 10.0
 

@@ -38,7 +38,7 @@ _STEPS = (
     ("tree creation (pool)", "`checkouts/*/tree` made"),
     ("reset (overlay)", "`leases/*/resetting.json` in place"),
     ("reset (overlay)", "`leases/*/layer` in place"),
-    ("release (overlay)", "`leases/.gone-*` in place"),
+    ("release (overlay)", "`leases/.trash-*` in place"),
 )
 _CHILDREN = (("sync", "git fetch"), ("maintenance", "git repack"), ("template build", "worker"))
 _BY_NAME = {kind.name: kind for kind in OPERATIONS}

@@ -27,9 +27,7 @@ _VERBS = {
     _MODIFY: "written",
 }
 _HEADER = struct.Struct("iIII")
-_OPAQUE = re.compile(
-    r"(checkouts/[^/]+/tree|/files|/(layer|next)/(upper|work)|\.old-\*|removed-\*|\.retired-\*|\.gone-\*)/.*"
-)
+_OPAQUE = re.compile(r"(checkouts/[^/]+/tree|/files|/(layer|next)/(upper|work)|\.trash-\*)/.*")
 _THROWN_AWAY = re.compile(r"(quarantine/[^/]+)/.*")
 _RANDOM = (
     (re.compile(r"[0-9a-f]{40}"), "*"),
@@ -38,7 +36,7 @@ _RANDOM = (
     (re.compile(r"(?<=-)[0-9a-f]{16}\b"), "*"),
     (re.compile(r"(?<=[/-])[a-z2-7]{16}(?=/|$)"), "*"),
     (re.compile(r"(tmp_[a-z]+_|\.building-|dataset-|upload-|tmp|idx_|graph_|\.tmp-)\w+"), r"\1*"),
-    (re.compile(r"(clone|fetch|removed|bundle|import|heal)-\w+"), r"\1-*"),
+    (re.compile(r"(clone|fetch|bundle|import|heal)-\w+"), r"\1-*"),
     (re.compile(r"\b(refs|packs)_\w{6}\b"), r"\1_*"),
     (re.compile(r"/t\w{6}$"), "/t*"),  # git init (2.39) tries whether there are symbolic links
     (re.compile(r"o__(first)\d+"), r"o__\1*"),

@@ -332,7 +332,7 @@ HOSTILE: list[object] = [
         {"request": "make", "checkout": name, "upper": "layer", "layers": [TREE], "owner": None}
         for name in (
             "", ".", "..", "../checkouts", f"{NAME}/../{NAME}", f"/{NAME}", f"{NAME}/tree", NAME.upper(), NAME[:-1], NAME + "a",
-            f"{NAME}\n", f"{NAME}\0", "1" * 16, ".warm-x", f".gone-{NAME}",
+            f"{NAME}\n", f"{NAME}\0", "1" * 16, ".warm-x", f".trash-{NAME}",
             f".next-.next-{NAME}", ".next-", f"x.next-{NAME}", None, 1, [NAME], {"a": NAME},
         )
     ),
@@ -579,7 +579,7 @@ def test_it_loads_little() -> None:
     loaded = {name for name in done.stdout.split() if "." not in name and not name.startswith("_")}
     assert loaded - set(sys.stdlib_module_names) <= {"mirrord", "sitecustomize"}
     ours = {name for name in done.stdout.split() if name.startswith("mirrord.")}
-    rooms = ("files", "mounter", "mounting", "mounts", "processes", "systemd", "userns")
+    rooms = ("files", "mounter", "mounting", "mounts", "namespaces", "processes", "systemd")
     assert ours == {
         "mirrord.errors",
         "mirrord.model",

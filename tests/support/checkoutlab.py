@@ -20,7 +20,6 @@ from gitrepos import ENV, Upstream, git
 from mountlab import unmount_below
 
 from mirrord.catalog import Catalog
-from mirrord.checkouts.graves import new_grave
 from mirrord.checkouts.leases import Lease, Leases
 from mirrord.checkouts.overlay.probe import find_overlay
 from mirrord.checkouts.pool.backend import PoolBackend
@@ -33,6 +32,7 @@ from mirrord.datasets.service import Datasets
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
 from mirrord.host.peers import Access, Peer
+from mirrord.host.trash import new_trash
 from mirrord.jobs.events import Events
 from mirrord.mirrors.service import Mirrors
 from mirrord.model import Backend, CommitId, History, MirrorName, View, new_checkout_id, utc_now
@@ -72,7 +72,7 @@ class Pool:
     async def place(self, lease: Lease, commit: str) -> Place:
         """What a worker is told about a checkout that goes to `commit`."""
         gitdir = await self.gitdirs.ensure(NAME, CommitId(commit), lease.history)
-        owner, grave = (lease.owner_uid, lease.owner_gid), new_grave(lease.directory.parent)
+        owner, grave = (lease.owner_uid, lease.owner_gid), new_trash(lease.directory.parent)
         return Place(
             lease.directory, lease.private, self.mirror, gitdir.git, gitdir.head, owner, grave
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from mirrord.host import mounts
 from mirrord.host.files import opened
 from mirrord.host.mounting import Mounter, OverlayOrder
-from mirrord.host.userns import Owner
+from mirrord.host.processes import Owner
 from mirrord.model import new_checkout_id
 
 TREE = "psf__requests/trees/" + "1" * 40 + "/files"

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ...errors import CheckoutNotFoundError, InvalidPatchError, InvalidRequestError
-from ...host.lifelines import process_of
+from ...host.pidfds import process_of
 from ...model import Bind
 from ...protocol import (
     Checkout,

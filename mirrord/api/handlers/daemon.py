@@ -21,7 +21,7 @@ _DOCUMENT_TIMEOUT = timedelta(seconds=60)
 
 async def health(call: Call) -> Response:
     """Answered from prepared bytes: load balancers and waiting clients ask often."""
-    report = call.engine.health()
+    report = call.engine.health.report()
     return Response(report.body, 503 if report.is_degraded else 200, media_type="application/json")
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...errors import ProofFailedError
-from ...host.remains import is_removed
+from ...host.trash import try_to_remove
 from .manifest import Manifest
 from .scan import content_id
 from .writer import TreeWriter
@@ -100,7 +100,7 @@ class Blobs:
                 if found.st_nlink > _ALONE:
                     total += found.st_blocks * _BLOCK_BYTES
                 else:
-                    is_clean &= is_removed(Path(item.path))
+                    is_clean &= try_to_remove(Path(item.path))
         return total, is_clean
 
     def _forget(self, file: bytes, content: str, *, executable: bool) -> int:

@@ -29,7 +29,7 @@ from ...git.objects import (
 )
 from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, opened
-from ..graves import Graves
+from ...host.trash import TrashDirectory
 from .entries import (
     conversions_for,
     is_attributes,
@@ -77,7 +77,7 @@ def must_fit_from(git_dir: Path, manifest: Manifest, tree: str) -> None:
 
 
 def move(
-    git_dir: Path, manifest: Manifest, commit: str, dest: Path, graves: Graves | None = None
+    git_dir: Path, manifest: Manifest, commit: str, dest: Path, graves: TrashDirectory | None = None
 ) -> Manifest:
     """Bring the clean tree that `manifest` records to `commit`, touching only what differs. `.git` stays as it is."""
     with open_objects(git_dir) as objects, _opened_tree(dest, commit) as root:
@@ -104,7 +104,11 @@ def move(
 
 
 def repair(
-    git_dir: Path, manifest: Manifest, found: Changes, dest: Path, graves: Graves | None = None
+    git_dir: Path,
+    manifest: Manifest,
+    found: Changes,
+    dest: Path,
+    graves: TrashDirectory | None = None,
 ) -> Manifest:
     """Undo in the tree what a scan found: remove what is extra, write again what is gone or changed, each as a new file.
 
@@ -164,7 +168,9 @@ def _remove_old(steps: list[TreeChange], files: Records, writer: TreeWriter) -> 
             writer.remove(step.path)
 
 
-def _writer(root: int, manifest: Manifest, info: CommitInfo, graves: Graves | None) -> TreeWriter:
+def _writer(
+    root: int, manifest: Manifest, info: CommitInfo, graves: TrashDirectory | None
+) -> TreeWriter:
     return TreeWriter(root, ActingAs(manifest.owner), mtime_ns=mtime_for(info.time), graves=graves)
 
 

@@ -22,13 +22,12 @@ from ...host.files import (
     is_locked,
     make_whiteout,
     opened,
-    remove,
     set_owner,
     shown_path,
     unlock,
     write_all,
 )
-from ..graves import Graves
+from ...host.trash import TrashDirectory, remove
 from .descent import Descent, enter
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -43,7 +42,7 @@ class TreeWriter:
     """
 
     def __init__(
-        self, root: int, owner: ActingAs, *, mtime_ns: int, graves: Graves | None = None
+        self, root: int, owner: ActingAs, *, mtime_ns: int, graves: TrashDirectory | None = None
     ) -> None:
         self.touched: set[bytes] = set()
         self.owner = owner

@@ -8,7 +8,7 @@ that is done on the event loop: it takes less time than a thread would to begin.
 down again waits for the kernel and the disk, and is done by threads.
 
 Mounts outlive the daemon. After a crash a lease is found mounted as it was; after a reboot its
-layer is mounted again. What is called `.old-…` or `.gone-…` in a private directory is rubbish.
+layer is mounted again. What is called `.trash-…` in a private directory is rubbish.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ...git.workers import Workers
 from ...host.files import full_disk_named, open_child, open_regular, opened
 from ...host.mounting import Mounter, OverlayOrder
 from ...host.mounts import read_overlays
-from ...host.userns import Owner
+from ...host.processes import Owner
+from ...host.trash import find_trash, new_trash
 from ...model import Backend, CheckoutId, MirrorName
 from ...protocol import Proof
 from ..backend import Made, require
-from ..graves import find_graves, new_grave
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..rubbish import Rubbish, remove_layer, remove_untouched
 from ..templates.store import Template, Templates
@@ -132,7 +132,7 @@ class OverlayBackend:
     async def adopt(self, lease: Lease) -> bool:
         is_mounted = str(lease.tree_path) in self._mounted
         self._mounted.discard(str(lease.tree_path))
-        for old in find_graves(lease.private):
+        for old in find_trash(lease.private):
             self._rubbish.add(old)
 
         async def mount(template: Template) -> None:
@@ -239,7 +239,7 @@ class OverlayBackend:
         os.rename(lease.private / _NEXT, lease.private / _LAYER)
 
     def _bury(self, lease: Lease, layer: str, *, holding: int | None = None) -> None:
-        old = new_grave(lease.private)
+        old = new_trash(lease.private)
         with suppress(FileNotFoundError):
             os.rename(lease.private / layer, old)
         self._rubbish.add(old, remove_layer, holding=holding)

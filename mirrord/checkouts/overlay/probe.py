@@ -19,9 +19,9 @@ from ...errors import BackendUnavailableError, MirrordError
 from ...git.workers import Workers
 from ...host.files import host_error, opened
 from ...host.mounting import PROBE_LAYER, Mounter, OverlayOrder, choose_mounter
-from ...host.userns import Owner
+from ...host.processes import Owner
+from ...host.trash import find_trash
 from ...model import MirrorName, new_checkout_id
-from ..graves import find_graves
 from ..pool.dotgit import discard
 from ..templates.store import Templates
 from .backend import OverlayBackend
@@ -88,7 +88,7 @@ def try_overlay(state_dir: Path, mounter: Mounter) -> Trial:
     finally:
         for left in [
             layer,
-            *find_graves(layer.parent),
+            *find_trash(layer.parent),
         ]:  # an earlier daemon may have been killed here
             discard(left)
 

@@ -20,10 +20,10 @@ from ...errors import TreeTooLargeError
 from ...git.workers import Workers
 from ...host.files import mounted_on
 from ...host.mounts import mounts_below
+from ...host.trash import find_trash, new_trash
 from ...model import Backend, CommitId, History, MirrorName
 from ...protocol import Proof
 from ..backend import Made
-from ..graves import find_graves, new_grave
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..rubbish import Rubbish
 from ..stores.builder import StoreBuilder
@@ -99,7 +99,7 @@ class PoolBackend:
         return proof
 
     async def adopt(self, lease: Lease) -> bool:
-        for grave in find_graves(lease.directory):
+        for grave in find_trash(lease.directory):
             self._rubbish.add(grave)
         return (lease.private / "manifest").exists()
 
@@ -124,7 +124,7 @@ class PoolBackend:
             gitdir = await self._gitdirs.ensure(lease.mirror, commit, lease.history)
             store, head = gitdir.git, gitdir.head
         owner = (lease.owner_uid, lease.owner_gid)
-        mirror, grave = self._mirrors_path(lease.mirror), new_grave(lease.directory.parent)
+        mirror, grave = self._mirrors_path(lease.mirror), new_trash(lease.directory.parent)
         return Place(lease.directory, lease.private, mirror, store, head, owner, grave)
 
     @contextmanager

@@ -19,13 +19,13 @@ from pathlib import Path
 
 from ...errors import MirrordError
 from ...host.credentials import ActingAs
-from ...host.files import open_directory, opened, remove
+from ...host.files import open_directory, opened
+from ...host.trash import TrashDirectory, remove
 from ..files.descent import Descent
 from ..files.manifest import Manifest, blob_id
 from ..files.records import DIRECTORY, NO_OBJECT, Entry
 from ..files.scan import Changes, file_id, is_control, open_top
 from ..files.writer import TreeWriter
-from ..graves import Graves
 
 _GIT = b".git"
 _INDEX = b".git/index"
@@ -101,7 +101,7 @@ def bring(
     found: Changes,
     store: Store,
     index: bytes | None,
-    graves: Graves,
+    graves: TrashDirectory,
 ) -> Manifest:
     """Make `.git` equal to the store, touching only what a scan `found` or what another store had; `index` None keeps it."""
     contents = store.contents if index is None else store.contents | {_INDEX: index}
@@ -214,7 +214,7 @@ _REASON = "held by a checkout of mirrord"
 
 
 def link_worktree(
-    directory: Path, mirror: Path, manifest: Manifest, index: bytes, graves: Graves
+    directory: Path, mirror: Path, manifest: Manifest, index: bytes, graves: TrashDirectory
 ) -> Manifest:
     """Make `directory/tree` a worktree of `mirror` with a detached HEAD, whatever its `.git` was."""
     admin = _admin(mirror, directory.name)

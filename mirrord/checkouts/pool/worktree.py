@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from ...errors import CheckoutBusyError, DiskFullError, ProofFailedError
 from ...host.files import full_disk_named, open_directory, opened
+from ...host.trash import TrashDirectory
 from ...protocol import Proof
 from ..backend import require, unsettled
 from ..files.hashing import hash_tree, prove_directories
@@ -23,7 +24,6 @@ from ..files.manifest import Manifest, clock_ns
 from ..files.records import DIRECTORY, Entry
 from ..files.scan import Changes, examine, is_control, open_top, scan
 from ..files.tree import materialise, move, must_fit_from, repair
-from ..graves import Graves
 from ..leases import Directories
 from ..worker_calls import Place
 from . import dotgit
@@ -44,7 +44,7 @@ def make(
             with suppress(CheckoutBusyError):  # something was mounted in it since it was released
                 proof = _timed(timings, "reset", lambda: reset(place, commit, tree))
                 return proof.tree, timings
-        with closing(Graves(place.grave)) as graves:
+        with closing(TrashDirectory(place.grave)) as graves:
             manifest = _timed(timings, "tree", lambda: _write_anew(place, commit, tree, graves))
             manifest = _timed(
                 timings,
@@ -64,7 +64,7 @@ def reset(place: Place, commit: str, tree: str) -> Proof:
             must_fit_from(place.mirror, before, tree)
         found = scan(place.tree, before) if before else Changes()
 
-        def bring(graves: Graves) -> Manifest:
+        def bring(graves: TrashDirectory) -> Manifest:
             return _bring(
                 place,
                 store,
@@ -97,14 +97,14 @@ def reset(place: Place, commit: str, tree: str) -> Proof:
     return require(proof, head=place.head, tree=tree)
 
 
-def _with_room(place: Place, bring: Callable[[Graves], Manifest]) -> Manifest:
+def _with_room(place: Place, bring: Callable[[TrashDirectory], Manifest]) -> Manifest:
     """Do it with what shall go only moved away; once more without, where that is what fills the disk."""
     try:
-        with closing(Graves(place.grave)) as graves, full_disk_named("the tree"):
+        with closing(TrashDirectory(place.grave)) as graves, full_disk_named("the tree"):
             return bring(graves)
     except DiskFullError:
         dotgit.discard(place.grave)
-        return bring(Graves(place.grave, has_room=False))
+        return bring(TrashDirectory(place.grave, has_room=False))
 
 
 def changed_paths(place: Place) -> list[bytes]:
@@ -116,7 +116,12 @@ def changed_paths(place: Place) -> list[bytes]:
 
 
 def _bring(
-    place: Place, store: Store | None, commit: str, before: Manifest, found: Changes, graves: Graves
+    place: Place,
+    store: Store | None,
+    commit: str,
+    before: Manifest,
+    found: Changes,
+    graves: TrashDirectory,
 ) -> Manifest:
     """Undo what was found and move on; then look again at all that was touched, and so on until nothing differs.
 
@@ -158,7 +163,7 @@ def _step(
     commit: str,
     manifest: Manifest,
     found: Changes,
-    graves: Graves,
+    graves: TrashDirectory,
 ) -> Manifest:
     """One round over tree and `.git`, which ends with a record of what was left there."""
     begun = manifest
@@ -207,7 +212,7 @@ def _changed_directories(before: Manifest, after: Manifest) -> list[bytes]:
     ]
 
 
-def _write_anew(place: Place, commit: str, tree: str, graves: Graves) -> Manifest:
+def _write_anew(place: Place, commit: str, tree: str, graves: TrashDirectory) -> Manifest:
     """Write the whole tree into a new directory, and read it back."""
     with opened(open_directory(place.directory)) as above:
         graves.bury(above, b"tree")

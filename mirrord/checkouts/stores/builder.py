@@ -26,7 +26,7 @@ import structlog
 from ...errors import InvalidRequestError
 from ...git.command import Git
 from ...git.workers import Workers
-from ...host.remains import Remains
+from ...host.trash import Remains
 from ...mirrors.coalesce import Coalescer
 from ...model import CommitId, History, MirrorName, Resolved
 from ..deferred import Deferred

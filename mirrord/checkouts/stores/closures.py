@@ -39,7 +39,7 @@ from ...git.pack_writer import Packed
 from ...git.packfile import has_both_ends
 from ...git.turns import Turns
 from ...git.workers import Workers
-from ...host.remains import Remains
+from ...host.trash import Remains
 from ...model import NEAR, CommitId, MirrorName
 from ..deferred import Deferred
 from .chains import MARGINS, Layer, chain, choose_root, is_short, is_waypoint, plan

@@ -16,7 +16,7 @@ import structlog
 
 from ...git import commit_graph
 from ...git.command import Git
-from ...host.remains import Remains
+from ...host.trash import Remains
 from ..deferred import Deferred
 from .closures import building, link_or_copy
 from .packer import TIMEOUT, PackFile

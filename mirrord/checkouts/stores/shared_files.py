@@ -13,7 +13,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from ...host.remains import Remains
+from ...host.trash import Remains
 
 SHARED = ".shared-"
 _ALONE = 1

@@ -22,13 +22,13 @@ import structlog
 from ...errors import IntegrityError, InvalidNameError, NotFoundError
 from ...git.turns import Turns
 from ...git.workers import Workers
-from ...host.remains import Remains
+from ...host.trash import PREFIX, Remains
 from ...model import MirrorName
 from ..files.blobs import Blobs
 from ..files.manifest import Manifest
 from .layers import Layer, LayerIndex, blobs_path, chain_of, files_path, index_path, read_record
 
-_BUILDING, _RETIRED = ".building-", ".retired-"
+_BUILDING = ".building-"
 
 
 class Retired(NamedTuple):
@@ -149,7 +149,7 @@ def load_shelf(directory: Path, remains: Remains) -> MirrorTemplates:
     """Read what is on disk, and remove what is not whole."""
     shelf = MirrorTemplates(directory, remains)
     for path in _children(shelf.trees):
-        if path.name.startswith((_BUILDING, _RETIRED)):
+        if path.name.startswith((_BUILDING, PREFIX)):
             remains.remove(path)
     for path in _children(shelf.trees):
         record = read_record(path)
@@ -178,7 +178,7 @@ def _children(directory: Path) -> list[Path]:
 
 def _rename_away(origin: Path, path: Path) -> list[Retired]:
     """Rename a directory out of use; nothing where it is gone already."""
-    target = path.with_name(f"{_RETIRED}{secrets.token_hex(8)}")
+    target = path.with_name(f"{PREFIX}{secrets.token_hex(8)}")
     try:
         os.rename(path, target)
     except FileNotFoundError:

@@ -24,12 +24,12 @@ from ...jobs.events import Events
 from ...model import CommitId, MirrorName, utc_now
 from ...protocol import ProgressSink
 from ..history import columns_of, find_record, list_records, read_refs
-from ..leftovers import remove_leftovers
 from ..maintenance import size_bytes
 from ..quarantine import accept_objects
 from ..refs import summarise, theirs
 from ..repository import HISTORY, KEPT, PINS, Refs, Repository
 from ..service import Mirrors
+from ..stale_files import remove_stale_files
 from ..transaction import commit
 from .datasets import Spools, merge_datasets, spool_datasets
 from .header import read_header
@@ -229,7 +229,7 @@ class Bundles:
                 await scratch.set_head(head)
             await scratch.pack_refs()
             await anyio.to_thread.run_sync(
-                remove_leftovers, scratch.path, timedelta()
+                remove_stale_files, scratch.path, timedelta()
             )  # git only warns of what it cannot remove
             await anyio.to_thread.run_sync(sync_tree, scratch.path)
             scratch.path.rename(path)

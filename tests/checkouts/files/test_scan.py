@@ -20,7 +20,7 @@ from mirrord.checkouts.files.manifest import Manifest, clock_ns
 from mirrord.checkouts.files.records import Records
 from mirrord.checkouts.files.scan import Changes, iter_files, scan
 from mirrord.checkouts.files.tree import materialise, repair
-from mirrord.checkouts.graves import Graves
+from mirrord.host.trash import TrashDirectory
 
 OWNER = (1234, 1234)
 
@@ -43,7 +43,7 @@ class Checkout:
         return scan(self.root, self.manifest, rehash=rehash)
 
     def repair(self) -> Manifest:
-        with closing(Graves(self.root.parent / ".old-1")) as graves:
+        with closing(TrashDirectory(self.root.parent / ".trash-1")) as graves:
             return repair(
                 self.upstream.path / ".git", self.manifest, self.scan(), self.root, graves
             )

@@ -25,7 +25,8 @@ from mirrord.errors import (
     ProofFailedError,
 )
 from mirrord.host.credentials import ActingAs
-from mirrord.host.files import open_directory, opened, remove
+from mirrord.host.files import open_directory, opened
+from mirrord.host.trash import remove
 
 Make = Callable[[str], Upstream]
 NOW = 1_600_000_000 * 10**9

@@ -279,7 +279,7 @@ def test_rubbish_of_a_killed_daemon_is_removed(
 
 def test_rubbish_of_a_trial_that_was_killed_is_removed(service: Service) -> None:
     """Each start tries an overlay, and removes what it tried it with."""
-    left = service.state / "templates/.gone-0123456789abcdef"
+    left = service.state / "templates/.trash-0123456789abcdef"
     (left / "directory").mkdir(parents=True)
     service.restart()
     assert not left.exists()

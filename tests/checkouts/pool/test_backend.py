@@ -329,10 +329,10 @@ def test_what_had_to_go_is_deleted_soon(run_pool: Callable[..., None]) -> None:
         lease = await pool.checkout(ids[1])
         (lease.tree_path / "created/deep").mkdir(parents=True)
         await pool.reset(lease, ids[1])
-        assert list(lease.directory.parent.glob(".old-*"))
+        assert list(lease.directory.parent.glob(".trash-*"))
         assert os.listdir(lease.directory) == ["tree"]
         await until_gone(lease.directory.parent)
-        (lease.directory / ".gone-left/0").mkdir(parents=True)
+        (lease.directory / ".trash-left/0").mkdir(parents=True)
         assert await pool.backend.adopt(lease)
         await until_gone(lease.directory)
         assert as_user(lease.tree_path, "status", "--porcelain", "--ignored") == ""
@@ -342,7 +342,7 @@ def test_what_had_to_go_is_deleted_soon(run_pool: Callable[..., None]) -> None:
 
 async def until_gone(directory: Path) -> None:
     with anyio.fail_after(20):
-        while any(path.name.startswith((".old-", ".gone-")) for path in directory.iterdir()):
+        while any(path.name.startswith(".trash-") for path in directory.iterdir()):
             await anyio.sleep(0.02)
 
 

@@ -34,7 +34,7 @@ from mirrord.git.children import Command
 from mirrord.git.command import Git
 from mirrord.git.packfile import PackIndex
 from mirrord.git.workers import Workers
-from mirrord.host.remains import Remains
+from mirrord.host.trash import Remains
 from mirrord.model import CommitId, MirrorName
 
 NAME = MirrorName("owner", "name")

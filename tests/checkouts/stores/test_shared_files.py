@@ -12,7 +12,7 @@ from gitrepos import Upstream
 from templatelab import Store, assert_equals_commit, run
 
 from mirrord.checkouts.stores.shared_files import SHARED, let_go, remove_unused, write_shared
-from mirrord.host.remains import Remains
+from mirrord.host.trash import Remains
 
 
 def kept(directory: Path) -> list[Path]:

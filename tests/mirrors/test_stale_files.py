@@ -12,7 +12,7 @@ import pytest
 from gitrepos import Upstream, git
 from mirrorlab import NAME, Builder, House
 
-from mirrord.mirrors.leftovers import remove_leftovers
+from mirrord.mirrors.stale_files import remove_stale_files
 from mirrord.model import CommitId
 
 _LEFT = (
@@ -60,9 +60,9 @@ def test_what_a_process_holds_stays(mirror: Path) -> None:
     """It is at work."""
     _leave(mirror)
     with (mirror / "packed-refs.new").open("a"):
-        remove_leftovers(mirror, timedelta())
+        remove_stale_files(mirror, timedelta())
         assert (mirror / "packed-refs.new").exists()
-    remove_leftovers(mirror, timedelta())
+    remove_stale_files(mirror, timedelta())
     assert not (mirror / "packed-refs.new").exists()
 
 
@@ -81,11 +81,11 @@ def test_a_pack_of_a_repack_that_died_just_now_is_not_in_the_way(
             assert b"commit" in living.stdout.readline()  # it is git by now
             of_living = mirror / f"objects/pack/.tmp-{living.pid}-pack-{'1' * 40}.pack"
             of_living.write_bytes(b"PACK")
-            assert remove_leftovers(mirror, timedelta()) == 0
+            assert remove_stale_files(mirror, timedelta()) == 0
             living.stdin.close()
             os.waitid(os.P_PID, living.pid, os.WEXITED | os.WNOWAIT)
             assert (
-                remove_leftovers(mirror, timedelta()) == 1
+                remove_stale_files(mirror, timedelta()) == 1
             )  # dead, and nobody has taken note of it yet
             of_living.write_bytes(b"PACK")
         await it.mirrors.maintain(NAME)
@@ -99,7 +99,7 @@ def test_the_locks_of_linked_worktrees_are_their_owners(mirror: Path) -> None:
     lock = mirror / "worktrees/one/index.lock"
     lock.parent.mkdir(parents=True)
     lock.write_text("")
-    remove_leftovers(mirror, timedelta())
+    remove_stale_files(mirror, timedelta())
     assert lock.exists()
 
 

@@ -42,13 +42,13 @@ async def removed_on_failure(path: Path) -> AsyncIterator[None]:
         yield
     except BaseException:
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(remove_leftovers, path, timedelta())
+            await anyio.to_thread.run_sync(remove_stale_files, path, timedelta())
         raise
 
 
-def remove_leftovers(path: Path, age: timedelta) -> int:
+def remove_stale_files(path: Path, age: timedelta) -> int:
     """Remove temporary files and locks of gits that were killed, at least `age` old; answers how many."""
-    found = list(_iter_leftovers(path, time.time() - age.total_seconds()))
+    found = list(_iter_stale(path, time.time() - age.total_seconds()))
     held = held_files(path) if found else set()
     for file in found:
         if file not in held:
@@ -57,7 +57,7 @@ def remove_leftovers(path: Path, age: timedelta) -> int:
     return len(found)
 
 
-def _iter_leftovers(path: Path, before: float) -> Iterator[Path]:
+def _iter_stale(path: Path, before: float) -> Iterator[Path]:
     for directory, below, files in os.walk(path):
         if directory == str(path) and _OWNERS in below:
             below.remove(_OWNERS)

@@ -95,7 +95,7 @@ def _has_ended(fd: int) -> bool:
     return bool(poll.poll(0))
 
 
-class Lifelines:
+class ProcessWatch:
     """Calls `on_end` when a process that is held on to ends. One descriptor for each, however many
     leases are bound to it. Belongs to one event loop."""
 

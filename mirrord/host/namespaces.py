@@ -1,27 +1,83 @@
-"""What `mirrord exec` takes from its command: the daemon's socket, the groups, the uid.
+"""User namespaces that only say which owner is seen as which, for idmapped mounts.
 
-Runs in the child, between fork and exec; nothing of it outlives the command. Root takes a mount
-namespace, hides the socket in it and becomes the owner. Who is not root takes a user namespace with
-it, which needs no privilege. A group cannot be left there (setgroups(2) is denied before an
-unprivileged gid_map is written), and SO_PEERGROUPS shows it to the daemon: so what counts for the
-caller's own uid is that the socket is out of reach. The command has no capability in the namespace,
-a namespace that it makes itself cannot take the cover off (the kernel locks mounts that come from a
-more privileged one), and /proc/PID/root of processes outside needs a right that it lacks. A
-subordinate uid (/etc/subuid) is entered by newuidmap(1); it has no groups at all.
+Owns the one way to get such a namespace: a child that enters it, waits, and is killed as soon as a descriptor holds it. A crash
+takes the child along.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import signal
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
+from typing import NoReturn, Self
 
+from ..errors import BackendUnavailableError
 from .files import opened
-from .processes import die_with_parent, search_path
-from .userns import Owner
+from .mounts import unescape
+from .processes import Owner, die_with_parent, search_path
+
+_CLONE_NEWUSER = 0x10000000
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def make_userns(stored: Owner, seen: Owner) -> int:
+    """A descriptor of a namespace in which files of `stored` (uid, gid) are seen as those of `seen`."""
+    child = _start()
+    try:
+        for kind, inside, outside in (("uid", stored[0], seen[0]), ("gid", stored[1], seen[1])):
+            Path(f"/proc/{child}/{kind}_map").write_text(
+                f"{inside} {outside} 1\n", encoding="ascii"
+            )
+        return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unavailable(error.errno or errno.EIO) from error
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _start() -> int:
+    """Start the child; it is in its namespace when this returns. Only a process of one thread may enter one, so it is forked."""
+    parent = os.getpid()
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    child = os.fork()
+    if child == 0:
+        _wait_in_namespace(writer, parent)
+    os.close(writer)
+    with opened(reader):
+        answer = os.read(reader, 1)
+    if answer != b"\0":
+        os.waitpid(child, 0)
+        raise _unavailable(answer[0] if answer else errno.EIO)
+    return child
+
+
+def _wait_in_namespace(writer: int, parent: int) -> NoReturn:
+    """The child's whole life; it never returns into its parent's code."""
+    try:
+        die_with_parent(parent)
+        failed = _libc.unshare(_CLONE_NEWUSER)
+        os.write(writer, bytes([ctypes.get_errno() if failed else 0]))
+        if not failed:
+            signal.pause()
+    finally:
+        os._exit(1)
+
+
+def _unavailable(number: int) -> BackendUnavailableError:
+    return BackendUnavailableError(
+        f"cannot make a user namespace: {os.strerror(number)}",
+        hint="see user.max_user_namespaces; without one, only the daemon's own user gets overlay checkouts",
+        errno=number,
+    )
+
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_SLAVE = (
@@ -170,3 +226,64 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int) -> Non
 def _failed(what: str) -> OSError:
     number = ctypes.get_errno()
     return OSError(number, f"cannot {what}: {os.strerror(number)}")
+
+
+class Visible(IntEnum):
+    """Each includes those before it: nothing of the directory; plain files in it; what is mounted in it later."""
+
+    NOTHING = 0
+    FILES = 1
+    MOUNTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Mount:
+    """A line of mountinfo: `root` is the directory of the file system `device` that is seen at `at`."""
+
+    device: bytes
+    root: str
+    at: str
+    groups: frozenset[bytes]
+
+    @classmethod
+    def parse(cls, line: bytes) -> Self:
+        fields = line.split()
+        tags = fields[6 : fields.index(b"-", 6)]
+        groups = frozenset(
+            tag.partition(b":")[2] for tag in tags if tag.startswith((b"shared:", b"master:"))
+        )
+        return cls(fields[2], unescape(fields[3]), unescape(fields[4]), groups)
+
+
+def shares_mounts(pid: int) -> bool:
+    """Whether a process is in our mount namespace, or is not ours to look at, or has ended. Two system calls."""
+    try:
+        return os.stat(f"/proc/{pid}/ns/mnt").st_ino == os.stat("/proc/self/ns/mnt").st_ino
+    except OSError:
+        return True
+
+
+def visible_to(pid: int, directory: Path) -> Visible:
+    """What a process in another namespace sees of a directory. Reads two tables of mounts: 10 ms each with 3,000 of them."""
+    try:
+        theirs = list(_read_mounts(pid))
+    except OSError:
+        return Visible.MOUNTS
+    holds = [each for each in _read_mounts("self") if _is_within(str(directory), each.at)]
+    ours = max(
+        reversed(holds), key=lambda each: len(each.at)
+    )  # of several at one place the last is on top
+    place = os.path.normpath(f"{ours.root}/{os.path.relpath(directory, ours.at)}")
+    seen = [each for each in theirs if each.device == ours.device and _is_within(place, each.root)]
+    if any(each.groups & ours.groups for each in seen):
+        return Visible.MOUNTS
+    return Visible.FILES if seen else Visible.NOTHING
+
+
+def _read_mounts(pid: int | str) -> Iterator[_Mount]:
+    with open(f"/proc/{pid}/mountinfo", "rb") as file:
+        yield from map(_Mount.parse, file)
+
+
+def _is_within(path: str, above: str) -> bool:
+    return above == "/" or path == above or path.startswith(f"{above}/")

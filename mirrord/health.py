@@ -29,7 +29,7 @@ class HealthReport:
     is_degraded: bool
 
 
-class Condition:
+class HealthMonitor:
     """Collects reasons. `notes` are the parts' own: a key for each, so that a part can take its reason back."""
 
     def __init__(self, state_dir: Path, access: Access, *, is_open: Callable[[], bool]) -> None:
