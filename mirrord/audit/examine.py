@@ -7,6 +7,7 @@ threads that yield the processor and the disk to whoever serves.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,17 +15,27 @@ from pathlib import Path
 
 from ..host.processes import lower_priority
 from ..mirrors.pins import is_pin
-from ..mirrors.repository import HISTORY, PINS
+from ..mirrors.repository import HISTORY, KEPT, OURS, PINS
 from ..model import AuditLevel, CommitId, CommitState, FindingKind, Reach
-from .closures import Closures, Verdict, are_whole
-from .content import Damage, Fsck, check_everything, find_damage, unreadable
-from .files import BadFile, Fault, find_bad_files, find_lying, find_strange
-from .lost import lost_refs, questions, record_of
-from .names import Names, read_names
-from .past import incomplete_refs
-from .questions import Answers, ask, peel, peeled, tree_of
-from .reach import Reached, reach_of
-from .view import readable
+from .connectivity import (
+    Answers,
+    Closures,
+    Graph,
+    Verdict,
+    ancestors,
+    are_whole,
+    ask,
+    incomplete_refs,
+    peel,
+    peeled,
+    read_graph,
+    tree_of,
+)
+from .fsck import Damage, Fsck, check_everything, find_damage, unreadable
+from .object_files import BadFile, Fault, find_bad_files, find_lying, find_strange
+from .ref_files import Names, read_names
+from .ref_history import lost_refs, lost_tips, questions, record_of
+from .stand_in import readable
 
 _THREADS = 3  # the judge of the mirror, the one long git, and what is read beside it
 
@@ -212,3 +223,75 @@ def _lost_pins(
     lost = (ref for ref in said if ref not in names.refs)
     untold = (ref for ref in lost if verdicts.get(CommitId(ref[-40:]), ok).state is CommitState.OK)
     return dict.fromkeys(untold, Fault(FindingKind.PIN_LOST, "it is gone, and the catalog has it"))
+
+
+_WITH_LOST = "with lost refs "
+_PULL_REQUESTS = ("refs/pull/", "refs/merge-requests/", "refs/changes/")
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """`lost` are kept refs that should be there, where they were looked for. `key` stands for what was asked; it is empty where
+    the answer must not be used again.
+    """
+
+    key: str
+    by_commit: dict[CommitId, Reach]
+    lost: dict[str, Fault] = field(default_factory=dict)
+
+
+def reach_of(
+    git_dir: Path,
+    names: Names,
+    refs: Mapping[str, str],
+    commits: Collection[CommitId],
+    known: Reached | None = None,
+    *,
+    look_for_lost: bool = True,
+) -> Reached:
+    """The best thing that keeps each of `commits` alive; `refs` lead to commits. `known` is an answer from before."""
+    key = _key(refs, names.head, commits)
+    good_enough = {_WITH_LOST + key} if look_for_lost else {_WITH_LOST + key, key}
+    if known is not None and known.key in good_enough:
+        return known
+    graph = read_graph(git_dir, set(refs.values()))
+    by_commit = _classify(graph, refs, names.head, commits)
+    lost = lost_tips(git_dir, names, graph) if look_for_lost else {}
+    if lost or not _is_closed(graph, refs.values()):
+        return Reached("", by_commit, lost)
+    return Reached(_WITH_LOST + key if look_for_lost else key, by_commit)
+
+
+def _key(refs: Mapping[str, str], head: str | None, commits: Collection[CommitId]) -> str:
+    said = [str(head), *sorted(commits), *(f"{oid} {ref}" for ref, oid in sorted(refs.items()))]
+    return hashlib.sha256("\n".join(said).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _is_closed(graph: Graph, tips: Collection[str]) -> bool:
+    return all(tip in graph for tip in tips) and all(
+        parent in graph for parents in graph.values() for parent in parents
+    )
+
+
+def _classify(
+    graph: Graph, refs: Mapping[str, str], head: str | None, commits: Collection[CommitId]
+) -> dict[CommitId, Reach]:
+    """The best thing that keeps each of `commits` alive."""
+    groups: dict[Reach, list[str]] = {reach: [] for reach in Reach}
+    for ref, oid in refs.items():
+        groups[_reach_of(ref, head)].append(oid)
+    groups[Reach.NOTHING] = []
+    found: dict[CommitId, Reach] = {}
+    seen: set[str] = set()
+    for reach, tips in groups.items():
+        ancestors(graph, tips, seen=seen)
+        found |= {oid: reach for oid in commits if oid in seen and oid not in found}
+    return found | {oid: Reach.NOTHING for oid in commits if oid not in found}
+
+
+def _reach_of(ref: str, head: str | None) -> Reach:
+    if ref == head:
+        return Reach.DEFAULT_BRANCH
+    table = {KEPT: Reach.KEPT, PINS: Reach.PIN, OURS: Reach.NOTHING, "refs/tags/": Reach.TAG}
+    table |= dict.fromkeys(_PULL_REQUESTS, Reach.PULL_REQUEST)
+    return next((reach for prefix, reach in table.items() if ref.startswith(prefix)), Reach.BRANCH)

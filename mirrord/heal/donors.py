@@ -14,16 +14,25 @@ from pathlib import Path
 
 import anyio
 
-from ..audit.view import borrow_from, make_repository
+from ..audit.connectivity import Missing
+from ..audit.object_files import TIMEOUT
+from ..audit.stand_in import borrow_from, make_repository
 from ..catalog import MirrorRow
-from ..errors import CorruptObjectError
+from ..errors import CorruptObjectError, MirrordError
+from ..git.command import Git
 from ..git.packfile import PackIndex, pack_is_whole, pack_trailer
+from ..git.workers import Workers
+from ..host.files import full_disk_named
+from ..mirrors.bundles.header import BundleHeader, read_header
+from ..mirrors.bundles.merge import Contents, sort_refs
+from ..mirrors.bundles.packing import index_bundle
+from ..mirrors.quarantine import DAMAGED, Quarantine
+from ..mirrors.repository import Repository
 from ..mirrors.service import Mirrors
 from ..mirrors.upstream import Upstream
 from ..model import CommitId, MirrorName
 from ..protocol import ProgressSink
-from .bundles import BundleFile, Shelf
-from .missing import Missing
+from .transfer import SALVAGED, may_hold, salvage
 
 _CLOSURE_PACKS = ("packs/*/pack-*.pack", "gits/*/.git/objects/pack/pack-*.pack")
 
@@ -186,3 +195,142 @@ def _is_sound(pack: Path) -> bool:
 def _has_one(pack: Path, ids: Collection[bytes]) -> bool:
     index = PackIndex(pack.with_suffix(".idx"))
     return any(oid in index for oid in ids)
+
+
+LENT = "the bundle that was sent"
+
+
+@dataclass(frozen=True, slots=True)
+class BundleFile:
+    """A bundle whose head could be read."""
+
+    number: int
+    name: str
+    path: Path
+    header: BundleHeader
+    contents: Contents
+    is_lent: bool
+
+    def is_of(self, name: MirrorName) -> bool:
+        """Whether it was made of the mirror, and not only of a relative."""
+        return (
+            self.contents.mirror is not None
+            and MirrorName.parse(self.contents.mirror).key == name.key
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """The bundles there are for one heal. `view` is what the mirror has that is good: incremental bundles build on it."""
+
+    git: Git
+    quarantine: Quarantine
+    directory: Path
+    lent: Collection[Path]
+    name: MirrorName
+    work: Path
+    view: Path
+
+    async def look(self) -> tuple[list[BundleFile], dict[str, str]]:
+        """The bundles, those that build on nothing first, and why others cannot be read."""
+        return await anyio.to_thread.run_sync(self._look)
+
+    def _look(self) -> tuple[list[BundleFile], dict[str, str]]:
+        found: list[BundleFile] = []
+        refused: dict[str, str] = {}
+        for number, (path, name) in enumerate(self._files()):
+            try:
+                header = read_header(path)
+                found.append(
+                    BundleFile(
+                        number, name, path, header, sort_refs(header.refs), path in self.lent
+                    )
+                )
+            except MirrordError as error:
+                refused[name] = error.message
+            except OSError as error:
+                refused[name] = f"cannot read the bundle: {error.strerror}"
+        return sorted(
+            found, key=lambda file: (len(file.header.prerequisites) > 0, file.number)
+        ), refused
+
+    def _files(self) -> list[tuple[Path, str]]:
+        lying = sorted(self.directory.iterdir()) if self.directory.is_dir() else []
+        dropped = [path for path in lying if path.is_file() and not path.name.startswith(".")]
+        return [
+            *((path, LENT) for path in self.lent),
+            *((path, f"bundle {_readable(path.name)}") for path in dropped),
+        ]
+
+    @asynccontextmanager
+    async def open(self, file: BundleFile, progress: ProgressSink | None) -> AsyncIterator[Path]:
+        """A repository with the objects of the bundle and of the view, made once for a heal."""
+        into = self.work / f"bundle-{file.number}"
+        if not into.exists():
+            await self._index(file, into, progress)
+        yield into
+
+    async def _index(self, file: BundleFile, into: Path, progress: ProgressSink | None) -> None:
+        """It has its name when it is whole: one that cannot be opened yet may build on what the next donor gives."""
+        async with self.quarantine.directory("donor") as directory:
+            building = directory / "repository"
+            make_repository(building)
+            borrow_from(building, self.view)
+            repository = Repository(self.git, self.name, building)
+            await index_bundle(
+                repository, file.path, file.header, progress=progress, doing="open the bundle"
+            )
+            building.rename(into)
+
+
+def _readable(name: str) -> str:
+    """A file name need not be text."""
+    return name.encode("utf-8", "replace").decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What is left of a mirror in `quarantine`. `view` is what it has that is good: deltas build on it."""
+
+    workers: Workers
+    quarantine: Path
+    name: MirrorName
+    work: Path
+    view: Path
+
+    def donors(self) -> list[Donor]:
+        """The latest first."""
+        packs = enumerate(packs_taken(self.quarantine, self.name))
+        return [
+            Donor(f"{SALVAGED}{pack.name} in quarantine", self._of(pack, self.work / f"kept-{n}"))
+            for n, pack in packs
+        ]
+
+    def _of(self, pack: Path, into: Path) -> Lend:
+        @asynccontextmanager
+        async def lend(missing: Missing) -> AsyncIterator[Path | None]:
+            there = into.exists() or await self._salvage(pack, into, missing)
+            yield into if there else None
+
+        return lend
+
+    async def _salvage(self, pack: Path, into: Path, missing: Missing) -> bool:
+        """Whether it was worth it. A person may have removed the pack, or taken it away from us."""
+        try:
+            if not await anyio.to_thread.run_sync(may_hold, pack, missing.all):
+                return False
+            with full_disk_named("quarantine"):
+                await self.workers.call(salvage, pack, into, timeout=TIMEOUT)
+        except OSError as error:
+            raise CorruptObjectError(
+                f"cannot salvage {pack.name} in quarantine: {error.strerror}"
+            ) from error
+        borrow_from(into, self.view)
+        return True
+
+
+def packs_taken(quarantine: Path, name: MirrorName) -> list[Path]:
+    """The packs that heals took out of a mirror, the latest first, with their indexes beside them."""
+    return sorted(
+        (quarantine / DAMAGED / str(name)).glob("*/objects/pack/pack-*.pack"), reverse=True
+    )

@@ -18,8 +18,8 @@ from pathlib import Path
 import structlog
 from anyio import to_thread
 
-from ..audit.files import BadFile, FileKind
-from ..audit.report import Judged
+from ..audit.findings import Judged
+from ..audit.object_files import BadFile, FileKind
 from ..catalog import Catalog, MirrorRow
 from ..config import Settings
 from ..errors import MirrordError, StoppingError, UpstreamError
@@ -31,11 +31,9 @@ from ..mirrors.history import columns_of
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, MirrorName
 from ..protocol import Audit, ProgressSink, Repair
-from .bundles import Shelf
-from .donors import Donors
-from .evidence import Evidence
-from .implant import Step, no_step
-from .treatment import Outcome, Treatment
+from .donors import Donors, Shelf
+from .publish import Evidence, Step, no_step
+from .repair import Outcome, Treatment
 
 FIRST_RETRY = timedelta(minutes=10)
 LONGEST_RETRY = timedelta(hours=24)

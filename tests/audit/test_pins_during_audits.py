@@ -14,9 +14,8 @@ from anyio.abc import TaskGroup
 from gitrepos import Upstream, git
 from heallab import House, refs_of
 
-from mirrord.audit.judge import Repairer, Scrubber
-from mirrord.audit.report import Judged
-from mirrord.audit.service import Audits
+from mirrord.audit.findings import Judged
+from mirrord.audit.service import Audits, Repairer, Scrubber
 from mirrord.datasets.service import Datasets
 from mirrord.model import AuditLevel, CommitId, MirrorName
 from mirrord.protocol import Audit, ProgressSink, Repair, StartAudit

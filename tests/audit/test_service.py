@@ -19,9 +19,9 @@ from faults.undamaged import rounds as undamaged_rounds
 from gitrepos import Upstream, git
 from heallab import Daemon
 
-from mirrord.audit import content as audit_content
+from mirrord.audit import fsck as audit_content
 from mirrord.audit.examine import Examined, examine
-from mirrord.audit.files import Fault, find_bad_files
+from mirrord.audit.object_files import Fault, find_bad_files
 from mirrord.errors import AuditNotFoundError, DatasetNotFoundError, MirrorNotFoundError
 from mirrord.git import command as git_command
 from mirrord.mirrors.repository import CONFIGURATION
@@ -317,7 +317,7 @@ def test_many_commits_take_few_processes(site: Site, monkeypatch: pytest.MonkeyP
         count += 1
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    for module in ("graph", "content", "questions", "closures", "files", "lost"):
+    for module in ("connectivity", "fsck", "object_files", "ref_history"):
         monkeypatch.setattr(f"mirrord.audit.{module}.run_git_sync", counting)
     site.examine(AuditLevel.CONTENT)
     assert count < 12
@@ -633,7 +633,7 @@ def test_an_undamaged_mirror_is_walked_or_hashed_once(
         started.append(next(word for word in args if not word.startswith(("-", "core."))))
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    for module in ("graph", "content", "questions", "closures", "files", "lost", "past"):
+    for module in ("connectivity", "fsck", "object_files", "ref_history"):
         monkeypatch.setattr(f"mirrord.audit.{module}.run_git_sync", counting)
     known = site.examine(level).reached
     long = "rev-list" if level is AuditLevel.CLOSURE else "fsck"
@@ -663,7 +663,7 @@ def test_what_an_audit_does_yields_to_whoever_serves(
         nice.add(os.getpriority(os.PRIO_PROCESS, 0))
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    for module in ("graph", "content", "questions", "closures"):
+    for module in ("connectivity", "fsck", "object_files", "ref_history"):
         monkeypatch.setattr(f"mirrord.audit.{module}.run_git_sync", looking)
     before = os.getpriority(os.PRIO_PROCESS, 0)
     site.examine(AuditLevel.CONTENT)

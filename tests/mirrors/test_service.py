@@ -14,7 +14,7 @@ from forge import Forge, serving
 from gitrepos import ENV, Upstream, git
 from mirrorlab import NAME, Builder, House
 
-from mirrord.audit.names import read_names
+from mirrord.audit.ref_files import read_names
 from mirrord.errors import (
     CommitNotFoundError,
     InvalidUrlError,

@@ -17,7 +17,7 @@ from mirrord.config import Settings, UpstreamSettings
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
 from mirrord.heal import Heals
-from mirrord.heal.implant import no_step
+from mirrord.heal.publish import no_step
 from mirrord.jobs.events import Events
 from mirrord.mirrors.bundles.service import Bundles
 from mirrord.mirrors.repository import HISTORY, PINS

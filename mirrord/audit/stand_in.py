@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from .files import BadFile, FileKind
-from .names import Names
+from .object_files import BadFile, FileKind
+from .ref_files import Names
 
 _IN_THE_WAY = {FileKind.PACK, FileKind.INDEX, FileKind.LOOSE, FileKind.LAYOUT, FileKind.PLANTED}
 

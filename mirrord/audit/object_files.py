@@ -18,6 +18,7 @@ import struct
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +29,9 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
 from ..git.packfile import ID_BYTES, PackIndex, pack_is_whole, pack_trailer
 from ..model import AuditLevel, FindingKind
-from .graph import TIMEOUT
+
+TIMEOUT = timedelta(hours=1)
+
 
 _CHECKSUM = re.compile(r"[0-9a-f]{40}")
 _LOOSE_NAME = re.compile(r"[0-9a-f]{38}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from ..mirrors.fetch import INCOMING
 from ..mirrors.pins import is_pin
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS, changed_settings
-from .files import BadFile, FileKind, no_directory, no_file
+from .object_files import BadFile, FileKind, no_directory, no_file
 
 _VALUE = re.compile(r"([0-9a-f]{40})\n?")
 _SYMBOLIC = re.compile(r"ref: (refs/\S+)\n?")

@@ -17,10 +17,16 @@ from pathlib import Path
 import anyio
 import structlog
 
-from ..audit.files import BadFile, Fault, FileKind, find_bad_files
-from ..audit.graph import TIMEOUT
-from ..audit.names import Names, read_names
-from ..audit.view import borrow_from, damaged_packs, is_readable_link, make_repository, make_view
+from ..audit.connectivity import Missing, find_missing
+from ..audit.object_files import TIMEOUT, BadFile, Fault, FileKind, find_bad_files
+from ..audit.ref_files import Names, read_names
+from ..audit.stand_in import (
+    borrow_from,
+    damaged_packs,
+    is_readable_link,
+    make_repository,
+    make_view,
+)
 from ..errors import CorruptObjectError, DiskFullError, GitFailedError, MirrordError, StoppingError
 from ..git.command import Git
 from ..git.workers import Workers
@@ -29,15 +35,10 @@ from ..mirrors.refs import theirs
 from ..mirrors.repository import HISTORY, KEPT, Repository
 from ..model import AuditLevel, FindingKind, MirrorName
 from ..protocol import Progress, ProgressSink
-from .bundles import BundleFile
-from .donors import Donor, Donors, lying_at
-from .implant import Implant, Step
-from .missing import Missing, find_missing
-from .names import RefPlan, plan_refs
-from .past import find_past
-from .remains import Remains
-from .salvage import SALVAGED, Salvage, may_hold, salvage
-from .transplant import Transplant
+from .donors import BundleFile, Donor, Donors, Remains, lying_at
+from .publish import Implant, Step
+from .ref_plan import RefPlan, find_past, plan_refs
+from .transfer import SALVAGED, Salvage, Transplant, may_hold, salvage
 
 NEW_HISTORY = "a new ref history"
 _LINKED = "/linked"  # no pack has such a name

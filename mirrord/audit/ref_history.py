@@ -9,19 +9,21 @@ the record that the catalog knows. Reads only. Runs in a worker.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ..errors import CorruptObjectError, GitFailedError
+from ..git.batch import lines_of
 from ..git.command import run_git_sync
 from ..git.environment import UNTRUSTING
 from ..mirrors.history import WAS, parse_record
-from ..mirrors.repository import HISTORY, PINS
+from ..mirrors.refs import theirs
+from ..mirrors.repository import HISTORY, KEPT, PINS
 from ..mirrors.transaction import JOURNAL
 from ..model import FindingKind
-from .files import Fault
-from .names import Names, read_names
-from .past import Record
-from .questions import Answers, ask
+from .connectivity import Answers, Graph, ancestors, ask, kinds_of, read_graph
+from .object_files import TIMEOUT, Fault
+from .ref_files import Names, read_names
 
 _TOLD = 10
 _MOVING_S = 10.0
@@ -130,3 +132,94 @@ def read_record(repository: Path, record: str) -> Record:
     except (CorruptObjectError, GitFailedError):
         return {}, None
     return parse_record(shown.stdout)
+
+
+Record = tuple[dict[str, str], str | None]
+"""The refs of a record of the ref history, the kept ones too, and what HEAD named."""
+
+
+# -- what is missing behind refs --------------------------------------------------------------------------------------
+
+
+# -- what refs were ---------------------------------------------------------------------------------------------------
+
+
+def lost_tips(repository: Path, names: Names, graph: Graph) -> dict[str, Fault]:
+    """A fault for each kept ref that is not there, while nothing else leads to its commit. `graph` is all that refs lead to."""
+    if HISTORY not in names.refs:
+        return {}
+    lost = unkept(repository, read_records(repository, names.refs[HISTORY]), names.refs, graph)
+    reason = "it is gone, and the ref history had its commit"
+    return dict.fromkeys(lost, Fault(FindingKind.REF_LOST, reason))
+
+
+def unkept(
+    repository: Path, records: Iterable[Record], refs: Mapping[str, str], graph: Graph | None = None
+) -> dict[str, str]:
+    """Kept refs for the commits that some record had and that neither a ref of upstream nor a kept one leads to.
+
+    None while something is missing or damaged, when nobody can tell what leads to what.
+    """
+    lasting = {oid for ref, oid in refs.items() if not ref.startswith(PINS)}
+    past = {oid for recorded, _ in records for oid in theirs(recorded).values()} - lasting
+    if not past:
+        return {}
+    ends = ask(repository, [f"{oid}^{{}}" for oid in lasting]).objects  # through tags
+    tips = [end.oid for end in ends.values() if end.kind == "commit"]
+    there = {oid for oid, kind in kinds_of(repository, past).items() if kind == "commit"}
+    if graph is None or not there <= graph.keys():
+        graph = read_graph(repository, [*tips, *there])
+    reached = ancestors(graph, tips)
+    if reached - graph.keys() or len(ends) < len(lasting):
+        return {}
+    lost = there - reached
+    inner = {parent for oid in ancestors(graph, lost) for parent in graph.get(oid, ())}
+    return {f"{KEPT}{oid}": oid for oid in sorted(lost - inner)}
+
+
+def read_records(repository: Path, history: str) -> list[Record]:
+    """Every record, the newest first, as far as they can be read."""
+    try:
+        walked = run_git_sync(
+            *UNTRUSTING,
+            "rev-list",
+            "--first-parent",
+            history,
+            git_dir=repository,
+            timeout=TIMEOUT,
+            doing="walk the ref history",
+        ).lines
+    except (CorruptObjectError, GitFailedError):
+        walked = [history]
+    pending = [[f"{record}:refs" for record in walked]]
+    found: list[Record] = []
+    while pending:
+        some = pending.pop()
+        try:
+            found += [parse_record(text) for text in _read_blobs(repository, some)]
+        except (CorruptObjectError, GitFailedError):
+            middle = len(some) // 2
+            pending += [some[middle:], some[:middle]] if middle else []
+    return found
+
+
+def _read_blobs(repository: Path, names: Collection[str]) -> Iterator[bytes]:
+    """The content of those that are there, in order; git ends at the first that is damaged."""
+    output = run_git_sync(
+        *UNTRUSTING,
+        "cat-file",
+        "--batch",
+        "--buffer",
+        git_dir=repository,
+        stdin=lines_of(names),
+        timeout=TIMEOUT,
+        doing="read ref records",
+    ).stdout
+    at = 0
+    while at < len(output):
+        end = output.index(b"\n", at)
+        words = output[at:end].split()
+        at = end + 1
+        if len(words) == 3 and words[2].isdigit():
+            yield output[at : at + int(words[2])]
+            at += int(words[2]) + 1

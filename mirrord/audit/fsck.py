@@ -18,8 +18,7 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.batch import lines_of
 from ..git.command import run_git_sync
 from ..git.environment import UNTRUSTING
-from .files import BadFile, FileKind
-from .graph import TIMEOUT
+from .object_files import TIMEOUT, BadFile, FileKind
 
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
 

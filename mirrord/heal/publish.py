@@ -7,20 +7,25 @@ functions, for a thread; the caller holds the mirror's lock.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import secrets
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from ..audit.files import BadFile, FileKind
-from ..audit.names import read_packed
-from ..audit.view import packed_refs
+from ..audit.object_files import BadFile, FileKind
+from ..audit.ref_files import read_packed
+from ..audit.stand_in import packed_refs
 from ..errors import ConflictError
 from ..host.files import full_disk_named, sync_directory
+from ..mirrors.quarantine import DAMAGED
 from ..mirrors.repository import CONFIGURATION
-from ..model import MirrorName
-from .evidence import Evidence
-from .names import RefPlan
+from ..mirrors.transaction import write_durably
+from ..model import MirrorName, utc_now
+from .ref_plan import RefPlan
 
 _FAMILY = (".idx", ".pack", ".rev", ".bitmap")  # git finds a pack by its index
 _PACKS = {FileKind.PACK, FileKind.INDEX}
@@ -157,3 +162,63 @@ def _files_of(bad: BadFile) -> Iterator[str]:
         return
     elif bad.kind in _OBJECTS or bad.path.startswith("objects/"):
         yield bad.path
+
+
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What one heal took out of one mirror."""
+
+    git_dir: Path
+    path: Path
+
+    @classmethod
+    def begin(
+        cls, quarantine: Path, name: MirrorName, git_dir: Path, bad_files: Collection[BadFile]
+    ) -> Evidence:
+        """Write the record of what is about to be moved."""
+        now = utc_now()
+        path = quarantine / DAMAGED / str(name) / f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
+        path.mkdir(parents=True, mode=0o700)
+        files = [_described(git_dir, bad) for bad in sorted(bad_files)]
+        record = {"mirror": str(name), "at": now.isoformat(), "files": files}
+        write_durably(path / "record.json", json.dumps(record, indent=1).encode())
+        for directory in (path.parent, path.parent.parent, quarantine):
+            sync_directory(directory)
+        return cls(git_dir, path)
+
+    def move(self, relative: str) -> None:
+        """Move a file of the mirror in here; one that is not there is fine."""
+        source = self.git_dir / relative
+        if os.path.lexists(source):
+            target = self._place(relative)
+            source.rename(target)
+            sync_directory(target.parent)
+            sync_directory(source.parent)
+
+    def keep(self, relative: str) -> None:
+        """Keep the file as it is now, while it stays in its place until something better is renamed over it."""
+        source = self.git_dir / relative
+        if source.exists() and not (self.path / relative).exists():
+            target = self._place(relative)
+            os.link(source, target)
+            sync_directory(target.parent)
+
+    def _place(self, relative: str) -> Path:
+        target = self.path / relative
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return target
+
+
+def _described(git_dir: Path, bad: BadFile) -> dict[str, Any]:
+    file = git_dir / bad.path
+    facts = asdict(bad) | {"kind": str(bad.kind)}
+    if file.is_symlink() or not file.is_file():
+        return facts | {"size_bytes": None, "sha256": None}
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+    return facts | {"size_bytes": file.stat().st_size, "sha256": digest.hexdigest()}

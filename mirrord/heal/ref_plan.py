@@ -9,18 +9,23 @@ and nothing reaches any more is kept. Reads only; runs in a worker.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
-from ..audit.graph import TIMEOUT, read_graph
-from ..audit.lost import is_record, past_ids, read_record
-from ..audit.names import Names, named_in
-from ..audit.past import Record, kinds_of, read_records, unkept
+from ..audit.connectivity import kinds_of, read_graph
+from ..audit.object_files import TIMEOUT
+from ..audit.ref_files import Names, named_in
+from ..audit.ref_history import Record, is_record, past_ids, read_record, read_records, unkept
+from ..errors import MirrordError
 from ..git.batch import lines_of
 from ..git.command import run_git_sync
-from ..mirrors.history import WAS
-from ..mirrors.repository import HISTORY, KEPT, OURS
+from ..mirrors.bundles.merge import must_be_history
+from ..mirrors.history import WAS, list_records
+from ..mirrors.repository import HISTORY, KEPT, OURS, Refs, Repository
+from ..model import MirrorName
+from .donors import BundleFile
 
 _OURS = re.compile(rb"committer mirrord <mirrord@localhost> (\d+) ")
 _TRAILER = b"\n\nRefs: "
@@ -181,3 +186,41 @@ def _head(
     )
     branches = (ref for ref in sorted(refs) if ref.startswith("refs/heads/"))
     return next((ref for ref in (*said, *branches) if ref in refs), names.head)
+
+
+Bring = Callable[[BundleFile, str], Awaitable[bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """`record` is the newest of `donor`, from when it is, and the refs that the bundle keeps."""
+
+    at: datetime
+    donor: str
+    record: str
+    kept: Refs
+
+
+async def find_past(
+    view: Repository, files: Iterable[BundleFile], name: MirrorName, bring: Bring
+) -> Past | None:
+    """The newest history among bundles of the mirror; `bring` gets a record with all it reaches into the view, or says False."""
+    found: list[Past] = []
+    for file in files:
+        record = file.contents.history
+        if record is None or not file.is_of(name) or not await bring(file, record):
+            continue
+        at = await _stood_at(view, record)
+        if at is not None:
+            kept = {f"{KEPT}{oid}": oid for oid in file.contents.kept}
+            found.append(Past(at, file.name, record, kept))
+    return max(found, key=lambda past: past.at, default=None)
+
+
+async def _stood_at(view: Repository, record: str) -> datetime | None:
+    """When the record was made; None where it is none."""
+    try:
+        await must_be_history(view, record)
+        return (await list_records(view, limit=1, start=record))[0].at
+    except MirrordError:
+        return None
