@@ -24,7 +24,7 @@ from .errors import DiskFullError, MirrordError
 from .git.priority import giving_way
 from .heal import Heals
 from .jobs.operations import Operations
-from .mirrors.bundles.header import read_header
+from .mirrors.bundles.format import read_header
 from .mirrors.bundles.service import Bundles
 from .mirrors.service import Mirrors
 from .model import AuditLevel, CommitId, CommitRole, DatasetName, History, MirrorName

@@ -23,9 +23,8 @@ from ..git.command import Git
 from ..git.packfile import PackIndex, pack_is_whole, pack_trailer
 from ..git.workers import Workers
 from ..host.files import full_disk_named
-from ..mirrors.bundles.header import BundleHeader, read_header
+from ..mirrors.bundles.format import BundleHeader, index_bundle, read_header
 from ..mirrors.bundles.merge import Contents, sort_refs
-from ..mirrors.bundles.packing import index_bundle
 from ..mirrors.quarantine import DAMAGED, Quarantine
 from ..mirrors.repository import Repository
 from ..mirrors.service import Mirrors

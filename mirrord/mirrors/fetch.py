@@ -32,10 +32,18 @@ from ..git.command import masked_url
 from ..host.files import full_disk_named
 from ..host.processes import memory_limit_bytes
 from ..protocol import Progress
-from .bisect import Lane, find_bad
-from .bounds import STREAM_BIG_FILES, within_disk
-from .lineage import BLOBLESS, TREELESS, Lineage, cut_at, filtering, read_lineage, shallow_at
-from .quarantine import Quarantine, accept_objects
+from .bisect import (
+    BLOBLESS,
+    TREELESS,
+    Lane,
+    Lineage,
+    cut_at,
+    filtering,
+    find_bad,
+    read_lineage,
+    shallow_at,
+)
+from .quarantine import STREAM_BIG_FILES, Quarantine, accept_objects, within_disk
 from .refs import Offer, read_offer
 from .repository import Repository
 from .upstream import Upstream

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import anyio
 import structlog
 
-from ..host.files import full_disk_named, sync_directory
+from ..errors import DiskFullError
+from ..host.files import free_bytes, full_disk_named, sync_directory
 from ..host.trash import PREFIX, Remains, try_to_remove
+from ..protocol import Progress
 
 log = structlog.get_logger()
 
@@ -148,3 +150,31 @@ def _targets(process: Path) -> list[str]:
         except OSError:
             continue
     return found
+
+
+STREAM_BIG_FILES = ("-c", "core.bigFileThreshold=64m", "-c", "pack.windowMemory=256m")
+_RESERVE = 1024**3
+_RESERVE_SHARE = 100
+
+
+def reserve_bytes(path: Path) -> int:
+    """What no transfer may use of the disk: a hundredth of it, a GiB at most. Checkouts and the catalog live there too."""
+    disk = os.statvfs(path)
+    return min(_RESERVE, disk.f_blocks * disk.f_frsize // _RESERVE_SHARE)
+
+
+def within_disk(
+    path: Path, sink: Callable[[Progress], None] | None, doing: str
+) -> Callable[[Progress], None]:
+    """A sink that passes progress on, and raises DiskFullError when a transfer into `path` comes to the reserve."""
+
+    def watch(progress: Progress) -> None:
+        if free_bytes(path) < reserve_bytes(path):
+            raise DiskFullError(
+                f"cannot {doing}: the disk is nearly full",
+                hint="free space below the state directory; nothing was changed",
+            )
+        if sink is not None:
+            sink(progress)
+
+    return watch

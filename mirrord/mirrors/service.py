@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import anyio
 import structlog
@@ -35,12 +36,21 @@ from ..git.workers import Workers
 from ..host.files import sync_directory
 from ..jobs.events import Events
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
-from ..protocol import QUEUED, Mirror, Pin, Progress, ProgressSink, RefDiff, RefRecord
+from ..protocol import (
+    QUEUED,
+    Mirror,
+    Pin,
+    Problem,
+    Progress,
+    ProgressSink,
+    RefDiff,
+    RefFault,
+    RefRecord,
+)
 from . import history, pins
 from .cleanup import Mending
 from .coalesce import Coalescer, Flight
 from .maintenance import maintain, size_bytes
-from .present import shown_mirror
 from .quarantine import Quarantine
 from .refs import is_followed
 from .repository import PINS, Repository
@@ -535,3 +545,27 @@ def _not_found(text: str) -> MirrorNotFoundError:
     return MirrorNotFoundError(
         f"cannot find mirror {shown(text)}: nobody added it", hint="`mirrord mirror list` shows all"
     )
+
+
+def shown_mirror(row: MirrorRow, pin_count: int) -> Mirror:
+    return Mirror(
+        name=str(row.name),
+        repo=row.name.repo,
+        url=masked_url(row.url),
+        state=_state(row),
+        default_branch=row.default_branch,
+        ref_count=row.ref_count,
+        pin_count=pin_count,
+        kept_count=row.kept_count,
+        size_bytes=row.size_bytes,
+        synced_at=row.synced_at,
+        attempted_at=row.attempted_at,
+        error=Problem.from_json(row.error) if row.error else None,
+        ref_faults=[RefFault.from_json(fault) for fault in row.ref_faults],
+    )
+
+
+def _state(row: MirrorRow) -> Literal["empty", "ready", "failed"]:
+    if row.error:
+        return "failed"
+    return "ready" if row.synced_at else "empty"

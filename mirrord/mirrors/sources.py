@@ -21,8 +21,7 @@ from .fetch import Fetcher
 from .quarantine import Quarantine
 from .repository import Repository
 from .sync import SyncResult, sync
-from .throttle import Hosts
-from .upstream import Upstream, parse_upstream, upstream_url
+from .upstream import Hosts, Upstream, parse_upstream, upstream_url
 
 Unfetched = dict[CommitId, str]
 """Commits that did not come, each with the reason."""

@@ -21,7 +21,7 @@ from ..host.files import host_error
 from ..model import MirrorName, utc_now
 from .fetch import unmark
 from .history import columns_of
-from .incomplete_packs import mend_halves
+from .maintenance import mend_halves
 from .pins import ADOPTED, read_pins, stands_alone
 from .repository import Repository
 from .stale_files import remove_stale_files

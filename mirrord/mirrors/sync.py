@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..errors import MirrordError
+from ..errors import MirrordError, UpstreamLossError
+from ..model import MirrorName
 from ..protocol import RefChange, RefFault
 from .fetch import Fetcher
-from .guard import must_not_vanish
 from .history import classify, read_kept, write_record
 from .refs import Offer, compare, summarise, theirs
 from .repository import HISTORY, KEPT, Refs, Repository
@@ -201,4 +201,32 @@ def _result(
         default_branch=head.removeprefix("refs/heads/") if head else None,
         changes=changes[:_SHOWN_CHANGES],
         faults=faults,
+    )
+
+
+_FEW = 10
+"""So many refs may go at once: a small project that tidies up is no accident."""
+
+
+def must_not_vanish(name: MirrorName, old: Refs, offer: Offer) -> None:
+    """Refuse an offer that lacks most of the refs there were, or every branch; asks upstream for nothing."""
+    faulty = {fault.ref for fault in offer.faults}
+    gone = [ref for ref in old if ref not in offer.refs and ref not in faulty]
+    branches = [ref for ref in old if ref.startswith("refs/heads/")]
+    if len(gone) > _FEW and 2 * len(gone) > len(old):
+        raise _refused(
+            name, f"{len(gone)} of its {len(old)} refs are gone from upstream", len(gone), len(old)
+        )
+    if branches and not any(ref.startswith("refs/heads/") for ref in [*offer.refs, *faulty]):
+        raise _refused(name, "upstream has no branch any more", len(gone), len(old))
+
+
+def _refused(name: MirrorName, fact: str, lost: int, total: int) -> UpstreamLossError:
+    return UpstreamLossError(
+        f"cannot follow the upstream of mirror {name}: {fact}",
+        hint=f"nothing was changed and the mirror serves on; when upstream means it, `mirrord mirror sync {name} --accept-loss`"
+        " follows it and keeps every tip",
+        mirror=str(name),
+        lost=lost,
+        total=total,
     )

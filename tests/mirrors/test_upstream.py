@@ -19,8 +19,7 @@ from mirrord.errors import (
 from mirrord.mirrors.bisect import find_bad
 from mirrord.mirrors.coalesce import Coalescer, Flight
 from mirrord.mirrors.refs import is_safe_ref, read_offer
-from mirrord.mirrors.throttle import Hosts
-from mirrord.mirrors.upstream import parse_upstream, upstream_url
+from mirrord.mirrors.upstream import Hosts, parse_upstream, upstream_url
 from mirrord.model import MirrorName
 from mirrord.protocol import Progress
 

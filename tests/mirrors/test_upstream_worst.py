@@ -19,9 +19,8 @@ from mirrord.errors import (
     UpstreamLossError,
     UpstreamNotFoundError,
 )
-from mirrord.mirrors.guard import must_not_vanish
 from mirrord.mirrors.refs import Offer
-from mirrord.mirrors.sync import SyncResult
+from mirrord.mirrors.sync import SyncResult, must_not_vanish
 from mirrord.model import CommitId
 from mirrord.protocol import RefFault, RefRecord
 

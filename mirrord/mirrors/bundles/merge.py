@@ -8,8 +8,15 @@ is put on top of what the bundle has from before.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import anyio
+
+from ...catalog import DatasetHead
+from ...catalog.catalog import Catalog
+from ...catalog.spool import spooled, unspooled
 from ...errors import InvalidBundleError, MirrordError
+from ...host.files import full_disk_named
 from ...model import CommitId, MirrorName
 from ...protocol import RefChange
 from ..history import (
@@ -25,6 +32,7 @@ from ..pins import read_pins
 from ..refs import drop_shadowed, is_followed, theirs
 from ..repository import HISTORY, KEPT, OURS, PINS, Refs, Repository
 from ..transaction import Transaction
+from .format import Records, extract_rows
 
 RECORDS = "refs/mirrord/records/"
 
@@ -191,3 +199,49 @@ async def must_be_history(repository: Repository, offered: str) -> None:
             "cannot import the bundle: its ref history is not one",
             hint="nothing was changed; make the bundle again",
         ) from error
+
+
+Spools = dict[str, tuple[DatasetHead, Path]]
+"""By dataset: its head, and its checked rows as the catalog takes them."""
+
+
+async def spool_datasets(scratch: Repository, commit: str | None, records: Records) -> Spools:
+    """Check the rows of a bundle; none where they speak of a mirror of another name than this one will have."""
+    if commit is None or MirrorName.parse(records.mirror).key != scratch.name.key:
+        return {}
+    directory = scratch.path.parent
+    spools: Spools = {}
+    for number, dataset in enumerate(records.datasets):
+        raw, spool = directory / "rows.raw", directory / f"rows-{number}.jsonl"
+        if not await extract_rows(scratch, commit, dataset.name, raw):
+            raise InvalidBundleError(
+                f"cannot import the bundle: the rows of dataset {dataset.name} are not in it"
+            )
+        await anyio.to_thread.run_sync(_check, raw, spool, scratch.name)
+        spools[dataset.name] = (dataset.head(), spool)
+    return spools
+
+
+async def merge_datasets(
+    catalog: Catalog, records: Records, spools: Spools
+) -> tuple[dict[str, int], list[str]]:
+    """Add what is missing; answers how many rows each dataset got, and the datasets that are not the bundle's."""
+    restored: dict[str, int] = {}
+    for name, (head, spool) in spools.items():
+        added = await catalog.merge_dataset(head, spool)
+        if added is not None:
+            restored[name] = added
+    return restored, sorted({dataset.name for dataset in records.datasets} - restored.keys())
+
+
+def _check(raw: Path, spool: Path, name: MirrorName) -> None:
+    with full_disk_named("quarantine"), raw.open("rb") as lines, spool.open("wb") as out:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = unspooled(line)
+            except (ValueError, KeyError, TypeError, MirrordError) as error:
+                raise InvalidBundleError(
+                    f"cannot import the bundle: row {number} of a dataset is none: {error}"
+                ) from error
+            if row.mirror.key == name.key:
+                out.write(spooled(row))

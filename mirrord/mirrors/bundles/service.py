@@ -31,11 +31,27 @@ from ..repository import HISTORY, KEPT, PINS, Refs, Repository
 from ..service import Mirrors
 from ..stale_files import remove_stale_files
 from ..transaction import commit
-from .datasets import Spools, merge_datasets, spool_datasets
-from .header import read_header
-from .merge import RECORDS, Contents, Merge, merge, must_be_history, sort_refs
-from .packing import stream_bundle, unbundle, verify_closures
-from .records import Records, read_records, records_of, write_records
+from .format import (
+    Records,
+    read_header,
+    read_records,
+    records_of,
+    stream_bundle,
+    unbundle,
+    verify_closures,
+    write_records,
+)
+from .merge import (
+    RECORDS,
+    Contents,
+    Merge,
+    Spools,
+    merge,
+    merge_datasets,
+    must_be_history,
+    sort_refs,
+    spool_datasets,
+)
 
 _LATE = "dataset/"
 
