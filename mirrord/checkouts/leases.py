@@ -1,12 +1,9 @@
-"""Leases: who holds which checkout until when, and the two directories that a checkout has.
+"""Leases: who holds which checkout until when, and the two directories of a checkout.
 
-`checkouts/<id>` is what clients get: it is entered by the owner and the daemon alone, is stable
-over resets, and holds `tree`. `leases/<id>` (0700) has all that is private, and is the truth: no
-database knows a lease. A lease is `lease.json` there, or `resetting.json` while a tree is
-changed. A directory of either kind without a whole one is half-made; one called `.trash-<id>` was
-released; both are only rubbish. Nothing is flushed: after a power cut a lease that was seconds
-old may be gone, but never half there. Only what replaces a lease that has stood for long, a
-renewal, is flushed first. Never touches what is inside the tree.
+`checkouts/<id>` is the client's: only the owner and the daemon enter it, it stays the same over
+resets, and it holds `tree`. `leases/<id>` (0700) is private and the truth: no database knows a
+lease. A directory of either kind without a whole lease is half-made; `.trash-<id>` was released.
+Nothing is flushed but a renewal: a power cut may lose a lease that was seconds old, never half one.
 """
 
 from __future__ import annotations
@@ -15,14 +12,12 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
-
-import structlog
+from typing import NamedTuple
 
 from ..errors import CheckoutNotFoundError
 from ..host.files import admit, full_disk_named, opened, write_all
@@ -31,24 +26,22 @@ from ..host.trash import PREFIX
 from ..model import Backend, CheckoutId, CommitId, History, MirrorName, View, shown
 
 _PRIVATE = 0o700
-
-log = structlog.get_logger()
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+_PLAIN = ("id", "commit", "tree", "instance", "owner_uid", "owner_gid", "taken_by")
 
 
 class LeaseState(StrEnum):
-    """LIVE: the tree is clean or its owner's work. RESETTING: it is being brought to the lease's commit; after a crash, again.
+    """LIVE: the tree is clean, or its owner's work. RESETTING: it is being brought to `commit`.
 
-    The state is the name of the lease's file, so that a reset to where a checkout is costs two renames. Where a crash left both
-    files, nothing was touched yet, or all was done: it is live. A lease being made has no file yet; one being released has lost
-    its directory's name. Neither needs a state.
+    The state is the name of the lease's file, so a reset to the same commit costs two renames. A
+    crash may leave both files: nothing was touched yet, or all was done, so the lease is live.
     """
 
     LIVE = "lease.json"
     RESETTING = "resetting.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Directories:
+class Directories(NamedTuple):
     """The two directories of a checkout; they have the same name."""
 
     public: Path
@@ -60,10 +53,10 @@ class Directories:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to one checkout. `commit` and `tree` are what it is, or while RESETTING becomes, clean at.
+    """The right to one checkout. `commit` and `tree` are what it is, or while RESETTING becomes.
 
-    `taken_by` is the uid that asked for it, for `owner_uid`; `bound_to` the process that it ends with;
-    `dataset` the one whose `instance` it is.
+    The uid `taken_by` asked for it on behalf of `owner_uid`; it ends with the process `bound_to`;
+    `dataset` is the one whose `instance` it is.
     """
 
     id: CheckoutId
@@ -86,7 +79,7 @@ class Lease:
 
     @property
     def directory(self) -> Path:
-        """What can be mounted elsewhere, and follows every reset."""
+        """The directory to mount elsewhere: it follows every reset."""
         return self.directories.public
 
     @property
@@ -95,54 +88,47 @@ class Lease:
 
     @property
     def tree_path(self) -> Path:
-        """What the client gets."""
         return self.directory / "tree"
 
-    def is_expired(self, now: datetime) -> bool:
-        return self.expires_at <= now
+    @property
+    def owner(self) -> tuple[int, int]:
+        return self.owner_uid, self.owner_gid
 
 
-class Holdings:
-    """How many checkouts there are, and how many each uid has: as their owner or as the one that took them."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.of: Counter[int] = Counter()
-        self.taken_by: Counter[int] = Counter()
-
-    def add(self, taken_by: int, owner_uid: int, n: int = 1) -> None:
-        """Count one more, or with `n` -1 one less."""
-        self.count += n
-        places = [(self.taken_by, taken_by), *((self.of, uid) for uid in {taken_by, owner_uid})]
-        for counter, uid in places:
-            counter[uid] += n
-            if not counter[uid]:
-                del counter[uid]
+def resetting(lease: Lease) -> Lease:
+    """The lease as it stands while its tree is brought to its commit."""
+    return replace(lease, state=LeaseState.RESETTING)
 
 
 class Leases:
-    """The leases of a state directory. Each call is a few system calls; all belong to the event loop's thread."""
+    """The leases of a state directory. Each call is a few system calls on the event loop's thread.
+
+    `count` is the number of checkouts, those being made included; `held_by` counts them by uid, as
+    owner or taker, `taken_by` by taker.
+    """
 
     def __init__(self, state_dir: Path) -> None:
         self._public = state_dir / "checkouts"
         self._private = state_dir / "leases"
         self._live: dict[CheckoutId, Lease] = {}
-        self.holdings = Holdings()
+        self.count = 0
+        self.held_by: Counter[int] = Counter()
+        self.taken_by: Counter[int] = Counter()
 
     def open(self) -> tuple[list[Lease], list[Directories]]:
-        """Read what an earlier daemon left: the leases that stand, and the directories that are rubbish."""
+        """Read the leases of an earlier daemon; answers them, and the directories without one."""
         self._public.mkdir(mode=0o711, parents=True, exist_ok=True)
         self._private.mkdir(mode=_PRIVATE, exist_ok=True)
-        names = sorted(
-            {path.name for above in (self._public, self._private) for path in above.iterdir()}
-        )
-        found = [(self.directories(name), _find(self.directories(name))) for name in names]
-        for lease in (lease for _, lease in found if lease is not None):
-            self._live[lease.id] = lease
-            self.holdings.add(lease.taken_by, lease.owner_uid)
-        return list(self._live.values()), [
-            directories for directories, lease in found if lease is None
-        ]
+        rubbish = []
+        for name in sorted({*os.listdir(self._public), *os.listdir(self._private)}):
+            found = self.directories(name)
+            lease = _read(found, LeaseState.LIVE) or _read(found, LeaseState.RESETTING)
+            if lease is None:
+                rubbish.append(found)
+            else:
+                self._live[lease.id] = lease
+                self.add(lease.taken_by, lease.owner_uid)
+        return list(self._live.values()), rubbish
 
     def __len__(self) -> int:
         return len(self._live)
@@ -153,122 +139,109 @@ class Leases:
     def directories(self, name: str) -> Directories:
         return Directories(self._public / name, self._private / name)
 
+    def add(self, taken_by: int, owner_uid: int, n: int = 1) -> None:
+        """Count one checkout more, or with `n` -1 one less."""
+        self.count += n
+        self.taken_by[taken_by] += n
+        for uid in {taken_by, owner_uid}:
+            self.held_by[uid] += n
+
     def begin(self, lease: Lease) -> None:
-        """Make the directories of a new checkout, with the lease that `put` makes stand."""
-        with _full_disk_named(lease):
+        """Make the directories of a new checkout, with the file that `put` turns into its lease."""
+        with full_disk_named(f"the lease of checkout {lease.id}"):
             os.mkdir(lease.private, _PRIVATE)
             _write(f"{lease.private}/{lease.state}.new", lease)
             os.mkdir(lease.directory, _PRIVATE)
             if lease.owner_uid not in (0, os.geteuid()):
                 admit(str(lease.directory), lease.owner_uid)
 
+    def find(self, checkout: CheckoutId) -> Lease | None:
+        return self._live.get(checkout)
+
     def get(self, text: str) -> Lease:
-        """The lease that an id, or a checkout's path, names; raises CheckoutNotFoundError."""
-        lease = self.find(CheckoutId(self._id_in(text)))
+        """Find the lease by its id, or by any path into its checkout."""
+        name = text
+        if text.startswith("/"):
+            parts, above = Path(os.path.normpath(text)).parts, self._public.parts
+            if parts[: len(above)] != above or len(parts) == len(above):
+                raise not_found(text)
+            name = parts[len(above)]
+        lease = self._live.get(CheckoutId(name))
         if lease is None:
             raise not_found(text)
         return lease
 
-    def find(self, checkout: CheckoutId) -> Lease | None:
-        return self._live.get(checkout)
-
     def prepare(self, lease: Lease) -> None:
-        """Write durably what `put` puts in the place of the lease's file. For a thread: the disk may take its time."""
-        with _full_disk_named(lease):
+        """Write and flush the file for the next `put`. Run it in a thread: the disk may be slow."""
+        with full_disk_named(f"the lease of checkout {lease.id}"):
             _write(f"{lease.private}/{lease.state}.new", lease, durably=True)
 
     def put(self, lease: Lease) -> None:
-        """Make the lease stand as it was written."""
-        with _full_disk_named(lease):
+        """Make the lease stand as `begin` or `prepare` wrote it."""
+        with full_disk_named(f"the lease of checkout {lease.id}"):
             os.rename(f"{lease.private}/{lease.state}.new", f"{lease.private}/{lease.state}")
         if lease.id not in self._live:
-            self.holdings.add(lease.taken_by, lease.owner_uid)
+            self.add(lease.taken_by, lease.owner_uid)
         self._live[lease.id] = lease
 
     def save(self, lease: Lease) -> None:
-        """Make a lease that stands be as this one is."""
-        before = self._live[lease.id]
-        place = f"{lease.private}/{lease.state}"
-        with _full_disk_named(lease):
+        """Replace a standing lease by this one; one that differs by its state alone is renamed."""
+        before, path = self._live[lease.id], f"{lease.private}/{lease.state}"
+        with full_disk_named(f"the lease of checkout {lease.id}"):
             if replace(before, state=lease.state) == lease:
-                os.rename(f"{lease.private}/{before.state}", place)
+                os.rename(f"{lease.private}/{before.state}", path)
             else:
-                _write(f"{place}.new", lease)
-                os.rename(f"{place}.new", place)
+                _write(f"{path}.new", lease)
+                os.rename(f"{path}.new", path)
                 if before.state is not lease.state:
                     os.unlink(f"{lease.private}/{before.state}")
         self._live[lease.id] = lease
 
-    def drop(self, lease: Lease) -> Directories:
+    def release(self, lease: Lease) -> Directories:
         """End the lease at once, by renaming its directories; answers what is left to delete."""
         gone = self.discard(lease.directories)
         if self._live.pop(lease.id, None):
-            self.holdings.add(lease.taken_by, lease.owner_uid, -1)
+            self.add(lease.taken_by, lease.owner_uid, -1)
         return gone
 
     def discard(self, directories: Directories) -> Directories:
         """Mark directories as rubbish, the private one first: the lease ends there.
 
-        A mount inside the public one goes along: only the mount point itself could not be renamed.
+        A mount inside the public one goes along: only a mount point itself cannot be renamed.
         """
         name = directories.public.name
         if name.startswith(PREFIX):
             return directories
         gone = self.directories(f"{PREFIX}{name}")
-        for before, after in (
-            (directories.private, gone.private),
-            (directories.public, gone.public),
-        ):
+        for before, after in zip(reversed(directories), reversed(gone), strict=True):
             with suppress(FileNotFoundError):
                 os.rename(before, after)
         return gone
 
-    def _id_in(self, text: str) -> str:
-        """The id in a path into a checkout; any other text as it is."""
-        if not text.startswith("/"):
-            return text
-        parts = Path(os.path.normpath(text)).parts
-        above = self._public.parts
-        if parts[: len(above)] != above or len(parts) == len(above):
-            raise not_found(text)
-        return parts[len(above)]
-
-
-def _full_disk_named(lease: Lease) -> AbstractContextManager[None]:
-    return full_disk_named(f"the lease of checkout {lease.id}")
-
 
 def not_found(text: str) -> CheckoutNotFoundError:
-    """The same answer for a checkout that is not there and for one that is somebody else's."""
+    """One answer for a checkout that does not exist and for one of somebody else."""
     return CheckoutNotFoundError(
-        f"cannot find checkout {shown(text)}: there is no such checkout of yours",
+        f"cannot find checkout {shown(text)}: you have no such checkout",
         hint="see `mirrord checkouts`; it may have expired",
     )
 
 
-def _find(directories: Directories) -> Lease | None:
-    """The lease of a checkout; None where there is none, or not all of it."""
-    return _read(directories, LeaseState.LIVE) or _read(directories, LeaseState.RESETTING)
-
-
-def _read(directories: Directories, state: LeaseState) -> Lease | None:
-    try:
-        facts = json.loads((directories.private / state).read_bytes())
-        lease = _from_json(facts, directories, state)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return lease if lease.id == directories.public.name and directories.public.is_dir() else None
-
-
 def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
-    data = json.dumps(_to_json(lease)).encode()
+    # Not `asdict`, which copies deeply: a third of the processor time of a checkout.
+    facts = {name: getattr(lease, name) for name in _PLAIN} | {
+        "mirror": str(lease.mirror),
+        "dataset": lease.dataset,
+        "history": lease.history,
+        "view": lease.view,
+        "backend": lease.backend,
+        "created_at": lease.created_at.isoformat(),
+        "expires_at": lease.expires_at.isoformat(),
+        "bound_to": [lease.bound_to.pid, lease.bound_to.mark] if lease.bound_to else None,
+    }
     try:
-        with opened(
-            os.open(
-                path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-            )
-        ) as fd:
-            write_all(fd, data)
+        with opened(os.open(path, _CREATE, 0o600)) as fd:
+            write_all(fd, json.dumps(facts).encode())
             if durably:
                 os.fsync(fd)
     except OSError:
@@ -277,49 +250,23 @@ def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
         raise
 
 
-def _to_json(lease: Lease) -> dict[str, object]:
-    """Written out, because `asdict` copies deeply: a third of the processor time of a checkout."""
-    return {
-        "id": lease.id,
-        "mirror": str(lease.mirror),
-        "commit": lease.commit,
-        "tree": lease.tree,
-        "instance": lease.instance,
-        "dataset": lease.dataset,
-        "history": lease.history,
-        "view": lease.view,
-        "backend": lease.backend,
-        "owner_uid": lease.owner_uid,
-        "owner_gid": lease.owner_gid,
-        "taken_by": lease.taken_by,
-        "created_at": lease.created_at.isoformat(),
-        "expires_at": lease.expires_at.isoformat(),
-        "bound_to": [lease.bound_to.pid, lease.bound_to.mark] if lease.bound_to else None,
-    }
-
-
-def _from_json(facts: dict[str, Any], directories: Directories, state: LeaseState) -> Lease:
-    return Lease(
-        id=CheckoutId(facts["id"]),
-        directories=directories,
-        mirror=MirrorName.parse(facts["mirror"]),
-        commit=CommitId(facts["commit"]),
-        tree=facts["tree"],
-        instance=facts["instance"],
-        history=History(facts["history"]),
-        view=View(facts["view"]),
-        backend=Backend(facts["backend"]),
-        owner_uid=int(facts["owner_uid"]),
-        owner_gid=int(facts["owner_gid"]),
-        taken_by=int(facts["taken_by"]),
-        created_at=datetime.fromisoformat(facts["created_at"]),
-        expires_at=datetime.fromisoformat(facts["expires_at"]),
-        bound_to=Process(*facts["bound_to"]) if facts["bound_to"] else None,
-        dataset=facts.get("dataset"),
-        state=state,
-    )
-
-
-def resetting(lease: Lease) -> Lease:
-    """The lease as it stands while the checkout is brought to it."""
-    return replace(lease, state=LeaseState.RESETTING)
+def _read(directories: Directories, state: LeaseState) -> Lease | None:
+    """The lease of a checkout; None where its file is missing, torn, or another checkout's."""
+    try:
+        facts = json.loads((directories.private / state).read_bytes())
+        lease = Lease(
+            **{name: facts[name] for name in _PLAIN},
+            directories=directories,
+            mirror=MirrorName.parse(facts["mirror"]),
+            dataset=facts.get("dataset"),
+            history=History(facts["history"]),
+            view=View(facts["view"]),
+            backend=Backend(facts["backend"]),
+            created_at=datetime.fromisoformat(facts["created_at"]),
+            expires_at=datetime.fromisoformat(facts["expires_at"]),
+            bound_to=Process(*facts["bound_to"]) if facts["bound_to"] else None,
+            state=state,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return lease if lease.id == directories.public.name and directories.public.is_dir() else None

@@ -1,8 +1,7 @@
-"""What a request for a checkout means: which mirror, which full commit, which tree, for which instance.
+"""Resolve a request for a checkout: to a mirror, a full commit, its tree, and the instance.
 
-Owns the reading of names. What a full commit's tree is never changes, so it is remembered, and a warm checkout of an instance
-asks neither git nor the catalog. What a peer may name is the caller's to say (`Naming`); a name that it may not use is refused in
-the same words whether or not there is such a commit.
+A full commit's tree never changes and is remembered: a warm checkout of an instance asks neither
+git nor the catalog. A refused name is refused in the same words whether or not it exists.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple
 
 from ..catalog import InstanceRow
+from ..datasets.service import Datasets
 from ..errors import (
     AccessError,
     CommitNotFoundError,
@@ -23,21 +22,20 @@ from ..errors import (
     InvalidRequestError,
     MirrorNotFoundError,
 )
+from ..mirrors.service import Mirrors
 from ..model import CommitId, MirrorName, Resolved, shown
 from ..protocol import ResetCheckout, StartCheckout
-from .backend import Target
 from .leases import Lease
 
 _REMEMBERED = 100_000
 _DIGITS = re.compile(r"[0-9a-f]{4,40}")
-_HOW = "name an instance, or NAME@COMMIT, or a mirror and a commit"
 
 
 class Naming(Enum):
-    """Which commits a request may name, besides instances.
+    """Which commits a peer may name, besides instances.
 
-    RECORDED: base commits of instances, by their ids. PUBLIC: what a branch or tag of upstream names
-    or reaches. NOTHING: not even instances; a reset to clean is all.
+    RECORDED: base commits of instances, by their ids. PUBLIC: also what a branch or tag of upstream
+    names or reaches. NOTHING: not even instances; only a reset to clean.
     """
 
     NOTHING = 0
@@ -46,73 +44,60 @@ class Naming(Enum):
     ANYTHING = 3
 
 
-class Instances(Protocol):
-    """Where instances are looked up."""
-
-    async def find_instance(
-        self, instance: str, dataset: str | None = None
-    ) -> InstanceRow | None: ...
-
-    async def find_base_commit(self, name: MirrorName, digits: str) -> CommitId | None: ...
-
-
-class Commits(Protocol):
-    """Where commits are looked up: the mirrors."""
-
-    def get_name(self, text: str) -> MirrorName: ...
-
-    async def resolve(self, name: MirrorName, commitish: str) -> Resolved: ...
-
-    async def resolve_public(self, name: MirrorName, commitish: str) -> Resolved: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class ResolvedRequest(NamedTuple):
     """`instance` is None for a checkout of a bare commit."""
 
     mirror: MirrorName
-    target: Target
+    commit: CommitId
+    tree: str
     instance: InstanceRow | None = None
 
 
-class Requests:
-    """Reads requests against the catalog and the mirrors. `learn` is told what was found of a commit, for who makes its tree."""
+class Resolver:
+    """Looks names up in the catalog and the mirrors; `learn` is told of each commit it finds."""
 
     def __init__(
-        self,
-        *,
-        instances: Instances,
-        commits: Commits,
-        learn: Callable[[MirrorName, Resolved], None],
+        self, datasets: Datasets, mirrors: Mirrors, learn: Callable[[MirrorName, Resolved], None]
     ) -> None:
-        self._instances = instances
-        self._commits = commits
+        self._datasets = datasets
+        self._mirrors = mirrors
         self._learn = learn
-        self._trees: OrderedDict[tuple[str, CommitId], str] = OrderedDict()
+        self._trees: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._public: set[tuple[str, str]] = set()
 
-    async def read_start(self, request: StartCheckout, naming: Naming) -> Wanted:
+    async def resolve_start(self, request: StartCheckout, naming: Naming) -> ResolvedRequest:
         """Raises AccessError, InvalidRequestError, InstanceNotFoundError, MirrorNotFoundError,
-        CommitNotFoundError, CommitUnservableError."""
-        if (request.instance is None) == (request.mirror is None) or (request.mirror is None) != (
-            request.commit is None
-        ):
+        CommitNotFoundError, CommitUnservableError.
+        """
+        by_commit = request.mirror is not None and request.commit is not None
+        by_neither = request.mirror is None and request.commit is None
+        if not (by_neither if request.instance is not None else by_commit):
             raise InvalidRequestError(
-                "cannot tell what to check out: the request names too little or too much", hint=_HOW
+                "cannot tell what to check out: the request names too little or too much",
+                hint="name an instance, or NAME@COMMIT, or a mirror and a commit",
             )
         _must_name_an_instance(request)
         if request.instance is None:
-            return await self._commit(str(request.mirror), str(request.commit), naming)
-        row = await self._instances.find_instance(request.instance, request.dataset)
-        if row is not None:
-            return await self._instance(row)
-        name, at, commitish = request.instance.partition("@")
-        if request.dataset or not at or not commitish:
-            raise _no_instance(request.instance, request.dataset)
-        return await self._commit(name, commitish, naming)
+            name, commitish = str(request.mirror), str(request.commit)
+        else:
+            row = await self._datasets.find_instance(request.instance, request.dataset)
+            if row is not None:
+                return await self._resolve_instance(row)
+            name, _, commitish = request.instance.partition("@")
+            if request.dataset or not commitish:
+                fact = "no dataset has it"
+                if request.dataset:
+                    fact = f"dataset {shown(request.dataset)} has no such instance"
+                raise InstanceNotFoundError(
+                    f"cannot find instance {shown(request.instance)}: {fact}",
+                    hint="see `mirrord dataset list`, or write NAME@COMMIT",
+                )
+        return await self._resolve_name(self._mirrors.get_name(name), commitish, naming)
 
-    async def read_reset(self, request: ResetCheckout, lease: Lease, naming: Naming) -> Wanted:
-        """Where a reset goes; the instance stays what it was unless another is named. Only within the lease's mirror."""
+    async def resolve_reset(
+        self, request: ResetCheckout, lease: Lease, naming: Naming
+    ) -> ResolvedRequest:
+        """The target of a reset, within the lease's mirror; the instance stays unless named."""
         if request.instance is not None and request.commit is not None:
             raise InvalidRequestError(
                 "cannot reset to an instance and a commit at the same time", hint="name one of them"
@@ -124,76 +109,72 @@ class Requests:
                 hint="reset without one: to clean, at the commit it is at",
             )
         if request.commit is not None:
-            return Wanted(lease.mirror, await self._named(lease.mirror, request.commit, naming))
+            return await self._resolve_name(lease.mirror, request.commit, naming)
         if request.instance is None:
-            row = (
-                await self._instances.find_instance(lease.instance, lease.dataset)
-                if lease.instance
-                else None
-            )
-            return Wanted(lease.mirror, Target(lease.commit, lease.tree), row)
-        wanted = await self.read_start(
-            StartCheckout(instance=request.instance, dataset=request.dataset), naming
-        )
-        if wanted.mirror.key != lease.mirror.key:
+            row = None
+            if lease.instance:
+                row = await self._datasets.find_instance(lease.instance, lease.dataset)
+            return ResolvedRequest(lease.mirror, lease.commit, lease.tree, row)
+        start = StartCheckout(instance=request.instance, dataset=request.dataset)
+        found = await self.resolve_start(start, naming)
+        if found.mirror.key != lease.mirror.key:
             raise InvalidRequestError(
-                f"cannot reset to {shown(request.instance)}: it is of {wanted.mirror}, the checkout of {lease.mirror}",
+                f"cannot reset to {shown(request.instance)}: it is of {found.mirror},"
+                f" the checkout of {lease.mirror}",
                 hint="release this checkout and ask for another",
             )
-        return wanted
+        return found
 
-    async def _instance(self, row: InstanceRow) -> Wanted:
+    async def _resolve_instance(self, row: InstanceRow) -> ResolvedRequest:
         try:
-            return Wanted(row.mirror, await self._target(row.mirror, row.base_commit), row)
+            found = await self._resolve_commit(row.mirror, row.base_commit)
         except (CommitNotFoundError, MirrorNotFoundError) as error:
             raise CommitUnservableError(
-                f"cannot serve instance {row.id}: {row.mirror} does not have its base commit {row.base_commit}",
+                f"cannot serve instance {row.id}: {row.mirror} does not have its base commit"
+                f" {row.base_commit}",
                 hint=f"run `mirrord mirror sync {row.mirror}`, then `mirrord audit {row.mirror}`",
                 instance=row.id,
                 mirror=str(row.mirror),
                 commit=row.base_commit,
             ) from error
+        return found._replace(instance=row)
 
-    async def _commit(self, mirror: str, commitish: str, naming: Naming) -> Wanted:
-        name = self._commits.get_name(mirror)
-        return Wanted(name, await self._named(name, commitish, naming))
-
-    async def _named(self, name: MirrorName, commitish: str, naming: Naming) -> Target:
-        """The target of a name, where the peer may use it."""
+    async def _resolve_name(
+        self, name: MirrorName, commitish: str, naming: Naming
+    ) -> ResolvedRequest:
         if naming is Naming.ANYTHING:
-            return await self._target(name, commitish)
+            return await self._resolve_commit(name, commitish)
         digits = commitish.lower()
-        base = (
-            await self._instances.find_base_commit(name, digits)
-            if _DIGITS.fullmatch(digits)
-            else None
-        )
-        if base is not None:
-            return await self._target(name, base)
-        if naming is Naming.PUBLIC:
-            if (name.key, digits) in self._public:  # stays so when upstream moves on
-                return await self._target(name, digits)
-            found = await self._commits.resolve_public(name, commitish)
-            if len(self._public) < _REMEMBERED:
-                self._public.add((name.key, found.commit))
-            return self._learnt(name, found)
-        raise AccessError(
-            f"cannot check out {shown(commitish)} of {name}: it is not the id of the base commit of an instance",
-            hint='[access] commits = "recorded" of the configuration lets members name instances and their base commits only',
-        )
+        if _DIGITS.fullmatch(digits):
+            base = await self._datasets.find_base_commit(name, digits)
+            if base is not None:
+                return await self._resolve_commit(name, base)
+        if naming is not Naming.PUBLIC:
+            raise AccessError(
+                f"cannot check out {shown(commitish)} of {name}: it is not the id of the base"
+                " commit of an instance",
+                hint='[access] commits = "recorded" of the configuration lets members name'
+                " instances and their base commits only",
+            )
+        if (name.key, digits) in self._public:  # stays so when upstream moves on
+            return await self._resolve_commit(name, digits)
+        found = await self._mirrors.resolve_public(name, commitish)
+        if len(self._public) < _REMEMBERED:
+            self._public.add((name.key, found.commit))
+        return self._remember(name, found)
 
-    async def _target(self, name: MirrorName, commitish: str) -> Target:
-        known = self._trees.get((name.key, CommitId(commitish)))
-        if known is not None:
-            return Target(CommitId(commitish), known)
-        return self._learnt(name, await self._commits.resolve(name, commitish))
+    async def _resolve_commit(self, name: MirrorName, commitish: str) -> ResolvedRequest:
+        tree = self._trees.get((name.key, commitish))
+        if tree is not None:
+            return ResolvedRequest(name, CommitId(commitish), tree)
+        return self._remember(name, await self._mirrors.resolve(name, commitish))
 
-    def _learnt(self, name: MirrorName, found: Resolved) -> Target:
+    def _remember(self, name: MirrorName, found: Resolved) -> ResolvedRequest:
         self._learn(name, found)
         self._trees[name.key, found.commit] = found.tree
         while len(self._trees) > _REMEMBERED:
             self._trees.popitem(last=False)
-        return Target(found.commit, found.tree)
+        return ResolvedRequest(name, found.commit, found.tree)
 
 
 def _must_name_an_instance(request: StartCheckout | ResetCheckout) -> None:
@@ -202,11 +183,3 @@ def _must_name_an_instance(request: StartCheckout | ResetCheckout) -> None:
             "cannot check out of a dataset without an instance",
             hint="name one of its instances, or leave the dataset out",
         )
-
-
-def _no_instance(text: str, dataset: str | None) -> InstanceNotFoundError:
-    fact = f"dataset {shown(dataset)} has no such instance" if dataset else "no dataset has it"
-    return InstanceNotFoundError(
-        f"cannot find instance {shown(text)}: {fact}",
-        hint="see `mirrord dataset list`, or write NAME@COMMIT",
-    )

@@ -59,7 +59,7 @@ def test_what_has_no_whole_lease_file_is_rubbish(leases: Leases, tmp_path: Path)
     """Half-made, torn, released and foreign directories, and either half of one, are all told apart from leases."""
     standing, torn, released = new_lease(leases), new_lease(leases), new_lease(leases)
     alone, closed = new_lease(leases), new_lease(leases)
-    begun, gone = half_made(leases), leases.drop(released)
+    begun, gone = half_made(leases), leases.release(released)
     (torn.private / "lease.json").write_text('{"id": ')
     alone.directory.rmdir()
     (closed.private / "lease.json").unlink()
@@ -107,7 +107,7 @@ def test_a_renewal_is_on_the_disk_before_it_replaces_the_lease(
 def test_an_ended_lease_is_not_found(leases: Leases) -> None:
     """At once, before its files are gone."""
     lease = new_lease(leases)
-    gone = leases.drop(lease)
+    gone = leases.release(lease)
     assert gone.public.exists()
     assert gone.private.exists()
     assert not lease.directory.exists()
@@ -194,7 +194,7 @@ def test_a_lease_that_cannot_be_ended_stands(leases: Leases, tmp_path: Path) -> 
     lease = new_lease(leases)
     (tmp_path / "leases" / f"{PREFIX}{lease.id}" / "in the way").mkdir(parents=True)
     with pytest.raises(OSError, match="not empty"):
-        leases.drop(lease)
+        leases.release(lease)
     assert leases.get(lease.id) == lease
 
 

@@ -45,7 +45,7 @@ def service(running: Service) -> Iterator[Service]:
     running.now_shift = timedelta()
     running.change(max=1024)
     running.change("access", admins=(), commits="any")
-    running.checkouts._access.refresh()
+    running.checkouts._admission._access.refresh()
     for checkout in running.call(running.checkouts.list, ROOT_PEER):
         running.call(running.checkouts.release, checkout.id, ROOT_PEER)
 
@@ -154,7 +154,7 @@ def test_a_lease_that_is_renewed_while_others_expire_stands(
 ) -> None:
     """Taking the first away waits for the disk; a client that renews the second in that time keeps it."""
     leases = [start(service, instance="psf__requests@v1", ttl=60) for _ in range(2)]
-    removal = service.checkouts._keeper.removal
+    removal = service.checkouts._lifecycle.removal
     keep_up = removal.keep_up
 
     async def renew_the_other() -> None:
@@ -342,7 +342,7 @@ def test_the_grader_view_and_linked_history_are_for_administrators(service: Serv
 def test_only_the_user_of_the_daemon_links_a_checkout_to_a_mirror(service: Service) -> None:
     """An administrator with another uid may ask for all else, but could not read the mirror."""
     service.change("access", admins=(USER,))
-    service.checkouts._access.refresh()
+    service.checkouts._admission._access.refresh()
     with pytest.raises(AccessError, match="only the daemon's own user can read mirrors"):
         start(service, instance="psf__requests@v1", history=History.LINKED)
     assert start(service, instance="psf__requests@v1", view=View.GRADER).view is View.GRADER

@@ -34,7 +34,7 @@ from ...host.processes import Owner
 from ...host.trash import find_trash, new_trash
 from ...model import Backend, CheckoutId, MirrorName
 from ...protocol import Proof
-from ..backend import Made, require
+from ..backend import must_prove
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..rubbish import Rubbish, remove_layer, remove_untouched
 from ..templates.store import Template, Templates
@@ -87,10 +87,10 @@ class OverlayBackend:
         is_leased = any(not path.name.startswith(".") for path in self._leases.iterdir())
         self._mounter.close(unbind=not is_leased)
 
-    async def create(self, lease: Lease) -> Made:
+    async def create(self, lease: Lease) -> tuple[str, dict[str, float]]:
         began = time.perf_counter()
 
-        async def fill(template: Template) -> Made:
+        async def fill(template: Template) -> tuple[str, dict[str, float]]:
             ready = time.perf_counter()
             with full_disk_named(f"checkout {lease.id}"), suppress(FileExistsError):
                 os.mkdir(lease.tree_path, 0o700)  # nobody enters it while nothing is mounted there
@@ -100,7 +100,7 @@ class OverlayBackend:
                 "template": round(ready - began, 6),
                 "mount": round(time.perf_counter() - ready, 6),
             }
-            return Made(template.tree, timings)
+            return template.tree, timings
 
         return await self._with_template(lease, fill)
 
@@ -306,7 +306,7 @@ def _prove(head: str, template: Template, sight: TemplateFacts, to: Lease) -> Pr
         packs=list(sight.packs),
         method=_METHOD,
     )
-    return require(proof, head=template.head, tree=to.tree)
+    return must_prove(proof, head=template.head, tree=to.tree)
 
 
 def _read_head(mount: int) -> str:

@@ -12,13 +12,13 @@ from typing import Protocol
 
 import anyio
 
+from ...datasets.service import Datasets
 from ...errors import AccessError, CommitNotFoundError, InvalidRequestError
 from ...git.workers import Workers
 from ...mirrors.quarantine import Quarantine
 from ...model import CommitId, MirrorName, View, parse_commit, shown
 from ...protocol import Pin, RestorePaths
 from ..leases import Lease
-from ..resolve import Instances
 from ..worker_calls import DIFF_TIMEOUT, Work, apply_patch, diff_checkout, restore_paths
 
 
@@ -36,7 +36,7 @@ class Pinned(Protocol):
 class Revisions:
     """Diff, apply and restore for one lease at a time; the caller holds its lock."""
 
-    def __init__(self, *, workers: Workers, mirrors: Pinned, instances: Instances) -> None:
+    def __init__(self, *, workers: Workers, mirrors: Pinned, instances: Datasets) -> None:
         self._workers = workers
         self._mirrors = mirrors
         self._instances = instances

@@ -23,7 +23,6 @@ from ...host.mounts import mounts_below
 from ...host.trash import find_trash, new_trash
 from ...model import Backend, CommitId, History, MirrorName
 from ...protocol import Proof
-from ..backend import Made
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..rubbish import Rubbish
 from ..stores.builder import StoreBuilder
@@ -69,7 +68,7 @@ class PoolBackend:
         self._closed = True
         await self._rubbish.close()
 
-    async def create(self, lease: Lease) -> Made:
+    async def create(self, lease: Lease) -> tuple[str, dict[str, float]]:
         began = time.perf_counter()
         place = await self._place(lease, lease.commit)
         sealed = time.perf_counter()
@@ -78,7 +77,7 @@ class PoolBackend:
             tree, timings = await self._workers.call(
                 make_checkout, place, lease.commit, lease.tree, warm, timeout=_TIMEOUT
             )
-        return Made(tree, {"seal": round(sealed - began, 6), **timings})
+        return tree, {"seal": round(sealed - began, 6), **timings}
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
         """In place: the lease says where it goes before anything is touched. What fails then cannot be undone."""

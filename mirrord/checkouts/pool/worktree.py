@@ -17,7 +17,7 @@ from ...errors import CheckoutBusyError, DiskFullError, ProofFailedError
 from ...host.files import full_disk_named, open_directory, opened
 from ...host.trash import TrashDirectory
 from ...protocol import Proof
-from ..backend import require, unsettled
+from ..backend import must_prove
 from ..files.hashing import hash_tree, prove_directories
 from ..files.index import Former, index_bytes, spliced_index
 from ..files.manifest import Manifest, clock_ns
@@ -94,7 +94,7 @@ def reset(place: Place, commit: str, tree: str) -> Proof:
         packs=list(store.pack_names if store else ()),
         method=method,
     )
-    return require(proof, head=place.head, tree=tree)
+    return must_prove(proof, head=place.head, tree=tree)
 
 
 def _with_room(place: Place, bring: Callable[[TrashDirectory], Manifest]) -> Manifest:
@@ -143,7 +143,13 @@ def _bring(
                 else manifest.settled(settled_ns)
             )
         found, manifest = left, _proven(manifest, left)
-    raise unsettled(_ROUNDS, [*found.modified, *found.missing, *found.extra])
+    dirty = [*found.modified, *found.missing, *found.extra][:10]
+    raise ProofFailedError(
+        f"cannot prove the checkout clean: something still writes to it after {_ROUNDS} rounds",
+        hint="end the processes that run in the checkout before the reset; it was destroyed,"
+        " ask for another",
+        paths=[path.decode(errors="backslashreplace") for path in dirty],
+    )
 
 
 def _proven(manifest: Manifest, found: Changes) -> Manifest:
