@@ -8,10 +8,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import toml
 from pydantic import (
@@ -32,24 +31,39 @@ from .model import AuditLevel, Backend, FindingKind, History, MirrorName, shown
 from .places import default_socket, default_state_dir
 from .units import format_duration, format_size, parse_duration, parse_size
 
+# toml 0.10.2 needs the cube of the `=` in an invalid line: 52 s for 64 KiB, 0.3 s for 4 KiB
+_LONGEST_FILE = 128 * 1024
+_LONGEST_LINE = 4096
+
 _URL = re.compile(
     r"(?:(?:https?|ssh|git|file)://|/|[a-z0-9][a-z0-9._@-]*:(?!:|/?/))[^\x00-\x20\x7f]*",
     re.IGNORECASE,
 )
+_KINDS = {
+    "missing": "is required",
+    "model_type": "must be a table",
+    "tuple_type": "must be an array",
+    "string_type": "must be a string",
+    "int_type": "must be a whole number",
+    "bool_type": "must be true or false",
+    "path_type": "must be a string",
+    "too_short": "must not be empty",
+}
+
+
+# -- kinds of values: each check raises ValueError with half a sentence ---------------------------
 
 
 def _positive(value: timedelta) -> timedelta:
     if value <= timedelta():
-        raise ValueError("must be longer than nothing")
+        raise ValueError("must be greater than zero")
     return value
 
 
 def _url(value: str) -> str:
-    """The message holds nothing of the value, which may hold a password."""
-    if not _URL.fullmatch(value):
-        raise ValueError(
-            "is neither a URL of https, http, ssh, git or file, nor an absolute path, nor user@host:path"
-        )
+    if not _URL.fullmatch(value):  # the message does not show the value: it may hold a password
+        kinds = "a URL of https, http, ssh, git or file, nor an absolute path, nor user@host:path"
+        raise ValueError(f"is neither {kinds}")
     return value
 
 
@@ -63,16 +77,12 @@ def _url_template(value: str) -> str:
 
 
 def _ref_pattern(value: str) -> str:
-    if (
-        not value.startswith("refs/")
-        or value.count("*") > 1
-        or re.search(r"[\s~^:?\[\\\x00-\x1f\x7f]|\.\.|//|@\{", value)
-    ):
-        raise ValueError(
-            f"{shown(value)} is not a ref pattern; it begins with refs/ and has at most one *"
-        )
+    invalid = re.search(r"[\s~^:?\[\\\x00-\x1f\x7f]|\.\.|//|@\{", value)
+    if not value.startswith("refs/") or value.count("*") > 1 or invalid:
+        rule = "it begins with refs/ and has at most one *"
+        raise ValueError(f"{shown(value)} is not a ref pattern; {rule}")
     if value.startswith(("refs/mirrord/", "refs/replace/")):
-        raise ValueError(f"{shown(value)} is ours or unsafe and never comes from upstream")
+        raise ValueError(f"{shown(value)} is reserved or unsafe and never comes from upstream")
     return value
 
 
@@ -84,8 +94,7 @@ def _repo(value: str) -> str:
 
 
 def _account(value: str) -> str:
-    """The user database takes no NUL, and no name that cannot be typed is in it."""
-    if not value.isprintable():
+    if not value.isprintable():  # the user database takes no NUL
         raise ValueError(f"{shown(value)} is not a name")
     return value
 
@@ -104,8 +113,7 @@ def _acceptance(value: str) -> str:
         raise ValueError(f"{shown(value)} is not KIND, KIND owner/name or KIND owner/name SUBJECT")
     kinds = [str(kind) for kind in FindingKind]
     if words[0] not in kinds:
-        close = difflib.get_close_matches(words[0], kinds, n=1)
-        guess = f"; did you mean {close[0]}?" if close else f": {', '.join(kinds)}"
+        guess = _guess(words[0], kinds) or f": {', '.join(kinds)}"
         raise ValueError(f"{shown(words[0])} is no kind of finding{guess}")
     return " ".join([words[0], *map(_repo, words[1:2]), *words[2:]])
 
@@ -119,18 +127,14 @@ def _absolute(value: Path) -> Path:
 Duration = Annotated[timedelta, BeforeValidator(parse_duration), PlainSerializer(format_duration)]
 Period = Annotated[Duration, AfterValidator(_positive)]
 Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size)]
-Acceptance = Annotated[str, AfterValidator(_acceptance)]
-"""A finding that is known and accepted: its kind, the mirror, and the commit, file or ref."""
-
+Count = Annotated[StrictInt, Field(ge=1, le=100_000)]
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
-Repo = Annotated[str, AfterValidator(_repo)]
-Url = Annotated[str, AfterValidator(_url)]
 UrlTemplate = Annotated[str, AfterValidator(_url_template)]
-User = Annotated[str | int, BeforeValidator(_user)]
-Group = Annotated[str, AfterValidator(_account)]
-RefPattern = Annotated[str, AfterValidator(_ref_pattern)]
 Restart = object()
-"""Marks a setting that a reload refuses: what was built from it at the start would have to be built again."""
+"""Marks a setting that a reload refuses, because the daemon uses it only at its start."""
+
+
+# -- the settings ---------------------------------------------------------------------------------
 
 
 class _Section(BaseModel):
@@ -140,7 +144,9 @@ class _Section(BaseModel):
 class UpstreamSettings(_Section):
     url: UrlTemplate = "https://github.com/{owner}/{name}.git"
     fallbacks: tuple[UrlTemplate, ...] = ()
-    refs: Annotated[tuple[RefPattern, ...], Field(min_length=1)] = ("refs/heads/*", "refs/tags/*")
+    refs: Annotated[
+        tuple[Annotated[str, AfterValidator(_ref_pattern)], ...], Field(min_length=1)
+    ] = ("refs/heads/*", "refs/tags/*")
     timeout: Period = timedelta(minutes=10)
 
 
@@ -151,11 +157,13 @@ class SyncSettings(_Section):
 
 
 class AuditSettings(_Section):
+    """`accept` names known findings: kind, mirror, and the commit, file or ref."""
+
     interval: Duration = timedelta(hours=24)
     level: AuditLevel = AuditLevel.CLOSURE
     content_interval: Duration = timedelta(days=7)
     heal: StrictBool = True
-    accept: tuple[Acceptance, ...] = ()
+    accept: tuple[Annotated[str, AfterValidator(_acceptance)], ...] = ()
 
 
 class MaintenanceSettings(_Section):
@@ -166,7 +174,7 @@ class CheckoutSettings(_Section):
     backend: Annotated[Backend, Restart] = Backend.AUTO
     history: History = History.SEALED
     ttl: Period = timedelta(hours=2)
-    max: Annotated[StrictInt, Field(ge=1, le=100_000)] = 1024
+    max: Count = 1024
     prewarm: StrictBool = True
     template_bytes: Size = 50 * 1024**3
     template_ttl: Period = timedelta(days=7)
@@ -177,11 +185,11 @@ class DatasetSettings(_Section):
 
 
 class AccessSettings(_Section):
-    group: Group = "mirrord"
-    admins: tuple[User, ...] = ()
+    group: Annotated[str, AfterValidator(_account)] = "mirrord"
+    admins: tuple[Annotated[str | int, BeforeValidator(_user)], ...] = ()
     commits: Literal["recorded", "any"] = "recorded"
     owners: Literal["none", "subuid"] = "subuid"
-    max_per_user: Annotated[StrictInt, Field(ge=1, le=100_000)] = 256
+    max_per_user: Count = 256
     ttl_max: Period = timedelta(hours=24)
 
 
@@ -191,17 +199,18 @@ class LogSettings(_Section):
 
 
 class MirrorSettings(_Section):
-    repo: Repo
-    url: Url | None = None
+    repo: Annotated[str, AfterValidator(_repo)]
+    url: Annotated[str, AfterValidator(_url)] | None = None
 
 
 def _distinct(mirrors: tuple[MirrorSettings, ...]) -> tuple[MirrorSettings, ...]:
     """Two spellings that differ in letter case are one mirror, which has one URL."""
+    seen: set[str] = set()
     for number, mirror in enumerate(mirrors):
-        if any(mirror.repo.lower() == other.repo.lower() for other in mirrors[:number]):
-            raise PydanticCustomError(
-                "twice", "{repo} is there twice", {"repo": mirror.repo, "place": (number, "repo")}
-            )
+        if mirror.repo.lower() in seen:
+            facts = {"repo": mirror.repo, "place": (number, "repo")}
+            raise PydanticCustomError("twice", "{repo} occurs twice", facts)
+        seen.add(mirror.repo.lower())
     return mirrors
 
 
@@ -231,14 +240,17 @@ def setting_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterato
             yield f"{prefix}{name}", Restart in info.metadata
 
 
+# -- reload ---------------------------------------------------------------------------------------
+
+
 def compare(old: Settings, new: Settings) -> tuple[list[str], list[str]]:
-    """Which keys a reload from `old` to `new` applies, and which it refuses because they need a restart."""
-    changed = [
-        (key, restart) for key, restart in setting_keys() if _value(old, key) != _value(new, key)
-    ]
-    return [key for key, restart in changed if not restart], [
-        key for key, restart in changed if restart
-    ]
+    """The keys that a reload from `old` to `new` applies, and those that need a restart."""
+    applied: list[str] = []
+    refused: list[str] = []
+    for key, restart in setting_keys():
+        if _value(old, key) != _value(new, key):
+            (refused if restart else applied).append(key)
+    return applied, refused
 
 
 def merge_live(old: Settings, new: Settings) -> Settings:
@@ -246,11 +258,10 @@ def merge_live(old: Settings, new: Settings) -> Settings:
     result = new
     for key in compare(old, new)[1]:
         section, _, name = key.rpartition(".")
+        update = {name: _value(old, key)}
         if section:
-            inner = getattr(result, section).model_copy(update={name: _value(old, key)})
-            result = result.model_copy(update={section: inner})
-        else:
-            result = result.model_copy(update={name: _value(old, key)})
+            update = {section: getattr(result, section).model_copy(update=update)}
+        result = result.model_copy(update=update)
     return result
 
 
@@ -261,46 +272,43 @@ def _value(settings: Settings, key: str) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One thing wrong in a configuration file; `line` counts from 1."""
+# -- the file -------------------------------------------------------------------------------------
+
+
+class ConfigFault(NamedTuple):
+    """One fault of a configuration file; `line` counts from 1."""
 
     key: str
     message: str
     line: int | None = None
 
-    def __str__(self) -> str:
-        place = f"line {self.line}: " if self.line else ""
-        return f"{place}{self.key}: {self.message}" if self.key else f"{place}{self.message}"
-
-
-# toml 0.10.2 needs the cube of the `=` in an invalid line: 52 s for 64 KiB of them, 0.3 s for 4 KiB
-_LONGEST_FILE = 128 * 1024
-_LONGEST_LINE = 4096
-
-_KINDS = {
-    "missing": "is required",
-    "model_type": "must be a table",
-    "tuple_type": "must be an array",
-    "string_type": "must be a string",
-    "int_type": "must be a whole number",
-    "bool_type": "must be true or false",
-    "path_type": "must be a string",
-    "too_short": "must not be empty",
-}
-
 
 def load(path: Path | None) -> Settings:
-    """Read settings from a file, or the defaults for None. Raises InvalidConfigError with all `faults`."""
+    """Read settings from a file, or the defaults for None. Raises InvalidConfigError."""
     if path is None:
         return Settings()
     text = _read_text(path)
-    values = _parse(path, text)
+    try:
+        values = toml.loads(text)
+    except toml.TomlDecodeError as error:
+        fault = ConfigFault("", f"not TOML: {_without_values(error.msg)}", error.lineno)
+        raise _refusal(path, fault) from None
+    except Exception as error:  # noqa: BLE001  toml 0.10.2: IndexError, OverflowError, RecursionError
+        fault = ConfigFault("", f"not TOML: {_without_values(str(error))}")
+        raise _refusal(path, fault) from None
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        faults = [_fault(e, text) for e in error.errors() if not _follows(e, error.errors())]
-    raise _refusal(path, sorted(faults, key=lambda fault: fault.line or 0))
+        errors = error.errors()
+    faults = []
+    for each in errors:
+        # a list that is too short only because its items are faulty is no further fault
+        if each["type"] == "too_short" and any(e["loc"][:-1] == each["loc"] for e in errors):
+            continue
+        place = [*each["loc"], *each.get("ctx", {}).get("place", ())]
+        key = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place).lstrip(".")
+        faults.append(ConfigFault(key, _message(each), _line_of(place, text)))
+    raise _refusal(path, *sorted(faults, key=lambda fault: fault.line or 0))
 
 
 def _read_text(path: Path) -> str:
@@ -309,94 +317,64 @@ def _read_text(path: Path) -> str:
             content = file.read(_LONGEST_FILE + 1)
         text = content.decode()
     except OSError as error:
-        raise _refusal(path, [Fault("", f"not readable: {error.strerror}")]) from error
+        raise _refusal(path, ConfigFault("", f"not readable: {error.strerror}")) from error
     except UnicodeDecodeError as error:
-        raise _refusal(path, [Fault("", "not UTF-8")]) from error
+        raise _refusal(path, ConfigFault("", "not UTF-8")) from error
     if len(content) > _LONGEST_FILE:
-        raise _refusal(path, [Fault("", f"longer than {_LONGEST_FILE >> 10} KiB")])
+        raise _refusal(path, ConfigFault("", f"longer than {_LONGEST_FILE >> 10} KiB"))
+    lines = enumerate(text.split("\n"), 1)
+    if long := [number for number, line in lines if len(line) > _LONGEST_LINE]:
+        said = f"longer than {_LONGEST_LINE} characters"
+        raise _refusal(path, *(ConfigFault("", said, number) for number in long))
     return text
 
 
-def _parse(path: Path, text: str) -> dict[str, Any]:
-    long = [number for number, line in enumerate(text.split("\n"), 1) if len(line) > _LONGEST_LINE]
-    if long:
-        raise _refusal(
-            path, [Fault("", f"longer than {_LONGEST_LINE} characters", number) for number in long]
-        )
-    try:
-        return toml.loads(text)
-    except toml.TomlDecodeError as error:
-        fault = Fault("", f"not TOML: {_without_values(error.msg)}", error.lineno)
-    except Exception as error:  # noqa: BLE001  toml 0.10.2: IndexError, OverflowError, RecursionError
-        fault = Fault("", f"not TOML: {_without_values(str(error))}")
-    raise _refusal(path, [fault])
-
-
-def _refusal(path: Path, faults: list[Fault]) -> InvalidConfigError:
-    listing = "".join(f"\n  {fault}" for fault in faults)
+def _refusal(path: Path, *faults: ConfigFault) -> InvalidConfigError:
+    listing = ""
+    for key, message, line in faults:
+        place = [f"line {line}"] if line else []
+        listing += "\n  " + ": ".join([*place, *([key] if key else []), message])
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
     return InvalidConfigError(
         f"cannot use configuration {path}: {count}{listing}",
-        hint="the commented sample config.toml names every key; `mirrord config check` tries a file",
-        faults=[asdict(fault) for fault in faults],
+        hint="the sample config.toml names every key; `mirrord config check` tries a file",
+        faults=[fault._asdict() for fault in faults],
     )
 
 
 def _without_values(message: str) -> str:
     """Toml 0.10.2 puts whole tables into messages, and a table may hold a URL with a password."""
-    message = message.replace(
-        "Not a homogeneous array",
-        "an array has values of one type; a uid may be written as a string",
-    )
-    return re.sub(r"\{.*", "", re.sub(r"\S*://\S*", "a URL", message), flags=re.DOTALL).strip()
-
-
-def _follows(error: ErrorDetails, errors: list[ErrorDetails]) -> bool:
-    """Whether a list is too short only because of faults in it, which are told."""
-    return error["type"] == "too_short" and any(
-        other["loc"][:-1] == error["loc"] for other in errors
-    )
-
-
-def _fault(error: ErrorDetails, text: str) -> Fault:
-    path = (
-        *error["loc"],
-        *error.get("ctx", {}).get("place", ()),
-    )  # what is wrong of a whole list is so at one place
-    key = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
-    return Fault(key, _message(error), _line_of(list(path), text))
+    said = "an array has values of one type; a uid may be written as a string"
+    message = re.sub(r"\S*://\S*", "a URL", message.replace("Not a homogeneous array", said))
+    return re.sub(r"\{.*", "", message, flags=re.DOTALL).strip()
 
 
 def _message(error: ErrorDetails) -> str:
     """The fault in the words of TOML: pydantic speaks of Python's types."""
-    kind, said = error["type"], error["msg"].removeprefix("Value error, ")
-    if kind == "extra_forbidden":
-        return "unknown key" + _suggestion([str(p) for p in error["loc"] if isinstance(p, str)])
+    kind = error["type"]
     if kind in {"enum", "literal_error"}:
-        return f"must be {error['ctx']['expected']}" + _guess(
-            str(error["input"]).lower(), re.findall(r"\w+", error["ctx"]["expected"])
-        )
-    return _KINDS.get(kind) or said.replace("Input should be", "must be")
-
-
-def _suggestion(path: list[str]) -> str:
+        expected = error["ctx"]["expected"]
+        choices = re.findall(r"\w+", expected)
+        return f"must be {expected}" + _guess(str(error["input"]).lower(), choices)
+    if kind != "extra_forbidden":
+        said = error["msg"].removeprefix("Value error, ")
+        return _KINDS.get(kind) or said.replace("Input should be", "must be")
+    path = [str(part) for part in error["loc"] if isinstance(part, str)]
     known = [key for key, _ in setting_keys()]
-    sections = sorted({key.partition(".")[0] for key in known})
-    mirror = [f"mirror.{name}" for name in MirrorSettings.model_fields]
-    wrong = ".".join(path)
     same_leaf = [key for key in known if key.rpartition(".")[2] == path[-1]]
-    return _guess(
-        wrong, [*known, *mirror, *(sections if len(path) == 1 else ())], otherwise=same_leaf
-    )
+    known += [f"mirror.{name}" for name in MirrorSettings.model_fields]
+    if len(path) == 1:
+        known += sorted({key.partition(".")[0] for key in known})
+    return "unknown key" + _guess(".".join(path), known, otherwise=same_leaf)
 
 
-def _guess(wrong: str, known: list[str], otherwise: Sequence[str] = ()) -> str:
+def _guess(wrong: str, known: Sequence[str], otherwise: Sequence[str] = ()) -> str:
     close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6) or otherwise
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def _line_of(path: list[int | str], text: str) -> int | None:
-    """The line that sets `path`, else the header of its table: the toml package keeps no positions."""
+    """The line that sets `path`, else its table's header: the toml package keeps no positions."""
     names = ".".join(p for p in path if isinstance(p, str))
     table = next((p for p in path if isinstance(p, int)), 0) if names.startswith("mirror") else 0
     places = {(key, count): number for number, key, count in reversed(list(_iter_keys(text)))}
@@ -404,7 +382,7 @@ def _line_of(path: list[int | str], text: str) -> int | None:
 
 
 def _iter_keys(text: str) -> Iterator[tuple[int, str, int]]:
-    """Line number, dotted key (a header's is its table's name), and how many tables of that name came before."""
+    """Line number, dotted key (a header's is its table's name), number of such tables before it."""
     section, counts = "", {"": 0}
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[\[?\s*([^\]]+?)\s*\]", line):

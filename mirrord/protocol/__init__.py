@@ -21,18 +21,19 @@ from ..model import (
     Reach,
     View,
 )
-from ..units import parse_duration
 from .codec import API as API
 from .codec import Answer as Answer
 from .codec import Bounds as Bounds
 from .codec import MalformedError as MalformedError
 from .codec import Message as Message
+from .codec import OwnerUid, Text, Ttl, Word
 from .codec import Problem as Problem
 from .codec import Repo as Repo
 from .codec import Request as Request
-from .codec import Text
 from .codec import to_bytes as to_bytes
 from .codec import to_json as to_json
+
+# -- mirrors, their refs and pins -----------------------------------------------------------------
 
 
 class AddMirror(Request):
@@ -41,7 +42,7 @@ class AddMirror(Request):
 
 
 class SyncMirror(Request):
-    """`accept_loss` follows an upstream that lost most of its refs, or its whole history; what it had is kept."""
+    """`accept_loss` follows an upstream that lost most of its refs, or its whole history."""
 
     accept_loss: bool = False
 
@@ -49,9 +50,7 @@ class SyncMirror(Request):
 class RestoreRefs(Request):
     at: Annotated[
         str,
-        Bounds(
-            min_length=1, max_length=100, description="a ref record: its id, or a time in ISO 8601"
-        ),
+        Bounds(min_length=1, max_length=100, description="id of a ref record, or ISO 8601 time"),
     ]
 
 
@@ -62,7 +61,7 @@ class AddPin(Request):
 
 
 class RefFault(Answer):
-    """A ref that upstream offers and we could not take."""
+    """A ref that upstream offers and the mirror could not take."""
 
     ref: str
     commit: str
@@ -70,7 +69,7 @@ class RefFault(Answer):
 
 
 class Mirror(Answer):
-    """`url` has no secrets. `state` is `empty` until the first sync ended."""
+    """`url` has no secrets. `state` is `empty` until the first sync has ended."""
 
     name: str
     repo: str
@@ -88,7 +87,7 @@ class Mirror(Answer):
 
 
 class RefChange(Answer):
-    """`kind` says what upstream did; `kept` is true where the old tip is held by a kept ref."""
+    """`kind` says what upstream did; `kept` is true where a kept ref holds the old tip."""
 
     ref: str
     kind: Literal["created", "forwarded", "forced", "deleted"]
@@ -98,7 +97,10 @@ class RefChange(Answer):
 
 
 class RefRecord(Answer):
-    """One entry of a mirror's ref history; `was` are ids it had before a bundle was merged below it, which name it still."""
+    """One entry of a mirror's ref history.
+
+    `was` are its ids before a bundle was merged below it; they still name it.
+    """
 
     id: str
     at: datetime
@@ -125,7 +127,7 @@ class Pin(Answer):
 
 
 class BundleFile(Answer):
-    """A bundle that was written. `record` is its newest ref record: what a later one may be made `since`."""
+    """A finished bundle. `record` is its newest ref record; a later bundle can start `since` it."""
 
     mirror: str
     file: str
@@ -134,8 +136,11 @@ class BundleFile(Answer):
     since: str | None = None
 
 
+# -- datasets and instances -----------------------------------------------------------------------
+
+
 class RowFault(Answer):
-    """A row of a dataset file that could not be used. `line` counts rows from 1."""
+    """An invalid row of a dataset file. `line` counts rows from 1."""
 
     file: str
     line: int
@@ -144,7 +149,7 @@ class RowFault(Answer):
 
 
 class UnpinnedCommit(Answer):
-    """A recorded commit that could not be pinned, and why."""
+    """A recorded commit without a pin, and why."""
 
     mirror: str
     commit: str
@@ -155,7 +160,7 @@ class UnpinnedCommit(Answer):
 class Dataset(Answer):
     """`rules` counts how often each rule of a normaliser fired.
 
-    `unpinned` and `faults` are the first of as many as their counts say.
+    `unpinned` and `faults` are cut; `unpinned_count` and `fault_count` count all.
     """
 
     name: str
@@ -184,7 +189,7 @@ class DatasetSummary(Answer):
 
 
 class DatasetChange(Answer):
-    """What an import changed: instance ids."""
+    """Instance ids that an import changed."""
 
     added: list[str] = []
     changed: list[str] = []
@@ -193,7 +198,7 @@ class DatasetChange(Answer):
 
 
 class AmbiguousInstance(Answer):
-    """An id that `datasets` record with different repositories or base commits."""
+    """An instance id that `datasets` record with different repositories or base commits."""
 
     id: str
     datasets: list[str]
@@ -205,7 +210,7 @@ class RecordedCommit(Answer):
 
 
 class Instance(Answer):
-    """The patches, the tests and `commits` other than the base are present only in the grader view."""
+    """Patches, tests and `commits` other than the base are present only in the grader view."""
 
     id: str
     dataset: str
@@ -221,7 +226,7 @@ class Instance(Answer):
 
 
 class InstanceName(Answer):
-    """One of a list: an instance is asked for by its id."""
+    """One instance of a list."""
 
     id: str
 
@@ -232,8 +237,11 @@ class FormatInfo(Answer):
     detected_by: str
 
 
+# -- audits and repairs ---------------------------------------------------------------------------
+
+
 class StartAudit(Request):
-    """No mirrors and no dataset: everything that is recorded."""
+    """Without mirrors and dataset it audits everything recorded."""
 
     mirrors: list[Repo] = []
     dataset: str | None = None
@@ -246,7 +254,7 @@ class StartHeal(Request):
 
 
 class Finding(Answer):
-    """One recorded commit that cannot be served, or something wrong with its mirror (`commit` is then empty).
+    """A recorded commit that cannot be served, or a fault of its mirror (`commit` is then empty).
 
     `subject` is the commit, file or ref; `accepted` says that the configuration accepts it.
     """
@@ -266,9 +274,10 @@ class Finding(Answer):
 class Repair(Answer):
     """What a heal did to one mirror.
 
-    `objects` counts what came by donor, `files` are the bad files that it took out, which are kept below `kept_in`, `refs` those
-    it restored. `unhealed` are the first of the needed objects that no donor had; `refusals` are the donors that failed, with
-    the reason; `history` says what became of a lost ref history; `error` says why it ended early.
+    `objects` counts received objects by donor; `files` are the bad files that it moved to
+    `kept_in`; `refs` are the restored refs. `unhealed` are the first of the needed objects that no
+    donor had; `refusals` are the donors that failed, with the reason; `history` says what became of
+    a lost ref history; `error` says why the heal ended early.
     """
 
     mirror: str
@@ -296,11 +305,12 @@ class AuditPart(Answer):
 
 
 class Audit(Answer):
-    """`counts` and `reach` count recorded commits; `affected` are the instances that cannot be served.
+    """`counts` and `reach` count recorded commits; `affected` are instances that cannot be served.
 
-    `healed` counts the commits that were not in order before, and are now. `left` are mirrors it did not come to, because it was
-    interrupted, or could not judge; nothing else in it speaks of them. `open_count` counts the
-    findings that are neither healed nor accepted, `affected` leaves out what is accepted.
+    `healed` counts commits that a heal made servable again. `left` are mirrors that the audit did
+    not reach before an interruption, or could not judge; nothing else in it covers them.
+    `open_count` counts the findings that are neither healed nor accepted; `affected` leaves out
+    accepted ones.
     """
 
     id: str
@@ -330,58 +340,20 @@ class AuditSummary(Answer):
     left_count: int = 0
 
 
-class _Seconds(Bounds):
-    """A duration as the configuration spells it is a number of seconds too."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
-        number = super().__get_pydantic_core_schema__(source, handler)
-        return {
-            "type": "function-before",
-            "function": {"type": "no-info", "function": self._read},
-            "schema": number,
-        }
-
-    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        number = super().__get_pydantic_json_schema__(schema, handler)
-        return {"anyOf": [number, {"type": "string"}], "description": number.pop("description")}
-
-    @staticmethod
-    def _read(value: object) -> object:
-        return parse_duration(value).total_seconds() if isinstance(value, str) else value
-
-
-Ttl = Annotated[
-    float,
-    _Seconds(
-        strict=True, gt=0, le=366 * 86400,
-        description="how long the lease lives unless renewed: seconds, or a duration such as 90s, 30m or 2h",
-    ),
-]  # fmt: skip
-
-
-OwnerUid = Annotated[
-    int,
-    Bounds(
-        strict=True, ge=0, lt=2**32 - 1,
-        description="the uid whose checkout it is, where the asker may ask for that one; default: the asker's own",
-    ),
-]  # fmt: skip
-
-
-_Word = Annotated[str, Bounds(min_length=1, max_length=500)]
+# -- checkouts and seals ---------------------------------------------------------------------------
 
 
 class StartCheckout(Request):
-    """What to check out: `instance` (an instance id, or NAME@COMMITISH), or `mirror` with `commit`.
+    """Names `instance` (an instance id, or NAME@COMMITISH), or `mirror` with `commit`.
 
-    `dataset` says whose instance, where several record the id differently.
-    `bind` "process": it ends with the process that made the connection, not with the connection.
+    `dataset` chooses among datasets that record the id differently. With `bind` "process" the lease
+    ends with the process that made the connection, not with the connection.
     """
 
-    instance: _Word | None = None
+    instance: Word | None = None
     mirror: Repo | None = None
-    commit: _Word | None = None
-    dataset: _Word | None = None
+    commit: Word | None = None
+    dataset: Word | None = None
     history: History | None = None
     view: View = View.AGENT
     backend: Backend | None = None
@@ -391,11 +363,11 @@ class StartCheckout(Request):
 
 
 class ResetCheckout(Request):
-    """Neither: clean, at the commit it is at. `instance` or `commit`: on to that one, of the same mirror."""
+    """Resets to the same commit, or moves to an `instance` or `commit` of the same mirror."""
 
-    instance: _Word | None = None
-    commit: _Word | None = None
-    dataset: _Word | None = None
+    instance: Word | None = None
+    commit: Word | None = None
+    dataset: Word | None = None
 
 
 class RenewCheckout(Request):
@@ -413,8 +385,9 @@ class RestorePaths(Request):
 class Checkout(Answer):
     """`commit` is the base commit, `tree` its verified tree; `timings` are seconds per step.
 
-    `path` is `directory/tree`. `directory` holds nothing else; mounted elsewhere with `rslave`, it follows
-    every reset. `taken_by` is the uid that asked for it. It and `owner_uid` may use it and give it back.
+    `path` is `directory/tree`. `directory` holds nothing else; mounted elsewhere with `rslave`, it
+    follows every reset. `taken_by` is the uid that asked for the checkout. It and `owner_uid` may
+    use and release it.
     """
 
     id: str
@@ -439,8 +412,8 @@ class Checkout(Answer):
 class Proof(Answer):
     """What a reset checked, and the hashes it saw.
 
-    The counts are null where files were not looked at one by one: an overlay reset throws the client's layer away unread, and
-    what it shows instead was verified when the template was built.
+    The counts are null where the reset did not check single files: an overlay reset drops the
+    client's layer unread and shows a template, which was verified when it was built.
     """
 
     head: str
@@ -469,7 +442,7 @@ class SealLeak(Answer):
 
 
 class SealReport(Answer):
-    """What `verify-seal` says of a repository. `sealed` is true when there are no leaks."""
+    """The answer of `verify-seal`. `sealed` is true when a repository has no leaks."""
 
     path: str
     base: str
@@ -481,12 +454,14 @@ class SealReport(Answer):
     checked: list[str] = []
 
 
+# -- operations -----------------------------------------------------------------------------------
+
 QUEUED = "waiting for its turn"
 """The note of work that has not begun."""
 
 
 class Progress(Answer):
-    """Units of work, in the unit named; `total` is None where nobody knows it."""
+    """Units of work, in the unit named; `total` is None where it is unknown."""
 
     done: int = 0
     total: int | None = None
@@ -498,7 +473,10 @@ ProgressSink = Callable[[Progress], None]
 
 
 class Synced(Answer):
-    """What a sync did. `changes` is cut at a thousand; `summary` counts all. `pinned` were refused before, and are not now."""
+    """What a sync did. `changes` is cut at a thousand; `summary` counts all.
+
+    `pinned` counts commits that earlier imports could not pin.
+    """
 
     mirror: str
     changed: bool
@@ -513,7 +491,7 @@ class Synced(Answer):
 
 
 class DatasetImported(Answer):
-    """`ambiguous` are the first of the ids that other datasets record differently."""
+    """`ambiguous` are the first ids that other datasets record differently; the count is of all."""
 
     dataset: Dataset
     change: DatasetChange
@@ -522,7 +500,7 @@ class DatasetImported(Answer):
 
 
 class BundleImported(Answer):
-    """`pins_taken_over` are pins of datasets that could not be restored: they belong to the importer now."""
+    """`pins_taken_over` are pins of datasets that could not be restored; the importer owns them."""
 
     mirror: str
     created: bool
@@ -535,7 +513,7 @@ class BundleImported(Answer):
 
 
 class Prewarmed(Answer):
-    """Commits. `left` had no room."""
+    """Counts of commits. `left` had no room."""
 
     prepared: int
     failed: int
@@ -552,11 +530,11 @@ RESULTS: dict[str, type[Answer]] = {
     "heal": Audit,
     "prewarm": Prewarmed,
 }
-"""What an operation of each kind ends with; a `mirror.maintain` ends with nothing."""
+"""The result of each kind of operation; a `mirror.maintain` has none."""
 
 
 class Operation(Answer):
-    """`result` is of the message that RESULTS has for its `kind`."""
+    """`result` is the message that RESULTS names for its `kind`."""
 
     id: str
     kind: str
@@ -567,6 +545,9 @@ class Operation(Answer):
     error: Problem | None = None
     started_at: datetime
     finished_at: datetime | None = None
+
+
+# -- the daemon -----------------------------------------------------------------------------------
 
 
 class Health(Answer):
@@ -602,7 +583,7 @@ class Status(Answer):
 
 
 class Configuration(Answer):
-    """The settings in force, secrets in URLs masked; `path` is the file they were read from, none where they are the defaults."""
+    """The settings in force, with secrets in URLs masked; without `path` they are the defaults."""
 
     path: str | None
     settings: dict[str, Any]
@@ -616,7 +597,7 @@ class ReloadAnswer(Answer):
 
 
 class Event(Answer):
-    """`id` grows by one; it starts again when the daemon does, under another `boot`."""
+    """`id` grows by one; it restarts with the daemon, under another `boot`."""
 
     id: int
     boot: str

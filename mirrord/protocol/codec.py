@@ -1,15 +1,15 @@
 """What every message is made from: frozen dataclasses, and their way to JSON and back.
 
-The client needs nothing but the standard library for them. The daemon reads requests through
-pydantic, which takes the same classes: `Bounds` beside a type are its words.
-Requests refuse unknown members; answers ignore them, so that an older client reads a newer daemon.
+The client needs only the standard library for them. The daemon reads requests through pydantic,
+which takes the same classes: `Bounds` beside a type are its words. Requests refuse unknown members;
+answers ignore them, so that an older client reads a newer daemon.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, FrozenInstanceError, dataclass, field, fields
+from dataclasses import FrozenInstanceError, dataclass, field, fields
 from datetime import datetime
 from enum import StrEnum
 from inspect import get_annotations
@@ -27,28 +27,28 @@ from typing import (
     get_type_hints,
 )
 
+from ..units import parse_duration
+
 API = "/v1"
 
 
 class MalformedError(ValueError):
-    """A value is not what its message says. `place` is the path to it, members and indexes."""
+    """A value does not fit its message. `place` is the path to it, members and indexes."""
 
     def __init__(self, message: str, *place: str | int) -> None:
         super().__init__(message)
         self.place = place
 
     def __str__(self) -> str:
-        return (
-            f"{'.'.join(map(str, self.place))}: {self.args[0]}" if self.place else str(self.args[0])
-        )
+        return ": ".join(filter(None, [".".join(map(str, self.place)), self.args[0]]))
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Message:
     """A subclass is a frozen dataclass; a list or dict as a default is copied for each message.
 
-    The methods are here and not generated: dataclasses compile six for each class, 50 ms in all,
-    which each start of the command line would pay.
+    The methods are written here because dataclasses compile six for each class: 50 ms in all, at
+    each start of the command line.
     """
 
     _defaults: ClassVar[dict[str, Any]] = {}
@@ -56,19 +56,13 @@ class Message:
     _required: ClassVar[set[str]] = set()
 
     def __init_subclass__(cls) -> None:
-        own = {
-            name: getattr(cls, name, MISSING)
-            for name in get_annotations(cls)
-            if not name.startswith("_")
-        }
-        for name, default in own.items():
+        own = [name for name in get_annotations(cls) if not name.startswith("_")]
+        defaults = {name: getattr(cls, name) for name in own if hasattr(cls, name)}
+        for name, default in defaults.items():
             if isinstance(default, list | dict):
                 setattr(cls, name, field(default_factory=default.copy))
         dataclass(init=False, repr=False, eq=False, kw_only=True)(cls)
-        cls._defaults = {
-            **cls._defaults,
-            **{name: default for name, default in own.items() if default is not MISSING},
-        }
+        cls._defaults = {**cls._defaults, **defaults}
         cls._names = [member.name for member in fields(cls)]  # type: ignore[arg-type]
         cls._required = {*cls._names} - cls._defaults.keys()
 
@@ -89,7 +83,8 @@ class Message:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"
+        members = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
+        return f"{type(self).__name__}({members})"
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -100,9 +95,12 @@ class Message:
         """Raises MalformedError with the place of the fault."""
         if not isinstance(value, dict):
             raise MalformedError("Input should be an object")
+        if cls not in _readers:
+            hints = get_type_hints(cls)
+            _readers[cls] = {name: _reader(hints[name]) for name in cls._names}
         read = {
             name: _read_at(name, reader, value[name])
-            for name, reader in _readers(cls).items()
+            for name, reader in _readers[cls].items()
             if name in value
         }
         if missing := sorted(cls._required - read.keys()):
@@ -135,13 +133,13 @@ class Problem(Answer):
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        if not isinstance(value, dict):
-            raise MalformedError("Input should be an object")
-        facts = {name: fact for name, fact in value.items() if name not in cls._names}
-        return super().from_json({**value, "facts": facts})
+        if isinstance(value, dict):
+            facts = {name: fact for name, fact in value.items() if name not in cls._names}
+            value = {**value, "facts": facts}
+        return super().from_json(value)
 
 
-# -- to JSON and back -------------------------------------------------------------------------------------------------
+# -- to JSON and back -----------------------------------------------------------------------------
 
 
 def to_json(value: Any) -> Any:
@@ -162,25 +160,21 @@ def to_json(value: Any) -> Any:
 
 
 def to_bytes(value: Any) -> bytes:
-    """The same as UTF-8. A lone surrogate, from a name that is not UTF-8, becomes JSON's escape of it."""
-    return json.dumps(to_json(value), ensure_ascii=False, separators=(",", ":")).encode(
-        "utf-8", "backslashreplace"
-    )
+    """As JSON in UTF-8. A lone surrogate, from a name that is not UTF-8, becomes JSON's escape."""
+    text = json.dumps(to_json(value), ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
 
 
 _Reader = Callable[[Any], Any]
-_KINDS = {str: "a string", bool: "true or false", int: "an integer", float: "a number"}
-
-
-_known: dict[type[Message], dict[str, _Reader]] = {}
-
-
-def _readers(cls: type[Message]) -> dict[str, _Reader]:
-    """The readers of a message's members, made when one is read first."""
-    if cls not in _known:
-        hints = get_type_hints(cls)
-        _known[cls] = {name: _reader(hints[name]) for name in cls._names}
-    return _known[cls]
+_readers: dict[type[Message], dict[str, _Reader]] = {}
+_KINDS = {
+    list: "an array",
+    dict: "an object",
+    str: "a string",
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+}
 
 
 def _read_at(place: str | int, reader: _Reader, value: Any) -> Any:
@@ -191,14 +185,20 @@ def _read_at(place: str | int, reader: _Reader, value: Any) -> Any:
 
 
 def _reader(kind: Any) -> _Reader:
-    """The function that reads values of one type of those that messages use."""
+    """Make the function that reads values of one type of those that messages use."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return lambda value: value
     if origin is list:
-        return _list_reader(_reader(arguments[0]))
+        item = _reader(arguments[0])
+        return lambda value: [
+            _read_at(index, item, each) for index, each in enumerate(_checked(list, value))
+        ]
     if origin is dict:
-        return _dict_reader(*map(_reader, arguments))
+        key, item = map(_reader, arguments)
+        return lambda value: {
+            key(name): _read_at(name, item, each) for name, each in _checked(dict, value).items()
+        }
     if origin is Literal:
         return _choice_reader(arguments, str)
     if origin in (Union, UnionType):
@@ -211,18 +211,14 @@ def _reader(kind: Any) -> _Reader:
         return _choice_reader(tuple(each.value for each in kind), kind)
     if kind is datetime:
         return _read_time
-    return _plain_reader(kind)
+    return lambda value: _checked(kind, value)
 
 
-def _plain_reader(kind: type) -> _Reader:
+def _checked(kind: type, value: Any) -> Any:
     accepted = (int, float) if kind is float else kind
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-            raise MalformedError(f"Input should be {_KINDS[kind]}")
-        return value
-
-    return read
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise MalformedError(f"Input should be {_KINDS[kind]}")
+    return value
 
 
 def _choice_reader(choices: tuple[str, ...], kind: Callable[[str], Any]) -> _Reader:
@@ -237,24 +233,6 @@ def _choice_reader(choices: tuple[str, ...], kind: Callable[[str], Any]) -> _Rea
     return read
 
 
-def _list_reader(item: _Reader) -> _Reader:
-    def read(value: Any) -> Any:
-        if not isinstance(value, list):
-            raise MalformedError("Input should be an array")
-        return [_read_at(at, item, each) for at, each in enumerate(value)]
-
-    return read
-
-
-def _dict_reader(key: _Reader, item: _Reader) -> _Reader:
-    def read(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise MalformedError("Input should be an object")
-        return {key(name): _read_at(name, item, each) for name, each in value.items()}
-
-    return read
-
-
 def _read_time(value: Any) -> datetime:
     try:
         return datetime.fromisoformat(value)
@@ -262,7 +240,7 @@ def _read_time(value: Any) -> datetime:
         raise MalformedError("Input should be a time in ISO 8601") from error
 
 
-# -- bounds of requests -------------------------------------------------------------------------------------------------
+# -- bounds of requests ---------------------------------------------------------------------------
 
 
 class Bounds:
@@ -283,5 +261,43 @@ class Bounds:
         return {**handler(schema), **self._described}
 
 
+class SecondsBounds(Bounds):
+    """A number of seconds, or a duration as the configuration spells it."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+        number = super().__get_pydantic_core_schema__(source, handler)
+        read = {"type": "no-info", "function": self._read}
+        return {"type": "function-before", "function": read, "schema": number}
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        number = super().__get_pydantic_json_schema__(schema, handler)
+        return {"anyOf": [number, {"type": "string"}], "description": number.pop("description")}
+
+    @staticmethod
+    def _read(value: object) -> object:
+        return parse_duration(value).total_seconds() if isinstance(value, str) else value
+
+
 Repo = Annotated[str, Bounds(min_length=1, max_length=400)]
 Text = Annotated[str, Bounds(max_length=2000)]
+Word = Annotated[str, Bounds(min_length=1, max_length=500)]
+Ttl = Annotated[
+    float,
+    SecondsBounds(
+        strict=True,
+        gt=0,
+        le=366 * 86400,
+        description="how long the lease lives unless renewed: seconds, or a duration such as 90s,"
+        " 30m or 2h",
+    ),
+]
+OwnerUid = Annotated[
+    int,
+    Bounds(
+        strict=True,
+        ge=0,
+        lt=2**32 - 1,
+        description="the uid whose checkout it is, where the asker may ask for that one;"
+        " default: the asker's own",
+    ),
+]

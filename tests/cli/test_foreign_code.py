@@ -43,7 +43,7 @@ PROGRAMS = (
 LAST = ("release", "dataset remove", "mirror remove")
 IN_ORDER = sorted(VERBS, key=lambda verb: LAST.index(verb.name) if verb.name in LAST else -1)
 SHA = "c" * 40
-FIND = "from mirrord.config import find_path; print(find_path())"
+FIND = "from mirrord.places import find_path; print(find_path())"
 
 
 class Trap:

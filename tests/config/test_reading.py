@@ -104,7 +104,7 @@ def test_all_faults_are_listed_at_once_with_key_line_and_suggestion(tmp_path: Pa
         ('[access]\ncommits = "all"', "must be 'recorded' or 'any'"),
         ('[access]\nowners = "subuids"', "did you mean subuid?"),
         ("[access]\nmax_per_user = 0", "must be greater than or equal to 1"),
-        ('[access]\nttl_max = "0"', "must be longer than nothing"),
+        ('[access]\nttl_max = "0"', "must be greater than zero"),
         ("[log]\nlevel = 5", "must be 'debug', 'info', 'warning' or 'error'"),
         ('[log]\nlevel = "INFO"', "did you mean info?"),
         ('[audit]\nlevel = "closur"', "did you mean closure?"),
@@ -113,7 +113,7 @@ def test_all_faults_are_listed_at_once_with_key_line_and_suggestion(tmp_path: Pa
         ("[upstream]\nrefs = []", "must not be empty"),
         ('[mirror]\nrepo = "a/b"', "must be an array"),
         ("[[mirror]]\nrepo = 5", "must be a string"),
-        ('[[mirror]]\nrepo = "a/b"\n[[mirror]]\nrepo = "A/b"', "A/b is there twice"),
+        ('[[mirror]]\nrepo = "a/b"\n[[mirror]]\nrepo = "A/b"', "A/b occurs twice"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_in_the_words_of_toml(
