@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from ..errors import UsageError
 from ..model import AuditLevel
 from .output import cell, count
-from .parameters import Argument, Option
+from .parameters import Argument, NoWait, Option
 from .progress import finish, watching
 from .session import Session
 
@@ -18,10 +18,7 @@ if TYPE_CHECKING:
     from .. import Client
     from ..protocol import Audit, Finding, Operation, Repair
 
-Names = Annotated[
-    list[str] | None, Argument(metavar="[NAME]...", help="Of which mirrors; default: all.")
-]
-NoWait = Annotated[bool, Option("--no-wait", help="Answer with the operation at once.")]
+Names = Annotated[list[str] | None, Argument(metavar="[NAME]...", help="Mirrors; default: all.")]
 _INTEGRITY = 8
 
 
@@ -30,11 +27,13 @@ def audit(
     names: Names = None,
     dataset: Annotated[str | None, Option(help="Only what this dataset records.")] = None,
     level: Annotated[AuditLevel | None, Option(help="How deep; default: as configured.")] = None,
-    no_heal: Annotated[bool, Option("--no-heal", help="Only look, fetch nothing again.")] = False,
+    no_heal: Annotated[bool, Option("--no-heal", help="Do not repair.")] = False,
     no_wait: NoWait = False,
 ) -> None:
-    """Prints one line per finding, then a total; what was repaired goes to stderr. Status 8 when
-    anything found is neither healed nor accepted by `audit.accept`."""
+    """Prints one line per finding, then a total; repairs go to stderr.
+
+    Status 8 when a finding is neither healed nor accepted by `audit.accept`.
+    """
     with session.client() as client:
         operation = client.start_audit(
             *names or (), dataset=dataset, level=level, heal=False if no_heal else None
@@ -42,19 +41,11 @@ def audit(
         if no_wait:
             session.answer(operation, lambda: [f"operation {operation.id} {operation.state}"])
             return
-        found = _found(session, client, operation)
+        ended = finish(session, client, operation)
+        found = client.get_audit(str((ended.result or {})["id"]))
     for line in _repairs(found):
         session.note(line)
-    _answer(session, found, lambda: _findings(found))
-
-
-def _found(session: Session, client: Client, operation: Operation) -> Audit:
-    ended = finish(session, client, operation)
-    return client.get_audit(str((ended.result or {})["id"]))
-
-
-def _answer(session: Session, found: Audit, shown: Callable[[], Iterable[str]]) -> None:
-    session.answer(found, shown)
+    session.answer(found, lambda: _findings(found))
     if found.open_count:
         raise SystemExit(_INTEGRITY)
 
@@ -69,9 +60,8 @@ def _findings(found: Audit) -> Iterator[str]:
         yield cell(_finding(finding))
     states = ", ".join(f"{number:,} {state}" for state, number in found.counts.items() if number)
     total = sum(found.counts.values())
-    affected = (
-        f"; {count(len(found.affected), 'instance')} cannot be served" if found.affected else ""
-    )
+    unserved = f"; {count(len(found.affected), 'instance')} cannot be served"
+    affected = unserved if found.affected else ""
     accepted = len(found.findings) - found.open_count
     is_open = f"; {count(found.open_count, 'finding')}" if found.open_count else ""
     is_open += f"; {count(accepted, 'finding')} accepted" if accepted else ""
@@ -84,25 +74,27 @@ def _finding(finding: Finding) -> str:
     commit = f" {finding.commit}" if finding.commit else ""
     instances = f" ({', '.join(finding.instances)})" if finding.instances else ""
     accepted = ", accepted" if finding.accepted else ""
-    return f"{finding.mirror}{commit} {finding.kind}{accepted}{instances}: {finding.detail or 'no detail'}"
+    kind = f"{finding.kind}{accepted}{instances}"
+    return f"{finding.mirror}{commit} {kind}: {finding.detail or 'no detail'}"
 
 
 def _repair(repair: Repair) -> Iterator[str]:
-    """What a heal did to one mirror, and what it could not do."""
+    """What a heal did to one mirror, and what it could not repair."""
     for donor, number in repair.objects.items():
         yield f"{repair.mirror} healed: {count(number, 'object')} from {donor}"
     for file in repair.files:
-        yield f"{repair.mirror} healed: {file} was bad, and lies in {repair.kept_in} now"
+        yield f"{repair.mirror} healed: moved corrupt file {file} to {repair.kept_in}"
     if repair.history:
         yield f"{repair.mirror} ref history: {repair.history}"
     for donor, reason in repair.refusals.items():
         yield f"{repair.mirror} {donor} gave nothing: {reason}"
     for ref in repair.refs:
-        yield f"{repair.mirror} healed: {ref} was lost, and is back"
+        yield f"{repair.mirror} healed: restored lost ref {ref}"
     if repair.unhealed_count:
         listed = ", ".join(repair.unhealed[:3]) + (", …" if repair.unhealed_count > 3 else "")
         lacking = f"no donor has {count(repair.unhealed_count, 'object')} ({listed})"
-        yield f"{repair.mirror} not healed: {lacking}; tried again later, or with `mirrord heal {repair.mirror} --bundle FILE`"
+        again = f"retried later, or now with `mirrord heal {repair.mirror} --bundle FILE`"
+        yield f"{repair.mirror} not healed: {lacking}; {again}"
     if repair.error:
         yield f"{repair.mirror} not healed: {repair.error}"
 
@@ -112,22 +104,24 @@ def heal(
     names: Names = None,
     bundle: Annotated[
         Path | None,
-        Option(
-            metavar="FILE",
-            help="Let one mirror also take objects from this bundle, of any repository.",
-        ),
+        Option(metavar="FILE", help="Also take objects from this bundle, of any repository."),
     ] = None,
     no_wait: NoWait = False,
 ) -> None:
-    """Prints what was done and what is still wrong, as `mirrord audit` does; status 8 as there.
-    Bundles that lie in the directory bundles/ of the daemon's state are asked without being named."""
+    """Prints repairs and open findings, as `mirrord audit` does; status 8 as there.
+
+    Bundles in the directory bundles/ of the daemon's state are used without being named.
+    """
     with session.client() as client:
         operation = _start_heal(session, client, names or [], bundle)
         if no_wait:
             session.answer(operation, lambda: [f"operation {operation.id} {operation.state}"])
             return
-        found = _found(session, client, operation)
-    _answer(session, found, lambda: chain(_repairs(found), _findings(found)))
+        ended = finish(session, client, operation)
+        found = client.get_audit(str((ended.result or {})["id"]))
+    session.answer(found, lambda: chain(_repairs(found), _findings(found)))
+    if found.open_count:
+        raise SystemExit(_INTEGRITY)
 
 
 def _start_heal(
@@ -136,10 +130,8 @@ def _start_heal(
     if bundle is None:
         return client.start_heal(*names)
     if len(names) != 1:
-        raise UsageError(
-            f"cannot heal with {bundle}: {len(names)} mirrors are named",
-            hint="name the one it is for",
-        )
+        fact = f"{len(names)} mirrors are named"
+        raise UsageError(f"cannot heal with {bundle}: {fact}", hint="name the one it is for")
     if not bundle.is_file():
         raise UsageError(f"cannot heal with {bundle}: it is not a file", hint="name a bundle file")
     with watching(session, f"sending {bundle.name}") as watch:

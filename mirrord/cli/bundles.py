@@ -8,39 +8,34 @@ from typing import Annotated
 
 from ..errors import UsageError
 from ..protocol import Operation
-from .mirrors import Name, NoWait
 from .output import count, facts, size
-from .parameters import Argument, Option
+from .parameters import Argument, MirrorArgument, NoWait, Option
 from .progress import finish, watching
 from .session import Session
 
 
 def create(
     session: Session,
-    name: Name,
-    file: Annotated[Path, Argument(help="What to write; it appears when it is whole.")],
+    name: MirrorArgument,
+    file: Annotated[Path, Argument(help="The file to write; it appears when it is whole.")],
     since: Annotated[
         str | None,
-        Option(
-            metavar="RECORD", help="Only what came after this ref record: an id, a time, or latest."
-        ),
+        Option(metavar="RECORD", help="Only what is newer than this record: id, time, or latest."),
     ] = None,
 ) -> None:
-    """The file holds all refs, pins, kept refs, the ref history, and the rows of datasets that name the mirror, patches included:
-    keep it as private as the mirror. git can verify, clone and fetch from it. Prints the record to make the next one since."""
+    """The file holds refs, pins, kept refs, ref history, and the dataset rows of the mirror.
+
+    The rows include patches: keep it as private as the mirror. git can verify, clone and fetch from
+    it. Prints the record that the next --since can name.
+    """
     if not file.parent.is_dir():
-        raise UsageError(
-            f"cannot write {file}: there is no directory {file.parent}", hint="make it first"
-        )
+        fact = f"there is no directory {file.parent}"
+        raise UsageError(f"cannot write {file}: {fact}", hint="make it first")
     with session.client() as client, watching(session, f"bundling {name}") as watch:
         made = client.create_bundle(name, file, since=since, progress=watch)
-    pairs = [
-        ("file", made.file),
-        ("mirror", made.mirror),
-        ("size", size(made.size_bytes)),
-        ("record", made.record),
-    ]
-    session.answer(made, lambda: facts([*pairs, ("since", made.since)]))
+    pairs: list[tuple[str, object]] = [("file", made.file), ("mirror", made.mirror)]
+    pairs += [("size", size(made.size_bytes)), ("record", made.record), ("since", made.since)]
+    session.answer(made, lambda: facts(pairs))
 
 
 def import_file(
@@ -48,12 +43,15 @@ def import_file(
     file: Annotated[Path, Argument(help="A bundle of mirrord, or of git.")],
     mirror: Annotated[
         str | None,
-        Option(metavar="NAME", help="Into which mirror; default: the one that the bundle is of."),
+        Option(metavar="NAME", help="Into this mirror; default: the one that the bundle names."),
     ] = None,
     no_wait: NoWait = False,
 ) -> None:
-    """A mirror that is not here is made. In one that is, refs are made or move forward; where the bundle's differ otherwise, they
-    are kept beside. A damaged or hostile file changes nothing."""
+    """Makes a missing mirror. In an existing one refs are added or fast-forwarded.
+
+    Refs of the bundle that differ otherwise become kept refs. A damaged or hostile file changes
+    nothing.
+    """
     if not file.is_file():
         raise UsageError(f"cannot import {file}: it is not a file", hint="name a bundle file")
     with session.client() as client:
@@ -69,8 +67,9 @@ def _imported(operation: Operation) -> Iterator[str]:
         yield f"operation {operation.id} {operation.state}"
         return
     made = "made" if result["created"] else "added to"
-    yield f"{made} mirror {result['mirror']}: {result['summary']}, {len(result['kept'])} kept, {count(result['pins'], 'pin')}"
+    counts = f"{len(result['kept'])} kept, {count(result['pins'], 'pin')}"
+    yield f"{made} mirror {result['mirror']}: {result['summary']}, {counts}"
     for name, rows in result["datasets"].items():
         yield f"dataset {name}: {count(rows, 'instance')} added"
     for name in result["datasets_refused"]:
-        yield f"dataset {name}: another of that name is here; its pins are yours now"
+        yield f"dataset {name}: another dataset has this name; its pins are yours now"

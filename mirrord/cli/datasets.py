@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import UsageError
 from .output import count, facts, short, table
-from .parameters import Argument, Option
+from .parameters import Argument, NoWait, Option
 from .progress import finish, watching
 from .session import Session
 
@@ -30,16 +30,15 @@ def import_file(
         str | None,
         Option("--format", help="See `mirrord dataset formats`; default: found by the columns."),
     ] = None,
-    no_wait: Annotated[
-        bool, Option("--no-wait", help="Answer with the operation at once.")
-    ] = False,
+    no_wait: NoWait = False,
 ) -> None:
-    """Invalid rows are reported and skipped. Importing a changed file again shows what changed. Status 8 when a recorded commit
-    could not be pinned, and so cannot be served."""
+    """Invalid rows are reported and skipped. Importing a changed file again prints what changed.
+
+    Status 8 when a recorded commit cannot be pinned, and so not served.
+    """
     if not file.is_file():
-        raise UsageError(
-            f"cannot import {file}: it is not a file", hint="name a jsonl, json or parquet file"
-        )
+        hint = "name a jsonl, json or parquet file"
+        raise UsageError(f"cannot import {file}: it is not a file", hint=hint)
     with session.client() as client:
         with watching(session, f"sending {file.name}") as watch:
             operation = client.import_dataset(file, name=name, format=format_name, progress=watch)
@@ -57,24 +56,22 @@ def _imported(operation: Operation) -> Iterator[str]:
         yield f"operation {operation.id} {operation.state}"
         return
     dataset, change = operation.result["dataset"], operation.result.get("change") or {}
-    yield (
-        f"{dataset['name']}: {count(dataset['instance_count'], 'instance')} of format {dataset['format']}, "
-        f"{count(dataset['commit_count'], 'commit')} in {count(len(dataset['mirrors']), 'mirror')}"
-    )
-    kinds = [(kind, change.get(kind) or []) for kind in ("added", "changed", "removed")]
-    yield (
-        ", ".join(f"{len(ids)} {kind}" for kind, ids in kinds)
-        + f", {change.get('unchanged_count', 0)} unchanged"
-    )
+    instances = f"{count(dataset['instance_count'], 'instance')} of format {dataset['format']}"
+    commits, mirrors = count(dataset["commit_count"], "commit"), len(dataset["mirrors"])
+    yield f"{dataset['name']}: {instances}, {commits} in {count(mirrors, 'mirror')}"
+    kinds = [f"{len(change.get(kind) or [])} {kind}" for kind in ("added", "changed", "removed")]
+    yield ", ".join([*kinds, f"{change.get('unchanged_count', 0)} unchanged"])
 
 
 def _complaints(result: dict[str, Any]) -> Iterator[str]:
     dataset = result.get("dataset") or {}
     for fault in dataset.get("faults") or []:
-        yield f"{fault['file']}:{fault['line']}: {fault.get('instance') or 'row'}: {fault['reason']}"
+        where = f"{fault['file']}:{fault['line']}"
+        yield f"{where}: {fault.get('instance') or 'row'}: {fault['reason']}"
     for instance in result.get("ambiguous") or []:
         others = ", ".join(name for name in instance["datasets"] if name != dataset["name"])
-        yield f"{instance['id']}: {others} records another repository or base commit; check it out with --dataset"
+        other = f"{others} records another repository or base commit"
+        yield f"{instance['id']}: {other}; check it out with --dataset"
     if unseen := result.get("ambiguous_count", 0) - len(result.get("ambiguous") or []):
         yield f"{unseen} more instances are recorded differently by other datasets"
     by_reason: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -82,36 +79,19 @@ def _complaints(result: dict[str, Any]) -> Iterator[str]:
         by_reason.setdefault((commit["mirror"], commit["reason"]), []).append(commit)
     for (mirror, reason), commits in by_reason.items():
         which = commits[0]["commit"] if len(commits) == 1 else f"{len(commits)} commits"
-        yield f"{mirror}: cannot pin {which} of {_ids([each for commit in commits for each in commit['instances']])}: {reason}"
+        instances = _ids([each for commit in commits for each in commit["instances"]])
+        yield f"{mirror}: cannot pin {which} of {instances}: {reason}"
 
 
 def list_all(session: Session) -> None:
     with session.client() as client:
-        datasets = client.list_datasets()
-    header = (
-        "DATASET",
-        "FORMAT",
-        "INSTANCES",
-        "COMMITS",
-        "MIRRORS",
-        "BAD ROWS",
-        "UNPINNED",
-        "IMPORTED",
-    )
-    session.answer(datasets, lambda: table(header, [_row(dataset) for dataset in datasets]))
-
-
-def _row(d: Dataset) -> tuple[object, ...]:
-    return (
-        d.name,
-        d.format,
-        d.instance_count,
-        d.commit_count,
-        len(d.mirrors),
-        d.fault_count,
-        d.unpinned_count,
-        d.imported_at,
-    )
+        found = client.list_datasets()
+    rows = []
+    for d in found:
+        counts = (d.instance_count, d.commit_count, len(d.mirrors), d.fault_count, d.unpinned_count)
+        rows.append((d.name, d.format, *counts, d.imported_at))
+    columns = ["DATASET", "FORMAT", "INSTANCES", "COMMITS", "MIRRORS"]
+    session.answer(found, lambda: table([*columns, "BAD ROWS", "UNPINNED", "IMPORTED"], rows))
 
 
 def show(session: Session, name: Name) -> None:
@@ -121,6 +101,7 @@ def show(session: Session, name: Name) -> None:
 
 
 def _described(dataset: Dataset) -> Iterator[str]:
+    rules = ", ".join(f"{rule} {times}" for rule, times in dataset.rules.items())
     yield from facts(
         [
             ("dataset", dataset.name),
@@ -130,24 +111,19 @@ def _described(dataset: Dataset) -> Iterator[str]:
             ("instances", dataset.instance_count),
             ("commits", dataset.commit_count),
             ("mirrors", ", ".join(dataset.mirrors)),
-            (
-                "rules",
-                ", ".join(f"{rule} {times}" for rule, times in dataset.rules.items()) or None,
-            ),
+            ("rules", rules or None),
             ("imported", dataset.imported_at),
         ]
     )
     if dataset.faults:
         yield ""
-        rows = [
-            (f"{fault.file}:{fault.line}", fault.instance, fault.reason) for fault in dataset.faults
-        ]
-        yield from table(("BAD ROW", "INSTANCE", "REASON"), rows)
+        bad = [(f"{each.file}:{each.line}", each.instance, each.reason) for each in dataset.faults]
+        yield from table(("BAD ROW", "INSTANCE", "REASON"), bad)
     if dataset.unpinned:
         yield ""
-        unpinned = [
+        unpinned = (
             (u.mirror, short(u.commit), _ids(u.instances), u.reason) for u in dataset.unpinned
-        ]
+        )
         yield from table(("MIRROR", "UNPINNED", "INSTANCES", "REASON"), unpinned)
 
 
@@ -160,17 +136,12 @@ def remove(session: Session, name: Name) -> None:
     """Mirrors stay, and so do the pins that another dataset or a person owns."""
     with session.client() as client:
         client.remove_dataset(name)
-    if session.json:
-        session.print_json(None)
+    session.answer(None, list)
     session.note(f"removed dataset {name}")
 
 
 def formats(session: Session) -> None:
     with session.client() as client:
         known = client.list_formats()
-    session.answer(
-        known,
-        lambda: table(
-            ("FORMAT", "TITLE", "DETECTED BY"), [(f.name, f.title, f.detected_by) for f in known]
-        ),
-    )
+    rows = [(each.name, each.title, each.detected_by) for each in known]
+    session.answer(known, lambda: table(("FORMAT", "TITLE", "DETECTED BY"), rows))

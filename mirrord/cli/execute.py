@@ -1,8 +1,8 @@
-"""`mirrord exec`: a checkout for the time of one command, which reaches no other.
+"""`mirrord exec`: a checkout for the time of one command, which cannot reach any other checkout.
 
 The command runs without the daemon's socket, and with --owner as another user without any groups.
 When `mirrord exec` is killed, the command dies with it, and the daemon releases the checkout, which
-is bound to this process. Where the daemon cannot see the process the deadline does that: the lease
+is bound to this process. Where the daemon cannot see the process, the deadline does that: the lease
 is short, and renewed while the command runs.
 """
 
@@ -30,9 +30,17 @@ from ..errors import (
     UsageError,
 )
 from ..host.namespaces import Confinement
-from ..model import Backend, Bind, History, View
-from .checkouts import Owner, read_owner
-from .parameters import Argument, Option
+from ..model import Bind, View
+from .parameters import (
+    Argument,
+    BackendOption,
+    HistoryOption,
+    InstanceArgument,
+    Option,
+    OwnerOption,
+    ViewOption,
+    read_owner,
+)
 from .session import Session
 
 if TYPE_CHECKING:
@@ -44,110 +52,82 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 def execute(
     session: Session,
-    instance: Annotated[
-        str, Argument(metavar="INSTANCE", help="An instance id, or NAME@COMMITISH.")
-    ],
+    instance: InstanceArgument,
     command: Annotated[
-        list[str], Argument(metavar="-- COMMAND...", help="Runs in the checkout's directory.")
+        list[str], Argument(metavar="COMMAND...", help="After --; runs in the checkout's tree.")
     ],
     diff: Annotated[
-        Path | None, Option(metavar="FILE", help="Leave the patch of what it changed here.")
+        Path | None, Option(metavar="FILE", help="Write the patch of its changes to FILE.")
     ] = None,
-    history: Annotated[
-        History | None, Option(help="How much of the past it shows; default: as configured.")
-    ] = None,
-    view: Annotated[
-        View, Option(help="Who it is for: an agent, or the grader of one.")
-    ] = View.AGENT,
-    backend: Annotated[
-        Backend | None, Option(help="How it is made; default: as configured.")
-    ] = None,
-    owner: Owner = None,
+    history: HistoryOption = None,
+    view: ViewOption = View.AGENT,
+    backend: BackendOption = None,
+    owner: OwnerOption = None,
     keep_access: Annotated[
-        bool, Option("--keep-access", help="Leave the daemon's socket within reach of the command.")
+        bool, Option("--keep-access", help="Leave the daemon's socket within the command's reach.")
     ] = False,
 ) -> None:
-    """Ends with the command's own exit status, 128 and the signal's number when a signal ended it. The checkout is released on
-    any end; the command finds its id in MIRRORD_CHECKOUT. With --owner it runs as that user, without any groups."""
-    patch = None if diff is None else _openable(diff)
+    """Ends with the command's exit status; 128 and the signal's number when a signal ended it.
+
+    The checkout is released in any case; the command finds its id in MIRRORD_CHECKOUT. With --owner
+    it runs as that user, without any groups.
+    """
+    patch = None if diff is None else diff.absolute()
+    if patch is not None:
+        try:
+            patch.open("ab").close()  # better now than after hours of the command
+        except OSError as error:
+            hint = "name another file with --diff"
+            raise UsageError(f"cannot write {diff}: {error.strerror}", hint=hint) from error
     uid = read_owner(owner)
-    with (
-        session.client() as client,
-        _bound(
-            partial(
-                client.checkout,
-                instance,
-                history=history,
-                view=view,
-                backend=backend,
-                ttl=_LEASE,
-                owner=uid,
-                auto_renew=False,
-            )
-        ) as checkout,
-    ):
-        become = (
-            (checkout.lease.owner_uid, checkout.lease.owner_gid)
-            if checkout.lease.owner_uid != os.getuid()
-            else None
+    with session.client() as client:
+        take = partial(
+            client.checkout,
+            instance,
+            history=history,
+            view=view,
+            backend=backend,
+            ttl=_LEASE,
+            owner=uid,
+            auto_renew=False,
         )
-        hidden = None if keep_access else client.socket.resolve()
-        _tell(session, become, hidden)
-        status = _run(
-            session, checkout, command, Confinement(os.getpid(), checkout.path, become, hidden)
-        )
-        if patch is not None:
-            patch.write_bytes(checkout.diff())
-    raise SystemExit(status)
-
-
-def _bound(take: Callable[..., Checkout]) -> Checkout:
-    """A checkout that ends with this process, where the daemon can see it."""
-    try:
-        return take(bind=Bind.PROCESS)
-    except ProcessGoneError:
-        return take()
+        try:
+            checkout = take(bind=Bind.PROCESS)
+        except ProcessGoneError:  # the daemon cannot see this process
+            checkout = take()
+        with checkout:
+            lease = checkout.lease
+            is_other = lease.owner_uid != os.getuid()
+            become = (lease.owner_uid, lease.owner_gid) if is_other else None
+            hidden = None if keep_access else client.socket.resolve()
+            _tell(session, become, hidden)
+            confinement = Confinement(os.getpid(), checkout.path, become, hidden)
+            with _forwarding() as forward_to:
+                # Started before there is a second thread: the child runs Python before its exec.
+                process = _start(checkout, command, confinement)
+                forward_to(process)
+                with _renewing(session, checkout):
+                    status = process.wait()
+            if patch is not None:
+                patch.write_bytes(checkout.diff())
+    raise SystemExit(status if status >= 0 else 128 - status)
 
 
 def _tell(session: Session, become: tuple[int, int] | None, hidden: Path | None) -> None:
-    """What the command has no more, and what it still has."""
+    """Print which groups the command loses, and that root keeps its access."""
     is_roots = hidden and not become and os.getuid() == 0
     if (become or is_roots) and (groups := set(os.getgroups()) - {os.getgid()}):
+        names = []
+        for gid in groups:
+            try:
+                names.append(grp.getgrgid(gid).gr_name)
+            except KeyError:
+                names.append(str(gid))
         user = become[0] if become else 0
-        session.note(
-            f"mirrord: the command runs as uid {user}, without the groups {', '.join(map(_group_name, groups))}"
-        )
+        without = f"without the groups {', '.join(names)}"
+        session.note(f"mirrord: the command runs as uid {user}, {without}")
     if is_roots:
         session.note("mirrord: root can reach the daemon all the same; name a user with --owner")
-
-
-def _group_name(gid: int) -> str:
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
-
-
-def _openable(path: Path) -> Path:
-    """Find out before the command has run that its patch will have a place."""
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise UsageError(
-            f"cannot write {path}: {error.strerror}", hint="name another file with --diff"
-        ) from error
-    return path.absolute()
-
-
-def _run(session: Session, checkout: Checkout, command: list[str], confinement: Confinement) -> int:
-    with _forwarding() as forward_to:
-        process = _start(
-            checkout, command, confinement
-        )  # before there is a thread: the child runs Python
-        forward_to(process)
-        with _renewing(session, checkout):
-            status = process.wait()
-    return status if status >= 0 else 128 - status
 
 
 def _start(
@@ -169,17 +149,17 @@ def _start(
     try:
         return subprocess.Popen(command, env=environment, preexec_fn=enter)  # noqa: PLW1509
     except FileNotFoundError as error:
-        raise NotFoundError(
-            f"cannot run {command[0]}: no such command",
-            hint="write mirrord exec INSTANCE -- COMMAND...",
-        ) from error
+        hint = "write mirrord exec INSTANCE -- COMMAND..."
+        raise NotFoundError(f"cannot run {command[0]}: no such command", hint=hint) from error
     except OSError as error:
         raise UsageError(f"cannot run {command[0]}: {error.strerror}") from error
     except subprocess.SubprocessError as error:
+        fact = os.read(reading, 4096).decode(errors="replace")
         raise BackendUnavailableError(
-            f"cannot run {command[0]} without access to the daemon: {os.read(reading, 4096).decode(errors='replace')}",
-            hint="it needs user namespaces (see docs/security.md), for --owner newuidmap and a range in /etc/subuid and "
-            "/etc/subgid, or root; --keep-access leaves the socket within reach",
+            f"cannot run {command[0]} without access to the daemon: {fact}",
+            hint="it needs user namespaces (see docs/security.md), for --owner newuidmap and a "
+            "range in /etc/subuid and /etc/subgid, or root; --keep-access leaves the socket "
+            "within reach",
         ) from error
     finally:
         os.close(writing)
@@ -188,17 +168,14 @@ def _start(
 
 @contextmanager
 def _forwarding() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
-    """Give the command our signals, also those from before it was known, and outlive them.
-
-    From a terminal, Ctrl-C has reached the command already.
-    """
+    """Forward our signals to the command, early ones included, and outlive them."""
     running: list[subprocess.Popen[bytes]] = []
     early: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         if not running:
             early.append(number)
-        elif number != signal.SIGINT or not _in_foreground():
+        elif number != signal.SIGINT or not _in_foreground():  # a terminal sent it to both
             with suppress(ProcessLookupError):
                 running[0].send_signal(number)
 
@@ -224,7 +201,7 @@ def _in_foreground() -> bool:
 
 @contextmanager
 def _renewing(session: Session, checkout: Checkout) -> Iterator[None]:
-    """Keep the lease while the command runs. A failure is told once; the next try comes all the same."""
+    """Renew the lease while the command runs; a failure is printed, and tried again."""
     ended = threading.Event()
 
     def renew() -> None:

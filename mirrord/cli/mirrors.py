@@ -1,4 +1,4 @@
-"""`mirrord mirror …`"""
+"""`mirrord mirror …`, `refs …`, `pin`, `unpin` and `pins`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from ..errors import IntegrityError, MirrordError, UsageError, from_problem
+from ..protocol import RefDiff
 from .output import count, facts, short, size, table
-from .parameters import Argument, Option
-from .progress import finish_all
+from .parameters import Argument, MirrorArgument, NoWait, Option
+from .progress import finish, finish_all
 from .session import Session
 
 if TYPE_CHECKING:
     from .. import Client
     from ..protocol import Mirror, Operation
 
-Name = Annotated[str, Argument(help="owner/name or owner__name, in any letter case.")]
-NoWait = Annotated[bool, Option("--no-wait", help="Answer with the operation at once.")]
+RecordArgument = Annotated[str, Argument(help="A record: its id, or a time in ISO 8601.")]
+CommitArgument = Annotated[str, Argument(help="A full commit id.")]
 
 
 def add(
@@ -29,48 +30,40 @@ def add(
     url: Annotated[str | None, Option(help="Another upstream for this one REPO.")] = None,
     no_wait: NoWait = False,
 ) -> None:
-    """A mirror that is there already, with the same upstream, is synced again."""
+    """A mirror that exists already, with the same upstream, is synced again."""
     if url and len(repos) > 1:
-        raise UsageError(
-            "cannot give several mirrors one URL",
-            hint="add them one by one, each with its own --url",
-        )
+        hint = "add them one by one, each with its own --url"
+        raise UsageError("cannot give several mirrors one URL", hint=hint)
     with session.client() as client:
         _run(session, client, (partial(client.add_mirror, repo, url) for repo in repos), no_wait)
 
 
 def sync(
     session: Session,
-    names: Annotated[
-        list[str] | None, Argument(metavar="[NAME]...", help="Which; default: all.")
-    ] = None,
+    names: Annotated[list[str] | None, Argument(metavar="[NAME]...", help="Default: all.")] = None,
     accept_loss: Annotated[
         bool,
         Option(
             "--accept-loss",
-            help="Follow an upstream that lost most of what it had; the mirror keeps it.",
+            help="Follow an upstream that lost most of its refs; the mirror keeps them.",
         ),
     ] = False,
     no_wait: NoWait = False,
 ) -> None:
-    """One sync runs per mirror, however many ask; whoever asks meanwhile gets the one that runs."""
+    """One sync runs per mirror; requests during it share its result."""
     if accept_loss and not names:
-        raise UsageError(
-            "cannot accept the loss of every mirror", hint="name those whose upstream you looked at"
-        )
+        hint = "name those whose upstream you looked at"
+        raise UsageError("cannot accept the loss of every mirror", hint=hint)
     with session.client() as client:
         wanted = names or [mirror.name for mirror in client.list_mirrors()]
-        _run(
-            session,
-            client,
-            (partial(client.sync_mirror, name, accept_loss=accept_loss) for name in wanted),
-            no_wait,
-        )
+        starts = (partial(client.sync_mirror, name, accept_loss=accept_loss) for name in wanted)
+        _run(session, client, starts, no_wait)
 
 
 def _run(
     session: Session, client: Client, starts: Iterable[Callable[[], Operation]], no_wait: bool
 ) -> None:
+    """Start all, wait for all; print the mirrors, or the operations that still run."""
     operations: list[Operation] = []
     status = 0
     for start in starts:
@@ -82,28 +75,22 @@ def _run(
     if not no_wait:
         operations, failed = finish_all(session, client, operations)
         status = status or failed
-    session.answer(operations, lambda: _ended(client, operations))
+
+    def shown() -> Iterator[str]:
+        if any(operation.state == "running" for operation in operations):
+            rows = [(each.id, each.kind, each.subject, each.state) for each in operations]
+            yield from table(("OPERATION", "KIND", "SUBJECT", "STATE"), rows)
+        elif operations:
+            subjects = {operation.subject.lower() for operation in operations}
+            yield from _lines(m for m in client.list_mirrors() if m.name.lower() in subjects)
+
+    session.answer(operations, shown)
     for operation in operations:
         if to := (operation.result or {}).get("redirected_to"):
-            session.note(
-                f"{operation.subject}: upstream redirects to {to}; a mirror keeps its URL until it is added anew"
-            )
+            keeps = "the mirror keeps its URL until it is removed and added again"
+            session.note(f"{operation.subject}: upstream redirects to {to}; {keeps}")
     if status:
         raise SystemExit(status)
-
-
-def _ended(client: Client, operations: list[Operation]) -> Iterator[str]:
-    if any(operation.state == "running" for operation in operations):
-        rows = [
-            (operation.id, operation.kind, operation.subject, operation.state)
-            for operation in operations
-        ]
-        yield from table(("OPERATION", "KIND", "SUBJECT", "STATE"), rows)
-    elif operations:
-        subjects = {operation.subject.lower() for operation in operations}
-        yield from _lines(
-            mirror for mirror in client.list_mirrors() if mirror.name.lower() in subjects
-        )
 
 
 def list_all(session: Session) -> None:
@@ -113,40 +100,21 @@ def list_all(session: Session) -> None:
 
 
 def _lines(mirrors: Iterable[Mirror]) -> Iterator[str]:
-    rows = [
-        (
-            m.name,
-            m.state,
-            m.ref_count,
-            m.pin_count,
-            m.kept_count,
-            size(m.size_bytes),
-            m.synced_at,
-            _problem(m),
-        )
-        for m in mirrors
-    ]
+    rows = []
+    for m in mirrors:
+        refused = f"{count(len(m.ref_faults), 'ref')} not taken" if m.ref_faults else None
+        counts = (m.ref_count, m.pin_count, m.kept_count)
+        problem = m.error.code if m.error else refused
+        rows.append((m.name, m.state, *counts, size(m.size_bytes), m.synced_at, problem))
     return table(("MIRROR", "STATE", "REFS", "PINS", "KEPT", "SIZE", "SYNCED", "PROBLEM"), rows)
 
 
-def _problem(mirror: Mirror) -> str | None:
-    if mirror.error:
-        return mirror.error.code
-    return f"{count(len(mirror.ref_faults), 'ref')} not taken" if mirror.ref_faults else None
-
-
-def show(session: Session, name: Name) -> None:
+def show(session: Session, name: MirrorArgument) -> None:
     """Status 8 when git cannot open the mirror."""
     with session.client() as client:
         mirror = client.get_mirror(name)
     session.answer(mirror, lambda: _described(mirror))
-    _must_be_openable([mirror])
-
-
-def _must_be_openable(mirrors: Iterable[Mirror]) -> None:
-    """End with status 8 where git cannot open one of them."""
-    problems = (from_problem({"code": m.error.code}) for m in mirrors if m.error)
-    if any(isinstance(problem, IntegrityError) for problem in problems):
+    if mirror.error and isinstance(from_problem({"code": mirror.error.code}), IntegrityError):
         raise SystemExit(IntegrityError.exit_status)
 
 
@@ -169,20 +137,95 @@ def _described(mirror: Mirror) -> Iterator[str]:
     )
     if mirror.ref_faults:
         yield ""
-        yield from table(
-            ("REF NOT TAKEN", "COMMIT", "REASON"),
-            [(f.ref, short(f.commit), f.reason) for f in mirror.ref_faults],
-        )
+        rows = [(fault.ref, short(fault.commit), fault.reason) for fault in mirror.ref_faults]
+        yield from table(("REF NOT TAKEN", "COMMIT", "REASON"), rows)
 
 
-def remove(session: Session, name: Name) -> None:
+def remove(session: Session, name: MirrorArgument) -> None:
     """A mirror with pins or checkouts is refused: remove the datasets first."""
     with session.client() as client:
         client.remove_mirror(name)
-    _removed(session, f"removed mirror {name}")
+    session.answer(None, list)
+    session.note(f"removed mirror {name}")
 
 
-def _removed(session: Session, text: str) -> None:
-    if session.json:
-        session.print_json(None)
-    session.note(text)
+# -- pins
+
+
+def pin(
+    session: Session,
+    name: MirrorArgument,
+    commit: CommitArgument,
+    reason: Annotated[str, Option(help="Why; shown in `mirrord pins`.")] = "",
+) -> None:
+    """Fetches the commit when the mirror lacks it, and pins it once its closure is verified."""
+    with session.client() as client:
+        made = client.pin(name, commit, reason)
+    session.answer(made, lambda: [f"pinned {made.commit} of {made.mirror} for {made.owner}"])
+
+
+def unpin(
+    session: Session,
+    name: MirrorArgument,
+    commit: CommitArgument,
+    owner: Annotated[
+        str | None,
+        Option(help="dataset/NAME or person/UID; default: you. Others need an administrator."),
+    ] = None,
+) -> None:
+    """A pin of another owner keeps the commit alive."""
+    with session.client() as client:
+        client.unpin(name, commit, owner)
+    session.answer(None, list)
+    session.note(f"unpinned {commit} of {name}")
+
+
+def pins(
+    session: Session,
+    name: Annotated[str | None, Argument(metavar="[NAME]", help="Default: all mirrors.")] = None,
+) -> None:
+    with session.client() as client:
+        found = client.list_pins(name)
+    rows = [(each.mirror, each.commit, each.owner, each.created_at, each.reason) for each in found]
+    session.answer(found, lambda: table(("MIRROR", "COMMIT", "OWNER", "SINCE", "REASON"), rows))
+
+
+# -- the ref history
+
+
+def refs_log(session: Session, name: MirrorArgument) -> None:
+    """Newest first; each sync that changed something makes a record."""
+    with session.client() as client:
+        records = client.log_refs(name)
+    rows = [(record.id, record.at, record.ref_count, record.summary) for record in records]
+    session.answer(records, lambda: table(("RECORD", "AT", "REFS", "SUMMARY"), rows))
+
+
+def refs_diff(session: Session, name: MirrorArgument, a: RecordArgument, b: RecordArgument) -> None:
+    with session.client() as client:
+        found = client.diff_refs(name, a, b)
+    session.answer(found, lambda: _changes(found))
+
+
+def refs_restore(
+    session: Session, name: MirrorArgument, at: RecordArgument, no_wait: NoWait = False
+) -> None:
+    """Prints the moved refs. Their old tips are kept; the next sync follows upstream again."""
+    with session.client() as client:
+        operation = client.restore_refs(name, at)
+        ended = operation if no_wait else finish(session, client, operation)
+
+    def shown() -> Iterable[str]:
+        if ended.result is None:
+            return [f"operation {ended.id} {ended.state}"]
+        return _changes(RefDiff.from_json(ended.result))
+
+    session.answer(ended, shown)
+
+
+def _changes(found: RefDiff) -> Iterator[str]:
+    rows = [
+        (each.kind, short(each.old), short(each.new), "kept" if each.kept else None, each.ref)
+        for each in found.changes
+    ]
+    return table(("CHANGE", "OLD", "NEW", "OLD TIP", "REF"), rows)

@@ -23,16 +23,16 @@ def list_all(
     session: Session,
     running: Annotated[bool, Option("--running", help="Only those that have not ended.")] = False,
 ) -> None:
-    """Your own; an administrator sees everybody's. A restart of the daemon clears the list."""
+    """Lists your own; an administrator sees everybody's. A restart clears the list."""
     with session.client() as client:
         known = [
-            found for found in client.list_operations() if not running or found.state == "running"
+            each for each in client.list_operations() if not running or each.state == "running"
         ]
     session.answer(known, lambda: rows(known))
 
 
 def rows(operations: Iterable[Operation]) -> Iterator[str]:
-    """A table of them."""
+    """A table of operations."""
     header = ("OPERATION", "KIND", "SUBJECT", "STATE", "PROGRESS", "STARTED")
     return table(
         header,
@@ -41,26 +41,21 @@ def rows(operations: Iterable[Operation]) -> Iterator[str]:
 
 
 def show(session: Session, operation_id: Id) -> None:
-    """With --json its result too."""
+    """With --json, shows its result too."""
     with session.client() as client:
         found = client.get_operation(operation_id)
-    session.answer(found, lambda: _described(found))
-
-
-def _described(found: Operation) -> Iterator[str]:
-    yield from facts(
-        [
-            ("operation", found.id),
-            ("kind", found.kind),
-            ("subject", found.subject),
-            ("state", found.state),
-            ("progress", amount(found.progress) or None),
-            ("started", found.started_at),
-            ("ended", found.finished_at),
-            ("problem", found.error.detail if found.error else None),
-            ("hint", found.error.hint if found.error else None),
-        ]
-    )
+    pairs = [
+        ("operation", found.id),
+        ("kind", found.kind),
+        ("subject", found.subject),
+        ("state", found.state),
+        ("progress", amount(found.progress) or None),
+        ("started", found.started_at),
+        ("ended", found.finished_at),
+        ("problem", found.error.detail if found.error else None),
+        ("hint", found.error.hint if found.error else None),
+    ]
+    session.answer(found, lambda: facts(pairs))
 
 
 def watch(session: Session, operation_id: Id) -> None:
@@ -79,9 +74,8 @@ def watch(session: Session, operation_id: Id) -> None:
 
 
 def _line(found: Operation) -> str:
-    return " ".join(
-        filter(None, [found.kind, cell(found.subject), found.state, amount(found.progress)])
-    )
+    words = found.kind, cell(found.subject), found.state, amount(found.progress)
+    return " ".join(filter(None, words))
 
 
 def wait(session: Session, operation_id: Id) -> None:
@@ -92,7 +86,7 @@ def wait(session: Session, operation_id: Id) -> None:
 
 
 def cancel(session: Session, operation_id: Id) -> None:
-    """Complete results stay: mirrors, pins and rows that it has finished."""
+    """Finished parts stay: mirrors, pins and rows."""
     with session.client() as client:
         found = client.cancel_operation(operation_id)
     session.answer(found, lambda: [_line(found)])

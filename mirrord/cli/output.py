@@ -1,4 +1,4 @@
-"""How values look to a human: tables, times, sizes. Columns are never wrapped or cut, so that a pipe gets whole lines."""
+"""Values for people: tables, times, sizes. No column is wrapped or cut: a pipe gets whole lines."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    """Lines of a table with aligned columns; numbers to the right. The header is bold on a terminal."""
+    """Lines of a table with aligned columns; numbers to the right. Bold header on a terminal."""
     cells = [[cell(value) for value in row] for row in rows]
-    numeric = [bool(cells) and all(_is_number(row[n]) for row in cells) for n in range(len(header))]
-    widths = [max(len(line[n]) for line in [list(header), *cells]) for n in range(len(header))]
-    yield _strong(_line(header, widths, numeric))
-    for row in cells:
-        yield _line(row, widths, numeric)
+    columns = range(len(header))
+
+    def is_number(text: str) -> bool:
+        return text == "-" or text.replace(",", "").replace(".", "", 1).isdigit()
+
+    numeric = [bool(cells) and all(is_number(row[n]) for row in cells) for n in columns]
+    widths = [max(len(line[n]) for line in [list(header), *cells]) for n in columns]
+    for number, row in enumerate([header, *cells]):
+        aligned = (
+            row[n].rjust(widths[n]) if numeric[n] else row[n].ljust(widths[n]) for n in columns
+        )
+        line = "  ".join(aligned).rstrip()
+        yield f"\x1b[1m{line}\x1b[0m" if number == 0 and sys.stdout.isatty() else line
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> Iterator[str]:
@@ -28,21 +36,17 @@ def facts(pairs: Iterable[tuple[str, object]]) -> Iterator[str]:
 
 
 def cell(value: object) -> str:
-    """One value as one line of text that no terminal takes for a command."""
+    """One value as one line, in which no terminal finds a control sequence."""
     if value is None or value == "":
         return "-"
-    if isinstance(value, datetime):
-        return when(value)
-    text = str(value)
-    return (
-        text
-        if text.isprintable()
-        else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-    )
+    text = when(value) if isinstance(value, datetime) else str(value)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def when(time: datetime) -> str:
-    """A time in the reader's own zone with its offset, to the second: one word that every verb reads back."""
+    """A time in the reader's zone, with offset, to the second: one word that every verb accepts."""
     return time.astimezone().isoformat(timespec="seconds")
 
 
@@ -53,11 +57,7 @@ def size(count: int | None) -> str:
     number, unit = float(count), 0
     while number >= 1000 and unit < len(_UNITS) - 1:
         number, unit = number / 1024, unit + 1
-    return (
-        f"{number:.0f} {_UNITS[unit]}"
-        if unit == 0 or number >= 100
-        else f"{number:.1f} {_UNITS[unit]}"
-    )
+    return f"{number:.{0 if unit == 0 or number >= 100 else 1}f} {_UNITS[unit]}"
 
 
 def count(number: int, noun: str) -> str:
@@ -72,19 +72,3 @@ def seconds(duration: float) -> str:
 
 def short(commit: str | None) -> str:
     return commit[:12] if commit else "-"
-
-
-def _line(row: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> str:
-    cells = (
-        text.rjust(width) if right else text.ljust(width)
-        for text, width, right in zip(row, widths, numeric, strict=True)
-    )
-    return "  ".join(cells).rstrip()
-
-
-def _is_number(text: str) -> bool:
-    return text == "-" or text.replace(",", "").replace(".", "", 1).isdigit()
-
-
-def _strong(text: str) -> str:
-    return f"\x1b[1m{text}\x1b[0m" if sys.stdout.isatty() else text

@@ -1,19 +1,14 @@
-"""Parameters of a verb, read from its function: `Annotated[type, Argument(…) or Option(…)]`.
-
-The types are str, Path, bool, a StrEnum, a list of them, or one of them or None. click parses;
-typer, which reads the same, takes 26 ms more to load (0.29.2), a third of a verb's time.
-"""
+"""How verbs describe their parameters, and the parameters that several verbs share."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from enum import StrEnum
-from pathlib import Path
-from types import NoneType
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+import pwd
+from datetime import timedelta
+from typing import Annotated, NamedTuple
 
-import click
+from ..errors import UsageError
+from ..model import Backend, History, View, shown
+from ..units import parse_duration
 
 
 class Argument(NamedTuple):
@@ -32,60 +27,44 @@ class Option:
         self.metavar = metavar
 
 
-class _Choice(click.Choice[str]):
-    """One of an enum, by value: click's own takes their names."""
-
-    def __init__(self, kind: type[StrEnum]) -> None:
-        super().__init__([member.value for member in kind])
-        self._kind = kind
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> StrEnum:
-        return self._kind(super().convert(value, param, ctx))
-
-
-class _Argument(click.Argument):
-    def make_metavar(self, ctx: click.Context | None = None) -> str:
-        return self.metavar or (self.name or "").upper()
-
-
-def read(function: Callable[..., None]) -> list[click.Parameter]:
-    """The parameters of a verb in order, without the first, which is the session."""
-    hints = get_type_hints(function, include_extras=True)
-    return [
-        _parameter(given, hints[given.name])
-        for given in list(inspect.signature(function).parameters.values())[1:]
-    ]
+MirrorArgument = Annotated[str, Argument(help="owner/name or owner__name, in any letter case.")]
+NoWait = Annotated[bool, Option("--no-wait", help="Answer with the operation at once.")]
+InstanceArgument = Annotated[
+    str, Argument(metavar="INSTANCE", help="An instance id, or NAME@COMMITISH.")
+]
+HistoryOption = Annotated[
+    History | None, Option(help="How much of the past it shows; default: as configured.")
+]
+ViewOption = Annotated[View, Option(help="For an agent, or for the grader of one.")]
+BackendOption = Annotated[Backend | None, Option(help="How it is made; default: as configured.")]
+OwnerOption = Annotated[
+    str | None, Option(metavar="USER", help="The owner, by name or uid; default: you.")
+]
+_TTL_HELP = "How long it is held unless renewed, such as 90s, 30m or 2h; default: as configured."
+Ttl = Annotated[str | None, Option(metavar="DURATION", help=_TTL_HELP)]
 
 
-def _parameter(given: inspect.Parameter, hint: Any) -> click.Parameter:
-    annotated, described = get_args(hint)
-    kind = next(
-        (each for each in get_args(annotated) if get_args(annotated)[-1:] == (NoneType,)), annotated
-    )
-    is_list = get_origin(kind) is list
-    is_required = given.default is inspect.Parameter.empty
-    common: dict[str, Any] = {
-        "required": is_required,
-        "metavar": described.metavar,
-        "help": described.help,
-    }
-    if not is_required:
-        common["default"] = getattr(given.default, "value", given.default)
-    if isinstance(described, Argument):
-        one = _type(get_args(kind)[0] if is_list else kind)
-        return _Argument([given.name], type=one, nargs=-1 if is_list else 1, **common)
-    return click.Option(
-        [given.name, *(described.flags or [f"--{given.name.replace('_', '-')}"])],
-        type=None if kind is bool else _type(kind),
-        is_flag=kind is bool,
-        show_default=bool(common.get("default")),
-        **common,
-    )
+def read_duration(text: str | None, option: str) -> timedelta | None:
+    """A duration such as 90s, 10m or 2h; None stays None, for the default."""
+    if text is None:
+        return None
+    hint = f"write for example {option} 2h"
+    try:
+        duration = parse_duration(text)
+    except ValueError as error:
+        raise UsageError(f"cannot read {option}: {error}", hint=hint) from error
+    if duration <= timedelta():
+        fact = "it must be greater than zero"
+        raise UsageError(f"cannot take {option} {text}: {fact}", hint=hint)
+    return duration
 
 
-def _type(kind: type) -> click.ParamType[Any]:
-    if issubclass(kind, StrEnum):
-        return _Choice(kind)
-    return click.types.FuncParamType(kind) if kind is Path else click.STRING
+def read_owner(text: str | None) -> int | None:
+    """The uid of a user, named or numbered."""
+    if text is None or text.isdecimal():
+        return None if text is None else int(text)
+    try:
+        return pwd.getpwnam(text).pw_uid
+    except KeyError as error:
+        fact = "this host has no such user"
+        raise UsageError(f"cannot find user {shown(text)}: {fact}", hint="give the uid") from error

@@ -1,16 +1,16 @@
-"""`mirrord rehearse`: does every row of a dataset work, from its checkout to its reset?"""
+"""`mirrord rehearse`: try every row of a dataset, from its checkout to its reset."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 from ..errors import AccessError, MirrordError, NoDaemonError, UsageError
 from ..model import Direction, View
-from ..protocol import Instance, Progress
+from ..protocol import Progress
 from .output import count, seconds, size, table
 from .parameters import Argument, Option
 from .progress import watching
@@ -40,134 +40,108 @@ class Row(NamedTuple):
     patch_bytes: int = 0
 
     @property
-    def failure(self) -> Step | None:
-        return next((step for step in self.steps if step.error), None)
+    def failure(self) -> tuple[str, MirrordError] | None:
+        failed = ((step.name, step.error) for step in self.steps if step.error)
+        return next(failed, None)
 
     @property
     def status(self) -> int:
-        """What it means for the exit status: an instance that nobody knows or may see, or a missing daemon, is no failed row."""
-        failure = self.failure
-        if failure is None or failure.error is None:
+        """The row's exit status: 8 when it was tried and failed.
+
+        An unknown instance, missing rights or no daemon is no failed row.
+        """
+        if self.failure is None:
             return 0
-        was_tried = failure.name != "instance" and not isinstance(
-            failure.error, AccessError | NoDaemonError
-        )
-        return _FAILED if was_tried else failure.error.exit_status
+        step, error = self.failure
+        was_tried = step != "instance" and not isinstance(error, AccessError | NoDaemonError)
+        return _FAILED if was_tried else error.exit_status
 
 
 def rehearse(
     session: Session,
     instances: Annotated[
-        list[str] | None, Argument(metavar="[INSTANCE]...", help="Which; default: all.")
+        list[str] | None, Argument(metavar="[INSTANCE]...", help="Default: all.")
     ] = None,
     dataset: Annotated[str | None, Option(help="All instances of this dataset.")] = None,
 ) -> None:
-    """For each instance: a checkout for a grader, the test patch and the gold patch in the dataset's direction, the diff, a
-    reset, the release. One line each; status 8 when a row fails, another where it could not be tried."""
+    """For each instance: a grader's checkout, test patch, gold patch, diff, reset, release.
+
+    Patches go in the dataset's direction. One line each; status 8 when a row fails, another status
+    where it could not be tried.
+    """
     with session.client() as client:
         wanted = list(instances or ())
         if dataset or not wanted:
             wanted += [found.id for found in client.list_instances(dataset)]
         if not wanted:
-            raise UsageError(
-                "cannot rehearse: there are no instances",
-                hint="import a dataset first, or name instances",
-            )
-        rows = list(_rehearsed(session, client, wanted, dataset))
+            hint = "import a dataset first, or name instances"
+            raise UsageError("cannot rehearse: there are no instances", hint=hint)
+        rows = []
+        with watching(session, "rehearse") as watch:
+            for number, instance in enumerate(wanted):
+                watch(Progress(done=number, total=len(wanted), unit="instances", note=instance))
+                rows.append(_rehearse(client, instance, dataset))
     _answer(session, rows)
     if statuses := {row.status for row in rows} - {0}:
         raise SystemExit(_FAILED if _FAILED in statuses else min(statuses))
 
 
-def _rehearsed(
-    session: Session, client: Client, instances: list[str], dataset: str | None
-) -> Iterator[Row]:
-    with watching(session, "rehearse") as watch:
-        for number, instance in enumerate(instances):
-            watch(Progress(done=number, total=len(instances), unit="instances", note=instance))
-            yield _rehearse(client, instance, dataset)
-
-
 def _rehearse(client: Client, instance: str, dataset: str | None) -> Row:
-    """Each step needs those before it, so the first failure ends the row; the checkout is released all the same."""
+    """The first failure ends the row, because each step needs those before it."""
     steps: list[Step] = []
+
+    def timed(name: str, work: Callable[[], T]) -> T:
+        began = time.perf_counter()
+        try:
+            result = work()
+        except MirrordError as error:
+            steps.append(Step(name, time.perf_counter() - began, error))
+            raise
+        steps.append(Step(name, time.perf_counter() - began))
+        return result
+
+    known: dict[str, Any] = {"view": View.GRADER, "dataset": dataset}
     checkout: Checkout | None = None
     patch = b""
     with suppress(MirrordError):  # the last step holds it
-        row = _timed(
-            steps,
-            "instance",
-            partial(client.get_instance, instance, view=View.GRADER, dataset=dataset),
-        )
-        checkout = _timed(
-            steps, "checkout", partial(client.checkout, instance, view=View.GRADER, dataset=dataset)
-        )
-        for name, reverse in _patches(row):
-            _timed(steps, name, partial(checkout.apply, name, reverse=reverse))
-        patch = _timed(steps, "diff", checkout.diff)
-        _timed(steps, "reset", checkout.reset)
-    return Row(instance, [*steps, *_released(checkout)], len(patch))
-
-
-def _patches(row: Instance) -> list[tuple[str, bool]]:
-    """The patches of a row and whether each is taken out: a patch that introduces the bug is the reverse of the gold patch."""
-    found = [("@test_patch", False)] if row.test_patch else []
-    return [*found, ("@patch", row.direction is Direction.REVERSE)] if row.patch else found
-
-
-def _released(checkout: Checkout | None) -> list[Step]:
-    if checkout is None:
-        return []
-    steps: list[Step] = []
-    with suppress(MirrordError):  # the step holds it
-        _timed(steps, "release", checkout.release)
-    return steps
-
-
-def _timed(steps: list[Step], name: str, work: Callable[[], T]) -> T:
-    began = time.perf_counter()
-    try:
-        result = work()
-    except MirrordError as error:
-        steps.append(Step(name, time.perf_counter() - began, error))
-        raise
-    steps.append(Step(name, time.perf_counter() - began))
-    return result
+        row = timed("instance", partial(client.get_instance, instance, **known))
+        checkout = timed("checkout", partial(client.checkout, instance, **known))
+        if row.test_patch:
+            timed("@test_patch", partial(checkout.apply, "@test_patch", reverse=False))
+        if row.patch:  # a patch that introduces the bug is the gold patch in reverse
+            is_reverse = row.direction is Direction.REVERSE
+            timed("@patch", partial(checkout.apply, "@patch", reverse=is_reverse))
+        patch = timed("diff", checkout.diff)
+        timed("reset", checkout.reset)
+    if checkout is not None:
+        with suppress(MirrordError):
+            timed("release", checkout.release)
+    return Row(instance, steps, len(patch))
 
 
 def _answer(session: Session, rows: list[Row]) -> None:
+    answers: list[dict[str, Any]] = []
+    cells = []
+    for row in rows:
+        step, error = row.failure or (None, None)
+        took = {each.name: seconds(each.seconds) for each in row.steps}
+        why = f"{step}: {error.message}" if error else None
+        times = (took.get("checkout"), took.get("reset"), size(row.patch_bytes))
+        cells.append((row.instance, "failed" if error else "ok", *times, why))
+        answers.append(
+            {
+                "instance": row.instance,
+                "ok": error is None,
+                "seconds": {each.name: round(each.seconds, 6) for each in row.steps},
+                "diff_bytes": row.patch_bytes,
+                "failed_step": step,
+                "error": error.problem() if error else None,
+            }
+        )
     if session.json:
-        session.print_json([_plain(row) for row in rows])
+        session.print_json(answers)
         return
-    for line in table(
-        ("INSTANCE", "RESULT", "CHECKOUT", "RESET", "PATCH", "WHY"), [_cells(row) for row in rows]
-    ):
+    for line in table(("INSTANCE", "RESULT", "CHECKOUT", "RESET", "PATCH", "WHY"), cells):
         print_line(line)
-    failed = sum(1 for row in rows if row.failure)
+    failed = sum(row.failure is not None for row in rows)
     print_line(f"{count(len(rows), 'instance')} rehearsed, {failed or 'none'} failed")
-
-
-def _plain(row: Row) -> dict[str, Any]:
-    failure = row.failure
-    return {
-        "instance": row.instance,
-        "ok": failure is None,
-        "seconds": {step.name: round(step.seconds, 6) for step in row.steps},
-        "diff_bytes": row.patch_bytes,
-        "failed_step": failure.name if failure else None,
-        "error": failure.error.problem() if failure and failure.error else None,
-    }
-
-
-def _cells(row: Row) -> tuple[object, ...]:
-    took = {step.name: seconds(step.seconds) for step in row.steps}
-    failure = row.failure
-    why = f"{failure.name}: {failure.error.message}" if failure and failure.error else None
-    return (
-        row.instance,
-        "failed" if failure else "ok",
-        took.get("checkout"),
-        took.get("reset"),
-        size(row.patch_bytes),
-        why,
-    )

@@ -1,4 +1,4 @@
-"""What one call of the command line was told besides its verb, and the ways it has to answer."""
+"""The shared options of one call, and its ways to answer: text for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass
 class Session:
-    """The shared options. One per process; each verb gets it first."""
+    """One per process; each verb gets it first."""
 
     json: bool = False
     config: str | None = None
@@ -30,21 +30,19 @@ class Session:
     debug: bool = False
 
     def client(self) -> mirrord.Client:
-        """A client of the daemon that was named. Loads the client's libraries."""
+        """A client of the named daemon. Loads the client's libraries."""
         return mirrord.Client(self.socket, config=self.config)
 
     def config_path(self) -> Path | None:
-        """The configuration file named on the command line, else None for the usual places."""
+        """The configuration file named on the command line; None for the usual places."""
         return None if self.config is None else Path(self.config)
-
-    # -- answers ------------------------------------------------------------------------------------------------------
 
     def answer(
         self,
-        answer: Message | Sequence[Message] | dict[str, Any],
+        answer: Message | Sequence[Message] | dict[str, Any] | None,
         shown: Callable[[], Iterable[str]],
     ) -> None:
-        """Print an answer: as the API's JSON with --json, else the lines that `shown` makes of it."""
+        """Print an answer: the API's JSON with --json, else the lines that `shown` makes of it."""
         if self.json:
             self.print_json(plain(answer))
             return
@@ -55,12 +53,12 @@ class Session:
         print_line(json.dumps(value, indent=2, ensure_ascii=False))
 
     def note(self, text: str) -> None:
-        """Tell what is not the answer."""
+        """Print something that is not the answer, to stderr."""
         if not self.json:
             print(text, file=sys.stderr)
 
     def fail(self, error: MirrordError) -> None:
-        """Tell an error: what happened, and what to do about it."""
+        """Print an error and its hint."""
         if self.json:
             print(json.dumps(error.problem(), ensure_ascii=False, default=str), file=sys.stderr)
             return
@@ -69,7 +67,7 @@ class Session:
             print(f"hint: {error.hint}", file=sys.stderr)
 
     def each(self, items: Iterable[T], work: Callable[[T], None]) -> None:
-        """Work on all items although some fail; then leave with the status of the first failure."""
+        """Work on all items although some fail; then exit with the status of the first failure."""
         status = 0
         for item in items:
             try:
@@ -85,11 +83,11 @@ def plain(answer: Any) -> Any:
     """Messages as the JSON values that the API sends."""
     if isinstance(answer, Sequence):
         return [plain(item) for item in answer]
-    return answer if isinstance(answer, dict) else answer.to_json()
+    return answer if answer is None or isinstance(answer, dict) else answer.to_json()
 
 
 def print_line(text: str) -> None:
-    """One line of the answer. Names in git need not be UTF-8: their bytes go out as they are."""
+    """One line of the answer. Names in git need not be UTF-8: their bytes go out unchanged."""
     sys.stdout.buffer.write(os.fsencode(text) + b"\n")
     sys.stdout.buffer.flush()
 
@@ -99,7 +97,5 @@ def read_file(path: str) -> bytes:
     try:
         return sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
-        raise UsageError(
-            f"cannot read {path}: {error.strerror}",
-            hint="name a file that you may read, or - for standard input",
-        ) from error
+        hint = "name a file that you may read, or - for standard input"
+        raise UsageError(f"cannot read {path}: {error.strerror}", hint=hint) from error

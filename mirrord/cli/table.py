@@ -1,4 +1,4 @@
-"""Every verb of the command line, in one table: its name, the function behind it, one line about it, and how it can end."""
+"""Every verb in one table: name, function, summary, and the statuses it can end with."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ EXIT_STATUSES = {
 
 
 class Verb(NamedTuple):
-    """`at` is module:function below mirrord.cli; `ends` are the statuses besides 0, 1 and 2."""
+    """`at` is module:function below mirrord.cli; `ends` lists the statuses besides 0, 1 and 2."""
 
     name: str
     at: str
-    summary: str
     ends: tuple[int, ...]
+    summary: str
 
 
 GROUPS = {
@@ -37,134 +37,123 @@ GROUPS = {
     "config": "The configuration file.",
 }
 
+_LOOK, _FIND = (3, 9), (3, 4, 9)
+_WAIT, _CHECKOUT = (3, 4, 5, 6, 7, 8, 9), (3, 4, 6, 7, 8, 9)
+
 VERBS = (
-    Verb("serve", "service:serve", "Run the daemon in the foreground.", (3, 5, 7)),
-    Verb("status", "service:status", "Show the daemon and what it holds, at a glance.", (3, 9)),
-    Verb("mirror add", "mirrors:add", "Add mirrors and sync them.", (3, 5, 6, 7, 9)),
-    Verb("mirror list", "mirrors:list_all", "List all mirrors.", (3, 9)),
-    Verb("mirror show", "mirrors:show", "Show one mirror.", (3, 4, 9)),
-    Verb(
-        "mirror sync",
-        "mirrors:sync",
-        "Bring mirrors up to date; all when none is named.",
-        (3, 4, 6, 7, 9),
-    ),
-    Verb("mirror remove", "mirrors:remove", "Remove a mirror that nothing needs.", (3, 4, 5, 9)),
+    Verb("serve", "service:serve", (3, 5, 7), "Run the daemon in the foreground."),
+    Verb("status", "service:status", _LOOK, "Show the daemon and what it holds, at a glance."),
+    Verb("mirror add", "mirrors:add", (3, 5, 6, 7, 9), "Add mirrors and sync them."),
+    Verb("mirror list", "mirrors:list_all", _LOOK, "List all mirrors."),
+    Verb("mirror show", "mirrors:show", _FIND, "Show one mirror."),
+    Verb("mirror sync", "mirrors:sync", (3, 4, 6, 7, 9), "Sync mirrors with upstream."),
+    Verb("mirror remove", "mirrors:remove", (3, 4, 5, 9), "Remove a mirror that nothing needs."),
     Verb(
         "dataset import",
         "datasets:import_file",
-        "Import a file: mirror what is missing, pin what is recorded.",
         (3, 6, 7, 8, 9),
+        "Import a file: mirror what is missing, pin what is recorded.",
     ),
-    Verb("dataset list", "datasets:list_all", "List all datasets.", (3, 9)),
+    Verb("dataset list", "datasets:list_all", _LOOK, "List all datasets."),
     Verb(
         "dataset show",
         "datasets:show",
-        "Show one dataset, its bad rows, its unpinned commits.",
-        (3, 4, 9),
+        _FIND,
+        "Show a dataset, its bad rows and its unpinned commits.",
     ),
     Verb(
         "dataset remove",
         "datasets:remove",
+        _FIND,
         "Remove a dataset, and the pins that nobody else owns.",
-        (3, 4, 9),
     ),
+    Verb("dataset formats", "datasets:formats", _LOOK, "List the dataset formats."),
+    Verb("pin", "mirrors:pin", (3, 4, 6, 8, 9), "Keep a commit of a mirror alive."),
+    Verb("unpin", "mirrors:unpin", _FIND, "Remove one of your pins."),
+    Verb("pins", "mirrors:pins", _FIND, "List the pins of a mirror, or of all."),
     Verb(
-        "dataset formats",
-        "datasets:formats",
-        "List the dataset formats that can be imported.",
-        (3, 9),
+        "audit", "audits:audit", (3, 4, 7, 8, 9), "Prove that every recorded commit can be served."
     ),
-    Verb("pin", "pins:pin", "Keep a commit of a mirror alive.", (3, 4, 6, 8, 9)),
-    Verb("unpin", "pins:unpin", "Remove one of your pins.", (3, 4, 9)),
-    Verb("pins", "pins:list_all", "List the pins of a mirror, or of all.", (3, 4, 9)),
-    Verb(
-        "audit", "audits:audit", "Prove that every recorded commit can be served.", (3, 4, 7, 8, 9)
-    ),
-    Verb("heal", "audits:heal", "Repair mirrors at object level.", (3, 4, 6, 7, 8, 9)),
-    Verb(
-        "checkout",
-        "checkouts:checkout",
-        "Lease a working tree; prints its path.",
-        (3, 4, 6, 7, 8, 9),
-    ),
+    Verb("heal", "audits:heal", _CHECKOUT, "Repair mirrors at object level."),
+    Verb("checkout", "checkouts:checkout", _CHECKOUT, "Lease a working tree; prints its path."),
     Verb(
         "reset",
         "checkouts:reset",
-        "Reset a checkout, or move it to another instance.",
         (3, 4, 5, 7, 8, 9),
+        "Reset a checkout, or move it to another instance.",
     ),
     Verb(
         "diff",
         "checkouts:diff",
-        "Print what changed since the base commit, as a patch.",
         (3, 4, 7, 9),
+        "Print what changed since the base commit, as a patch.",
     ),
-    Verb("apply", "checkouts:apply", "Apply a patch to a checkout.", (3, 4, 5, 9)),
+    Verb("apply", "checkouts:apply", (3, 4, 5, 9), "Apply a patch to a checkout."),
     Verb(
         "restore",
         "checkouts:restore",
-        "Bring files of a pinned commit into a checkout.",
         (3, 4, 8, 9),
+        "Bring files of a pinned commit into a checkout.",
     ),
-    Verb("release", "checkouts:release", "Release checkouts.", (3, 4, 5, 9)),
-    Verb("renew", "checkouts:renew", "Move the deadline of a checkout.", (3, 4, 9)),
-    Verb("checkouts", "checkouts:list_all", "List the checkouts that are held.", (3, 9)),
-    Verb("exec", "execute:execute", "Run a command in a temporary checkout.", (3, 4, 6, 7, 8, 9)),
+    Verb("release", "checkouts:release", (3, 4, 5, 9), "Release checkouts."),
+    Verb("renew", "checkouts:renew", _FIND, "Move the deadline of a checkout."),
+    Verb("checkouts", "checkouts:list_all", _LOOK, "List the held checkouts."),
+    Verb("exec", "execute:execute", _CHECKOUT, "Run a command in a temporary checkout."),
     Verb(
         "verify-seal",
-        "seals:verify",
-        "Prove that a repository shows nothing after a commit.",
+        "local:verify_seal",
         (3, 4, 7, 8),
+        "Prove that a repository shows nothing after a commit.",
     ),
     Verb(
         "rehearse",
         "rehearse:rehearse",
+        _CHECKOUT,
         "Try every instance: checkout, patches, diff, reset.",
-        (3, 4, 6, 7, 8, 9),
     ),
-    Verb("refs log", "refs:log", "List the records of a mirror's ref history.", (3, 4, 9)),
-    Verb("refs diff", "refs:diff", "Show what upstream did between two records.", (3, 4, 9)),
-    Verb("refs restore", "refs:restore", "Put a mirror's refs back to a record.", (3, 4, 5, 7, 9)),
+    Verb("refs log", "mirrors:refs_log", _FIND, "List the records of a mirror's ref history."),
+    Verb("refs diff", "mirrors:refs_diff", _FIND, "Show what changed between two records."),
+    Verb(
+        "refs restore",
+        "mirrors:refs_restore",
+        (3, 4, 5, 7, 9),
+        "Put a mirror's refs back to a record.",
+    ),
     Verb(
         "bundle create",
         "bundles:create",
-        "Write a mirror with all that is known of it into one file.",
         (3, 4, 7, 8, 9),
+        "Write a mirror with everything known about it into one file.",
     ),
     Verb(
         "bundle import",
         "bundles:import_file",
-        "Make a mirror of such a file, or add to one.",
         (3, 4, 5, 7, 8, 9),
+        "Make a mirror from a bundle, or add a bundle to one.",
     ),
-    Verb("operations list", "operations:list_all", "List what runs and what ran.", (3, 9)),
-    Verb("operations show", "operations:show", "Show one operation.", (3, 4, 9)),
+    Verb("operations list", "operations:list_all", _LOOK, "List operations."),
+    Verb("operations show", "operations:show", _FIND, "Show one operation."),
     Verb(
         "operations watch",
         "operations:watch",
+        _WAIT,
         "Print an operation's progress until it ends.",
-        (3, 4, 5, 6, 7, 8, 9),
     ),
-    Verb(
-        "operations wait", "operations:wait", "Wait until an operation ends.", (3, 4, 5, 6, 7, 8, 9)
-    ),
-    Verb(
-        "operations cancel", "operations:cancel", "End an operation before it is done.", (3, 4, 9)
-    ),
-    Verb("doctor", "examination:doctor", "Report what this host can and cannot do.", (7,)),
-    Verb("reload", "service:reload", "Have the daemon read its configuration again.", (3, 9)),
-    Verb("events", "service:events", "Print recent events; with --follow, new ones too.", (3, 9)),
-    Verb("config check", "configuration:check", "Check a configuration file.", ()),
+    Verb("operations wait", "operations:wait", _WAIT, "Wait until an operation ends."),
+    Verb("operations cancel", "operations:cancel", _FIND, "Cancel an operation."),
+    Verb("doctor", "local:doctor", (7,), "Report what this host can and cannot do."),
+    Verb("reload", "service:reload", _LOOK, "Have the daemon read its configuration again."),
+    Verb("events", "service:events", _LOOK, "Print recent events; --follow prints new ones."),
+    Verb("config check", "local:config_check", (), "Check a configuration file."),
     Verb(
         "config show",
-        "configuration:show",
-        "Print the configuration in effect, defaults included.",
+        "local:config_show",
         (),
+        "Print the configuration in effect, defaults included.",
     ),
 )
 
 
 def exit_lines(statuses: Iterable[int]) -> str:
-    """What each status means, one a line."""
+    """The meaning of each status, one per line."""
     return "\n".join(f"  {status}  {EXIT_STATUSES[status]}" for status in statuses)

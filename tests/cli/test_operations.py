@@ -98,7 +98,7 @@ def test_ctrl_c_leaves_the_work_and_says_how_to_come_back(site: Site) -> None:
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130
     found = re.search(
-        r"operation (\w+) runs on: `mirrord operations wait \1` waits for it, `mirrord operations cancel \1` ends it",
+        r"operation (\w+) continues: `mirrord operations wait \1` waits for it, `mirrord operations cancel \1` ends it",
         err,
     )
     assert found is not None, err
@@ -112,7 +112,7 @@ def test_ctrl_c_leaves_the_work_and_says_how_to_come_back(site: Site) -> None:
     assert found[1] not in site.run("status")[1]
 
 
-def test_ctrl_c_names_every_operation_that_runs_on(site: Site) -> None:
+def test_ctrl_c_names_every_operation_that_continues(site: Site) -> None:
     """Not those that have ended."""
     process = site.start("mirror", "sync", "a/b", "c/stuck")
     _until(lambda: "c__stuck" in site.run("operations", "list", "--running")[1])
@@ -120,7 +120,7 @@ def test_ctrl_c_names_every_operation_that_runs_on(site: Site) -> None:
     time.sleep(1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
-    (identity,) = re.findall(r"operation (\w+) runs on", err)
+    (identity,) = re.findall(r"operation (\w+) continues", err)
     assert site.run("operations", "cancel", identity)[0] == 0
 
 

@@ -20,8 +20,7 @@ from httpserver import serving
 from verbs import ARGUMENTS, NEEDS_NO_DAEMON
 
 from mirrord import errors
-from mirrord.cli.commands import build
-from mirrord.cli.main import run
+from mirrord.cli.main import build, run
 from mirrord.cli.table import EXIT_STATUSES, GROUPS, VERBS, Verb
 
 DESIGNED = [

@@ -1,0 +1,185 @@
+"""Verbs that run in this process, without a daemon: `config …`, `doctor`, `verify-seal`."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from .. import config, places
+from ..doctor import Check, examine
+from ..errors import (
+    AccessError,
+    InvalidConfigError,
+    MirrorNotFoundError,
+    NoDaemonError,
+    PathNotFoundError,
+)
+from ..layout import Layout
+from ..model import History, MirrorName, parse_commit
+from ..seal.verify import verify_seal as verify
+from ..telemetry import masked
+from .output import count
+from .parameters import Argument, Option
+from .session import Session, print_line
+
+if TYPE_CHECKING:
+    from ..config import Settings
+    from ..protocol import SealReport
+
+_RESOURCE, _LEAK = 7, 8
+_COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
+
+
+def config_check(
+    session: Session,
+    file: Annotated[
+        Path | None, Argument(metavar="[FILE]", help="Default: the one in use.")
+    ] = None,
+) -> None:
+    """Reports every fault at once, each with its key and line."""
+    path = file or session.config_path() or places.find_path()
+    settings = config.load(path)
+    text = f"{path}: no faults" if path else "no configuration file: the defaults are in use"
+    session.answer(_without_secrets(settings), lambda: [text])
+
+
+def config_show(session: Session) -> None:
+    """Prints the daemon's settings when one answers, else the file's; stderr says which.
+
+    The output is TOML for a configuration file, with --json an object. Secrets in URLs are masked.
+    """
+    named = session.config_path()
+    try:
+        with session.client() as client:
+            found = client.configuration()
+    except (NoDaemonError, AccessError, InvalidConfigError):  # config.load reports its faults
+        found = None
+    if found and (named is None or found.path == str(named.absolute())):
+        values = found.settings
+        source = f"in effect; read from {found.path or 'no file: the defaults'}"
+    else:
+        path = named or places.find_path()
+        values = _without_secrets(config.load(path))
+        source = f"no daemon answers: from {path or 'no file: the defaults'}"
+    session.answer(values, lambda: _toml(values))
+    session.note(source)
+
+
+def _without_secrets(settings: Settings) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(masked(settings.model_dump_json()))
+    return values
+
+
+def _toml(values: dict[str, Any]) -> Iterator[str]:
+    """JSON's strings, numbers, booleans and arrays are TOML's."""
+
+    def lines(table: dict[str, Any]) -> Iterator[str]:
+        for key, value in table.items():
+            if value is not None and not isinstance(value, dict) and key != "mirror":
+                yield f"{key} = {json.dumps(value, ensure_ascii=False)}"
+
+    yield from lines(values)
+    for name, section in values.items():
+        if isinstance(section, dict):
+            yield f"\n[{name}]"
+            yield from lines(section)
+    for mirror in values["mirror"]:
+        yield "\n[[mirror]]"
+        yield from lines(mirror)
+
+
+def doctor(session: Session) -> None:
+    """Changes nothing. Status 7 when something that mirrord needs is missing."""
+    checks = examine(config.load(session.config_path() or places.find_path()))
+    if session.json:
+        session.print_json([check._asdict() for check in checks])
+    else:
+        for line in _checked(checks):
+            print_line(line)
+    if any(check.verdict == "fail" for check in checks):
+        raise SystemExit(_RESOURCE)
+
+
+def _checked(checks: list[Check]) -> Iterator[str]:
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        verdict = check.verdict.ljust(4)
+        if sys.stdout.isatty():
+            verdict = f"\x1b[{_COLOURS[check.verdict]}m{verdict}\x1b[0m"
+        yield f"{verdict}  {check.name.ljust(width)}  {check.fact}"
+        if check.remedy:
+            yield f"{' ' * (width + 8)}{check.remedy}"
+
+
+def verify_seal(
+    session: Session,
+    path: Annotated[Path, Argument(help="A working tree or a .git directory, ours or not.")],
+    base: Annotated[str, Option(metavar="SHA", help="Base commit; anything newer is a leak.")],
+    mirror: Annotated[
+        str | None,
+        Option(metavar="NAME", help="A mirror, or a repository's path, that knows the history."),
+    ] = None,
+) -> None:
+    """Status 8 when it leaks. Never uses the repository's own configuration or hooks."""
+    if not path.exists():
+        raise PathNotFoundError(f"cannot verify {path}: no such path")
+    base_commit = parse_commit(base)
+    known_by = _mirror_of(path.resolve()) if mirror is None else _mirror_path(session, mirror)
+    report = verify(path.absolute(), base_commit, known_by)
+    session.answer(report, lambda: _judged(report))
+    if not report.sealed:
+        raise SystemExit(_LEAK)
+
+
+def _mirror_of(path: Path) -> Path | None:
+    """The mirror of a squashed checkout of ours, which alone can judge it; else None.
+
+    A lease is believed only where nobody but root or this user can have written it.
+    """
+    for directory in path.parents:
+        layout = Layout(directory.parent.parent)
+        if directory.parent != layout.checkouts:
+            continue
+        found = [above.stat() for above in (layout.leases, layout.root)]
+        trusted = {0, os.geteuid()}
+        if any(s.st_uid not in trusted or s.st_mode & (stat.S_IWGRP | stat.S_IWOTH) for s in found):
+            continue
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            facts = json.loads((layout.leases / directory.name / "lease.json").read_text())
+            mirror = layout.mirrors / str(MirrorName.parse(facts["mirror"]))
+            if facts["history"] == History.SQUASHED and os.access(mirror / "HEAD", os.R_OK):
+                return mirror
+        return None
+    return None
+
+
+def _mirror_path(session: Session, named: str) -> Path:
+    if Path(named).is_dir():
+        return Path(named).absolute()
+    mirrors = config.load(session.config_path() or places.find_path()).state_dir / "mirrors"
+    key = MirrorName.parse(named).key
+    hint = "give the repository's path"
+    try:
+        found = [entry for entry in mirrors.iterdir() if entry.name.lower() == key]
+    except OSError as error:
+        raise MirrorNotFoundError(
+            f"cannot read the mirrors in {mirrors}: {error.strerror}", hint=hint
+        ) from error
+    if not found:
+        raise MirrorNotFoundError(f"cannot find mirror {named}: not in {mirrors}", hint=hint)
+    return found[0]
+
+
+def _judged(report: SealReport) -> Iterator[str]:
+    for leak in report.leaks:
+        yield f"{leak.kind}: {leak.detail}"
+    verdict = "sealed" if report.sealed else f"leaks ({count(len(report.leaks), 'leak')})"
+    closure = f"{report.objects_in_closure:,} in the closure of {report.base}"
+    yield f"{verdict}: {count(report.objects_present, 'object')} present, {closure}"
+    yield from (f"  checked {what}" for what in report.checked)
