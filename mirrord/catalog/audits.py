@@ -1,7 +1,4 @@
-"""Queries about audits: each is one document, the newest are kept; and the last judgement of each mirror at each level.
-
-Sync functions on one connection.
-"""
+"""Queries about audits, of which the newest are kept, and the last judgement of each mirror."""
 
 from __future__ import annotations
 
@@ -12,19 +9,14 @@ from ..protocol import Audit, AuditPart
 from .database import upsert
 from .schema import JudgementRow, audits, judgements
 
-KEPT = 200
-"""A daily audit of everything, and some asked for by hand, for about half a year."""
+_KEPT = 200  # a daily audit of everything, and some by hand, for about half a year
 
 
 def put_audit(connection: Connection, audit: Audit) -> None:
-    """Record an audit and forget the oldest beyond KEPT, but for those that judgements belong to."""
-    document = audit.to_json()
-    upsert(
-        connection,
-        audits,
-        [{"id": audit.id, "finished_at": audit.finished_at, "document": document}],
-    )
-    newest = select(audits.c.id).order_by(audits.c.finished_at.desc(), audits.c.id).limit(KEPT)
+    """Record an audit; delete old ones that no judgement belongs to."""
+    row = {"id": audit.id, "finished_at": audit.finished_at, "document": audit.to_json()}
+    upsert(connection, audits, [row])
+    newest = select(audits.c.id).order_by(audits.c.finished_at.desc(), audits.c.id).limit(_KEPT)
     kept = {
         *connection.execute(newest).scalars(),
         *connection.execute(select(judgements.c.audit_id)).scalars(),
@@ -37,16 +29,15 @@ def find_audit(connection: Connection, identity: str) -> Audit | None:
     return Audit.from_json(document) if document else None
 
 
-def list_audits(connection: Connection, limit: int) -> list[Audit]:
+def list_audits(connection: Connection, limit: int = 50) -> list[Audit]:
     """The newest first."""
-    query = (
-        select(audits.c.document).order_by(audits.c.finished_at.desc(), audits.c.id).limit(limit)
-    )
-    return [Audit.from_json(document) for document in connection.execute(query).scalars()]
+    query = select(audits.c.document).order_by(audits.c.finished_at.desc(), audits.c.id)
+    documents = connection.execute(query.limit(limit)).scalars()
+    return [Audit.from_json(document) for document in documents]
 
 
 def put_judgement(connection: Connection, row: JudgementRow) -> None:
-    """Record a judgement in the place of the one before."""
+    """Replace the mirror's judgement at this level."""
     value = {
         "mirror_key": row.key,
         "level": row.level,
@@ -59,12 +50,9 @@ def put_judgement(connection: Connection, row: JudgementRow) -> None:
 
 
 def list_judgements(connection: Connection, level: AuditLevel) -> list[JudgementRow]:
-    """The oldest first."""
-    query = (
-        select(judgements)
-        .where(judgements.c.level == level)
-        .order_by(judgements.c.judged_at, judgements.c.mirror_key)
-    )
+    """The last judgement of each mirror by an audit of everything at `level`, the oldest first."""
+    query = select(judgements).where(judgements.c.level == level)
+    query = query.order_by(judgements.c.judged_at, judgements.c.mirror_key)
     return [
         JudgementRow(
             key=row["mirror_key"],

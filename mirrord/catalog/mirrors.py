@@ -1,4 +1,4 @@
-"""Queries about mirrors and pins. Sync functions on one connection; the caller owns the transaction."""
+"""Queries about mirrors and pins. Sync, on one connection; the caller owns the transaction."""
 
 from __future__ import annotations
 
@@ -7,24 +7,13 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any, TypeVar
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    RowMapping,
-    and_,
-    delete,
-    exists,
-    func,
-    select,
-    update,
-)
+from sqlalchemy import Connection, RowMapping, delete, exists, func, select, update
 
 from ..model import CommitId, MirrorName
 from .database import upsert
 from .schema import MirrorRow, PinRow, datasets, judgements, mirrors, pins, recorded
 
-_BATCH = 500
-"""Rows a statement; SQLite takes 32766 variables."""
+_BATCH = 500  # rows a statement; SQLite takes 32766 variables
 
 T = TypeVar("T")
 
@@ -35,39 +24,30 @@ def in_batches(values: Iterable[T], size: int = _BATCH) -> Iterator[list[T]]:
         yield batch
 
 
-# -- mirrors ----------------------------------------------------------------------------------------------------------
-
-
 def put_mirror(connection: Connection, row: MirrorRow) -> None:
-    values = asdict(row) | {"key": row.name.key, "name": str(row.name)}
-    upsert(connection, mirrors, [values])
+    """Insert a mirror, or replace the one of that name."""
+    upsert(connection, mirrors, [asdict(row) | {"key": row.name.key, "name": str(row.name)}])
 
 
 def find_mirror(connection: Connection, key: str) -> MirrorRow | None:
-    found = (
-        connection.execute(select(mirrors).where(mirrors.c.key == key.lower())).mappings().first()
-    )
+    query = select(mirrors).where(mirrors.c.key == key.lower())
+    found = connection.execute(query).mappings().first()
     return _mirror_row(found) if found else None
 
 
 def list_mirrors(connection: Connection) -> list[MirrorRow]:
-    return [
-        _mirror_row(row)
-        for row in connection.execute(select(mirrors).order_by(mirrors.c.key)).mappings()
-    ]
+    query = select(mirrors).order_by(mirrors.c.key)
+    return [_mirror_row(row) for row in connection.execute(query).mappings()]
 
 
-def update_mirror(connection: Connection, key: str, columns: dict[str, Any]) -> bool:
-    return (
-        connection.execute(
-            update(mirrors).where(mirrors.c.key == key.lower()).values(columns)
-        ).rowcount
-        > 0
-    )
+def update_mirror(connection: Connection, /, key: str, **columns: Any) -> bool:
+    """Set columns of a mirror; answers whether it exists."""
+    query = update(mirrors).where(mirrors.c.key == key.lower()).values(columns)
+    return connection.execute(query).rowcount > 0
 
 
 def delete_mirror(connection: Connection, key: str) -> bool:
-    """Delete a mirror, its pins and its judgements; what datasets record of it stays."""
+    """Delete a mirror, its pins and its judgements; what datasets record of it stays, unpinned."""
     connection.execute(delete(judgements).where(judgements.c.mirror_key == key.lower()))
     return connection.execute(delete(mirrors).where(mirrors.c.key == key.lower())).rowcount > 0
 
@@ -77,22 +57,30 @@ def _mirror_row(row: RowMapping) -> MirrorRow:
     return MirrorRow(**values | {"name": MirrorName.parse(row["name"])})
 
 
-# -- pins -------------------------------------------------------------------------------------------------------------
+# -- pins -----------------------------------------------------------------------------------------
 
 
 def put_pins(connection: Connection, rows: Iterable[PinRow]) -> None:
     for batch in in_batches(rows):
-        upsert(connection, pins, [_pin_values(row) for row in batch])
+        values = [
+            {
+                "mirror_key": row.mirror.key,
+                "commit_id": row.commit,
+                "owner": row.owner,
+                "reason": row.reason,
+                "created_at": row.created_at,
+            }
+            for row in batch
+        ]
+        upsert(connection, pins, values)
 
 
 def delete_pins(
     connection: Connection, key: str, commits: Collection[CommitId], owner: str
 ) -> None:
+    mine = (pins.c.mirror_key == key.lower(), pins.c.owner == owner)
     for batch in in_batches(commits):
-        mine = and_(
-            pins.c.mirror_key == key.lower(), pins.c.owner == owner, pins.c.commit_id.in_(batch)
-        )
-        connection.execute(delete(pins).where(mine))
+        connection.execute(delete(pins).where(*mine, pins.c.commit_id.in_(batch)))
 
 
 def list_pins(
@@ -101,32 +89,26 @@ def list_pins(
     commit: CommitId | None = None,
     owner: str | None = None,
 ) -> list[PinRow]:
-    wanted: list[ColumnElement[bool]] = []
+    query = select(pins, mirrors.c.name).join(mirrors)
     if key is not None:
-        wanted.append(pins.c.mirror_key == key.lower())
+        query = query.where(pins.c.mirror_key == key.lower())
     if commit is not None:
-        wanted.append(pins.c.commit_id == commit)
+        query = query.where(pins.c.commit_id == commit)
     if owner is not None:
-        wanted.append(pins.c.owner == owner)
-    query = (
-        select(pins, mirrors.c.name)
-        .join(mirrors)
-        .where(*wanted)
-        .order_by(pins.c.mirror_key, pins.c.commit_id, pins.c.owner)
-    )
+        query = query.where(pins.c.owner == owner)
+    query = query.order_by(pins.c.mirror_key, pins.c.commit_id, pins.c.owner)
     return [_pin_row(row) for row in connection.execute(query).mappings()]
 
 
 def count_pins(connection: Connection) -> dict[str, int]:
     """How many commits are pinned, by mirror key."""
-    query = select(pins.c.mirror_key, func.count(pins.c.commit_id.distinct())).group_by(
-        pins.c.mirror_key
-    )
+    count = func.count(pins.c.commit_id.distinct())
+    query = select(pins.c.mirror_key, count).group_by(pins.c.mirror_key)
     return {row.mirror_key: row[1] for row in connection.execute(query)}
 
 
 def list_stale_pins(connection: Connection, key: str | None = None) -> list[PinRow]:
-    """Pins owned by a dataset that does not record their commit, or that does not exist."""
+    """Pins of a dataset that does not record their commit, or does not exist."""
     still = exists().where(
         recorded.c.mirror_key == pins.c.mirror_key,
         recorded.c.commit_id == pins.c.commit_id,
@@ -137,16 +119,6 @@ def list_stale_pins(connection: Connection, key: str | None = None) -> list[PinR
     if key is not None:
         query = query.where(pins.c.mirror_key == key.lower())
     return [_pin_row(row) for row in connection.execute(query).mappings()]
-
-
-def _pin_values(row: PinRow) -> dict[str, Any]:
-    return {
-        "mirror_key": row.mirror.key,
-        "commit_id": row.commit,
-        "owner": row.owner,
-        "reason": row.reason,
-        "created_at": row.created_at,
-    }
 
 
 def _pin_row(row: RowMapping) -> PinRow:

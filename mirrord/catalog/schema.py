@@ -1,8 +1,9 @@
-"""The tables of the catalog, as migrations leave them at revision HEAD, and their rows as values.
+"""The tables of the catalog at revision HEAD, and their rows as values.
 
-Owns the definitions; a test holds them equal to what the migrations build. Mirrors are keyed by their name in lower case, so that
-two spellings are one row. Instances and recorded commits do not refer to the mirrors table: a dataset may record what is not
-mirrored. Patches are bytes, because PostgreSQL's text refuses NUL, which git's patches may hold.
+A test holds the tables equal to what the migrations build. Mirrors are keyed by their name in lower
+case, so that two spellings are one row. Instances and recorded commits do not refer to the mirrors
+table: a dataset may record what is not mirrored. Patches are bytes, because PostgreSQL's text
+refuses NUL, which git's patches may hold.
 """
 
 from __future__ import annotations
@@ -11,155 +12,144 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    Column,
-    DateTime,
-    Dialect,
-    ForeignKey,
-    ForeignKeyConstraint,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    String,
-    Table,
-    Text,
-    TypeDecorator,
-)
+import sqlalchemy as sa
 
 from ..model import AuditLevel, CommitId, CommitRole, DatasetName, Direction, MirrorName
 from ..protocol import AuditPart, RowFault
 
-HEAD = "0003"
-"""The newest migration."""
+HEAD = "0003"  # the newest migration
 
 
-class UtcTime(TypeDecorator[datetime]):
+class UtcTime(sa.TypeDecorator[datetime]):
     """Aware UTC in and out; SQLite keeps no time zone."""
 
-    impl = DateTime(timezone=True)
+    impl = sa.DateTime(timezone=True)
     cache_ok = True
 
-    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+    def process_bind_param(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:
         return value.astimezone(timezone.utc) if value else None
 
-    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
+    def process_result_value(self, value: Any, dialect: sa.Dialect) -> datetime | None:
         if value is None:
             return None
         aware = value if value.tzinfo else value.replace(tzinfo=timezone.utc)
         return aware.astimezone(timezone.utc)  # type: ignore[no-any-return]
 
 
-metadata = MetaData()
+metadata = sa.MetaData()
 
-version = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
-"""Alembic's own table; not part of `metadata`, because alembic makes it."""
+version = sa.Table(
+    "alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True)
+)
+"""Alembic's own table: not part of `metadata`, because migrations do not make it."""
 
-mirrors = Table(
+mirrors = sa.Table(
     "mirrors",
     metadata,
-    Column("key", Text, primary_key=True),
-    Column("name", Text, nullable=False),
-    Column("url", Text, nullable=False),
-    Column("added_at", UtcTime, nullable=False),
-    Column("default_branch", Text),
-    Column("ref_count", Integer),
-    Column("kept_count", Integer),
-    Column("size_bytes", BigInteger),
-    Column("synced_at", UtcTime),
-    Column("attempted_at", UtcTime),
-    Column("error", JSON),
-    Column("ref_faults", JSON, nullable=False),
-    Column("history", String(40)),
+    sa.Column("key", sa.Text, primary_key=True),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("url", sa.Text, nullable=False),
+    sa.Column("added_at", UtcTime, nullable=False),
+    sa.Column("default_branch", sa.Text),
+    sa.Column("ref_count", sa.Integer),
+    sa.Column("kept_count", sa.Integer),
+    sa.Column("size_bytes", sa.BigInteger),
+    sa.Column("synced_at", UtcTime),
+    sa.Column("attempted_at", UtcTime),
+    sa.Column("error", sa.JSON),
+    sa.Column("ref_faults", sa.JSON, nullable=False),
+    sa.Column("history", sa.String(40)),
 )
 
-pins = Table(
+pins = sa.Table(
     "pins",
     metadata,
-    Column("mirror_key", Text, ForeignKey("mirrors.key", ondelete="CASCADE"), primary_key=True),
-    Column("commit_id", String(40), primary_key=True),
-    Column("owner", Text, primary_key=True),
-    Column("reason", Text, nullable=False),
-    Column("created_at", UtcTime, nullable=False),
-    Index("pins_by_owner", "owner"),
+    sa.Column(
+        "mirror_key", sa.Text, sa.ForeignKey("mirrors.key", ondelete="CASCADE"), primary_key=True
+    ),
+    sa.Column("commit_id", sa.String(40), primary_key=True),
+    sa.Column("owner", sa.Text, primary_key=True),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("created_at", UtcTime, nullable=False),
+    sa.Index("pins_by_owner", "owner"),
 )
 
-datasets = Table(
+datasets = sa.Table(
     "datasets",
     metadata,
-    Column("id", Integer, primary_key=True),
-    Column("name", Text, nullable=False, unique=True),
-    Column("format", Text, nullable=False),
-    Column("source", Text, nullable=False),
-    Column("sha256", String(64), nullable=False),
-    Column("imported_at", UtcTime, nullable=False),
-    Column("fault_count", Integer, nullable=False),
-    Column("faults", JSON, nullable=False),
-    Column("rules", JSON, nullable=False),
-    Column("refused", JSON, nullable=False),
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("name", sa.Text, nullable=False, unique=True),
+    sa.Column("format", sa.Text, nullable=False),
+    sa.Column("source", sa.Text, nullable=False),
+    sa.Column("sha256", sa.String(64), nullable=False),
+    sa.Column("imported_at", UtcTime, nullable=False),
+    sa.Column("fault_count", sa.Integer, nullable=False),
+    sa.Column("faults", sa.JSON, nullable=False),
+    sa.Column("rules", sa.JSON, nullable=False),
+    sa.Column("refused", sa.JSON, nullable=False),
 )
 
-instances = Table(
+instances = sa.Table(
     "instances",
     metadata,
-    Column("dataset_id", Integer, ForeignKey("datasets.id", ondelete="CASCADE"), primary_key=True),
-    Column("id", Text, primary_key=True),
-    Column("mirror_name", Text, nullable=False),
-    Column("base_commit", String(40), nullable=False),
-    Column("direction", String(16), nullable=False),
-    Column("patch", LargeBinary),
-    Column("test_patch", LargeBinary),
-    Column("fail_to_pass", JSON, nullable=False),
-    Column("pass_to_pass", JSON, nullable=False),
-    Column("digest", LargeBinary, nullable=False),
-    Index("instances_by_id", "id", "dataset_id"),
+    sa.Column(
+        "dataset_id", sa.Integer, sa.ForeignKey("datasets.id", ondelete="CASCADE"), primary_key=True
+    ),
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("mirror_name", sa.Text, nullable=False),
+    sa.Column("base_commit", sa.String(40), nullable=False),
+    sa.Column("direction", sa.String(16), nullable=False),
+    sa.Column("patch", sa.LargeBinary),
+    sa.Column("test_patch", sa.LargeBinary),
+    sa.Column("fail_to_pass", sa.JSON, nullable=False),
+    sa.Column("pass_to_pass", sa.JSON, nullable=False),
+    sa.Column("digest", sa.LargeBinary, nullable=False),
+    sa.Index("instances_by_id", "id", "dataset_id"),
 )
 
-recorded = Table(
+recorded = sa.Table(
     "recorded_commits",
     metadata,
-    Column("dataset_id", Integer, primary_key=True),
-    Column("instance_id", Text, primary_key=True),
-    Column("commit_id", String(40), primary_key=True),
-    Column("role", String(32), primary_key=True),
-    Column("mirror_key", Text, nullable=False),
-    Column("mirror_name", Text, nullable=False),
-    ForeignKeyConstraint(
+    sa.Column("dataset_id", sa.Integer, primary_key=True),
+    sa.Column("instance_id", sa.Text, primary_key=True),
+    sa.Column("commit_id", sa.String(40), primary_key=True),
+    sa.Column("role", sa.String(32), primary_key=True),
+    sa.Column("mirror_key", sa.Text, nullable=False),
+    sa.Column("mirror_name", sa.Text, nullable=False),
+    sa.ForeignKeyConstraint(
         ["dataset_id", "instance_id"],
         ["instances.dataset_id", "instances.id"],
         ondelete="CASCADE",
         name="recorded_instance",
     ),
-    Index("recorded_by_mirror", "mirror_key", "commit_id"),
+    sa.Index("recorded_by_mirror", "mirror_key", "commit_id"),
 )
 
-audits = Table(
+audits = sa.Table(
     "audits",
     metadata,
-    Column("id", Text, primary_key=True),
-    Column("finished_at", UtcTime, nullable=False),
-    Column("document", JSON, nullable=False),
-    Index("audits_by_time", "finished_at"),
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("finished_at", UtcTime, nullable=False),
+    sa.Column("document", sa.JSON, nullable=False),
+    sa.Index("audits_by_time", "finished_at"),
 )
 
-judgements = Table(
+judgements = sa.Table(
     "judgements",
     metadata,
-    Column("mirror_key", Text, primary_key=True),
-    Column("level", String(16), primary_key=True),
-    Column("audit_id", Text, nullable=False),
-    Column("started_at", UtcTime, nullable=False),
-    Column("judged_at", UtcTime, nullable=False),
-    Column("document", JSON, nullable=False),
+    sa.Column("mirror_key", sa.Text, primary_key=True),
+    sa.Column("level", sa.String(16), primary_key=True),
+    sa.Column("audit_id", sa.Text, nullable=False),
+    sa.Column("started_at", UtcTime, nullable=False),
+    sa.Column("judged_at", UtcTime, nullable=False),
+    sa.Column("document", sa.JSON, nullable=False),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class MirrorRow:
-    """A mirror as the catalog knows it. `url` may hold a secret: show it only masked. `history` is
-    a record of its ref history that was the newest once."""
+    """`url` may hold a secret: show it only masked. `history` is a record of the mirror's ref
+    history, the newest or an older one."""
 
     name: MirrorName
     url: str = field(repr=False)
@@ -199,7 +189,7 @@ class RecordedRow:
 
 @dataclass(frozen=True, slots=True)
 class JudgementRow:
-    """What the last audit of everything at one level said of one mirror; the audit itself may not have ended yet."""
+    """One mirror's part of the last audit of everything at one level, which may not have ended."""
 
     key: str
     level: AuditLevel
@@ -231,10 +221,10 @@ class InstanceRow:
 
 @dataclass(frozen=True, slots=True)
 class DatasetHead:
-    """What is recorded of a dataset beside its rows.
+    """A dataset without its rows.
 
-    `fault_count` counts all faults, of which `faults` keeps the first; `refused` says by mirror key and commit (`*`: all of
-    them) why it has no pin.
+    `fault_count` counts all faults, of which `faults` keeps the first; `refused` says by mirror key
+    and commit (`*`: all of them) why it has no pin.
     """
 
     name: DatasetName

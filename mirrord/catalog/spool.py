@@ -1,7 +1,7 @@
-"""A dataset on its way into the catalog, or out of it: the JSON-lines file of normalised rows, and transactions that take it.
+"""A dataset on its way into the catalog, or out of it: a JSON-lines file of normalised rows.
 
-Runs in a worker process, in memory bounded by a batch and by the ids of the old dataset. A kill at any moment rolls the
-transaction back: the old dataset stays whole. Rows that did not change are not written.
+Runs in a worker process, in memory bounded by a batch and by the ids of the old dataset. A kill at
+any moment rolls the transaction back: the old dataset stays whole. Unchanged rows are not written.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import closing, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,12 @@ from .schema import DatasetHead, InstanceRow, datasets, instances, recorded
 _BATCH_BYTES = 4 * 1024**2
 _BATCH_ROWS = 500
 
+Spooled = tuple[bytes, dict[str, Any]]
+"""The hash of a line, and its values."""
+
 
 def spooled(row: InstanceRow) -> bytes:
-    """One line of the spool: the same bytes for the same row, so that their hash says whether it changed."""
+    """One line: the same bytes for the same row, so that their hash says whether it changed."""
     value = {
         "id": row.id,
         "mirror": str(row.mirror),
@@ -43,28 +47,20 @@ def spooled(row: InstanceRow) -> bytes:
 
 
 def unspooled(line: bytes) -> InstanceRow:
-    """The row of one line that anybody may have written; raises ValueError, KeyError or TypeError where it is none."""
+    """The row of a line from anywhere; raises ValueError, KeyError or TypeError for any other."""
     value = json.loads(line)
-    texts = [
-        value["id"],
-        *(value[name] for name in ("patch", "test_patch") if value[name] is not None),
-    ]
-    if (
-        not all(isinstance(text, str) for text in (*texts, *value["fail"], *value["pass"]))
-        or len(value["id"]) > 500
-    ):
+    patches = [value[name] for name in ("patch", "test_patch") if value[name] is not None]
+    texts = [value["id"], *patches, *value["fail"], *value["pass"]]
+    if not all(isinstance(text, str) for text in texts) or len(value["id"]) > 500:
         raise ValueError("not the row of an instance")
+    commits = [(parse_commit(commit), CommitRole(role)) for commit, role in value["commits"]]
     return InstanceRow(
         id=value["id"],
         dataset="",
         mirror=MirrorName.parse(value["mirror"]),
         base_commit=parse_commit(value["base"]),
         direction=Direction(value["direction"]),
-        commits=tuple(
-            dict.fromkeys(
-                (parse_commit(commit), CommitRole(role)) for commit, role in value["commits"]
-            )
-        ),
+        commits=tuple(dict.fromkeys(commits)),
         patch=value["patch"],
         test_patch=value["test_patch"],
         fail_to_pass=tuple(value["fail"]),
@@ -74,113 +70,86 @@ def unspooled(line: bytes) -> InstanceRow:
 
 def spool_rows(place: str, dataset: str, key: str, spool: Path) -> int:
     """Write the rows of a dataset that name one mirror; answers how many."""
-    database = Database.at(place)
     count = 0
-    try:
-        with database.read() as connection, spool.open("wb") as lines:
-            for row in iter_instances(connection, dataset, key):
-                lines.write(spooled(row))
-                count += 1
-    finally:
-        database.close()
+    with (
+        closing(Database(place)) as database,
+        database.read() as connection,
+        spool.open("wb") as lines,
+    ):
+        for row in iter_instances(connection, dataset, key):
+            lines.write(spooled(row))
+            count += 1
     return count
 
 
 def merge_dataset(place: str, head: DatasetHead, spool: Path) -> int | None:
-    """Add what is missing of a dataset; answers how many rows, or None where another dataset has the name.
+    """Add the missing rows of a dataset; answers how many, or None where another has the name.
 
-    Two are the same when they were read from the same bytes. Rows that are there stay as they are.
+    Two are the same when they were read from the same bytes. Existing rows stay as they are.
     """
-    database = Database.at(place)
-    try:
-        with database.write() as connection:
-            return _merge(connection, head, spool)
-    finally:
-        database.shrink()
-        database.close()
-
-
-def _merge(connection: Connection, head: DatasetHead, spool: Path) -> int | None:
-    found = connection.execute(
-        select(datasets.c.id, datasets.c.sha256).where(datasets.c.name == head.name)
-    ).first()
-    if found is not None and found.sha256 != head.sha256:
-        return None
-    dataset_id = int(found.id) if found is not None else _put_head(connection, head)
-    known = set(
-        connection.execute(
-            select(instances.c.id).where(instances.c.dataset_id == dataset_id)
-        ).scalars()
-    )
-    count = 0
-    for batch in _batches(spool):
-        fresh = {line["id"]: (digest, line) for digest, line in batch if line["id"] not in known}
-        _insert_instances(connection, dataset_id, list(fresh.values()))
-        known |= fresh.keys()
-        count += len(fresh)
-    return count
+    with _writing(place) as connection:
+        named = select(datasets.c.id, datasets.c.sha256).where(datasets.c.name == head.name)
+        found = connection.execute(named).first()
+        if found is not None and found.sha256 != head.sha256:
+            return None
+        dataset_id = _put_head(connection, head) if found is None else int(found.id)
+        ids = select(instances.c.id).where(instances.c.dataset_id == dataset_id)
+        known = set(connection.execute(ids).scalars())
+        count = 0
+        for batch in _iter_batches(spool):
+            fresh = {row["id"]: (digest, row) for digest, row in batch if row["id"] not in known}
+            _insert_instances(connection, dataset_id, list(fresh.values()))
+            known |= fresh.keys()
+            count += len(fresh)
+        return count
 
 
 def replace_dataset(place: str, head: DatasetHead, spool: Path) -> DatasetChange:
-    """Make the dataset what `head` and the spool say, whatever it was."""
-    database = Database.at(place)
-    try:
-        with database.write() as connection:
-            return _replace(connection, head, spool)
-    finally:
-        database.shrink()
-        database.close()
-
-
-def _replace(connection: Connection, head: DatasetHead, spool: Path) -> DatasetChange:
-    dataset_id = _put_head(connection, head)
-    old = {identity: bytes(digest) for identity, digest in connection.execute(_digests(dataset_id))}
-    change = DatasetChange()
-    unchanged = 0
-    for batch in _batches(spool):
-        fresh = [(digest, line) for digest, line in batch if old.get(line["id"]) != digest]
-        unchanged += len(batch) - len(fresh)
-        changed = [line["id"] for _, line in fresh if line["id"] in old]
-        change.changed.extend(changed)
-        change.added.extend(line["id"] for _, line in fresh if line["id"] not in old)
-        _delete_instances(connection, dataset_id, changed)
-        _insert_instances(connection, dataset_id, fresh)
-        for _, line in batch:
-            old.pop(line["id"], None)
-    _delete_instances(connection, dataset_id, list(old))
-    change.removed.extend(sorted(old))
+    """Replace the dataset, if any, by `head` and the spooled rows."""
+    change, unchanged = DatasetChange(), 0
+    with _writing(place) as connection:
+        dataset_id = _put_head(connection, head)
+        digests = select(instances.c.id, instances.c.digest)
+        mine = digests.where(instances.c.dataset_id == dataset_id)
+        old = {identity: bytes(digest) for identity, digest in connection.execute(mine)}
+        for batch in _iter_batches(spool):
+            fresh = [(digest, row) for digest, row in batch if old.get(row["id"]) != digest]
+            unchanged += len(batch) - len(fresh)
+            changed = [row["id"] for _, row in fresh if row["id"] in old]
+            change.changed.extend(changed)
+            change.added.extend(row["id"] for _, row in fresh if row["id"] not in old)
+            _delete_instances(connection, dataset_id, changed)
+            _insert_instances(connection, dataset_id, fresh)
+            for _, row in batch:
+                old.pop(row["id"], None)
+        _delete_instances(connection, dataset_id, list(old))
+        change.removed.extend(sorted(old))
     return replace(change, unchanged_count=unchanged)
 
 
-def _digests(dataset_id: int) -> Any:
-    return select(instances.c.id, instances.c.digest).where(instances.c.dataset_id == dataset_id)
+@contextmanager
+def _writing(place: str) -> Iterator[Connection]:
+    """One transaction of a worker; gives back the disk that a large one took."""
+    with closing(Database(place)) as database:
+        try:
+            with database.write() as connection:
+                yield connection
+        finally:
+            database.shrink()
 
 
 def _put_head(connection: Connection, head: DatasetHead) -> int:
-    values = {
-        "name": head.name,
-        "format": head.format,
-        "source": head.source,
-        "sha256": head.sha256,
-        "imported_at": head.imported_at,
-        "fault_count": head.fault_count,
-        "faults": [fault.to_json() for fault in head.faults],
-        "rules": head.rules,
-        "refused": head.refused,
-    }
+    values = asdict(head)
     found = connection.execute(select(datasets.c.id).where(datasets.c.name == head.name)).scalar()
     if found is None:
-        return int(
-            connection.execute(
-                insert(datasets).values(values).returning(datasets.c.id)
-            ).scalar_one()
-        )
+        query = insert(datasets).values(values).returning(datasets.c.id)
+        return int(connection.execute(query).scalar_one())
     connection.execute(update(datasets).where(datasets.c.id == found).values(values))
     return int(found)
 
 
-def _batches(spool: Path) -> Iterator[list[tuple[bytes, dict[str, Any]]]]:
-    batch: list[tuple[bytes, dict[str, Any]]] = []
+def _iter_batches(spool: Path) -> Iterator[list[Spooled]]:
+    batch: list[Spooled] = []
     size = 0
     with spool.open("rb") as lines:
         for line in lines:
@@ -195,51 +164,39 @@ def _batches(spool: Path) -> Iterator[list[tuple[bytes, dict[str, Any]]]]:
 
 def _delete_instances(connection: Connection, dataset_id: int, ids: list[str]) -> None:
     for batch in in_batches(ids):
-        connection.execute(
-            delete(instances).where(instances.c.dataset_id == dataset_id, instances.c.id.in_(batch))
-        )
+        mine = (instances.c.dataset_id == dataset_id, instances.c.id.in_(batch))
+        connection.execute(delete(instances).where(*mine))
 
 
-def _insert_instances(
-    connection: Connection, dataset_id: int, rows: list[tuple[bytes, dict[str, Any]]]
-) -> None:
+def _insert_instances(connection: Connection, dataset_id: int, rows: list[Spooled]) -> None:
     if not rows:
         return
-    connection.execute(
-        insert(instances), [_instance_values(dataset_id, digest, line) for digest, line in rows]
-    )
-    connection.execute(
-        insert(recorded),
-        [values for _, line in rows for values in _recorded_values(dataset_id, line)],
-    )
-
-
-def _instance_values(dataset_id: int, digest: bytes, line: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "dataset_id": dataset_id,
-        "id": line["id"],
-        "mirror_name": line["mirror"],
-        "base_commit": line["base"],
-        "direction": line["direction"],
-        "patch": _bytes(line["patch"]),
-        "test_patch": _bytes(line["test_patch"]),
-        "fail_to_pass": line["fail"],
-        "pass_to_pass": line["pass"],
-        "digest": digest,
-    }
-
-
-def _recorded_values(dataset_id: int, line: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for commit, role in line["commits"]:
-        yield {
+    values = [
+        {
             "dataset_id": dataset_id,
-            "instance_id": line["id"],
+            "id": row["id"],
+            "mirror_name": row["mirror"],
+            "base_commit": row["base"],
+            "direction": row["direction"],
+            "patch": None if row["patch"] is None else row["patch"].encode(),
+            "test_patch": None if row["test_patch"] is None else row["test_patch"].encode(),
+            "fail_to_pass": row["fail"],
+            "pass_to_pass": row["pass"],
+            "digest": digest,
+        }
+        for digest, row in rows
+    ]
+    connection.execute(insert(instances), values)
+    commits = [
+        {
+            "dataset_id": dataset_id,
+            "instance_id": row["id"],
             "commit_id": commit,
             "role": role,
-            "mirror_key": line["mirror"].lower(),
-            "mirror_name": line["mirror"],
+            "mirror_key": row["mirror"].lower(),
+            "mirror_name": row["mirror"],
         }
-
-
-def _bytes(text: str | None) -> bytes | None:
-    return None if text is None else text.encode()
+        for _, row in rows
+        for commit, role in row["commits"]
+    ]
+    connection.execute(insert(recorded), commits)

@@ -627,7 +627,7 @@ def test_migrations_build_exactly_the_tables_of_the_schema(place: str | Path) ->
     config.set_main_option("script_location", str(MIGRATIONS))
     assert ScriptDirectory.from_config(config).get_heads() == [HEAD]
     migrate(str(place))
-    database = Database.at(place)
+    database = Database(place)
     with database.read() as connection:
         context = MigrationContext.configure(
             connection, opts={"compare_type": True, "compare_server_default": True}

@@ -109,7 +109,7 @@ def make_old(state: Path) -> Rows:
 def _migrate_to(revision: str, catalog: Path) -> None:
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS))
-    database = Database.at(catalog)
+    database = Database(catalog)
     try:
         with database.write() as connection:
             config.attributes["connection"] = connection

@@ -1,4 +1,4 @@
-"""What alembic runs: all missing migrations on the connection it was given, in the caller's transaction."""
+"""Alembic's entry: all missing migrations on a given connection, in the caller's transaction."""
 
 from __future__ import annotations
 
