@@ -1,26 +1,31 @@
-"""One layer of overlay templates, as it is recorded beside its files.
+"""The layers of overlay templates: one as its record says, and the index of those a mirror has.
 
-Owns `layer.json` in `trees/<tree>` (a keyframe: a whole tree) and `trees/<tree>@<base tree>` (a
-delta), beside `files`, `index` and the private manifest. Loads no libgit2: the daemon keeps these
-records in memory, workers build what they describe.
+A layer is `trees/<tree>` (a keyframe: a whole tree) or `trees/<tree>@<base tree>` (a delta), with
+`layer.json`, `files` and `index` for overlayfs, and the private manifest. Loads no libgit2: the
+daemon keeps the records in memory, workers build the layers.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 from ...host.processes import boot_id
 
+NEAR = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """`base` is the tree that a delta lies on. `depth` counts layers down to the keyframe, itself included. `time` is the
-    commit's. `size_bytes` goes with the layer, `shared_bytes` are of files that it was the first to have (`blobs.py`).
+    """`base` is the tree that a delta lies on; `depth` counts layers down to the keyframe, itself
+    included. `time` is the commit's. `size_bytes` are the layer's own, `shared_bytes` those of the
+    shared files that it was the first to have, `whole_bytes` those of its keyframe.
     """
 
     tree: str
@@ -39,27 +44,27 @@ class Layer:
 
     @property
     def whiteouts(self) -> list[bytes]:
-        """The paths that a delta hides; kept as latin-1 text, which holds any bytes."""
+        """The paths that a delta hides; recorded as latin-1 text, which holds any bytes."""
         return [path.encode("latin-1") for path in self.removed]
 
 
 def files_path(trees: Path, layer: Layer) -> Path:
-    """The directory that overlayfs gets."""
+    """The directory of files, for overlayfs."""
     return trees / layer.name / "files"
 
 
 def index_path(layer: Path) -> Path:
-    """The directory of a layer with `.git/index`, which overlayfs gets as one more, on top."""
+    """The directory of a layer with `.git/index`: one more for overlayfs, on top."""
     return layer / "index"
 
 
 def blobs_path(trees: Path) -> Path:
-    """Where the files are that layers share."""
+    """The files that layers share."""
     return trees.parent / "blobs"
 
 
 def chain_of(layer: Layer, layers: Mapping[str, Layer]) -> list[Layer]:
-    """The layer and those it lies on, top first, out of `layers` by tree; KeyError where one is gone."""
+    """The layer and those below it, top first; KeyError where one is gone."""
     chain = [layer]
     while (base := chain[-1].base) is not None:
         chain.append(layers[base])
@@ -67,15 +72,17 @@ def chain_of(layer: Layer, layers: Mapping[str, Layer]) -> list[Layer]:
 
 
 def write_record(directory: Path, layer: Layer) -> None:
-    """Write `layer.json`. The boot id says when it was proven: what a power failure may have torn is proven again."""
-    record = {**asdict(layer), "boot": boot_id()}
+    """Write `layer.json`, with the boot in which the layer was proven.
+
+    Nothing is flushed, so a power failure may tear a layer: after a boot it is proven again.
+    """
     temporary = directory / "layer.json.new"
-    temporary.write_text(json.dumps(record), encoding="utf-8")
+    temporary.write_text(json.dumps({**asdict(layer), "boot": boot_id()}), encoding="utf-8")
     temporary.rename(directory / "layer.json")
 
 
 def read_record(directory: Path) -> tuple[Layer, bool] | None:
-    """The layer in a directory, and whether it was proven since this boot; None where there is no sound record."""
+    """The layer of a directory, and whether it was proven in this boot; None without a record."""
     try:
         record = json.loads((directory / "layer.json").read_text(encoding="utf-8"))
         proven = record.pop("boot") == boot_id()
@@ -85,11 +92,11 @@ def read_record(directory: Path) -> tuple[Layer, bool] | None:
     return (layer, proven) if layer.name == directory.name else None
 
 
-NEAR = 2
-
-
 class LayerIndex(Mapping[str, Layer]):
-    """Layers by tree. `size_bytes` is what they have to themselves."""
+    """Layers by tree, with thousands of which no question looks at all. Touches no disk.
+
+    `size_bytes` is the sum of their own bytes.
+    """
 
     def __init__(self) -> None:
         self.size_bytes = 0
@@ -107,7 +114,7 @@ class LayerIndex(Mapping[str, Layer]):
         return len(self._layers)
 
     def add(self, layer: Layer) -> None:
-        """Take a layer in, in place of the one that its tree had."""
+        """Add a layer, in place of the former one of its tree."""
         if layer.tree in self._layers:
             self.remove(layer.tree)
         self._layers[layer.tree] = layer
@@ -117,7 +124,7 @@ class LayerIndex(Mapping[str, Layer]):
             self._above[layer.base].add(layer.tree)
 
     def remove(self, tree: str) -> Layer:
-        """Forget a layer; what lies on it stays in the books."""
+        """Remove a layer; those above it stay."""
         layer = self._layers.pop(tree)
         self.size_bytes -= layer.size_bytes
         times = self._times[layer.depth]
@@ -129,7 +136,7 @@ class LayerIndex(Mapping[str, Layer]):
         return layer
 
     def above(self, tree: str) -> set[str]:
-        """A tree and those whose layers lie on it, however high."""
+        """A tree and all whose layers lie on it, however high."""
         found, left = {tree}, [tree]
         while left:
             more = self._above.get(left.pop(), set()) - found
@@ -138,37 +145,28 @@ class LayerIndex(Mapping[str, Layer]):
         return found
 
     def carries(self, tree: str) -> bool:
-        """Whether anything lies on a layer."""
+        """Whether another layer lies on this one."""
         return tree in self._above
 
-    def near(self, time: int, unproven: Container[str] = ()) -> list[Layer]:
-        """What a layer of that time may lie on: the nearest few of each depth that are proven with all below them, and these."""
-        found: dict[str, Layer] = {}
-        for times in self._times.values():
-            for tree in self._nearest(times, time, unproven):
-                found |= {layer.tree: layer for layer in chain_of(self._layers[tree], self._layers)}
-        return list(found.values())
-
     def is_whole(self, tree: str, unproven: Container[str] = ()) -> bool:
-        """Whether a layer and all below it are there and proven."""
+        """Whether a layer and all below it exist and are proven."""
         try:
-            return all(
-                layer.tree not in unproven for layer in chain_of(self._layers[tree], self._layers)
-            )
+            chain = chain_of(self._layers[tree], self._layers)
         except KeyError:
             return False
+        return all(layer.tree not in unproven for layer in chain)
 
-    def _nearest(
-        self, times: list[tuple[int, str]], time: int, unproven: Container[str]
-    ) -> list[str]:
-        after = bisect_left(times, (time, ""))
-        before, found = after - 1, list[str]()
-        while len(found) < NEAR and (before >= 0 or after < len(times)):
-            is_later = before < 0 or (
-                after < len(times) and times[after][0] - time < time - times[before][0]
+    def near(self, time: int, unproven: Container[str] = ()) -> list[Layer]:
+        """The layers to build on: of each depth the nearest NEAR in time that are whole, each with
+        those below it.
+        """
+        found: dict[str, Layer] = {}
+        for times in self._times.values():
+            at = bisect_left(times, (time, ""))
+            nearest = heapq.merge(
+                reversed(times[:at]), times[at:], key=lambda each: abs(each[0] - time)
             )
-            tree = times[after if is_later else before][1]
-            before, after = (before, after + 1) if is_later else (before - 1, after)
-            if self.is_whole(tree, unproven):
-                found.append(tree)
-        return found
+            whole = (tree for _, tree in nearest if self.is_whole(tree, unproven))
+            for tree in islice(whole, NEAR):
+                found |= {each.tree: each for each in chain_of(self._layers[tree], self._layers)}
+        return list(found.values())

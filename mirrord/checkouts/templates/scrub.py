@@ -1,7 +1,7 @@
-"""Proving again, by content, what checkouts of one mirror are made from: layers, sealed stores and their packs.
+"""Prove by content again what the checkouts of a mirror are made from: layers, stores and packs.
 
-What is damaged goes out of use, so that the next checkout builds it again; what a checkout holds stays until it lets go. Never
-touches a mirror or a checkout.
+Damaged parts go out of use, so that the next checkout builds them again; a part that a checkout
+holds stays until its release. Never touches a mirror or a checkout.
 """
 
 from __future__ import annotations
@@ -17,84 +17,58 @@ from ...jobs.events import Events
 from ...model import CommitId, History, MirrorName
 from ..stores.builder import StoreBuilder
 from ..stores.store import is_as_built, read_records
-from .registry import MirrorTemplates, TemplateRegistry
+from .registry import TemplateRegistry
 
 _TIMEOUT = timedelta(hours=1)
 _REBUILT = "it is out of use, and the next checkout builds it again"
 _HELD = "a checkout holds it: release that, and scrub again"
 
 
-class Scrub:
-    """Looks at one shelf after the other."""
+async def scrub(
+    name: MirrorName,
+    registry: TemplateRegistry,
+    gitdirs: StoreBuilder,
+    workers: Workers,
+    events: Events,
+) -> dict[str, str]:
+    """Scrub one mirror's templates; answers the damaged parts, with what became of them."""
+    templates = registry.get(name)
+    directory = templates.directory
+    found = {}
+    for tree in list(templates.layers):
+        if tree not in templates.layers or await registry.is_sound(templates, tree):
+            continue
+        events.publish("template.damaged", mirror=directory.name, tree=tree)
+        async with registry.lock(templates):
+            await registry.retire(templates, tree)
+        found[f"template {tree}"] = f"checksum mismatch; {_REBUILT}"
 
-    def __init__(
-        self, *, shelves: TemplateRegistry, gitdirs: StoreBuilder, workers: Workers, events: Events
-    ) -> None:
-        self._shelves = shelves
-        self._gitdirs = gitdirs
-        self._workers = workers
-        self._events = events
+    async def discard(bad: Path) -> str:
+        """Discard the closure layer or the store that a bad file is in."""
+        kind, stem, *_ = bad.relative_to(directory).parts
+        place = directory / kind / stem
+        if place in registry.held:
+            return _HELD
+        history, _, commit = stem.partition("-")
+        if kind == "gits" and (store := gitdirs.find(name, CommitId(commit), History(history))):
+            await gitdirs.drop(store)
+        else:
+            await gitdirs.discard(place)  # may be gone: the index was bad, too
+        return _REBUILT
 
-    async def perform(self, name: MirrorName) -> dict[str, str]:
-        """What was damaged, with what became of it."""
-        shelf = self._shelves.get(name)
-        found = await self._layers(shelf) | await self._packs(name, shelf)
-        found |= await self._stores(name, shelf)
-        await self._shelves.sweep()
-        return found
-
-    async def _layers(self, shelf: MirrorTemplates) -> dict[str, str]:
-        found = {}
-        for tree in list(shelf.layers):
-            if tree not in shelf.layers or await self._shelves.is_sound(shelf, tree):
-                continue
-            self._events.publish("template.damaged", mirror=shelf.directory.name, tree=tree)
-            async with self._shelves.lock(shelf):
-                await self._shelves.retire(shelf, tree)
-            found[f"template {tree}"] = f"its files are not what they were; {_REBUILT}"
-        return found
-
-    async def _packs(self, name: MirrorName, shelf: MirrorTemplates) -> dict[str, str]:
-        found = {}
-        for path in await self._workers.call(find_bad_packs, shelf.directory, timeout=_TIMEOUT):
-            self._events.publish("closure.damaged", mirror=str(name), pack=path.name)
-            is_gone = await self._drop(name, path.relative_to(shelf.directory).parts)
-            found[f"closure pack {path.name}"] = (
-                f"its bytes are not what they were; {_REBUILT if is_gone else _HELD}"
-            )
-        return found
-
-    async def _stores(self, name: MirrorName, shelf: MirrorTemplates) -> dict[str, str]:
-        found = {}
-        for path in await self._workers.call(
-            find_bad_stores, shelf.directory, name, timeout=_TIMEOUT
-        ):
-            self._events.publish("store.damaged", mirror=str(name), store=path.name)
-            is_gone = await self._drop(name, path.relative_to(shelf.directory).parts)
-            found[f"sealed store {path.name}"] = (
-                f"its files are not what they were; {_REBUILT if is_gone else _HELD}"
-            )
-        return found
-
-    async def _drop(self, name: MirrorName, parts: tuple[str, ...]) -> bool:
-        """Take the directory out of use that has a bad pack: a layer of closures, or the sealed store of one commit."""
-        shelf = self._shelves.get(name)
-        place = shelf.directory / parts[0] / parts[1]
-        if place in self._shelves.holds:
-            return False
-        if parts[0] == "gits":
-            history, _, commit = parts[1].partition("-")
-            if gitdir := self._gitdirs.find(name, CommitId(commit), History(history)):
-                await self._gitdirs.drop(gitdir)
-                return True
-        await self._gitdirs.discard(place)  # gone already where the index was bad, too
-        return True
+    for pack in await workers.call(find_bad_packs, directory, timeout=_TIMEOUT):
+        events.publish("closure.damaged", mirror=str(name), pack=pack.name)
+        found[f"closure pack {pack.name}"] = f"checksum mismatch; {await discard(pack)}"
+    for path in await workers.call(find_bad_stores, directory, name, timeout=_TIMEOUT):
+        events.publish("store.damaged", mirror=str(name), store=path.name)
+        found[f"sealed store {path.name}"] = f"checksum mismatch; {await discard(path)}"
+    await registry.sweep()
+    return found
 
 
 def find_bad_packs(directory: Path) -> list[Path]:
-    """Packs and indexes of one mirror's sealed stores whose bytes have another checksum than they end with. Runs in a worker.
-
-    A file of many links is read once, and named where each lies.
+    """Packs and indexes of one mirror's stores with another checksum than they end with, or without
+    their other half. Runs in a worker. A file of many links is read once, and named at each.
     """
     with ThreadPoolExecutor(1, initializer=lower_priority) as thread:
         return thread.submit(_find_bad_packs, directory).result()
@@ -113,29 +87,23 @@ def _find_bad_packs(directory: Path) -> list[Path]:
                 continue
             if not sound[inode]:
                 bad.append(file)
-    return bad + [pack for layer in directory.glob("packs/[!.]*") for pack in _halves(layer)]
-
-
-def _halves(layer: Path) -> list[Path]:
-    """Packs of a layer that is on record, which or whose index is not there."""
-    if not (layer / "layer.json").exists():
-        return []
-    stems = {file.with_suffix("") for file in layer.glob("pack-*")} or {layer / "pack"}
-    pairs = [(stem.with_suffix(".pack"), stem.with_suffix(".idx")) for stem in sorted(stems)]
-    return [pack for pack, index in pairs if not (pack.exists() and index.exists())]
+    for record in directory.glob("packs/[!.]*/layer.json"):
+        layer = record.parent
+        stems = {file.with_suffix("") for file in layer.glob("pack-*")} or {layer / "pack"}
+        packs = [stem.with_suffix(".pack") for stem in sorted(stems)]
+        bad += [p for p in packs if not (p.exists() and p.with_suffix(".idx").exists())]
+    return bad
 
 
 def find_bad_stores(directory: Path, name: MirrorName) -> list[Path]:
-    """Sealed stores of one mirror with other control files than they were built with, or without one of their packs.
+    """Stores of one mirror with changed control files or without one of their packs.
 
-    Looked at twice: one may be built again meanwhile.
+    Looked at twice, because one may be built again meanwhile. Runs in a worker.
     """
-    found = _altered(directory, name)
-    return sorted(found & _altered(directory, name)) if found else []
 
+    def altered() -> set[Path]:
+        records = read_records(directory / "gits", name)
+        return {path for path, (at, _) in records.items() if path.exists() and not is_as_built(at)}
 
-def _altered(directory: Path, name: MirrorName) -> set[Path]:
-    records = read_records(directory / "gits", name)
-    return {
-        path for path, (gitdir, _) in records.items() if path.exists() and not is_as_built(gitdir)
-    }
+    found = altered()
+    return sorted(found & altered()) if found else []

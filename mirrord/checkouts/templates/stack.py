@@ -1,6 +1,6 @@
-"""Proof that a layer holds what its record says, by content, whiteouts included.
+"""A stack of layers as one tree: the manifest it shows, its index, and the proof by content.
 
-Owns the comparison that is made before anybody gets a layer, after a reboot, and in a scrub. Sync; runs in workers; never mends.
+A layer is proven before anybody gets it, after a reboot, and in a scrub. Sync; runs in workers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from ..files.records import Records
 from ..files.scan import iter_files
 from .layers import Layer, files_path, index_path
 
+_HINT = "it will be built again"
+
 
 def read_manifest(trees: Path, chain: Sequence[Layer]) -> Manifest:
     """The manifest of the tree that a chain of layers, top first, shows when mounted.
 
-    Not to be changed: it is kept for the next call.
+    Do not change it: it is kept for the next call.
     """
     written = tuple((trees / layer.name / "manifest").stat() for layer in chain)
     return _read_manifest(
@@ -42,27 +44,27 @@ def _read_manifest(
     manifest = Manifest.load(trees / chain[0].name / "manifest")
     if len(chain) == 1:
         return manifest
-    return laid_on(_read_manifest(trees, chain[1:], written[1:]), manifest, chain[0])
+    return laid_on(_read_manifest(trees, chain[1:], written[1:]), manifest, chain[0].whiteouts)
 
 
-def laid_on(below: Manifest, delta: Manifest, layer: Layer) -> Manifest:
-    """The manifest of a delta over that of its base."""
-    gone = set(layer.whiteouts)
-    if not gone:
-        return Manifest(delta.commit, delta.tree, delta.recorded_ns, below.files | delta.files)
-    inside = tuple(path + b"/" for path in gone)
-    files = {
-        path: entry
-        for path, entry in below.files.items()
-        if path not in gone and not path.startswith(inside)
-    }
-    return Manifest(delta.commit, delta.tree, delta.recorded_ns, Records(files) | delta.files)
+def laid_on(below: Manifest, delta: Manifest, removed: Sequence[bytes]) -> Manifest:
+    """The manifest of a delta over that of its base, without the `removed` paths of that."""
+    files, gone = below.files, set(removed)
+    if gone:
+        inside = tuple(path + b"/" for path in gone)
+        files = Records(
+            {
+                path: entry
+                for path, entry in files.items()
+                if path not in gone and not path.startswith(inside)
+            }
+        )
+    return Manifest(delta.commit, delta.tree, delta.recorded_ns, files | delta.files)
 
 
 def write_index(manifest: Manifest, layer: Path) -> int:
-    """Give a layer its directory with `.git/index`, which all who mount the stack see; its size in bytes."""
-    data = index_bytes(manifest)
-    above = index_path(layer)
+    """Write the index of a stack into its top layer; answers its bytes."""
+    data, above = index_bytes(manifest), index_path(layer)
     file = above / ".git" / "index"
     file.parent.mkdir(parents=True)
     file.write_bytes(data)
@@ -77,11 +79,8 @@ def parents(path: bytes) -> list[bytes]:
     return [b"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
 
-_HINT = "it will be built again"
-
-
 def verify_layer(trees: Path, chain: Sequence[Layer]) -> None:
-    """Read the top layer of a chain again and compare it with its record; raises ProofFailedError."""
+    """Read the top layer of a chain and compare it with its record; raises ProofFailedError."""
     layer = chain[0]
     files = files_path(trees, layer)
     try:
@@ -91,37 +90,33 @@ def verify_layer(trees: Path, chain: Sequence[Layer]) -> None:
             prove_tree_id(hash_tree(files, manifest), layer.tree)
             prove_nothing_else(files, set(manifest.files))
         else:
-            whole = laid_on(read_manifest(trees, chain[1:]), manifest, layer)
+            whole = laid_on(read_manifest(trees, chain[1:]), manifest, layer.whiteouts)
             prove_delta(files, manifest, [p for p in layer.whiteouts if p not in manifest.files])
             prove_tree_id(tree_id(whole), layer.tree)
-        _prove_index(index_path(trees / layer.name), whole)
+        above = index_path(trees / layer.name)
+        index = above / ".git" / "index"
+        if set(above.rglob("*")) != {index.parent, index} or (
+            index.read_bytes() != index_bytes(whole)
+        ):
+            raise ProofFailedError("cannot prove the index: its bytes changed", hint=_HINT)
     except OSError as error:
         raise ProofFailedError(
             f"cannot prove template layer {layer.name}: {error}", hint=_HINT
         ) from error
 
 
-def _prove_index(directory: Path, manifest: Manifest) -> None:
-    """The index is what is written of the manifest, and nothing lies beside it."""
-    found = {path.relative_to(directory) for path in directory.rglob("*")}
-    if found != {Path(".git"), Path(".git/index")} or (
-        directory / ".git/index"
-    ).read_bytes() != index_bytes(manifest):
-        raise ProofFailedError("cannot prove the index: it is not what was written", hint=_HINT)
-
-
 def prove_delta(files: Path, manifest: Manifest, whiteouts: Sequence[bytes]) -> None:
-    prove_files(
-        files,
-        manifest.owner,
-        manifest.files,
-        (path for path, entry in manifest.files.items() if not entry.is_directory),
-    )
-    _prove_directories(
-        files, [path for path, entry in manifest.files.items() if entry.is_directory]
-    )
+    """Its files by content, its directories and whiteouts by kind, and that it has nothing else."""
+    plain = [path for path, entry in manifest.files.items() if not entry.is_directory]
+    prove_files(files, manifest.owner, manifest.files, plain)
     with opened(open_directory(files)) as root, Descent(root, ActingAs(None)) as reader:
-        for path in whiteouts:
+        for path in (path for path, entry in manifest.files.items() if entry.is_directory):
+            found = reader.find_stat(path)
+            if found is None or found.st_mode != stat.S_IFDIR | 0o755:
+                raise ProofFailedError(
+                    f"cannot prove {shown_path(path)}: it is no directory", hint=_HINT
+                )
+        for path in whiteouts:  # overlayfs: a character device 0/0
             found = reader.find_stat(path)
             if found is None or not stat.S_ISCHR(found.st_mode) or found.st_rdev != 0:
                 raise ProofFailedError(
@@ -129,21 +124,6 @@ def prove_delta(files: Path, manifest: Manifest, whiteouts: Sequence[bytes]) -> 
                 )
     above = {parent for path in (*manifest.files, *whiteouts) for parent in parents(path)}
     prove_nothing_else(files, {*manifest.files, *whiteouts, *above})
-
-
-def _prove_directories(files: Path, paths: Sequence[bytes]) -> None:
-    """A directory of a delta is a directory; what is in it was, or will be, looked at by name."""
-    with opened(open_directory(files)) as root, Descent(root, ActingAs(None)) as reader:
-        for path in paths:
-            found = reader.find_stat(path)
-            if (
-                found is None
-                or stat.S_IFMT(found.st_mode) != stat.S_IFDIR
-                or stat.S_IMODE(found.st_mode) != 0o755
-            ):
-                raise ProofFailedError(
-                    f"cannot prove {shown_path(path)}: it is no directory", hint=_HINT
-                )
 
 
 def prove_nothing_else(files: Path, expected: set[bytes]) -> None:
