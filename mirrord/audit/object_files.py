@@ -24,10 +24,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from ..checkouts.stores.sources import loose_digest
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
-from ..git.packfile import ID_BYTES, PackIndex, pack_is_whole, pack_trailer
+from ..git.packs import ID_BYTES, PackIndex, loose_digest, pack_is_whole, pack_trailer
 from ..model import AuditLevel, FindingKind
 
 TIMEOUT = timedelta(hours=1)

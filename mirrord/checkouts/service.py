@@ -39,7 +39,7 @@ from .admission import Admission
 from .backend import CheckoutBackend
 from .leases import Lease, LeaseState, not_found
 from .lifecycle import Lifecycle
-from .patches.revisions import Revisions
+from .patches.service import Patches
 from .pool.backend import PoolBackend
 from .resolve import Resolver
 from .stores.builder import StoreBuilder
@@ -73,7 +73,7 @@ class Checkouts:
         self._events = events
         self._clock = clock
         self._resolver = Resolver(datasets, mirrors, gitdirs.commits.learn)
-        self._revisions = Revisions(workers=workers, mirrors=mirrors, instances=datasets)
+        self._revisions = Patches(workers=workers, mirrors=mirrors, instances=datasets)
         self._lifecycle = Lifecycle(state_dir, [overlay, pool] if overlay else [pool], events)
         self._leases = self._lifecycle.leases
         self._admission = Admission(

@@ -87,7 +87,7 @@ def list_overlay_changes(
 
 def diff_checkout(work: Work, changed: list[bytes], spool: Path) -> bytes | None:
     """A long patch crosses as the file `spool`, and not by pickle."""
-    patch: bytes | None = _module("patches.apply").diff(work, changed, spool)
+    patch: bytes | None = _module("patches.diff").diff(work, changed, spool)
     return patch
 
 

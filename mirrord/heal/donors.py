@@ -20,7 +20,7 @@ from ..audit.stand_in import borrow_from, make_repository
 from ..catalog import MirrorRow
 from ..errors import CorruptObjectError, MirrordError
 from ..git.command import Git
-from ..git.packfile import PackIndex, pack_is_whole, pack_trailer
+from ..git.packs import PackIndex, pack_is_whole, pack_trailer
 from ..git.workers import Workers
 from ..host.files import full_disk_named
 from ..mirrors.bundles.format import BundleHeader, index_bundle, read_header

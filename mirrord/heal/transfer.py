@@ -21,7 +21,7 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.batch import lines_of
 from ..git.command import Git, run_git_sync
 from ..git.environment import STRICT
-from ..git.packfile import PackIndex
+from ..git.packs import PackIndex
 from ..git.workers import Workers
 
 

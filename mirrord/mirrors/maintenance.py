@@ -17,7 +17,7 @@ import anyio
 import structlog
 
 from ..errors import MirrordError
-from ..git.packfile import PackIndex
+from ..git.packs import PackIndex
 from ..git.priority import giving_way
 from ..protocol import Progress
 from .repository import Repository

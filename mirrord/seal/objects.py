@@ -14,11 +14,15 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from ..checkouts.stores.sources import loose_digest
 from ..errors import CorruptObjectError, GitFailedError
-from ..git import commit_graph
 from ..git.command import run_git_sync
-from ..git.packfile import PackIndex, pack_is_whole
+from ..git.packs import (
+    PackIndex,
+    graph_commits,
+    graph_has_known_chunks_only,
+    loose_digest,
+    pack_is_whole,
+)
 from ..protocol import SealLeak
 from .repository import ForeignFile, ForeignRepository, read_bytes, walk
 
@@ -118,8 +122,8 @@ def _is_reverse_index(path: Path) -> bool:
 
 def _graphed(path: Path, where: str, contents: StoreContents) -> list[bytes]:
     try:
-        ids = commit_graph.commit_ids(path)
-        if commit_graph.has_known_chunks_only(path) and pack_is_whole(
+        ids = graph_commits(path)
+        if graph_has_known_chunks_only(path) and pack_is_whole(
             path
         ):  # a graph ends in its checksum as a pack does
             return ids

@@ -18,7 +18,7 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
 from ..model import CommitId, parse_commit
 from ..protocol import SealLeak, SealReport
-from .control import Named, judge_control, judge_work_tree, leak, resolve_head
+from .names import Named, judge_control, judge_work_tree, leak, resolve_head
 from .objects import TIMEOUT, StoreContents, read_contents
 from .repository import ForeignRepository, locate, read_bytes, walk
 

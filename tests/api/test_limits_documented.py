@@ -9,8 +9,7 @@ import pytest
 from mirrord.api import connections, server
 from mirrord.api import request as bodies
 from mirrord.checkouts import worker_calls as calls
-from mirrord.checkouts.patches import apply as patches
-from mirrord.checkouts.patches import staging
+from mirrord.checkouts.patches import diff as staging
 from mirrord.datasets import json_stream, readers
 from mirrord.git.objects import bounds
 from mirrord.git.workers import Workers
@@ -67,7 +66,7 @@ BOUNDS = [
     ("the tree of a commit", [f"{TREE_PATH_LIMIT_BYTES:,} bytes"]),
     (
         "a patch that is given",
-        [f"{patches.PATCH_LIMIT_BYTES // MIB} MiB", f"{staging.FILES_LIMIT:,} new files"],
+        [f"{staging.PATCH_LIMIT_BYTES // MIB} MiB", f"{staging.FILES_LIMIT:,} new files"],
     ),
     ("a patch that is given", [f"{staging.BYTES_LIMIT // MIB} MiB changed"]),
     (

@@ -18,7 +18,7 @@ import pytest
 from gitrepos import git
 from heallab import Furnished, House, refs_of, write
 
-from mirrord.git.packfile import PackIndex
+from mirrord.git.packs import PackIndex
 from mirrord.mirrors.repository import CONFIGURATION, HISTORY
 from mirrord.model import AuditLevel, CommitId, FindingKind
 from mirrord.protocol import Audit, StartAudit

@@ -9,7 +9,7 @@ import pytest
 from gitrepos import git
 
 from mirrord.git.objects import pack_increment
-from mirrord.git.packfile import PackIndex
+from mirrord.git.packs import PackIndex
 
 _NAMES = ("a", "b", "d/a", "d/b", "d/e/a", "d/e/b", "f/a")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mirrord.errors import CorruptObjectError
 from mirrord.git.pack_writer import KINDS, Packed, PackObject, delta, patched, write_pack
-from mirrord.git.packfile import PackIndex
+from mirrord.git.packs import PackIndex
 
 _BLOB = 3
 

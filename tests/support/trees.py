@@ -11,8 +11,7 @@ from pathlib import Path
 
 from gitrepos import Upstream, git
 
-from mirrord.checkouts.files.manifest import Manifest, blob_id
-from mirrord.checkouts.files.records import DIRECTORY, NO_OBJECT, Entry
+from mirrord.checkouts.files.manifest import DIRECTORY, NO_OBJECT, Entry, Manifest, blob_id
 
 
 def awkward(upstream: Upstream) -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from ...errors import ProofFailedError
 from ...host.trash import try_to_remove
 from .manifest import Manifest
-from .scan import content_id
+from .reader import content_id
 from .writer import TreeWriter
 
 _MODES = {False: 0o644, True: 0o755}

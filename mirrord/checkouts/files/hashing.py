@@ -15,10 +15,8 @@ from pathlib import Path
 from ...errors import ProofFailedError
 from ...host.credentials import ActingAs
 from ...host.files import open_child, opened, shown_path
-from .descent import Descent
-from .manifest import Manifest
-from .records import DIRECTORY, Entry
-from .scan import content_id, open_top
+from .manifest import DIRECTORY, Entry, Manifest
+from .reader import Descent, content_id, open_top
 
 _HINT = "another try makes it anew; if it happens again, the disk is failing"
 

@@ -9,10 +9,9 @@ prove. All of it is done as the owner of the tree: what that user may not see ha
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,16 +24,12 @@ from ...host.files import (
     mounted_on,
     names_in,
     open_beneath,
-    open_child,
-    open_directory,
     open_regular,
     opened,
 )
-from .descent import Descent, enter
-from .manifest import Manifest, clock_ns
-from .records import Records, look
+from .manifest import Manifest, Records, clock_ns, look
+from .reader import Descent, content_id, enter, open_top, read_id
 
-_CHUNK_BYTES = 1 << 20
 _LARGE_BYTES = 4 << 20
 _CONTROL = b".git"
 
@@ -133,32 +128,6 @@ def _examine(
     if paths:
         with _Examination(root, owner, manifest, entries, every, found) as examination:
             examination.judge(paths)
-
-
-def content_id(directory: int, name: bytes, found: os.stat_result) -> bytes:
-    """git's blob id of a file's bytes, or of a symbolic link's target; OSError where it is neither."""
-    if stat.S_ISLNK(found.st_mode):
-        target = os.fsencode(os.readlink(name, dir_fd=directory))
-        return hashlib.sha1(b"blob %d\0" % len(target) + target).digest()
-    return _read(open_regular(directory, name), found.st_size)
-
-
-def file_id(fd: int) -> bytes:
-    """git's blob id of what an open file holds."""
-    return _read(os.dup(fd), os.fstat(fd).st_size)
-
-
-def _read(fd: int, size: int) -> bytes:
-    """The blob id of an open file that should have `size` bytes; closes it."""
-    with opened(fd):
-        digest = hashlib.sha1(b"blob %d\0" % size)
-        at, left = 0, size + 1  # one more than there should be: one read is enough for most
-        while left > 0 and (data := os.pread(fd, min(_CHUNK_BYTES, left), at)):
-            digest.update(data)
-            at, left = at + len(data), left - len(data)
-            if left == 1:  # a read that got less than it asked for was at the end
-                break
-        return digest.digest()
 
 
 class _Examination:
@@ -270,7 +239,7 @@ class _Examination:
         try:
             if seen.st_size >= _LARGE_BYTES:
                 self._large[path] = self._readers.submit(
-                    _read, open_regular(directory, name), seen.st_size
+                    read_id, open_regular(directory, name), seen.st_size
                 )
                 return True
             return content_id(directory, name, seen) == self._entries[path].content
@@ -308,24 +277,3 @@ class _Examination:
         if path not in self._children:
             self._children |= self._entries.children([path])
         return self._children[path]
-
-
-def open_top(root: Path) -> int:
-    """Open the top of a pooled tree; CheckoutBusyError where something is mounted on it."""
-    with opened(open_directory(root.parent)) as above:
-        try:
-            return open_child(above, os.fsencode(root.name))
-        except OSError as error:
-            if error.errno == errno.EXDEV:
-                raise mounted_on(os.fsencode(root)) from error
-            raise
-
-
-def iter_files(root: Path, name: bytes) -> Iterator[bytes]:
-    """Everything at and below a name in a directory of the daemon's own."""
-
-    def refused(path: bytes, error: Exception) -> None:
-        raise error
-
-    with opened(open_directory(root)) as fd, Descent(fd, ActingAs(None)) as descent:
-        yield from (path for path, _ in descent.iter_below(name, refused))

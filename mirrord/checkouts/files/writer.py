@@ -28,7 +28,7 @@ from ...host.files import (
     write_all,
 )
 from ...host.trash import TrashDirectory, remove
-from .descent import Descent, enter
+from .reader import Descent, enter
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 

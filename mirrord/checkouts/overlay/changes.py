@@ -18,9 +18,9 @@ from ...errors import CheckoutBusyError
 from ...git.objects import tree_entries
 from ...host.credentials import ActingAs
 from ...host.files import open_directory, opened
-from ..files.descent import Descent
+from ..files.reader import Descent
 from ..files.scan import is_control
-from ..patches.staging import denials_named
+from ..patches.diff import denials_named
 
 
 def changed_paths(

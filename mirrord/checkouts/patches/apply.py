@@ -13,10 +13,8 @@ import stat
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...errors import (
-    DiffTooLargeError,
     InvalidPatchError,
     InvalidRequestError,
     MirrordError,
@@ -27,13 +25,11 @@ from ...errors import (
 from ...host.credentials import ActingAs
 from ...host.files import open_directory, open_regular, opened, shown_path
 from ...model import NAME_LIMIT_BYTES, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
-from ..files.descent import Descent
+from ..files.reader import Descent
 from ..files.writer import TreeWriter
 from ..worker_calls import Work
-from .staging import Staging, staged
+from .diff import Staging, staged
 
-PATCH_LIMIT_BYTES = 256 * 1024**2
-SPOOLED_BYTES = 1024**2
 _OUTSIDE = re.compile(r"invalid path|beyond a symbolic link|outside repository")
 _INVALID = re.compile(
     r"corrupt (?:binary )?patch|No valid patches|unrecognized (?:input|binary patch)|fragment without header|header lacks"
@@ -48,27 +44,6 @@ class _Step:
     path: bytes
     is_new: bool
     mode: str | None
-
-
-def diff(work: Work, changed: list[bytes], spool: Path) -> bytes | None:
-    """The patch from the base commit to the checkout as `git add --all` would see it; a long one is left in `spool`."""
-    with staged(work) as staging:
-        staging.add_changes(changed, keep_ignored=lambda path: False)
-        staging.run(
-            "diff-index", "--cached", "--binary", "--full-index", "-M", "--no-ext-diff", "--no-textconv", "--src-prefix=a/",
-            "--dst-prefix=b/", work.commit, into=spool,
-        )  # fmt: skip
-        size = spool.stat().st_size
-        if size > PATCH_LIMIT_BYTES:
-            raise DiffTooLargeError(
-                f"cannot give the diff: it is larger than {PATCH_LIMIT_BYTES >> 20} MiB",
-                hint="remove large files, or let a .gitignore name them",
-            )
-        if size > SPOOLED_BYTES:
-            return None
-        patch = spool.read_bytes()
-        spool.unlink()
-        return patch
 
 
 def apply(work: Work, changed: list[bytes], patch: bytes, *, reverse: bool) -> list[bytes]:

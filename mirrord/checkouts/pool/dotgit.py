@@ -21,10 +21,9 @@ from ...errors import MirrordError
 from ...host.credentials import ActingAs
 from ...host.files import open_directory, opened
 from ...host.trash import TrashDirectory, remove
-from ..files.descent import Descent
-from ..files.manifest import Manifest, blob_id
-from ..files.records import DIRECTORY, NO_OBJECT, Entry
-from ..files.scan import Changes, file_id, is_control, open_top
+from ..files.manifest import DIRECTORY, NO_OBJECT, Entry, Manifest, blob_id
+from ..files.reader import Descent, file_id, open_top
+from ..files.scan import Changes, is_control
 from ..files.writer import TreeWriter
 
 _GIT = b".git"

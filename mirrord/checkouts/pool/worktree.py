@@ -20,9 +20,9 @@ from ...protocol import Proof
 from ..backend import must_prove
 from ..files.hashing import hash_tree, prove_directories
 from ..files.index import Former, index_bytes, spliced_index
-from ..files.manifest import Manifest, clock_ns
-from ..files.records import DIRECTORY, Entry
-from ..files.scan import Changes, examine, is_control, open_top, scan
+from ..files.manifest import DIRECTORY, Entry, Manifest, clock_ns
+from ..files.reader import open_top
+from ..files.scan import Changes, examine, is_control, scan
 from ..files.tree import materialise, move, must_fit_from, repair
 from ..leases import Directories
 from ..worker_calls import Place

@@ -30,22 +30,25 @@ from ...host.trash import Remains
 from ...mirrors.coalesce import Coalescer
 from ...model import CommitId, History, MirrorName, Resolved
 from ..deferred import Deferred
-from .closures import (
+from .closures import Closures, Commits, Recorded, nothing_recorded
+from .packer import Graphs, Packer, PackFile, together
+from .store import (
     BUILDING,
-    Closures,
-    Recorded,
+    CONFIG,
+    GRAPH,
+    SealedStore,
     building,
+    let_go,
     link_or_copy,
-    nothing_recorded,
+    load,
     publish,
+    read_records,
     remove_all,
     remove_leftovers,
+    remove_unused,
+    save,
+    write_shared,
 )
-from .commit_graphs import Graphs
-from .commits import Commits
-from .packer import Packer, PackFile, together
-from .shared_files import let_go, remove_unused, write_shared
-from .store import CONFIG, GRAPH, SealedStore, load, read_records, save
 from .tags import Tag, Tags, packed_refs
 
 _SQUASHED = """tree {tree}

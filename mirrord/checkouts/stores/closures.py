@@ -9,14 +9,9 @@ leaves whole layers or leftovers that `open` removes.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import secrets
-import shutil
-import tempfile
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -28,25 +23,72 @@ import structlog
 
 from ...errors import (
     CommitNotFoundError,
+    CommitUnservableError,
     CorruptObjectError,
     DeadlineError,
-    DiskFullError,
     GitFailedError,
     OutOfMemoryError,
 )
 from ...git.command import Git
 from ...git.pack_writer import Packed
-from ...git.packfile import has_both_ends
+from ...git.packs import has_both_ends
 from ...git.turns import Turns
 from ...git.workers import Workers
 from ...host.trash import Remains
-from ...model import NEAR, CommitId, MirrorName
+from ...model import NEAR, CommitId, MirrorName, Resolved
 from ..deferred import Deferred
 from .chains import MARGINS, Layer, chain, choose_root, is_short, is_waypoint, plan
-from .commits import Commits
 from .packer import TIMEOUT, Packer, PackFile, together, unservable
+from .store import building, publish, remove_all
 
-BUILDING = ".building-"
+# Named, not imported: it loads libgit2, which only workers do.
+_RESOLVE = "mirrord.git.objects:resolve"
+_TIMEOUT = timedelta(seconds=30)
+_KEPT = 64
+
+
+class Commits:
+    """Belongs to one event loop."""
+
+    def __init__(self, workers: Workers, mirrors_path: Callable[[MirrorName], Path]) -> None:
+        self._workers = workers
+        self._mirrors_path = mirrors_path
+        self._known: dict[tuple[str, CommitId], Resolved] = {}
+
+    def learn(self, name: MirrorName, found: Resolved) -> None:
+        """Keep what was found out anyhow, so that nobody asks again."""
+        self._known.pop((name.key, found.commit), None)
+        self._known[name.key, found.commit] = found
+        if len(self._known) > _KEPT:
+            del self._known[next(iter(self._known))]
+
+    async def get(self, name: MirrorName, commit: CommitId) -> Resolved:
+        """Of bytes that were hashed when they were read; raises CommitNotFoundError, CommitUnservableError."""
+        found = self._known.get((name.key, commit)) or await self._read(name, commit)
+        self.learn(name, found)
+        return found
+
+    async def _read(self, name: MirrorName, commit: CommitId) -> Resolved:
+        try:
+            found: Resolved = await self._workers.call(
+                _RESOLVE, self._mirrors_path(name), commit, timeout=_TIMEOUT
+            )
+        except CommitNotFoundError as error:
+            raise CommitNotFoundError(
+                f"cannot find commit {commit}: {name} does not have it",
+                hint="sync the mirror, or pin the commit so that it is fetched",
+                commit=commit,
+                mirror=str(name),
+            ) from error
+        except CorruptObjectError as error:
+            raise CommitUnservableError(
+                f"cannot serve commit {commit}: its object is damaged",
+                hint="audit and heal the mirror",
+                commit=commit,
+            ) from error
+        return found
+
+
 _NEAR = MARGINS[0] + 1  # first parents that a worker looks at before git is asked for more
 _REACHES = (2048, None)
 _QUICK_TIMEOUT = timedelta(seconds=30)
@@ -311,60 +353,6 @@ class Closures:
 
 
 # -- on disk ----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def building(directory: Path, remains: Remains) -> Iterator[Path]:
-    """A temporary directory beside the result; gone afterwards unless it was renamed."""
-    temporary = Path(tempfile.mkdtemp(prefix=BUILDING, dir=directory))
-    try:
-        yield temporary
-    except OSError as error:
-        raise_disk_full(error, directory)
-        raise
-    finally:
-        remains.remove(temporary)
-
-
-def publish(temporary: Path, target: Path) -> None:
-    """Put a finished directory in its place, over whatever lies there."""
-    temporary.chmod(0o755)
-    if target.exists():
-        shutil.rmtree(target)
-    temporary.rename(target)
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """A hard link; a copy where the file has all the links the file system allows."""
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno not in {errno.EMLINK, errno.EXDEV, errno.EPERM}:
-            raise
-        shutil.copyfile(source, target)
-
-
-def raise_disk_full(error: OSError, directory: Path) -> None:
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        raise DiskFullError(
-            f"cannot write below {directory.name}: {error.strerror}",
-            hint="free space below the state directory",
-        ) from error
-
-
-def remove_leftovers(directory: Path, remains: Remains) -> int:
-    """Remove what a killed build left; nobody builds before this ran."""
-    leftovers = list(directory.glob(f"{BUILDING}*"))
-    for path in leftovers:
-        remains.remove(path)
-    return len(leftovers)
-
-
-def remove_all(directories: Iterable[Path], remains: Remains) -> None:
-    """Remove layers or stores, each by a rename first: what a crash leaves is a leftover and no half of one."""
-    for path in directories:
-        with suppress(FileNotFoundError):
-            remains.remove(path.rename(path.with_name(f"{BUILDING}{secrets.token_hex(8)}")))
 
 
 def _load(directory: Path) -> Iterator[Layer]:

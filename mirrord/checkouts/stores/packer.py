@@ -9,35 +9,128 @@ it is given; the caller removes that when it fails.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
+import structlog
 
 from ...errors import CommitUnservableError, CorruptObjectError, GitFailedError
 from ...git.command import Git
 from ...git.environment import UNTRUSTING
-from ...git.packfile import PackIndex
+from ...git.packs import PackIndex, graph_is_whole, loose_digest, pack_is_whole, pack_trailer
 from ...git.workers import Workers
 from ...host.files import write_all
+from ...host.trash import Remains
 from ...model import CommitId
-from .sources import (
-    HINT,
-    VERIFIED_WHOLE,
-    Sources,
-    Survey,
-    check_loose,
-    check_written,
-    digest_of,
-    survey,
-)
+from ..deferred import Deferred
+from .store import building, link_or_copy
+
+VERIFIED_WHOLE = 20_000
+HINT = "audit the mirror with --level content and heal it"
+_BLOCK = 1 << 20
+_KEPT_MAX = 10_000
+
+_Seen = tuple[str, int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """`digest` is the SHA-1 of all ids, sorted and joined."""
+
+    object_count: int
+    digest: bytes
+
+
+def survey(listing: Path) -> Survey:
+    """What the ids that are the lines of `listing` make."""
+    ids = listing.read_text("ascii").split()
+    return Survey(len(ids), digest_of(bytes.fromhex("".join(sorted(ids)))))
+
+
+def digest_of(ids: bytes) -> bytes:
+    return hashlib.sha1(ids, usedforsecurity=False).digest()
+
+
+class Sources:
+    """The packs and indexes that were read whole, by what would change with them. Methods are for threads."""
+
+    def __init__(self) -> None:
+        self._whole: dict[_Seen, None] = {}
+        self._lock = threading.Lock()
+
+    def check_packs(self, store: Path) -> None:
+        """Raises CorruptObjectError for a pack in `store`, or an index, whose bytes do not have its checksum."""
+        with self._lock:
+            for file in _files(store):
+                with suppress(FileNotFoundError):  # repacked meanwhile
+                    self._check(file)
+
+    def are_whole(self, stores: Iterable[Path]) -> bool:
+        """Whether all packs in `stores` were read and found whole, as they are now; waits for a check that goes on."""
+        with self._lock:
+            try:
+                return all(_seen(file) in self._whole for store in stores for file in _files(store))
+            except FileNotFoundError:
+                return False
+
+    def _check(self, file: Path) -> None:
+        key = _seen(file)
+        if key in self._whole:
+            return
+        if not pack_is_whole(file):
+            raise CorruptObjectError(
+                f"cannot pack out of {file.name}: its bytes are not what they were", hint=HINT
+            )
+        while len(self._whole) >= _KEPT_MAX:
+            self._whole.pop(next(iter(self._whole)), None)
+        self._whole[key] = None
+
+
+def _files(store: Path) -> Iterator[Path]:
+    for kind in ("pack", "idx"):
+        yield from (store / "pack").glob(f"pack-*.{kind}")
+
+
+def _seen(file: Path) -> _Seen:
+    found = file.stat()
+    return str(file), found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+
+
+def check_written(index: PackIndex) -> None:
+    """Raises CorruptObjectError unless a pack and its index have on disk what git wrote."""
+    pack = index.path.with_suffix(".pack")
+    if not (
+        pack_is_whole(index.path)
+        and pack_is_whole(pack)
+        and pack_trailer(pack) == index.pack_checksum
+    ):
+        raise CorruptObjectError(
+            f"cannot use {pack.name}: its bytes are not what was written", hint="check the disk"
+        )
+
+
+def check_loose(store: Path, packed: PackIndex) -> None:
+    """Raises CorruptObjectError when one of the packed objects has a damaged loose file in `store`."""
+    for directory in store.iterdir():
+        if len(directory.name) != 2 or not directory.is_dir():
+            continue
+        for file in directory.iterdir():
+            oid = directory.name + file.name
+            if len(oid) == 40 and bytes.fromhex(oid) in packed and loose_digest(file) != oid:
+                raise CorruptObjectError(
+                    f"cannot pack object {oid}: its loose file is damaged", hint=HINT, objects=[oid]
+                )
+
 
 TIMEOUT = timedelta(minutes=30)
 _WALK = (*UNTRUSTING, "rev-list", "--objects", "--no-object-names")
@@ -246,3 +339,59 @@ def unservable(
         fact=error.message,
         objects=error.facts.get("objects", []),
     )
+
+
+LARGE = 20_000  # objects; below that git is as fast without
+
+log = structlog.get_logger()
+
+
+class Graphs:
+    """Finds graphs, and has missing ones written afterwards."""
+
+    def __init__(self, git: Git, remains: Remains, afterwards: Deferred) -> None:
+        self._git = git
+        self._remains = remains
+        self._afterwards = afterwards
+
+    def find(self, packs: Sequence[PackFile]) -> Path | None:
+        """The graph for a chain of packs, root first; one that is not there is asked for."""
+        large = [number for number, pack in enumerate(packs, 1) if pack.object_count >= LARGE]
+        if not large:
+            return None
+        chain = packs[: large[-1]]
+        graph = chain[-1].path.with_name("commit-graph")
+        if graph_is_whole(graph):
+            return graph
+        self._afterwards.begin(("commit-graph", graph), partial(self._write, graph, chain))
+        return None
+
+    async def _write(self, graph: Path, chain: Sequence[PackFile]) -> None:
+        tip = graph.parent.name
+        with building(graph.parent.parent, self._remains) as scratch:
+            _lay_out(scratch, chain)
+            await self._git.run(
+                *(
+                    "-c",
+                    "core.fsync=none",
+                    "commit-graph",
+                    "write",
+                    "--stdin-commits",
+                    "--no-progress",
+                ),
+                git_dir=scratch,
+                stdin=f"{tip}\n".encode(),
+                timeout=TIMEOUT,
+                doing=f"write the commit-graph of {tip}",
+            )
+            (scratch / "objects/info/commit-graph").rename(graph)
+        log.info("graph.written", commit=tip, size_bytes=graph.stat().st_size)
+
+
+def _lay_out(repository: Path, chain: Sequence[PackFile]) -> None:
+    for directory in ("objects/pack", "objects/info", "refs"):
+        (repository / directory).mkdir(parents=True)
+    (repository / "HEAD").write_text("ref: refs/heads/none\n")
+    for pack in chain:
+        for source in (pack.path, pack.index):
+            link_or_copy(source, repository / "objects/pack" / source.name)

@@ -6,18 +6,25 @@ of that file says when the store was asked for last. What a power cut tore is no
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import secrets
+import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...git import commit_graph
-from ...git.packfile import has_both_ends
+from ...errors import DiskFullError
+from ...git.packs import graph_is_whole, has_both_ends
+from ...host.trash import Remains
 from ...model import CommitId, History, MirrorName
+
+BUILDING = ".building-"
 
 # checkStat: git compares the seconds of mtime, size and mode only, so one index is valid for every user
 # (idmapped mounts change uid and gid) and in every overlay. trustctime: the files of layers are shared
@@ -137,7 +144,103 @@ def _is_whole(found: SealedStore) -> bool:
         return False
     if (found.git / "packed-refs").read_bytes().count(b"\n") != found.tag_count + 1:
         return False
-    if (found.git / GRAPH).exists() and not commit_graph.is_whole(found.git / GRAPH):
+    if (found.git / GRAPH).exists() and not graph_is_whole(found.git / GRAPH):
         return False
     packs = zip(found.packs, found.pack_sizes, strict=True)
     return all(has_both_ends(found.git / "objects/pack" / name, size) for name, size in packs)
+
+
+SHARED = ".shared-"
+_ALONE = 1
+
+
+def write_shared(directory: Path, file: Path, content: bytes) -> None:
+    """Write a file of a store; as a link, where a store in `directory` has the same."""
+    kept = _path(directory, content)
+    try:
+        os.link(kept, file)
+    except OSError as error:
+        if error.errno not in {errno.ENOENT, errno.EMLINK, errno.EXDEV, errno.EPERM}:
+            raise
+    else:
+        if file.read_bytes() == content:
+            return
+        file.unlink()
+        kept.unlink(missing_ok=True)
+    file.write_bytes(content)
+    with suppress(OSError):  # then it is not shared
+        os.link(file, kept)
+
+
+def let_go(directory: Path, file: Path) -> None:
+    """Forget what only this file of a store, which is removed next, has."""
+    with suppress(FileNotFoundError):
+        found, kept = file.stat(), _path(directory, file.read_bytes())
+        if found.st_nlink == _ALONE + 1 and kept.stat().st_ino == found.st_ino:
+            kept.unlink()
+
+
+def remove_unused(directory: Path, remains: Remains) -> int:
+    """Remove what no store has."""
+    unused = [file for file in directory.glob(f"{SHARED}*") if file.stat().st_nlink == _ALONE]
+    for file in unused:
+        remains.remove(file)
+    return len(unused)
+
+
+def _path(directory: Path, content: bytes) -> Path:
+    return directory / f"{SHARED}{hashlib.sha1(content, usedforsecurity=False).hexdigest()}"
+
+
+@contextmanager
+def building(directory: Path, remains: Remains) -> Iterator[Path]:
+    """A temporary directory beside the result; gone afterwards unless it was renamed."""
+    temporary = Path(tempfile.mkdtemp(prefix=BUILDING, dir=directory))
+    try:
+        yield temporary
+    except OSError as error:
+        raise_disk_full(error, directory)
+        raise
+    finally:
+        remains.remove(temporary)
+
+
+def publish(temporary: Path, target: Path) -> None:
+    """Put a finished directory in its place, over whatever lies there."""
+    temporary.chmod(0o755)
+    if target.exists():
+        shutil.rmtree(target)
+    temporary.rename(target)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A hard link; a copy where the file has all the links the file system allows."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in {errno.EMLINK, errno.EXDEV, errno.EPERM}:
+            raise
+        shutil.copyfile(source, target)
+
+
+def raise_disk_full(error: OSError, directory: Path) -> None:
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        raise DiskFullError(
+            f"cannot write below {directory.name}: {error.strerror}",
+            hint="free space below the state directory",
+        ) from error
+
+
+def remove_leftovers(directory: Path, remains: Remains) -> int:
+    """Remove what a killed build left; nobody builds before this ran."""
+    leftovers = list(directory.glob(f"{BUILDING}*"))
+    for path in leftovers:
+        remains.remove(path)
+    return len(leftovers)
+
+
+def remove_all(directories: Iterable[Path], remains: Remains) -> None:
+    """Remove layers or stores, each by a rename first: what a crash leaves is a leftover and no half of one."""
+    for path in directories:
+        with suppress(FileNotFoundError):
+            remains.remove(path.rename(path.with_name(f"{BUILDING}{secrets.token_hex(8)}")))

@@ -17,7 +17,7 @@ import anyio.to_thread
 
 from ...git.batch import object_info
 from ...git.command import Git
-from ...git.packfile import PackIndex
+from ...git.packs import PackIndex
 
 _PEELED_MAX = 100_000
 _INDEXES_MAX = 10_000

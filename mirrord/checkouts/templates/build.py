@@ -17,17 +17,19 @@ from ...git.objects import CommitInfo, Objects, TreeChange, changes, open_object
 from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, open_directory, opened
 from ..files.blobs import Blobs
-from ..files.entries import (
+from ..files.hashing import hash_tree, tree_id
+from ..files.manifest import Manifest
+from ..files.tree import (
     conversions_for,
     is_attributes,
+    materialise,
     mtime_for,
+    reconverted,
     recorded,
+    root_entry,
     share_entries,
     unrecorded,
 )
-from ..files.hashing import hash_tree, tree_id
-from ..files.manifest import Manifest
-from ..files.tree import materialise, reconverted, root_entry
 from ..files.writer import TreeWriter
 from .layers import NEAR, Layer, blobs_path, chain_of, write_record
 from .stack import (

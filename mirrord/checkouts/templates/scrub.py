@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
-from ...git.packfile import pack_is_whole
+from ...git.packs import pack_is_whole
 from ...git.workers import Workers
 from ...host.processes import lower_priority
 from ...jobs.events import Events

@@ -14,12 +14,10 @@ from pathlib import Path
 from ...errors import ProofFailedError
 from ...host.credentials import ActingAs
 from ...host.files import open_directory, opened, shown_path
-from ..files.descent import Descent
 from ..files.hashing import hash_tree, prove_files, tree_id
 from ..files.index import index_bytes
-from ..files.manifest import Manifest
-from ..files.records import Records
-from ..files.scan import iter_files
+from ..files.manifest import Manifest, Records
+from ..files.reader import Descent, iter_files
 from .layers import Layer, files_path, index_path
 
 _HINT = "it will be built again"

@@ -17,7 +17,7 @@ from pygit2.enums import ObjectType
 
 from ...errors import CorruptObjectError
 from ..pack_writer import Packed, PackObject, write_pack
-from ..packfile import PackIndex
+from ..packs import PackIndex
 from .repositories import Objects, open_objects
 
 _OBJECTS_MAX = 2000

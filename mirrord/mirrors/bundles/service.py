@@ -18,7 +18,7 @@ import anyio
 from ...catalog import Catalog, MirrorRow, PinRow
 from ...errors import InvalidBundleError, MirrorNotFoundError
 from ...git.command import Git
-from ...git.packfile import PackIndex
+from ...git.packs import PackIndex
 from ...host.files import full_disk_named, sync_directory, sync_tree
 from ...jobs.events import Events
 from ...model import CommitId, MirrorName, utc_now

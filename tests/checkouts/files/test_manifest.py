@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import awkward, record_control
 
-from mirrord.checkouts.files.manifest import Manifest
-from mirrord.checkouts.files.records import Entry, Records
+from mirrord.checkouts.files.manifest import Entry, Manifest, Records
 from mirrord.checkouts.files.tree import materialise
 from mirrord.errors import ProofFailedError
 

@@ -16,9 +16,9 @@ import pytest
 from gitrepos import Upstream, git
 from trees import awkward, contents, record_control
 
-from mirrord.checkouts.files.manifest import Manifest, clock_ns
-from mirrord.checkouts.files.records import Records
-from mirrord.checkouts.files.scan import Changes, iter_files, scan
+from mirrord.checkouts.files.manifest import Manifest, Records, clock_ns
+from mirrord.checkouts.files.reader import iter_files
+from mirrord.checkouts.files.scan import Changes, scan
 from mirrord.checkouts.files.tree import materialise, repair
 from mirrord.host.trash import TrashDirectory
 

@@ -18,8 +18,7 @@ from checkoutlab import USER, Pool, as_user, deeds, passable_directory, running_
 from gitrepos import Upstream, git
 
 from mirrord.checkouts.files import scan as scanning
-from mirrord.checkouts.files.manifest import Manifest, clock_ns
-from mirrord.checkouts.files.records import Records
+from mirrord.checkouts.files.manifest import Manifest, Records, clock_ns
 from mirrord.checkouts.files.scan import Changes, examine, scan
 from mirrord.checkouts.leases import Lease
 from mirrord.checkouts.pool import worktree as pooled

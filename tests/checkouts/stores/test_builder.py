@@ -11,12 +11,12 @@ import anyio
 import pytest
 from gitrepos import Upstream, git
 
-from mirrord.checkouts.stores import commit_graphs as graphs
+from mirrord.checkouts.stores import packer as graphs
 from mirrord.checkouts.stores.builder import StoreBuilder
 from mirrord.checkouts.stores.store import SealedStore
 from mirrord.errors import CommitNotFoundError, InvalidRequestError
-from mirrord.git import commit_graph
 from mirrord.git.command import Git
+from mirrord.git.packs import graph_commits
 from mirrord.git.workers import Workers
 from mirrord.model import CommitId, History, MirrorName
 from mirrord.seal.verify import verify_seal
@@ -249,7 +249,7 @@ def test_a_store_gets_the_commit_graph_of_its_large_packs(
         await gitdirs.ensure(NAME, site.line[3], History.SEALED)
 
     site.run(body)
-    assert {oid.hex() for oid in commit_graph.commit_ids(graph(built[1]))} <= set(site.line[:4])
+    assert {oid.hex() for oid in graph_commits(graph(built[1]))} <= set(site.line[:4])
     git(built[1].path, "commit-graph", "verify")
     assert verify_seal(built[1].path, site.line[3]).sealed
     graph(built[1]).chmod(0o644)

@@ -25,14 +25,13 @@ from mirrord.checkouts.stores.chains import (
     plan,
     previous,
 )
-from mirrord.checkouts.stores.closures import BUILDING, Closures, remove_leftovers
-from mirrord.checkouts.stores.commits import Commits
-from mirrord.checkouts.stores.packer import Packer, PackFile
-from mirrord.checkouts.stores.sources import check_written
+from mirrord.checkouts.stores.closures import Closures, Commits
+from mirrord.checkouts.stores.packer import Packer, PackFile, check_written
+from mirrord.checkouts.stores.store import BUILDING, remove_leftovers
 from mirrord.errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError
 from mirrord.git.children import Command
 from mirrord.git.command import Git
-from mirrord.git.packfile import PackIndex
+from mirrord.git.packs import PackIndex
 from mirrord.git.workers import Workers
 from mirrord.host.trash import Remains
 from mirrord.model import CommitId, MirrorName

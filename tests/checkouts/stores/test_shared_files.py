@@ -11,7 +11,7 @@ import pytest
 from gitrepos import Upstream
 from templatelab import Store, assert_equals_commit, run
 
-from mirrord.checkouts.stores.shared_files import SHARED, let_go, remove_unused, write_shared
+from mirrord.checkouts.stores.store import SHARED, let_go, remove_unused, write_shared
 from mirrord.host.trash import Remains
 
 

@@ -28,11 +28,14 @@ from ...errors import (
 from ...git.command import GitResult, run_git_sync
 from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, mounted_on, open_directory, opened, shown_path
-from ..files.descent import Descent
 from ..files.manifest import blob_id
+from ..files.reader import Descent
 from ..files.writer import TreeWriter
 from ..pool.dotgit import discard
 from ..worker_calls import Work
+
+PATCH_LIMIT_BYTES = 256 * 1024**2
+SPOOLED_BYTES = 1024**2
 
 FILES_LIMIT = 200_000
 BYTES_LIMIT = 512 * 1024**2
@@ -350,3 +353,24 @@ def _too_large(fact: str) -> DiffTooLargeError:
         f"cannot copy what changed in the checkout: {fact}",
         hint="remove it, or let a .gitignore name it",
     )
+
+
+def diff(work: Work, changed: list[bytes], spool: Path) -> bytes | None:
+    """The patch from the base commit to the checkout as `git add --all` would see it; a long one is left in `spool`."""
+    with staged(work) as staging:
+        staging.add_changes(changed, keep_ignored=lambda path: False)
+        staging.run(
+            "diff-index", "--cached", "--binary", "--full-index", "-M", "--no-ext-diff", "--no-textconv", "--src-prefix=a/",
+            "--dst-prefix=b/", work.commit, into=spool,
+        )  # fmt: skip
+        size = spool.stat().st_size
+        if size > PATCH_LIMIT_BYTES:
+            raise DiffTooLargeError(
+                f"cannot give the diff: it is larger than {PATCH_LIMIT_BYTES >> 20} MiB",
+                hint="remove large files, or let a .gitignore name them",
+            )
+        if size > SPOOLED_BYTES:
+            return None
+        patch = spool.read_bytes()
+        spool.unlink()
+        return patch

@@ -7,18 +7,30 @@ opening, and what a walk through such a tree may cost. Changes nothing. The call
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from ...errors import DiffTooLargeError
 from ...host.credentials import ActingAs
-from ...host.files import find_stat, mounted_on, shown_path
+from ...host.files import (
+    find_stat,
+    mounted_on,
+    open_child,
+    open_directory,
+    open_regular,
+    opened,
+    shown_path,
+)
 from ...host.files import names_in as listed_in
 from ...model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
+
+_CHUNK_BYTES = 1 << 20
 
 _REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
@@ -141,3 +153,50 @@ def enter(owner: ActingAs, directory: int, path: bytes, name: bytes) -> int:
         if error.errno in _REPLACED:
             raise FileNotFoundError(errno.ENOENT, "not a directory any more", path) from error
         raise type(error)(error.errno, error.strerror, path) from error
+
+
+def content_id(directory: int, name: bytes, found: os.stat_result) -> bytes:
+    """git's blob id of a file's bytes, or of a symbolic link's target; OSError where it is neither."""
+    if stat.S_ISLNK(found.st_mode):
+        target = os.fsencode(os.readlink(name, dir_fd=directory))
+        return hashlib.sha1(b"blob %d\0" % len(target) + target).digest()
+    return read_id(open_regular(directory, name), found.st_size)
+
+
+def file_id(fd: int) -> bytes:
+    """git's blob id of what an open file holds."""
+    return read_id(os.dup(fd), os.fstat(fd).st_size)
+
+
+def read_id(fd: int, size: int) -> bytes:
+    """The blob id of an open file that should have `size` bytes; closes it."""
+    with opened(fd):
+        digest = hashlib.sha1(b"blob %d\0" % size)
+        at, left = 0, size + 1  # one more than there should be: one read is enough for most
+        while left > 0 and (data := os.pread(fd, min(_CHUNK_BYTES, left), at)):
+            digest.update(data)
+            at, left = at + len(data), left - len(data)
+            if left == 1:  # a read that got less than it asked for was at the end
+                break
+        return digest.digest()
+
+
+def open_top(root: Path) -> int:
+    """Open the top of a pooled tree; CheckoutBusyError where something is mounted on it."""
+    with opened(open_directory(root.parent)) as above:
+        try:
+            return open_child(above, os.fsencode(root.name))
+        except OSError as error:
+            if error.errno == errno.EXDEV:
+                raise mounted_on(os.fsencode(root)) from error
+            raise
+
+
+def iter_files(root: Path, name: bytes) -> Iterator[bytes]:
+    """Everything at and below a name in a directory of the daemon's own."""
+
+    def refused(path: bytes, error: Exception) -> None:
+        raise error
+
+    with opened(open_directory(root)) as fd, Descent(fd, ActingAs(None)) as descent:
+        yield from (path for path, _ in descent.iter_below(name, refused))

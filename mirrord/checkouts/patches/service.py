@@ -33,7 +33,7 @@ class Pinned(Protocol):
     async def list_pins(self, name: MirrorName | None = None) -> list[Pin]: ...
 
 
-class Revisions:
+class Patches:
     """Diff, apply and restore for one lease at a time; the caller holds its lock."""
 
     def __init__(self, *, workers: Workers, mirrors: Pinned, instances: Datasets) -> None:
