@@ -1,6 +1,7 @@
-"""Work for those who ask next: begun when the one who asked now has the answer, one piece after the other.
+"""Deferred work: begun when the present request is answered, one piece after the other.
 
-Owns the tasks. Nobody waits for them, and nothing is lost where one fails or is cancelled: what it makes is only made sooner.
+Nobody waits for it, and nothing is lost where it fails or is cancelled: it makes the next request
+faster.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _answered: ContextVar[asyncio.Event | None] = ContextVar("answered", default=Non
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Work that is asked for inside, or in tasks begun there, waits until the block is left."""
+    """Hold back the work deferred inside, or in tasks begun there, until the block is left."""
     answered = asyncio.Event()
     token = _answered.set(answered)
     try:
@@ -41,13 +42,12 @@ class Deferred:
         self._tasks: dict[Hashable, asyncio.Task[None]] = {}
         self._turn = anyio.Lock()
 
-    def begin(self, what: tuple[str, Hashable], work: Callable[[], Awaitable[None]]) -> None:
-        """Have `work` done; once, however often it is asked for meanwhile. `what` names it: the kind, and which one."""
-        if what not in self._tasks:
-            task = self._tasks[what] = asyncio.get_running_loop().create_task(
-                self._perform(what, work)
-            )
-            task.add_done_callback(lambda _: self._tasks.pop(what, None))
+    def begin(self, key: tuple[str, Hashable], work: Callable[[], Awaitable[None]]) -> None:
+        """Defer `work`; once per key, its kind and its object, until it is done."""
+        if key not in self._tasks:
+            task = asyncio.get_running_loop().create_task(self._perform(key, work))
+            self._tasks[key] = task
+            task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())
@@ -56,7 +56,7 @@ class Deferred:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _perform(
-        self, what: tuple[str, Hashable], work: Callable[[], Awaitable[None]]
+        self, key: tuple[str, Hashable], work: Callable[[], Awaitable[None]]
     ) -> None:
         Askers().bind()
         if answered := _answered.get():
@@ -65,8 +65,5 @@ class Deferred:
             async with self._turn:
                 with giving_way():
                     await work()
-        except (
-            MirrordError,
-            OSError,
-        ) as error:  # a mirror may have been removed meanwhile, a store dropped
-            log.info("preparation.failed", kind=what[0], which=str(what[1]), error=str(error))
+        except (MirrordError, OSError) as error:  # its mirror or store may be gone
+            log.info("deferred.failed", kind=key[0], which=str(key[1]), error=str(error))

@@ -1,9 +1,9 @@
-"""What a client changed in an overlay checkout: read from its upper layer. Sync; runs in workers.
+"""List the changes of an overlay checkout, by reading its upper layer. Sync; runs in workers.
 
-Owns how an upper layer is understood. It holds whatever was written, and whiteouts; what is not in it is unchanged. A directory
-there is either the one of the layers below, with something changed in it, or another one: new, made anew, or renamed to here. The
-marks that say which are for CAP_SYS_ADMIN only, so it is told by its inode: overlayfs shows that of the directory below. Costs as
-much as was changed. Follows no link, enters no mount, and looks as the checkout's owner.
+A path that is not in the upper layer is unchanged. A directory there is either that of the layers
+below with changes in it, or another one: new, made again, or renamed to here. Only CAP_SYS_ADMIN
+may read the marks that tell, so its inode does: overlayfs shows that of the directory below. Costs
+as much as was changed. Follows no link, enters no mount, and looks as the checkout's owner.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ def changed_paths(
     tree_id: str,
     owner: tuple[int, int],
 ) -> list[bytes]:
-    """Every path that may differ from the tree `tree_id`: those in the upper layer, and what they hide."""
+    """Every path that may differ from the tree `tree_id`: those in the upper layer, and those that
+    they hide.
+    """
     with ExitStack() as stack, denials_named(owner):
-        tops = [
-            _open_tree(tree),
-            open_directory(upper),
-            *(open_directory(layer) for layer in layers),
-        ]
+        try:
+            tops = [open_directory(tree)]
+        except OSError as error:
+            raise CheckoutBusyError(
+                f"cannot open the checkout's directory: {error.strerror}", hint="reset the checkout"
+            ) from error
+        tops += [open_directory(layer) for layer in (upper, *layers)]
         for top in tops:
             stack.enter_context(opened(top))
         acting = stack.enter_context(ActingAs(owner))
@@ -46,38 +50,34 @@ def changed_paths(
         for path in replaced:
             differing |= {each for each, _ in merged.iter_below(path, lambda _path, _error: None)}
     if replaced:
-        differing |= {
-            entry.path
-            for entry in tree_entries(mirror, tree_id)
-            if _is_within(entry.path, replaced)
-        }
+        for entry in tree_entries(mirror, tree_id):
+            parts = entry.path.split(b"/")
+            above = {b"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+            if not above.isdisjoint(replaced):
+                differing.add(entry.path)
     return sorted(path for path in differing | replaced if not is_control(path))
 
 
 def _walk(
     written: Descent, merged: Descent, below: Sequence[Descent]
 ) -> tuple[set[bytes], set[bytes]]:
-    """The paths that the upper layer has an opinion on; apart from them those that hide whatever is below them."""
+    """The paths that the upper layer changes, and those that replace a directory of the layers."""
     differing: set[bytes] = set()
     replaced: set[bytes] = set()
     pending = [b""]
     while pending:
         above = pending.pop()
+        inside = above + b"/" if above else b""
         try:
-            merged.locate(
-                above + b"/" if above else b""
-            )  # first: lets its owner in, in the upper layer too
+            merged.locate(inside)  # first: lets its owner in, in the upper layer too
             names = written.names_in(above)
-        except FileNotFoundError:  # its owner was quicker
+        except FileNotFoundError:  # removed meanwhile
             continue
-        for path in (above + b"/" + name if above else name for name in names):
+        for path in (inside + name for name in names):
             if is_control(path):
                 continue
-            found, seen, hidden = (
-                written.find_stat(path),
-                merged.find_stat(path),
-                _first(below, path),
-            )
+            found, seen = written.find_stat(path), merged.find_stat(path)
+            hidden = _find_below(below, path)
             if found is None or hidden is None or not stat.S_ISDIR(hidden.st_mode):
                 differing.add(path)
             elif seen is None or not stat.S_ISDIR(found.st_mode) or seen.st_ino != hidden.st_ino:
@@ -87,23 +87,9 @@ def _walk(
     return differing, replaced
 
 
-def _first(layers: Sequence[Descent], path: bytes) -> os.stat_result | None:
+def _find_below(layers: Sequence[Descent], path: bytes) -> os.stat_result | None:
     """What the layers, top first, have at a path; None for a whiteout too."""
     for layer in layers:
         if found := layer.find_stat(path):
             return None if stat.S_ISCHR(found.st_mode) else found
     return None
-
-
-def _is_within(path: bytes, tops: set[bytes]) -> bool:
-    parts = path.split(b"/")
-    return any(b"/".join(parts[:depth]) in tops for depth in range(1, len(parts) + 1))
-
-
-def _open_tree(tree: Path) -> int:
-    try:
-        return open_directory(tree)
-    except OSError as error:
-        raise CheckoutBusyError(
-            f"cannot open the checkout's directory: {error.strerror}", hint="reset the checkout"
-        ) from error
