@@ -62,7 +62,7 @@ def make_checkout(
 
 
 def reset_checkout(place: Place, commit: str, tree: str) -> Proof:
-    proof: Proof = _module("pool.worktree").reset(place, commit, tree)
+    proof: Proof = _module("pool.worktree").make_clean(place, commit, tree)
     return proof
 
 

@@ -1,9 +1,9 @@
-"""The `.git` of a pooled checkout: kept where the manifest proves it, written where it differs from the sealed store.
+"""The `.git` of a pooled checkout: a copy of a sealed store, or a git worktree of the mirror.
 
-Owns what a `.git` must hold and how it gets there: small files are written anew, packs are copied, sharing blocks where the file
-system can. Never a hard link: root in a container that sees the checkout alone could write the store through one.
-Nothing that its user wrote is ever read: a file is the one that was recorded, or it is replaced. Sync; runs in workers. A crash
-leaves a `.git` that its record does not match, which the next call mends.
+Small files are written, packs are copied, sharing blocks where the file system can. Never a hard
+link: root in a container that sees the checkout alone could write the store through one. No file
+that its user wrote is ever read: it is the recorded one, or it is replaced. Sync; runs in workers.
+A crash leaves a `.git` that its record does not match, which the next call repairs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import stat
 import time
 from collections.abc import MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ...errors import MirrordError
 from ...host.credentials import ActingAs
@@ -30,36 +31,31 @@ _GIT = b".git"
 _INDEX = b".git/index"
 _PACKS = b".git/objects/pack/"
 _FILE = 0o100000
-_PACK_PERMISSIONS = 0o444
+_WORKTREE_PREFIX = "mirrord-"
 
 
-@dataclass(frozen=True)
-class Store:
-    """What a `.git` must hold, by path from the root of the tree: small files by content, packs by where they lie."""
+class DotGit(NamedTuple):
+    """The content of a `.git`, by path from the root of the tree; packs by their source."""
 
-    directories: list[bytes] = field(default_factory=list)
-    contents: dict[bytes, bytes] = field(default_factory=dict)
-    packs: dict[bytes, Path] = field(default_factory=dict)
-
-    @property
-    def paths(self) -> set[bytes]:
-        return {*self.directories, *self.contents, *self.packs, _INDEX}
+    directories: list[bytes]
+    contents: dict[bytes, bytes]
+    packs: dict[bytes, Path]
 
     @property
-    def pack_names(self) -> tuple[str, ...]:
-        return tuple(path.name for path in self.packs.values() if path.suffix == ".pack")
+    def pack_names(self) -> list[str]:
+        return [path.name for path in self.packs.values() if path.suffix == ".pack"]
 
     @property
-    def refs(self) -> tuple[str, ...]:
+    def refs(self) -> list[str]:
         """The names in packed-refs: a sealed store has no other refs."""
         lines = self.contents.get(b".git/packed-refs", b"").splitlines()
         named = (line.partition(b" ")[2] for line in lines if not line.startswith((b"#", b"^")))
-        return tuple(name.decode(errors="surrogateescape") for name in named)
+        return [name.decode(errors="surrogateescape") for name in named]
 
 
-def read_store(source: Path) -> Store:
-    """A sealed `.git`; its index, if it has one, is another checkout's."""
-    store = Store()
+def read_store(source: Path) -> DotGit:
+    """Read a sealed `.git`; an index in it is another checkout's."""
+    store = DotGit([], {}, {})
     for above, _, names in os.walk(source):
         directory = os.fsencode(Path(".git") / Path(above).relative_to(source))
         store.directories.append(directory)
@@ -72,13 +68,22 @@ def read_store(source: Path) -> Store:
     return store
 
 
+def _unchanged(manifest: Manifest, found: Changes) -> dict[bytes, Entry]:
+    """The recorded control files that a scan found unchanged; none where `.git` itself is not one
+    of them, or is the file of a worktree.
+    """
+    differing = {*found.modified, *found.missing}
+    kept = {path: entry for path, entry in manifest.control.items() if path not in differing}
+    return kept if _GIT in kept and kept[_GIT].is_directory else {}
+
+
 def has_index(manifest: Manifest, found: Changes) -> bool:
-    """Whether the index that lies there is the one that was written."""
-    return _INDEX in _kept(manifest, found)
+    """Whether the index is still the written one."""
+    return _INDEX in _unchanged(manifest, found)
 
 
 def read_index(tree: Path, manifest: Manifest) -> bytes:
-    """As many bytes as the index had that was written, of whatever is there now; nothing where it cannot be read."""
+    """As many bytes of whatever is the index now as the written one had; none where that fails."""
     entry = manifest.control.get(_INDEX)
     if entry is None:
         return b""
@@ -94,35 +99,49 @@ def read_index(tree: Path, manifest: Manifest) -> bytes:
         return b""
 
 
-def bring(
+def write_store(
     tree: Path,
     manifest: Manifest,
     found: Changes,
-    store: Store,
+    store: DotGit,
     index: bytes | None,
-    graves: TrashDirectory,
+    trash: TrashDirectory,
 ) -> Manifest:
-    """Make `.git` equal to the store, touching only what a scan `found` or what another store had; `index` None keeps it."""
+    """Make `.git` equal to the store; an `index` of None stays.
+
+    Touches only what a scan `found`, and what another store had.
+    """
     contents = store.contents if index is None else store.contents | {_INDEX: index}
+    wanted = {*store.directories, *store.contents, *store.packs, _INDEX}
+    unchanged = _unchanged(manifest, found)
+    control = {path: entry for path, entry in unchanged.items() if path in wanted}
     owner, now_ns = ActingAs(manifest.owner), time.time_ns()
     with (
         opened(open_top(tree)) as root,
-        TreeWriter(root, owner, mtime_ns=now_ns, graves=graves) as writer,
+        TreeWriter(root, owner, mtime_ns=now_ns, graves=trash) as writer,
     ):
-        kept = _keep(manifest, found, store, writer)
-        fresh = {path: _directory(path, writer) for path in store.directories if path not in kept}
-        fresh |= {
-            path: _write(path, data, writer)
-            for path, data in contents.items()
-            if not _holds(kept.get(path), data)
-        }
-        lacking = {
-            path: pack
-            for path, pack in store.packs.items()
-            if path not in kept or not _is_copy(kept[path], pack)
-        }
-        fresh |= {path: _copy_pack(path, pack, writer) for path, pack in lacking.items()}
-        control, files = kept | fresh, manifest.files.copy()
+        if unchanged:
+            gone = [path for path in found.extra if is_control(path)]
+            for path in (*gone, *sorted(unchanged.keys() - wanted, reverse=True)):
+                writer.remove(path)
+        else:
+            writer.remove(_GIT)
+        for path in store.directories:
+            if path not in control:
+                writer.make_directory(path)
+                control[path] = Entry(DIRECTORY, NO_OBJECT, NO_OBJECT, 0, 0, 0, 0, 0, 0, 0)
+        for path, data in contents.items():
+            content = blob_id(data)
+            if path not in control or control[path].content != content:
+                control[path] = _record(content, writer.write_file(path, data))
+        for path, pack in store.packs.items():
+            entry = control.get(path)
+            # a recorded pack of the same name has the same bytes: a store never reuses a name
+            if not (entry and stat.S_ISREG(entry.st_mode) and entry.size == pack.stat().st_size):
+                with pack.open("rb") as source:
+                    copied = writer.copy_file(path, source.fileno(), permissions=0o444)
+                    control[path] = _record(file_id(source.fileno()), copied)
+        files = manifest.files.copy()
         with owner:
             for path in writer.touched:
                 where: MutableMapping[bytes, Entry] = control if is_control(path) else files
@@ -130,12 +149,12 @@ def bring(
                     where[path] = where[path].with_stat(writer.get_stat(path))
     if not writer.touched:
         return manifest
-    return replace(
-        manifest,
-        files=files,
-        control=control,
-        index=manifest.index if index is None else index[-20:].hex(),
-    )
+    checksum = manifest.index if index is None else index[-20:].hex()
+    return replace(manifest, files=files, control=control, index=checksum)
+
+
+def _record(content: bytes, found: os.stat_result) -> Entry:
+    return Entry(_FILE, NO_OBJECT, content, 0, 0, 0, 0, 0, 0, 0).with_stat(found)
 
 
 def discard(directory: Path) -> None:
@@ -155,73 +174,22 @@ def discard_all(directories: list[Path]) -> dict[Path, str]:
     return problems
 
 
-def _kept(manifest: Manifest, found: Changes) -> dict[bytes, Entry]:
-    """The recorded control files that a scan found unchanged; none, where `.git` itself is not, or is a worktree's file."""
-    differing = {*found.modified, *found.missing}
-    kept = {path: entry for path, entry in manifest.control.items() if path not in differing}
-    return kept if _GIT in kept and kept[_GIT].is_directory else {}
-
-
-def _keep(
-    manifest: Manifest, found: Changes, store: Store, writer: TreeWriter
-) -> dict[bytes, Entry]:
-    """Remove what the store has not; the record of what stays."""
-    kept, wanted = _kept(manifest, found), store.paths
-    if not kept:
-        writer.remove(_GIT)
-        return {}
-    for path in found.extra:
-        if is_control(path):
-            writer.remove(path)
-    for path in sorted(kept.keys() - wanted, reverse=True):
-        writer.remove(path)
-    return {path: entry for path, entry in kept.items() if path in wanted}
-
-
-def _directory(path: bytes, writer: TreeWriter) -> Entry:
-    writer.make_directory(path)
-    return Entry(DIRECTORY, NO_OBJECT, NO_OBJECT, 0, 0, 0, 0, 0, 0, 0)
-
-
-def _write(path: bytes, data: bytes, writer: TreeWriter) -> Entry:
-    return git_file(blob_id(data), writer.write_file(path, data))
-
-
-def _copy_pack(path: bytes, pack: Path, writer: TreeWriter) -> Entry:
-    """Copy a pack, or an index of one, as a file that nobody writes."""
-    with pack.open("rb") as source:
-        found = writer.copy_file(path, source.fileno(), permissions=_PACK_PERMISSIONS)
-        return git_file(file_id(source.fileno()), found)
-
-
-def git_file(content: bytes, found: os.stat_result) -> Entry:
-    """The record of a control file that was just written."""
-    return Entry(_FILE, NO_OBJECT, content, 0, 0, 0, 0, 0, 0, 0).with_stat(found)
-
-
-def _holds(entry: Entry | None, data: bytes) -> bool:
-    return entry is not None and entry.content == blob_id(data)
-
-
-def _is_copy(entry: Entry, pack: Path) -> bool:
-    """Whether a recorded file is the pack of this name: a name of the store never gets other bytes."""
-    return stat.S_ISREG(entry.st_mode) and entry.size == pack.stat().st_size
-
-
-_PREFIX = "mirrord-"
-_REASON = "held by a checkout of mirrord"
+# -- worktrees of the mirror, for trusted callers who may see all of it ----------------------------
 
 
 def link_worktree(
-    directory: Path, mirror: Path, manifest: Manifest, index: bytes, graves: TrashDirectory
+    directory: Path, mirror: Path, manifest: Manifest, index: bytes, trash: TrashDirectory
 ) -> Manifest:
-    """Make `directory/tree` a worktree of `mirror` with a detached HEAD, whatever its `.git` was."""
+    """Make `directory/tree` a worktree of `mirror` with a detached HEAD, whatever its `.git` was.
+
+    Written by hand: libgit2's `add_worktree` always makes a branch in the mirror, and a killed
+    `git worktree add` leaves a lock.
+    """
     admin = _admin(mirror, directory.name)
     shutil.rmtree(admin, ignore_errors=True)
     admin.mkdir(parents=True)
-    (admin / "locked").write_text(
-        f"{_REASON}\n"
-    )  # first: `git worktree prune` leaves it alone from now on
+    # first: `git worktree prune` leaves it alone from now on
+    (admin / "locked").write_text("held by a checkout of mirrord\n")
     (admin / "commondir").write_text("../..\n")
     (admin / "gitdir").write_text(f"{directory}/tree/.git\n")
     (admin / "HEAD").write_text(f"{manifest.commit}\n")
@@ -229,35 +197,34 @@ def link_worktree(
     owner, now_ns = ActingAs(manifest.owner), time.time_ns()
     with (
         opened(open_top(directory / "tree")) as root,
-        TreeWriter(root, owner, mtime_ns=now_ns, graves=graves) as writer,
+        TreeWriter(root, owner, mtime_ns=now_ns, graves=trash) as writer,
     ):
-        writer.remove(b".git")
+        writer.remove(_GIT)
         name = f"gitdir: {admin}\n".encode()
-        control = {b".git": git_file(blob_id(name), writer.write_file(b".git", name))}
+        control = {_GIT: _record(blob_id(name), writer.write_file(_GIT, name))}
         files = manifest.files | {b"": manifest.files[b""].with_stat(writer.get_stat(b""))}
     return replace(manifest, files=files, control=control, index=index[-20:].hex())
 
 
 def remove_worktree(mirror: Path, checkout: str) -> None:
-    """Forget the worktree of a checkout; idempotent. Raises OSError where the disk does not let it go."""
+    """Remove the mirror's record of a checkout's worktree; idempotent. Raises OSError."""
     with suppress(FileNotFoundError):
         shutil.rmtree(_admin(mirror, checkout))
 
 
 def prune_worktrees(mirrors: Path) -> int:
-    """Forget the worktrees in all mirrors whose checkout is gone; answers how many."""
-    dead = [admin for admin in mirrors.glob(f"*/worktrees/{_PREFIX}*") if not _is_alive(admin)]
-    for admin in dead:
-        shutil.rmtree(admin, ignore_errors=True)
-    return len(dead)
+    """Remove the records of worktrees whose checkout is gone; answers how many."""
+    count = 0
+    for admin in list(mirrors.glob(f"*/worktrees/{_WORKTREE_PREFIX}*")):
+        try:
+            is_alive = Path((admin / "gitdir").read_text().strip()).parent.parent.exists()
+        except OSError:
+            is_alive = False
+        if not is_alive:
+            shutil.rmtree(admin, ignore_errors=True)
+            count += 1
+    return count
 
 
 def _admin(mirror: Path, checkout: str) -> Path:
-    return mirror / "worktrees" / f"{_PREFIX}{checkout}"
-
-
-def _is_alive(admin: Path) -> bool:
-    try:
-        return Path((admin / "gitdir").read_text().strip()).parent.parent.exists()
-    except OSError:
-        return False
+    return mirror / "worktrees" / f"{_WORKTREE_PREFIX}{checkout}"

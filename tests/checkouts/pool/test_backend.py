@@ -102,7 +102,7 @@ def test_a_reset_with_nothing_changed_writes_nothing(
         await settle(pool, lease)
         packs, place = packs_of(lease), await pool.place(lease, ids[2])
         with deeds() as done:
-            proof = pooled.reset(place, ids[2], lease.tree)
+            proof = pooled.make_clean(place, ids[2], lease.tree)
         assert done == []
         assert (proof.files_restored, proof.files_removed) == (0, 0)
         assert packs_of(lease) == packs
@@ -119,7 +119,7 @@ def test_a_move_writes_what_differs(run_pool: Callable[..., None], uid: int) -> 
         await settle(pool, lease)
         packs, place = packs_of(lease), await pool.place(lease, ids[2])
         with deeds() as done:
-            pooled.reset(place, ids[2], pool.tree_of(ids[2]))
+            pooled.make_clean(place, ids[2], pool.tree_of(ids[2]))
         changed = git(pool.mirror, "diff", "--name-only", ids[1], ids[2]).split()
         new = packs_of(lease).keys() - packs.keys()
         put = {f"write {name}" for name in new}
@@ -142,7 +142,7 @@ def test_a_reset_of_one_file_writes_that_file(run_pool: Callable[..., None], uid
         packs, place = packs_of(lease), await pool.place(lease, ids[1])
         (lease.tree_path / "README").write_text("changed")
         with deeds() as done:
-            proof = pooled.reset(place, ids[1], lease.tree)
+            proof = pooled.make_clean(place, ids[1], lease.tree)
         assert set(done) == {"write README", "write index", "write manifest.spare"}
         assert proof.files_restored == 1
         assert packs_of(lease) == packs
@@ -165,7 +165,7 @@ def test_what_a_scan_saw_in_its_own_tick_stays_young(
         ticks = iter([young_ns + later_ns])
         monkeypatch.setattr(scanning, "clock_ns", lambda: next(ticks, clock_ns() + 10**10))
         monkeypatch.setattr(Manifest, "slack_ns", slack_ns)
-        pooled.reset(place, ids[2], pool.tree_of(ids[2]))
+        pooled.make_clean(place, ids[2], pool.tree_of(ids[2]))
         after = Manifest.load(place.manifest)
         assert after.files[b"docs/page0.txt"].ctime_ns == young_ns >= after.racy_from_ns
 
@@ -186,7 +186,7 @@ def test_what_a_move_wrote_is_read_back_once(
         await settle(pool, lease)
         place = await pool.place(lease, ids[3])
         monkeypatch.setattr(pooled, "examine", examine_later)
-        pooled.reset(place, ids[3], pool.tree_of(ids[3]))
+        pooled.make_clean(place, ids[3], pool.tree_of(ids[3]))
         assert scan(place.tree, Manifest.load(place.manifest)).hashed == 0
 
     run_pool(story)
@@ -205,7 +205,7 @@ def test_root_cannot_hide_a_change_behind_its_clock(run_pool: Callable[..., None
             file.seek(20)
             file.write(b"forged")
         forge_record(place)
-        proof = pooled.reset(place, ids[1], lease.tree)
+        proof = pooled.make_clean(place, ids[1], lease.tree)
         assert proof.files_restored == 1
         assert git(lease.tree_path, "status", "--porcelain", "--ignored") == ""
         git(lease.tree_path, "fsck", "--full", "--strict")
@@ -310,7 +310,7 @@ def test_what_has_to_go_is_moved_away_whole(run_pool: Callable[..., None]) -> No
         (lease.tree_path / "created").mkdir()
         for number in range(50):
             (lease.tree_path / f"created/{number}").write_text("created")
-        proof = pooled.reset(place, ids[1], lease.tree)
+        proof = pooled.make_clean(place, ids[1], lease.tree)
         assert proof.files_removed == 1
         assert stat.S_IMODE(place.grave.stat().st_mode) == 0o700
         assert [len(list(path.iterdir())) for path in place.grave.iterdir() if path.is_dir()] == [
