@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mirrord import Client
-from mirrord.checkouts.rubbish import remove_layer
+from mirrord.checkouts.overlay.backend import remove_layer
 from mirrord.host.files import opened
 from mirrord.host.mounts import attach, make_overlay, umount
 

@@ -23,6 +23,7 @@ from mirrord.config import Settings
 from mirrord.errors import MirrordError
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
+from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
 
 NOBODY = 65534  # another user than the daemon's
@@ -127,6 +128,7 @@ async def _evict(state: Path) -> int:
         "state_dir": state,
         "workers": workers,
         "mirrors_path": lambda name: state / "mirrors" / str(name),
+        "trash": Trash(),
     }
     gitdirs = StoreBuilder(git=Git(home=state / "home"), **places)
     templates = Templates(settings=Settings, gitdirs=gitdirs, events=Events(), **places)

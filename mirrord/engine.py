@@ -28,13 +28,14 @@ from .checkouts.stores.builder import StoreBuilder
 from .checkouts.templates.store import Templates
 from .config import Settings
 from .datasets.service import Datasets
-from .duties.cleanup import Cleanup
 from .errors import BackendUnavailableError, InvalidConfigError, MirrordError
 from .git.command import Git
+from .git.turns import HOUSEKEEPING, Askers
 from .git.workers import Workers
 from .heal import Heals
 from .health import HealthMonitor
 from .host.peers import Access
+from .host.trash import Trash, remove_trees
 from .jobs.events import Events
 from .jobs.operations import Operations
 from .jobs.schedule import Schedule
@@ -44,11 +45,12 @@ from .mirrors.bundles.service import Bundles
 from .mirrors.service import Mirrors
 from .model import Backend, CommitId, CommitState, History, MirrorName, utc_now
 from .protocol import Audit, AuditSummary, Configuration, ReloadAnswer, Status
-from .timetable import Timetable
+from .timetable import Cleanup, Timetable
 from .work import BackgroundWork, Prewarm
 
 log = structlog.get_logger()
 
+_REMOVAL_TIMEOUT = timedelta(minutes=10)
 _CONFIG_QUIET = timedelta(seconds=0.2)
 
 
@@ -115,12 +117,14 @@ class Engine:
         # the catalog first: opening the mirrors brings it in line with their refs
         self.catalog = await Catalog.open(self.layout.catalog, self.workers)
         self._closing.push_async_callback(self.catalog.close)
+        self.trash = Trash(self._remove_in_worker)
         self.mirrors = Mirrors(
             settings=self.settings,
             git=self.git,
             workers=self.workers,
             catalog=self.catalog,
             events=self.events,
+            trash=self.trash,
         )
         self._closing.push_async_callback(self.mirrors.close)
         await self.mirrors.open()
@@ -142,6 +146,11 @@ class Engine:
         self.health.warn_by(lambda: [self._config_fault] if self._config_fault else [])
         self.health.degrade_by(self.mirrors.outages)
 
+    async def _remove_in_worker(self, paths: list[Path]) -> dict[Path, str]:
+        """Remove trees that clients wrote to, for nobody's turn: released by many, they go in batches."""
+        Askers(HOUSEKEEPING).bind()
+        return await self.workers.call(remove_trees, paths, timeout=_REMOVAL_TIMEOUT)
+
     async def _open_checkouts(self) -> None:
         """What checkouts are made from, then the checkouts that an earlier daemon left."""
         self.gitdirs = StoreBuilder(
@@ -149,6 +158,7 @@ class Engine:
             git=self.git,
             workers=self.workers,
             mirrors_path=self.mirrors.path,
+            trash=self.trash,
             recorded=self._recorded_commits,
         )
         self._closing.push_async_callback(self.gitdirs.close)
@@ -160,6 +170,7 @@ class Engine:
             mirrors_path=self.mirrors.path,
             gitdirs=self.gitdirs,
             events=self.events,
+            trash=self.trash,
         )
         self._closing.push_async_callback(self.templates.close)
         await self.templates.open()
@@ -169,6 +180,7 @@ class Engine:
             templates=self.templates,
             workers=self.workers,
             mirrors_path=self.mirrors.path,
+            trash=self.trash,
         )
         # leases are adopted when all that their trees are made from is there
         self.checkouts = Checkouts(
@@ -181,6 +193,7 @@ class Engine:
             overlay=overlay,
             access=self.access,
             events=self.events,
+            trash=self.trash,
         )
         self._closing.push_async_callback(self.checkouts.close)
         await self.checkouts.open()
@@ -250,8 +263,8 @@ class Engine:
             work=self.work,
             heals=self.heals,
             prewarm=prewarm,
-            mend=Cleanup(
-                [self.mirrors.mend, self.datasets.mend, self.templates.mend]
+            cleanup=Cleanup(
+                [self.mirrors.clean_up, self.datasets.clean_up, self.trash.retry]
             ),  # datasets drop pins that mirrors adopt
             find_unfinished=self.audits.find_unfinished,
             watches=watches,

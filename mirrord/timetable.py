@@ -5,7 +5,8 @@ Intervals come from the settings in force each time the table is read; an interv
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 
@@ -15,7 +16,6 @@ from .catalog import Catalog, MirrorRow
 from .checkouts.service import Checkouts
 from .checkouts.templates.store import Templates
 from .config import Settings
-from .duties.cleanup import Cleanup
 from .errors import MirrordError, UpstreamAuthError, UpstreamNotFoundError, from_problem
 from .heal import Heals
 from .host.processes import trim_memory
@@ -24,10 +24,12 @@ from .jobs.schedule import Job
 from .jobs.watch import Watch
 from .model import AuditLevel, MirrorName, utc_now
 from .protocol import Audit, Operation, StartAudit
+from .units import Backoff
 from .work import BackgroundWork, Prewarm
 
 EXPIRE_INTERVAL = timedelta(seconds=2)
-MEND_INTERVAL = timedelta(seconds=5)
+CLEANUP_INTERVAL = timedelta(seconds=5)
+_LONGEST_CLEANUP_PAUSE = timedelta(minutes=3)
 EVICT_INTERVAL = timedelta(minutes=5)
 LOOK_INTERVAL = timedelta(minutes=1)
 TRIM_INTERVAL = timedelta(minutes=1)
@@ -52,6 +54,31 @@ def _is_given_up(row: MirrorRow, now: datetime) -> bool:
     return row.error.get("code") in _NEVER_FOUND and now < row.attempted_at + NEVER_FOUND_INTERVAL
 
 
+class Cleanup:
+    """Retries what failed operations left, less and less often while that is in vain, as on a full disk.
+
+    `parts` are called in order; each answers whether nothing is left. A start does the same for all.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Callable[[], Awaitable[bool]]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._parts = parts
+        self._clock = clock
+        self._backoff = Backoff(CLEANUP_INTERVAL, _LONGEST_CLEANUP_PAUSE)
+        self._not_before = 0.0
+
+    async def retry(self) -> None:
+        if self._clock() < self._not_before:
+            return
+        if all([await part() for part in self._parts]):
+            self._backoff.reset()
+        else:
+            self._not_before = self._clock() + self._backoff.next().total_seconds()
+
+
 class Timetable:
     """Builds the table from the mirrors there are and from when things last happened."""
 
@@ -67,7 +94,7 @@ class Timetable:
         work: BackgroundWork,
         heals: Heals,
         prewarm: Prewarm,
-        mend: Cleanup,
+        cleanup: Cleanup,
         find_unfinished: Callable[[AuditLevel], Awaitable[datetime | None]],
         watches: list[Watch],
     ) -> None:
@@ -80,7 +107,7 @@ class Timetable:
         self._work = work
         self._heals = heals
         self._prewarm = prewarm
-        self._mend = mend
+        self._cleanup = cleanup
         self._find_unfinished = find_unfinished
         self._watches = watches
 
@@ -155,7 +182,7 @@ class Timetable:
     def _housekeeping(self) -> list[Job]:
         return [
             Job("checkouts.expire", EXPIRE_INTERVAL, self._expire, since=self._started_at),
-            Job("cleanup.retry", MEND_INTERVAL, self._mend.take_turn, since=self._started_at),
+            Job("cleanup.retry", CLEANUP_INTERVAL, self._cleanup.retry, since=self._started_at),
             Job("templates.evict", EVICT_INTERVAL, self._evict, since=self._started_at),
             Job("watch.look", LOOK_INTERVAL, self._look, since=self._started_at),
             Job("memory.trim", TRIM_INTERVAL, self._trim, since=self._started_at),

@@ -56,12 +56,14 @@ class CheckoutBackend(Protocol):
         """Take over a lease of an earlier daemon. False where its tree is lost."""
         ...
 
-    async def destroy(self, directories: Directories, lease: Lease | None) -> None:
-        """Remove a checkout's directories with all their content. Idempotent; takes half-made ones.
+    async def take_down(self, directories: Directories, lease: Lease | None) -> bool:
+        """Undo what keeps a checkout's directories from being removed. Idempotent; takes half-made ones.
 
-        They were renamed: paths in `lease`, None where it is unknown, have the old name. A process
-        that sits inside must not prevent it. Takes time in proportion to what the owner wrote.
+        They were renamed to `.trash-<id>`: paths in `lease` still have the old name. `lease` is None
+        when nobody knows it. A process that sits inside must not prevent it. True where nothing is
+        left to remove; otherwise the caller has both directories removed in the background.
         """
+        ...
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:
         """List every path that may differ from `lease.commit`; an extra directory stands for all in

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from ..errors import CheckoutNotFoundError
 from ..host.files import admit, full_disk_named, opened, write_all
 from ..host.pidfds import Process
-from ..host.trash import PREFIX
+from ..host.trash import TRASH_PREFIX
 from ..model import Backend, CheckoutId, CommitId, History, MirrorName, View, shown
 
 _PRIVATE = 0o700
@@ -210,9 +210,9 @@ class Leases:
         A mount inside the public one goes along: only a mount point itself cannot be renamed.
         """
         name = directories.public.name
-        if name.startswith(PREFIX):
+        if name.startswith(TRASH_PREFIX):
             return directories
-        gone = self.directories(f"{PREFIX}{name}")
+        gone = self.directories(f"{TRASH_PREFIX}{name}")
         for before, after in zip(reversed(directories), reversed(gone), strict=True):
             with suppress(FileNotFoundError):
                 os.rename(before, after)

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import anyio
@@ -18,15 +17,14 @@ import anyio.to_thread
 import structlog
 
 from ..errors import BackendUnavailableError, CheckoutBusyError, MirrordError, ProofFailedError
+from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import Backend, CheckoutId, new_checkout_id
 from ..protocol import Proof
 from .backend import CheckoutBackend
 from .leases import Directories, Lease, Leases, LeaseState, resetting
-from .removal import Removal
 
 _PATIENCE_S = 30.0
-_STOP_BOUND = timedelta(seconds=5)
 
 log = structlog.get_logger()
 
@@ -35,10 +33,10 @@ class Lifecycle:
     """Leases with their trees, and a lock for each: work on one checkout runs in sequence."""
 
     def __init__(
-        self, state_dir: Path, backends: Iterable[CheckoutBackend], events: Events
+        self, state_dir: Path, backends: Iterable[CheckoutBackend], events: Events, trash: Trash
     ) -> None:
         self.leases = Leases(state_dir)
-        self.removal = Removal()
+        self._trash = trash
         self._backends = {backend.name: backend for backend in backends}
         self._events = events
         self._locks: dict[CheckoutId, anyio.Lock] = {}
@@ -46,10 +44,10 @@ class Lifecycle:
 
     async def open(self) -> None:
         """Adopt the leases of an earlier daemon; remove half-made and released checkouts."""
-        leases, rubbish = self.leases.open()
+        leases, trash = self.leases.open()
         for backend in self._backends.values():
             await backend.open()
-        for directories in rubbish:
+        for directories in trash:
             self._remove(self.leases.discard(directories), None)
         for lease in leases:
             found = self._backends.get(lease.backend)
@@ -64,7 +62,7 @@ class Lifecycle:
             "checkouts.adopted",
             count=len(self.leases),
             lost=len(leases) - len(self.leases),
-            rubbish=len(rubbish),
+            trash=len(trash),
         )
 
     async def close(self) -> None:
@@ -72,7 +70,7 @@ class Lifecycle:
         for task in self._finishing:
             task.cancel()
         await asyncio.gather(*self._finishing, return_exceptions=True)
-        await self.removal.close(_STOP_BOUND)
+        await self._trash.close()  # before the backends, which do the unmounting
         for backend in self._backends.values():
             await backend.close()
 
@@ -169,7 +167,12 @@ class Lifecycle:
     def _remove(self, directories: Directories, lease: Lease | None) -> None:
         """By the lease's backend; by each where nobody knows it."""
         known = self._backends.get(lease.backend) if lease else None
-        self.removal.start(directories, lease, [known] if known else list(self._backends.values()))
+        backends = [known] if known else list(self._backends.values())
+
+        async def take_down() -> bool:
+            return any([await backend.take_down(directories, lease) for backend in backends])
+
+        self._trash.add(directories.private, directories.public, take_down=take_down)
 
     async def _finish_reset(self, lease: Lease) -> None:
         async with self.locked(lease.id):

@@ -23,6 +23,7 @@ from ..git.workers import Workers
 from ..host.namespaces import Visible
 from ..host.peers import Access, Owners, Peer
 from ..host.pidfds import Process, ProcessWatch, process_gone
+from ..host.trash import Trash
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
 from ..model import Backend, Bind, History, utc_now
@@ -63,18 +64,26 @@ class Checkouts:
         overlay: CheckoutBackend | None,
         access: Access,
         events: Events,
+        trash: Trash,
         clock: Callable[[], datetime] = utc_now,
     ) -> None:
         pool = PoolBackend(
-            state_dir=state_dir, workers=workers, gitdirs=gitdirs, mirrors_path=mirrors.path
+            state_dir=state_dir,
+            workers=workers,
+            gitdirs=gitdirs,
+            mirrors_path=mirrors.path,
+            trash=trash,
         )
         self._settings = settings
         self._owners = Owners(settings, access)
         self._events = events
+        self._trash = trash
         self._clock = clock
         self._resolver = Resolver(datasets, mirrors, gitdirs.commits.learn)
         self._revisions = Patches(workers=workers, mirrors=mirrors, instances=datasets)
-        self._lifecycle = Lifecycle(state_dir, [overlay, pool] if overlay else [pool], events)
+        self._lifecycle = Lifecycle(
+            state_dir, [overlay, pool] if overlay else [pool], events, trash
+        )
         self._leases = self._lifecycle.leases
         self._admission = Admission(
             settings,
@@ -201,7 +210,7 @@ class Checkouts:
         async with self._held(checkout, peer) as lease:
             self._lifecycle.end(lease)
         self._publish("checkout.released", lease)
-        await self._lifecycle.removal.keep_up()
+        await self._trash.keep_up()
 
     async def get(self, checkout: str, peer: Peer) -> Checkout:
         return Checkout(**_members(self._get(checkout, peer), {}))
@@ -274,7 +283,7 @@ class Checkouts:
                     continue
                 self._lifecycle.end(current)
             self._publish("checkout.expired", current)
-            await self._lifecycle.removal.keep_up()
+            await self._trash.keep_up()
             count += 1
         return count
 

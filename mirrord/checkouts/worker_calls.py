@@ -104,11 +104,5 @@ def restore_paths(work: Work, commit: str, paths: list[bytes]) -> list[bytes]:
     return written
 
 
-def discard_all(directories: list[Path]) -> dict[Path, str]:
-    """Remove directories with all that is in them; answers what stood in the way of those that are left."""
-    problems: dict[Path, str] = _module("pool.dotgit").discard_all(directories)
-    return problems
-
-
 def _module(name: str) -> Any:
     return import_module(f"{__package__}.{name}")

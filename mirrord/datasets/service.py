@@ -112,7 +112,7 @@ class Datasets:
             )
         await self._spools.clear()
 
-    async def mend(self) -> bool:
+    async def clean_up(self) -> bool:
         """Remove the pins that could not be removed before; answers whether none is left."""
         for owner, but in list(self._left.items()):
             async with self._locked(owner):

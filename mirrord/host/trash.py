@@ -1,85 +1,196 @@
-"""What was to be removed and the disk did not let go, tried again: one that fails for a moment leaves no rubbish until a start.
+"""Removing files and trees: at once, in the background, and again where something resists.
 
-Owns the list, in memory; whoever owns a directory finds the same by name at a start. Only for names that nobody uses again: what
-has a name of its own is renamed first. Any thread may call.
+Whatever is to go under a name that is used again is first renamed to `.trash-<id>` beside it: atomic,
+and after a crash a start knows it by its prefix. A tree that a client wrote to may have any modes,
+flags, links and depth, may be mounted in, and may be written to meanwhile: it is removed by
+descriptors, and no device or pipe is opened.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import secrets
 import shutil
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
+import anyio.to_thread
 import structlog
 
+from ..errors import MirrordError
 from .files import clear_flags, mounted_on, names_in, open_child, open_directory, opened, unlock
 
-PREFIX = ".trash-"
-"""How the names begin of what is to be removed; a start removes what has one."""
-_LOCKED = (errno.EPERM, errno.EACCES)
+TRASH_PREFIX = ".trash-"
+_THREADS = 8
+_PAUSE_S = 0.05
+_BATCH = 64
+_BACKLOG = 128
+_CLOSE_BOUND = timedelta(seconds=5)
+
+T = TypeVar("T")
+TakeDown = Callable[[], Awaitable[bool]]
+RemoveTrees = Callable[[list[Path]], Awaitable[dict[Path, str]]]
 
 log = structlog.get_logger()
 
 
-class Remains:
-    """Of one directory of the state."""
-
-    def __init__(self) -> None:
-        self._stuck: set[Path] = set()
-
-    def remove(self, path: Path) -> None:
-        """Remove a file or a tree now, or else whenever the disk lets it go; one that is not there is fine."""
-        if not try_to_remove(path) and path not in self._stuck:
-            log.warning("removal.failed", path=path.name)
-            self._stuck.add(path)
-
-    def retry(self) -> bool:
-        """Try what is left; answers whether nothing is."""
-        self._stuck -= {path for path in list(self._stuck) if try_to_remove(path)}
-        return not self._stuck
-
-
-def try_to_remove(path: Path) -> bool:
-    """Remove a file or a tree, as far as the disk lets; answers whether it is gone."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-    return not os.path.lexists(path)
-
-
 def new_trash(directory: Path) -> Path:
-    """A name in a checkout's directory for what shall go; nothing is there yet."""
-    return directory / f"{PREFIX}{secrets.token_hex(8)}"
+    """A free name in `directory` for something to be removed."""
+    return directory / f"{TRASH_PREFIX}{secrets.token_hex(8)}"
 
 
 def find_trash(directory: Path) -> list[Path]:
-    """What a crash left in a checkout's directory of things that had to go; a removal that it ended is one of them."""
-    return list(directory.glob(f"{PREFIX}*"))
+    """What a killed daemon left to be removed in `directory`."""
+    return list(directory.glob(f"{TRASH_PREFIX}*"))
+
+
+# -- later ----------------------------------------------------------------------------------------
+
+
+async def _remove_in_thread(paths: list[Path]) -> dict[Path, str]:
+    return await anyio.to_thread.run_sync(remove_trees, paths)
+
+
+class Trash:
+    """What is to be removed, in one queue; belongs to one event loop.
+
+    `remove_in_worker` removes trees that clients wrote to, and answers what resisted: on a thread
+    every request would wait for the interpreter. What is taken down in a dozen system calls goes on
+    threads all the same: on ext4 with `discard` and no journal each `rmdir` waits for the disk.
+    What resists is kept until `retry`, and holds nobody up.
+    """
+
+    def __init__(self, remove_in_worker: RemoveTrees = _remove_in_thread) -> None:
+        self._remove_in_worker = remove_in_worker
+        self._threads = ThreadPoolExecutor(_THREADS, "trash")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: dict[tuple[Path, ...], asyncio.Future[bool]] = {}
+        self._sweeper: asyncio.Task[None] | None = None
+        self._has_room = asyncio.Event()
+        self._resisted: dict[tuple[Path, ...], TakeDown | None] = {}
+        self._stuck: set[Path] = set()
+
+    def add(self, *paths: Path, take_down: TakeDown | None = None) -> None:
+        """Remove trees in the background; a missing one is fine.
+
+        `take_down` comes first, such as an unmount, each time that it is tried; where it answers
+        True, nothing is left to remove.
+        """
+        task = asyncio.get_running_loop().create_task(self._remove(paths, take_down))
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+
+    async def in_thread(self, function: Callable[..., T], *args: object) -> T:
+        """For what takes down: a few system calls that wait for the kernel or the disk."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    async def keep_up(self) -> None:
+        """Wait while the backlog is long, so that nobody fills the disk faster than it is freed."""
+        while len(self._tasks) > _BACKLOG:
+            self._has_room.clear()
+            await self._has_room.wait()
+
+    def remove(self, path: Path) -> None:
+        """Remove a file or tree of ours now, or by `retry` where the disk refuses. Any thread."""
+        if not try_to_remove(path) and path not in self._stuck:
+            log.warning("removal.failed", path=str(path))
+            self._stuck.add(path)
+
+    def discard(self, path: Path) -> None:
+        """Take something of ours out of use at once, and remove it. Any thread; may be gone."""
+        with suppress(FileNotFoundError):
+            self.remove(path.rename(new_trash(path.parent)))
+
+    async def retry(self) -> bool:
+        """Try what resisted once more; answers whether nothing is left."""
+        gone = await self.in_thread(lambda: set(filter(try_to_remove, [*self._stuck])))
+        self._stuck -= gone
+        resisted, self._resisted = self._resisted, {}
+        await asyncio.gather(*(self._try(*each) for each in resisted.items()))
+        return not self._stuck and not self._resisted
+
+    async def close(self) -> None:
+        """Finish what can be finished soon; the next start finds the rest."""
+        running = [*self._tasks, *([self._sweeper] if self._sweeper else [])]
+        if running:
+            await asyncio.wait(running, timeout=_CLOSE_BOUND.total_seconds())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        self._threads.shutdown(wait=False)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if len(self._tasks) <= _BACKLOG:  # under load, woken earlier they would wait again
+            self._has_room.set()
+
+    async def _remove(self, paths: tuple[Path, ...], take_down: TakeDown | None) -> None:
+        await asyncio.sleep(_PAUSE_S)  # the answer goes first: a thread would take the interpreter
+        await self._try(paths, take_down)
+
+    async def _try(self, paths: tuple[Path, ...], take_down: TakeDown | None) -> None:
+        try:
+            if (take_down is not None and await take_down()) or await self._sweep_up(paths):
+                return
+        except (MirrordError, OSError) as error:
+            log.warning("removal.failed", path=str(paths[0]), problem=str(error))
+        self._resisted[paths] = take_down
+
+    def _sweep_up(self, paths: tuple[Path, ...]) -> asyncio.Future[bool]:
+        """Whether the next batch for a worker removed all of `paths`."""
+        loop = asyncio.get_running_loop()
+        found = self._waiting.setdefault(paths, loop.create_future())
+        if self._sweeper is None or self._sweeper.done():
+            self._sweeper = loop.create_task(self._sweep())
+        return found
+
+    async def _sweep(self) -> None:
+        while batch := [*self._waiting][:_BATCH]:
+            paths = [path for each in batch for path in each]
+            try:
+                problems = await self._remove_in_worker(paths)
+            except MirrordError as error:
+                problems = dict.fromkeys(paths, error.message)
+            for path, problem in problems.items():
+                log.warning("removal.failed", path=str(path), problem=problem)
+            for each in batch:
+                waiting = self._waiting.pop(each)
+                if not waiting.done():
+                    waiting.set_result(problems.keys().isdisjoint(each))
 
 
 class TrashDirectory:
-    """Takes names out of directories that belong to somebody else. To be closed."""
+    """Takes names out of directories that a client may write to; the caller removes it. To be closed.
+
+    Owns one private directory, made when it is needed first. A rename costs the same for a file
+    and for a directory with thousands, and removing waits for the disk. Without room nothing is
+    kept: what is discarded is removed at once.
+    """
 
     def __init__(self, path: Path, *, has_room: bool = True) -> None:
-        """Without room nothing is kept: what shall go is deleted at once."""
         self._path = path
         self._has_room = has_room
         self._fd: int | None = None
         self._count = 0
 
-    def bury(self, directory: int, name: bytes) -> None:
-        """Take away whatever `name` is; nothing there is fine."""
+    def discard(self, directory: int, name: bytes) -> None:
+        """Take away whatever `name` is; a missing one is fine."""
         if not self._has_room:
             remove(directory, name)
             return
         try:
-            grave = self._opened()
-            os.rename(name, b"%d" % self._count, src_dir_fd=directory, dst_dir_fd=grave)
+            if self._fd is None:
+                with suppress(FileExistsError):  # an attempt before this one
+                    os.mkdir(self._path, 0o700)
+                self._fd = open_directory(self._path)
+                self._count = len(os.listdir(self._fd))
+            os.rename(name, b"%d" % self._count, src_dir_fd=directory, dst_dir_fd=self._fd)
         except FileNotFoundError:
             return
         except OSError:  # a flag or mode that keeps it, something mounted, a full disk
@@ -91,81 +202,84 @@ class TrashDirectory:
             os.close(self._fd)
             self._fd = None
 
-    def _opened(self) -> int:
-        if self._fd is None:
-            with suppress(FileExistsError):  # an attempt before this one
-                os.mkdir(self._path, 0o700)
-            self._fd = open_directory(self._path)
-            self._count = len(os.listdir(self._fd))
-        return self._fd
+
+# -- now ------------------------------------------------------------------------------------------
+
+
+def try_to_remove(path: Path) -> bool:
+    """Remove a file or a tree of ours as far as the disk allows; answers whether it is gone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+    return not os.path.lexists(path)
+
+
+def remove_trees(paths: Iterable[Path]) -> dict[Path, str]:
+    """`remove_tree` each; answers what resisted, and why. Runs in workers."""
+    problems: dict[Path, str] = {}
+    for path in paths:
+        try:
+            remove_tree(path)
+        except (MirrordError, OSError) as error:
+            problems[path] = str(error)
+    return problems
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a tree whatever its modes and flags; a missing one is fine."""
+    with suppress(FileNotFoundError), opened(open_directory(path.parent)) as above:
+        remove(above, os.fsencode(path.name))
 
 
 def remove(directory: int, name: bytes) -> None:
-    """Remove whatever `name` is, a whole directory included; nothing there is fine.
+    """Remove whatever `name` is, a whole directory included; a missing one is fine.
 
-    A directory that is not empty is moved up beside `name` before it is emptied, so that no depth exhausts descriptors; a crash
-    leaves such a `.gone-…` in `directory`. Where something resists, they are put back: whoever tries again knows only `name`.
+    A directory that is not empty is moved up beside `name` before it is emptied, so that no depth
+    exhausts descriptors; a crash leaves such a `.trash-…` in `directory`. Where something resists,
+    they are put back: the next try knows only `name`.
     """
-    graves = [name]
+    moved = [name]
     try:
-        while graves:
-            if not _remove_one(directory, graves[-1]):
-                _empty(directory, graves[-1], graves)
+        while moved:
+            if _remove_one(directory, moved[-1]):
+                moved.pop()
             else:
-                graves.pop()
+                _empty(directory, moved[-1], moved)
     except BaseException:
-        _put_back(directory, graves[1:], name)
+        with suppress(OSError), opened(open_child(directory, name)) as fd:
+            for each in moved[1:]:
+                with suppress(OSError):
+                    os.rename(each, each, src_dir_fd=directory, dst_dir_fd=fd)
         raise
-
-
-def _put_back(directory: int, graves: list[bytes], name: bytes) -> None:
-    with suppress(OSError), opened(open_child(directory, name)) as fd:
-        for grave in graves:
-            with suppress(OSError):
-                os.rename(grave, grave, src_dir_fd=directory, dst_dir_fd=fd)
 
 
 def _remove_one(directory: int, name: bytes) -> bool:
     """Remove a file or an empty directory; False for a directory that is not empty."""
-    try:
-        return _unlink(directory, name)
-    except OSError as error:
-        if error.errno not in _LOCKED:
-            raise
-    unlock(directory, name)
-    return _unlink(directory, name)
+    for attempt in (1, 2):
+        try:
+            try:
+                os.unlink(name, dir_fd=directory)
+            except IsADirectoryError:
+                os.rmdir(name, dir_fd=directory)
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                return False
+            if error.errno == errno.EBUSY:
+                raise mounted_on(name) from error
+            if attempt == 2 or error.errno not in (errno.EPERM, errno.EACCES):
+                raise
+            unlock(directory, name)
+        else:
+            return True
+    return False
 
 
-def _unlink(directory: int, name: bytes) -> bool:
-    try:
-        os.unlink(name, dir_fd=directory)
-    except FileNotFoundError:
-        return True
-    except IsADirectoryError:
-        return _rmdir(directory, name)
-    except OSError as error:
-        if error.errno == errno.EBUSY:
-            raise mounted_on(name) from error
-        raise
-    return True
-
-
-def _rmdir(directory: int, name: bytes) -> bool:
-    try:
-        os.rmdir(name, dir_fd=directory)
-    except FileNotFoundError:
-        return True
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            return False
-        if error.errno == errno.EBUSY:
-            raise mounted_on(name) from error
-        raise
-    return True
-
-
-def _empty(directory: int, name: bytes, graves: list[bytes]) -> None:
-    """Remove what is in the directory `name`; adds to `graves` the names, now in `directory`, of what must be emptied first."""
+def _empty(directory: int, name: bytes, moved: list[bytes]) -> None:
+    """Empty the directory `name`; adds to `moved` the names, now in `directory`, of its directories."""
     try:
         fd = open_child(directory, name)
     except (FileNotFoundError, NotADirectoryError):
@@ -177,9 +291,8 @@ def _empty(directory: int, name: bytes, graves: list[bytes]) -> None:
     with opened(fd):
         clear_flags(fd)
         for child in names_in(fd):
-            if _remove_one(fd, child):
-                continue
-            grave = os.fsencode(PREFIX) + secrets.token_hex(8).encode()
-            unlock(fd, child)
-            os.rename(child, grave, src_dir_fd=fd, dst_dir_fd=directory)
-            graves.append(grave)
+            if not _remove_one(fd, child):
+                aside = os.fsencode(new_trash(Path()))
+                unlock(fd, child)
+                os.rename(child, aside, src_dir_fd=fd, dst_dir_fd=directory)
+                moved.append(aside)

@@ -19,7 +19,7 @@ import structlog
 
 from ..errors import DiskFullError
 from ..host.files import free_bytes, full_disk_named, sync_directory
-from ..host.trash import PREFIX, Remains, try_to_remove
+from ..host.trash import Trash, new_trash, try_to_remove
 from ..protocol import Progress
 
 log = structlog.get_logger()
@@ -32,11 +32,11 @@ _LAST = {".idx": 1}  # git finds a pack by its index, so that is moved when the 
 class Quarantine:
     """Directories that are gone when their block ends."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, trash: Trash) -> None:
         self.root = root
         self._active: set[Path] = set()
         self._left: set[Path] | None = None
-        self._remains = Remains()
+        self._trash = trash
 
     @asynccontextmanager
     async def directory(self, kind: str) -> AsyncIterator[Path]:
@@ -63,17 +63,17 @@ class Quarantine:
 
     async def discard(self, path: Path) -> None:
         """Remove a tree from its place at once and its files later: a crash in between leaves them here."""
-        away = self.root / f"{PREFIX}{secrets.token_hex(8)}"
+        away = new_trash(self.root)
         path.rename(away)
         await self.remove(away)
 
     async def remove(self, path: Path) -> None:
-        """Remove something in here; `clean` tries again where the disk does not let it go."""
-        await anyio.to_thread.run_sync(self._remains.remove, path)
+        """Remove something in here; the trash tries again where the disk refuses."""
+        await anyio.to_thread.run_sync(self._trash.remove, path)
 
     async def clean(self) -> bool:
-        """Remove what killed processes left, unless one of them is still at it, and what could not be removed before: then a
-        later call does. Answers whether nothing is left for one.
+        """Remove what killed processes left, unless one of them is still at it: then a later call
+        does. Answers whether nothing is left for one.
 
         Only a start tells leftovers from the files of others, as of an import that is running.
         """
@@ -87,7 +87,7 @@ class Quarantine:
         found = self._left - self._active
         if found:
             self._left -= found - await anyio.to_thread.run_sync(_clean, self.root, found)
-        return await anyio.to_thread.run_sync(self._remains.retry) and not self._left
+        return not self._left
 
 
 def accept_objects(source: Path, destination: Path) -> None:

@@ -34,6 +34,7 @@ from ..errors import (
 from ..git.command import Git, masked_url
 from ..git.workers import Workers
 from ..host.files import sync_directory
+from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..protocol import (
@@ -75,6 +76,7 @@ class Mirrors:
         workers: Workers,
         catalog: Catalog,
         events: Events,
+        trash: Trash,
     ) -> None:
         self._settings = settings
         self._git = git
@@ -82,7 +84,7 @@ class Mirrors:
         self._catalog = catalog
         self._events = events
         self._root = settings().state_dir / "mirrors"
-        self._quarantine = Quarantine(settings().state_dir / "quarantine")
+        self._quarantine = Quarantine(settings().state_dir / "quarantine", trash)
         self._sources = Sources(settings=settings, git=git, quarantine=self._quarantine)
         self._names: dict[str, MirrorName] = {}
         self._unsynced: dict[str, str] = {}
@@ -215,7 +217,7 @@ class Mirrors:
 
     @asynccontextmanager
     async def lock(self, name: MirrorName) -> AsyncIterator[None]:
-        """Exclude syncs, pins, maintenance, heals and removal of one mirror. What fails meanwhile is looked over by `mend`."""
+        """Exclude syncs, pins, maintenance, heals and removal of one mirror. What fails meanwhile is looked over by `clean_up`."""
         async with self._locks.setdefault(name.key, anyio.Lock()):
             with self._mending.watched(name):
                 yield
@@ -224,7 +226,7 @@ class Mirrors:
         """Whether somebody holds the lock of a mirror."""
         return name.key in self._locks and self._locks[name.key].locked()
 
-    async def mend(self) -> bool:
+    async def clean_up(self) -> bool:
         """Bring in line what failed, and remove what could not be removed, as a start does; answers whether nothing is left."""
         cleaned = await self._quarantine.clean()
         return await self._mending.run() and cleaned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sqlite3
 import subprocess
@@ -20,10 +21,11 @@ from mountlab import busy
 from starlette.requests import Request
 
 from mirrord.api.request import spool_body
-from mirrord.duties.cleanup import Cleanup
 from mirrord.errors import InvalidRequestError
+from mirrord.host.trash import Trash
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.model import CommitId
+from mirrord.timetable import Cleanup
 
 _BOUND_S = 40.0
 """A turn of mending every five seconds, and pauses that double."""
@@ -87,8 +89,8 @@ def test_a_pin_that_failed_half_way_is_undone(
             with pytest.raises(Exception, match="disk full"):
                 await it.mirrors.pin(NAME, [commit], owner="person/7", reason="")
             assert len(pins_in(mirror)) == 1
-            assert not await it.mirrors.mend()
-        assert await it.mirrors.mend()
+            assert not await it.mirrors.clean_up()
+        assert await it.mirrors.clean_up()
         assert (pins_in(mirror), await it.mirrors.list_pins()) == ([], [])
 
     house.run(body)
@@ -107,7 +109,7 @@ def test_a_pin_that_was_made_since_stays(
         with half_failing(mirror), pytest.raises(Exception, match="disk full"):
             await it.mirrors.pin(NAME, [commit], owner="person/7", reason="")
         assert await it.mirrors.pin(NAME, [commit], owner="person/7", reason="again") == {}
-        assert await it.mirrors.mend()
+        assert await it.mirrors.clean_up()
         assert [pin.reason for pin in await it.mirrors.list_pins()] == ["again"]
         assert len(pins_in(mirror)) == 1
 
@@ -128,7 +130,7 @@ def test_an_unpin_that_failed_half_way_leaves_the_pin_with_its_reason(
             with pytest.raises(Exception, match=r"packed-refs"):
                 await it.mirrors.unpin(NAME, [commit], owner="person/7")
             assert await it.mirrors.list_pins() == []
-        assert await it.mirrors.mend()
+        assert await it.mirrors.clean_up()
         assert [pin.reason for pin in await it.mirrors.list_pins()] == ["paper"]
 
     house.run(body)
@@ -153,16 +155,17 @@ def test_a_mirror_that_cannot_be_moved_away_is_not_removed(house: Builder, tmp_p
 
 def test_what_quarantine_cannot_remove_goes_later(tmp_path: Path) -> None:
     async def body() -> None:
-        quarantine = Quarantine(tmp_path)
+        trash = Trash()
+        quarantine = Quarantine(tmp_path, trash)
         await quarantine.clean()
         async with quarantine.directory("fetch") as directory:
             (directory / "inner").mkdir()
             mounted = busy(directory / "inner")
             mounted.__enter__()
         assert directory.exists()
-        assert not await quarantine.clean()
+        assert not await trash.retry()
         mounted.__exit__(None, None, None)
-        assert await quarantine.clean()
+        assert await trash.retry()
         assert not directory.exists()
 
     anyio.run(body)
@@ -172,7 +175,8 @@ def test_an_upload_that_was_cut_off_and_does_not_go_goes_later(tmp_path: Path) -
     """Its client hears of the upload, not of our disk."""
 
     async def body() -> None:
-        quarantine = Quarantine(tmp_path)
+        trash = Trash()
+        quarantine = Quarantine(tmp_path, trash)
         await quarantine.clean()
         messages: Iterator[dict[str, Any]] = iter(
             [
@@ -190,9 +194,9 @@ def test_an_upload_that_was_cut_off_and_does_not_go_goes_later(tmp_path: Path) -
 
         with pytest.raises(InvalidRequestError, match="hung up"):
             await spool_body(Request({"type": "http", "headers": []}, receive), quarantine, 100)
-        assert not await quarantine.clean()
+        assert not await trash.retry()
         mounted.close()
-        assert await quarantine.clean()
+        assert await trash.retry()
         assert not any(tmp_path.iterdir())
 
     anyio.run(body)
@@ -207,12 +211,15 @@ def test_what_stays_owed_is_tried_less_and_less() -> None:
             tries.append(len(tries))
             return len(tries) == 4
 
-        mend = Cleanup([part])
+        clock = itertools.count(0, 5)
+        now = next(clock)
+        cleanup = Cleanup([part], clock=lambda: now)
         counts = []
-        for _ in range(13):
-            await mend.take_turn()
+        while now < 65:
+            await cleanup.retry()
             counts.append(len(tries))
-        assert counts == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3]
+            now = next(clock)
+        assert counts == [1, 2, 2, 3, 3, 3, 3, 4, 5, 6, 6, 7, 7]
 
     anyio.run(body)
 

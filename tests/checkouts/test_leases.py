@@ -14,7 +14,7 @@ from checkoutlab import passable_directory
 
 from mirrord.checkouts.leases import Directories, Lease, Leases, LeaseState
 from mirrord.errors import CheckoutNotFoundError
-from mirrord.host.trash import PREFIX
+from mirrord.host.trash import TRASH_PREFIX
 from mirrord.model import Backend, CommitId, History, MirrorName, View, new_checkout_id, utc_now
 
 
@@ -67,7 +67,7 @@ def test_what_has_no_whole_lease_file_is_rubbish(leases: Leases, tmp_path: Path)
     found, rubbish = again(leases, tmp_path)
     assert found == [standing]
     assert set(rubbish) == {torn.directories, begun, gone, alone.directories, closed.directories}
-    assert {gone.public.name, gone.private.name} == {f"{PREFIX}{released.id}"}
+    assert {gone.public.name, gone.private.name} == {f"{TRASH_PREFIX}{released.id}"}
 
 
 def test_a_copied_lease_file_makes_no_lease(leases: Leases, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_checkouts_directory_is_for_its_owner_alone() -> None:
 def test_a_lease_that_cannot_be_ended_stands(leases: Leases, tmp_path: Path) -> None:
     """Whoever released it is told, and it is still listed."""
     lease = new_lease(leases)
-    (tmp_path / "leases" / f"{PREFIX}{lease.id}" / "in the way").mkdir(parents=True)
+    (tmp_path / "leases" / f"{TRASH_PREFIX}{lease.id}" / "in the way").mkdir(parents=True)
     with pytest.raises(OSError, match="not empty"):
         leases.release(lease)
     assert leases.get(lease.id) == lease

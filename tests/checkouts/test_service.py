@@ -154,15 +154,14 @@ def test_a_lease_that_is_renewed_while_others_expire_stands(
 ) -> None:
     """Taking the first away waits for the disk; a client that renews the second in that time keeps it."""
     leases = [start(service, instance="psf__requests@v1", ttl=60) for _ in range(2)]
-    removal = service.checkouts._lifecycle.removal
-    keep_up = removal.keep_up
+    keep_up = service.trash.keep_up
 
     async def renew_the_other() -> None:
         for lease in await service.checkouts.list(USER_PEER):
             await service.checkouts.renew(lease.id, RenewCheckout(ttl=60), USER_PEER)
         await keep_up()
 
-    monkeypatch.setattr(removal, "keep_up", renew_the_other)
+    monkeypatch.setattr(service.trash, "keep_up", renew_the_other)
     service.now_shift = timedelta(seconds=70)
     assert service.call(service.checkouts.expire) == 1
     assert {lease.id for lease in service.call(service.checkouts.list, USER_PEER)} < {

@@ -13,12 +13,12 @@ import anyone
 import pytest
 from mountlab import GIT, KERNELS, TREE, Lab, mounted_below, mountlab
 
-from mirrord.checkouts.pool.dotgit import discard
 from mirrord.errors import BackendUnavailableError, CheckoutBusyError
 from mirrord.host import mounts
 from mirrord.host.files import opened
 from mirrord.host.mounting import LocalMounter, MappedTemplates, OverlayOrder
 from mirrord.host.processes import Capability, has_capabilities
+from mirrord.host.trash import remove_tree
 
 USER = (12345, 12346)
 
@@ -416,10 +416,10 @@ def test_what_resists_a_removal_is_found_again_under_the_name_it_had(tmp_path: P
     subprocess.run(["mount", "-t", "tmpfs", "none", held], check=True)
     try:
         with pytest.raises(CheckoutBusyError):
-            discard(tmp_path / "checkout")
+            remove_tree(tmp_path / "checkout")
     finally:
         (at,) = tmp_path.rglob("mount")
         subprocess.run(["umount", at], check=True)
     assert os.listdir(tmp_path) == ["checkout"]
-    discard(tmp_path / "checkout")
+    remove_tree(tmp_path / "checkout")
     assert os.listdir(tmp_path) == []

@@ -15,6 +15,7 @@ from forge import Forge, serving
 from gitrepos import Upstream, git
 
 from mirrord.git.command import Git
+from mirrord.host.trash import Trash
 from mirrord.mirrors.fetch import INCOMING, Fetcher
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.mirrors.repository import KEPT, Repository
@@ -136,7 +137,7 @@ def strike(tmp_path: Path, whole: Upstream) -> Callable[[Callable[[Path], None]]
 
 class Site:
     def __init__(self, root: Path) -> None:
-        self.quarantine = Quarantine(root / "quarantine")
+        self.quarantine = Quarantine(root / "quarantine", Trash())
         self.quarantine.root.mkdir(parents=True)
         self.mirror = Repository(
             Git(home=root / "home"), MirrorName("owner", "name"), root / "mirror"

@@ -14,6 +14,7 @@ from gitrepos import Upstream, git
 
 from mirrord.errors import MirrordError, UpstreamEmptyError, UpstreamNotFoundError
 from mirrord.git.command import Git
+from mirrord.host.trash import Trash
 from mirrord.mirrors.fetch import INCOMING, Fetcher
 from mirrord.mirrors.history import diff_records, list_records, read_refs
 from mirrord.mirrors.quarantine import Quarantine
@@ -33,7 +34,7 @@ class Site:
     def __init__(self, root: Path, upstream: Upstream) -> None:
         self.root = root
         self.upstream = upstream
-        self.quarantine = Quarantine(root / "quarantine")
+        self.quarantine = Quarantine(root / "quarantine", Trash())
         self.quarantine.root.mkdir(parents=True)
         name = MirrorName("owner", "name")
         self.mirror = Repository(Git(home=root / "home"), name, root / "mirrors" / str(name))

@@ -20,7 +20,8 @@ from gitrepos import ENV, Upstream, git
 from mountlab import unmount_below
 
 from mirrord.catalog import Catalog
-from mirrord.checkouts.leases import Lease, Leases
+from mirrord.checkouts.backend import CheckoutBackend
+from mirrord.checkouts.leases import Directories, Lease, Leases
 from mirrord.checkouts.overlay.probe import find_overlay
 from mirrord.checkouts.pool.backend import PoolBackend
 from mirrord.checkouts.service import Checkouts
@@ -32,7 +33,7 @@ from mirrord.datasets.service import Datasets
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
 from mirrord.host.peers import Access, Peer
-from mirrord.host.trash import new_trash
+from mirrord.host.trash import Trash, new_trash, remove_trees
 from mirrord.jobs.events import Events
 from mirrord.mirrors.service import Mirrors
 from mirrord.model import Backend, CommitId, History, MirrorName, View, new_checkout_id, utc_now
@@ -86,6 +87,12 @@ class Pool:
         return git(self.mirror, "rev-parse", f"{commit}^{{tree}}")
 
 
+async def destroy(backend: CheckoutBackend, directories: Directories, lease: Lease | None) -> None:
+    """Take a checkout down and remove what is left, as the trash does."""
+    if not await backend.take_down(directories, lease):
+        assert remove_trees([directories.private, directories.public]) == {}
+
+
 @asynccontextmanager
 async def running_pool(state: Path, upstream: Upstream) -> AsyncIterator[Pool]:
     mirror = state / "mirrors" / str(NAME)
@@ -98,17 +105,20 @@ async def running_pool(state: Path, upstream: Upstream) -> AsyncIterator[Pool]:
         git=starter,
         workers=workers,
         mirrors_path=lambda name: state / "mirrors" / str(name),
+        trash=Trash(),
     )
     backend = PoolBackend(
         state_dir=state,
         workers=workers,
         gitdirs=gitdirs,
         mirrors_path=lambda name: state / "mirrors" / str(name),
+        trash=(trash := Trash()),
     )
     await backend.open()
     try:
         yield Pool(state, workers, gitdirs, backend)
     finally:
+        await trash.close()
         await backend.close()
         await workers.close()
 
@@ -174,7 +184,8 @@ class Service:
             "workers": self.workers,
             "events": self.events,
         }
-        self.mirrors = Mirrors(git=git_starter, catalog=self.catalog, **parts)
+        self.trash = Trash()
+        self.mirrors = Mirrors(git=git_starter, catalog=self.catalog, trash=self.trash, **parts)
         await self.mirrors.open()
         self.datasets = Datasets(
             catalog=self.catalog, mirrors=self.mirrors, state_dir=self.state, **parts
@@ -185,12 +196,14 @@ class Service:
             git=git_starter,
             workers=self.workers,
             mirrors_path=self.mirrors.path,
+            trash=self.trash,
         )
         await self.gitdirs.open()
         store: dict[str, Any] = {
             "state_dir": self.state,
             "workers": self.workers,
             "mirrors_path": self.mirrors.path,
+            "trash": self.trash,
         }
         self.templates = Templates(
             settings=lambda: self._settings, gitdirs=self.gitdirs, events=self.events, **store
@@ -204,7 +217,7 @@ class Service:
         )
         self.checkouts = Checkouts(
             state_dir=self.state, mirrors=self.mirrors, datasets=self.datasets, gitdirs=self.gitdirs, overlay=overlay,
-            access=Access(lambda: self._settings), clock=lambda: utc_now() + self.now_shift, **parts,
+            access=Access(lambda: self._settings), clock=lambda: utc_now() + self.now_shift, trash=self.trash, **parts,
         )  # fmt: skip
         await self.checkouts.open()
 

@@ -16,6 +16,7 @@ from mirrord.config import Settings
 from mirrord.datasets.service import Datasets
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
+from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
 from mirrord.mirrors.service import Mirrors
 from mirrord.model import MirrorName
@@ -72,7 +73,7 @@ async def parts_on(root: Path, workers: Workers) -> AsyncIterator[House]:
         "catalog": catalog,
         "events": events,
     }
-    mirrors = Mirrors(git=Git(home=root / "home"), **parts)
+    mirrors = Mirrors(git=Git(home=root / "home"), trash=Trash(), **parts)
     datasets = Datasets(mirrors=mirrors, state_dir=state, **parts)
     try:
         await mirrors.open()

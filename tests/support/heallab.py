@@ -18,6 +18,7 @@ from mirrord.git.command import Git
 from mirrord.git.workers import Workers
 from mirrord.heal import Heals
 from mirrord.heal.publish import no_step
+from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
 from mirrord.mirrors.bundles.service import Bundles
 from mirrord.mirrors.repository import HISTORY, PINS
@@ -56,6 +57,7 @@ class Daemon:
             workers=self.workers,
             catalog=self.catalog,
             events=self.events,
+            trash=Trash(),
         )
         await self.mirrors.open()
         self.bundles = Bundles(

@@ -12,6 +12,7 @@ from mirrord.catalog import Catalog
 from mirrord.config import Settings
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
+from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
 from mirrord.mirrors.service import Mirrors
 from mirrord.model import MirrorName
@@ -49,6 +50,7 @@ class Builder:
                 workers=workers,
                 catalog=catalog,
                 events=events,
+                trash=Trash(),
             )
             try:
                 await mirrors.open()

@@ -14,6 +14,7 @@ from mirrord.checkouts.templates.store import Template, Templates
 from mirrord.config import Settings
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
+from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
 from mirrord.model import CommitId, History, MirrorName
 
@@ -30,6 +31,7 @@ class Store:
         self._upstream, self._workers = upstream, workers
         self.template_bytes = template_bytes
         self.events = Events()
+        self.trash = Trash()
         home = state_dir / "home"
         home.mkdir(parents=True, exist_ok=True)
 
@@ -40,7 +42,11 @@ class Store:
             return upstream.path / ".git"
 
         self.gitdirs = StoreBuilder(
-            state_dir=state_dir, git=Git(home=home), workers=workers, mirrors_path=path
+            state_dir=state_dir,
+            git=Git(home=home),
+            workers=workers,
+            mirrors_path=path,
+            trash=self.trash,
         )
         self.templates = Templates(
             settings=settings,
@@ -49,6 +55,7 @@ class Store:
             mirrors_path=path,
             gitdirs=self.gitdirs,
             events=self.events,
+            trash=self.trash,
         )
 
     async def reopened(self) -> Store:

@@ -202,14 +202,14 @@ def must_fit_from(git_dir: Path, manifest: Manifest, tree: str) -> None:
 
 
 def move(
-    git_dir: Path, manifest: Manifest, commit: str, dest: Path, graves: TrashDirectory | None = None
+    git_dir: Path, manifest: Manifest, commit: str, dest: Path, trash: TrashDirectory | None = None
 ) -> Manifest:
     """Bring the clean tree that `manifest` records to `commit`, touching only what differs. `.git` stays as it is."""
     with open_objects(git_dir) as objects, _opened_tree(dest, commit) as root:
         info = read_commit(objects, commit)
         steps = list(changes(objects, manifest.tree, info.tree))
         files = manifest.files.copy()
-        with _writer(root, manifest, info, graves) as writer:
+        with _writer(root, manifest, info, trash) as writer:
             _remove_old(steps, files, writer)
             new = [step.new for step in steps if step.new and not step.is_within]
             staying = {
@@ -233,7 +233,7 @@ def repair(
     manifest: Manifest,
     found: Changes,
     dest: Path,
-    graves: TrashDirectory | None = None,
+    trash: TrashDirectory | None = None,
 ) -> Manifest:
     """Undo in the tree what a scan found: remove what is extra, write again what is gone or changed, each as a new file.
 
@@ -245,7 +245,7 @@ def repair(
             path for path in (*found.modified, *found.missing) if path in manifest.files
         )
         conversions = conversions_for(objects, info.commit, manifest.files)
-        with _writer(root, manifest, info, graves) as writer:
+        with _writer(root, manifest, info, trash) as writer:
             writer.make_directory(b"")
             for path in found.extra:
                 if not is_control(path):
@@ -294,9 +294,9 @@ def _remove_old(steps: list[TreeChange], files: Records, writer: TreeWriter) -> 
 
 
 def _writer(
-    root: int, manifest: Manifest, info: CommitInfo, graves: TrashDirectory | None
+    root: int, manifest: Manifest, info: CommitInfo, trash: TrashDirectory | None
 ) -> TreeWriter:
-    return TreeWriter(root, ActingAs(manifest.owner), mtime_ns=mtime_for(info.time), graves=graves)
+    return TreeWriter(root, ActingAs(manifest.owner), mtime_ns=mtime_for(info.time), trash=trash)
 
 
 @contextmanager

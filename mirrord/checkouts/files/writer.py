@@ -38,18 +38,18 @@ class TreeWriter:
 
     New files belong to `owner` (the daemon itself: `ActingAs(None)`) and have `mtime_ns`. Paths are bytes without a leading
     slash; they must come from a checked tree. `touched` are the directories that were made, mended or written in. What is
-    replaced or removed is put into `graves`, or deleted as the owner may.
+    replaced or removed is put into `trash`, or deleted as the owner may.
     """
 
     def __init__(
-        self, root: int, owner: ActingAs, *, mtime_ns: int, graves: TrashDirectory | None = None
+        self, root: int, owner: ActingAs, *, mtime_ns: int, trash: TrashDirectory | None = None
     ) -> None:
         self.touched: set[bytes] = set()
         self.owner = owner
         self._root = root
         self._descent = Descent(root, owner)
         self._mtime = (mtime_ns, mtime_ns)
-        self._graves = graves
+        self._trash = trash
         self._made: set[bytes] = set()
 
     def __enter__(self) -> Self:
@@ -191,7 +191,7 @@ class TreeWriter:
         except FileExistsError:
             self._clear(directory, path, name)
         except PermissionError:
-            if self._graves is None:
+            if self._trash is None:
                 raise
             with self.owner.aside():
                 unlock(directory, name)
@@ -216,11 +216,11 @@ class TreeWriter:
     def _clear(self, directory: int, path: bytes, name: bytes) -> None:
         self._descent.leave(path)
         self._made.clear()
-        if self._graves is None:
+        if self._trash is None:
             remove(directory, name)
         else:
             with self.owner.aside():  # what is there may be somebody else's, or locked
-                self._graves.bury(directory, name)
+                self._trash.discard(directory, name)
 
     def _adopt(self, directory: int, path: bytes, name: bytes) -> None:
         """Give a directory that we just made its mode and owner, unless somebody put another in its place."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,12 +32,11 @@ from ...host.files import full_disk_named, open_child, open_regular, opened
 from ...host.mounting import Mounter, OverlayOrder
 from ...host.mounts import read_overlays
 from ...host.processes import Owner
-from ...host.trash import find_trash, new_trash
+from ...host.trash import Trash, find_trash, new_trash
 from ...model import Backend, CheckoutId, MirrorName
 from ...protocol import Proof
 from ..backend import must_prove
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
-from ..rubbish import Rubbish, remove_layer, remove_untouched
 from ..templates.store import Template, Templates
 from ..worker_calls import DIFF_TIMEOUT, list_overlay_changes
 
@@ -63,6 +63,7 @@ class OverlayBackend:
         workers: Workers,
         mirrors_path: Callable[[MirrorName], Path],
         may_map_owners: bool,
+        trash: Trash,
     ) -> None:
         self._store = f"{state_dir}/templates/"
         self._leases = state_dir / "leases"
@@ -76,14 +77,13 @@ class OverlayBackend:
         self._sights: dict[tuple[Path, ...], TemplateFacts] = {}
         self._mapping = anyio.Lock()
         self._mounted: set[str] = set()
-        self._rubbish = Rubbish(workers)
+        self._trash = trash
 
     async def open(self) -> None:
         """See what is mounted."""
         self._mounted = await anyio.to_thread.run_sync(read_overlays)
 
     async def close(self) -> None:
-        await self._rubbish.close()
         is_leased = any(not path.name.startswith(".") for path in self._leases.iterdir())
         self._mounter.close(unbind=not is_leased)
 
@@ -106,7 +106,7 @@ class OverlayBackend:
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
         """Where it fails before the new tree is in place, nothing was touched of what is there."""
-        await self._rubbish.keep_up()
+        await self._trash.keep_up()
 
         async def swap_in(template: Template) -> Proof:
             sight = self._sights.get(template.layers) or await self._look_at(template)
@@ -133,7 +133,7 @@ class OverlayBackend:
         is_mounted = str(lease.tree_path) in self._mounted
         self._mounted.discard(str(lease.tree_path))
         for old in find_trash(lease.private):
-            self._rubbish.add(old)
+            self._trash.add(old)
 
         async def mount(template: Template) -> None:
             if not is_mounted and lease.state is LeaseState.LIVE:
@@ -148,15 +148,14 @@ class OverlayBackend:
             return is_mounted
         return True
 
-    async def destroy(self, directories: Directories, lease: Lease | None) -> None:
-        def take_down(private: Path) -> bool:
-            """In a thread: it is nearly all waiting, for the kernel."""
+    async def take_down(self, directories: Directories, lease: Lease | None) -> bool:
+        def unmount() -> bool:
             self._mounter.umount(directories.public.name)
-            _remove_public(directories.public)
-            return remove_untouched(private)
+            is_gone = _remove_public(directories.public)
+            return remove_untouched(directories.private) and is_gone
 
         try:
-            await self._rubbish.remove(directories.private, take_down)
+            return await self._trash.in_thread(unmount)
         finally:
             if lease is not None and (template := self._held.pop(lease.id, None)):
                 self._templates.drop(template)
@@ -219,7 +218,7 @@ class OverlayBackend:
             try:
                 os.mkdir(place, 0o700)
             except FileExistsError:  # what was half made
-                self._bury(lease, layer)
+                self._discard(lease, layer)
                 os.mkdir(place, 0o700)
             os.mkdir(f"{place}/upper", 0o755)
             os.mkdir(f"{place}/work", 0o700)
@@ -235,20 +234,26 @@ class OverlayBackend:
         """
         old = os.open(lease.tree_path, os.O_PATH | os.O_CLOEXEC)
         self._mounter.replace(lease.id, mount)
-        self._bury(lease, _LAYER, holding=old)
+        self._discard(lease, _LAYER, holding=old)
         os.rename(lease.private / _NEXT, lease.private / _LAYER)
 
-    def _bury(self, lease: Lease, layer: str, *, holding: int | None = None) -> None:
-        old = new_trash(lease.private)
+    def _discard(self, lease: Lease, layer: str, *, holding: int | None = None) -> None:
+        old, held = new_trash(lease.private), [holding] if holding is not None else []
         with suppress(FileNotFoundError):
             os.rename(lease.private / layer, old)
-        self._rubbish.add(old, remove_layer, holding=holding)
+
+        def remove() -> bool:
+            if held:
+                os.close(held.pop())
+            return remove_layer(old)
+
+        self._trash.add(old, take_down=partial(self._trash.in_thread, remove))
 
     def _mount_again(self, lease: Lease, template: Template) -> None:
         """Mount the layer that is there. A volatile overlay's work directory cannot be used twice."""
         self._mounter.umount(lease.id)
         work = lease.private / _LAYER / "work"
-        self._bury(lease, f"{_LAYER}/work")
+        self._discard(lease, f"{_LAYER}/work")
         work.mkdir(mode=0o700)
         with opened(self._mount(lease, _LAYER, template)) as mount:
             self._mounter.attach(lease.id, mount)
@@ -279,14 +284,48 @@ class OverlayBackend:
                 await anyio.to_thread.run_sync(self._mounter.map_owner, owner)
 
 
-def _remove_public(public: Path) -> None:
-    """A tree of another backend's is left to that; one that was never made is none."""
+def _remove_public(public: Path) -> bool:
+    """Remove the mount point with its directory; False for a tree that another backend made."""
     for directory in (public / "tree", public):
         try:
             os.rmdir(directory)
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+            if error.errno == errno.ENOTEMPTY:
+                return False
+            if error.errno != errno.ENOENT:
                 raise
+    return True
+
+
+def remove_layer(layer: Path) -> bool:
+    """Remove a layer to which its owner wrote nothing, but the `.git` of a `git status`."""
+    try:
+        for upper in (f"{layer}/upper/.git", f"{layer}/upper"):
+            with suppress(FileNotFoundError):
+                os.rmdir(upper)
+        # what overlayfs leaves in a volatile work directory (Linux 6.18)
+        with suppress(FileNotFoundError):
+            os.unlink(f"{layer}/work/work/incompat/volatile/dirty")
+        for below in ("work/work/incompat/volatile", "work/work/incompat", "work/work", "work", ""):
+            with suppress(FileNotFoundError):
+                os.rmdir(layer / below)
+    except OSError:
+        return False
+    return True
+
+
+def remove_untouched(private: Path) -> bool:
+    """Remove the private directory of a checkout to which its owner wrote nothing."""
+    if not remove_layer(private / "layer"):
+        return False
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(private / "lease.json")
+        with suppress(FileNotFoundError):
+            os.rmdir(private)
+    except OSError:
+        return False
+    return True
 
 
 def _owner(lease: Lease) -> Owner:

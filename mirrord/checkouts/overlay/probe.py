@@ -20,9 +20,8 @@ from ...git.workers import Workers
 from ...host.files import host_error, opened
 from ...host.mounting import PROBE_LAYER, Mounter, OverlayOrder, choose_mounter
 from ...host.processes import Owner
-from ...host.trash import find_trash
+from ...host.trash import Trash, find_trash, remove_tree
 from ...model import MirrorName, new_checkout_id
-from ..pool.dotgit import discard
 from ..templates.store import Templates
 from .backend import OverlayBackend
 
@@ -46,6 +45,7 @@ async def find_overlay(
     templates: Templates,
     workers: Workers,
     mirrors_path: Callable[[MirrorName], Path],
+    trash: Trash,
 ) -> OverlayBackend | None:
     """The overlay backend, where this host allows it; `service` is where the mount service listens, if there is one."""
     try:
@@ -69,6 +69,7 @@ async def find_overlay(
         workers=workers,
         mirrors_path=mirrors_path,
         may_map_owners=trial.may_map_owners,
+        trash=trash,
     )
 
 
@@ -90,7 +91,7 @@ def try_overlay(state_dir: Path, mounter: Mounter) -> Trial:
             layer,
             *find_trash(layer.parent),
         ]:  # an earlier daemon may have been killed here
-            discard(left)
+            remove_tree(left)
 
 
 def _try_other(state_dir: Path, mounter: Mounter) -> Trial:
@@ -113,8 +114,8 @@ def _try_one(state_dir: Path, mounter: Mounter, seen: Owner, owner: Owner | None
         _use(public / "tree", seen)
     finally:
         mounter.umount(name)
-        discard(public)
-        discard(private)
+        remove_tree(public)
+        remove_tree(private)
 
 
 def _use(tree: Path, seen: Owner) -> None:

@@ -28,10 +28,10 @@ from ...errors import (
 from ...git.command import GitResult, run_git_sync
 from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, mounted_on, open_directory, opened, shown_path
+from ...host.trash import remove_tree
 from ..files.manifest import blob_id
 from ..files.reader import Descent
 from ..files.writer import TreeWriter
-from ..pool.dotgit import discard
 from ..worker_calls import Work
 
 PATCH_LIMIT_BYTES = 256 * 1024**2
@@ -299,14 +299,14 @@ class Staging:
 @contextmanager
 def staged(work: Work) -> Iterator[Staging]:
     """Open a scratch repository for one piece of work, and remove it at the end."""
-    discard(work.scratch)
+    remove_tree(work.scratch)
     with full_disk_named("a private copy of the checkout"), opened(_open_tree(work)) as root:
         work.scratch.mkdir(mode=0o700)
         try:
             with denials_named(work.owner):
                 yield Staging(work, root)
         finally:
-            discard(work.scratch)
+            remove_tree(work.scratch)
 
 
 @contextmanager

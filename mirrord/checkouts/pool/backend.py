@@ -20,15 +20,13 @@ from ...errors import TreeTooLargeError
 from ...git.workers import Workers
 from ...host.files import mounted_on
 from ...host.mounts import mounts_below
-from ...host.trash import find_trash, new_trash
+from ...host.trash import Trash, find_trash, new_trash
 from ...model import Backend, CommitId, History, MirrorName
 from ...protocol import Proof
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
-from ..rubbish import Rubbish
 from ..stores.builder import StoreBuilder
 from ..worker_calls import DIFF_TIMEOUT, Place, make_checkout, reset_checkout, scan_checkout
 from . import dotgit
-from .dotgit import discard
 
 _TIMEOUT = timedelta(minutes=10)
 _WARM = ".warm-"
@@ -50,12 +48,13 @@ class PoolBackend:
         workers: Workers,
         gitdirs: StoreBuilder,
         mirrors_path: Callable[[MirrorName], Path],
+        trash: Trash,
     ) -> None:
         self._mirrors = state_dir / "mirrors"
         self._workers = workers
         self._gitdirs = gitdirs
         self._mirrors_path = mirrors_path
-        self._rubbish = Rubbish(workers)
+        self._trash = trash
         self._warm: list[tuple[tuple[int, str], Directories]] = []
         self._closed = False
 
@@ -66,7 +65,6 @@ class PoolBackend:
 
     async def close(self) -> None:
         self._closed = True
-        await self._rubbish.close()
 
     async def create(self, lease: Lease) -> tuple[str, dict[str, float]]:
         began = time.perf_counter()
@@ -81,7 +79,7 @@ class PoolBackend:
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
         """In place: the lease says where it goes before anything is touched. What fails then cannot be undone."""
-        await self._rubbish.keep_up()
+        await self._trash.keep_up()
         place = await self._place(to, to.commit)
         await anyio.to_thread.run_sync(_must_be_unmounted, to)
         before = leases.find(to.id)
@@ -99,19 +97,16 @@ class PoolBackend:
 
     async def adopt(self, lease: Lease) -> bool:
         for grave in find_trash(lease.directory):
-            self._rubbish.add(grave)
+            self._trash.add(grave)
         return (lease.private / "manifest").exists()
 
-    async def destroy(self, directories: Directories, lease: Lease | None) -> None:
+    async def take_down(self, directories: Directories, lease: Lease | None) -> bool:
         if lease is not None and lease.history is History.LINKED:
             await anyio.to_thread.run_sync(
                 dotgit.remove_worktree, self._mirrors_path(lease.mirror), lease.id
             )
         is_mounted = bool(await anyio.to_thread.run_sync(mounts_below, str(directories.public)))
-        if lease is not None and not is_mounted and self._keep(directories, lease):
-            return
-        for directory in (directories.public, directories.private):
-            await anyio.to_thread.run_sync(discard, directory)
+        return lease is not None and not is_mounted and self._keep(directories, lease)
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:
         place = await self._place(lease, lease.commit)
@@ -132,7 +127,7 @@ class PoolBackend:
             yield
         finally:
             if grave.exists():
-                self._rubbish.add(grave)
+                self._trash.add(grave)
 
     # -- kept trees ---------------------------------------------------------------------------------------------------
 

@@ -18,10 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ...errors import MirrordError
 from ...host.credentials import ActingAs
-from ...host.files import open_directory, opened
-from ...host.trash import TrashDirectory, remove
+from ...host.files import opened
+from ...host.trash import TrashDirectory
 from ..files.manifest import DIRECTORY, NO_OBJECT, Entry, Manifest, blob_id
 from ..files.reader import Descent, file_id, open_top
 from ..files.scan import Changes, is_control
@@ -118,7 +117,7 @@ def write_store(
     owner, now_ns = ActingAs(manifest.owner), time.time_ns()
     with (
         opened(open_top(tree)) as root,
-        TreeWriter(root, owner, mtime_ns=now_ns, graves=trash) as writer,
+        TreeWriter(root, owner, mtime_ns=now_ns, trash=trash) as writer,
     ):
         if unchanged:
             gone = [path for path in found.extra if is_control(path)]
@@ -157,23 +156,6 @@ def _record(content: bytes, found: os.stat_result) -> Entry:
     return Entry(_FILE, NO_OBJECT, content, 0, 0, 0, 0, 0, 0, 0).with_stat(found)
 
 
-def discard(directory: Path) -> None:
-    """Remove a directory with all that is in it, whatever its modes and flags; nothing there is fine."""
-    with suppress(FileNotFoundError), opened(open_directory(directory.parent)) as above:
-        remove(above, os.fsencode(directory.name))
-
-
-def discard_all(directories: list[Path]) -> dict[Path, str]:
-    """`discard` each; one that resists does not keep the others."""
-    problems: dict[Path, str] = {}
-    for directory in directories:
-        try:
-            discard(directory)
-        except (MirrordError, OSError) as error:
-            problems[directory] = str(error)
-    return problems
-
-
 # -- worktrees of the mirror, for trusted callers who may see all of it ----------------------------
 
 
@@ -197,7 +179,7 @@ def link_worktree(
     owner, now_ns = ActingAs(manifest.owner), time.time_ns()
     with (
         opened(open_top(directory / "tree")) as root,
-        TreeWriter(root, owner, mtime_ns=now_ns, graves=trash) as writer,
+        TreeWriter(root, owner, mtime_ns=now_ns, trash=trash) as writer,
     ):
         writer.remove(_GIT)
         name = f"gitdir: {admin}\n".encode()

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ...errors import CheckoutBusyError, DiskFullError, ProofFailedError
 from ...host.files import full_disk_named, open_directory, opened
-from ...host.trash import TrashDirectory
+from ...host.trash import TrashDirectory, remove_tree
 from ...protocol import Proof
 from ..backend import must_prove
 from ..files.hashing import hash_tree, prove_directories
@@ -69,7 +69,7 @@ def make_clean(paths: Place, commit: str, tree: str) -> Proof:
                 manifest = before or _write_tree(paths, commit, tree, trash)
                 after = _bring(paths, store, commit, manifest, found, trash)
         except DiskFullError:  # once more, without keeping the removed files until the end
-            dotgit.discard(paths.grave)
+            remove_tree(paths.grave)
             trash = TrashDirectory(paths.grave, has_room=False)
             manifest = before or _write_tree(paths, commit, tree, trash)
             after = _bring(paths, store, commit, manifest, found, trash)
@@ -173,7 +173,7 @@ def _with_proven(manifest: Manifest, found: Changes) -> Manifest:
 def _write_tree(paths: Place, commit: str, tree: str, trash: TrashDirectory) -> Manifest:
     """Write the whole tree into a new directory, and read it back."""
     with opened(open_directory(paths.directory)) as above:
-        trash.bury(above, b"tree")
+        trash.discard(above, b"tree")
     manifest = materialise(paths.mirror, commit, paths.tree, owner=paths.owner)
     written_ns = clock_ns()
     seen = hash_tree(paths.tree, manifest)
@@ -218,7 +218,7 @@ def _take(warm: Directories, paths: Place) -> bool:
     finally:
         for directory in (warm.public, warm.private):
             with suppress(OSError, CheckoutBusyError):
-                dotgit.discard(directory)
+                remove_tree(directory)
     return True
 
 

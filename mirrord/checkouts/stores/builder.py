@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import shutil
 import time
 import zlib
@@ -26,14 +25,13 @@ import structlog
 from ...errors import InvalidRequestError
 from ...git.command import Git
 from ...git.workers import Workers
-from ...host.trash import Remains
+from ...host.trash import Trash, new_trash
 from ...mirrors.coalesce import Coalescer
 from ...model import CommitId, History, MirrorName, Resolved
 from ..deferred import Deferred
 from .closures import Closures, Commits, Recorded, nothing_recorded
 from .packer import Graphs, Packer, PackFile, together
 from .store import (
-    BUILDING,
     CONFIG,
     GRAPH,
     SealedStore,
@@ -84,6 +82,7 @@ class StoreBuilder:
         git: Git,
         workers: Workers,
         mirrors_path: Callable[[MirrorName], Path],
+        trash: Trash,
         recorded: Recorded = nothing_recorded,
     ) -> None:
         self.commits = Commits(workers, mirrors_path)
@@ -91,9 +90,9 @@ class StoreBuilder:
         self._git = git
         self._packer = Packer(git, workers)
         self._tags = Tags(git)
-        self._remains = Remains()
+        self._trash = trash
         self._afterwards = Deferred()
-        self._graphs = Graphs(git, self._remains, self._afterwards)
+        self._graphs = Graphs(git, self._trash, self._afterwards)
         self._mirrors_path = mirrors_path
         self._closures = Closures(
             store=self._store,
@@ -101,7 +100,7 @@ class StoreBuilder:
             workers=workers,
             packer=self._packer,
             commits=self.commits,
-            remains=self._remains,
+            trash=self._trash,
             afterwards=self._afterwards,
             mirrors_path=mirrors_path,
             recorded=recorded,
@@ -115,10 +114,6 @@ class StoreBuilder:
     async def open(self) -> None:
         """Remove what a killed build left."""
         await anyio.to_thread.run_sync(self._remove_leftovers)
-
-    async def mend(self) -> bool:
-        """Remove what could not be removed before; answers whether nothing is left."""
-        return await anyio.to_thread.run_sync(self._remains.retry)
 
     async def close(self) -> None:
         """Cancel what is being built, and what is written in the background."""
@@ -177,11 +172,11 @@ class StoreBuilder:
 
     async def remove(self, retired: Path) -> None:
         """Delete what `retire` answered."""
-        await anyio.to_thread.run_sync(_remove, retired, self._remains)
+        await anyio.to_thread.run_sync(_remove, retired, self._trash)
 
     def retire(self, gitdir: SealedStore) -> Path:
         """Take one store out of use at once; answers what to delete. Frees no block itself, which may wait for the disk."""
-        gone = gitdir.path.with_name(f"{BUILDING}{secrets.token_hex(8)}")
+        gone = new_trash(gitdir.path.parent)
         try:
             gitdir.path.rename(gone)  # at once, so that nobody mounts half of it
             gitdir.record.rename(gone / gitdir.record.name)
@@ -193,7 +188,7 @@ class StoreBuilder:
 
     async def discard(self, place: Path) -> None:
         """Remove one store, or one layer of closures, that is worth nothing; gone already is fine."""
-        await anyio.to_thread.run_sync(remove_all, [place], self._remains)
+        await anyio.to_thread.run_sync(remove_all, [place], self._trash)
 
     async def drop_unneeded_packs(self, name: MirrorName) -> None:
         """Remove the closure packs that no store has; not while one is being built, which has not linked its own yet."""
@@ -213,7 +208,7 @@ class StoreBuilder:
         self._read.discard(name.key)
         self._closures.forget(name)
         for directory in (self._directory(name), self._closures.directory(name)):
-            await anyio.to_thread.run_sync(_clear, directory, self._remains)
+            await anyio.to_thread.run_sync(_clear, directory, self._trash)
 
     def _path(self, name: MirrorName, commit: CommitId, history: History) -> Path:
         return self._directory(name) / f"{history}-{commit}"
@@ -223,8 +218,8 @@ class StoreBuilder:
 
     def _remove_leftovers(self) -> None:
         for directory in (*self._store.glob("*/gits"), *self._store.glob("*/packs")):
-            if removed := remove_leftovers(directory, self._remains) + remove_unused(
-                directory, self._remains
+            if removed := remove_leftovers(directory, self._trash) + remove_unused(
+                directory, self._trash
             ):
                 log.info("leftovers.removed", directory=str(directory), count=removed)
 
@@ -240,7 +235,7 @@ class StoreBuilder:
     async def _build_new(self, name: MirrorName, commit: CommitId, history: History) -> SealedStore:
         directory = self._directory(name)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with building(directory, self._remains) as temporary:
+        with building(directory, self._trash) as temporary:
             scratch = temporary / "scratch"
             contents = await self._contents(name, commit, history, scratch)
             control = await anyio.to_thread.run_sync(
@@ -308,15 +303,15 @@ def _write(stores: Path, git: Path, contents: _Contents) -> tuple[bytes, ...]:
     return control
 
 
-def _remove(store: Path, remains: Remains) -> None:
+def _remove(store: Path, trash: Trash) -> None:
     for name in _SHARED:
         let_go(store.parent, store / ".git" / name)
-    remains.remove(store)
+    trash.remove(store)
 
 
-def _clear(directory: Path, remains: Remains) -> None:
+def _clear(directory: Path, trash: Trash) -> None:
     """Remove all that is in it, and it, unless something stays."""
-    remove_all(directory.glob("*"), remains)
+    remove_all(directory.glob("*"), trash)
     with suppress(OSError):
         directory.rmdir()
 

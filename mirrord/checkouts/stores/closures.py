@@ -34,7 +34,7 @@ from ...git.pack_writer import Packed
 from ...git.packs import has_both_ends
 from ...git.turns import Turns
 from ...git.workers import Workers
-from ...host.trash import Remains
+from ...host.trash import Trash
 from ...model import NEAR, CommitId, MirrorName, Resolved
 from ..deferred import Deferred
 from .chains import MARGINS, Layer, chain, choose_root, is_short, is_waypoint, plan
@@ -118,13 +118,13 @@ class Closures:
         workers: Workers,
         packer: Packer,
         commits: Commits,
-        remains: Remains,
+        trash: Trash,
         afterwards: Deferred,
         mirrors_path: Callable[[MirrorName], Path],
         recorded: Recorded = nothing_recorded,
     ) -> None:
         self._store = store
-        self._remains = remains
+        self._trash = trash
         self._afterwards = afterwards
         self._git = git
         self._workers = workers
@@ -160,7 +160,7 @@ class Closures:
             for layer in gone:
                 del layers[layer.commit]
             await anyio.to_thread.run_sync(
-                remove_all, [self.directory(name) / layer.commit for layer in gone], self._remains
+                remove_all, [self.directory(name) / layer.commit for layer in gone], self._trash
             )
             log.info("closures.dropped", mirror=str(name), count=len(gone), left=len(layers))
 
@@ -208,7 +208,7 @@ class Closures:
         layers = {**self._known(name), **{step.commit: step for step in steps}}
         with ExitStack() as stack:
             places = [
-                (step, stack.enter_context(building(directory, self._remains))) for step in steps
+                (step, stack.enter_context(building(directory, self._trash))) for step in steps
             ]
             long = [
                 self._pack(name, step, place, quick=step.commit == commit and step.base is not None)
@@ -234,7 +234,7 @@ class Closures:
                 known = self._known(name)
                 if step.commit in known or step.base not in known:
                     continue
-                with building(self.directory(name), self._remains) as place:
+                with building(self.directory(name), self._trash) as place:
                     self._publish(name, await self._pack_short(name, step, place), place)
 
     async def _pack(

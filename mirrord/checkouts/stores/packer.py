@@ -30,7 +30,7 @@ from ...git.environment import UNTRUSTING
 from ...git.packs import PackIndex, graph_is_whole, loose_digest, pack_is_whole, pack_trailer
 from ...git.workers import Workers
 from ...host.files import write_all
-from ...host.trash import Remains
+from ...host.trash import Trash
 from ...model import CommitId
 from ..deferred import Deferred
 from .store import building, link_or_copy
@@ -349,9 +349,9 @@ log = structlog.get_logger()
 class Graphs:
     """Finds graphs, and has missing ones written afterwards."""
 
-    def __init__(self, git: Git, remains: Remains, afterwards: Deferred) -> None:
+    def __init__(self, git: Git, trash: Trash, afterwards: Deferred) -> None:
         self._git = git
-        self._remains = remains
+        self._trash = trash
         self._afterwards = afterwards
 
     def find(self, packs: Sequence[PackFile]) -> Path | None:
@@ -368,7 +368,7 @@ class Graphs:
 
     async def _write(self, graph: Path, chain: Sequence[PackFile]) -> None:
         tip = graph.parent.name
-        with building(graph.parent.parent, self._remains) as scratch:
+        with building(graph.parent.parent, self._trash) as scratch:
             _lay_out(scratch, chain)
             await self._git.run(
                 *(

@@ -10,7 +10,6 @@ import errno
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from ...errors import DiskFullError
 from ...git.packs import graph_is_whole, has_both_ends
-from ...host.trash import Remains
+from ...host.trash import Trash, find_trash
 from ...model import CommitId, History, MirrorName
 
 BUILDING = ".building-"
@@ -180,11 +179,11 @@ def let_go(directory: Path, file: Path) -> None:
             kept.unlink()
 
 
-def remove_unused(directory: Path, remains: Remains) -> int:
+def remove_unused(directory: Path, trash: Trash) -> int:
     """Remove what no store has."""
     unused = [file for file in directory.glob(f"{SHARED}*") if file.stat().st_nlink == _ALONE]
     for file in unused:
-        remains.remove(file)
+        trash.remove(file)
     return len(unused)
 
 
@@ -193,7 +192,7 @@ def _path(directory: Path, content: bytes) -> Path:
 
 
 @contextmanager
-def building(directory: Path, remains: Remains) -> Iterator[Path]:
+def building(directory: Path, trash: Trash) -> Iterator[Path]:
     """A temporary directory beside the result; gone afterwards unless it was renamed."""
     temporary = Path(tempfile.mkdtemp(prefix=BUILDING, dir=directory))
     try:
@@ -202,7 +201,7 @@ def building(directory: Path, remains: Remains) -> Iterator[Path]:
         raise_disk_full(error, directory)
         raise
     finally:
-        remains.remove(temporary)
+        trash.remove(temporary)
 
 
 def publish(temporary: Path, target: Path) -> None:
@@ -231,16 +230,15 @@ def raise_disk_full(error: OSError, directory: Path) -> None:
         ) from error
 
 
-def remove_leftovers(directory: Path, remains: Remains) -> int:
+def remove_leftovers(directory: Path, trash: Trash) -> int:
     """Remove what a killed build left; nobody builds before this ran."""
-    leftovers = list(directory.glob(f"{BUILDING}*"))
+    leftovers = [*directory.glob(f"{BUILDING}*"), *find_trash(directory)]
     for path in leftovers:
-        remains.remove(path)
+        trash.remove(path)
     return len(leftovers)
 
 
-def remove_all(directories: Iterable[Path], remains: Remains) -> None:
+def remove_all(directories: Iterable[Path], trash: Trash) -> None:
     """Remove layers or stores, each by a rename first: what a crash leaves is a leftover and no half of one."""
     for path in directories:
-        with suppress(FileNotFoundError):
-            remains.remove(path.rename(path.with_name(f"{BUILDING}{secrets.token_hex(8)}")))
+        trash.discard(path)

@@ -23,7 +23,7 @@ import structlog
 from ...errors import IntegrityError, InvalidNameError, NotFoundError
 from ...git.turns import Turns
 from ...git.workers import Workers
-from ...host.trash import PREFIX, Remains
+from ...host.trash import TRASH_PREFIX, Trash, new_trash
 from ...model import MirrorName
 from ..files.blobs import Blobs
 from ..files.manifest import Manifest
@@ -45,7 +45,7 @@ class MirrorTemplates:
     """
 
     directory: Path
-    remains: Remains
+    trash: Trash
     layers: LayerIndex = field(default_factory=LayerIndex)
     unproven: set[str] = field(default_factory=set)
     used_at: dict[Path, float] = field(default_factory=dict)
@@ -68,8 +68,8 @@ class MirrorTemplates:
                 and (index_path(path) / ".git" / "index").is_file()
                 and Manifest.is_current(path / "manifest")
             )
-            if path.name.startswith((_BUILDING, PREFIX)):
-                self.remains.remove(path)
+            if path.name.startswith((_BUILDING, TRASH_PREFIX)):
+                self.trash.remove(path)
             elif record is None or not is_whole:
                 self._remove(path)
             else:
@@ -125,7 +125,7 @@ class MirrorTemplates:
         retired = {}
         for each in self.layers.above(tree) & self.layers.keys():
             origin = self.files(each)
-            target = origin.parent.with_name(f"{PREFIX}{secrets.token_hex(8)}")
+            target = new_trash(self.trees)
             self.layers.remove(each)
             self._files.pop(each, None)
             self.unproven.discard(each)
@@ -140,10 +140,8 @@ class MirrorTemplates:
 
     def _remove(self, path: Path) -> None:
         """Free a name; if the disk refuses even to rename, the rename onto that name will fail."""
-        target = path.with_name(f"{PREFIX}{secrets.token_hex(8)}")
         with suppress(OSError):
-            os.rename(path, target)
-            self.remains.remove(target)
+            self.trash.discard(path)
 
 
 class RefCounts:
@@ -171,9 +169,9 @@ class TemplateRegistry:
     Take a mirror's lock before changing its layers.
     """
 
-    def __init__(self, store: Path, workers: Workers) -> None:
+    def __init__(self, store: Path, workers: Workers, trash: Trash) -> None:
         self.held = RefCounts()
-        self.remains = Remains()
+        self.trash = trash
         self._store = store
         self._workers = workers
         self._mirrors: dict[str, MirrorTemplates] = {}
@@ -197,7 +195,7 @@ class TemplateRegistry:
 
     def get(self, name: MirrorName) -> MirrorTemplates:
         if (found := self._mirrors.get(name.key)) is None:
-            found = self._mirrors[name.key] = MirrorTemplates(self._store / str(name), self.remains)
+            found = self._mirrors[name.key] = MirrorTemplates(self._store / str(name), self.trash)
         return found
 
     def all(self) -> list[MirrorTemplates]:
@@ -240,7 +238,7 @@ class TemplateRegistry:
             templates = self._mirrors[path.parent.parent.name.lower()]
             blobs = Blobs(blobs_path(templates.trees))
             freed = await anyio.to_thread.run_sync(blobs.let_go, path)
-            await anyio.to_thread.run_sync(self.remains.remove, path)
+            await anyio.to_thread.run_sync(self.trash.remove, path)
             templates.shared_bytes -= freed or 0
             templates.is_weighed = templates.is_weighed and freed is not None
 

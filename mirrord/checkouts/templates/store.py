@@ -21,6 +21,7 @@ import structlog
 from ...config import Settings
 from ...errors import CheckoutBusyError, IntegrityError, MirrordError
 from ...git.workers import Workers
+from ...host.trash import Trash
 from ...jobs.events import Events
 from ...mirrors.coalesce import Coalescer
 from ...model import CommitId, History, MirrorName
@@ -61,12 +62,13 @@ class Templates:
         mirrors_path: Callable[[MirrorName], Path],
         gitdirs: StoreBuilder,
         events: Events,
+        trash: Trash,
     ) -> None:
         self._workers = workers
         self._mirrors_path = mirrors_path
         self._gitdirs = gitdirs
         self._events = events
-        self._registry = TemplateRegistry(state_dir / "templates", workers)
+        self._registry = TemplateRegistry(state_dir / "templates", workers, trash)
         self._eviction = Eviction(settings, self._registry, gitdirs, events)
         self._found: dict[tuple[str, CommitId, History], Template] = {}
         self._builds: Coalescer[Template] = Coalescer()
@@ -78,11 +80,6 @@ class Templates:
     async def close(self) -> None:
         """Cancel what is being built."""
         await self._builds.close()
-
-    async def mend(self) -> bool:
-        """Remove what could not be removed before; answers whether nothing is left."""
-        is_clean = await anyio.to_thread.run_sync(self._registry.remains.retry)
-        return await self._gitdirs.mend() and is_clean
 
     # -- finding and making ------------------------------------------------------------------------
 
@@ -157,7 +154,7 @@ class Templates:
                 templates.add(path, layer)
             finally:
                 if path.exists():
-                    await anyio.to_thread.run_sync(self._registry.remains.remove, path)
+                    await anyio.to_thread.run_sync(self._registry.trash.remove, path)
         self._events.publish(
             "template.built",
             mirror=str(name),

@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 import anyone
 import pytest
-from checkoutlab import NAME, ROOT_PEER, USER, USER_PEER, Service, as_user, running_service
+from checkoutlab import NAME, ROOT_PEER, USER, USER_PEER, Service, as_user, destroy, running_service
 from gitrepos import ENV, Upstream, git
 from mountlab import KERNELS, mounted_below
 
@@ -263,12 +263,9 @@ def test_after_a_reboot_the_layer_is_mounted_again(service: Service, checkout: C
     assert status(checkout) == ""
 
 
-@pytest.mark.parametrize("kind", ["old", "gone"])
-def test_rubbish_of_a_killed_daemon_is_removed(
-    service: Service, checkout: Checkout, kind: str
-) -> None:
-    """An old layer whose removal was cut short goes at the next start, and so does what the removal had moved out of it."""
-    old = service.state / "leases" / checkout.id / f".{kind}-0123456789abcdef"
+def test_trash_of_a_killed_daemon_is_removed(service: Service, checkout: Checkout) -> None:
+    """An old layer whose removal was cut short goes at the next start."""
+    old = service.state / "leases" / checkout.id / ".trash-0123456789abcdef"
     (old / "upper/some").mkdir(parents=True)
     service.restart()
     service.call(service.checkouts.close)
@@ -277,7 +274,7 @@ def test_rubbish_of_a_killed_daemon_is_removed(
     assert status(checkout) == ""
 
 
-def test_rubbish_of_a_trial_that_was_killed_is_removed(service: Service) -> None:
+def test_trash_of_a_trial_that_was_killed_is_removed(service: Service) -> None:
     """Each start tries an overlay, and removes what it tried it with."""
     left = service.state / "templates/.trash-0123456789abcdef"
     (left / "directory").mkdir(parents=True)
@@ -381,7 +378,7 @@ def bench(service: Service) -> Bench:
     mounter = RefusingMounter(service.state)
     backend = OverlayBackend(
         state_dir=service.state, mounter=mounter, templates=service.templates, workers=service.workers,
-        mirrors_path=service.mirrors.path, may_map_owners=True,
+        mirrors_path=service.mirrors.path, may_map_owners=True, trash=service.trash,
     )  # fmt: skip
     commit, tree = git(service.mirror, "rev-parse", "v2^{commit}", "v2^{tree}").split()
     return Bench(backend, mounter, Leases(service.state), CommitId(commit), tree)
@@ -395,7 +392,7 @@ def test_a_refused_mount_leaves_nothing(service: Service, bench: Bench) -> None:
         bench.mounter.refuses = True
         with pytest.raises(DiskFullError):
             await bench.create(lease)
-        await bench.backend.destroy(lease.directories, lease)
+        await destroy(bench.backend, lease.directories, lease)
 
     service.call(story)
     assert not lease.directory.exists()
@@ -408,7 +405,7 @@ def test_a_checkout_whose_template_failed_leaves_nothing(service: Service, bench
     Leases(service.state).begin(lease)
 
     async def story() -> None:
-        await bench.backend.destroy(lease.directories, lease)
+        await destroy(bench.backend, lease.directories, lease)
 
     service.call(story)
     assert not lease.directory.exists()
@@ -434,7 +431,7 @@ def test_a_refused_reset_leaves_what_was_there(service: Service, bench: Bench) -
             None,
             None,
         )
-        await bench.backend.destroy(lease.directories, lease)
+        await destroy(bench.backend, lease.directories, lease)
 
     service.call(story)
     assert not lease.directory.exists()
@@ -447,8 +444,8 @@ def test_destroy_may_be_asked_again(service: Service, bench: Bench) -> None:
 
     async def story() -> None:
         await bench.create(lease)
-        await bench.backend.destroy(lease.directories, None)
-        await bench.backend.destroy(lease.directories, lease)
+        await destroy(bench.backend, lease.directories, None)
+        await destroy(bench.backend, lease.directories, lease)
 
     service.call(story)
     assert not lease.directory.exists()
@@ -475,7 +472,7 @@ def test_a_view_for_an_owner_is_made_once_and_not_on_the_loop(
                 group.start_soon(bench.create, lease)
         assert threading.get_ident() not in made
         for lease in leases:
-            await bench.backend.destroy(lease.directories, lease)
+            await destroy(bench.backend, lease.directories, lease)
 
     service.call(story)
     assert len(made) == 1
@@ -496,7 +493,7 @@ def test_where_owners_cannot_be_mapped_only_the_daemons_user_is_served(
         await bench.create(mine)
         assert (mine.tree_path / "README").stat().st_uid == 0
         for lease in (mine, other):
-            await bench.backend.destroy(lease.directories, lease)
+            await destroy(bench.backend, lease.directories, lease)
 
     service.call(story)
 
@@ -510,7 +507,7 @@ def test_many_are_held_at_once(service: Service, bench: Bench) -> None:
             await bench.create(lease)
         assert all((lease.tree_path / "README").exists() for lease in leases)
         for lease in leases:
-            await bench.backend.destroy(lease.directories, lease)
+            await destroy(bench.backend, lease.directories, lease)
 
     service.call(story)
     assert not any(lease.directory.exists() for lease in leases)

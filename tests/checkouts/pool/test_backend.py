@@ -14,7 +14,7 @@ from typing import Any
 
 import anyio
 import pytest
-from checkoutlab import USER, Pool, as_user, deeds, passable_directory, running_pool
+from checkoutlab import USER, Pool, as_user, deeds, destroy, passable_directory, running_pool
 from gitrepos import Upstream, git
 
 from mirrord.checkouts.files import scan as scanning
@@ -235,7 +235,7 @@ def test_a_released_tree_serves_the_same_user_again(run_pool: Callable[..., None
         lease = await pool.checkout(ids[0])
         inode = lease.tree_path.stat().st_ino
         (lease.tree_path / "left.txt").write_text("behind")
-        await pool.backend.destroy(pool.leases.release(lease), lease)
+        await destroy(pool.backend, pool.leases.release(lease), lease)
         other = await pool.checkout(ids[0], uid=USER + 1)
         assert other.tree_path.stat().st_ino != inode
         again = await pool.checkout(ids[1])
@@ -257,7 +257,7 @@ def test_a_linked_checkout_is_a_worktree_without_a_branch(run_pool: Callable[...
         await pool.reset(lease, ids[2])
         assert git(lease.tree_path, "rev-parse", "HEAD") == ids[2]
         assert str(lease.tree_path) in git(pool.mirror, "worktree", "list")
-        await pool.backend.destroy(pool.leases.release(lease), lease)
+        await destroy(pool.backend, pool.leases.release(lease), lease)
         assert str(lease.tree_path) not in git(pool.mirror, "worktree", "list")
 
     run_pool(story)
@@ -276,7 +276,7 @@ def test_a_tree_that_was_linked_serves_a_sealed_checkout_next(
             assert (lease.tree_path / ".git").is_file() == (history is History.LINKED)
             assert git(lease.tree_path, "status", "--porcelain", "--ignored") == ""
             assert git(lease.tree_path, "write-tree") == lease.tree
-            await pool.backend.destroy(pool.leases.release(lease), lease)
+            await destroy(pool.backend, pool.leases.release(lease), lease)
         assert len(inodes) == 1
 
     run_pool(story)

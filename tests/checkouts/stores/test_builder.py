@@ -18,6 +18,7 @@ from mirrord.errors import CommitNotFoundError, InvalidRequestError
 from mirrord.git.command import Git
 from mirrord.git.packs import graph_commits
 from mirrord.git.workers import Workers
+from mirrord.host.trash import Trash
 from mirrord.model import CommitId, History, MirrorName
 from mirrord.seal.verify import verify_seal
 
@@ -49,6 +50,7 @@ class Site:
                 git=Git(home=self.root / "home"),
                 workers=workers,
                 mirrors_path=lambda name: self.mirror,
+                trash=Trash(),
             )
             try:
                 await gitdirs.open()

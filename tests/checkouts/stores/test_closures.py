@@ -33,7 +33,7 @@ from mirrord.git.children import Command
 from mirrord.git.command import Git
 from mirrord.git.packs import PackIndex
 from mirrord.git.workers import Workers
-from mirrord.host.trash import Remains
+from mirrord.host.trash import Trash
 from mirrord.model import CommitId, MirrorName
 
 NAME = MirrorName("owner", "name")
@@ -65,7 +65,7 @@ class Site:
                     workers=workers,
                     packer=Packer(git, workers),
                     commits=Commits(workers, lambda name: self.mirror),
-                    remains=Remains(),
+                    trash=Trash(),
                     afterwards=afterwards,
                     mirrors_path=lambda name: self.mirror,
                     recorded=self._recorded,
@@ -343,7 +343,7 @@ def test_a_lying_commit_graph_does_not_change_what_is_packed(site: Site) -> None
 def test_leftovers_of_a_killed_build_are_removed(tmp_path: Path) -> None:
     (tmp_path / f"{BUILDING}abc/x").mkdir(parents=True)
     (tmp_path / ("1" * 40)).mkdir()
-    assert remove_leftovers(tmp_path, Remains()) == 1
+    assert remove_leftovers(tmp_path, Trash()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["1" * 40]
 
 

@@ -17,6 +17,7 @@ from mirrord.checkouts.stores.builder import StoreBuilder
 from mirrord.git.command import Git
 from mirrord.git.priority import before_git
 from mirrord.git.workers import Workers
+from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
 from mirrord.jobs.operations import Operations
 from mirrord.model import CommitId, CommitRole, DatasetName, Direction, History, MirrorName
@@ -48,6 +49,7 @@ class Site:
             git=Git(home=root / "home"),
             workers=self.workers,
             mirrors_path=lambda name: root / "mirror.git",
+            trash=Trash(),
         )
 
     async def run(self, *, then_room: int = 0) -> dict[str, int]:

@@ -168,9 +168,9 @@ def test_what_the_disk_does_not_let_go_goes_later(
                 path for kind in ("trees", "gits", "packs") for path in (shelf / kind).iterdir()
             ]
             assert len(left) == len(stuck)
-            assert not await store.templates.mend()
+            assert not await store.trash.retry()
             assert [file for file in (shelf / "blobs").iterdir() if file.stat().st_nlink == 1]
-        assert await store.templates.mend()
+        assert await store.trash.retry()
         await store.templates.evict()
         assert not [path for path in shelf.rglob("*") if path.parent != shelf]
 

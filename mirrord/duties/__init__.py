@@ -1,1 +1,0 @@
-"""What failed operations left, tried again."""
