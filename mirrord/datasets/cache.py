@@ -1,7 +1,7 @@
-"""Instances and base commits that were asked for lately, in memory, within a bound: what a warm checkout looks up without the
-database.
+"""Instances and base commits asked for lately, so that a warm checkout needs no database.
 
-Never older than the catalog: everything is forgotten when any dataset changes, and an answer that was under way then is not kept.
+Never older than the catalog: a change of any dataset clears everything, and answers that were under
+way then are not kept. Each class belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from ..model import CommitId, MirrorName
 
 _ROW_OVERHEAD_BYTES = 1000
 _LIMIT_BYTES = 16 * 1024**2
-_Key = tuple[str, str | None]
-_Load = Callable[[str, str | None], Awaitable[InstanceRow | None]]
 _COMMITS_LIMIT = 100_000
 
 
 class InstanceCache:
-    """Least recently used first out. Belongs to one event loop."""
+    """Evicts the least recently used instance over its limit."""
 
     def __init__(
         self,
@@ -30,8 +28,8 @@ class InstanceCache:
     ) -> None:
         self._load = load
         self._limit_bytes = limit_bytes
-        self._rows: OrderedDict[_Key, InstanceRow] = OrderedDict()
-        self._held_bytes = 0
+        self._rows: OrderedDict[tuple[str, str | None], InstanceRow] = OrderedDict()
+        self._size_bytes = 0
         self._generation = 0
 
     async def find(self, identity: str, dataset: str | None = None) -> InstanceRow | None:
@@ -43,44 +41,41 @@ class InstanceCache:
             return row
         generation = self._generation
         row = await self._load(identity, dataset)
-        if row is not None and generation == self._generation:
-            self._keep(key, row)
+        if row is None or generation != self._generation or key in self._rows:
+            return row
+        size = _size_bytes(row)
+        if size <= self._limit_bytes // 16:
+            self._rows[key] = row
+            self._size_bytes += size
+            while self._size_bytes > self._limit_bytes:
+                self._size_bytes -= _size_bytes(self._rows.popitem(last=False)[1])
         return row
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._generation += 1
         self._rows.clear()
-        self._held_bytes = 0
-
-    def _keep(self, key: _Key, row: InstanceRow) -> None:
-        size = _size_bytes(row)
-        if key in self._rows or size > self._limit_bytes // 16:
-            return
-        self._rows[key] = row
-        self._held_bytes += size
-        while self._held_bytes > self._limit_bytes:
-            self._held_bytes -= _size_bytes(self._rows.popitem(last=False)[1])
+        self._size_bytes = 0
 
 
 class BaseCommits:
-    """Base commits of instances, by the digits that they were asked for with. Belongs to one event loop."""
+    """Base commits of instances, by the digits of the requests."""
 
     def __init__(self, load: Callable[[str, str], Awaitable[CommitId | None]]) -> None:
         self._load = load
         self._known: dict[tuple[str, str], CommitId] = {}
 
     async def find(self, name: MirrorName, digits: str) -> CommitId | None:
-        """The one base commit of the mirror that begins with these digits. An answer of None is not
-        remembered: anybody can ask for those without end."""
+        """The one base commit of the mirror that begins with these digits."""
         known = self._known
         found = known.get((name.key, digits))
         if found is None:
             found = await self._load(name.key, digits)
+            # None is not kept: anybody can ask for that without end
             if found is not None and len(known) < _COMMITS_LIMIT:
-                known[name.key, digits] = found  # lost where `forget` came in between
+                known[name.key, digits] = found  # lost if `clear` came in between
         return found
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._known = {}
 
 

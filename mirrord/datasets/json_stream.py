@@ -1,7 +1,8 @@
-"""The elements of a JSON array, or the members of an object, one at a time, from documents larger than memory.
+"""The elements of a JSON array, or the members of an object, one at a time.
 
-Finds where an element ends by strings and brackets alone, so a bad element does not spoil its
-neighbours. Works on bytes: in UTF-8 no other character contains the byte of a bracket or quote.
+The document may be larger than memory. Finds where an element ends by strings and brackets alone,
+so a bad element does not spoil its neighbours. Works on bytes: in UTF-8 no other character contains
+the byte of a bracket or quote.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Source(Protocol):
 
 
 class Element(NamedTuple):
-    """The bytes of one bracketed element and its key in an object; or in `fault` why it is unreadable."""
+    """The bytes of one bracketed element, and its key in an object; or its fault."""
 
     text: bytes = b""
     key: bytes | None = None

@@ -1,8 +1,8 @@
-"""Making what a dataset records servable: mirrors added and synced, commits fetched, proven and pinned.
+"""Making a dataset's commits servable: mirrors added and synced, commits fetched, proven, pinned.
 
-Owns the order of that work and its concurrency. Nothing here is written to the catalog but through the mirrors. A mirror that
-fails costs its own commits, each with a reason, and not those of the others. Every step may be repeated, so after a crash the
-whole is simply done again.
+Owns the order of that work and its concurrency; writes to the catalog only through the mirrors. A
+mirror that fails costs its own commits, each with a reason. Every step may be repeated, so after a
+crash the whole is done again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 
 def owner_of(dataset: str) -> str:
-    """Who a dataset's pins belong to."""
+    """The owner of a dataset's pins."""
     return f"dataset/{dataset}"
 
 
@@ -36,31 +36,6 @@ def in_short(refused: Refused, commits: Collection[CommitId]) -> dict[str, str]:
     if len(reasons) == 1 and len(refused) == len(commits) > 1:
         return {EVERY: reasons.pop()}
     return {str(commit): reason for commit, reason in refused.items()}
-
-
-class PinProgress:
-    """Commits done of all; the note says what the mirror that spoke last is doing."""
-
-    def __init__(self, total: int, sink: ProgressSink | None) -> None:
-        self._total = total
-        self._sink = sink
-        self._done = 0
-
-    def of(self, name: MirrorName) -> ProgressSink:
-        return lambda progress: self._tell(_note(name, progress))
-
-    def finished(self, name: MirrorName, count: int) -> None:
-        self._done += count
-        self._tell(name.repo)
-
-    def _tell(self, note: str) -> None:
-        if self._sink:
-            self._sink(Progress(done=self._done, total=self._total, unit="commits", note=note))
-
-
-def _note(name: MirrorName, progress: Progress) -> str:
-    counted = f"{progress.done}/{progress.total}" if progress.total else str(progress.done)
-    return f"{name.repo}: {progress.note or progress.unit} {counted}"
 
 
 class Pinner:
@@ -78,46 +53,47 @@ class Pinner:
         commits: Mapping[str, Mapping[CommitId, str]],
         sink: ProgressSink | None,
     ) -> dict[str, Refused]:
-        """Pin every commit that can be; answers the others by mirror key. `commits` have their pin's reason."""
-        progress = PinProgress(sum(map(len, commits.values())), sink)
+        """Pin every commit possible; answers the others by mirror key.
+
+        `commits` have their pin's reason. Progress counts commits done of all; its note is the last
+        mirror's.
+        """
+        total, done = sum(map(len, commits.values())), 0
         slots = anyio.Semaphore(self._concurrency())
         refused: dict[str, Refused] = {}
 
-        async def work(key: str) -> None:
+        def report(note: str) -> None:
+            if sink:
+                sink(Progress(done=done, total=total, unit="commits", note=note))
+
+        async def pin_mirror(key: str) -> None:
+            nonlocal done
+            name = names[key]
+
+            def pass_on(progress: Progress) -> None:
+                of_total = f"/{progress.total}" if progress.total else ""
+                what = progress.note or progress.unit
+                report(f"{name.repo}: {what} {progress.done}{of_total}")
+
             async with slots:
-                refused[key] = await self._pin_or_say_why(
-                    dataset, names[key], commits[key], progress
-                )
-            progress.finished(names[key], len(commits[key]))
+                try:
+                    refused[key] = await self._pin(dataset, name, commits[key], pass_on)
+                except StoppingError:
+                    raise
+                except MirrordError as error:
+                    facts = {"code": error.code, "detail": error.message}
+                    log.warning("dataset.mirror_failed", dataset=dataset, mirror=str(name), **facts)
+                    refused[key] = dict.fromkeys(commits[key], error.message)
+            done += len(commits[key])
+            report(name.repo)
 
         try:
             async with anyio.create_task_group() as tasks:
                 for key in commits:
-                    tasks.start_soon(work, key)
+                    tasks.start_soon(pin_mirror, key)
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group
         return {key: reasons for key, reasons in refused.items() if reasons}
-
-    async def _pin_or_say_why(
-        self,
-        dataset: DatasetName,
-        name: MirrorName,
-        commits: Mapping[CommitId, str],
-        progress: PinProgress,
-    ) -> Refused:
-        try:
-            return await self._pin(dataset, name, commits, progress.of(name))
-        except StoppingError:
-            raise
-        except MirrordError as error:
-            log.warning(
-                "dataset.mirror_failed",
-                dataset=dataset,
-                mirror=str(name),
-                code=error.code,
-                detail=error.message,
-            )
-            return dict.fromkeys(commits, error.message)
 
     async def _pin(
         self,
@@ -130,25 +106,18 @@ class Pinner:
         is_new = row.synced_at is None
         if is_new:
             await self._mirrors.sync(row.name, sink)
-        missing = await self._mirrors.ensure_commits(row.name, list(commits), sink)
-        if missing and not is_new:  # upstream may serve by its refs what it does not serve by id
+        refused = await self._mirrors.ensure_commits(row.name, list(commits), sink)
+        if refused and not is_new:  # upstream may serve by its refs what it does not serve by id
             with suppress(MirrordError):
                 await self._mirrors.sync(row.name, sink)
-                missing = await self._mirrors.ensure_commits(row.name, list(missing), sink)
-        return missing | await self._pin_present(
-            dataset, row.name, {c: why for c, why in commits.items() if c not in missing}
-        )
-
-    async def _pin_present(
-        self, dataset: DatasetName, name: MirrorName, commits: Mapping[CommitId, str]
-    ) -> Refused:
-        """Pin by reason: the roles of a commit are what its pin is for."""
+                refused = await self._mirrors.ensure_commits(row.name, list(refused), sink)
         by_reason: dict[str, list[CommitId]] = {}
         for commit, reason in commits.items():
-            by_reason.setdefault(reason, []).append(commit)
-        refused: Refused = {}
+            if commit not in refused:
+                by_reason.setdefault(reason, []).append(commit)
         for reason, group in sorted(by_reason.items()):
-            refused |= await self._mirrors.pin(name, group, owner=owner_of(dataset), reason=reason)
+            owner = owner_of(dataset)
+            refused |= await self._mirrors.pin(row.name, group, owner=owner, reason=reason)
         return refused
 
     async def unpin(self, rows: Collection[PinRow]) -> bool:
@@ -163,12 +132,7 @@ class Pinner:
             except StoppingError:
                 raise
             except (MirrordError, OSError) as error:
-                log.warning(
-                    "pins.left",
-                    mirror=str(name),
-                    owner=owner,
-                    count=len(commits),
-                    detail=str(error),
-                )
+                facts = {"mirror": str(name), "owner": owner, "count": len(commits)}
+                log.warning("pins.left", **facts, detail=str(error))
                 is_done = False
         return is_done

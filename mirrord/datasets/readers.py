@@ -1,4 +1,4 @@
-"""Dataset files as rows: JSON lines, a JSON document, Parquet; plain, gzip or Zstandard; by content.
+"""Dataset files as rows: JSON lines, a JSON document, Parquet; plain, gzip, Zstandard; by content.
 
 Streams: holds one row, or one batch of Parquet. An unreadable row becomes a fault in its place and
 reading continues; any other file raises InvalidDatasetError. Runs in a worker.

@@ -1,19 +1,18 @@
 """Datasets of the daemon: import, look up, remove.
 
-An import reads the file in a worker into a private spool, makes every commit it records servable and pinned, and only then
-replaces the dataset in the catalog, in one transaction; pins of rows that went away are removed last. So a crash at any moment
-leaves the old dataset whole with all its pins, at worst with pins too many, and the next start removes exactly those; where the
-disk does not let them go, that is tried again. Importing again repairs whatever is missing. A dataset never claims a pin it has
-not: which commits are unpinned is what the pins say.
+An import reads the file in a worker into a private spool, pins every commit it records, and only
+then replaces the dataset in the catalog, in one transaction; last it removes the pins of rows that
+went away. So a crash leaves the old dataset whole with all its pins, at worst with pins too many,
+which the next start removes. A removal of pins that fails is retried. Importing again repairs
+missing pins. A dataset never claims a pin it lacks: the pins say which commits are unpinned.
 """
 
 from __future__ import annotations
 
 import builtins
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from ..errors import (
 from ..git.workers import Workers
 from ..jobs.events import Events
 from ..mirrors.pins import ADOPTED
+from ..mirrors.quarantine import SPOOL_PREFIX
 from ..mirrors.service import Mirrors
 from ..model import (
     CommitId,
@@ -46,8 +46,8 @@ from ..model import (
 from ..protocol import Dataset, FormatInfo, Instance, ProgressSink, RecordedCommit
 from .cache import BaseCommits, InstanceCache
 from .formats import format_infos
-from .import_journal import Before, Spools, place_of, record
-from .pinning import Pinner, Refused, in_short, owner_of
+from .import_journal import PinKeys, pin_key, read_journals, write_journal
+from .pinning import Pinner, in_short, owner_of
 from .reading import ReadResult, read_dataset
 
 _READ_TIMEOUT = timedelta(hours=1)
@@ -58,7 +58,7 @@ log = structlog.get_logger()
 
 
 class Datasets:
-    """All datasets of one daemon. Work on one dataset waits in line; different ones go side by side."""
+    """All datasets of one daemon. Work on one dataset is serial, on different ones concurrent."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class Datasets:
         self._catalog = catalog
         self._workers = workers
         self._events = events
-        self._spools = Spools(mirrors.quarantine)
-        self._left: dict[str, Before] = {}
+        self._quarantine = mirrors.quarantine
+        self._uncleaned: dict[str, PinKeys] = {}  # owners of stale pins, and the pins to keep
         self._unknown: set[str] = set()
         self._pinner = Pinner(
             catalog=catalog, mirrors=mirrors, concurrency=lambda: settings().sync.concurrency
@@ -85,54 +85,50 @@ class Datasets:
         self._listeners: list[Callable[[DatasetName], None]] = []
 
     async def open(self) -> None:
-        """Undo imports that were killed: their pins, then their spools.
+        """Undo killed imports: remove their pins, then their spools.
 
-        Other pins of a dataset that were found in a mirror may be all that is left of a lost catalog: they stay until that
-        dataset is imported or removed.
+        Other pins found in a mirror whose dataset is unknown may be all that is left of a lost
+        catalog: they stay until that dataset is imported or removed.
         """
-        begun = await anyio.to_thread.run_sync(self._spools.begun)
-        stale = await self._catalog.list_stale_pins()
-        undone = [
-            row for row in stale if row.owner in begun and place_of(row) not in begun[row.owner]
-        ]
-        adopted = {row.owner for row in stale if row.reason == ADOPTED and row not in undone}
-        for owner in sorted({row.owner for row in stale}):
-            but = (
-                [row for row in stale if row.owner == owner and row not in undone]
-                if owner in adopted
-                else []
-            )
-            await self._drop_stale_pins(owner, frozenset(map(place_of, but)))
-        self._unknown = {owner.removeprefix(owner_of("")) for owner in adopted}
+        root = self._quarantine.root
+        journals = await anyio.to_thread.run_sync(read_journals, root)
+        stale: dict[str, list[PinRow]] = {}
+        for row in await self._catalog.list_stale_pins():
+            stale.setdefault(row.owner, []).append(row)
+        for owner, rows in sorted(stale.items()):
+            before = journals.get(owner)
+            kept = [row for row in rows if before is None or pin_key(row) in before]
+            if len(kept) < len(rows):
+                log.warning("import.undone", owner=owner, pins=len(rows) - len(kept))
+            if any(row.reason == ADOPTED for row in kept):
+                self._unknown.add(owner.removeprefix(owner_of("")))
+                await self._remove_stale_pins(owner, frozenset(map(pin_key, kept)))
+            else:
+                await self._remove_stale_pins(owner)
         if self._unknown:
             log.warning("datasets.unknown", datasets=sorted(self._unknown))
-        if undone:
-            log.warning(
-                "import.undone", owners=sorted({row.owner for row in undone}), pins=len(undone)
-            )
-        await self._spools.clear()
+        for path in await anyio.to_thread.run_sync(lambda: [*root.glob(f"{SPOOL_PREFIX}*")]):
+            await self._quarantine.remove(path)
 
     async def clean_up(self) -> bool:
         """Remove the pins that could not be removed before; answers whether none is left."""
-        for owner, but in list(self._left.items()):
+        for owner, kept in list(self._uncleaned.items()):
             async with self._locked(owner):
-                await self._drop_stale_pins(owner, but)
-        return not self._left
+                await self._remove_stale_pins(owner, kept)
+        return not self._uncleaned
 
     def warnings(self) -> builtins.list[str]:
-        """What a person should know: datasets of which only pins are left."""
+        """Health warnings: datasets of which only pins are left."""
+        if not self._unknown:
+            return []
         names = ", ".join(sorted(self._unknown))
-        return (
-            [f"commits are pinned for what the catalog does not record; import again: {names}"]
-            if names
-            else []
-        )
+        return [f"commits are pinned for datasets that the catalog lacks; import again: {names}"]
 
     def on_change(self, listener: Callable[[DatasetName], None]) -> None:
         """Call `listener` with the name of each dataset that was imported or removed."""
         self._listeners.append(listener)
 
-    # -- import and removal -------------------------------------------------------------------------------------------
+    # -- import and removal -----------------------------------------------------------------------
 
     async def import_file(
         self,
@@ -143,26 +139,25 @@ class Datasets:
         source: str,
         progress: ProgressSink | None = None,
     ) -> dict[str, Any]:
-        """Make the dataset what the file says. `source` is what its owner calls the file; without `name` it names the dataset.
+        """Make the dataset what the file says; without `name` it is named after `source`.
 
-        Answers `dataset` and `change` as JSON values. Raises InvalidDatasetError, InvalidNameError, ResourceError; what a
-        mirror lacks is no error but is in the dataset's `unpinned`.
+        Answers `dataset` and `change` as JSON values; commits that mirrors lack are in the
+        dataset's `unpinned`. Raises InvalidDatasetError, InvalidNameError, ResourceError.
         """
         dataset = parse_dataset_name(name) if name else name_from(source)
-        source = _storable(source)
-        async with self._locked(owner_of(dataset)), self._spools.directory() as directory:
+        owner = owner_of(dataset)
+        # a file name that is not UTF-8 has surrogates in Python, which no database takes
+        source = source.encode("utf-8", "backslashreplace").decode().replace("\0", "")
+        kind = SPOOL_PREFIX.rstrip("-")
+        async with self._locked(owner), self._quarantine.directory(kind) as directory:
             spool = directory / "rows.jsonl"
+            label = Path(source).name or source
             read = await self._workers.call(
-                read_dataset,
-                path,
-                Path(source).name or source,
-                format,
-                spool,
-                timeout=_READ_TIMEOUT,
+                read_dataset, path, label, format, spool, timeout=_READ_TIMEOUT
             )
-            return await self._take(dataset, read, source, spool, progress)
+            return await self._replace(dataset, read, source, spool, progress)
 
-    async def _take(
+    async def _replace(
         self,
         dataset: DatasetName,
         read: ReadResult,
@@ -171,20 +166,29 @@ class Datasets:
         progress: ProgressSink | None,
     ) -> dict[str, Any]:
         owner = owner_of(dataset)
-        before = frozenset(map(place_of, await self._catalog.list_pins(owner=owner)))
-        await anyio.to_thread.run_sync(record, spool.parent, owner, before)
+        before = frozenset(map(pin_key, await self._catalog.list_pins(owner=owner)))
+        await anyio.to_thread.run_sync(write_journal, spool.parent, owner, before)
         try:
             refused = await self._pinner.pin_all(dataset, read.names, read.commits, progress)
-            change = await self._catalog.replace_dataset(
-                _head(dataset, read, source, refused), spool
+            head = DatasetHead(
+                name=dataset,
+                format=read.format,
+                source=source,
+                sha256=read.sha256,
+                imported_at=utc_now(),
+                fault_count=read.fault_count,
+                faults=read.faults,
+                rules=read.rules,
+                refused={key: in_short(why, read.commits[key]) for key, why in refused.items()},
             )
+            change = await self._catalog.replace_dataset(head, spool)
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await self._drop_stale_pins(owner, but=before)
+                await self._remove_stale_pins(owner, but=before)
             raise
         finally:
             self._forget()
-        await self._drop_stale_pins(owner)
+        await self._remove_stale_pins(owner)
         ambiguous = await self._catalog.list_ambiguous(dataset)
         self._changed(
             "dataset.imported",
@@ -205,53 +209,49 @@ class Datasets:
         }
 
     async def repin(self, name: MirrorName) -> int:
-        """Try again what a mirror refused to pin, for all datasets: worth it after a sync. Answers how many are pinned now."""
-        rows = await self._catalog.list_recorded(name.key, unpinned=True)
-        return sum(
-            [
-                await self._repin(DatasetName(dataset), name)
-                for dataset in sorted({row.dataset for row in rows})
-            ]
-        )
+        """Retry what a mirror refused to pin, for all datasets, as after a sync.
 
-    async def _repin(self, dataset: DatasetName, name: MirrorName) -> int:
-        async with self._locked(
-            owner_of(dataset)
-        ):  # an import or a removal may have ended before it was ours
-            roles: dict[CommitId, set[str]] = {}
-            for row in await self._catalog.list_recorded(name.key, dataset, unpinned=True):
-                roles.setdefault(row.commit, set()).add(str(row.role))
-            commits = {commit: ", ".join(sorted(words)) for commit, words in roles.items()}
-            if not commits:
-                return 0
-            refused = (
-                await self._pinner.pin_all(dataset, {name.key: name}, {name.key: commits}, None)
-            ).get(name.key, {})
-            await self._catalog.put_refused(
-                dataset, name.key, {str(commit): why for commit, why in refused.items()}
-            )
-        return len(commits) - len(refused)
+        Answers how many are pinned now.
+        """
+        rows = await self._catalog.list_recorded(name.key, unpinned=True)
+        pinned = 0
+        for dataset in sorted({DatasetName(row.dataset) for row in rows}):
+            async with self._locked(owner_of(dataset)):
+                # read again: an import or a removal may have ended before the lock was free
+                roles: dict[CommitId, set[str]] = {}
+                for row in await self._catalog.list_recorded(name.key, dataset, unpinned=True):
+                    roles.setdefault(row.commit, set()).add(str(row.role))
+                if not roles:
+                    continue
+                reasons = {commit: ", ".join(sorted(words)) for commit, words in roles.items()}
+                refused = await self._pinner.pin_all(
+                    dataset, {name.key: name}, {name.key: reasons}, None
+                )
+                still = {str(commit): why for commit, why in refused.get(name.key, {}).items()}
+                await self._catalog.put_refused(dataset, name.key, still)
+                pinned += len(roles) - len(still)
+        return pinned
 
     def rows_changed(self, names: Iterable[str]) -> None:
-        """Somebody else put rows of these datasets into the catalog: a bundle."""
+        """A bundle put rows of these datasets into the catalog."""
         self._forget()
         for name in names:
             self._changed("dataset.restored", parse_dataset_name(name))
 
     async def remove(self, name: str) -> None:
-        """Forget a dataset and remove its pins. Raises DatasetNotFoundError."""
+        """Delete a dataset and remove its pins. Raises DatasetNotFoundError."""
         dataset = parse_dataset_name(name)
         async with self._locked(owner_of(dataset)):
             if not await self._catalog.delete_dataset(dataset):
-                raise _no_dataset(name)
+                raise _not_found(name)
             self._forget()
-            await self._drop_stale_pins(owner_of(dataset))
+            await self._remove_stale_pins(owner_of(dataset))
         self._changed("dataset.removed", dataset)
 
-    # -- looking up ---------------------------------------------------------------------------------------------------
+    # -- looking up -------------------------------------------------------------------------------
 
     def formats(self) -> list[FormatInfo]:
-        """The formats that are read."""
+        """The formats that imports read."""
         return format_infos()
 
     async def list(self) -> list[Dataset]:
@@ -261,7 +261,7 @@ class Datasets:
         """Raises DatasetNotFoundError."""
         found = await self._catalog.find_dataset(name)
         if found is None:
-            raise _no_dataset(name)
+            raise _not_found(name)
         return found
 
     async def list_instance_ids(self, name: str | None = None) -> builtins.list[str]:
@@ -273,68 +273,75 @@ class Datasets:
     async def find_instance(self, identity: str, dataset: str | None = None) -> InstanceRow | None:
         """An instance by its exact id, from memory when it was asked for lately.
 
-        Ids are case-sensitive. Raises InstanceAmbiguousError where no dataset is named, and several record the id with different
-        repositories or base commits; of several that record the same, the one that was imported first answers.
+        Of several datasets that record the same, the first imported one answers. Raises
+        InstanceAmbiguousError where they record other repositories or base commits.
         """
         return await self._cache.find(identity, dataset)
 
     async def find_base_commit(self, name: MirrorName, digits: str) -> CommitId | None:
-        """The one base commit of the mirror's instances that begins with these digits.
-
-        From memory when it was asked for lately.
-        """
+        """The one base commit of the mirror's instances that begins with these digits."""
         return await self._base_commits.find(name, digits)
 
     async def instance(self, identity: str, grader: bool, dataset: str | None = None) -> Instance:
-        """What the socket tells of an instance; its answer only to a grader. Raises InstanceNotFoundError."""
+        """An instance, with its answer only for a grader. Raises InstanceNotFoundError."""
         row = await self.find_instance(identity, dataset)
         if row is None:
             raise InstanceNotFoundError(
                 f"cannot find instance {shown(identity)}: no dataset has that id",
-                hint="ids are case-sensitive; `mirrord dataset list` shows the datasets; a commit is asked for as NAME@SHA",
+                hint="ids are case-sensitive; `mirrord dataset list` shows the datasets; name a"
+                " commit as NAME@SHA",
             )
-        return _grader_view(row) if grader else _agent_view(row)
+        base = RecordedCommit(commit=row.base_commit, role=CommitRole.BASE)
+        commits = [RecordedCommit(commit=commit, role=role) for commit, role in row.commits]
+        return Instance(
+            id=row.id,
+            dataset=row.dataset,
+            mirror=str(row.mirror),
+            repo=row.repo,
+            base_commit=row.base_commit,
+            commits=commits if grader else [base],
+            direction=row.direction if grader else None,
+            patch=row.patch if grader else None,
+            test_patch=row.test_patch if grader else None,
+            fail_to_pass=list(row.fail_to_pass) if grader else None,
+            pass_to_pass=list(row.pass_to_pass) if grader else None,
+        )
 
-    # -- how ----------------------------------------------------------------------------------------------------------
+    # -- how --------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        self._cache.forget()
-        self._base_commits.forget()
+        self._cache.clear()
+        self._base_commits.clear()
 
     @asynccontextmanager
     async def _locked(self, owner: str) -> AsyncIterator[None]:
         async with self._locks.setdefault(owner, anyio.Lock()):
             yield
 
-    async def _drop_stale_pins(self, owner: str, but: Before = frozenset()) -> None:
-        """Remove the dataset's pins of commits that it does not record. The dataset's lock must be held.
+    async def _remove_stale_pins(self, owner: str, but: PinKeys = frozenset()) -> None:
+        """Remove the dataset's pins of commits that it does not record. Needs the dataset's lock.
 
-        Whatever happened to the dataset has happened: pins that cannot be removed now are noted, and no error.
+        The import or removal itself has happened: pins that cannot be removed now are no error but
+        left for `clean_up`.
         """
-        but &= self._left.get(owner, but)
-        self._left[owner] = but
+        but &= self._uncleaned.get(owner, but)
+        self._uncleaned[owner] = but
         try:
-            stale = [row for row in await self._catalog.list_stale_pins() if row.owner == owner]
-            is_done = await self._unpin(
-                owner,
-                [row for row in stale if place_of(row) not in but],
-                but & {*map(place_of, stale)},
-            )
+            rows = [row for row in await self._catalog.list_stale_pins() if row.owner == owner]
+            doomed = [row for row in rows if pin_key(row) not in but]
+            if doomed:
+                # On record: killed between their rows and refs, they look like a lost catalog's.
+                async with self._quarantine.directory(SPOOL_PREFIX.rstrip("-")) as directory:
+                    kept = but & {*map(pin_key, rows)}
+                    await anyio.to_thread.run_sync(write_journal, directory, owner, kept)
+                    if not await self._pinner.unpin(doomed):
+                        return
         except StoppingError:
             raise
         except (MirrordError, OSError) as error:
             log.warning("pins.left", owner=owner, detail=str(error))
             return
-        if is_done:
-            self._left.pop(owner, None)
-
-    async def _unpin(self, owner: str, doomed: Collection[PinRow], left: Before) -> bool:
-        """Remove pins, on record: killed between their rows and their refs, they would look like those of a lost catalog."""
-        if not doomed:
-            return True
-        async with self._spools.directory() as directory:
-            await anyio.to_thread.run_sync(record, directory, owner, left)
-            return await self._pinner.unpin(doomed)
+        self._uncleaned.pop(owner, None)
 
     def _changed(self, event: str, dataset: DatasetName, **fields: int) -> None:
         self._events.publish(event, dataset=dataset, **fields)
@@ -351,57 +358,13 @@ def name_from(source: str) -> DatasetName:
         return parse_dataset_name(name)
     except InvalidNameError as error:
         raise InvalidNameError(
-            f"cannot name a dataset after {shown(source)}: nothing of it is left as a name",
+            f"cannot name a dataset after {shown(source)}: it has no characters for a name",
             hint="choose a name with --name",
         ) from error
 
 
-def _storable(source: str) -> str:
-    """A file name as text: one that is not UTF-8 has surrogates in Python, which no database takes."""
-    return source.encode("utf-8", "backslashreplace").decode().replace("\0", "")
-
-
-def _head(
-    dataset: DatasetName, read: ReadResult, source: str, refused: dict[str, Refused]
-) -> DatasetHead:
-    return DatasetHead(
-        name=dataset,
-        format=read.format,
-        source=source,
-        sha256=read.sha256,
-        imported_at=utc_now(),
-        fault_count=read.fault_count,
-        faults=read.faults,
-        rules=read.rules,
-        refused={key: in_short(reasons, read.commits[key]) for key, reasons in refused.items()},
-    )
-
-
-def _no_dataset(name: str) -> DatasetNotFoundError:
+def _not_found(name: str) -> DatasetNotFoundError:
     return DatasetNotFoundError(
-        f"cannot find dataset {shown(name)}: there is none of that name",
-        hint="`mirrord dataset list` shows those there are",
-    )
-
-
-def _agent_view(row: InstanceRow) -> Instance:
-    return Instance(
-        id=row.id,
-        dataset=row.dataset,
-        mirror=str(row.mirror),
-        repo=row.repo,
-        base_commit=row.base_commit,
-        commits=[RecordedCommit(commit=row.base_commit, role=CommitRole.BASE)],
-    )
-
-
-def _grader_view(row: InstanceRow) -> Instance:
-    return replace(
-        _agent_view(row),
-        direction=row.direction,
-        commits=[RecordedCommit(commit=commit, role=role) for commit, role in row.commits],
-        patch=row.patch,
-        test_patch=row.test_patch,
-        fail_to_pass=list(row.fail_to_pass),
-        pass_to_pass=list(row.pass_to_pass),
+        f"cannot find dataset {shown(name)}: no dataset has that name",
+        hint="`mirrord dataset list` shows the datasets",
     )

@@ -19,7 +19,7 @@ from gitrepos import Upstream, git
 
 from mirrord.catalog import PinRow
 from mirrord.datasets.cache import InstanceCache
-from mirrord.datasets.import_journal import record
+from mirrord.datasets.import_journal import write_journal
 from mirrord.datasets.service import name_from
 from mirrord.errors import (
     DatasetNotFoundError,
@@ -377,7 +377,7 @@ def test_a_start_undoes_the_pins_of_a_killed_import_and_no_others(
     async def begin(house: House) -> None:
         left = house.root / "state" / "quarantine" / "dataset-left"
         left.mkdir()
-        record(left, "dataset/lite", frozenset({(NAME.key, first)}))
+        write_journal(left, "dataset/lite", frozenset({(NAME.key, first)}))
         git(
             house.mirrors.path(NAME),
             "update-ref",
@@ -408,7 +408,7 @@ def test_a_start_ends_what_was_being_unpinned(house: Builder, upstream: Upstream
         ):
             directory = house.root / "state" / "quarantine" / f"dataset-{number}"
             directory.mkdir()
-            record(directory, "dataset/lite", left)
+            write_journal(directory, "dataset/lite", left)
         git(
             house.mirrors.path(NAME), "update-ref", f"refs/mirrord/pins/dataset/lite/{first}", first
         )
@@ -606,7 +606,7 @@ def test_the_cache_is_bounded_and_never_keeps_an_answer_older_than_a_change() ->
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(cache.find, "slow")
             await anyio.wait_all_tasks_blocked()
-            cache.forget()
+            cache.clear()
             gate.set()
         await cache.find("slow")
         assert loads[-2:] == ["slow", "slow"]
