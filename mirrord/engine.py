@@ -149,7 +149,7 @@ class Engine:
     async def _remove_in_worker(self, paths: list[Path]) -> dict[Path, str]:
         """Remove trees that clients wrote to, for nobody's turn: released by many, they go in batches."""
         Askers(HOUSEKEEPING).bind()
-        return await self.workers.call(remove_trees, paths, timeout=_REMOVAL_TIMEOUT)
+        return await self.workers.run(remove_trees, paths, timeout=_REMOVAL_TIMEOUT)
 
     async def _open_checkouts(self) -> None:
         """What checkouts are made from, then the checkouts that an earlier daemon left."""

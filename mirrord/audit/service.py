@@ -350,7 +350,7 @@ class Judge:
             return Judged(name, rows, _not_mirrored(name, commits, wrong), accept, row=mirror)
         owned = [f"{pin.owner}/{pin.commit}" for pin in pins]
         known = self._reached.get(name.key)
-        examined = await self._workers.call(
+        examined = await self._workers.run(
             examine, path, commits, level, owned, known, record, timeout=_TIMEOUT
         )
         self._reached[name.key] = examined.reached

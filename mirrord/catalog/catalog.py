@@ -168,5 +168,5 @@ class Catalog:
                 hint="make room; nothing was changed",
             )
         if self._workers is not None:
-            return await self._workers.call(work, *args, timeout=_LONG, **kwargs)
+            return await self._workers.run(work, *args, timeout=_LONG, **kwargs)
         return await anyio.to_thread.run_sync(partial(work, *args, **kwargs))

@@ -15,12 +15,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Protocol
 
 from ..errors import ProofFailedError
 from ..model import Backend
 from ..protocol import Proof
 from .leases import Directories, Lease, Leases
+
+DIFF_TIMEOUT = timedelta(seconds=60)
+"""For work on one checkout, whose client may have made its tree so that git takes for ever."""
 
 
 class CheckoutBackend(Protocol):

@@ -1,20 +1,31 @@
-"""`python -m mirrord.daemon`. A package's `__main__` is not imported again by the spawned workers, which keeps them small."""
+"""`python -m mirrord.daemon`: umask, limits and the fork server, before the daemon itself is loaded."""
 
 import gc
+import os
+import resource
 import sys
 
-gc.disable()  # nothing that an import makes is rubbish, and looking for it is a tenth of the start
+gc.disable()  # what an import makes is no garbage, and looking for some is a tenth of the start
 
-# structlog 26 imports the whole of rich where it finds it: 0.1 s of the start and 10 MB that no daemon needs.
+# structlog 26 imports all of rich where it finds it: 0.1 s and 10 MB that no daemon needs
 sys.modules.setdefault("rich", None)  # type: ignore[arg-type]
 
-from .ground import lay_ground  # noqa: E402
+from ..git.workers import FORK_SERVER
 
-lay_ground()
+# 1,000 clients and their checkouts need more than the 1,024 descriptors of a login
+_FILES = 65536
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+wanted = min(hard, _FILES) if hard != resource.RLIM_INFINITY else _FILES
+resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
-from .main import main  # noqa: E402
+os.umask(0o022)  # a checkout's files are as git would make them; private files say so themselves
 
-gc.freeze()  # and no collection need ever look at it again
+# it loads on another processor meanwhile, and is ready when the sockets are
+FORK_SERVER.start(["mirrord.checkouts.templates.build", "mirrord.checkouts.templates.stack"])
+
+from .main import main
+
+gc.freeze()  # no collection need ever look at it again
 gc.enable()
 
 sys.exit(main())

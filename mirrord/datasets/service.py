@@ -152,7 +152,7 @@ class Datasets:
         async with self._locked(owner), self._quarantine.directory(kind) as directory:
             spool = directory / "rows.jsonl"
             label = Path(source).name or source
-            read = await self._workers.call(
+            read = await self._workers.run(
                 read_dataset, path, label, format, spool, timeout=_READ_TIMEOUT
             )
             return await self._replace(dataset, read, source, spool, progress)

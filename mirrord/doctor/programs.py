@@ -84,7 +84,7 @@ def libgit2(settings: Settings) -> Result:
 async def _ask_worker() -> str:
     workers = Workers(size=1)
     try:
-        return await workers.call(_load_objects, timeout=timedelta(seconds=30))
+        return await workers.run(_load_objects, timeout=timedelta(seconds=30))
     finally:
         await workers.close()
 

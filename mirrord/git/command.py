@@ -28,11 +28,11 @@ from ..errors import (
     UpstreamTimeoutError,
 )
 from ..protocol import Progress
-from .children import NOTHING, PIPE, Child, Command, Stream, in_memory, run_to_end
 from .environment import Remote, child_environment, make_home
 from .errors import HttpAnswer, failure, masked_url
 from .output import StderrReader
 from .priority import before_git
+from .process import NOTHING, PIPE, Child, Command, Stream, in_memory, run_to_end
 
 __all__ = ["DEFAULT_TIMEOUT", "Git", "GitResult", "Remote", "masked_url", "run_git_sync"]
 

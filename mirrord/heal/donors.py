@@ -319,7 +319,7 @@ class Remains:
             if not await anyio.to_thread.run_sync(may_hold, pack, missing.all):
                 return False
             with full_disk_named("quarantine"):
-                await self.workers.call(salvage, pack, into, timeout=TIMEOUT)
+                await self.workers.run(salvage, pack, into, timeout=TIMEOUT)
         except OSError as error:
             raise CorruptObjectError(
                 f"cannot salvage {pack.name} in quarantine: {error.strerror}"

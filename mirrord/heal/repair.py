@@ -92,7 +92,7 @@ class Treatment:
     async def perform(self) -> Outcome:
         """Heal what can be healed."""
         self._tell("look for damage")
-        names: Names = await self.workers.call(read_names, self.git_dir, timeout=TIMEOUT)
+        names: Names = await self.workers.run(read_names, self.git_dir, timeout=TIMEOUT)
         bad_files = await self._bad_object_files()
         await anyio.to_thread.run_sync(make_view, self.git_dir, bad_files, names.refs, self._view)
         transplant = Transplant(self.git, self.workers, self._view, self.work)
@@ -100,7 +100,7 @@ class Treatment:
         await self._follow_links(bad_files)
         known = {self.record} if self.record else set()
         missing = await self._collect({*self.recorded, *names.refs.values(), *known}, transplant)
-        plan: RefPlan = await self.workers.call(
+        plan: RefPlan = await self.workers.run(
             plan_refs, self._view, names, self.default_branch, self.record, timeout=TIMEOUT
         )
         if known & missing.all:
@@ -209,7 +209,7 @@ class Treatment:
         return Remains(self.workers, self.quarantine, self.name, self.work, self._view)
 
     async def _bad_object_files(self) -> list[BadFile]:
-        found = await self.workers.call(
+        found = await self.workers.run(
             find_bad_files, self.git_dir, AuditLevel.CONTENT, timeout=TIMEOUT
         )
         known = {bad.path for bad in found}
@@ -233,7 +233,7 @@ class Treatment:
         for number, pack in enumerate(damaged_packs(self.git_dir, bad_files)):
             self._tell(f"salvage {pack.name}")
             try:
-                saved: Salvage = await self.workers.call(
+                saved: Salvage = await self.workers.run(
                     salvage, pack, self.work / f"salvage-{number}", timeout=TIMEOUT
                 )
                 await transplant.take_all(f"{SALVAGED}{pack.name}", saved.path, saved.bad)
@@ -303,7 +303,7 @@ class Treatment:
             return 0
 
     async def _missing(self, tips: Collection[str]) -> Missing:
-        found: Missing = await self.workers.call(
+        found: Missing = await self.workers.run(
             find_missing, self._view, sorted(tips), timeout=TIMEOUT
         )
         return found

@@ -55,7 +55,7 @@ class Transplant:
         return await self._take(name, donor, await self._not_here(set(listing.lines) - set(bad)))
 
     async def _there(self, donor: Path, oids: Iterable[str]) -> set[str]:
-        kinds = await self.workers.call(kinds_of, donor, sorted(oids), timeout=TIMEOUT)
+        kinds = await self.workers.run(kinds_of, donor, sorted(oids), timeout=TIMEOUT)
         return {oid for oid, kind in kinds.items() if kind}
 
     async def _not_here(self, oids: Collection[str]) -> list[str]:
@@ -84,7 +84,7 @@ class Transplant:
         try:
             taken = await self._pack(donor, oids)
         except (CorruptObjectError, GitFailedError):
-            bad = await self.workers.call(unreadable, donor, list(oids), timeout=TIMEOUT)
+            bad = await self.workers.run(unreadable, donor, list(oids), timeout=TIMEOUT)
             oids = [oid for oid in oids if oid not in bad]
             if not oids:
                 raise

@@ -32,6 +32,7 @@ from ..errors import (
     MirrorNotFoundError,
 )
 from ..git.command import Git, masked_url
+from ..git.objects import resolve
 from ..git.workers import Workers
 from ..host.files import sync_directory
 from ..host.trash import Trash
@@ -339,8 +340,8 @@ class Mirrors:
     async def resolve(self, name: MirrorName, commitish: str) -> Resolved:
         """What a branch, tag or id names; raises CommitNotFoundError."""
         row = await self._synced(name)
-        found: Resolved = await self._workers.call(
-            "mirrord.git.objects:resolve", self.path(row.name), commitish, timeout=_RESOLVE_TIMEOUT
+        found: Resolved = await self._workers.run(
+            resolve, self.path(row.name), commitish, timeout=_RESOLVE_TIMEOUT
         )
         return found
 

@@ -21,8 +21,7 @@ from gitrepos import Upstream, git
 from mountlab import mounted_below
 
 from mirrord.checkouts.patches import apply as patches
-from mirrord.checkouts.patches.diff import staged
-from mirrord.checkouts.worker_calls import Work
+from mirrord.checkouts.patches.diff import Work, staged
 from mirrord.errors import (
     CheckoutBusyError,
     DiffTooLargeError,

@@ -116,12 +116,6 @@ def traced(running: Daemon, file: Path) -> Iterator[list[Trace]]:
     found.append(Trace(file.read_text(), running))
 
 
-def test_the_daemon_loads_no_libgit2(running: Daemon) -> None:
-    """Not with a first checkout either: what workers answer holds nothing of the package that uses it."""
-    maps = Path(f"/proc/{running.pid}/maps").read_text()
-    assert not [name for name in ("pygit2", "libgit2", "pyarrow") if name in maps]
-
-
 def test_a_warm_checkout_is_six_mkdirs_a_mount_and_one_small_file(
     running: Daemon, tmp_path: Path
 ) -> None:

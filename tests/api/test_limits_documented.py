@@ -8,7 +8,7 @@ import pytest
 
 from mirrord.api import connections, server
 from mirrord.api import request as bodies
-from mirrord.checkouts import worker_calls as calls
+from mirrord.checkouts import backend
 from mirrord.checkouts.patches import diff as staging
 from mirrord.datasets import json_stream, readers
 from mirrord.git.objects import bounds
@@ -30,7 +30,7 @@ BOUNDS = [
         [f"{connections.CONNECTIONS_OF[Role.OWNER]}; {connections.CONNECTIONS_OF[Role.STRANGER]}"],
     ),
     ("connections of who owns", [f"strangers: {connections.ALL_STRANGERS_CONNECTIONS}"]),
-    ("time of a diff", [f"{calls.DIFF_TIMEOUT.total_seconds():g} s"]),
+    ("time of a diff", [f"{backend.DIFF_TIMEOUT.total_seconds():g} s"]),
     ("event followers", [f"| {events.FOLLOWERS_OF_USER} | {events.FOLLOWERS} |"]),
     (
         "bytes of bodies",

@@ -652,7 +652,7 @@ def test_an_unknown_revision_is_refused_and_migrations_run_in_a_worker(tmp_path:
             with pytest.raises(CatalogTooNewError, match="schema 0000"):
                 await Catalog.open(place, workers)
             place.unlink()
-            await workers.call(migrate, str(place), timeout=timedelta(seconds=60))
+            await workers.run(migrate, str(place), timeout=timedelta(seconds=60))
             catalog = await Catalog.open(place, workers)
             await put(catalog, tmp_path, [instance("a")])
             assert await catalog.list_instance_ids() == ["a"]

@@ -120,7 +120,7 @@ def test_every_verb_explains_itself_and_its_exit_statuses(
 
 _LOADED = "import sys\nfrom mirrord.cli.main import run\nrun(sys.argv[1:])\nprint(*sys.modules, file=sys.stderr)"
 _HEAVY = {
-    "typer", "rich", "pygments", "structlog", "sqlalchemy", "pygit2", "pebble", "pyarrow", "uvicorn", "starlette",
+    "typer", "rich", "pygments", "structlog", "sqlalchemy", "pygit2", "pyarrow", "uvicorn", "starlette",
     "asyncio", "anyio", "pydantic", "httpx", "ssl", "http.client", "subprocess", "tempfile", "logging.config", "toml",
     "mirrord.config", "mirrord.git", "mirrord.api", "mirrord.host", "mirrord.client.asynchronous",
 }  # fmt: skip

@@ -19,7 +19,7 @@ import pytest
 import uvloop
 
 from mirrord.errors import ResourceError
-from mirrord.git.children import NOTHING, Child, Command, Stream, in_memory, run_to_end
+from mirrord.git.process import NOTHING, Child, Command, Stream, in_memory, run_to_end
 
 LOOPS = {"uvloop": uvloop.run, "asyncio": asyncio.run}
 

@@ -219,16 +219,14 @@ async def test_neither_background_work_nor_another_user_holds_all_workers(tmp_pa
     try:
         hanging = [
             asyncio.create_task(
-                _asking(uid, partial(workers.call, hang, str(tmp_path / at), timeout=LONG))
+                _asking(uid, partial(workers.run, hang, str(tmp_path / at), timeout=LONG))
             )
             for at, uid in (("x", None), ("a", ALICE), ("b", BOB))
         ]
         await until(lambda: all((tmp_path / at).exists() for at in "xab"))
         with anyio.fail_after(15):
-            assert await _asking(CAROL, lambda: workers.call(add, 1, 1, timeout=LONG)) == 2
-            late = asyncio.create_task(
-                _asking(ALICE, lambda: workers.call(add, 1, 1, timeout=LONG))
-            )
+            assert await _asking(CAROL, lambda: workers.run(add, 1, 1, timeout=LONG)) == 2
+            late = asyncio.create_task(_asking(ALICE, lambda: workers.run(add, 1, 1, timeout=LONG)))
             await asyncio.sleep(0.5)
             assert not late.done()
         for task in hanging:
@@ -243,7 +241,7 @@ async def test_who_cancels_a_call_goes_on_when_its_worker_is_gone(tmp_path: Path
     """What comes next may rely on it: nothing of the call writes any more."""
     workers = Workers(size=1)
     try:
-        call = asyncio.create_task(workers.call(hang, str(tmp_path / "pid"), timeout=LONG))
+        call = asyncio.create_task(workers.run(hang, str(tmp_path / "pid"), timeout=LONG))
         await until(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()))
         call.cancel()
         await asyncio.wait([call])

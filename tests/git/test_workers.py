@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -11,16 +9,13 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
 import structlog
-from pebble.pool.channel import WorkerChannel
 from workerlab import (
     LONG,
     add,
@@ -41,8 +36,7 @@ from mirrord.errors import (
     StoppingError,
     WorkerCrashedError,
 )
-from mirrord.git.forking import prepare_workers
-from mirrord.git.workers import Workers
+from mirrord.git.workers import ForkServer, Workers
 from mirrord.host.processes import memory_limit_bytes
 
 
@@ -59,76 +53,35 @@ def run(
     anyio.run(main)
 
 
-@contextmanager
-def fork_server_of_our_own() -> Iterator[None]:
-    """This process may have one already, with nothing loaded; it is left alone, because its end would be waited for."""
-    server: Any = multiprocessing.forkserver._forkserver
-    before = vars(server).copy()
-    server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
-    try:
-        yield
-    finally:
-        server._stop()
-        server.__dict__.update(before)
-
-
 def test_a_call_runs_in_another_process() -> None:
     """The result comes back, and the process is kept for the next call."""
 
     async def body(workers: Workers) -> None:
-        assert await workers.call(add, 2, 3, timeout=LONG) == 5
-        pid = await workers.call(own_pid, timeout=LONG)
+        assert await workers.run(add, 2, 3, timeout=LONG) == 5
+        pid = await workers.run(own_pid, timeout=LONG)
         assert pid != os.getpid()
-        assert await workers.call(own_pid, timeout=LONG) == pid
+        assert await workers.run(own_pid, timeout=LONG) == pid
 
     run(body)
 
 
-def test_a_call_that_no_worker_takes_is_given_up() -> None:
-    """As when one was killed while it took it; the next call has new workers."""
-
-    async def main() -> None:
-        workers = Workers(size=1, take=timedelta(seconds=4))
-        try:
-            stopped = await workers.call(own_pid, timeout=LONG)
-            os.kill(stopped, signal.SIGSTOP)
-            with pytest.raises(WorkerCrashedError):
-                await workers.call(own_pid, timeout=LONG)
-            assert await workers.call(own_pid, timeout=LONG) != stopped
-        finally:
-            with suppress(ProcessLookupError):  # its pool has killed it
-                os.kill(stopped, signal.SIGCONT)
-            await workers.close()
-
-    anyio.run(main)
-
-
-def die_with_the_lock() -> int:
-    """Be idle in a moment, and killed while taking the lock that goes with taking a call."""
-    gc.unfreeze()
-    [channel] = [each for each in gc.get_objects() if isinstance(each, WorkerChannel)]
-
-    def die_later() -> None:
-        time.sleep(0.2)
-        channel.mutex.acquire()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=die_later).start()
+def die_soon() -> int:
+    """Be idle in a moment, and killed then."""
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
     return os.getpid()
 
 
 def test_an_idle_worker_that_is_killed_costs_nothing(tmp_path: Path) -> None:
-    """Whatever it holds, and whatever others do meanwhile."""
+    """Whatever others do meanwhile."""
 
     async def body(workers: Workers) -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: workers.call(hang, str(tmp_path / "pid"), timeout=LONG))
+            tasks.start_soon(lambda: workers.run(hang, str(tmp_path / "pid"), timeout=LONG))
             await until(lambda: (tmp_path / "pid").exists())
-            dying = await workers.call(die_with_the_lock, timeout=LONG)
+            dying = await workers.run(die_soon, timeout=LONG)
             await until(lambda: is_gone(dying))
-            await anyio.sleep(0.5)  # pebble looks ten times a second
             with anyio.fail_after(10):
-                assert await workers.call(own_pid, timeout=LONG) != dying
+                assert await workers.run(own_pid, timeout=LONG) != dying
             tasks.cancel_scope.cancel()
 
     run(body, size=2)
@@ -138,25 +91,15 @@ def test_a_call_waits_while_all_workers_are_busy() -> None:
     """However long that takes."""
 
     async def main() -> None:
-        workers = Workers(size=1, take=timedelta(seconds=4))
+        workers = Workers(size=1)
         try:
             async with anyio.create_task_group() as tasks:
                 for _ in range(4):
-                    tasks.start_soon(lambda: workers.call(time.sleep, 1.8, timeout=LONG))
+                    tasks.start_soon(lambda: workers.run(time.sleep, 1.8, timeout=LONG))
         finally:
             await workers.close()
 
     anyio.run(main)
-
-
-def test_a_function_may_be_named() -> None:
-    """Its module is loaded in the worker only."""
-
-    async def body(workers: Workers) -> None:
-        assert await workers.call("nturl2path:pathname2url", "a", timeout=LONG) == "a"
-        assert "nturl2path" not in sys.modules
-
-    run(body)
 
 
 def test_what_is_preloaded_is_loaded_once() -> None:
@@ -164,34 +107,37 @@ def test_what_is_preloaded_is_loaded_once() -> None:
 
     async def main() -> None:
         parents = []
+        server.start(["nturl2path"])
         for _ in range(2):
-            prepare_workers(["nturl2path"])
-            workers = Workers(size=1)
-            was_loaded, parent = await workers.call(loaded_and_parent, "nturl2path", timeout=LONG)
+            workers = Workers(size=1, server=server)
+            was_loaded, parent = await workers.run(loaded_and_parent, "nturl2path", timeout=LONG)
             assert was_loaded
             parents.append(parent)
             await workers.close()
         assert parents[0] == parents[1] != os.getpid()
 
-    with fork_server_of_our_own():
+    server = ForkServer()
+    try:
         anyio.run(main)
+    finally:
+        server.stop()
 
 
 def test_the_end_of_the_fork_server_costs_calls_and_no_more(tmp_path: Path) -> None:
     """Its workers end with it, hanging or not; the next call has a new one."""
 
     async def body(workers: Workers) -> None:
-        _, server = await workers.call(loaded_and_parent, "os", timeout=LONG)
+        _, server = await workers.run(loaded_and_parent, "os", timeout=LONG)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(
-                lambda: _crashes(workers.call(hang, str(tmp_path / "pid"), timeout=LONG))
+                lambda: _crashes(workers.run(hang, str(tmp_path / "pid"), timeout=LONG))
             )
             await until(
                 lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text())
             )
             os.kill(server, signal.SIGKILL)
         await until(lambda: is_gone(int((tmp_path / "pid").read_text(encoding="ascii"))))
-        assert await workers.call(add, 1, 1, timeout=LONG) == 2
+        assert await workers.run(add, 1, 1, timeout=LONG) == 2
 
     run(body)
 
@@ -206,7 +152,7 @@ def test_an_error_crosses_whole() -> None:
 
     async def body(workers: Workers) -> None:
         with pytest.raises(CommitNotFoundError, match="it is not there") as caught:
-            await workers.call(refuse, timeout=LONG)
+            await workers.run(refuse, timeout=LONG)
         assert caught.value.hint == "sync"
         assert caught.value.facts == {"commit": "x"}
 
@@ -218,10 +164,10 @@ def test_a_missed_deadline_kills_the_worker_and_only_it(tmp_path: Path) -> None:
 
     async def body(workers: Workers) -> None:
         with pytest.raises(DeadlineError, match="hang"):
-            await workers.call(hang, str(tmp_path / "pid"), timeout=timedelta(seconds=1))
+            await workers.run(hang, str(tmp_path / "pid"), timeout=timedelta(seconds=1))
         pid = int((tmp_path / "pid").read_text(encoding="ascii"))
         await until(lambda: is_gone(pid))
-        assert await workers.call(add, 1, 1, timeout=LONG) == 2
+        assert await workers.run(add, 1, 1, timeout=LONG) == 2
 
     run(body)
 
@@ -231,8 +177,8 @@ def test_a_crash_costs_one_call() -> None:
 
     async def body(workers: Workers) -> None:
         with pytest.raises(WorkerCrashedError):
-            await workers.call(die, timeout=LONG)
-        assert await workers.call(add, 1, 1, timeout=LONG) == 2
+            await workers.run(die, timeout=LONG)
+        assert await workers.run(add, 1, 1, timeout=LONG) == 2
 
     run(body)
 
@@ -253,9 +199,9 @@ def test_memory_is_bounded_and_costs_one_call() -> None:
 
     async def body(workers: Workers) -> None:
         with pytest.raises(OutOfMemoryError, match="MiB of memory"):
-            await workers.call(devour, timeout=LONG)
-        assert await workers.call(run_git_that_devours, timeout=LONG) == 1
-        assert await workers.call(add, 1, 1, timeout=LONG) == 2
+            await workers.run(devour, timeout=LONG)
+        assert await workers.run(run_git_that_devours, timeout=LONG) == 1
+        assert await workers.run(add, 1, 1, timeout=LONG) == 2
 
     run(body)
 
@@ -265,7 +211,7 @@ def test_cancelling_kills_the_worker(tmp_path: Path) -> None:
 
     async def body(workers: Workers) -> None:
         async with anyio.create_task_group() as group:
-            group.start_soon(lambda: workers.call(hang, str(tmp_path / "pid"), timeout=LONG))
+            group.start_soon(lambda: workers.run(hang, str(tmp_path / "pid"), timeout=LONG))
             await until(
                 lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text())
             )
@@ -280,9 +226,9 @@ def test_idle_workers_are_retired_and_come_back() -> None:
     """An idle daemon has no worker processes."""
 
     async def body(workers: Workers) -> None:
-        pid = await workers.call(own_pid, timeout=LONG)
+        pid = await workers.run(own_pid, timeout=LONG)
         await until(lambda: is_gone(pid))
-        assert await workers.call(own_pid, timeout=LONG) != pid
+        assert await workers.run(own_pid, timeout=LONG) != pid
 
     run(body, idle=timedelta(milliseconds=50))
 
@@ -295,7 +241,7 @@ def test_closing_ends_running_calls(tmp_path: Path) -> None:
 
         async def wait() -> None:
             with pytest.raises(StoppingError) as caught:
-                await workers.call(hang, str(tmp_path / "pid"), timeout=LONG)
+                await workers.run(hang, str(tmp_path / "pid"), timeout=LONG)
             refused.append(caught.value.code)
 
         async with anyio.create_task_group() as group:
@@ -304,7 +250,7 @@ def test_closing_ends_running_calls(tmp_path: Path) -> None:
             await workers.close()
         assert refused == ["stopping"]
         with pytest.raises(StoppingError):
-            await workers.call(add, 1, 1, timeout=LONG)
+            await workers.run(add, 1, 1, timeout=LONG)
 
     run(body)
 
@@ -314,8 +260,8 @@ def test_the_logging_context_travels() -> None:
 
     async def body(workers: Workers) -> None:
         with structlog.contextvars.bound_contextvars(request="r1"):
-            assert await workers.call(seen_context, timeout=LONG) == {"request": "r1"}
-        assert await workers.call(seen_context, timeout=LONG) == {}
+            assert await workers.run(seen_context, timeout=LONG) == {"request": "r1"}
+        assert await workers.run(seen_context, timeout=LONG) == {}
 
     run(body)
 
@@ -331,7 +277,7 @@ def test_workers_die_with_the_daemon(tmp_path: Path) -> None:
         from mirrord.git.workers import Workers
         from workerlab import hang
         async def main():
-            await Workers(size=1).call(hang, {str(tmp_path / "pid")!r}, timeout=timedelta(seconds=30))
+            await Workers(size=1).run(hang, {str(tmp_path / "pid")!r}, timeout=timedelta(seconds=30))
         if __name__ == "__main__":
             anyio.run(main)
         """),

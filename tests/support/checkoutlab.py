@@ -24,10 +24,10 @@ from mirrord.checkouts.backend import CheckoutBackend
 from mirrord.checkouts.leases import Directories, Lease, Leases
 from mirrord.checkouts.overlay.probe import find_overlay
 from mirrord.checkouts.pool.backend import PoolBackend
+from mirrord.checkouts.pool.worktree import Place
 from mirrord.checkouts.service import Checkouts
 from mirrord.checkouts.stores.builder import StoreBuilder
 from mirrord.checkouts.templates.store import Templates
-from mirrord.checkouts.worker_calls import Place
 from mirrord.config import Settings
 from mirrord.datasets.service import Datasets
 from mirrord.git.command import Git

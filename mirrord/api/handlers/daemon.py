@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import timedelta
+from importlib import import_module
 
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -15,7 +16,6 @@ from ..metrics import MEDIA_TYPE
 from ..request import Call, EventsQuery, text_response
 from .mirrors import shown_mirror
 
-_DOCUMENT = "mirrord.api.openapi:openapi"
 _DOCUMENT_TIMEOUT = timedelta(seconds=60)
 
 
@@ -48,9 +48,14 @@ async def get_metrics(call: Call) -> Response:
     return text_response(body, MEDIA_TYPE)
 
 
+def _document() -> str:
+    text: str = import_module("mirrord.api.openapi").openapi()
+    return text
+
+
 async def get_openapi(call: Call) -> Response:
     """Written in a worker, which the daemon's size is spared."""
-    document = await call.engine.workers.call(_DOCUMENT, timeout=_DOCUMENT_TIMEOUT)
+    document = await call.engine.workers.run(_document, timeout=_DOCUMENT_TIMEOUT)
     return text_response(document, "application/json")
 
 

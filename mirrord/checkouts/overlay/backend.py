@@ -35,10 +35,10 @@ from ...host.processes import Owner
 from ...host.trash import Trash, find_trash, new_trash
 from ...model import Backend, CheckoutId, MirrorName
 from ...protocol import Proof
-from ..backend import must_prove
+from ..backend import DIFF_TIMEOUT, must_prove
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..templates.store import Template, Templates
-from ..worker_calls import DIFF_TIMEOUT, list_overlay_changes
+from .changes import changed_paths
 
 _METHOD = "a fresh layer over a template that was verified by content"
 _LAYER, _NEXT = "layer", "next"
@@ -166,7 +166,7 @@ class OverlayBackend:
         mirror = self._mirrors_path(lease.mirror)
         upper = lease.private / _LAYER / "upper"
         facts = (lease.tree_path, upper, layers, mirror, lease.tree, _owner(lease))
-        return await self._workers.call(list_overlay_changes, *facts, timeout=DIFF_TIMEOUT)
+        return await self._workers.run(changed_paths, *facts, timeout=DIFF_TIMEOUT)
 
     # -- templates ----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from ...errors import (
     InvalidPatchError,
@@ -27,8 +28,7 @@ from ...host.files import open_directory, open_regular, opened, shown_path
 from ...model import NAME_LIMIT_BYTES, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
 from ..files.reader import Descent
 from ..files.writer import TreeWriter
-from ..worker_calls import Work
-from .diff import Staging, staged
+from .diff import Staging, Work, staged
 
 _OUTSIDE = re.compile(r"invalid path|beyond a symbolic link|outside repository")
 _INVALID = re.compile(
@@ -46,8 +46,9 @@ class _Step:
     mode: str | None
 
 
-def apply(work: Work, changed: list[bytes], patch: bytes, *, reverse: bool) -> list[bytes]:
+def apply(work: Work, changed: list[bytes], patch: bytes | Path, reverse: bool) -> list[bytes]:
     """Apply a patch to the files as they are; the paths that it wrote or removed. Where it does not fit, nothing changes."""
+    patch = patch.read_bytes() if isinstance(patch, Path) else patch
     with staged(work) as staging:
         staging.add_changes(changed, keep_ignored=lambda path: path in patch)
         before = staging.write_tree()

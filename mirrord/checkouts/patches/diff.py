@@ -32,7 +32,6 @@ from ...host.trash import remove_tree
 from ..files.manifest import blob_id
 from ..files.reader import Descent
 from ..files.writer import TreeWriter
-from ..worker_calls import Work
 
 PATCH_LIMIT_BYTES = 256 * 1024**2
 SPOOLED_BYTES = 1024**2
@@ -44,6 +43,17 @@ _SUBMODULE = "160000"
 _CONFIG = "[core]\n\trepositoryformatversion = 0\n\tbare = false\n\tfilemode = true\n"
 _REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
 _LOOKS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A checkout as patches see it: `root` is the tree, `scratch` a private directory of its own."""
+
+    root: Path
+    mirror: Path
+    commit: str
+    owner: tuple[int, int]
+    scratch: Path
 
 
 @dataclass

@@ -18,8 +18,10 @@ from ...git.workers import Workers
 from ...mirrors.quarantine import Quarantine
 from ...model import CommitId, MirrorName, View, parse_commit, shown
 from ...protocol import Pin, RestorePaths
+from ..backend import DIFF_TIMEOUT
 from ..leases import Lease
-from ..worker_calls import DIFF_TIMEOUT, Work, apply_patch, diff_checkout, restore_paths
+from .apply import apply, restore
+from .diff import Work, diff
 
 
 class Pinned(Protocol):
@@ -46,8 +48,8 @@ class Patches:
         quarantine = self._mirrors.quarantine
         spool = quarantine.root / f"diff-{secrets.token_hex(8)}"
         try:
-            patch = await self._workers.call(
-                diff_checkout, self._work(lease), changed, spool, timeout=DIFF_TIMEOUT
+            patch = await self._workers.run(
+                diff, self._work(lease), changed, spool, timeout=DIFF_TIMEOUT
             )
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -59,8 +61,8 @@ class Patches:
         self, lease: Lease, changed: list[bytes], patch: bytes | Path, *, reverse: bool
     ) -> list[str]:
         """Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError; then nothing was changed."""
-        paths = await self._workers.call(
-            apply_patch, self._work(lease), changed, patch, reverse, timeout=DIFF_TIMEOUT
+        paths = await self._workers.run(
+            apply, self._work(lease), changed, patch, reverse, timeout=DIFF_TIMEOUT
         )
         return [_text(path) for path in paths]
 
@@ -70,8 +72,8 @@ class Patches:
         commit = parse_commit(request.commit)
         await self._must_be_pinned(lease.mirror, commit)
         wanted = [path.encode(errors="surrogateescape") for path in request.paths]
-        paths = await self._workers.call(
-            restore_paths, self._work(lease), commit, wanted, timeout=DIFF_TIMEOUT
+        paths = await self._workers.run(
+            restore, self._work(lease), commit, wanted, timeout=DIFF_TIMEOUT
         )
         return [_text(path) for path in paths]
 

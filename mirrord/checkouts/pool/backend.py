@@ -23,10 +23,11 @@ from ...host.mounts import mounts_below
 from ...host.trash import Trash, find_trash, new_trash
 from ...model import Backend, CommitId, History, MirrorName
 from ...protocol import Proof
+from ..backend import DIFF_TIMEOUT
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..stores.builder import StoreBuilder
-from ..worker_calls import DIFF_TIMEOUT, Place, make_checkout, reset_checkout, scan_checkout
-from . import dotgit
+from . import dotgit, worktree
+from .worktree import Place
 
 _TIMEOUT = timedelta(minutes=10)
 _WARM = ".warm-"
@@ -72,8 +73,8 @@ class PoolBackend:
         sealed = time.perf_counter()
         warm = self._take_warm(lease)
         with self._removed_after(place.grave):
-            tree, timings = await self._workers.call(
-                make_checkout, place, lease.commit, lease.tree, warm, timeout=_TIMEOUT
+            tree, timings = await self._workers.run(
+                worktree.make, place, lease.commit, lease.tree, warm, timeout=_TIMEOUT
             )
         return tree, {"seal": round(sealed - began, 6), **timings}
 
@@ -86,8 +87,8 @@ class PoolBackend:
         leases.save(resetting(to))
         try:
             with self._removed_after(place.grave):
-                proof = await self._workers.call(
-                    reset_checkout, place, to.commit, to.tree, timeout=_TIMEOUT
+                proof = await self._workers.run(
+                    worktree.make_clean, place, to.commit, to.tree, timeout=_TIMEOUT
                 )
         except TreeTooLargeError:
             leases.save(before or to)  # found out before anything was touched
@@ -110,7 +111,7 @@ class PoolBackend:
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:
         place = await self._place(lease, lease.commit)
-        return await self._workers.call(scan_checkout, place, timeout=DIFF_TIMEOUT)
+        return await self._workers.run(worktree.changed_paths, place, timeout=DIFF_TIMEOUT)
 
     async def _place(self, lease: Lease, commit: CommitId) -> Place:
         store, head = None, commit

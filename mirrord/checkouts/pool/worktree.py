@@ -10,7 +10,8 @@ import os
 import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ...errors import CheckoutBusyError, DiskFullError, ProofFailedError
 from ...host.files import full_disk_named, open_directory, opened
@@ -24,11 +25,35 @@ from ..files.reader import open_top
 from ..files.scan import Changes, examine, is_control, scan
 from ..files.tree import materialise, move, must_fit_from, repair
 from ..leases import Directories
-from ..worker_calls import Place
 from . import dotgit
 from .dotgit import DotGit
 
 _ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a pooled checkout is and what it is made from.
+
+    `store` is the sealed `.git`; None links to the mirror. What is taken away is put into `grave`,
+    for the caller to remove.
+    """
+
+    directory: Path
+    private: Path
+    mirror: Path
+    store: Path | None
+    head: str
+    owner: tuple[int, int]
+    grave: Path
+
+    @property
+    def tree(self) -> Path:
+        return self.directory / "tree"
+
+    @property
+    def manifest(self) -> Path:
+        return self.private / "manifest"
 
 
 def make(

@@ -30,6 +30,7 @@ from ...errors import (
     OutOfMemoryError,
 )
 from ...git.command import Git
+from ...git.objects import first_parents, pack_increment, resolve
 from ...git.pack_writer import Packed
 from ...git.packs import has_both_ends
 from ...git.turns import Turns
@@ -41,8 +42,6 @@ from .chains import MARGINS, Layer, chain, choose_root, is_short, is_waypoint, p
 from .packer import TIMEOUT, Packer, PackFile, together, unservable
 from .store import building, publish, remove_all
 
-# Named, not imported: it loads libgit2, which only workers do.
-_RESOLVE = "mirrord.git.objects:resolve"
 _TIMEOUT = timedelta(seconds=30)
 _KEPT = 64
 
@@ -70,8 +69,8 @@ class Commits:
 
     async def _read(self, name: MirrorName, commit: CommitId) -> Resolved:
         try:
-            found: Resolved = await self._workers.call(
-                _RESOLVE, self._mirrors_path(name), commit, timeout=_TIMEOUT
+            found: Resolved = await self._workers.run(
+                resolve, self._mirrors_path(name), commit, timeout=_TIMEOUT
             )
         except CommitNotFoundError as error:
             raise CommitNotFoundError(
@@ -92,9 +91,6 @@ class Commits:
 _NEAR = MARGINS[0] + 1  # first parents that a worker looks at before git is asked for more
 _REACHES = (2048, None)
 _QUICK_TIMEOUT = timedelta(seconds=30)
-# Named, not imported: they load libgit2, which only workers do.
-_FIRST_PARENTS = "mirrord.git.objects:first_parents"
-_INCREMENT = "mirrord.git.objects:pack_increment"
 _PACKING, _PACKING_OF_USER = 10, 2  # pairs of git
 _WALK = ("-c", "core.commitGraph=false", "rev-list", "--first-parent")
 
@@ -260,8 +256,8 @@ class Closures:
             for layer in chain(self._known(name), step.base or step.commit)
         ]
         try:
-            packed: Packed | None = await self._workers.call(
-                _INCREMENT,
+            packed: Packed | None = await self._workers.run(
+                pack_increment,
                 self._mirrors_path(name),
                 step.commit,
                 below,
@@ -321,8 +317,8 @@ class Closures:
     async def _near(self, name: MirrorName, commit: CommitId) -> list[CommitId]:
         """As many first parents as a root may lie away; none where they cannot be read, and then git says why."""
         try:
-            line: list[CommitId] = await self._workers.call(
-                _FIRST_PARENTS, self._mirrors_path(name), commit, _NEAR, timeout=_QUICK_TIMEOUT
+            line: list[CommitId] = await self._workers.run(
+                first_parents, self._mirrors_path(name), commit, _NEAR, timeout=_QUICK_TIMEOUT
             )
         except (CorruptObjectError, DeadlineError):
             return []

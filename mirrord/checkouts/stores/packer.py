@@ -266,7 +266,7 @@ class Packer:
         """A short list is read on a thread; a long one would hold the interpreter for half a second."""
         if listing.stat().st_size < _SMALL_LIST_BYTES:
             return await anyio.to_thread.run_sync(survey, listing)
-        return await self._workers.call(survey, listing, timeout=TIMEOUT)
+        return await self._workers.run(survey, listing, timeout=TIMEOUT)
 
     async def _check_packs(self, stores: tuple[Path, ...]) -> None:
         for store in stores:

@@ -28,9 +28,9 @@ from ...model import MirrorName
 from ..files.blobs import Blobs
 from ..files.manifest import Manifest
 from .layers import Layer, LayerIndex, blobs_path, chain_of, files_path, index_path, read_record
+from .stack import verify_layer
 
 _BUILDING = ".building-"
-_VERIFY = "mirrord.checkouts.templates.stack:verify_layer"
 _TIMEOUT = timedelta(minutes=10)
 
 log = structlog.get_logger()
@@ -245,8 +245,8 @@ class TemplateRegistry:
     async def is_sound(self, templates: MirrorTemplates, tree: str) -> bool:
         """Read a layer again and compare it with its record."""
         try:
-            await self._workers.call(
-                _VERIFY, templates.trees, templates.chain(tree), timeout=_TIMEOUT
+            await self._workers.run(
+                verify_layer, templates.trees, templates.chain(tree), timeout=_TIMEOUT
             )
         except (IntegrityError, NotFoundError, KeyError) as error:  # KeyError: its base is gone
             log.warning(

@@ -56,10 +56,10 @@ async def scrub(
             await gitdirs.discard(place)  # may be gone: the index was bad, too
         return _REBUILT
 
-    for pack in await workers.call(find_bad_packs, directory, timeout=_TIMEOUT):
+    for pack in await workers.run(find_bad_packs, directory, timeout=_TIMEOUT):
         events.publish("closure.damaged", mirror=str(name), pack=pack.name)
         found[f"closure pack {pack.name}"] = f"checksum mismatch; {await discard(pack)}"
-    for path in await workers.call(find_bad_stores, directory, name, timeout=_TIMEOUT):
+    for path in await workers.run(find_bad_stores, directory, name, timeout=_TIMEOUT):
         events.publish("store.damaged", mirror=str(name), store=path.name)
         found[f"sealed store {path.name}"] = f"checksum mismatch; {await discard(path)}"
     await registry.sweep()

@@ -27,13 +27,13 @@ from ...mirrors.coalesce import Coalescer
 from ...model import CommitId, History, MirrorName
 from ..stores.builder import StoreBuilder
 from ..stores.packer import together
+from .build import build_layer
 from .eviction import Eviction
 from .layers import Layer, write_record
 from .registry import MirrorTemplates, TemplateRegistry
 from .scrub import scrub
 
 # Named, not imported: it loads libgit2, which only workers do.
-_BUILD = "mirrord.checkouts.templates.build:build_layer"
 _TIMEOUT = timedelta(minutes=10)
 
 log = structlog.get_logger()
@@ -142,8 +142,8 @@ class Templates:
             path = templates.new_path()
             near = templates.layers.near(time, templates.unproven)
             try:
-                layer: Layer = await self._workers.call(
-                    _BUILD,
+                layer: Layer = await self._workers.run(
+                    build_layer,
                     self._mirrors_path(name),
                     commit,
                     templates.trees,

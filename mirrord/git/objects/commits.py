@@ -43,7 +43,7 @@ def resolve(git_dir: Path, commitish: str) -> Resolved:
 
 def _near(objects: Objects, commit: CommitId) -> tuple[CommitId, ...]:
     try:
-        return tuple(CommitId(oid) for oid in first_parents_in(objects, commit, NEAR))
+        return tuple(first_parents_in(objects, commit, NEAR))
     except CorruptObjectError:
         return ()
 

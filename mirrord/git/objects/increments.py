@@ -16,6 +16,7 @@ from pathlib import Path
 from pygit2.enums import ObjectType
 
 from ...errors import CorruptObjectError
+from ...model import CommitId
 from ..pack_writer import Packed, PackObject, write_pack
 from ..packs import PackIndex
 from .repositories import Objects, open_objects
@@ -38,18 +39,18 @@ def pack_increment(git_dir: Path, tip: str, below: Sequence[Path], into: Path) -
         return write_pack(found.objects, into) if found.walk(bytes.fromhex(tip)) else None
 
 
-def first_parents(git_dir: Path, commit: str, limit: int) -> list[str]:
+def first_parents(git_dir: Path, commit: str, limit: int) -> list[CommitId]:
     """A commit and its first parents, newest first, `limit` in all; raises CorruptObjectError where one cannot be read."""
     with open_objects(git_dir) as objects:
         return first_parents_in(objects, commit, limit)
 
 
-def first_parents_in(objects: Objects, commit: str, limit: int) -> list[str]:
+def first_parents_in(objects: Objects, commit: str, limit: int) -> list[CommitId]:
     """The same of a repository that is open."""
     line = [bytes.fromhex(commit)]
     while len(line) < limit and (parents := _links(objects.read(line[-1], ObjectType.COMMIT))[1]):
         line.append(parents[0])
-    return [oid.hex() for oid in line]
+    return [CommitId(oid.hex()) for oid in line]
 
 
 @lru_cache(maxsize=128)

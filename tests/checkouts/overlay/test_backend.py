@@ -129,15 +129,15 @@ def test_a_near_checkout_asks_workers_three_times(
     """What it means, with all that is known of the commit; its pack; its tree with the index."""
     commits = (upstream := make_upstream("a")).history(3)
     called: list[str] = []
-    call = Workers.call
+    call = Workers.run
 
     async def counted(self: Workers, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        called.append(str(function).rpartition(":")[2])
+        called.append(function.__name__)
         return await call(self, function, *args, **kwargs)
 
     with running_service(upstream, with_overlay=True) as service:
         made = [start(service, commits[1])]
-        monkeypatch.setattr(Workers, "call", counted)
+        monkeypatch.setattr(Workers, "run", counted)
         made.append(start(service, commits[2]))
         assert sorted(called) == ["build_layer", "pack_increment", "resolve"]
         for each in made:

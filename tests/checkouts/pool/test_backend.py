@@ -22,7 +22,7 @@ from mirrord.checkouts.files.manifest import Manifest, Records, clock_ns
 from mirrord.checkouts.files.scan import Changes, examine, scan
 from mirrord.checkouts.leases import Lease
 from mirrord.checkouts.pool import worktree as pooled
-from mirrord.checkouts.worker_calls import Place
+from mirrord.checkouts.pool.worktree import Place
 from mirrord.model import History
 
 

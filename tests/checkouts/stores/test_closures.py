@@ -29,9 +29,9 @@ from mirrord.checkouts.stores.closures import Closures, Commits
 from mirrord.checkouts.stores.packer import Packer, PackFile, check_written
 from mirrord.checkouts.stores.store import BUILDING, remove_leftovers
 from mirrord.errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError
-from mirrord.git.children import Command
 from mirrord.git.command import Git
 from mirrord.git.packs import PackIndex
+from mirrord.git.process import Command
 from mirrord.git.workers import Workers
 from mirrord.host.trash import Trash
 from mirrord.model import CommitId, MirrorName

@@ -118,19 +118,19 @@ def test_whoever_asks_later_does_not_get_an_earlier_failure(
     """What a build failed of may have been healed before the others asked: they share one more build."""
     upstream = make_upstream("up")
     commit = upstream.history(1)[-1]
-    call = Workers.call
+    call = Workers.run
     asked = asyncio.Event()
     failures: list[object] = []
 
     async def failing_once(self: Workers, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if str(function).endswith(":build_layer") and not failures:
+        if function.__name__ == "build_layer" and not failures:
             failures.append(function)
             await asked.wait()
             raise CommitUnservableError("cannot serve it: a blob is missing")
         return await call(self, function, *args, **kwargs)
 
     async def body(store: Store) -> None:
-        monkeypatch.setattr(Workers, "call", failing_once)
+        monkeypatch.setattr(Workers, "run", failing_once)
         first = asyncio.create_task(store.ensure(commit))
         while not failures:
             await asyncio.sleep(0.01)
@@ -184,15 +184,15 @@ def test_a_near_template_costs_one_call_for_its_tree_and_index(
     upstream = make_upstream("a")
     commits = upstream.history(3)
     called: list[str] = []
-    call = Workers.call
+    call = Workers.run
 
     async def counted(self: Workers, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        called.append(str(function).rpartition(":")[2])
+        called.append(function.__name__)
         return await call(self, function, *args, **kwargs)
 
     async def body(store: Store) -> None:
         await store.ensure(commits[1])
-        monkeypatch.setattr(Workers, "call", counted)
+        monkeypatch.setattr(Workers, "run", counted)
         near = await store.ensure(commits[2])
         assert sorted(called) == ["build_layer", "pack_increment", "resolve"]
         assert_equals_commit(

@@ -12,7 +12,9 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -174,3 +176,33 @@ def run_to_end(command: Command, timeout: timedelta) -> tuple[int, bytes, bytes]
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, stdout or b"", stderr
+
+
+Process = subprocess.Popen[bytes]
+
+
+def start_module(name: str, connection: socket.socket, arguments: Sequence[str]) -> Process:
+    """Run a module of ours in another interpreter, with a socket as its first argument.
+
+    -P: without it the working directory is looked in for modules, where a json.py in a checkout would
+    run as root.
+    """
+    number = connection.fileno()
+    path = os.pathsep.join(filter(os.path.isabs, sys.path))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", name, str(number), *arguments],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd="/",  # a directory that is some process's own cannot be unmounted
+        stdin=NOTHING,
+        pass_fds=(number,),
+        start_new_session=True,
+    )
+
+
+def await_end(process: Process) -> None:
+    """Wait for a process that was asked to end; kill it where it does not."""
+    try:
+        process.wait(_GRACE.total_seconds())
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
