@@ -1,1 +1,1 @@
-"""The audit: can every recorded commit be served, what keeps it alive, and which instances are hit where not."""
+"""Audits: can every recorded commit be served, what keeps it alive, and which instances are hit."""

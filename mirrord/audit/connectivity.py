@@ -1,7 +1,8 @@
-"""The commit graph of a mirror in memory: who is whose ancestor.
+"""Which objects are missing behind commits and refs, and which commits lack some.
 
-Read by git, without its commit-graph file. Where a commit is missing, so that git cannot walk, the graph is put
-together from every commit that the object store has. Runs in a worker.
+Read by git without its commit-graph and multi-pack index, which can hide a hole. Closures grow with
+ancestry: one walk proves all commits, and where it fails the oldest failing commit is bisected. So
+the number of git processes grows with the damage, not with the commits. Reads only, in a worker.
 """
 
 from __future__ import annotations
@@ -10,90 +11,83 @@ import re
 import tempfile
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CorruptObjectError, GitFailedError
-from ..git.batch import lines_of
-from ..git.command import GitResult, run_git_sync
+from ..git.batch import (
+    BatchObject,
+    all_object_ids_sync,
+    lines_of,
+    object_info_sync,
+    read_objects_sync,
+)
+from ..git.command import run_git_sync
 from ..git.environment import UNTRUSTING
 from ..mirrors.repository import HISTORY, PINS
 from ..model import AuditLevel, CommitId, CommitState, FindingKind
-from .fsck import Damage
-from .object_files import TIMEOUT, Fault
-from .ref_files import Names
+from .fsck import OBJECT_ID, Damage
+from .object_files import TIMEOUT, Defect
 
 _PARENT = re.compile(rb"^parent ([0-9a-f]{40})$", re.MULTILINE)
+_CORRUPT_SIGNS = re.compile(r"is corrupt|inflate|mismatch")
+_EXAMPLES = 10
+_MAX_TIPS = 2000
 
 Graph = dict[str, tuple[str, ...]]
 """Commit to parents, for every commit that can be read."""
 
 
+def look_up(
+    git_dir: Path, names: Iterable[str], read: Collection[str] = ()
+) -> dict[str, BatchObject]:
+    """Id and type of the objects that `names` lead to, bytes of those in `read`; one process.
+
+    Names that lead nowhere, or to an object that git dies of, are left out.
+    """
+    found = object_info_sync(
+        git_dir, sorted(set(names)), read=read,
+        options=UNTRUSTING, timeout=TIMEOUT, bisect=True, doing="look up objects",
+    )  # fmt: skip
+    return {one.name: one for one in found if one.exists}
+
+
+def object_kinds(git_dir: Path, oids: Iterable[str]) -> dict[str, str]:
+    """The type of each object; empty where it is not there, or git cannot tell."""
+    found = look_up(git_dir, asked := set(oids))
+    return {oid: found[oid].kind if oid in found else "" for oid in asked}
+
+
+# -- the commit graph ------------------------------------------------------------------------------
+
+
 def read_graph(git_dir: Path, tips: Collection[str]) -> Graph:
-    """Every commit that `tips` lead to."""
+    """Every commit that `tips` lead to; or, where git cannot walk, every commit in the store."""
     try:
         walked = run_git_sync(
-            *UNTRUSTING,
-            "rev-list",
-            "--parents",
-            "--stdin",
-            git_dir=git_dir,
-            stdin=lines_of(sorted(tips)),
-            timeout=TIMEOUT,
-            doing="walk commits",
-        )
+            *UNTRUSTING, "rev-list", "--parents", "--stdin",
+            git_dir=git_dir, stdin=lines_of(sorted(tips)), timeout=TIMEOUT, doing="walk commits",
+        )  # fmt: skip
     except (CorruptObjectError, GitFailedError):
-        return _read_store(git_dir)
-    words = (line.split() for line in walked.lines)
-    return {oid: tuple(parents) for oid, *parents in words}
+        return {commit.oid: parents_in(commit.data) for commit in iter_commits(git_dir)}
+    return {oid: tuple(parents) for oid, *parents in map(str.split, walked.lines)}
 
 
-def _read_store(git_dir: Path) -> Graph:
-    """Every commit in the object store, for a mirror that git cannot walk."""
-    # by id: asked for the types of all objects, git (2.39) dies of a pack that is too short to be opened
-    listed = _cat_file(
-        git_dir, "--batch-all-objects", "--unordered", "--batch-check=%(objectname)"
-    ).stdout
-    shown = _cat_file(git_dir, "--batch-check=%(objecttype) %(objectname)", stdin=listed)
-    pending = deque([[line.split()[1] for line in shown.lines if line.startswith("commit ")]])
-    graph: Graph = {}
-    while pending:
-        some = pending.popleft()
-        try:
-            graph |= _read_commits(git_dir, some)
-        except (CorruptObjectError, GitFailedError):
-            middle = len(some) // 2
-            pending.extend([some[:middle], some[middle:]] if middle else [])
-    return graph
-
-
-def _cat_file(git_dir: Path, *options: str, stdin: bytes | None = None) -> GitResult:
-    return run_git_sync(
-        *UNTRUSTING,
-        "cat-file",
-        "--buffer",
-        *options,
-        git_dir=git_dir,
-        stdin=stdin,
-        timeout=TIMEOUT,
-        doing="read objects",
+def iter_commits(git_dir: Path) -> Iterator[BatchObject]:
+    """Every commit in the store that can be read, reachable or not."""
+    doing = "read all commits"
+    oids = all_object_ids_sync(git_dir, options=UNTRUSTING, timeout=TIMEOUT, doing=doing)
+    known = object_info_sync(git_dir, oids, options=UNTRUSTING, timeout=TIMEOUT, doing=doing)
+    commits = [one.oid for one in known if one.kind == "commit"]
+    read = read_objects_sync(
+        git_dir, commits, options=UNTRUSTING, timeout=TIMEOUT, bisect=True, doing=doing
     )
+    return (commit for commit in read if commit.exists)
 
 
-def _read_commits(git_dir: Path, oids: Collection[str]) -> Graph:
-    output = _cat_file(git_dir, "--batch", stdin=lines_of(oids)).stdout
-    graph: Graph = {}
-    at = 0
-    while at < len(output):
-        end = output.index(b"\n", at)
-        words = output[at:end].split()
-        at = end + 1
-        if len(words) == 3:
-            header = output[at : at + int(words[2])].partition(b"\n\n")[0]
-            graph[words[0].decode()] = tuple(parent.decode() for parent in _PARENT.findall(header))
-            at += int(words[2]) + 1
-    return graph
+def parents_in(commit: bytes) -> tuple[str, ...]:
+    """The parents that the bytes of a commit name."""
+    return tuple(oid.decode() for oid in _PARENT.findall(commit.partition(b"\n\n")[0]))
 
 
 def oldest_first(graph: Graph, commits: Collection[str]) -> list[str]:
@@ -117,8 +111,8 @@ def oldest_first(graph: Graph, commits: Collection[str]) -> list[str]:
     return sorted(commits, key=lambda oid: (position.get(oid, -1), oid))
 
 
-def ancestors(graph: Graph, tips: Iterable[str], *, seen: set[str] | None = None) -> set[str]:
-    """`tips` and all they lead to; adds to `seen` and does not go where that was."""
+def ancestors(graph: Graph, tips: Iterable[str], seen: set[str] | None = None) -> set[str]:
+    """`tips` and all they lead to; adds to `seen`, and does not follow what is in it."""
     seen = set() if seen is None else seen
     pending = [tip for tip in tips if tip not in seen]
     while pending:
@@ -143,345 +137,178 @@ def first_absent_ancestor(graph: Graph, commits: Collection[str]) -> dict[str, s
     return {oid: absent[oid] for oid in commits if oid in absent and oid in graph}
 
 
-class Known(NamedTuple):
-    oid: str
-    kind: str
+# -- commits whose closure is not whole ------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """`objects` by the name asked for, without those that lead nowhere; `text` is the blob's, None where it cannot be read."""
+class Verdict(NamedTuple):
+    """Whether a commit can be served; examples of the `objects` that it lacks."""
 
-    objects: dict[str, Known]
-    text: bytes | None = None
-
-
-def ask(git_dir: Path, names: Collection[str], *, blob: str | None = None) -> Answers:
-    """Look up `names`, which are object ids or lead on from one (`ID^{tree}`), and read `blob`, all with one process."""
-    asked = sorted(set(names))
-    lines = [f"info {name}" for name in asked] + ([f"contents {blob}"] if blob else [])
-    if not lines:
-        return Answers({})
-    done = run_git_sync(
-        *UNTRUSTING, "cat-file", "--batch-command", "--buffer",
-        git_dir=git_dir, stdin=lines_of(lines), ok=range(256), timeout=TIMEOUT, doing="look up objects",
-    )  # fmt: skip
-    if done.status and len(lines) > 1:
-        return _ask_by_halves(git_dir, asked, blob)
-    if done.status:
-        return Answers({})
-    return _answers(asked, done.stdout, blob is not None)
-
-
-def _ask_by_halves(git_dir: Path, asked: list[str], blob: str | None) -> Answers:
-    middle = len(asked) // 2
-    if blob is not None:
-        return Answers(ask(git_dir, asked).objects, ask(git_dir, (), blob=blob).text)
-    return Answers(ask(git_dir, asked[:middle]).objects | ask(git_dir, asked[middle:]).objects)
-
-
-def _answers(asked: list[str], output: bytes, has_blob: bool) -> Answers:
-    at = 0
-    objects: dict[str, Known] = {}
-    for name in asked:
-        end = output.index(b"\n", at)
-        words = output[at:end].decode("utf-8", "surrogateescape").split(" ")
-        at = end + 1
-        if len(words) == 3 and words[2].isdigit():  # else it says "missing"
-            objects[name] = Known(words[0], words[1])
-    if not has_blob:
-        return Answers(objects)
-    head, _, text = output[at:].partition(b"\n")
-    return Answers(objects, text[:-1] if head.split()[1:2] == [b"blob"] else None)
-
-
-# -- names that lead on -----------------------------------------------------------------------------------------------
-
-
-def peeled(oid: str) -> str:
-    """How git is asked for the commit that an object leads to."""
-    return f"{oid}^{{commit}}"
-
-
-def tree_of(oid: str) -> str:
-    """How git is asked for the tree of a commit."""
-    return f"{oid}^{{tree}}"
-
-
-def peel(refs: Mapping[str, str], known: Mapping[str, Known]) -> dict[str, str]:
-    """Every ref to the commit it names, through its tag objects; those that name none are left out."""
-    return {ref: known[name].oid for ref, oid in refs.items() if (name := peeled(oid)) in known}
-
-
-_OID = re.compile(r"\b[0-9a-f]{40}\b")
-_EXAMPLES = 10
-_CORRUPT_SIGNS = re.compile(r"is corrupt|inflate|mismatch")
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
     state: CommitState
     objects: tuple[str, ...] = ()
     detail: str = ""
 
 
-def are_whole(git_dir: Path, commits: Collection[str]) -> bool:
-    """Whether one walk finds every object that `commits` reach."""
-    if not commits:
-        return True
-    try:
-        _walk(git_dir, sorted(commits), "--quiet")
-    except (CorruptObjectError, GitFailedError):
-        return False
-    return True
-
-
-class Closures:
-    """The search for the commits whose closure is not whole."""
-
-    def __init__(self, git_dir: Path, commits: Sequence[CommitId], damage: Damage) -> None:
-        self._git_dir = git_dir
-        self._damage = damage
-        self._commits = commits
-        self._proven: list[str] = []
-        self._verdicts: dict[CommitId, Verdict] = {}
-
-    def judge(self) -> dict[CommitId, Verdict]:
-        """Verdicts on those that fail; none for the others."""
-        if not self._commits or self._probe(self._commits) is None:
-            return {}
-        graph = read_graph(self._git_dir, self._commits)
-        for oid, absent in first_absent_ancestor(graph, self._commits).items():
-            self._verdicts[CommitId(oid)] = Verdict(
-                CommitState.INCOMPLETE, (absent,), f"commit {absent}, an ancestor, is missing"
-            )
-        remaining = self._remaining(graph)
-        while remaining and self._probe(remaining) is not None:
-            self._blame(graph, self._first_failing(remaining), remaining)
-            remaining = [
-                oid for oid in remaining if oid not in self._verdicts and oid not in self._proven
-            ]
-        return self._verdicts
-
-    def _remaining(self, graph: Graph) -> list[str]:
-        return oldest_first(graph, [oid for oid in self._commits if oid not in self._verdicts])
-
-    def _first_failing(self, remaining: Sequence[str]) -> str:
-        """The first commit, oldest first, whose closure is not whole. All of them together fail."""
-        good, bad = 0, len(remaining)
+def judge_closures(
+    git_dir: Path, commits: Sequence[CommitId], damage: Damage
+) -> dict[CommitId, Verdict]:
+    """Verdicts on those of `commits` whose closures are not whole; none on the others."""
+    verdicts: dict[CommitId, Verdict] = {}
+    proven: list[str] = []  # never walked again
+    if not commits or _probe(git_dir, commits, proven, damage) is None:
+        return verdicts
+    graph = read_graph(git_dir, commits)
+    for oid, absent in first_absent_ancestor(graph, commits).items():
+        detail = f"commit {absent}, an ancestor, is missing"
+        verdicts[CommitId(oid)] = Verdict(CommitState.INCOMPLETE, (absent,), detail)
+    remaining = oldest_first(graph, [oid for oid in commits if oid not in verdicts])
+    while remaining and _probe(git_dir, remaining, proven, damage) is not None:
+        good, bad = 0, len(remaining)  # all together fail: bisect to the first that does
         while bad - good > 1:
             middle = (good + bad) // 2
-            if self._probe(remaining[good:middle]) is None:
-                self._proven += remaining[good:middle]
+            if _probe(git_dir, remaining[good:middle], proven, damage) is None:
+                proven += remaining[good:middle]
                 good = middle
             else:
                 bad = middle
-        return remaining[good]
+        culprit = remaining[good]
+        verdict = _probe(git_dir, [culprit], proven, damage) or Verdict(CommitState.INCOMPLETE)
+        failing = {culprit}  # with everything that leads to it
+        for oid in oldest_first(graph, graph.keys()):
+            if any(parent in failing for parent in graph[oid]):
+                failing.add(oid)
+        verdicts |= {CommitId(oid): verdict for oid in failing.intersection(remaining)}
+        remaining = [oid for oid in remaining if oid not in verdicts and oid not in proven]
+    return verdicts
 
-    def _blame(self, graph: Graph, culprit: str, remaining: Sequence[str]) -> None:
-        """Everything that leads to `culprit` fails as it does."""
-        verdict = self._probe([culprit]) or Verdict(CommitState.INCOMPLETE)
-        for oid in _descendants(graph, culprit).intersection(remaining) | {culprit}:
-            self._verdicts[CommitId(oid)] = verdict
 
-    def _probe(self, commits: Sequence[str]) -> Verdict | None:
-        """Walk the closures of `commits`, without those that were proven; None when they are whole."""
-        revisions = [*commits, *(f"^{oid}" for oid in self._proven)]
-        with tempfile.NamedTemporaryFile(prefix="mirrord-audit-") as listing:
-            try:
-                _walk(
-                    self._git_dir,
-                    revisions,
-                    listing=Path(listing.name) if self._damage.objects else Path("/dev/null"),
-                )
-            except (CorruptObjectError, GitFailedError) as error:
-                return _verdict(self._git_dir, error)
-            hit = sorted(
-                line.decode()
-                for line in listing.read().split(b"\n")
-                if line.decode() in self._damage.objects
-            )
-        return (
-            Verdict(CommitState.CORRUPT, tuple(hit[:_EXAMPLES]), f"{len(hit)} damaged objects")
-            if hit
-            else None
-        )
+def _probe(
+    git_dir: Path, commits: Sequence[str], proven: Sequence[str], damage: Damage
+) -> Verdict | None:
+    """Walk the closures of `commits`, without those proven; None when they are whole."""
+    with tempfile.NamedTemporaryFile(prefix="mirrord-audit-") as listing:
+        path = Path(listing.name if damage.objects else "/dev/null")
+        try:
+            _walk(git_dir, commits, proven, "--no-object-names", stdout_path=path)
+        except (CorruptObjectError, GitFailedError) as error:
+            # corrupt where git names an object that is there, incomplete where it is not
+            named = tuple(dict.fromkeys(OBJECT_ID.findall(error.message)))[:_EXAMPLES]
+            is_corrupt = look_up(git_dir, named) or _CORRUPT_SIGNS.search(error.message)
+            state = CommitState.CORRUPT if is_corrupt else CommitState.INCOMPLETE
+            return Verdict(state, named, error.message)
+        hit = sorted(damage.objects.intersection(listing.read().decode().split("\n")))
+    if not hit:
+        return None
+    return Verdict(CommitState.CORRUPT, tuple(hit[:_EXAMPLES]), f"{len(hit)} damaged objects")
+
+
+def are_whole(git_dir: Path, commits: Collection[str]) -> bool:
+    """Whether one walk finds every object that `commits` reach."""
+    return find_hole(git_dir, commits) is None
+
+
+def find_hole(git_dir: Path, tips: Iterable[str], proven: Iterable[str] = ()) -> str | None:
+    """The words of git where an object is missing behind `tips` and not behind `proven`."""
+    wanted = sorted(set(tips))
+    if not wanted:
+        return None
+    try:
+        _walk(git_dir, wanted, proven, "--quiet")
+    except (CorruptObjectError, GitFailedError) as error:
+        return error.message.partition(": ")[2]
+    return None
 
 
 def _walk(
-    git_dir: Path, revisions: Sequence[str], *options: str, listing: Path | None = None
+    git_dir: Path,
+    tips: Iterable[str],
+    proven: Iterable[str],
+    option: str,
+    stdout_path: Path | None = None,
 ) -> None:
     run_git_sync(
-        *UNTRUSTING, "rev-list", "--objects", "--no-object-names", *options, "--stdin",
-        git_dir=git_dir, stdin=lines_of(revisions), stdout_path=listing, timeout=TIMEOUT, doing="walk closures",
+        *UNTRUSTING, "rev-list", "--objects", option, "--stdin",
+        git_dir=git_dir, stdin=lines_of([*tips, *(f"^{oid}" for oid in proven)]),
+        stdout_path=stdout_path, timeout=TIMEOUT, doing="walk closures",
     )  # fmt: skip
 
 
-def _descendants(graph: Graph, culprit: str) -> set[str]:
-    found = {culprit}
-    for oid in oldest_first(graph, graph.keys()):
-        if any(parent in found for parent in graph[oid]):
-            found.add(oid)
+def incomplete_refs(
+    git_dir: Path, refs: Mapping[str, str], level: AuditLevel, proven: Collection[str]
+) -> dict[str, Defect]:
+    """A defect for the first ref with a hole behind it: the ref history, at `content` any ref.
+
+    Nothing is walked behind `proven`, commits that are whole. One is enough for a heal, which looks
+    at all of them.
+    """
+    kinds = object_kinds(git_dir, refs.values())
+    there = {ref: oid for ref, oid in sorted(refs.items()) if kinds[oid] and PINS not in ref}
+    others = [ref for ref in there if ref != HISTORY] if level is AuditLevel.CONTENT else []
+    found = {}
+    for suspects in ([HISTORY] if HISTORY in there else [], others):
+        if reason := find_hole(git_dir, [there[ref] for ref in suspects], proven):
+            while len(suspects) > 1:
+                half = suspects[: len(suspects) // 2]
+                is_here = find_hole(git_dir, [there[ref] for ref in half], proven)
+                suspects = half if is_here else suspects[len(half) :]
+            reason = f"not all that it reaches is here: {reason}"
+            found[suspects[0]] = Defect(FindingKind.REF_INCOMPLETE, reason)
     return found
 
 
-def _verdict(git_dir: Path, error: CorruptObjectError | GitFailedError) -> Verdict:
-    """Corrupt where git names an object that is there, incomplete where it names one that is not."""
-    named = tuple(dict.fromkeys(_OID.findall(error.message)))[:_EXAMPLES]
-    there = ask(git_dir, named).objects or _CORRUPT_SIGNS.search(error.message)
-    return Verdict(CommitState.CORRUPT if there else CommitState.INCOMPLETE, named, error.message)
+# -- the objects that are missing ------------------------------------------------------------------
 
 
-_MOST_TIPS = 2000
+class Missing(NamedTuple):
+    """Objects that a repository lacks. `commits` may hold tips of unknown kind.
 
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """`commits` may hold tips of unknown kind. `whole` are commits whose ancestors are all there, the latest ones."""
+    `whole` are commits whose ancestors are all there, the latest ones.
+    """
 
     commits: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
     whole: tuple[str, ...] = ()
 
+    def __bool__(self) -> bool:
+        return bool(self.commits or self.others)
+
     @property
     def all(self) -> frozenset[str]:
         return self.commits | self.others
 
-    def __bool__(self) -> bool:
-        return bool(self.commits or self.others)
 
+def find_missing(stand_in: Path, tips: Collection[str]) -> Missing:
+    """Exactly what is missing of the closures of `tips`, as far as what is there tells.
 
-def find_missing(repository: Path, tips: Collection[str]) -> Missing:
-    """What is missing of the closures of `tips`, as far as what is there tells."""
-    kinds = kinds_of(repository, tips)
-    lost, kinds = _follow_tags(repository, kinds)
-    if not lost and _is_whole(repository, kinds):
+    git alone cannot say: its walk ends at the first missing commit (2.39). So the commits are put
+    together from those that are there, and the trees of all of them are walked at once. What is
+    missing behind a missing tree shows when that is back.
+    """
+    lost: set[str] = set()
+    kinds: dict[str, str] = {}
+    pending = object_kinds(stand_in, tips)
+    while pending:  # through tag objects, to what they name
+        lost |= {oid for oid, kind in pending.items() if not kind}
+        kinds |= {oid: kind for oid, kind in pending.items() if kind}
+        tags = [oid for oid, kind in pending.items() if kind == "tag"]
+        read = read_objects_sync(stand_in, tags, timeout=TIMEOUT, doing="read tags")
+        targets = {tag.data[7:47].decode("ascii", "replace") for tag in read}  # after "object "
+        pending = object_kinds(stand_in, targets - kinds.keys() - lost)
+    if not lost and are_whole(stand_in, kinds):
         return Missing()
     commits = [oid for oid, kind in kinds.items() if kind == "commit"]
-    graph = read_graph(repository, commits)
+    graph = read_graph(stand_in, commits)
     reached = ancestors(graph, commits)
     present = reached & graph.keys()
-    others = _walk_trees(
-        repository, [*present, *(oid for oid, kind in kinds.items() if kind in {"tree", "blob"})]
-    )
-    absent = lost | (reached - present)
-    return Missing(frozenset(absent), frozenset(others), _latest_whole(graph, present))
-
-
-def _follow_tags(repository: Path, kinds: Mapping[str, str]) -> tuple[set[str], dict[str, str]]:
-    """Absent objects among the tips or at the end of tag objects, and all the others by kind."""
-    lost: set[str] = set()
-    known: dict[str, str] = {}
-    pending = dict(kinds)
-    while pending:
-        lost |= {oid for oid, kind in pending.items() if not kind}
-        known |= {oid: kind for oid, kind in pending.items() if kind}
-        targets = set(_targets(repository, [oid for oid, kind in pending.items() if kind == "tag"]))
-        pending = kinds_of(repository, targets - known.keys() - lost) if targets else {}
-    return lost, known
-
-
-def _targets(repository: Path, tags: Collection[str]) -> Iterator[str]:
-    if not tags:
-        return
-    output = run_git_sync(
-        "cat-file",
-        "--batch",
-        git_dir=repository,
-        stdin=lines_of(tags),
-        timeout=TIMEOUT,
-        doing="read tags",
-    ).stdout
-    at = 0
-    while at < len(output):
-        end = output.index(b"\n", at)
-        size = int(output[at:end].split()[2])
-        yield output[end + 8 : end + 48].decode("ascii", "replace")  # after "object "
-        at = end + size + 2
-
-
-def _is_whole(repository: Path, kinds: Mapping[str, str]) -> bool:
-    try:
-        run_git_sync(
-            "rev-list", "--objects", "--quiet", "--stdin", git_dir=repository, stdin=lines_of(kinds), timeout=TIMEOUT,
-            doing="walk closures",
-        )  # fmt: skip
-    except (CorruptObjectError, GitFailedError):
-        return False
-    return True
-
-
-def _walk_trees(repository: Path, starts: Collection[str]) -> set[str]:
-    """Missing trees and blobs of all `starts`, parents of commits not followed."""
-    shown = run_git_sync(
+    starts = [*present, *(oid for oid, kind in kinds.items() if kind in {"tree", "blob"})]
+    walked = run_git_sync(
         "rev-list", "--objects", "--no-object-names", "--missing=print", "--no-walk", "--stdin",
-        git_dir=repository,
-        stdin=lines_of(starts),
-        timeout=TIMEOUT,
-        doing="walk trees",
+        git_dir=stand_in, stdin=lines_of(starts), timeout=TIMEOUT, doing="walk trees",
     )  # fmt: skip
-    return {line[1:] for line in shown.lines if line.startswith("?")}
-
-
-def _latest_whole(graph: Graph, present: Collection[str]) -> tuple[str, ...]:
     broken = first_absent_ancestor(graph, present)
-    sound = [oid for oid in present if oid not in broken]
-    parents = {parent for oid in sound for parent in graph[oid]}
-    return tuple(sorted(oid for oid in sound if oid not in parents))[:_MOST_TIPS]
-
-
-def incomplete_refs(
-    repository: Path, names: Names, level: AuditLevel, proven: Collection[str]
-) -> dict[str, Fault]:
-    """A fault for the first ref whose objects are not all there: of the ref history, and at level `content` of all refs.
-
-    Nothing is walked behind `proven`, commits that are whole. One fault is enough for a heal, which looks at all of them.
-    """
-    kinds = kinds_of(repository, names.refs.values())
-    there = {ref: oid for ref, oid in sorted(names.refs.items()) if kinds[oid] and PINS not in ref}
-    found = {}
-    for refs in (
-        [HISTORY],
-        [ref for ref in there if ref != HISTORY] if level is AuditLevel.CONTENT else [],
-    ):
-        tips = {ref: there[ref] for ref in refs if ref in there}
-        if reason := _hole(repository, tips.values(), proven):
-            first = _first_with_a_hole(repository, tips, proven)
-            reason = f"not all that it reaches is here: {reason}"
-            found[first] = Fault(FindingKind.REF_INCOMPLETE, reason)
-    return found
-
-
-def _hole(repository: Path, tips: Iterable[str], proven: Iterable[str]) -> str | None:
-    """What git says where something is missing behind `tips`."""
-    wanted = sorted(set(tips))
-    if not wanted:
-        return None
-    revisions = [*wanted, *(f"^{oid}" for oid in proven)]
-    walk = ("rev-list", "--objects", "--quiet", "--stdin")
-    try:
-        run_git_sync(
-            *UNTRUSTING,
-            *walk,
-            git_dir=repository,
-            stdin=lines_of(revisions),
-            timeout=TIMEOUT,
-            doing="walk what refs reach",
-        )
-    except (CorruptObjectError, GitFailedError) as error:
-        return error.message.removeprefix("cannot walk what refs reach: ")
-    return None
-
-
-def _first_with_a_hole(repository: Path, tips: Mapping[str, str], proven: Collection[str]) -> str:
-    refs = list(tips)
-    while len(refs) > 1:
-        half = refs[: len(refs) // 2]
-        refs = half if _hole(repository, [tips[ref] for ref in half], proven) else refs[len(half) :]
-    return refs[0]
-
-
-def kinds_of(repository: Path, oids: Iterable[str]) -> dict[str, str]:
-    """The type of each object; empty where it is not there, or git cannot tell."""
-    known = ask(repository, asked := set(oids)).objects
-    return {oid: known[oid].kind if oid in known else "" for oid in asked}
+    sound = {oid for oid in present if oid not in broken}
+    latest = sound - {parent for oid in sound for parent in graph[oid]}
+    return Missing(
+        frozenset(lost | (reached - present)),
+        frozenset(line[1:] for line in walked.lines if line.startswith("?")),
+        tuple(sorted(latest)[:_MAX_TIPS]),
+    )

@@ -1,8 +1,8 @@
-"""Look at one mirror: which of its recorded commits can be served, and what keeps each alive. Runs in a worker, reads only.
+"""Examine one mirror: which recorded commits can be served, and what keeps each alive.
 
-What takes long is one git for everything: one walk at level `closure`, one fsck at level `content`. What else there is to ask and
-to read is done meanwhile. Only where that one git is not content does the search for what is wrong begin. All of it runs on
-threads that yield the processor and the disk to whoever serves.
+One long git proves everything: a walk at level `closure`, fsck at level `content`; the rest is
+read meanwhile. The search for damage begins only where that git complains. All of it runs in a
+worker, on threads that yield processor and disk to requests. Reads only.
 """
 
 from __future__ import annotations
@@ -12,43 +12,55 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
+from ..git.batch import BatchObject
 from ..host.processes import lower_priority
 from ..mirrors.pins import is_pin
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS
 from ..model import AuditLevel, CommitId, CommitState, FindingKind, Reach
 from .connectivity import (
-    Answers,
-    Closures,
     Graph,
     Verdict,
     ancestors,
     are_whole,
-    ask,
     incomplete_refs,
-    peel,
-    peeled,
+    judge_closures,
+    look_up,
     read_graph,
-    tree_of,
 )
-from .fsck import Damage, Fsck, check_everything, find_damage, unreadable
-from .object_files import BadFile, Fault, find_bad_files, find_lying, find_strange
-from .ref_files import Names, read_names
-from .ref_history import lost_refs, lost_tips, questions, record_of
+from .fsck import Damage, Fsck, find_damage, run_fsck, unreadable
+from .object_files import BadFile, Defect, find_bad_files, find_lying, find_strange
+from .ref_files import RefFiles, read_ref_files
+from .ref_history import lost_tips, newest_record, wrong_refs
 from .stand_in import readable
 
-_THREADS = 3  # the judge of the mirror, the one long git, and what is read beside it
+_THREADS = 3  # the examination, the one long git, and the files that are read meanwhile
+_WITH_LOST = "with lost refs "
+_PULL_REQUESTS = ("refs/pull/", "refs/merge-requests/", "refs/changes/")
+
+
+class Reached(NamedTuple):
+    """What keeps commits alive; `lost` are kept refs that should be there, where asked for.
+
+    `key` stands for the question; it is empty where the answer must not be used again.
+    """
+
+    key: str
+    by_commit: dict[CommitId, Reach]
+    lost: dict[str, Defect]
 
 
 @dataclass(slots=True)
 class Examined:
-    """`faults` are about the mirror itself, by file or ref; a recorded commit need not be hit.
+    """`defects` are those of the mirror itself, by file or ref; no recorded commit need be hit.
+
     `unknown` are pins that the catalog does not have.
     """
 
     verdicts: dict[CommitId, Verdict] = field(default_factory=dict)
-    reached: Reached = field(default_factory=lambda: Reached("", {}))
-    faults: dict[str, Fault] = field(default_factory=dict)
+    reached: Reached = field(default_factory=lambda: Reached("", {}, {}))
+    defects: dict[str, Defect] = field(default_factory=dict)
     unknown: frozenset[str] = frozenset()
 
     @property
@@ -64,234 +76,176 @@ def examine(
     known: Reached | None = None,
     record: str | None = None,
 ) -> Examined:
-    """Judge `commits` at `level`, and the mirror itself, which should have `pins`, given as
-    OWNER/COMMIT, and in its ref history `record`. `known` is what an earlier look said of their reach.
+    """Judge `commits` at `level`, and the mirror itself.
+
+    It should have `pins`, given as OWNER/COMMIT, and `record` in its ref history. `known` is what
+    an earlier examination said of their reach.
     """
     with ThreadPoolExecutor(_THREADS, initializer=lower_priority) as threads:
-        work = threads.submit(
-            _examine, git_dir, sorted(commits), level, pins, known, record, threads
-        )
-        return work.result()
+        owned = {f"{PINS}{pin}" for pin in pins}
+        return threads.submit(
+            _examine, git_dir, sorted(commits), level, owned, known, record, threads
+        ).result()
 
 
 def _examine(
     git_dir: Path,
     commits: Sequence[CommitId],
     level: AuditLevel,
-    pins: Collection[str],
+    pins: set[str],
     known: Reached | None,
     record: str | None,
     threads: ThreadPoolExecutor,
 ) -> Examined:
-    names = read_names(git_dir)
-    with readable(git_dir, names, list(find_strange(git_dir))) as repository:
+    found = read_ref_files(git_dir)
+    with readable(git_dir, found, list(find_strange(git_dir))) as repository:
         looking = threads.submit(_look_at_files, git_dir, repository, level)
-        history = [names.refs[HISTORY]] if HISTORY in names.refs else []
-        proving = threads.submit(_PROOFS[level], repository, [*commits, *history])
-        answers = ask(repository, _questions(names, commits), blob=record_of(names))
-        refs = peel(names.refs, answers.objects)
-        reached = reach_of(
-            repository, names, refs, commits, known, look_for_lost=level is not AuditLevel.QUICK
-        )
-        (bad_files, lying), damage = looking.result(), Damage()
-        proof = proving.result()
-        if proof.fsck and (bad_files or not proof.fsck.is_sound):
+        history = [found.refs[HISTORY]] if HISTORY in found.refs else []
+        proving = threads.submit(_prove, repository, [*commits, *history], level)
+        newest = newest_record(found)
+        objects = look_up(repository, _questions(found, commits), read=[newest] if newest else [])
+        refs = {
+            ref: objects[peeled].oid
+            for ref, oid in found.refs.items()
+            if (peeled := f"{oid}^{{commit}}") in objects
+        }
+        reached = _reach_of(repository, found, refs, commits, known, level)
+        (bad_files, lying), damage = looking.result(), Damage(set(), {})
+        is_whole, fsck = proving.result()
+        if fsck and (bad_files or not fsck.is_sound):
             bad_files = find_bad_files(git_dir, level)
-            damage = find_damage(repository, bad_files, proof.fsck)
-        verdicts = _absent(repository, commits, answers)
-        verdicts |= Closures(
-            repository, _doubtful(commits, verdicts, reached, proof, damage), damage
-        ).judge()
-        lost = lost_refs(repository, git_dir, names, answers, record)
-        if not (proof.of_all or proof.of_reached):
+            damage = find_damage(repository, bad_files, fsck.named)
+        verdicts = _absent(repository, commits, objects)
+        doubtful = [oid for oid in commits if oid not in verdicts]
+        if is_whole and fsck and not damage.objects:  # that proves what refs reach
+            doubtful = [oid for oid in doubtful if reached.by_commit[oid] is Reach.NOTHING]
+        elif is_whole and not fsck:
+            doubtful = []
+        verdicts |= judge_closures(repository, doubtful, damage)
+        wrong = wrong_refs(repository, git_dir, found, objects, record)
+        if not is_whole:
             proven = [oid for oid in commits if oid not in verdicts]
-            lost = incomplete_refs(repository, names, level, proven) | lost
-    _judge_the_rest(verdicts, commits, refs)
-    told = {bad.name: Fault(bad.kind.finding, bad.reason) for bad in [*bad_files, *names.faults]}
-    failing = {file: Fault(FindingKind.PACK, reason) for file, reason in damage.files.items()}
-    said = {f"{PINS}{pin}" for pin in pins}
-    faults = _lost_pins(names, said, verdicts) | reached.lost | failing | lying | told | lost
-    unknown = frozenset(ref for ref in names.refs if ref not in said and is_pin(ref))
-    return Examined(verdicts, reached, faults, unknown)
+            wrong = incomplete_refs(repository, found.refs, level, proven) | wrong
+    pinned = {oid for ref, oid in refs.items() if ref.startswith(PINS) and ref.endswith(oid)}
+    unpinned = Verdict(CommitState.UNPINNED, detail="no pin keeps it")
+    for oid in commits:
+        verdicts.setdefault(oid, Verdict(CommitState.OK) if oid in pinned else unpinned)
+    bad = {one.name: Defect(one.kind.finding, one.reason) for one in [*bad_files, *found.bad]}
+    packs = {name: Defect(FindingKind.PACK, reason) for name, reason in damage.packs.items()}
+    lost_pins = _lost_pins(pins - found.refs.keys(), verdicts)
+    defects = lost_pins | reached.lost | packs | lying | bad | wrong
+    unknown = frozenset(ref for ref in found.refs if ref not in pins and is_pin(ref))
+    return Examined(verdicts, reached, defects, unknown)
 
 
 def _look_at_files(
     git_dir: Path, repository: Path, level: AuditLevel
-) -> tuple[list[BadFile], dict[str, Fault]]:
-    """What needs no walk: bad files, and at level `content` derived ones that are whole and lie."""
-    if level is AuditLevel.QUICK:
-        return find_bad_files(git_dir, level), {}
-    bad_files = find_bad_files(git_dir, AuditLevel.CLOSURE)
+) -> tuple[list[BadFile], dict[str, Defect]]:
+    """Bad files; at level `content` also derived ones with a right checksum and wrong content.
+
+    Full checksums wait for fsck: it hashes every object by itself.
+    """
+    bad_files = find_bad_files(git_dir, min(level, AuditLevel.CLOSURE, key=list(AuditLevel).index))
     is_deep = level is AuditLevel.CONTENT and not bad_files
     return bad_files, find_lying(repository) if is_deep else {}
 
 
-# -- what proves most commits at once -----------------------------------------------------------------------------------
+def _prove(repository: Path, commits: Sequence[str], level: AuditLevel) -> tuple[bool, Fsck | None]:
+    """Whether the closures of `commits` are whole, at level `content` those of all refs."""
+    match level:
+        case AuditLevel.QUICK:
+            return True, None  # it does not look at closures
+        case AuditLevel.CLOSURE:
+            return are_whole(repository, commits), None
+        case AuditLevel.CONTENT:
+            fsck = run_fsck(repository)
+            return fsck.is_sound, fsck
 
 
-@dataclass(frozen=True, slots=True)
-class _Proof:
-    """What is known to be whole: the closures of all commits and the ref history, or of all that a ref reaches."""
-
-    of_all: bool = False
-    of_reached: bool = False
-    fsck: Fsck | None = None
-
-
-def _no_proof(_repository: Path, _commits: Sequence[str]) -> _Proof:
-    return _Proof(of_all=True)  # `quick` does not look at closures
-
-
-def _proof_by_walk(repository: Path, commits: Sequence[str]) -> _Proof:
-    return _Proof(of_all=are_whole(repository, commits))
-
-
-def _proof_by_fsck(repository: Path, _commits: Sequence[str]) -> _Proof:
-    fsck = check_everything(repository)
-    return _Proof(of_reached=fsck.is_sound, fsck=fsck)
-
-
-_PROOFS = {
-    AuditLevel.QUICK: _no_proof,
-    AuditLevel.CLOSURE: _proof_by_walk,
-    AuditLevel.CONTENT: _proof_by_fsck,
-}
-
-
-def _doubtful(
-    commits: Sequence[CommitId],
-    verdicts: Mapping[CommitId, Verdict],
-    reached: Reached,
-    proof: _Proof,
-    damage: Damage,
-) -> list[CommitId]:
-    """The commits that are there and whose closure is not proven."""
-    if proof.of_all:
-        return []
-    is_reached_proven = proof.of_reached and not damage.objects
-    present = (oid for oid in commits if oid not in verdicts)
-    return [
-        oid for oid in present if not is_reached_proven or reached.by_commit[oid] is Reach.NOTHING
-    ]
-
-
-# -- verdicts -----------------------------------------------------------------------------------------------------------
-
-
-def _questions(names: Names, commits: Sequence[CommitId]) -> set[str]:
-    about_commits = {name for oid in commits for name in (oid, tree_of(oid))}
-    return about_commits | {peeled(oid) for oid in names.refs.values()} | questions(names)
+def _questions(found: RefFiles, commits: Sequence[CommitId]) -> set[str]:
+    values = set(found.refs.values())
+    trees = (f"{oid}^{{tree}}" for oid in commits)
+    return {*commits, *trees, *values, *(f"{oid}^{{commit}}" for oid in values)}
 
 
 def _absent(
-    repository: Path, commits: Sequence[CommitId], answers: Answers
+    repository: Path, commits: Sequence[CommitId], objects: Mapping[str, BatchObject]
 ) -> dict[CommitId, Verdict]:
     """Verdicts on the commits that are not there, are no commits, or whose tree is not there."""
     verdicts: dict[CommitId, Verdict] = {}
     without_tree = []
     for oid in commits:
-        if oid not in answers.objects or answers.objects[oid].kind != "commit":
+        if oid not in objects or objects[oid].kind != "commit":
             verdicts[oid] = Verdict(CommitState.MISSING, (oid,), "the commit is not in the mirror")
-        elif tree_of(oid) not in answers.objects:
+        elif f"{oid}^{{tree}}" not in objects:
             without_tree.append(oid)
     damaged = unreadable(repository, without_tree)
     for oid in without_tree:
-        corrupt = Verdict(CommitState.CORRUPT, (oid,), "it is damaged")
-        verdicts[oid] = (
-            corrupt
-            if oid in damaged
-            else Verdict(CommitState.INCOMPLETE, (), "its tree is missing")
-        )
+        if oid in damaged:
+            verdicts[oid] = Verdict(CommitState.CORRUPT, (oid,), "it is damaged")
+        else:
+            verdicts[oid] = Verdict(CommitState.INCOMPLETE, (), "its tree is missing")
     return verdicts
 
 
-def _judge_the_rest(
-    verdicts: dict[CommitId, Verdict], commits: Sequence[CommitId], refs: Mapping[str, str]
-) -> None:
-    """What can be served is in order when it has a pin of its own."""
-    pinned = {oid for ref, oid in refs.items() if ref.startswith(PINS) and ref.endswith(oid)}
-    unpinned = Verdict(CommitState.UNPINNED, detail="no pin keeps it")
-    for oid in commits:
-        verdicts.setdefault(oid, Verdict(CommitState.OK) if oid in pinned else unpinned)
-
-
-def _lost_pins(
-    names: Names, said: Collection[str], verdicts: Mapping[CommitId, Verdict]
-) -> dict[str, Fault]:
-    """Pins that only the catalog has; a commit that is told already is not told again."""
+def _lost_pins(pins: Collection[str], verdicts: Mapping[CommitId, Verdict]) -> dict[str, Defect]:
+    """Of pins that only the catalog has, those whose commit has no finding yet."""
     ok = Verdict(CommitState.OK)
-    lost = (ref for ref in said if ref not in names.refs)
-    untold = (ref for ref in lost if verdicts.get(CommitId(ref[-40:]), ok).state is CommitState.OK)
-    return dict.fromkeys(untold, Fault(FindingKind.PIN_LOST, "it is gone, and the catalog has it"))
+    lost = [ref for ref in pins if verdicts.get(CommitId(ref[-40:]), ok).state is CommitState.OK]
+    return dict.fromkeys(lost, Defect(FindingKind.PIN_LOST, "it is gone, and the catalog has it"))
 
 
-_WITH_LOST = "with lost refs "
-_PULL_REQUESTS = ("refs/pull/", "refs/merge-requests/", "refs/changes/")
+# -- what keeps a commit alive ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """`lost` are kept refs that should be there, where they were looked for. `key` stands for what was asked; it is empty where
-    the answer must not be used again.
-    """
-
-    key: str
-    by_commit: dict[CommitId, Reach]
-    lost: dict[str, Fault] = field(default_factory=dict)
-
-
-def reach_of(
-    git_dir: Path,
-    names: Names,
+def _reach_of(
+    repository: Path,
+    found: RefFiles,
     refs: Mapping[str, str],
     commits: Collection[CommitId],
-    known: Reached | None = None,
-    *,
-    look_for_lost: bool = True,
+    known: Reached | None,
+    level: AuditLevel,
 ) -> Reached:
-    """The best thing that keeps each of `commits` alive; `refs` lead to commits. `known` is an answer from before."""
-    key = _key(refs, names.head, commits)
-    good_enough = {_WITH_LOST + key} if look_for_lost else {_WITH_LOST + key, key}
-    if known is not None and known.key in good_enough:
+    """The best thing that keeps each of `commits` alive, and kept refs that are gone.
+
+    That follows from the refs, which lead to commits here, and from `commits` alone, for commits
+    never change: while both stay the same, `known` stays true and nothing is walked.
+    """
+    lines = [
+        str(found.head),
+        *sorted(commits),
+        *(f"{oid} {ref}" for ref, oid in sorted(refs.items())),
+    ]
+    key = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+    is_quick = level is AuditLevel.QUICK
+    if known and known.key in ({_WITH_LOST + key, key} if is_quick else {_WITH_LOST + key}):
         return known
-    graph = read_graph(git_dir, set(refs.values()))
-    by_commit = _classify(graph, refs, names.head, commits)
-    lost = lost_tips(git_dir, names, graph) if look_for_lost else {}
-    if lost or not _is_closed(graph, refs.values()):
-        return Reached("", by_commit, lost)
-    return Reached(_WITH_LOST + key if look_for_lost else key, by_commit)
-
-
-def _key(refs: Mapping[str, str], head: str | None, commits: Collection[CommitId]) -> str:
-    said = [str(head), *sorted(commits), *(f"{oid} {ref}" for ref, oid in sorted(refs.items()))]
-    return hashlib.sha256("\n".join(said).encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def _is_closed(graph: Graph, tips: Collection[str]) -> bool:
-    return all(tip in graph for tip in tips) and all(
-        parent in graph for parents in graph.values() for parent in parents
-    )
-
-
-def _classify(
-    graph: Graph, refs: Mapping[str, str], head: str | None, commits: Collection[CommitId]
-) -> dict[CommitId, Reach]:
-    """The best thing that keeps each of `commits` alive."""
-    groups: dict[Reach, list[str]] = {reach: [] for reach in Reach}
+    graph = read_graph(repository, set(refs.values()))
+    groups: dict[Reach, list[str]] = {reach: [] for reach in Reach}  # best first
     for ref, oid in refs.items():
-        groups[_reach_of(ref, head)].append(oid)
-    groups[Reach.NOTHING] = []
-    found: dict[CommitId, Reach] = {}
+        groups[_reach_by(ref, found.head)].append(oid)
+    del groups[Reach.NOTHING]
+    by_commit: dict[CommitId, Reach] = {}
     seen: set[str] = set()
     for reach, tips in groups.items():
-        ancestors(graph, tips, seen=seen)
-        found |= {oid: reach for oid in commits if oid in seen and oid not in found}
-    return found | {oid: Reach.NOTHING for oid in commits if oid not in found}
+        ancestors(graph, tips, seen)
+        by_commit |= {oid: reach for oid in commits if oid in seen and oid not in by_commit}
+    by_commit |= {oid: Reach.NOTHING for oid in commits if oid not in by_commit}
+    lost = {} if is_quick else lost_tips(repository, found.refs, graph)
+    if lost or not _is_closed(graph, refs.values()):
+        return Reached("", by_commit, lost)
+    return Reached(key if is_quick else _WITH_LOST + key, by_commit, {})
 
 
-def _reach_of(ref: str, head: str | None) -> Reach:
+def _reach_by(ref: str, head: str | None) -> Reach:
     if ref == head:
         return Reach.DEFAULT_BRANCH
     table = {KEPT: Reach.KEPT, PINS: Reach.PIN, OURS: Reach.NOTHING, "refs/tags/": Reach.TAG}
     table |= dict.fromkeys(_PULL_REQUESTS, Reach.PULL_REQUEST)
     return next((reach for prefix, reach in table.items() if ref.startswith(prefix)), Reach.BRANCH)
+
+
+def _is_closed(graph: Graph, tips: Collection[str]) -> bool:
+    """Whether the graph has no holes, so that its answers may be used again."""
+    parents = (parent for some in graph.values() for parent in some)
+    return all(tip in graph for tip in tips) and all(parent in graph for parent in parents)

@@ -1,11 +1,8 @@
-"""Which files of a mirror are not what git wrote: judged by what they hold, never by what another
-file says of them.
+"""Which files of a mirror's object store are damaged, judged by their own content alone.
 
-What is no plain file or directory where one belongs is found first, and never opened: git ends at
-it, and a named pipe blocks its reader for ever. Every file that git writes for itself ends with the
-checksum of what is before it: packs, their indexes, reverse indexes, bitmaps, multi-pack indexes,
-commit-graphs. A loose object has the hash that is its name. Reads only; a file that vanishes
-meanwhile was repacked, and what looks bad is looked at twice. Runs in a worker.
+Anything but a plain file or directory is found first and never opened: git ends at it, and a named
+pipe blocks its reader for ever. Packs, indexes, reverse indexes, bitmaps, multi-pack indexes and
+commit-graphs end with the checksum of the bytes before it. Reads only, in a worker.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 from itertools import pairwise
@@ -30,15 +26,9 @@ from ..git.packs import ID_BYTES, PackIndex, loose_digest, pack_is_whole, pack_t
 from ..model import AuditLevel, FindingKind
 
 TIMEOUT = timedelta(hours=1)
+"""For one git of an audit or a heal; the largest repositories take minutes."""
+CHECKSUM_MISMATCH = "checksum mismatch"
 
-
-_CHECKSUM = re.compile(r"[0-9a-f]{40}")
-_LOOSE_NAME = re.compile(r"[0-9a-f]{38}")
-_FAN_OUT = re.compile(r"[0-9a-f]{2}")
-_OF_PACKS = re.compile(r"pack-.+\.(pack|idx|rev|mtimes|bitmap|promisor)|multi-pack-index.*")
-_PACK_HEADER = struct.Struct(">4sII")
-_CHUNK = struct.Struct(">4sQ")
-_CHUNK_COUNT_AT, _CHUNKS_AT = 6, 12
 _PLANTED = {
     "objects/info/alternates": "it lends objects from elsewhere",
     "objects/info/http-alternates": "it lends objects from elsewhere",
@@ -48,10 +38,12 @@ _PLANTED = {
     "commondir": "it takes refs and objects from elsewhere",
     "config.worktree": "git reads it as configuration",
 }
-_REV_HEADER_BYTES = 12  # signature, version, hash
+_LOOSE_NAME = re.compile(r"[0-9a-f]{38}")
+_FAN_OUT = re.compile(r"[0-9a-f]{2}")
+_OF_PACKS = re.compile(r"pack-.+\.(pack|idx|rev|mtimes|bitmap|promisor)|multi-pack-index.*")
+_PACK_HEADER = struct.Struct(">4sII")
 _HALF_S = 2.0
-_TRIES = 3  # while the mirror is packed, which replaces the file
-_BITMAP_AT = 12  # signature, version, flags and count come before the checksum of its pack
+_TRIES = 3  # maintenance replaces a file while git verifies it
 
 
 class FileKind(StrEnum):
@@ -70,7 +62,6 @@ class FileKind(StrEnum):
 
     @property
     def finding(self) -> FindingKind:
-        """What a finding about such a file is called."""
         return _FINDINGS.get(self) or FindingKind[self.name]
 
 
@@ -81,16 +72,15 @@ _FINDINGS = {
 }
 
 
-class Fault(NamedTuple):
-    """Something wrong with a mirror; `reason` completes a sentence that begins with its subject."""
+class Defect(NamedTuple):
+    """Something wrong with a mirror; `reason` follows "<subject>: "."""
 
     kind: FindingKind
     reason: str
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class BadFile:
-    """`path` is below the mirror; `reason` completes a sentence that begins with it."""
+class BadFile(NamedTuple):
+    """A file to heal, by its `path` below the mirror; `reason` follows "<path>: "."""
 
     path: str
     kind: FileKind
@@ -98,13 +88,17 @@ class BadFile:
 
     @property
     def name(self) -> str:
-        """What a finding calls it: packs are known by their file names."""
+        """The subject of its finding: packs are known by their file names."""
         return self.path.removeprefix("objects/pack/")
 
 
 def find_bad_files(git_dir: Path, level: AuditLevel) -> list[BadFile]:
-    """Bad files below `objects/`. `quick` looks at both ends, `closure` hashes what is small, `content` hashes everything."""
+    """Bad files below `objects/`, and planted ones.
+
+    `quick` reads both ends of packs, `closure` hashes what is small, `content` hashes everything.
+    """
     found = set(_look(git_dir, level))
+    # what looks bad is read twice: files come and go while the mirror is packed
     return sorted(found & set(_look(git_dir, level))) if found else []
 
 
@@ -122,11 +116,30 @@ def _look(git_dir: Path, level: AuditLevel) -> Iterator[BadFile]:
         yield from _loose(objects, is_sound, unopened)
 
 
-# -- what is no plain file or directory, and what no mirror of ours has -------------------------------------------------
+def _failing(
+    is_sound: Callable[..., bool], *args: object, reason: str = CHECKSUM_MISMATCH
+) -> str | None:
+    """Why a file is bad: `reason` or unreadable. None for a good one, or one that vanished."""
+    try:
+        return None if is_sound(*args) else reason
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        return _unreadable(error)
+
+
+def _unreadable(error: OSError) -> str:
+    """A file that cannot be read is as good as damaged; any other error is not the file's."""
+    if error.errno not in {errno.EIO, errno.EACCES, errno.EPERM}:
+        raise error
+    return f"it cannot be read: {error.strerror}"
+
+
+# -- layout, and files that no mirror of ours has --------------------------------------------------
 
 
 def find_strange(git_dir: Path) -> Iterator[BadFile]:
-    """Objects that are no files, directories that are none, and files that change what git reads."""
+    """Objects that are no files, directories that are none, files that change what git reads."""
     for name, reason in _PLANTED.items():
         if os.path.lexists(git_dir / name):
             yield BadFile(name, FileKind.PLANTED, f"{reason}, and no mirror of ours has one")
@@ -137,29 +150,29 @@ def find_strange(git_dir: Path) -> Iterator[BadFile]:
     if wrong := no_directory(git_dir / "objects"):
         yield BadFile("objects", FileKind.LAYOUT, wrong)
         return
-    for entry in _entries(git_dir / "objects"):
-        is_ours = entry.name in {"pack", "info"} or _FAN_OUT.fullmatch(entry.name)
-        if is_ours and (wrong := no_directory(Path(entry))):
-            yield BadFile(f"objects/{entry.name}", FileKind.LAYOUT, wrong)
-        elif is_ours:
-            yield from _strange_below(Path(entry))
+    for directory in _entries(git_dir / "objects"):
+        if directory.name not in {"pack", "info"} and not _FAN_OUT.fullmatch(directory.name):
+            continue
+        if wrong := no_directory(Path(directory)):
+            yield BadFile(f"objects/{directory.name}", FileKind.LAYOUT, wrong)
+            continue
+        for entry in _entries(Path(directory)):
+            kind = _kind_of(directory.name, entry.name)
+            path = f"objects/{directory.name}/{entry.name}"
+            if entry.name.endswith(".promisor"):
+                reason = "it excuses missing objects, and no mirror has one"
+                yield BadFile(path, FileKind.PLANTED, reason)
+            elif entry.name == "commit-graphs" and (wrong := no_directory(Path(entry))):
+                yield BadFile(path, FileKind.DERIVED, wrong)
+            elif (
+                kind
+                and not entry.is_file(follow_symlinks=False)
+                and (wrong := no_file(Path(entry)))
+            ):
+                yield BadFile(path, kind, wrong)
 
 
-def _strange_below(directory: Path) -> Iterator[BadFile]:
-    for entry in _entries(directory):
-        kind = _kind_in(directory.name, entry.name)
-        path = f"objects/{directory.name}/{entry.name}"
-        if entry.name.endswith(".promisor"):
-            yield BadFile(
-                path, FileKind.PLANTED, "it excuses missing objects, and no mirror has one"
-            )
-        elif entry.name == "commit-graphs" and (wrong := no_directory(Path(entry))):
-            yield BadFile(path, FileKind.DERIVED, wrong)
-        elif kind and not entry.is_file(follow_symlinks=False) and (wrong := no_file(Path(entry))):
-            yield BadFile(path, kind, wrong)
-
-
-def _kind_in(directory: str, name: str) -> FileKind | None:
+def _kind_of(directory: str, name: str) -> FileKind | None:
     if _FAN_OUT.fullmatch(directory):
         return FileKind.LOOSE if _LOOSE_NAME.fullmatch(name) else None
     if directory == "info":
@@ -170,7 +183,7 @@ def _kind_in(directory: str, name: str) -> FileKind | None:
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:
-    """None where it is no directory, or went: git removes that of loose objects that it packed."""
+    """Empty for a directory that is gone: git removes that of loose objects that it packed."""
     try:
         with os.scandir(directory) as entries:
             return sorted(entries, key=lambda entry: entry.name)
@@ -180,37 +193,33 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 
 def no_directory(path: Path) -> str | None:
     """What stands where a directory has to be; None where one does, or just went."""
-    try:
-        mode = path.lstat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
+    shape = _shape(path)
+    if shape is None:
         return None if _FAN_OUT.fullmatch(path.name) else "the directory is lost"
-    return None if stat.S_ISDIR(mode) else f"it is {_shape(mode)}, not a directory"
+    return None if shape == "a directory" else f"it is {shape}, not a directory"
 
 
 def no_file(path: Path) -> str | None:
     """What stands where a file has to be; None where one does, or nothing."""
+    shape = _shape(path)
+    return None if shape in {None, "a file"} else f"it is {shape}, not a file"
+
+
+def _shape(path: Path) -> str | None:
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return None if stat.S_ISREG(mode) else f"it is {_shape(mode)}, not a file"
-
-
-def _shape(mode: int) -> str:
     table = {stat.S_IFREG: "a file", stat.S_IFDIR: "a directory", stat.S_IFLNK: "a symbolic link"}
     return table.get(stat.S_IFMT(mode), "a special file")
 
 
-# -- packs and their indexes ------------------------------------------------------------------------------------------
+# -- packs and their indexes -----------------------------------------------------------------------
 
 
 def _packs(directory: Path, level: AuditLevel, unopened: Collection[Path]) -> Iterator[BadFile]:
-    stems = {
-        file.with_suffix("")
-        for pattern in ("pack-*.pack", "pack-*.idx")
-        for file in directory.glob(pattern)
-    }
-    for stem in sorted(stems):
+    files = [*directory.glob("pack-*.pack"), *directory.glob("pack-*.idx")]
+    for stem in sorted({file.with_suffix("") for file in files}):
         pack, index = stem.with_suffix(".pack"), stem.with_suffix(".idx")
         if pack in unopened or index in unopened:
             continue
@@ -219,145 +228,167 @@ def _packs(directory: Path, level: AuditLevel, unopened: Collection[Path]) -> It
         except FileNotFoundError:
             yield from _half(pack, index)
         except OSError as error:
-            yield _unreadable(error, f"objects/pack/{pack.name}", FileKind.PACK)
+            yield BadFile(f"objects/pack/{pack.name}", FileKind.PACK, _unreadable(error))
+
+
+def _pair(pack: Path, index: Path, level: AuditLevel) -> Iterator[BadFile]:
+    pack_path, index_path = f"objects/pack/{pack.name}", f"objects/pack/{index.name}"
+    try:
+        known = PackIndex(index)
+        is_sound = level is AuditLevel.QUICK or _ends_with_checksum(index)
+        reason = None if is_sound else CHECKSUM_MISMATCH
+    except CorruptObjectError as error:
+        reason = error.message.partition(": ")[2]
+    if reason:
+        yield BadFile(index_path, FileKind.INDEX, reason)
+        if not _is_whole_pack(pack):
+            yield BadFile(pack_path, FileKind.PACK, CHECKSUM_MISMATCH)
+        return
+    # both ends: git does not open a pack whose trailer is not the one that its index names
+    with pack.open("rb") as file:
+        head = file.read(_PACK_HEADER.size)
+    fits = head == _PACK_HEADER.pack(b"PACK", 2, known.count)
+    fits = fits and pack_trailer(pack) == known.pack_checksum
+    how = CHECKSUM_MISMATCH if fits else "it does not end with the checksum that its index names"
+    if level is AuditLevel.CONTENT and not _is_whole_pack(pack):
+        yield BadFile(pack_path, FileKind.PACK, how)
+    elif not fits and _is_whole_pack(pack):
+        yield BadFile(index_path, FileKind.INDEX, how)
+    elif not fits:
+        yield BadFile(pack_path, FileKind.PACK, how)
+    elif pack.stem != f"pack-{known.pack_checksum.hex()}":
+        # git names a pack after its checksum; a multi-pack index finds objects by that name
+        yield BadFile(pack_path, FileKind.PACK, "it is another pack than its name says")
 
 
 def _half(pack: Path, index: Path) -> Iterator[BadFile]:
-    """One of the two is not there. git (2.39) removes a pack before its index, and a big one takes its time."""
+    """One of the two is gone: git (2.39) removes a pack before its index, and a big one slowly."""
     ends = time.monotonic() + _HALF_S
     while pack.exists() != index.exists():
         if time.monotonic() > ends:
             if index.exists():
-                yield BadFile(
-                    f"objects/pack/{pack.name}", FileKind.PACK, "its index is there and it is not"
-                )
+                reason = "its index is there and it is not"
+                yield BadFile(f"objects/pack/{pack.name}", FileKind.PACK, reason)
             else:
-                yield BadFile(
-                    f"objects/pack/{index.name}",
-                    FileKind.INDEX,
-                    "it is gone, and its pack is there",
-                )
+                reason = "it is gone, and its pack is there"
+                yield BadFile(f"objects/pack/{index.name}", FileKind.INDEX, reason)
             return
         time.sleep(_HALF_S / 20)
 
 
-def _pair(pack: Path, index: Path, level: AuditLevel) -> Iterator[BadFile]:
-    reason = _index_fault(index, deep=level is not AuditLevel.QUICK)
-    if reason:
-        yield BadFile(f"objects/pack/{index.name}", FileKind.INDEX, reason)
-        if not _is_whole(pack):
-            yield BadFile(
-                f"objects/pack/{pack.name}", FileKind.PACK, "its bytes are not what they were"
-            )
-        return
-    known = PackIndex(index)
-    if level is AuditLevel.CONTENT and not _is_whole(pack):
-        yield BadFile(f"objects/pack/{pack.name}", FileKind.PACK, _how(pack, known))
-    elif not _fits(pack, known):
-        kind, name = (FileKind.INDEX, index.name) if _is_whole(pack) else (FileKind.PACK, pack.name)
-        yield BadFile(f"objects/pack/{name}", kind, _how(pack, known))
-    elif pack.stem != f"pack-{known.pack_checksum.hex()}":
-        # git names a pack after its checksum; a multi-pack index finds objects by that name
-        yield BadFile(
-            f"objects/pack/{pack.name}", FileKind.PACK, "it is another pack than its name says"
-        )
-
-
-def _how(pack: Path, index: PackIndex) -> str:
-    if _fits(pack, index):
-        return "its bytes are not what they were"
-    return "it does not end with the checksum that its index names"
-
-
-def _index_fault(index: Path, *, deep: bool) -> str | None:
-    try:
-        PackIndex(index)
-    except CorruptObjectError as error:
-        return error.message.partition(": ")[2]
-    return None if not deep or _ends_with_checksum(index) else "its bytes are not what they were"
-
-
-def _fits(pack: Path, index: PackIndex) -> bool:
-    """Whether both ends of a pack are what its index expects; git does not open one whose trailer is another."""
-    try:
-        with pack.open("rb") as file:
-            signature, version, count = _PACK_HEADER.unpack(file.read(_PACK_HEADER.size))
-        return (signature, version, count) == (b"PACK", 2, index.count) and pack_trailer(
-            pack
-        ) == index.pack_checksum
-    except struct.error:
-        return False
-
-
-def _is_whole(pack: Path) -> bool:
+def _is_whole_pack(pack: Path) -> bool:
     return pack.stat().st_size > _PACK_HEADER.size + ID_BYTES and pack_is_whole(pack)
 
 
-# -- what git derives from packs and commits --------------------------------------------------------------------------
+def _ends_with_checksum(file: Path) -> bool:
+    return file.stat().st_size > ID_BYTES and pack_is_whole(file)
+
+
+# -- what git derives from packs and commits -------------------------------------------------------
 
 
 def _derived(objects: Path, unopened: Collection[Path]) -> Iterator[BadFile]:
     pack, info = objects / "pack", objects / "info"
-    files: list[tuple[Path, Callable[[Path], bool]]] = [
-        *(
-            (file, _belongs_to_its_pack)
-            for suffix in ("rev", "mtimes", "bitmap")
-            for file in pack.glob(f"pack-*.{suffix}")
-        ),
-        (pack / "multi-pack-index", _names_its_packs),
-        *((file, _ends_with_checksum) for file in pack.glob("multi-pack-index-*")),
-        (info / "commit-graph", _ends_with_checksum),
-        *((file, _ends_with_checksum) for file in (info / "commit-graphs").glob("*.graph")),
-        (info / "commit-graphs/commit-graph-chain", _names_its_graphs),
-    ]
-    for file, is_sound in sorted(files, key=lambda row: row[0]):
+    of_packs = [file for end in ("rev", "mtimes", "bitmap") for file in pack.glob(f"pack-*.{end}")]
+    chain = info / "commit-graphs/commit-graph-chain"
+    files: dict[Path, Callable[[Path], bool]] = {
+        **dict.fromkeys(of_packs, _belongs_to_its_pack),
+        **dict.fromkeys(pack.glob("multi-pack-index-*"), _ends_with_checksum),
+        **dict.fromkeys((info / "commit-graphs").glob("*.graph"), _ends_with_checksum),
+        info / "commit-graph": _ends_with_checksum,
+        pack / "multi-pack-index": _names_its_packs,
+        chain: _names_its_graphs,
+    }
+    for file, is_sound in sorted(files.items()):
         if file in unopened or file.with_suffix(".idx") in unopened:
             continue
-        if wrong := no_file(file):
-            yield BadFile(_below(file), FileKind.DERIVED, wrong)
-        else:
-            yield from _judged(file, is_sound)
+        if reason := no_file(file) or _failing(is_sound, file):
+            yield BadFile(f"objects/{file.relative_to(objects)}", FileKind.DERIVED, reason)
 
 
-def find_lying(git_dir: Path) -> dict[str, Fault]:
-    """Commit-graphs and a multi-pack index that say something else than the objects and packs."""
-    checks = {
-        "objects/info/commit-graph": "commit-graph",
-        "objects/info/commit-graphs/commit-graph-chain": "commit-graph",
-        "objects/pack/multi-pack-index": "multi-pack-index",
-    }
+def _belongs_to_its_pack(file: Path) -> bool:
+    """A .rev, .mtimes or .bitmap names the checksum of its pack."""
+    if not _ends_with_checksum(file):
+        return False
+    try:
+        index = PackIndex(file.with_suffix(".idx"))
+    except (CorruptObjectError, FileNotFoundError):  # the finding is about the index
+        return True
+    data = file.read_bytes()
+    if file.suffix == ".bitmap":  # signature, version, flags and count come before it
+        return data[12 : 12 + ID_BYTES] == index.pack_checksum
+    if data[-2 * ID_BYTES : -ID_BYTES] != index.pack_checksum:
+        return False
+    if file.suffix != ".rev":
+        return True
+    # a reverse index lists the objects in the order of the pack, after signature, version, hash
+    if len(data) != 12 + 4 * index.count + 2 * ID_BYTES:
+        return False
+    positions = struct.unpack_from(f">{index.count}I", data, 12)
+    offsets = list(index.offsets())
+    if max(positions, default=0) >= max(index.count, 1):
+        return False
+    return all(left < right for left, right in pairwise(map(offsets.__getitem__, positions)))
+
+
+def _names_its_packs(file: Path) -> bool:
+    """The chunk PNAM of a multi-pack index has the names of the packs, each with a zero byte."""
+    if not _ends_with_checksum(file):
+        return False
+    data = file.read_bytes()
+    try:  # a count at 6, from 12 on one row for each chunk, and a last one with the end
+        rows = [struct.unpack_from(">4sQ", data, 12 + 12 * n) for n in range(data[6] + 1)]
+    except (struct.error, IndexError):
+        return False
+    names = [
+        name
+        for (chunk, start), (_, end) in pairwise(rows)
+        if chunk == b"PNAM"
+        for name in data[start:end].rstrip(b"\0").split(b"\0")
+    ]
+    return bool(names) and all((file.parent / os.fsdecode(name)).exists() for name in names)
+
+
+def _names_its_graphs(chain: Path) -> bool:
+    names = chain.read_text("ascii", "replace").split("\n")
+    graphs = [chain.parent / f"graph-{name}.graph" for name in names[:-1]]
+    return (
+        len(names) > 1
+        and names[-1] == ""
+        and all(re.fullmatch("[0-9a-f]{40}", name) for name in names[:-1])
+        and all(graph.exists() and _ends_with_checksum(graph) for graph in graphs)
+    )
+
+
+def find_lying(git_dir: Path) -> dict[str, Defect]:
+    """Commit-graphs and a multi-pack index with a right checksum and wrong content."""
     lying = {}
-    for path, command in checks.items():
-        if fact := _lie(git_dir, path, command):
-            name = path.removeprefix("objects/pack/")
-            lying[name] = Fault(FindingKind.DERIVED, f"it is not what the objects are: {fact}")
+    for path, command in (
+        ("objects/info/commit-graph", "commit-graph"),
+        ("objects/info/commit-graphs/commit-graph-chain", "commit-graph"),
+        ("objects/pack/multi-pack-index", "multi-pack-index"),
+    ):
+        for _ in range(_TRIES):
+            before = _identity(git_dir, path)
+            if before is None:
+                break
+            try:
+                run_git_sync(
+                    command, "verify", "--no-progress",
+                    git_dir=git_dir, timeout=TIMEOUT, doing=f"verify the {command}",
+                )  # fmt: skip
+                break
+            except (CorruptObjectError, GitFailedError) as error:
+                if before == _identity(git_dir, path):
+                    fact = f"it is not what the objects are: {error.message.partition(': ')[2]}"
+                    name = path.removeprefix("objects/pack/")
+                    lying[name] = Defect(FindingKind.DERIVED, fact)
+                    break
     return lying
 
 
-def _lie(git_dir: Path, path: str, command: str) -> str | None:
-    """What git says of a file that is still the one it was, beside the same packs."""
-    for _ in range(_TRIES):
-        before = _identity(git_dir, path)
-        if before is None:
-            return None
-        try:
-            run_git_sync(
-                command,
-                "verify",
-                "--no-progress",
-                git_dir=git_dir,
-                timeout=TIMEOUT,
-                doing=f"verify the {command}",
-            )
-        except (CorruptObjectError, GitFailedError) as error:
-            if before == _identity(git_dir, path):
-                return error.message.partition(": ")[2]
-        else:
-            return None
-    return None
-
-
 def _identity(git_dir: Path, path: str) -> tuple[object, ...] | None:
+    """Equal while the file stays the same, beside the same packs."""
     try:
         found = (git_dir / path).stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -366,95 +397,7 @@ def _identity(git_dir: Path, path: str) -> tuple[object, ...] | None:
     return found.st_ino, found.st_mtime_ns, found.st_size, *packs
 
 
-def _judged(file: Path, is_sound: Callable[[Path], bool]) -> Iterator[BadFile]:
-    try:
-        if is_sound(file):
-            return
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        yield _unreadable(error, _below(file), FileKind.DERIVED)
-    else:
-        yield BadFile(_below(file), FileKind.DERIVED, "its bytes are not what they were")
-
-
-def _below(file: Path) -> str:
-    return str(
-        file.relative_to(next(parent for parent in file.parents if parent.name == "objects").parent)
-    )
-
-
-def _unreadable(error: OSError, path: str, kind: FileKind) -> BadFile:
-    """A file that cannot be read is as good as damaged; any other error is not the file's."""
-    if error.errno not in {errno.EIO, errno.EACCES, errno.EPERM}:
-        raise error
-    return BadFile(path, kind, f"it cannot be read: {error.strerror}")
-
-
-def _ends_with_checksum(file: Path) -> bool:
-    return file.stat().st_size > ID_BYTES and pack_is_whole(file)
-
-
-def _belongs_to_its_pack(file: Path) -> bool:
-    if not _ends_with_checksum(file):
-        return False
-    try:
-        index = PackIndex(file.with_suffix(".idx"))
-    except (CorruptObjectError, FileNotFoundError):  # that is said of the index
-        return True
-    data = file.read_bytes()
-    named = (
-        data[_BITMAP_AT : _BITMAP_AT + ID_BYTES]
-        if file.suffix == ".bitmap"
-        else data[-2 * ID_BYTES : -ID_BYTES]
-    )
-    return named == index.pack_checksum and (file.suffix != ".rev" or _is_reverse_of(data, index))
-
-
-def _is_reverse_of(data: bytes, index: PackIndex) -> bool:
-    """Whether a reverse index lists the objects in the order in which they lie in the pack."""
-    if len(data) != _REV_HEADER_BYTES + 4 * index.count + 2 * ID_BYTES:
-        return False
-    positions = struct.unpack_from(f">{index.count}I", data, _REV_HEADER_BYTES)
-    offsets = list(index.offsets())
-    if max(positions, default=0) >= max(index.count, 1):
-        return False
-    return all(left < right for left, right in pairwise(map(offsets.__getitem__, positions)))
-
-
-def _names_its_packs(file: Path) -> bool:
-    """The names of the packs are a chunk of a multi-pack index: each ends with a zero byte."""
-    if not _ends_with_checksum(file):
-        return False
-    data = file.read_bytes()
-    try:
-        table = [
-            _CHUNK.unpack_from(data, _CHUNKS_AT + n * _CHUNK.size)
-            for n in range(data[_CHUNK_COUNT_AT] + 1)
-        ]
-    except (struct.error, IndexError):
-        return False
-    chunks = [
-        (at, table[n + 1][1]) for n, (identity, at) in enumerate(table[:-1]) if identity == b"PNAM"
-    ]
-    names = [name for start, end in chunks for name in data[start:end].rstrip(b"\0").split(b"\0")]
-    return bool(names) and all((file.parent / os.fsdecode(name)).exists() for name in names)
-
-
-def _names_its_graphs(chain: Path) -> bool:
-    names = chain.read_text("ascii", "replace").split("\n")
-    whole = names.pop() == "" and bool(names)
-    return whole and all(
-        _CHECKSUM.fullmatch(name) and _is_whole_graph(chain.parent / f"graph-{name}.graph")
-        for name in names
-    )
-
-
-def _is_whole_graph(file: Path) -> bool:
-    return file.exists() and _ends_with_checksum(file)
-
-
-# -- loose objects ----------------------------------------------------------------------------------------------------
+# -- loose objects ---------------------------------------------------------------------------------
 
 
 def _loose(
@@ -462,22 +405,11 @@ def _loose(
 ) -> Iterator[BadFile]:
     for directory in sorted(objects.glob("[0-9a-f][0-9a-f]")):
         for file in map(Path, _entries(directory)):
-            oid = directory.name + file.name
             if not _LOOSE_NAME.fullmatch(file.name) or file in unopened:
                 continue
-            try:
-                sound = is_sound(file, oid)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                yield _unreadable(error, f"objects/{directory.name}/{file.name}", FileKind.LOOSE)
-                continue
-            if not sound:
-                yield BadFile(
-                    f"objects/{directory.name}/{file.name}",
-                    FileKind.LOOSE,
-                    "its bytes do not hash to its name",
-                )
+            oid = directory.name + file.name
+            if reason := _failing(is_sound, file, oid, reason="its bytes do not hash to its name"):
+                yield BadFile(f"objects/{directory.name}/{file.name}", FileKind.LOOSE, reason)
 
 
 def _is_sound_loose(file: Path, oid: str) -> bool:
@@ -485,7 +417,7 @@ def _is_sound_loose(file: Path, oid: str) -> bool:
 
 
 def _is_plausible_loose(file: Path, _oid: str) -> bool:
-    """A zlib stream begins there; whether it is the right one takes all of it."""
+    """Whether a zlib stream begins in it; whether it is the right one takes all of it."""
     with file.open("rb") as stream:
         head = stream.read(2)
     return len(head) == 2 and head[0] & 0x0F == 8 and (head[0] << 8 | head[1]) % 31 == 0

@@ -1,8 +1,7 @@
-"""The names of a mirror (HEAD, refs) and its configuration, read without git: git refuses a
-repository whose HEAD is lost, and follows what was planted.
+"""HEAD, refs and configuration of a mirror, read from their files.
 
-All of these are ours, so whatever differs from what mirrord writes is a fault. Reads only. Runs in
-a worker.
+Without git, which refuses a repository whose HEAD is lost and follows planted files. mirrord alone
+writes them, so any difference from its own writing is a bad file. Reads only, in a worker.
 """
 
 from __future__ import annotations
@@ -22,57 +21,71 @@ _VALUE = re.compile(r"([0-9a-f]{40})\n?")
 _SYMBOLIC = re.compile(r"ref: (refs/\S+)\n?")
 _PACKED = re.compile(r"([0-9a-f]{40}) (refs/\S+)")
 _PEELED = re.compile(r"\^[0-9a-f]{40}")
-_NEVER = "refs/replace/"
+_REPLACE = "refs/replace/"
 _DIRECTORIES = ("refs/heads", "refs/tags", OURS.rstrip("/"), PINS.rstrip("/"), KEPT.rstrip("/"))
 
 
 @dataclass(slots=True)
-class Names:
-    """`head` is the ref that HEAD names, `refs` what is as it must be as far as names alone tell,
-    `astray` what other refs name, so that nothing is lost when they are put right.
+class RefFiles:
+    """`head` is the ref that HEAD names, `refs` those that are right as far as files alone tell.
+
+    `astray` are the values of wrong refs, so that nothing is lost when those are put right.
     """
 
     head: str | None = None
     refs: dict[str, str] = field(default_factory=dict)
     astray: dict[str, str] = field(default_factory=dict)
-    faults: list[BadFile] = field(default_factory=list)
+    bad: list[BadFile] = field(default_factory=list)
+
+    def report(self, path: str, kind: FileKind, reason: str) -> None:
+        self.bad.append(BadFile(path, kind, reason))
 
 
-def read_names(git_dir: Path) -> Names:
-    """Read them all; what looks bad is looked at twice, because refs may move meanwhile."""
-    names = _read(git_dir)
-    if names.faults:
-        again = _read(git_dir)
-        again.faults = [bad for bad in again.faults if bad in names.faults]
-        return again
-    return names
+def read_ref_files(git_dir: Path) -> RefFiles:
+    """Read them all; what looks bad is read twice, because refs may move meanwhile."""
+    found = _read(git_dir)
+    if found.bad:
+        first, found = found, _read(git_dir)
+        found.bad = [bad for bad in found.bad if bad in first.bad]
+    return found
 
 
-def _read(git_dir: Path) -> Names:
-    names = Names()
-    _read_head(git_dir, names)
-    loose = dict(_loose_refs(git_dir, names))  # loose ones first: packing moves refs the other way
-    names.refs = {**dict(_packed_refs(git_dir, names)), **loose}
-    for bad in names.faults:
-        names.refs.pop(bad.path, None)  # what is packed under that name is older
-    _judge_ours(names)
-    _judge_places(names, loose)
+def _read(git_dir: Path) -> RefFiles:
+    found = RefFiles()
+    _read_head(git_dir, found)
+    loose = dict(_loose_refs(git_dir, found))  # loose ones first: packing moves refs the other way
+    found.refs = {**dict(_packed_refs(git_dir, found)), **loose}
+    for bad in found.bad:
+        found.refs.pop(bad.path, None)  # what is packed under that name is older
+    _judge_ours(found)
+    # a file where other refs need a directory; few directories, where refs are many
+    directories = {ref.rpartition("/")[0] for ref in found.refs}
+    needed = {str(above) for path in directories for above in (Path(path), *Path(path).parents)}
+    for ref in sorted(loose.keys() & {*needed, *_DIRECTORIES}):
+        found.astray[ref] = found.refs.pop(ref, loose[ref])
+        found.report(ref, FileKind.REF, "it is a file, where refs need a directory")
     if wrong := no_file(git_dir / "config"):
-        names.faults.append(BadFile("config", FileKind.LAYOUT, wrong))
+        found.report("config", FileKind.LAYOUT, wrong)
     elif changed := changed_settings(git_dir / "config"):
         more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
-        names.faults.append(BadFile("config", FileKind.CONFIG, ", ".join(changed[:3]) + more))
-    names.faults.sort()
-    return names
+        found.report("config", FileKind.CONFIG, ", ".join(changed[:3]) + more)
+    found.bad.sort()
+    return found
 
 
 def read_packed(git_dir: Path) -> dict[str, str]:
-    """What the good lines of `packed-refs` say."""
-    return dict(_packed_refs(git_dir, Names()))
+    """The good lines of `packed-refs`."""
+    return dict(_packed_refs(git_dir, RefFiles()))
 
 
-def _text(git_dir: Path, name: str, kind: FileKind, names: Names) -> str | None:
-    """A file; None where there is none, or with a fault where it is something else."""
+def oid_in_name(ref: str) -> str | None:
+    """The object that a pin or a kept ref must name."""
+    oid = ref.rpartition("/")[2]
+    return oid if _VALUE.fullmatch(oid) and (ref == f"{KEPT}{oid}" or is_pin(ref)) else None
+
+
+def _text(git_dir: Path, name: str, kind: FileKind, found: RefFiles) -> str | None:
+    """The content of a file; None where there is none, or where it is reported."""
     wrong = no_file(git_dir / name)
     try:
         if wrong is None:
@@ -82,117 +95,88 @@ def _text(git_dir: Path, name: str, kind: FileKind, names: Names) -> str | None:
         return None
     except (PermissionError, IsADirectoryError) as error:
         wrong = f"it cannot be read: {error.strerror}"
-    names.faults.append(BadFile(name, kind, wrong))
+    found.report(name, kind, wrong)
     return None
 
 
-def _read_head(git_dir: Path, names: Names) -> None:
-    before = len(names.faults)
-    text = _text(git_dir, "HEAD", FileKind.HEAD, names)
-    if len(names.faults) > before:
+def _read_head(git_dir: Path, found: RefFiles) -> None:
+    text = _text(git_dir, "HEAD", FileKind.HEAD, found)
+    if found.bad:
         return
-    if found := _SYMBOLIC.fullmatch(text or ""):
-        names.head = found[1]
-        return
-    is_detached = _VALUE.fullmatch(text or "")
-    reason = (
-        "it is lost"
-        if text is None
-        else "it names a commit, not a branch"
-        if is_detached
-        else "it names no ref"
-    )
-    names.faults.append(BadFile("HEAD", FileKind.HEAD, reason))
+    if text is None:
+        found.report("HEAD", FileKind.HEAD, "it is lost")
+    elif symbolic := _SYMBOLIC.fullmatch(text):
+        found.head = symbolic[1]
+    elif _VALUE.fullmatch(text):
+        found.report("HEAD", FileKind.HEAD, "it names a commit, not a branch")
+    else:
+        found.report("HEAD", FileKind.HEAD, "it names no ref")
 
 
-def _loose_refs(git_dir: Path, names: Names, directory: str = "refs") -> Iterator[tuple[str, str]]:
+def _loose_refs(
+    git_dir: Path, found: RefFiles, directory: str = "refs"
+) -> Iterator[tuple[str, str]]:
     if directory == "refs" and (wrong := no_directory(git_dir / directory)):
-        names.faults.append(BadFile(directory, FileKind.LAYOUT, wrong))
+        found.report(directory, FileKind.LAYOUT, wrong)
         return
     try:
-        with os.scandir(git_dir / directory) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+        with os.scandir(git_dir / directory) as listing:
+            entries = sorted(listing, key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):  # git removes directories that became empty
         return
     for entry in entries:
         ref = f"{directory}/{entry.name}"
         if entry.is_dir(follow_symlinks=False):
-            yield from _loose_refs(git_dir, names, ref)
-        elif not entry.name.endswith(".lock") and (oid := _loose_ref(git_dir, ref, names)):
-            yield ref, oid
+            yield from _loose_refs(git_dir, found, ref)
+            continue
+        text = None if ref.endswith(".lock") else _text(git_dir, ref, FileKind.REF, found)
+        if text is None:
+            continue
+        value = _VALUE.fullmatch(text)
+        if ref.startswith(_REPLACE):
+            found.report(ref, FileKind.PLANTED, "it gives an object another's content")
+        elif value and value[1] != "0" * 40:
+            yield ref, value[1]
+        elif _SYMBOLIC.fullmatch(text):
+            found.report(ref, FileKind.REF, "it is symbolic")
+        else:
+            reason = "it does not hold an object id" if text else "it is empty"
+            found.report(ref, FileKind.REF, reason)
 
 
-def _loose_ref(git_dir: Path, ref: str, names: Names) -> str | None:
-    text = _text(git_dir, ref, FileKind.REF, names)
-    if text is None:
-        return None
-    found = _VALUE.fullmatch(text)
-    if ref.startswith(_NEVER):
-        names.faults.append(BadFile(ref, FileKind.PLANTED, "it gives an object another's content"))
-        return None
-    if found and found[1] != "0" * 40:
-        return found[1]
-    symbolic = "it is symbolic" if _SYMBOLIC.fullmatch(text) else "it does not hold an object id"
-    names.faults.append(BadFile(ref, FileKind.REF, symbolic if text else "it is empty"))
-    return None
-
-
-def _packed_refs(git_dir: Path, names: Names) -> Iterator[tuple[str, str]]:
-    text = _text(git_dir, "packed-refs", FileKind.PACKED_REFS, names)
+def _packed_refs(git_dir: Path, found: RefFiles) -> Iterator[tuple[str, str]]:
+    text = _text(git_dir, "packed-refs", FileKind.PACKED_REFS, found)
     if text is None:
         return
     lines = text.split("\n")
-    bad = ["its end is missing"] if lines.pop() else []
+    wrong = ["its end is missing"] if lines.pop() else []
     before = ""
     for number, line in enumerate(lines, 1):
-        found = _PACKED.fullmatch(line)
-        if found and found[2].startswith(_NEVER):
-            names.faults.append(
-                BadFile(
-                    "packed-refs",
-                    FileKind.PACKED_REFS,
-                    f"line {number} gives an object another's content",
-                )
-            )
-        elif found:
-            if found[2] <= before:
-                bad.append(f"line {number} is out of order")
-            before = found[2]
-            yield found[2], found[1]
+        packed = _PACKED.fullmatch(line)
+        if packed and packed[2].startswith(_REPLACE):
+            reason = f"line {number} gives an object another's content"
+            found.report("packed-refs", FileKind.PACKED_REFS, reason)
+        elif packed:
+            if packed[2] <= before:
+                wrong.append(f"line {number} is out of order")
+            before = packed[2]
+            yield packed[2], packed[1]
         elif not _PEELED.fullmatch(line) and not (line.startswith("# pack-refs") and number == 1):
-            bad.append(f"line {number} is no ref")
-    if bad:
-        more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
-        names.faults.append(BadFile("packed-refs", FileKind.PACKED_REFS, bad[0] + more))
+            wrong.append(f"line {number} is no ref")
+    if wrong:
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        found.report("packed-refs", FileKind.PACKED_REFS, wrong[0] + more)
 
 
-def _judge_ours(names: Names) -> None:
-    """A pin, a kept ref and a mark of a fetch carry the object in their name; no other is ours."""
-    for ref, oid in [item for item in names.refs.items() if item[0].startswith(OURS)]:
-        is_named = ref.endswith(oid) and (
-            is_pin(ref) or ref in {f"{KEPT}{oid}", f"{INCOMING}{oid}"}
-        )
-        if is_named or ref == HISTORY:
+def _judge_ours(found: RefFiles) -> None:
+    """A pin, a kept ref and the mark of a fetch have the object in their name; no other is ours."""
+    for ref, oid in [item for item in found.refs.items() if item[0].startswith(OURS)]:
+        if ref in {HISTORY, f"{KEPT}{oid}", f"{INCOMING}{oid}"}:
             continue
-        names.astray[ref] = names.refs.pop(ref)
-        if ref.startswith(INCOMING) or not named_in(ref):
-            names.faults.append(BadFile(ref, FileKind.PLANTED, "mirrord makes no such ref"))
+        if is_pin(ref) and ref.endswith(oid):
+            continue
+        found.astray[ref] = found.refs.pop(ref)
+        if ref.startswith(INCOMING) or not oid_in_name(ref):
+            found.report(ref, FileKind.PLANTED, "mirrord makes no such ref")
         else:
-            names.faults.append(
-                BadFile(ref, FileKind.REF, f"it names {oid}, not what its name says")
-            )
-
-
-def named_in(ref: str) -> str | None:
-    """The object that a pin or a kept ref must name."""
-    oid = ref.rpartition("/")[2]
-    return oid if _VALUE.fullmatch(oid) and (ref == f"{KEPT}{oid}" or is_pin(ref)) else None
-
-
-def _judge_places(names: Names, loose: dict[str, str]) -> None:
-    """A file where other refs need a directory."""
-    directories = {ref.rpartition("/")[0] for ref in names.refs}  # few, where refs are many
-    needed = {str(above) for path in directories for above in (Path(path), *Path(path).parents)}
-    for ref in sorted(loose.keys() & {*needed, *_DIRECTORIES}):
-        names.astray[ref] = names.refs.pop(ref, loose[ref])
-        names.faults.append(BadFile(ref, FileKind.REF, "it is a file, where refs need a directory"))
+            found.report(ref, FileKind.REF, f"it names {oid}, not what its name says")

@@ -10,11 +10,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from ..errors import CorruptObjectError, GitFailedError
 from .command import DEFAULT_TIMEOUT, Git, run_git_sync
 
+T = TypeVar("T")
 Verb = Literal["info", "contents"]
 
 _TYPES = {"commit", "tree", "blob", "tag"}
@@ -76,7 +77,7 @@ async def object_info(
         ask = partial(object_info, git, git_dir, doing=doing, quarantine_objects=quarantine_objects)
         first, last = _halves(names)
         return [*await ask(first, bisect=True), *await ask(last, bisect=True)]
-    return list(_parse("info", names, done.stdout))
+    return list(_parse(_with("info", names), done.stdout))
 
 
 def object_info_sync(
@@ -84,12 +85,17 @@ def object_info_sync(
     names: Collection[str],
     *,
     doing: str,
+    read: Collection[str] = (),
     options: Sequence[str] = (),
     timeout: timedelta = DEFAULT_TIMEOUT,
     bisect: bool = False,
 ) -> list[BatchObject]:
-    """Id and type of each name, in order. `options` stand before `cat-file`."""
-    return list(_ask("info", git_dir, names, doing, options, timeout, bisect=bisect))
+    """Id and type of each name, in order; then of those to `read`, with their bytes.
+
+    `options` stand before `cat-file`.
+    """
+    asked = [*_with("info", names), *_with("contents", read)]
+    return list(_ask(git_dir, asked, doing, options, timeout, bisect=bisect))
 
 
 def read_objects_sync(
@@ -102,7 +108,8 @@ def read_objects_sync(
     bisect: bool = False,
 ) -> Iterator[BatchObject]:
     """Id, type and bytes of each name, in order. Runs, and fails, from the first `next` on."""
-    return _ask("contents", git_dir, names, doing, options, timeout, bisect=bisect)
+    asked = _with("contents", names)
+    return _ask(git_dir, asked, doing, options, timeout, bisect=bisect)
 
 
 def all_object_ids_sync(
@@ -120,55 +127,58 @@ def all_object_ids_sync(
     return run_git_sync(*command, git_dir=git_dir, timeout=timeout, doing=doing).lines
 
 
+def _with(verb: Verb, names: Iterable[str]) -> list[tuple[Verb, str]]:
+    return [(verb, name) for name in names]
+
+
 def _ask(
-    verb: Verb,
     git_dir: Path,
-    names: Collection[str],
+    asked: Sequence[tuple[Verb, str]],
     doing: str,
     options: Sequence[str],
     timeout: timedelta,
     *,
     bisect: bool,
 ) -> Iterator[BatchObject]:
-    if not names:
+    if not asked:
         return
     try:
         done = run_git_sync(
-            *options, "cat-file", "--buffer", _FORMAT[verb],
+            *options, "cat-file", "--buffer", _FORMAT[asked[-1][0]],
             git_dir=git_dir,
-            stdin=lines_of(f"{verb} {name}" for name in names),
+            stdin=lines_of(f"{verb} {name}" for verb, name in asked),
             timeout=timeout,
             doing=doing,
         )  # fmt: skip
     except (CorruptObjectError, GitFailedError):
         if not bisect:
             raise
-        if len(names) == 1:
-            yield from (BatchObject(name, "", "damaged") for name in names)
+        if len(asked) == 1:
+            yield BatchObject(asked[0][1], "", "damaged")
             return
-        for half in _halves(names):
-            yield from _ask(verb, git_dir, half, doing, options, timeout, bisect=True)
+        for half in _halves(asked):
+            yield from _ask(git_dir, half, doing, options, timeout, bisect=True)
     else:
-        yield from _parse(verb, names, done.stdout)
+        yield from _parse(asked, done.stdout)
 
 
-def _halves(names: Collection[str]) -> tuple[list[str], list[str]]:
-    listed = list(names)
+def _halves(asked: Collection[T]) -> tuple[list[T], list[T]]:
+    listed = list(asked)
     middle = len(listed) // 2
     return listed[:middle], listed[middle:]
 
 
-def _parse(verb: Verb, names: Iterable[str], output: bytes) -> Iterator[BatchObject]:
+def _parse(asked: Iterable[tuple[Verb, str]], output: bytes) -> Iterator[BatchObject]:
     at = 0
-    for name in names:
+    for verb, name in asked:
         end = output.index(b"\n", at)
         oid, _, kind = output[at:end].decode("utf-8", "surrogateescape").partition(" ")
         at = end + 1
-        if verb == "contents" and kind.rpartition(" ")[2].isdigit():
-            kind, _, size = kind.partition(" ")
+        kind, _, size = kind.partition(" ") if kind.rpartition(" ")[2].isdigit() else (kind, "", "")
+        if kind not in _TYPES:  # `<name> missing`; a name may have spaces
+            yield BatchObject(name, "", kind.rpartition(" ")[2])
+        elif verb == "info":
+            yield BatchObject(name, oid, kind)
+        else:
             yield BatchObject(name, oid, kind, output[at : at + int(size)])
             at += int(size) + 1
-        elif kind in _TYPES:
-            yield BatchObject(name, oid, kind)
-        else:  # `<name> missing`; a name may have spaces
-            yield BatchObject(name, "", kind.rpartition(" ")[2])

@@ -1,8 +1,8 @@
-"""Where missing objects come from, nearest first: our closure packs, other mirrors of this host, upstream and fallbacks by id,
-bundles, then upstream and fallbacks whole. Checkouts are never asked: others write in them.
+"""Where a heal finds missing objects, the nearest donor first.
 
-A donor lends a repository that may have some of what is missing; whether it has, and whether it is what it says, is not
-decided here. Owns only directories below the heal's own.
+A donor lends a repository that may have some of them; `transfer.py` decides whether it has, and
+whether they are what it says. Checkouts are never asked: others write in them. A bundle is opened
+only when a heal misses something, and never changed. Owns only directories below the heal's own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 
@@ -23,9 +25,10 @@ from ..git.command import Git
 from ..git.packs import PackIndex, pack_is_whole, pack_trailer
 from ..git.workers import Workers
 from ..host.files import full_disk_named
+from ..layout import Layout
 from ..mirrors.bundles.format import BundleHeader, index_bundle, read_header
 from ..mirrors.bundles.merge import Contents, sort_refs
-from ..mirrors.quarantine import DAMAGED, Quarantine
+from ..mirrors.quarantine import DAMAGED
 from ..mirrors.repository import Repository
 from ..mirrors.service import Mirrors
 from ..mirrors.upstream import Upstream
@@ -33,120 +36,126 @@ from ..model import CommitId, MirrorName
 from ..protocol import ProgressSink
 from .transfer import SALVAGED, may_hold, salvage
 
+_LENT = "the bundle that was sent"
 _CLOSURE_PACKS = ("packs/*/pack-*.pack", "gits/*/.git/objects/pack/pack-*.pack")
 
-Lend = Callable[[Missing], AbstractAsyncContextManager[Path | None]]
 
-
-@dataclass(frozen=True, slots=True)
-class Donor:
-    """`lend` opens a repository to take from, or None where it has nothing to say."""
+class Donor(NamedTuple):
+    """`lend` opens a repository to take from, or None where it has nothing."""
 
     name: str
-    lend: Lend
+    lend: Callable[[Missing], AbstractAsyncContextManager[Path | None]]
+
+
+class DonorBundle(NamedTuple):
+    """A bundle whose header could be read; `is_own`: it was made of the mirror to heal."""
+
+    number: int
+    name: str
+    path: Path
+    header: BundleHeader
+    contents: Contents
+    is_own: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Donors:
-    """The donors of one mirror; `names` are all mirrors. `work` is the heal's own directory, `view` what the mirror has that is
-    good. `refusals` says of those that failed why.
+    """The donors of the mirror of `row`.
+
+    `names` are all mirrors, `lent` bundles that a request lends for its own time, `work` is the
+    heal's directory. `refusals` says why donors failed.
     """
 
+    git: Git
+    workers: Workers
     mirrors: Mirrors
+    layout: Layout
     row: MirrorRow
     names: list[MirrorName]
-    templates: Path
+    lent: Collection[Path]
     work: Path
-    view: Path
-    shelf: Shelf
     progress: ProgressSink | None = None
     refusals: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def stand_in(self) -> Path:
+        """The mirror's good objects: deltas, thin packs and incremental bundles build on them."""
+        return self.work / "stand-in"
+
     async def all(self, tips: Collection[str]) -> list[Donor]:
-        """Every donor, the cheapest first; a bundle of another repository is the last. `tips` are what a whole fetch asks for."""
-        names = sorted(self.names, key=lambda name: (name.key != self.row.name.key, name.key))
-        packs = [
-            Donor(f"closure packs of {name}", self._packs(self.templates / str(name)))
-            for name in names
-        ]
-        others = [
-            Donor(f"mirror {name}", lying_at(self.mirrors.path(name)))
-            for name in names
-            if name.key != self.row.name.key
-        ]
+        """Every donor, the cheapest first; a fetch of a whole upstream asks for `tips`."""
+        own = self.row.name
+        names = sorted(self.names, key=lambda name: (name.key != own.key, name.key))
         upstreams = self.mirrors.upstreams(self.row)
-        by_id = [
-            Donor(f"upstream {upstream.shown}", self._by_id(upstream)) for upstream in upstreams
+        bundles = await self.bundles()
+        lent = [self.bundle(file) for file in bundles if file.name == _LENT]
+        dropped = [file for file in bundles if file.name != _LENT]
+        return [
+            *(
+                Donor(f"closure packs of {name}", partial(self._closure_packs, name))
+                for name in names
+            ),
+            *lent,
+            *(
+                Donor(f"mirror {name}", partial(lend, self.mirrors.path(name)))
+                for name in names
+                if name.key != own.key
+            ),
+            *(Donor(f"upstream {one.shown}", partial(self._by_id, one)) for one in upstreams),
+            *(self.bundle(file) for file in dropped if file.is_own),
+            *(
+                Donor(f"upstream {one.shown}, fetched whole", partial(self._whole, one, tips))
+                for one in upstreams
+            ),
+            *(self.bundle(file) for file in dropped if not file.is_own),
         ]
-        whole = [
-            Donor(f"upstream {upstream.shown}, fetched whole", self._whole(upstream, tips))
-            for upstream in upstreams
-        ]
-        files = await self.bundles()
-        lent = [self.opening(file) for file in files if file.is_lent]
-        own = [
-            self.opening(file) for file in files if not file.is_lent and file.is_of(self.row.name)
-        ]
-        foreign = [
-            self.opening(file)
-            for file in files
-            if not file.is_lent and not file.is_of(self.row.name)
-        ]
-        return [*packs, *lent, *others, *by_id, *own, *whole, *foreign]
 
-    async def bundles(self) -> list[BundleFile]:
-        found, refused = await self.shelf.look()
-        self.refusals.update(refused)
-        return found
+    # -- closure packs -----------------------------------------------------------------------------
 
-    def opening(self, file: BundleFile) -> Donor:
-        return Donor(file.name, lambda _missing: self.shelf.open(file, self.progress))
+    @asynccontextmanager
+    async def _closure_packs(
+        self, name: MirrorName, missing: Missing
+    ) -> AsyncIterator[Path | None]:
+        into = self.work / f"packs-{name}"
+        templates = self.layout.templates / str(name)
+        is_there = into.exists() or await anyio.to_thread.run_sync(
+            _gather_packs, templates, missing.all, into
+        )
+        yield into if is_there else None
 
-    def _packs(self, templates: Path) -> Lend:
-        @asynccontextmanager
-        async def lend(missing: Missing) -> AsyncIterator[Path | None]:
-            into = self.work / f"packs-{templates.name}"
-            there = into.exists() or await anyio.to_thread.run_sync(
-                _gather_packs, templates, missing.all, into
-            )
-            yield into if there else None
+    # -- upstreams ---------------------------------------------------------------------------------
 
-        return lend
+    @asynccontextmanager
+    async def _by_id(self, upstream: Upstream, missing: Missing) -> AsyncIterator[Path]:
+        """Trees and blobs into an empty repository, commits on top of ours that are whole.
 
-    def _by_id(self, upstream: Upstream) -> Lend:
-        """Trees and blobs as if nothing were here; commits from where ours are whole, so that only what is new comes."""
+        So of commits only what is new comes.
+        """
+        async with self.mirrors.quarantine.directory("donor") as directory:
+            fetched = directory / "repository"
+            make_repository(fetched, {f"refs/whole/{oid}": oid for oid in missing.whole})
+            borrow_from(fetched, self.stand_in)
+            if missing.others:
+                alone = directory / "alone"
+                make_repository(alone)
+                await self._fetch(upstream, alone, missing.others)
+                borrow_from(fetched, self.stand_in, alone)
+            if missing.commits:
+                await self._fetch(upstream, fetched, missing.commits)
+            yield fetched
 
-        @asynccontextmanager
-        async def lend(missing: Missing) -> AsyncIterator[Path | None]:
-            async with self.mirrors.quarantine.directory("donor") as directory:
-                fetched = directory / "repository"
-                make_repository(fetched, {f"refs/whole/{oid}": oid for oid in missing.whole})
-                borrow_from(fetched, self.view)
-                if missing.others:
-                    alone = directory / "alone"
-                    make_repository(alone)
-                    await self._fetch(upstream, alone, missing.others)
-                    borrow_from(fetched, self.view, alone)
-                if missing.commits:
-                    await self._fetch(upstream, fetched, missing.commits)
-                yield fetched
-
-        return lend
-
-    def _whole(self, upstream: Upstream, tips: Collection[str]) -> Lend:
-        """Everything anew, for a hole that upstream does not fill by id."""
-
-        @asynccontextmanager
-        async def lend(missing: Missing) -> AsyncIterator[Path | None]:
-            if missing.all <= set(tips):
-                yield None
-                return
-            async with self.mirrors.quarantine.directory("donor") as directory:
-                make_repository(directory / "repository")
-                await self._fetch(upstream, directory / "repository", tips)
-                yield directory / "repository"
-
-        return lend
+    @asynccontextmanager
+    async def _whole(
+        self, upstream: Upstream, tips: Collection[str], missing: Missing
+    ) -> AsyncIterator[Path | None]:
+        """Everything, for a hole that upstream does not fill by id."""
+        if missing.all <= set(tips):
+            yield None
+            return
+        async with self.mirrors.quarantine.directory("donor") as directory:
+            make_repository(directory / "repository")
+            await self._fetch(upstream, directory / "repository", tips)
+            yield directory / "repository"
 
     async def _fetch(self, upstream: Upstream, into: Path, oids: Collection[str]) -> None:
         wanted = [CommitId(oid) for oid in sorted(oids)]
@@ -154,23 +163,100 @@ class Donors:
         if unfetched:
             self.refusals[f"upstream {upstream.shown}"] = min(unfetched.values())
 
+    # -- bundles -----------------------------------------------------------------------------------
 
-def lying_at(path: Path) -> Lend:
-    """Lend what is there as it is."""
+    async def bundles(self) -> list[DonorBundle]:
+        """The bundles that can be read, those that build on nothing first."""
+        return await anyio.to_thread.run_sync(self._read_bundles)
+
+    def _read_bundles(self) -> list[DonorBundle]:
+        directory = self.layout.bundles
+        files = [(path, _LENT) for path in self.lent]
+        for path in sorted(directory.iterdir()) if directory.is_dir() else []:
+            if path.is_file() and not path.name.startswith("."):
+                name = path.name.encode("utf-8", "replace").decode()  # it need not be text
+                files.append((path, f"bundle {name}"))
+        found = []
+        for number, (path, name) in enumerate(files):
+            try:
+                header = read_header(path)
+                contents = sort_refs(header.refs)
+                mirror = contents.mirror and MirrorName.parse(contents.mirror).key
+                is_own = mirror == self.row.name.key
+                found.append(DonorBundle(number, name, path, header, contents, is_own))
+            except MirrordError as error:
+                self.refusals[name] = error.message
+            except OSError as error:
+                self.refusals[name] = f"cannot read the bundle: {error.strerror}"
+        return sorted(found, key=lambda file: (len(file.header.prerequisites) > 0, file.number))
+
+    def bundle(self, file: DonorBundle) -> Donor:
+        return Donor(file.name, partial(self._opened, file))
 
     @asynccontextmanager
-    async def lend(_missing: Missing) -> AsyncIterator[Path | None]:
-        yield path if path.is_dir() else None
+    async def _opened(self, file: DonorBundle, _missing: Missing) -> AsyncIterator[Path]:
+        """A repository with the objects of the bundle and of the stand-in, made once for a heal.
 
-    return lend
+        It has its name when it is whole: a bundle that cannot be opened yet may build on what the
+        next donor gives.
+        """
+        into = self.work / f"bundle-{file.number}"
+        if not into.exists():
+            async with self.mirrors.quarantine.directory("donor") as directory:
+                building = directory / "repository"
+                make_repository(building)
+                borrow_from(building, self.stand_in)
+                repository = Repository(self.git, self.row.name, building)
+                await index_bundle(
+                    repository, file.path, file.header,
+                    progress=self.progress, doing="open the bundle",
+                )  # fmt: skip
+                building.rename(into)
+        yield into
+
+    # -- packs that earlier heals took out ---------------------------------------------------------
+
+    def damaged_packs(self) -> list[Donor]:
+        """The latest first: what nobody had then may be there, as a delta on a later donor's."""
+        directory = self.mirrors.quarantine.root / DAMAGED / str(self.row.name)
+        packs = sorted(directory.glob("*/objects/pack/pack-*.pack"), reverse=True)
+        return [
+            Donor(f"{SALVAGED}{pack.name} in quarantine", partial(self._salvaged, pack, number))
+            for number, pack in enumerate(packs)
+        ]
+
+    @asynccontextmanager
+    async def _salvaged(
+        self, pack: Path, number: int, missing: Missing
+    ) -> AsyncIterator[Path | None]:
+        """A person may have removed the pack, or denied it to the daemon."""
+        into = self.work / f"kept-{number}"
+        is_there = into.exists()
+        try:
+            if not is_there and await anyio.to_thread.run_sync(may_hold, pack, missing.all):
+                with full_disk_named("quarantine"):
+                    await self.workers.run(salvage, pack, into, timeout=TIMEOUT)
+                borrow_from(into, self.stand_in)
+                is_there = True
+        except OSError as error:
+            raise CorruptObjectError(
+                f"cannot salvage {pack.name} in quarantine: {error.strerror}"
+            ) from error
+        yield into if is_there else None
+
+
+@asynccontextmanager
+async def lend(repository: Path, _missing: Missing) -> AsyncIterator[Path | None]:
+    """A repository as it is."""
+    yield repository if repository.is_dir() else None
 
 
 def _gather_packs(templates: Path, wanted: Collection[str], into: Path) -> bool:
-    """Lend the closure packs that are sound, if one of them has something of what is wanted."""
+    """Link the closure packs that are sound, if one of them has some of what is wanted."""
     packs = {pack.name: pack for pattern in _CLOSURE_PACKS for pack in templates.glob(pattern)}
-    sound = [pack for pack in packs.values() if _is_sound(pack)]
+    sound = {pack: index for pack in packs.values() if (index := _sound_index(pack))}
     ids = [bytes.fromhex(oid) for oid in wanted]
-    if not any(_has_one(pack, ids) for pack in sound):
+    if not any(oid in index for index in sound.values() for oid in ids):
         return False
     make_repository(into)
     for pack in sound:
@@ -179,157 +265,11 @@ def _gather_packs(templates: Path, wanted: Collection[str], into: Path) -> bool:
     return True
 
 
-def _is_sound(pack: Path) -> bool:
-    index = pack.with_suffix(".idx")
+def _sound_index(pack: Path) -> PackIndex | None:
+    path = pack.with_suffix(".idx")
     try:
-        return (
-            PackIndex(index).pack_checksum == pack_trailer(pack)
-            and pack_is_whole(pack)
-            and pack_is_whole(index)
-        )
+        index = PackIndex(path)
+        is_sound = index.pack_checksum == pack_trailer(pack)
+        return index if is_sound and pack_is_whole(pack) and pack_is_whole(path) else None
     except (OSError, CorruptObjectError):
-        return False
-
-
-def _has_one(pack: Path, ids: Collection[bytes]) -> bool:
-    index = PackIndex(pack.with_suffix(".idx"))
-    return any(oid in index for oid in ids)
-
-
-LENT = "the bundle that was sent"
-
-
-@dataclass(frozen=True, slots=True)
-class BundleFile:
-    """A bundle whose head could be read."""
-
-    number: int
-    name: str
-    path: Path
-    header: BundleHeader
-    contents: Contents
-    is_lent: bool
-
-    def is_of(self, name: MirrorName) -> bool:
-        """Whether it was made of the mirror, and not only of a relative."""
-        return (
-            self.contents.mirror is not None
-            and MirrorName.parse(self.contents.mirror).key == name.key
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Shelf:
-    """The bundles there are for one heal. `view` is what the mirror has that is good: incremental bundles build on it."""
-
-    git: Git
-    quarantine: Quarantine
-    directory: Path
-    lent: Collection[Path]
-    name: MirrorName
-    work: Path
-    view: Path
-
-    async def look(self) -> tuple[list[BundleFile], dict[str, str]]:
-        """The bundles, those that build on nothing first, and why others cannot be read."""
-        return await anyio.to_thread.run_sync(self._look)
-
-    def _look(self) -> tuple[list[BundleFile], dict[str, str]]:
-        found: list[BundleFile] = []
-        refused: dict[str, str] = {}
-        for number, (path, name) in enumerate(self._files()):
-            try:
-                header = read_header(path)
-                found.append(
-                    BundleFile(
-                        number, name, path, header, sort_refs(header.refs), path in self.lent
-                    )
-                )
-            except MirrordError as error:
-                refused[name] = error.message
-            except OSError as error:
-                refused[name] = f"cannot read the bundle: {error.strerror}"
-        return sorted(
-            found, key=lambda file: (len(file.header.prerequisites) > 0, file.number)
-        ), refused
-
-    def _files(self) -> list[tuple[Path, str]]:
-        lying = sorted(self.directory.iterdir()) if self.directory.is_dir() else []
-        dropped = [path for path in lying if path.is_file() and not path.name.startswith(".")]
-        return [
-            *((path, LENT) for path in self.lent),
-            *((path, f"bundle {_readable(path.name)}") for path in dropped),
-        ]
-
-    @asynccontextmanager
-    async def open(self, file: BundleFile, progress: ProgressSink | None) -> AsyncIterator[Path]:
-        """A repository with the objects of the bundle and of the view, made once for a heal."""
-        into = self.work / f"bundle-{file.number}"
-        if not into.exists():
-            await self._index(file, into, progress)
-        yield into
-
-    async def _index(self, file: BundleFile, into: Path, progress: ProgressSink | None) -> None:
-        """It has its name when it is whole: one that cannot be opened yet may build on what the next donor gives."""
-        async with self.quarantine.directory("donor") as directory:
-            building = directory / "repository"
-            make_repository(building)
-            borrow_from(building, self.view)
-            repository = Repository(self.git, self.name, building)
-            await index_bundle(
-                repository, file.path, file.header, progress=progress, doing="open the bundle"
-            )
-            building.rename(into)
-
-
-def _readable(name: str) -> str:
-    """A file name need not be text."""
-    return name.encode("utf-8", "replace").decode()
-
-
-@dataclass(frozen=True, slots=True)
-class Remains:
-    """What is left of a mirror in `quarantine`. `view` is what it has that is good: deltas build on it."""
-
-    workers: Workers
-    quarantine: Path
-    name: MirrorName
-    work: Path
-    view: Path
-
-    def donors(self) -> list[Donor]:
-        """The latest first."""
-        packs = enumerate(packs_taken(self.quarantine, self.name))
-        return [
-            Donor(f"{SALVAGED}{pack.name} in quarantine", self._of(pack, self.work / f"kept-{n}"))
-            for n, pack in packs
-        ]
-
-    def _of(self, pack: Path, into: Path) -> Lend:
-        @asynccontextmanager
-        async def lend(missing: Missing) -> AsyncIterator[Path | None]:
-            there = into.exists() or await self._salvage(pack, into, missing)
-            yield into if there else None
-
-        return lend
-
-    async def _salvage(self, pack: Path, into: Path, missing: Missing) -> bool:
-        """Whether it was worth it. A person may have removed the pack, or taken it away from us."""
-        try:
-            if not await anyio.to_thread.run_sync(may_hold, pack, missing.all):
-                return False
-            with full_disk_named("quarantine"):
-                await self.workers.run(salvage, pack, into, timeout=TIMEOUT)
-        except OSError as error:
-            raise CorruptObjectError(
-                f"cannot salvage {pack.name} in quarantine: {error.strerror}"
-            ) from error
-        borrow_from(into, self.view)
-        return True
-
-
-def packs_taken(quarantine: Path, name: MirrorName) -> list[Path]:
-    """The packs that heals took out of a mirror, the latest first, with their indexes beside them."""
-    return sorted(
-        (quarantine / DAMAGED / str(name)).glob("*/objects/pack/pack-*.pack"), reverse=True
-    )
+        return None

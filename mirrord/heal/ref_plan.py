@@ -1,42 +1,31 @@
-"""What the refs and HEAD of a mirror should be, where they are lost, broken or moved: from their
-names, the ref history and the catalog.
+"""What the refs and HEAD of a mirror must be, where they are lost, broken or moved.
 
 A pin and a kept ref carry the object in their name; HEAD and the others are in the newest record of
-the ref history, which the catalog knows. Whatever any record had, or a ref named that is put right,
-and nothing reaches any more is kept. Reads only; runs in a worker.
+the ref history, which the catalog knows. Commits that a record, or a ref that is put right, had and
+that nothing reaches any more are kept. Reads only, in a worker.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
-from ..audit.connectivity import kinds_of, read_graph
-from ..audit.object_files import TIMEOUT
-from ..audit.ref_files import Names, named_in
-from ..audit.ref_history import Record, is_record, past_ids, read_record, read_records, unkept
-from ..errors import MirrordError
-from ..git.batch import lines_of
-from ..git.command import run_git_sync
-from ..mirrors.bundles.merge import must_be_history
-from ..mirrors.history import WAS, list_records
-from ..mirrors.repository import HISTORY, KEPT, OURS, Refs, Repository
-from ..model import MirrorName
-from .donors import BundleFile
+from ..audit.connectivity import iter_commits, look_up, object_kinds, parents_in, read_graph
+from ..audit.ref_files import RefFiles, oid_in_name
+from ..audit.ref_history import is_record, read_record, read_records, record_ids, unkept
+from ..mirrors.history import WAS, parse_record
+from ..mirrors.repository import HISTORY, KEPT, OURS
 
-_OURS = re.compile(rb"committer mirrord <mirrord@localhost> (\d+) ")
-_TRAILER = b"\n\nRefs: "
-_FORMER = f"\n{WAS}: ".encode()
-_USUAL = ("refs/heads/main", "refs/heads/master")
+_OUR_COMMITTER = re.compile(rb"committer mirrord <mirrord@localhost> (\d+) ")
 
 
 @dataclass(slots=True)
 class RefPlan:
-    """`restore` are refs to make, `drop` those to remove; `head` is what HEAD should name. `lines`
-    are the tips of two lines of records that the history is to go on from, where it has two.
+    """`restore` are refs to make, `drop` those to remove; `head` is what HEAD must name.
+
+    `lines` are the tips of two lines of records that the history must join, where it has two.
     """
 
     restore: dict[str, str] = field(default_factory=dict)
@@ -44,183 +33,95 @@ class RefPlan:
     head: str | None = None
     lines: tuple[str, ...] = ()
 
-    def refs(self, names: Names) -> dict[str, str]:
-        """All refs as they should be."""
-        staying = {ref: oid for ref, oid in names.refs.items() if ref not in self.drop}
+    def refs(self, found: RefFiles) -> dict[str, str]:
+        """All refs as they must be."""
+        staying = {ref: oid for ref, oid in found.refs.items() if ref not in self.drop}
         return {**staying, **self.restore}
 
 
-def plan_refs(view: Path, names: Names, default_branch: str | None, known: str | None) -> RefPlan:
-    """Say what is to be put right. `view` has the refs that could be read, and every object that
-    could be had so far; `known` is a record that the history must have.
+def plan_refs(
+    stand_in: Path, found: RefFiles, default_branch: str | None, known: str | None
+) -> RefPlan:
+    """Plan the refs. `stand_in` has those that could be read, and every object that could be had.
+
+    `known` is a record that the history must have.
     """
     plan = RefPlan()
-    wrong = {bad.path for bad in names.faults if bad.path.startswith("refs/")}
-    plan.restore = {ref: oid for ref in wrong if (oid := named_in(ref))}
+    wrong = {bad.path for bad in found.bad if bad.path.startswith("refs/")}
+    plan.restore = {ref: oid for ref in wrong if (oid := oid_in_name(ref))}
     plan.drop = wrong - plan.restore.keys()
-    history, plan.lines = _history(view, names, known)
-    if history and names.refs.get(HISTORY) != history:
+    history, plan.lines = _history(stand_in, found, known)
+    if history and found.refs.get(HISTORY) != history:
         plan.restore[HISTORY] = history
-    records = [
-        record for line in plan.lines or [history] if line for record in read_records(view, line)
-    ]
-    recorded, head = read_record(view, history) if history else ({}, None)
-    plan.restore |= {ref: oid for ref, oid in recorded.items() if names.refs.get(ref) != oid}
-    plan.drop |= _in_the_way(names, plan.restore) - recorded.keys()
-    plan.drop -= plan.restore.keys()
-    astray = dict(names.astray)
-    astray |= {ref: oid for ref, oid in names.refs.items() if plan.refs(names).get(ref) != oid}
-    plan.restore |= _kept(view, astray, records, plan.refs(names))
-    plan.head = _head(names, head, default_branch, plan.refs(names))
+    lines = plan.lines or ((history,) if history else ())
+    records = [record for line in lines for record in read_records(stand_in, line)]
+    recorded, head = read_record(stand_in, history) if history else ({}, None)
+    plan.restore |= {ref: oid for ref, oid in recorded.items() if found.refs.get(ref) != oid}
+    # refs that are a directory of a restored one, or below it
+    above = {directory for ref in plan.restore for directory in _directories(ref)}
+    in_the_way = {
+        ref
+        for ref in found.refs
+        if ref in above or not plan.restore.keys().isdisjoint(_directories(ref))
+    }
+    plan.drop = (plan.drop | (in_the_way - recorded.keys())) - plan.restore.keys()
+
+    refs = plan.refs(found)
+    moved = {ref: oid for ref, oid in found.refs.items() if refs.get(ref) != oid}
+    astray = {*found.astray.values(), *moved.values()}
+    kinds = object_kinds(stand_in, astray - set(refs.values()))
+    plan.restore |= {f"{KEPT}{oid}": oid for oid, kind in kinds.items() if kind == "tag"}
+    as_record = ({f"refs/heads/{number}": oid for number, oid in enumerate(astray)}, None)
+    plan.restore |= unkept(stand_in, [*records, as_record], plan.refs(found))
+
+    refs = plan.refs(found)
+    branches = [ref for ref in sorted(refs) if ref.startswith("refs/heads/")]
+    default = f"refs/heads/{default_branch}" if default_branch else None
+    wanted = [head, found.head, default, "refs/heads/main", "refs/heads/master", *branches]
+    plan.head = next((ref for ref in wanted if ref in refs), found.head)
     return plan
 
 
-def _in_the_way(names: Names, restore: Mapping[str, str]) -> set[str]:
-    """Refs that are a directory of one to restore, or lie below it."""
-    above = {
-        "/".join(parts[:n])
-        for parts in (ref.split("/") for ref in restore)
-        for n in range(2, len(parts))
-    }
-    return {
-        ref
-        for ref in names.refs
-        if ref in above or any(ref.startswith(f"{new}/") for new in restore)
-    }
+def _directories(ref: str) -> list[str]:
+    parts = ref.split("/")
+    return ["/".join(parts[:n]) for n in range(2, len(parts))]
 
 
-def _kept(
-    view: Path, astray: Mapping[str, str], records: list[Record], refs: Mapping[str, str]
-) -> dict[str, str]:
-    """Kept refs for what refs named that are put right, and for what records had."""
-    pasts = [
-        *records,
-        ({f"refs/heads/{number}": oid for number, oid in enumerate(astray.values())}, None),
-    ]
-    kinds = kinds_of(view, set(astray.values()) - set(refs.values()))
-    tags = {f"{KEPT}{oid}": oid for oid, kind in kinds.items() if kind == "tag"}
-    return tags | unkept(view, pasts, {**refs, **tags})
-
-
-def _history(view: Path, names: Names, known: str | None) -> tuple[str | None, tuple[str, ...]]:
-    """Where the ref history should be; and both tips, where it lost `known` and went on since."""
-    tip = names.refs.get(HISTORY)
-    tip = tip if tip and is_record(view, tip) else None
-    if known is None or not is_record(view, known):
-        return tip or _find_history(view, names.refs), ()
-    past, since = past_ids(view, known), past_ids(view, tip) if tip else set()
+def _history(
+    stand_in: Path, found: RefFiles, known: str | None
+) -> tuple[str | None, tuple[str, ...]]:
+    """The tip of the ref history; and both tips, where it lost `known` and got records since."""
+    tip = found.refs.get(HISTORY)
+    tip = tip if tip and is_record(stand_in, tip) else None
+    if known is None or not is_record(stand_in, known):
+        return tip or _find_history(stand_in, found.refs), ()
+    past, since = record_ids(stand_in, known), record_ids(stand_in, tip) if tip else set()
     if tip is None or past is None or since is None or tip in past:
         return known, ()
     return tip, () if known in since else (known, tip)
 
 
-def _commits_among(view: Path, oids: Collection[str]) -> set[str]:
-    asked = sorted(set(oids))
-    shown = run_git_sync(
-        "cat-file",
-        "--batch-check=%(objecttype)",
-        git_dir=view,
-        stdin=lines_of(asked),
-        timeout=TIMEOUT,
-        doing="look up objects",
-    ).lines
-    return {oid for oid, kind in zip(asked, shown, strict=True) if kind == "commit"}
-
-
-def _find_history(view: Path, refs: Mapping[str, str]) -> str | None:
-    """The newest record that no other record builds on; of two of one time the one that was written again.
+def _find_history(stand_in: Path, refs: Mapping[str, str]) -> str | None:
+    """The newest record that no other one builds on, of two of one time the one written again.
 
     What upstream's refs reach is upstream's, whatever it looks like.
     """
-    theirs = {oid for ref, oid in refs.items() if not ref.startswith(OURS)}
-    graph = read_graph(view, _commits_among(view, theirs))
-    candidates = {oid: when for oid, when in _looking_like_records(view) if oid not in graph}
-    parents = {parent for oid in candidates for parent in _parents(view, oid)}
-    last = [oid for oid in candidates if oid not in parents]
-    return max(last, key=lambda oid: (candidates[oid], oid), default=None)
-
-
-def _looking_like_records(view: Path) -> Iterator[tuple[str, tuple[int, int]]]:
-    listing = run_git_sync(
-        "cat-file", "--batch-all-objects", "--unordered", "--buffer", "--batch-check=%(objecttype) %(objectname)",
-        git_dir=view,
-        timeout=TIMEOUT,
-        doing="look for the ref history",
-    )  # fmt: skip
-    commits = [line.split()[1] for line in listing.lines if line.startswith("commit ")]
-    output = run_git_sync(
-        "cat-file",
-        "--batch",
-        "--buffer",
-        git_dir=view,
-        stdin=lines_of(commits),
-        timeout=TIMEOUT,
-        doing="look for the ref history",
-    ).stdout
-    at = 0
-    while at < len(output):
-        end = output.index(b"\n", at)
-        oid, _, size = output[at:end].split()
-        body = output[end + 1 : end + 1 + int(size)]
-        found = _OURS.search(body.partition(b"\n\n")[0])
-        if found and _TRAILER in body and read_record(view, oid.decode())[0]:
-            yield oid.decode(), (int(found[1]), body.count(_FORMER))
-        at = end + int(size) + 2
-
-
-def _parents(view: Path, oid: str) -> tuple[str, ...]:
-    shown = run_git_sync("cat-file", "commit", oid, git_dir=view, doing="read a ref record").stdout
-    header = shown.partition(b"\n\n")[0]
-    return tuple(line[7:].decode() for line in header.split(b"\n") if line.startswith(b"parent "))
-
-
-def _head(
-    names: Names, recorded: str | None, default_branch: str | None, refs: Mapping[str, str]
-) -> str | None:
-    """HEAD as the newest record has it, else as it is, or as the catalog or custom says."""
-    said = (
-        recorded,
-        names.head,
-        f"refs/heads/{default_branch}" if default_branch else None,
-        *_USUAL,
-    )
-    branches = (ref for ref in sorted(refs) if ref.startswith("refs/heads/"))
-    return next((ref for ref in (*said, *branches) if ref in refs), names.head)
-
-
-Bring = Callable[[BundleFile, str], Awaitable[bool]]
-
-
-@dataclass(frozen=True, slots=True)
-class Past:
-    """`record` is the newest of `donor`, from when it is, and the refs that the bundle keeps."""
-
-    at: datetime
-    donor: str
-    record: str
-    kept: Refs
-
-
-async def find_past(
-    view: Repository, files: Iterable[BundleFile], name: MirrorName, bring: Bring
-) -> Past | None:
-    """The newest history among bundles of the mirror; `bring` gets a record with all it reaches into the view, or says False."""
-    found: list[Past] = []
-    for file in files:
-        record = file.contents.history
-        if record is None or not file.is_of(name) or not await bring(file, record):
-            continue
-        at = await _stood_at(view, record)
-        if at is not None:
-            kept = {f"{KEPT}{oid}": oid for oid in file.contents.kept}
-            found.append(Past(at, file.name, record, kept))
-    return max(found, key=lambda past: past.at, default=None)
-
-
-async def _stood_at(view: Repository, record: str) -> datetime | None:
-    """When the record was made; None where it is none."""
-    try:
-        await must_be_history(view, record)
-        return (await list_records(view, limit=1, start=record))[0].at
-    except MirrordError:
-        return None
+    kinds = object_kinds(stand_in, {oid for ref, oid in refs.items() if not ref.startswith(OURS)})
+    upstreams = read_graph(stand_in, [oid for oid, kind in kinds.items() if kind == "commit"])
+    candidates: dict[str, tuple[int, int, str]] = {}
+    parents: dict[str, tuple[str, ...]] = {}
+    for commit in iter_commits(stand_in):
+        header = commit.data.partition(b"\n\n")[0]
+        ours = _OUR_COMMITTER.search(header)
+        if ours and b"\n\nRefs: " in commit.data and commit.oid not in upstreams:
+            rewrites = commit.data.count(f"\n{WAS}: ".encode())
+            candidates[commit.oid] = int(ours[1]), rewrites, commit.oid
+            parents[commit.oid] = parents_in(commit.data)
+    records = look_up(stand_in, (), read=[f"{oid}:refs" for oid in candidates])
+    real = {
+        oid
+        for oid in candidates
+        if (blob := records.get(f"{oid}:refs")) and parse_record(blob.data)[0]
+    }
+    last = real.difference(*(parents[oid] for oid in real))
+    return max(last, key=lambda oid: candidates[oid], default=None)

@@ -1,16 +1,17 @@
-"""One heal of one mirror: look, salvage, collect, prove, implant.
+"""One heal of one mirror: find damage, salvage, collect from donors, prove, publish.
 
-All but the last step happens in a view below the quarantine, so a cancelled or killed heal leaves the mirror as it was. A damaged
-pack goes as soon as what is intact in it is here: git may read a damaged object from it before a good copy elsewhere. It is kept
-whole, and read again by later heals. Other bad files of which something that is needed could be had from nobody stay where they
-are. The caller holds the mirror's lock.
+All but the last step happens in a stand-in below the quarantine, so a cancelled or killed heal
+leaves the mirror as it was. A damaged pack goes once its intact objects are in the stand-in: git
+may read a damaged object from it before a good copy elsewhere. It stays in quarantine, as a donor
+of later heals. Other bad files that hold something needed that nobody has stay where they are. The
+caller holds the mirror's lock.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -18,298 +19,290 @@ import anyio
 import structlog
 
 from ..audit.connectivity import Missing, find_missing
-from ..audit.object_files import TIMEOUT, BadFile, Fault, FileKind, find_bad_files
-from ..audit.ref_files import Names, read_names
+from ..audit.object_files import TIMEOUT, BadFile, Defect, FileKind, find_bad_files
+from ..audit.ref_files import RefFiles, read_ref_files
 from ..audit.stand_in import (
     borrow_from,
     damaged_packs,
     is_readable_link,
     make_repository,
-    make_view,
+    make_stand_in,
 )
 from ..errors import CorruptObjectError, DiskFullError, GitFailedError, MirrordError, StoppingError
-from ..git.command import Git
-from ..git.workers import Workers
-from ..mirrors.history import BEGUN_ANEW, write_record
+from ..mirrors.bundles.merge import must_be_history
+from ..mirrors.history import BEGUN_ANEW, list_records, write_record
 from ..mirrors.refs import theirs
 from ..mirrors.repository import HISTORY, KEPT, Repository
-from ..model import AuditLevel, FindingKind, MirrorName
-from ..protocol import Progress, ProgressSink
-from .donors import BundleFile, Donor, Donors, Remains, lying_at
-from .publish import Implant, Step
-from .ref_plan import RefPlan, find_past, plan_refs
-from .transfer import SALVAGED, Salvage, Transplant, may_hold, salvage
+from ..model import AuditLevel, FindingKind
+from ..protocol import Progress, Repair
+from .donors import Donor, DonorBundle, Donors, lend
+from .publish import Publication, Step
+from .ref_plan import RefPlan, plan_refs
+from .transfer import SALVAGED, Transfer, may_hold, salvage
 
-NEW_HISTORY = "a new ref history"
+_NEW_HISTORY = "a new ref history"
 _LINKED = "/linked"  # no pack has such a name
-_BLAMES_LINKS = (CorruptObjectError, GitFailedError)
+_UNHEALED_SHOWN = 100
 
 log = structlog.get_logger()
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What a heal did. `unhealed` are ids of needed objects that nobody had, `history` what became of a lost ref history,
-    `refusals` why donors failed.
+class MirrorRepair:
+    """The heal of the mirror at `git_dir` with `donors`.
+
+    `recorded` are the commits that must be whole, `suspects` the defects that an audit found, some
+    of them in files with a right checksum. `step` is called before each change of the mirror.
     """
 
-    objects: dict[str, int] = field(default_factory=dict)
-    bad_files: list[BadFile] = field(default_factory=list)
-    refs: list[str] = field(default_factory=list)
-    evidence: Path | None = None
-    unhealed: frozenset[str] = frozenset()
-    history: str = ""
-    refusals: dict[str, str] = field(default_factory=dict)
+    def __init__(
+        self,
+        donors: Donors,
+        git_dir: Path,
+        recorded: Collection[str],
+        suspects: Mapping[str, Defect],
+        step: Step,
+    ) -> None:
+        self.git_dir = git_dir
+        self.name = donors.row.name
+        self.work = donors.work
+        self.stand_in = donors.stand_in
+        self.workers = donors.workers
+        self.transfer = Transfer(donors.git, donors.workers, self.stand_in, self.work)
+        self._donors = donors
+        self._recorded = recorded
+        self._suspects = suspects
+        self._step = step
+        self._salvaged: dict[str, Donor] = {}
+        self._history = ""
 
-    @property
-    def changed(self) -> bool:
-        return bool(self.objects or self.bad_files or self.refs)
-
-
-@dataclass(slots=True)
-class Treatment:
-    """The heal of the mirror `name` at `git_dir`. `recorded` are the commits that must be whole,
-    `record` is one that the ref history must have; `suspects` are what an audit found, files among
-    it that are damaged although their checksums are right.
-    """
-
-    git: Git
-    workers: Workers
-    name: MirrorName
-    git_dir: Path
-    work: Path
-    quarantine: Path
-    donors: Donors
-    recorded: Collection[str]
-    suspects: Mapping[str, Fault]
-    default_branch: str | None
-    record: str | None
-    step: Step
-    progress: ProgressSink | None = None
-    outcome: Outcome = field(default_factory=Outcome)
-    _salvaged: dict[str, Donor] = field(default_factory=dict)
-
-    async def perform(self) -> Outcome:
+    async def perform(self) -> Repair:
         """Heal what can be healed."""
         self._tell("look for damage")
-        names: Names = await self.workers.run(read_names, self.git_dir, timeout=TIMEOUT)
-        bad_files = await self._bad_object_files()
-        await anyio.to_thread.run_sync(make_view, self.git_dir, bad_files, names.refs, self._view)
-        transplant = Transplant(self.git, self.workers, self._view, self.work)
-        await self._salvage(bad_files, transplant)
-        await self._follow_links(bad_files)
-        known = {self.record} if self.record else set()
-        missing = await self._collect({*self.recorded, *names.refs.values(), *known}, transplant)
-        plan: RefPlan = await self.workers.run(
-            plan_refs, self._view, names, self.default_branch, self.record, timeout=TIMEOUT
+        found = await self.workers.run(read_ref_files, self.git_dir, timeout=TIMEOUT)
+        bad_files = await self._find_bad_files()
+        await anyio.to_thread.run_sync(
+            make_stand_in, self.git_dir, bad_files, found.refs, self.stand_in
+        )
+        await self._salvage(bad_files)
+        record = self._donors.row.history
+        known = {record} if record else set()
+        missing = await self._collect({*self._recorded, *found.refs.values(), *known})
+        plan = await self.workers.run(
+            plan_refs,
+            self.stand_in,
+            found,
+            self._donors.row.default_branch,
+            record,
+            timeout=TIMEOUT,
         )
         if known & missing.all:
-            self.outcome.history = (
-                f"record {self.record} was lost, and nobody has it; it goes on from what is here"
+            self._history = (
+                f"record {record} was lost, and nobody has it; it goes on from what is here"
             )
         if plan.restore or known & missing.all:
-            missing = await self._collect({*self.recorded, *plan.refs(names).values()}, transplant)
+            missing = await self._collect({*self._recorded, *plan.refs(found).values()})
+        refs = plan.refs(found)
         if plan.lines:
-            await self._write_history(
-                plan.refs(names), plan, plan.lines, "joined by a heal", transplant
-            )
-            self.outcome.history = "it was moved back, and goes on from both of its lines"
-        elif await self._history_is_lost(plan.refs(names), missing):
-            await self._renew_history(plan.refs(names), plan, transplant)
-            missing = await self._collect({*self.recorded, *plan.refs(names).values()}, transplant)
+            await self._write_history(refs, plan, plan.lines, "joined by a heal")
+            self._history = "it was moved back, and goes on from both of its lines"
+        elif refs and (
+            HISTORY not in refs or (missing and await self._missing({refs[HISTORY]}))
+        ):  # the records are not whole, and no donor but a bundle has them
+            await self._renew_history(refs, plan)
+            missing = await self._collect({*self._recorded, *plan.refs(found).values()})
         plan.restore = {ref: oid for ref, oid in plan.restore.items() if oid not in missing.all}
-        movable = [bad for bad in bad_files if self._may_go(bad, missing.all)] + names.faults
-        if plan.head != names.head and not any(bad.path == "HEAD" for bad in movable):
-            movable.append(BadFile("HEAD", FileKind.HEAD, f"it named {names.head}"))
-        movable += [
-            *self._replaced_refs(names, plan),
-            *self._outdated(movable, missing, transplant),
-        ]
-        return await self._implant(transplant, missing, movable, plan)
+        going = [bad for bad in bad_files if self._may_go(bad, missing.all)] + found.bad
+        if plan.head != found.head and not any(bad.path == "HEAD" for bad in going):
+            going.append(BadFile("HEAD", FileKind.HEAD, f"it named {found.head}"))
+        going += [*self._replaced_refs(found, plan), *self._outdated(going, missing)]
+        return await self._publish(missing, going, plan)
 
-    # -- the ref history ----------------------------------------------------------------------------------------------
-
-    async def _history_is_lost(self, refs: Mapping[str, str], missing: Missing) -> bool:
-        """Whether the records of what upstream had are not whole: no donor but a bundle has them."""
-        return bool(refs) and (
-            HISTORY not in refs or bool(missing and await self._missing({refs[HISTORY]}))
-        )
-
-    async def _renew_history(
-        self, refs: Mapping[str, str], plan: RefPlan, transplant: Transplant
-    ) -> None:
-        """A record of the refs as they are, without which no sync could go on; on top of what the best bundle has, if any."""
-
-        async def bring(file: BundleFile, record: str) -> bool:
-            donors = [self.donors.opening(file)]
-            return not await self._ask_each(
-                donors, {record}, await self._missing({record}), transplant
+    async def _publish(self, missing: Missing, going: list[BadFile], plan: RefPlan) -> Repair:
+        """Prove every object that came, then change the mirror."""
+        final = self.work / "final"
+        counts = self.transfer.counts
+        await anyio.to_thread.run_sync(make_repository, final)
+        borrow_from(final, self.stand_in)
+        try:
+            await self.transfer.prove(final, whole=not missing)
+        except MirrordError:
+            # salvaged objects that nothing reaches may name others that were never here
+            if missing or not any(name.startswith(SALVAGED) for name in counts):
+                raise
+            await self.transfer.prove(final, whole=False)
+        kept_in = None
+        if counts or going or plan.restore:
+            self._tell("put everything in place")
+            publication = Publication(
+                self.name,
+                self.git_dir,
+                self._donors.mirrors.quarantine.root,
+                final,
+                going,
+                plan,
+                self._step,
             )
-
-        past = await find_past(
-            Repository(self.git, self.name, self._view),
-            await self.donors.bundles(),
-            self.name,
-            bring,
-        )
-        log.warning(
-            "history.lost",
+            with anyio.CancelScope(shield=True):
+                kept_in = await anyio.to_thread.run_sync(publication.publish)
+        return Repair(
             mirror=str(self.name),
-            record=refs.get(HISTORY),
-            bundle=past.donor if past else None,
+            objects=counts,
+            files=[bad.path for bad in going],
+            kept_in=str(kept_in) if kept_in else None,
+            refs=sorted(plan.restore),
+            unhealed=sorted(missing.all)[:_UNHEALED_SHOWN],
+            unhealed_count=len(missing.all),
+            history=self._history,
+            refusals=self._donors.refusals,
         )
-        if past:
-            plan.restore |= {ref: oid for ref, oid in past.kept.items() if ref not in refs}
-            self.outcome.history = f"its records were lost; it goes on from those of {past.at:%Y-%m-%d} in {past.donor}"
-        else:
-            self.outcome.history = "its records were lost, and no bundle has them; it begins anew"
-        parents, why = ([past.record], "continued by a heal") if past else ([], BEGUN_ANEW)
-        await self._write_history({**refs, **plan.restore}, plan, parents, why, transplant)
 
-    async def _write_history(
-        self,
-        refs: Mapping[str, str],
-        plan: RefPlan,
-        parents: Sequence[str],
-        why: str,
-        transplant: Transplant,
-    ) -> None:
-        """A new record of the refs, as the tip of the history."""
-        scratch = Repository(self.git, self.name, self.work / "history")
-        await anyio.to_thread.run_sync(make_repository, scratch.path)
-        borrow_from(scratch.path, self._view)
-        kept = {ref.removeprefix(KEPT) for ref in refs if ref.startswith(KEPT)}
-        plan.restore[HISTORY] = await write_record(
-            scratch, theirs(dict(refs)), plan.head, [], kept=kept, parents=parents, why=why
-        )
-        await transplant.take_all(NEW_HISTORY, scratch.path, ())
+    def _tell(self, note: str) -> None:
+        if self._donors.progress:
+            self._donors.progress(Progress(unit="steps", note=f"{self.name}: {note}"))
 
-    def _replaced_refs(self, names: Names, plan: RefPlan) -> list[BadFile]:
-        """What restoring refs writes over, kept like every file that goes."""
-        listed = {bad.path for bad in names.faults}
-        changed = (ref for ref in [*plan.restore, *plan.drop] if ref in names.refs)
-        loose = (ref for ref in changed if (self.git_dir / ref).is_file() and ref not in listed)
-        bad = [BadFile(ref, FileKind.REF, f"it named {names.refs[ref]}") for ref in loose]
-        if (
-            (plan.restore or plan.drop)
-            and "packed-refs" not in listed
-            and (self.git_dir / "packed-refs").exists()
-        ):
-            bad.append(BadFile("packed-refs", FileKind.PACKED_REFS, "refs are lost from it"))
-        return bad
+    # -- objects -----------------------------------------------------------------------------------
 
-    # -- objects ------------------------------------------------------------------------------------------------------
-
-    @property
-    def _view(self) -> Path:
-        return self.work / "view"
-
-    @property
-    def _remains(self) -> Remains:
-        return Remains(self.workers, self.quarantine, self.name, self.work, self._view)
-
-    async def _bad_object_files(self) -> list[BadFile]:
+    async def _find_bad_files(self) -> list[BadFile]:
         found = await self.workers.run(
             find_bad_files, self.git_dir, AuditLevel.CONTENT, timeout=TIMEOUT
         )
         known = {bad.path for bad in found}
-        for name, fault in self.suspects.items():
+        for name, defect in self._suspects.items():
             path = name if name.startswith("objects/") else f"objects/pack/{name}"
             if path in known or not (self.git_dir / path).is_file():
                 continue
-            if fault.kind is FindingKind.PACK and name.endswith(".pack"):
-                found.append(
-                    BadFile(path, FileKind.PACK, "an object in it is not what its index says")
-                )
-            elif fault.kind is FindingKind.DERIVED:
-                found.append(BadFile(path, FileKind.DERIVED, fault.reason))
+            if defect.kind is FindingKind.PACK and name.endswith(".pack"):
+                reason = "an object in it is not what its index says"
+                found.append(BadFile(path, FileKind.PACK, reason))
+            elif defect.kind is FindingKind.DERIVED:
+                found.append(BadFile(path, FileKind.DERIVED, defect.reason))
         return found
 
-    async def _salvage(self, bad_files: Collection[BadFile], transplant: Transplant) -> None:
-        """What is intact in damaged packs stays ours, whether anything needs it or not.
+    async def _salvage(self, bad_files: Collection[BadFile]) -> None:
+        """Take the intact objects of damaged packs, whether anything needs them or not.
 
-        They are donors afterwards: a delta can be read again when another donor has given what it builds on.
+        The packs are donors afterwards: a delta can be read again when another donor has given what
+        it builds on. So are symbolic links in the mirror that lead to objects, before they go.
         """
         for number, pack in enumerate(damaged_packs(self.git_dir, bad_files)):
             self._tell(f"salvage {pack.name}")
+            name, into = f"{SALVAGED}{pack.name}", self.work / f"salvage-{number}"
             try:
-                saved: Salvage = await self.workers.run(
-                    salvage, pack, self.work / f"salvage-{number}", timeout=TIMEOUT
-                )
-                await transplant.take_all(f"{SALVAGED}{pack.name}", saved.path, saved.bad)
-                borrow_from(saved.path, self._view)
-                self._salvaged[pack.stem] = Donor(f"{SALVAGED}{pack.name}", lying_at(saved.path))
-            except _BLAMES_LINKS as error:
+                bad = await self.workers.run(salvage, pack, into, timeout=TIMEOUT)
+                await self.transfer.take_all(name, into, bad)
+            except (CorruptObjectError, GitFailedError) as error:
                 log.warning(
                     "salvage.failed", mirror=str(self.name), pack=pack.name, detail=error.message
                 )
-
-    async def _follow_links(self, bad_files: Collection[BadFile]) -> None:
-        """Objects that only a symbolic link in the mirror leads to are taken before it goes."""
+            else:
+                borrow_from(into, self.stand_in)
+                self._salvaged[pack.stem] = Donor(name, partial(lend, into))
         links = {bad.path for bad in bad_files if is_readable_link(self.git_dir / bad.path)}
         if links:
             others = [bad for bad in bad_files if bad.path not in links]
             linked = self.work / "linked"
             await anyio.to_thread.run_sync(
-                partial(make_view, link=os.symlink), self.git_dir, others, {}, linked
+                partial(make_stand_in, self.git_dir, others, {}, linked, link=os.symlink)
             )
-            self._salvaged[_LINKED] = Donor("what symbolic links lead to", lying_at(linked))
+            self._salvaged[_LINKED] = Donor("what symbolic links lead to", partial(lend, linked))
 
-    async def _collect(self, tips: Collection[str], transplant: Transplant) -> Missing:
-        """Ask donors for what is missing, round after round for as long as it gets less; answers what nobody had."""
+    async def _collect(self, tips: Collection[str]) -> Missing:
+        """Ask donors for what is missing, in rounds while it gets less; answers what nobody had."""
         missing = await self._missing(tips)
-        donors = (
-            [*await self.donors.all(tips), *self._salvaged.values(), *self._remains.donors()]
-            if missing
-            else []
-        )
+        if not missing:
+            return missing
+        donors = [
+            *await self._donors.all(tips),
+            *self._salvaged.values(),
+            *self._donors.damaged_packs(),
+        ]
         while missing:
-            left = await self._ask_each(donors, tips, missing, transplant)
+            left = await self._ask_each(donors, tips, missing)
             if left.all == missing.all:
                 return left
             missing = left
         return missing
 
     async def _ask_each(
-        self,
-        donors: Collection[Donor],
-        tips: Collection[str],
-        missing: Missing,
-        transplant: Transplant,
+        self, donors: Collection[Donor], tips: Collection[str], missing: Missing
     ) -> Missing:
-        """Each in turn, for as long as it gives."""
+        """Each in turn, for as long as it gives. A donor that fails has nothing."""
         for donor in donors:
-            while missing and await self._ask(donor, missing, transplant):
+            while missing:
+                self._tell(f"{len(missing.all)} objects are missing, ask {donor.name}")
+                try:
+                    async with donor.lend(missing) as repository:
+                        if not repository or not await self.transfer.take_missing(
+                            donor.name, repository, missing
+                        ):
+                            break
+                except (DiskFullError, StoppingError):
+                    raise
+                except MirrordError as error:
+                    log.warning(
+                        "donor.failed", donor=donor.name, code=error.code, detail=error.message
+                    )
+                    self._donors.refusals[donor.name] = error.message
+                    break
                 missing = await self._missing(tips)
-            if not missing:
-                break
         return missing
 
-    async def _ask(self, donor: Donor, missing: Missing, transplant: Transplant) -> int:
-        """A donor that fails, whatever it is, is one that has nothing."""
-        self._tell(f"{len(missing.all)} objects are missing, ask {donor.name}")
-        try:
-            async with donor.lend(missing) as repository:
-                return (
-                    await transplant.take_missing(donor.name, repository, missing)
-                    if repository
-                    else 0
-                )
-        except (DiskFullError, StoppingError):
-            raise
-        except MirrordError as error:
-            log.warning("donor.failed", donor=donor.name, code=error.code, detail=error.message)
-            self.donors.refusals[donor.name] = error.message
-            return 0
-
     async def _missing(self, tips: Collection[str]) -> Missing:
-        found: Missing = await self.workers.run(
-            find_missing, self._view, sorted(tips), timeout=TIMEOUT
+        return await self.workers.run(find_missing, self.stand_in, sorted(tips), timeout=TIMEOUT)
+
+    # -- the ref history ---------------------------------------------------------------------------
+
+    async def _renew_history(self, refs: Mapping[str, str], plan: RefPlan) -> None:
+        """Record the refs as they are, on top of the newest history among the mirror's bundles.
+
+        No sync could go on without a record.
+        """
+        stand_in = Repository(self._donors.git, self.name, self.stand_in)
+        found: list[tuple[datetime, str, DonorBundle]] = []
+        for file in await self._donors.bundles():
+            record = file.contents.history
+            if record is None or not file.is_own:
+                continue
+            donor = self._donors.bundle(file)
+            if await self._ask_each([donor], {record}, await self._missing({record})):
+                continue
+            try:
+                await must_be_history(stand_in, record)
+                newest = (await list_records(stand_in, limit=1, start=record))[0]
+                found.append((newest.at, record, file))
+            except MirrordError:
+                continue
+        at, record, bundle = max(found, key=lambda one: one[0], default=(None, None, None))
+        name = bundle.name if bundle else None
+        log.warning("history.lost", mirror=str(self.name), record=refs.get(HISTORY), bundle=name)
+        parents, why = [record] if record else [], BEGUN_ANEW
+        self._history = "its records were lost, and no bundle has them; it begins anew"
+        if bundle:
+            kept = {f"{KEPT}{oid}": oid for oid in bundle.contents.kept}
+            plan.restore |= {ref: oid for ref, oid in kept.items() if ref not in refs}
+            why = "continued by a heal"
+            self._history = (
+                f"its records were lost; it goes on from those of {at:%Y-%m-%d} in {name}"
+            )
+        await self._write_history({**refs, **plan.restore}, plan, parents, why)
+
+    async def _write_history(
+        self, refs: Mapping[str, str], plan: RefPlan, parents: Sequence[str], why: str
+    ) -> None:
+        """Write a record of the refs, as the tip of the history."""
+        scratch = Repository(self._donors.git, self.name, self.work / "history")
+        await anyio.to_thread.run_sync(make_repository, scratch.path)
+        borrow_from(scratch.path, self.stand_in)
+        kept = {ref.removeprefix(KEPT) for ref in refs if ref.startswith(KEPT)}
+        plan.restore[HISTORY] = await write_record(
+            scratch, theirs(dict(refs)), plan.head, [], kept=kept, parents=parents, why=why
         )
-        return found
+        await self.transfer.take_all(_NEW_HISTORY, scratch.path, ())
+
+    # -- files that go -----------------------------------------------------------------------------
 
     def _may_go(self, bad: BadFile, unhealed: Collection[str]) -> bool:
-        """A file stays when it may hold something needed that nobody else has, but for packs of which the intact part is here."""
+        """Not a file that may hold something needed that nobody has, but for salvaged packs."""
         if not unhealed or bad.kind in {FileKind.DERIVED, FileKind.PLANTED}:
             return True
         if bad.kind is FileKind.LAYOUT:
@@ -319,64 +312,33 @@ class Treatment:
         file = self.git_dir / bad.path
         return file.stem in self._salvaged or not may_hold(file, unhealed)
 
-    def _outdated(
-        self, movable: Collection[BadFile], missing: Missing, transplant: Transplant
-    ) -> Iterator[BadFile]:
-        """What git derived from packs that go, and from commits that nobody has. Maintenance writes it again."""
-        listed = {bad.path for bad in movable}
+    def _replaced_refs(self, found: RefFiles, plan: RefPlan) -> list[BadFile]:
+        """The files that restoring refs writes over, kept like every file that goes."""
+        listed = {bad.path for bad in found.bad}
+        changed = [ref for ref in [*plan.restore, *plan.drop] if ref in found.refs]
+        loose = [ref for ref in changed if (self.git_dir / ref).is_file() and ref not in listed]
+        bad = [BadFile(ref, FileKind.REF, f"it named {found.refs[ref]}") for ref in loose]
+        is_packed = "packed-refs" not in listed and (self.git_dir / "packed-refs").exists()
+        if is_packed and (plan.restore or plan.drop):
+            bad.append(BadFile("packed-refs", FileKind.PACKED_REFS, "refs are lost from it"))
+        return bad
+
+    def _outdated(self, going: Collection[BadFile], missing: Missing) -> Iterator[BadFile]:
+        """What git derived from packs that go, and from commits that nobody has.
+
+        Maintenance writes it again.
+        """
+        listed = {bad.path for bad in going}
         objects = self.git_dir / "objects"
-        outdated: list[Path] = []
-        if any(bad.kind in {FileKind.PACK, FileKind.INDEX} for bad in movable):
-            outdated += (objects / "pack").glob("multi-pack-index*")
-        is_lying = any(Path(bad.path).name.startswith("commit-graph") for bad in movable)
-        if missing.commits or NEW_HISTORY in transplant.counts or is_lying:
-            outdated += [
-                *(objects / "info/commit-graphs").glob("*"),
-                *(objects / "info").glob("commit-graph"),
-            ]
-        for path in (str(file.relative_to(self.git_dir)) for file in outdated if file.is_file()):
-            if path not in listed:
-                yield BadFile(path, FileKind.DERIVED, "it names what goes, or what nobody has")
-
-    async def _implant(
-        self, transplant: Transplant, missing: Missing, movable: list[BadFile], plan: RefPlan
-    ) -> Outcome:
-        final = self.work / "final"
-        await anyio.to_thread.run_sync(make_repository, final)
-        borrow_from(final, self._view)
-        await self._prove(transplant, final, whole=not missing)
-        outcome = self.outcome
-        outcome.objects, outcome.bad_files, outcome.refs = (
-            transplant.counts,
-            movable,
-            sorted(plan.restore),
-        )
-        outcome.unhealed, outcome.refusals = missing.all, self.donors.refusals
-        if not outcome.changed:
-            return outcome
-        self._tell("put everything in place")
-        implant = Implant(
-            name=self.name,
-            git_dir=self.git_dir,
-            quarantine=self.quarantine,
-            work=final,
-            bad_files=movable,
-            plan=plan,
-            step=self.step,
-        )
-        with anyio.CancelScope(shield=True):
-            outcome.evidence = await anyio.to_thread.run_sync(implant.perform)
-        return outcome
-
-    async def _prove(self, transplant: Transplant, final: Path, *, whole: bool) -> None:
-        """Strictly where nothing is missing; salvaged objects that nothing reaches may name others that were never here."""
-        try:
-            await transplant.prove(final, whole=whole)
-        except MirrordError:
-            if not whole or not any(name.startswith(SALVAGED) for name in transplant.counts):
-                raise
-            await transplant.prove(final, whole=False)
-
-    def _tell(self, note: str) -> None:
-        if self.progress:
-            self.progress(Progress(unit="steps", note=f"{self.name}: {note}"))
+        files: list[Path] = []
+        if any(bad.kind in {FileKind.PACK, FileKind.INDEX} for bad in going):
+            files += (objects / "pack").glob("multi-pack-index*")
+        is_lying = any(Path(bad.path).name.startswith("commit-graph") for bad in going)
+        if missing.commits or _NEW_HISTORY in self.transfer.counts or is_lying:
+            files += (objects / "info/commit-graphs").glob("*")
+            files += (objects / "info").glob("commit-graph")
+        for file in files:
+            path = str(file.relative_to(self.git_dir))
+            if file.is_file() and path not in listed:
+                reason = "it names what goes, or what nobody has"
+                yield BadFile(path, FileKind.DERIVED, reason)

@@ -19,15 +19,22 @@ from faults.undamaged import rounds as undamaged_rounds
 from gitrepos import Upstream, git
 from heallab import Daemon
 
-from mirrord.audit import fsck as audit_content
 from mirrord.audit.examine import Examined, examine
-from mirrord.audit.object_files import Fault, find_bad_files
+from mirrord.audit.fsck import run_fsck
+from mirrord.audit.object_files import Defect, find_bad_files
 from mirrord.errors import AuditNotFoundError, DatasetNotFoundError, MirrorNotFoundError
 from mirrord.git import command as git_command
 from mirrord.mirrors.repository import CONFIGURATION
 from mirrord.model import AuditLevel, CommitId, CommitState, FindingKind, MirrorName, Reach
 from mirrord.protocol import Audit, StartAudit
 
+GIT_USERS = (
+    "audit.connectivity",
+    "audit.fsck",
+    "audit.object_files",
+    "audit.ref_history",
+    "git.batch",
+)
 ALL_LEVELS = list(AuditLevel)
 DEEP_LEVELS = [AuditLevel.CLOSURE, AuditLevel.CONTENT]
 
@@ -117,7 +124,7 @@ def test_an_undamaged_mirror_raises_no_alarm(site: Site, level: AuditLevel, expl
         site.explode()
     result = site.examine(level)
     assert {verdict.state for verdict in result.verdicts.values()} == {CommitState.OK}
-    assert (len(result.verdicts), result.faults) == (12, {})
+    assert (len(result.verdicts), result.defects) == (12, {})
 
 
 def test_reach_says_the_best_thing_that_keeps_a_commit(site: Site) -> None:
@@ -228,7 +235,7 @@ def test_altered_bytes_in_a_pack_are_corrupt(site: Site) -> None:
         CommitState.CORRUPT: {site.line[9]},
     }
     assert result.verdicts[site.line[9]].objects == (blob,)
-    assert list(result.faults) == [site.pack.name]
+    assert list(result.defects) == [site.pack.name]
 
 
 @pytest.mark.parametrize("level", ALL_LEVELS)
@@ -239,7 +246,7 @@ def test_a_pack_that_is_not_its_indexs_is_of_no_use(site: Site, level: AuditLeve
     site.pack.chmod(0o644)
     site.pack.write_bytes(data)
     result = site.examine(level)
-    assert site.pack.name in result.faults
+    assert site.pack.name in result.defects
     assert {verdict.state for verdict in result.verdicts.values()} == {CommitState.MISSING}
 
 
@@ -248,7 +255,7 @@ def test_a_truncated_pack_is_found(site: Site, level: AuditLevel) -> None:
     site.pack.chmod(0o644)
     os.truncate(site.pack, site.pack.stat().st_size // 2)
     result = site.examine(level)
-    assert site.pack.name in result.faults
+    assert site.pack.name in result.defects
     assert CommitState.OK not in {verdict.state for verdict in result.verdicts.values()}
 
 
@@ -257,7 +264,7 @@ def test_a_deleted_pack_is_found(site: Site, level: AuditLevel) -> None:
     name = site.pack.name
     site.pack.unlink()
     result = site.examine(level)
-    assert result.faults[name] == Fault(FindingKind.PACK, "its index is there and it is not")
+    assert result.defects[name] == Defect(FindingKind.PACK, "its index is there and it is not")
     assert {verdict.state for verdict in result.verdicts.values()} == {CommitState.MISSING}
 
 
@@ -317,8 +324,8 @@ def test_many_commits_take_few_processes(site: Site, monkeypatch: pytest.MonkeyP
         count += 1
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    for module in ("connectivity", "fsck", "object_files", "ref_history"):
-        monkeypatch.setattr(f"mirrord.audit.{module}.run_git_sync", counting)
+    for module in GIT_USERS:
+        monkeypatch.setattr(f"mirrord.{module}.run_git_sync", counting)
     site.examine(AuditLevel.CONTENT)
     assert count < 12
 
@@ -579,7 +586,7 @@ def test_a_planted_cut_of_history_hides_nothing(
     site.explode()
     (site.path / "info").mkdir(exist_ok=True)
     (site.path / name).write_text(text.format(site.line[5]))
-    assert list(site.examine(level).faults) == [name]
+    assert list(site.examine(level).defects) == [name]
     site.loose(site.line[2]).unlink()
     states = site.states(level)
     assert states[CommitState.MISSING] == {site.line[2]}
@@ -603,7 +610,7 @@ def test_a_multi_pack_index_of_no_sense_is_a_finding(site: Site, content: bytes)
     (site.path / "objects/pack/multi-pack-index").write_bytes(
         content + hashlib.sha1(content).digest()
     )
-    assert list(site.examine(AuditLevel.CLOSURE).faults) == ["multi-pack-index"]
+    assert list(site.examine(AuditLevel.CLOSURE).defects) == ["multi-pack-index"]
 
 
 def test_slips_that_real_histories_have_are_no_damage(site: Site) -> None:
@@ -616,9 +623,9 @@ def test_slips_that_real_histories_have_are_no_damage(site: Site) -> None:
     site.git("update-ref", "refs/heads/main", oid)
     site.git("update-ref", "refs/mirrord/history", site.record())
     site.git("repack", "-adq")
-    fsck = audit_content.check_everything(site.path)
+    fsck = run_fsck(site.path)
     assert (fsck.is_sound, fsck.named) == (True, set())
-    assert site.examine(AuditLevel.CONTENT).faults == {}
+    assert site.examine(AuditLevel.CONTENT).defects == {}
 
 
 @pytest.mark.parametrize("level", DEEP_LEVELS)
@@ -633,14 +640,14 @@ def test_an_undamaged_mirror_is_walked_or_hashed_once(
         started.append(next(word for word in args if not word.startswith(("-", "core."))))
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    for module in ("connectivity", "fsck", "object_files", "ref_history"):
-        monkeypatch.setattr(f"mirrord.audit.{module}.run_git_sync", counting)
+    for module in GIT_USERS:
+        monkeypatch.setattr(f"mirrord.{module}.run_git_sync", counting)
     known = site.examine(level).reached
     long = "rev-list" if level is AuditLevel.CLOSURE else "fsck"
     started.clear()
     again = examine(site.path, site.commits, level, known=known)
     assert sorted(started) == sorted(["cat-file", long])
-    assert (again.reached, again.faults) == (known, {})
+    assert (again.reached, again.defects) == (known, {})
 
 
 def test_reach_is_asked_anew_when_a_ref_moved(site: Site) -> None:
@@ -663,8 +670,8 @@ def test_what_an_audit_does_yields_to_whoever_serves(
         nice.add(os.getpriority(os.PRIO_PROCESS, 0))
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    for module in ("connectivity", "fsck", "object_files", "ref_history"):
-        monkeypatch.setattr(f"mirrord.audit.{module}.run_git_sync", looking)
+    for module in GIT_USERS:
+        monkeypatch.setattr(f"mirrord.{module}.run_git_sync", looking)
     before = os.getpriority(os.PRIO_PROCESS, 0)
     site.examine(AuditLevel.CONTENT)
     assert nice == {15}

@@ -14,7 +14,7 @@ from forge import Forge, serving
 from gitrepos import ENV, Upstream, git
 from mirrorlab import NAME, Builder, House
 
-from mirrord.audit.ref_files import read_names
+from mirrord.audit.ref_files import read_ref_files
 from mirrord.errors import (
     CommitNotFoundError,
     InvalidUrlError,
@@ -83,7 +83,7 @@ def test_a_mirror_is_made_by_one_git_with_all_that_protects_it(
         with structlog.testing.capture_logs() as told:
             await repository.create()
         assert [line["event"] for line in told] == ["git.ended"]
-        assert read_names(repository.path).faults == []
+        assert read_ref_files(repository.path).bad == []
 
     house.run(body)
 

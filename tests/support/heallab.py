@@ -17,7 +17,6 @@ from mirrord.config import Settings, UpstreamSettings
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
 from mirrord.heal import Heals
-from mirrord.heal.publish import no_step
 from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
 from mirrord.mirrors.bundles.service import Bundles
@@ -47,7 +46,7 @@ class Daemon:
         )
         self.name = MirrorName("owner", "name")
 
-    async def open(self, step: Callable[[str], None] = no_step) -> None:
+    async def open(self, step: Callable[[str], None] = lambda _name: None) -> None:
         self.workers = Workers(size=1)
         self.catalog = await Catalog.open(self.state_dir / "catalog.sqlite3")
         self.events = Events()
@@ -76,7 +75,7 @@ class Daemon:
             repair=self.heals.repair,
         )
 
-    def make_heals(self, step: Callable[[str], None] = no_step) -> Heals:
+    def make_heals(self, step: Callable[[str], None] = lambda _name: None) -> Heals:
         return Heals(
             settings=lambda: self.settings,
             mirrors=self.mirrors,
