@@ -38,7 +38,7 @@ def overlay(settings: Settings) -> Result:
         ) as scratch:
             mounter = LocalMounter(Path(scratch))
             try:
-                trial = try_overlay(Path(scratch), mounter)
+                unmapped = try_overlay(Path(scratch), mounter)
             finally:
                 mounter.close(unbind=True)
     except MirrordError as error:
@@ -49,8 +49,8 @@ def overlay(settings: Settings) -> Result:
         )
     remedy = "only the daemon's own user has overlay checkouts; the pool backend serves others"
     return judge(
-        trial.may_map_owners,
-        f"mounted one{'' if trial.may_map_owners else f': {trial.reason}'}",
+        not unmapped,
+        f"mounted one: {unmapped}" if unmapped else "mounted one",
         remedy,
         otherwise="warn",
     )

@@ -1,14 +1,13 @@
-"""The overlay backend: a checkout is one mount, a private layer over the immutable layers of its template.
+"""The overlay backend: a checkout is one mount, a private layer over its template's layers.
 
-Owns `checkouts/<id>/tree`, where the mount is, and `leases/<id>/layer/`, with `upper`, what the
-client wrote, and overlayfs's `work`. With a warm template a checkout is six mkdirs and a mount. A
-reset makes another layer, proves the mount of it before it is attached anywhere, and puts it in
-the place of the old one in one step, which containers that mounted `checkouts/<id>` follow. All
-that is done on the event loop: it takes less time than a thread would to begin. Taking things
-down again waits for the kernel and the disk, and is done by threads.
+`checkouts/<id>/tree` is the mount point, `leases/<id>/layer/` has `upper`, what the client wrote,
+and overlayfs's `work`. A warm checkout is six mkdirs and a mount. A reset makes another layer,
+proves its mount before that is attached anywhere, and swaps it in: in one step, which containers
+that mounted `checkouts/<id>` follow. All that runs on the event loop, where it takes less time than
+to start a thread; taking down waits for kernel and disk, and runs in threads.
 
 Mounts outlive the daemon. After a crash a lease is found mounted as it was; after a reboot its
-layer is mounted again. What is called `.trash-…` in a private directory is rubbish.
+layer is mounted again. `.trash-*` in a private directory is to be removed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from ...git.workers import Workers
 from ...host.files import full_disk_named, open_child, open_regular, opened
 from ...host.mounting import Mounter, OverlayOrder
 from ...host.mounts import read_overlays
-from ...host.processes import Owner
 from ...host.trash import Trash, find_trash, new_trash
 from ...model import Backend, CheckoutId, MirrorName
 from ...protocol import Proof
@@ -40,9 +38,9 @@ from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..templates.store import Template, Templates
 from .changes import changed_paths
 
-_METHOD = "a fresh layer over a template that was verified by content"
 _LAYER, _NEXT = "layer", "next"
-_SIGHTS_MAX = 4096
+_FACTS_MAX = 4096
+_CHECKSUM_BYTES = 20
 
 T = TypeVar("T")
 
@@ -50,7 +48,7 @@ log = structlog.get_logger()
 
 
 class OverlayBackend:
-    """Checkouts as overlay mounts below `state_dir/checkouts`. All methods belong to the event loop's thread."""
+    """Checkouts as overlay mounts below `state_dir/checkouts`. Belongs to the event loop's thread."""
 
     name = Backend.OVERLAY
 
@@ -72,15 +70,15 @@ class OverlayBackend:
         self._workers = workers
         self._mirrors_path = mirrors_path
         self._may_map_owners = may_map_owners
+        self._trash = trash
         self._me = (os.geteuid(), os.getegid())
         self._held: dict[CheckoutId, Template] = {}
-        self._sights: dict[tuple[Path, ...], TemplateFacts] = {}
+        self._facts: dict[tuple[Path, ...], TemplateFacts] = {}
         self._mapping = anyio.Lock()
         self._mounted: set[str] = set()
-        self._trash = trash
 
     async def open(self) -> None:
-        """See what is mounted."""
+        """Read which overlays are mounted."""
         self._mounted = await anyio.to_thread.run_sync(read_overlays)
 
     async def close(self) -> None:
@@ -90,32 +88,35 @@ class OverlayBackend:
     async def create(self, lease: Lease) -> tuple[str, dict[str, float]]:
         began = time.perf_counter()
 
-        async def fill(template: Template) -> tuple[str, dict[str, float]]:
+        async def mount_layer(template: Template) -> tuple[str, dict[str, float]]:
             ready = time.perf_counter()
             with full_disk_named(f"checkout {lease.id}"), suppress(FileExistsError):
                 os.mkdir(lease.tree_path, 0o700)  # nobody enters it while nothing is mounted there
             with opened(self._make(lease, _LAYER, template)) as mount:
                 self._mounter.attach(lease.id, mount)
-            timings = {
-                "template": round(ready - began, 6),
-                "mount": round(time.perf_counter() - ready, 6),
-            }
+            mounted_s = time.perf_counter() - ready
+            timings = {"template": round(ready - began, 6), "mount": round(mounted_s, 6)}
             return template.tree, timings
 
-        return await self._with_template(lease, fill)
+        return await self._with_template(lease, mount_layer)
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
-        """Where it fails before the new tree is in place, nothing was touched of what is there."""
+        """Swap a new layer in. A failure before that leaves the old tree untouched."""
         await self._trash.keep_up()
 
         async def swap_in(template: Template) -> Proof:
-            sight = self._sights.get(template.layers) or await self._look_at(template)
+            facts = self._facts.get(template.layers)
+            if facts is None:
+                facts = await anyio.to_thread.run_sync(read_facts, template.layers)
+                if len(self._facts) >= _FACTS_MAX:
+                    self._facts.clear()
+                self._facts[template.layers] = facts
             before = leases.get(to.id)
             leases.save(resetting(to))
             try:
                 mount = self._make(to, _NEXT, template)
                 try:
-                    proof = _prove(_read_head(mount), template, sight, to)
+                    proof = _prove(mount, template, facts, to)
                 except BaseException:
                     os.close(mount)
                     raise
@@ -123,7 +124,12 @@ class OverlayBackend:
                 leases.save(before)
                 raise
             with opened(mount):
-                self._attach_next(to, mount)
+                # Held until the client has its answer: to tear a tree down takes 15 ms where 5,000
+                # files were looked at.
+                old = os.open(to.tree_path, os.O_PATH | os.O_CLOEXEC)
+                self._mounter.replace(to.id, mount)
+                self._discard(to, _LAYER, holding=old)
+                os.rename(to.private / _NEXT, to.private / _LAYER)
             leases.save(to)
             return proof
 
@@ -135,12 +141,19 @@ class OverlayBackend:
         for old in find_trash(lease.private):
             self._trash.add(old)
 
-        async def mount(template: Template) -> None:
-            if not is_mounted and lease.state is LeaseState.LIVE:
-                self._mount_again(lease, template)
+        async def mount_again(template: Template) -> None:
+            if is_mounted or lease.state is not LeaseState.LIVE:
+                return
+            self._mounter.umount(lease.id)
+            # the work directory of a volatile overlay cannot be used twice
+            self._discard(lease, f"{_LAYER}/work")
+            os.mkdir(lease.private / _LAYER / "work", 0o700)
+            with opened(self._mount(lease, _LAYER, template)) as mount:
+                self._mounter.attach(lease.id, mount)
+            log.info("checkout.remounted", checkout=lease.id)
 
         try:
-            await self._with_template(lease, mount)
+            await self._with_template(lease, mount_again)
         except (MirrordError, OSError) as error:
             log.warning(
                 "checkout.orphaned", checkout=lease.id, mounted=is_mounted, error=str(error)
@@ -152,7 +165,7 @@ class OverlayBackend:
         def unmount() -> bool:
             self._mounter.umount(directories.public.name)
             is_gone = _remove_public(directories.public)
-            return remove_untouched(directories.private) and is_gone
+            return _remove_private(directories.private) and is_gone
 
         try:
             return await self._trash.in_thread(unmount)
@@ -162,25 +175,37 @@ class OverlayBackend:
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:
         template = self._held.get(lease.id)
-        layers = template.layers if template else ()
-        mirror = self._mirrors_path(lease.mirror)
-        upper = lease.private / _LAYER / "upper"
-        facts = (lease.tree_path, upper, layers, mirror, lease.tree, _owner(lease))
-        return await self._workers.run(changed_paths, *facts, timeout=DIFF_TIMEOUT)
+        return await self._workers.call(
+            list_overlay_changes,
+            lease.tree_path,
+            lease.private / _LAYER / "upper",
+            template.layers if template else (),
+            self._mirrors_path(lease.mirror),
+            lease.tree,
+            lease.owner,
+            timeout=DIFF_TIMEOUT,
+        )
 
-    # -- templates ----------------------------------------------------------------------------------------------------
+    # -- templates ---------------------------------------------------------------------------------
 
     async def _with_template(self, lease: Lease, use: Callable[[Template], Awaitable[T]]) -> T:
-        """Find or make the lease's template and `use` it; hold it for the lease, in the place of the one before.
+        """Find or make the lease's template and `use` it; the lease holds it from now on.
 
-        A template can vanish between the two, or be deleted behind our back: the mount finds that
-        out, and it is made again, once.
+        It may be evicted meanwhile, or deleted behind our back: the mount finds that out, and it is
+        made again, once.
         """
-        owner = _owner(lease)
-        self._must_serve(owner)
+        if lease.owner != self._me and not self._may_map_owners:
+            raise BackendUnavailableError(
+                f"cannot give an overlay checkout to uid {lease.owner_uid}: this host has no"
+                " idmapped mounts for it",
+                hint="use the pool backend; Linux 5.19 and newer have them on ext4, xfs and btrfs",
+            )
         wanted = (lease.mirror, lease.commit, lease.history)
         for attempt in (1, 2):
-            await self._map_owner(owner)
+            if lease.owner != self._me and not self._mounter.is_mapped(lease.owner):
+                async with self._mapping:  # forks this process: 10 to 34 ms, in a thread
+                    if not self._mounter.is_mapped(lease.owner):
+                        await anyio.to_thread.run_sync(self._mounter.map_owner, lease.owner)
             found = self._templates.find(*wanted) if attempt == 1 else None
             template = found or await self._templates.ensure(*wanted)
             self._templates.hold(template)
@@ -202,42 +227,30 @@ class OverlayBackend:
         self._held[lease.id] = template
         return used
 
-    async def _look_at(self, template: Template) -> TemplateFacts:
-        sight = await anyio.to_thread.run_sync(look_at, template.layers)
-        if len(self._sights) >= _SIGHTS_MAX:
-            self._sights.clear()
-        self._sights[template.layers] = sight
-        return sight
-
-    # -- layers and mounts --------------------------------------------------------------------------------------------
+    # -- layers and mounts -------------------------------------------------------------------------
 
     def _make(self, lease: Lease, layer: str, template: Template) -> int:
-        """Make an empty layer, and an overlay of it that nobody sees yet."""
-        owner, place = _owner(lease), f"{lease.private}/{layer}"
+        """Make an empty layer, and an overlay of it that is attached nowhere."""
+        path = f"{lease.private}/{layer}"
         with full_disk_named(f"checkout {lease.id}"):
             try:
-                os.mkdir(place, 0o700)
-            except FileExistsError:  # what was half made
+                os.mkdir(path, 0o700)
+            except FileExistsError:  # half-made
                 self._discard(lease, layer)
-                os.mkdir(place, 0o700)
-            os.mkdir(f"{place}/upper", 0o755)
-            os.mkdir(f"{place}/work", 0o700)
-            if owner != self._me:
-                os.chown(f"{place}/upper", *owner)
+                os.mkdir(path, 0o700)
+            os.mkdir(f"{path}/upper", 0o755)
+            os.mkdir(f"{path}/work", 0o700)
+            if lease.owner != self._me:
+                os.chown(f"{path}/upper", *lease.owner)
         return self._mount(lease, layer, template)
 
-    def _attach_next(self, lease: Lease, mount: int) -> None:
-        """Put the next layer in the place of the one there is.
-
-        The old tree is held until the client has its answer: to tear one down takes 15 ms where
-        5,000 files were looked at.
-        """
-        old = os.open(lease.tree_path, os.O_PATH | os.O_CLOEXEC)
-        self._mounter.replace(lease.id, mount)
-        self._discard(lease, _LAYER, holding=old)
-        os.rename(lease.private / _NEXT, lease.private / _LAYER)
+    def _mount(self, lease: Lease, layer: str, template: Template) -> int:
+        layers = tuple(str(path).removeprefix(self._store) for path in template.layers)
+        owner = None if lease.owner == self._me else lease.owner
+        return self._mounter.make(OverlayOrder(lease.id, layer, layers, owner))
 
     def _discard(self, lease: Lease, layer: str, *, holding: int | None = None) -> None:
+        """Remove a layer later, and before that close the descriptor `holding`."""
         old, held = new_trash(lease.private), [holding] if holding is not None else []
         with suppress(FileNotFoundError):
             os.rename(lease.private / layer, old)
@@ -248,40 +261,6 @@ class OverlayBackend:
             return remove_layer(old)
 
         self._trash.add(old, take_down=partial(self._trash.in_thread, remove))
-
-    def _mount_again(self, lease: Lease, template: Template) -> None:
-        """Mount the layer that is there. A volatile overlay's work directory cannot be used twice."""
-        self._mounter.umount(lease.id)
-        work = lease.private / _LAYER / "work"
-        self._discard(lease, f"{_LAYER}/work")
-        work.mkdir(mode=0o700)
-        with opened(self._mount(lease, _LAYER, template)) as mount:
-            self._mounter.attach(lease.id, mount)
-        log.info("checkout.remounted", checkout=lease.id)
-
-    def _mount(self, lease: Lease, layer: str, template: Template) -> int:
-        layers = tuple(str(path).removeprefix(self._store) for path in template.layers)
-        owner = _owner(lease)
-        return self._mounter.make(
-            OverlayOrder(lease.id, layer, layers, None if owner == self._me else owner)
-        )
-
-    # -- owners -------------------------------------------------------------------------------------------------------
-
-    def _must_serve(self, owner: Owner) -> None:
-        if owner != self._me and not self._may_map_owners:
-            raise BackendUnavailableError(
-                f"cannot give an overlay checkout to uid {owner[0]}: this host has no idmapped mounts for it",
-                hint="use the pool backend; Linux 5.19 and newer have them on ext4, xfs and btrfs",
-            )
-
-    async def _map_owner(self, owner: Owner) -> None:
-        """The first time takes a fork of this process: 10 to 34 ms, in a thread."""
-        if owner == self._me or self._mounter.is_mapped(owner):
-            return
-        async with self._mapping:
-            if not self._mounter.is_mapped(owner):
-                await anyio.to_thread.run_sync(self._mounter.map_owner, owner)
 
 
 def _remove_public(public: Path) -> bool:
@@ -314,9 +293,9 @@ def remove_layer(layer: Path) -> bool:
     return True
 
 
-def remove_untouched(private: Path) -> bool:
+def _remove_private(private: Path) -> bool:
     """Remove the private directory of a checkout to which its owner wrote nothing."""
-    if not remove_layer(private / "layer"):
+    if not remove_layer(private / _LAYER):
         return False
     try:
         with suppress(FileNotFoundError):
@@ -328,69 +307,53 @@ def remove_untouched(private: Path) -> bool:
     return True
 
 
-def _owner(lease: Lease) -> Owner:
-    return lease.owner_uid, lease.owner_gid
-
-
-def _prove(head: str, template: Template, sight: TemplateFacts, to: Lease) -> Proof:
-    proof = Proof(
-        head=head,
-        tree=template.tree,
-        index=sight.index,
-        control_files=sight.control_files,
-        files_checked=None,
-        files_restored=None,
-        files_removed=None,
-        refs=list(sight.refs),
-        packs=list(sight.packs),
-        method=_METHOD,
-    )
-    return must_prove(proof, head=template.head, tree=to.tree)
-
-
-def _read_head(mount: int) -> str:
-    """What HEAD says in an overlay."""
-    try:
-        with opened(open_child(mount, b".git")) as git, opened(open_regular(git, b"HEAD")) as head:
-            return os.read(head, 64).decode("ascii").strip()
-    except (OSError, ValueError) as error:
-        raise ProofFailedError(
-            f"cannot prove the checkout clean: its HEAD cannot be read: {error}",
-            hint="audit the mirror",
-        ) from error
-
-
-_CHECKSUM_BYTES = 20
-
-
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
     """`index` is the checksum at the end of the index; `packs` and `refs` are names."""
 
     index: str
     control_files: int
-    packs: tuple[str, ...]
-    refs: tuple[str, ...]
+    packs: list[str]
+    refs: list[str]
 
 
-def look_at(layers: tuple[Path, ...]) -> TemplateFacts:
-    """Look through the stack, top first; the layers with a `.git` are the index layer and the sealed store."""
-    stores = [layer / ".git" for layer in layers if (layer / ".git").is_dir()]
-    files = {
-        path.relative_to(store): path
-        for store in reversed(stores)
-        for path in store.rglob("*")
-        if path.is_file()
-    }
+def read_facts(layers: tuple[Path, ...]) -> TemplateFacts:
+    """Read what proofs say of a template's `.git`: of its index layer over its sealed store."""
+    files: dict[Path, Path] = {}
+    for store in (layer / ".git" for layer in reversed(layers)):
+        if store.is_dir():
+            files |= {path.relative_to(store): path for path in store.rglob("*") if path.is_file()}
     index = files[Path("index")].read_bytes()[-_CHECKSUM_BYTES:].hex()
-    packs = sorted(path.name for path in files if path.suffix == ".pack")
-    return TemplateFacts(index, len(files), tuple(packs), tuple(_refs(files)))
-
-
-def _refs(files: dict[Path, Path]) -> list[str]:
-    lines = (
-        files[Path("packed-refs")]
-        .read_text(encoding="utf-8", errors="surrogateescape")
-        .splitlines()
+    packed = files[Path("packed-refs")].read_text(encoding="utf-8", errors="surrogateescape")
+    lines = [line for line in packed.splitlines() if line and line[0] not in "#^"]
+    return TemplateFacts(
+        index,
+        len(files),
+        sorted(path.name for path in files if path.suffix == ".pack"),
+        sorted(line.partition(" ")[2] for line in lines),
     )
-    return sorted(line.partition(" ")[2] for line in lines if line and line[0] not in "#^")
+
+
+def _prove(mount: int, template: Template, facts: TemplateFacts, to: Lease) -> Proof:
+    """The proof that an overlay shows `to`, by its HEAD and the proven template below."""
+    try:
+        with opened(open_child(mount, b".git")) as git, opened(open_regular(git, b"HEAD")) as fd:
+            head = os.read(fd, 64).decode("ascii").strip()
+    except (OSError, ValueError) as error:
+        raise ProofFailedError(
+            f"cannot prove the checkout clean: its HEAD cannot be read: {error}",
+            hint="audit the mirror",
+        ) from error
+    proof = Proof(
+        head=head,
+        tree=template.tree,
+        index=facts.index,
+        control_files=facts.control_files,
+        files_checked=None,
+        files_restored=None,
+        files_removed=None,
+        refs=facts.refs,
+        packs=facts.packs,
+        method="a fresh layer over a template that was verified by content",
+    )
+    return must_prove(proof, head=template.head, tree=to.tree)

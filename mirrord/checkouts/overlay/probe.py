@@ -1,7 +1,6 @@
-"""Whether this host allows overlay checkouts, found by making one.
+"""Probe whether this host allows overlay checkouts, by real mounts in the state directory.
 
-Owns the trial: a real mount in the state directory, for the daemon's own user and for another. It leaves nothing behind; what a
-kill leaves is a checkout without a lease, which the next start removes.
+Leaves nothing behind; a kill leaves a checkout without a lease, which the next start removes.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import anyio.to_thread
@@ -25,17 +23,9 @@ from ...model import MirrorName, new_checkout_id
 from ..templates.store import Templates
 from .backend import OverlayBackend
 
-_SOMEBODY: Owner = (65534, 65534)
+_NOBODY: Owner = (65534, 65534)
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """`may_map_owners`: whether other users than the daemon's can have overlay checkouts; `reason` says why not."""
-
-    may_map_owners: bool
-    reason: str = ""
 
 
 async def find_overlay(
@@ -47,11 +37,12 @@ async def find_overlay(
     mirrors_path: Callable[[MirrorName], Path],
     trash: Trash,
 ) -> OverlayBackend | None:
-    """The overlay backend, where this host allows it; `service` is where the mount service listens, if there is one."""
+    """The overlay backend, if this host allows it; `service` is the mount service's socket."""
+    unmapped = ""
     try:
         mounter = choose_mounter(state_dir, service)
         await anyio.to_thread.run_sync(mounter.open)
-        trial = await anyio.to_thread.run_sync(try_overlay, state_dir, mounter)
+        unmapped = await anyio.to_thread.run_sync(try_overlay, state_dir, mounter)
     except MirrordError as error:
         log.warning("overlay.refused", reason=error.message, hint=error.hint)
         return None
@@ -59,75 +50,66 @@ async def find_overlay(
         if host_error(error, "try an overlay") is None:
             raise
         log.warning("overlay.unprobed", reason=str(error))  # held checkouts need it now
-        trial = Trial(may_map_owners=True)
-    if not trial.may_map_owners:
-        log.warning("owners.unmapped", reason=trial.reason)
+    if unmapped:
+        log.warning("owners.unmapped", reason=unmapped)
     return OverlayBackend(
         state_dir=state_dir,
         mounter=mounter,
         templates=templates,
         workers=workers,
         mirrors_path=mirrors_path,
-        may_map_owners=trial.may_map_owners,
+        may_map_owners=not unmapped,
         trash=trash,
     )
 
 
-def try_overlay(state_dir: Path, mounter: Mounter) -> Trial:
-    """Mount, use and unmount an overlay; raises BackendUnavailableError where that does not work."""
-    me = (os.geteuid(), os.getegid())
+def try_overlay(state_dir: Path, mounter: Mounter) -> str:
+    """Mount, use and unmount an overlay; answers why other users than the daemon's cannot have one,
+    empty where they can. Raises BackendUnavailableError where nobody can.
+    """
     layer = state_dir / "templates" / PROBE_LAYER
     (layer / "directory").mkdir(mode=0o755, parents=True, exist_ok=True)
     (layer / "directory" / "file").touch()
     try:
-        _try_one(state_dir, mounter, me, None)
-        return _try_other(state_dir, mounter)
+        _try_as(state_dir, mounter, None)
+        try:
+            _try_as(state_dir, mounter, _NOBODY)
+        except (MirrordError, OSError) as error:
+            return str(error)
+        return ""
     except FileNotFoundError as error:
         raise BackendUnavailableError(
             f"cannot mount an overlay in {state_dir}: {error.strerror}"
         ) from error
     finally:
-        for left in [
-            layer,
-            *find_trash(layer.parent),
-        ]:  # an earlier daemon may have been killed here
+        for left in (layer, *find_trash(layer.parent)):  # an earlier daemon may have been killed
             remove_tree(left)
 
 
-def _try_other(state_dir: Path, mounter: Mounter) -> Trial:
-    try:
-        _try_one(state_dir, mounter, _SOMEBODY, _SOMEBODY)
-    except (MirrordError, OSError) as error:
-        return Trial(may_map_owners=False, reason=str(error))
-    return Trial(may_map_owners=True)
-
-
-def _try_one(state_dir: Path, mounter: Mounter, seen: Owner, owner: Owner | None) -> None:
+def _try_as(state_dir: Path, mounter: Mounter, mapped: Owner | None) -> None:
+    """See a file below as the owner's, and rename a directory."""
+    owner = mapped or (os.geteuid(), os.getegid())
     name = new_checkout_id()
     public, private = state_dir / "checkouts" / name, state_dir / "leases" / name
-    for path in (public / "tree", private / "layer" / "upper", private / "layer" / "work"):
+    tree = public / "tree"
+    for path in (tree, private / "layer" / "upper", private / "layer" / "work"):
         path.mkdir(mode=0o700, parents=True)
-    (private / "lease.json").write_text(json.dumps({"owner_uid": seen[0], "owner_gid": seen[1]}))
+    (private / "lease.json").write_text(json.dumps({"owner_uid": owner[0], "owner_gid": owner[1]}))
     try:
-        with opened(mounter.make(OverlayOrder(name, "layer", (PROBE_LAYER,), owner))) as mount:
+        with opened(mounter.make(OverlayOrder(name, "layer", (PROBE_LAYER,), mapped))) as mount:
             mounter.attach(name, mount)
-        _use(public / "tree", seen)
+        try:
+            found = (tree / "directory" / "file").stat()
+            (tree / "directory").rename(tree / "renamed")
+        except OSError as error:
+            raise BackendUnavailableError(
+                f"cannot use an overlay in {public.parent}: {error.strerror}"
+            ) from error
+        if (found.st_uid, found.st_gid) != owner:
+            raise BackendUnavailableError(
+                f"cannot give files to uid {owner[0]}: they are seen as uid {found.st_uid}'s"
+            )
     finally:
         mounter.umount(name)
         remove_tree(public)
         remove_tree(private)
-
-
-def _use(tree: Path, seen: Owner) -> None:
-    """See the layer below, as its owner's, and rename a directory of it."""
-    try:
-        found = (tree / "directory" / "file").stat()
-        (tree / "directory").rename(tree / "renamed")
-    except OSError as error:
-        raise BackendUnavailableError(
-            f"cannot use an overlay in {tree.parent.parent}: {error.strerror}"
-        ) from error
-    if (found.st_uid, found.st_gid) != seen:
-        raise BackendUnavailableError(
-            f"cannot give files to uid {seen[0]}: they are seen as uid {found.st_uid}'s"
-        )

@@ -1,13 +1,15 @@
-"""The portable backend: real working trees, kept warm, that move between commits by what differs. Needs no mount.
+"""The portable backend: real working trees that move between commits by what differs.
 
-Owns which released trees are kept and for whom: only for the same uid, because a descriptor that is still open somewhere would
-otherwise be a file that two clients share. What is done to one tree is `worktree.py`'s, in workers. A restart removes kept trees.
+Needs no mount. Released trees are kept warm, only for the same uid: a descriptor that is still open
+somewhere would otherwise be a file that two clients share. A restart removes them, as directories
+without a lease. What is done to one tree is in `worktree.py`, in workers.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,7 +23,7 @@ from ...git.workers import Workers
 from ...host.files import mounted_on
 from ...host.mounts import mounts_below
 from ...host.trash import Trash, find_trash, new_trash
-from ...model import Backend, CommitId, History, MirrorName
+from ...model import Backend, History, MirrorName
 from ...protocol import Proof
 from ..backend import DIFF_TIMEOUT
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
@@ -30,9 +32,9 @@ from . import dotgit, worktree
 from .worktree import Place
 
 _TIMEOUT = timedelta(minutes=10)
-_WARM = ".warm-"
-_KEPT_EACH = 4
-_KEPT = 32
+_WARM_PREFIX = ".warm-"
+_WARM_EACH_MAX = 4  # of one owner and mirror
+_WARM_MAX = 32
 
 log = structlog.get_logger()
 
@@ -56,11 +58,11 @@ class PoolBackend:
         self._gitdirs = gitdirs
         self._mirrors_path = mirrors_path
         self._trash = trash
-        self._warm: list[tuple[tuple[int, str], Directories]] = []
+        self._warm: defaultdict[tuple[int, str], list[Directories]] = defaultdict(list)
         self._closed = False
 
     async def open(self) -> None:
-        """Forget linked worktrees whose checkout is gone. Kept trees have no lease, so whoever reads the leases removes them."""
+        """Remove the records of linked worktrees whose checkout is gone."""
         if pruned := await anyio.to_thread.run_sync(dotgit.prune_worktrees, self._mirrors):
             log.info("worktrees.pruned", count=pruned)
 
@@ -69,36 +71,38 @@ class PoolBackend:
 
     async def create(self, lease: Lease) -> tuple[str, dict[str, float]]:
         began = time.perf_counter()
-        place = await self._place(lease, lease.commit)
-        sealed = time.perf_counter()
-        warm = self._take_warm(lease)
-        with self._removed_after(place.grave):
-            tree, timings = await self._workers.run(
-                worktree.make, place, lease.commit, lease.tree, warm, timeout=_TIMEOUT
+        paths = await self._paths(lease)
+        sealed_s = time.perf_counter() - began
+        kept = self._warm[lease.owner_uid, lease.mirror.key]
+        warm = kept.pop() if kept else None
+        with self._removed_after(paths.grave):
+            tree, timings = await self._workers.call(
+                make_checkout, paths, lease.commit, lease.tree, warm, timeout=_TIMEOUT
             )
-        return tree, {"seal": round(sealed - began, 6), **timings}
+        return tree, {"seal": round(sealed_s, 6), **timings}
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
-        """In place: the lease says where it goes before anything is touched. What fails then cannot be undone."""
+        """In place: the lease is RESETTING before anything is touched, and a failure is final."""
         await self._trash.keep_up()
-        place = await self._place(to, to.commit)
-        await anyio.to_thread.run_sync(_must_be_unmounted, to)
+        paths = await self._paths(to)
+        if mounted := await anyio.to_thread.run_sync(mounts_below, str(to.tree_path)):
+            raise mounted_on(os.fsencode(mounted[0]))  # not the checkout's: nobody may empty it
         before = leases.find(to.id)
         leases.save(resetting(to))
         try:
-            with self._removed_after(place.grave):
-                proof = await self._workers.run(
-                    worktree.make_clean, place, to.commit, to.tree, timeout=_TIMEOUT
+            with self._removed_after(paths.grave):
+                proof = await self._workers.call(
+                    reset_checkout, paths, to.commit, to.tree, timeout=_TIMEOUT
                 )
         except TreeTooLargeError:
-            leases.save(before or to)  # found out before anything was touched
+            leases.save(before or to)  # nothing was touched yet
             raise
         leases.save(to)
         return proof
 
     async def adopt(self, lease: Lease) -> bool:
-        for grave in find_trash(lease.directory):
-            self._trash.add(grave)
+        for trash in find_trash(lease.directory):
+            self._trash.add(trash)
         return (lease.private / "manifest").exists()
 
     async def take_down(self, directories: Directories, lease: Lease | None) -> bool:
@@ -110,64 +114,41 @@ class PoolBackend:
         return lease is not None and not is_mounted and self._keep(directories, lease)
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:
-        place = await self._place(lease, lease.commit)
-        return await self._workers.run(worktree.changed_paths, place, timeout=DIFF_TIMEOUT)
+        paths = await self._paths(lease)
+        return await self._workers.call(scan_checkout, paths, timeout=DIFF_TIMEOUT)
 
-    async def _place(self, lease: Lease, commit: CommitId) -> Place:
-        store, head = None, commit
+    async def _paths(self, lease: Lease) -> Place:
+        store, head = None, lease.commit
         if lease.history is not History.LINKED:
-            gitdir = await self._gitdirs.ensure(lease.mirror, commit, lease.history)
-            store, head = gitdir.git, gitdir.head
-        owner = (lease.owner_uid, lease.owner_gid)
-        mirror, grave = self._mirrors_path(lease.mirror), new_trash(lease.directory.parent)
-        return Place(lease.directory, lease.private, mirror, store, head, owner, grave)
+            sealed = await self._gitdirs.ensure(lease.mirror, lease.commit, lease.history)
+            store, head = sealed.git, sealed.head
+        mirror, trash = self._mirrors_path(lease.mirror), new_trash(lease.directory.parent)
+        return Place(lease.directory, lease.private, mirror, store, head, lease.owner, trash)
 
     @contextmanager
-    def _removed_after(self, grave: Path) -> Iterator[None]:
+    def _removed_after(self, trash: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if grave.exists():
-                self._trash.add(grave)
-
-    # -- kept trees ---------------------------------------------------------------------------------------------------
-
-    def _take_warm(self, lease: Lease) -> Directories | None:
-        """The kept tree of this owner and mirror that was released last."""
-        wanted = _key(lease)
-        for place in range(len(self._warm) - 1, -1, -1):
-            if self._warm[place][0] == wanted:
-                return self._warm.pop(place)[1]
-        return None
+            if trash.exists():
+                self._trash.add(trash)
 
     def _keep(self, directories: Directories, lease: Lease) -> bool:
         """Keep a released tree for its owner's next checkout, unless there are enough."""
-        key = _key(lease)
-        of_owner = sum(1 for kept, _ in self._warm if kept == key)
-        is_done = lease.state is LeaseState.LIVE
+        kept = self._warm[lease.owner_uid, lease.mirror.key]
         if (
             self._closed
-            or not is_done
-            or of_owner >= _KEPT_EACH
-            or len(self._warm) >= _KEPT
+            or lease.state is not LeaseState.LIVE
+            or len(kept) >= _WARM_EACH_MAX
+            or sum(map(len, self._warm.values())) >= _WARM_MAX
             or not (directories.private / "manifest").exists()
         ):
             return False
-        warm = directories.renamed(f"{_WARM}{lease.id}")
+        warm = directories.renamed(f"{_WARM_PREFIX}{lease.id}")
         try:
             directories.private.rename(warm.private)
             directories.public.rename(warm.public)
         except OSError:
             return False
-        self._warm.append((key, warm))
+        kept.append(warm)
         return True
-
-
-def _must_be_unmounted(lease: Lease) -> None:
-    """What is mounted in a tree is not the checkout's: nobody may empty it."""
-    if mounted := mounts_below(str(lease.tree_path)):
-        raise mounted_on(os.fsencode(mounted[0]))
-
-
-def _key(lease: Lease) -> tuple[int, str]:
-    return lease.owner_uid, lease.mirror.key
