@@ -24,7 +24,7 @@ from mirrord.checkouts.backend import CheckoutBackend
 from mirrord.checkouts.leases import Directories, Lease, Leases
 from mirrord.checkouts.overlay.probe import find_overlay
 from mirrord.checkouts.pool.backend import PoolBackend
-from mirrord.checkouts.pool.worktree import Place
+from mirrord.checkouts.pool.worktree import PoolPaths
 from mirrord.checkouts.service import Checkouts
 from mirrord.checkouts.stores.builder import StoreBuilder
 from mirrord.checkouts.templates.store import Templates
@@ -70,11 +70,11 @@ class Pool:
         self.leases.put(lease)
         return lease
 
-    async def place(self, lease: Lease, commit: str) -> Place:
+    async def place(self, lease: Lease, commit: str) -> PoolPaths:
         """What a worker is told about a checkout that goes to `commit`."""
         gitdir = await self.gitdirs.ensure(NAME, CommitId(commit), lease.history)
         owner, grave = (lease.owner_uid, lease.owner_gid), new_trash(lease.directory.parent)
-        return Place(
+        return PoolPaths(
             lease.directory, lease.private, self.mirror, gitdir.git, gitdir.head, owner, grave
         )
 

@@ -175,8 +175,8 @@ class OverlayBackend:
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:
         template = self._held.get(lease.id)
-        return await self._workers.call(
-            list_overlay_changes,
+        return await self._workers.run(
+            changed_paths,
             lease.tree_path,
             lease.private / _LAYER / "upper",
             template.layers if template else (),

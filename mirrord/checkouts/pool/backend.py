@@ -29,7 +29,7 @@ from ..backend import DIFF_TIMEOUT
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..stores.builder import StoreBuilder
 from . import dotgit, worktree
-from .worktree import Place
+from .worktree import PoolPaths
 
 _TIMEOUT = timedelta(minutes=10)
 _WARM_PREFIX = ".warm-"
@@ -75,9 +75,9 @@ class PoolBackend:
         sealed_s = time.perf_counter() - began
         kept = self._warm[lease.owner_uid, lease.mirror.key]
         warm = kept.pop() if kept else None
-        with self._removed_after(paths.grave):
-            tree, timings = await self._workers.call(
-                make_checkout, paths, lease.commit, lease.tree, warm, timeout=_TIMEOUT
+        with self._removed_after(paths.trash):
+            tree, timings = await self._workers.run(
+                worktree.make, paths, lease.commit, lease.tree, warm, timeout=_TIMEOUT
             )
         return tree, {"seal": round(sealed_s, 6), **timings}
 
@@ -90,9 +90,9 @@ class PoolBackend:
         before = leases.find(to.id)
         leases.save(resetting(to))
         try:
-            with self._removed_after(paths.grave):
-                proof = await self._workers.call(
-                    reset_checkout, paths, to.commit, to.tree, timeout=_TIMEOUT
+            with self._removed_after(paths.trash):
+                proof = await self._workers.run(
+                    worktree.make_clean, paths, to.commit, to.tree, timeout=_TIMEOUT
                 )
         except TreeTooLargeError:
             leases.save(before or to)  # nothing was touched yet
@@ -115,15 +115,15 @@ class PoolBackend:
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:
         paths = await self._paths(lease)
-        return await self._workers.call(scan_checkout, paths, timeout=DIFF_TIMEOUT)
+        return await self._workers.run(worktree.changed_paths, paths, timeout=DIFF_TIMEOUT)
 
-    async def _paths(self, lease: Lease) -> Place:
+    async def _paths(self, lease: Lease) -> PoolPaths:
         store, head = None, lease.commit
         if lease.history is not History.LINKED:
             sealed = await self._gitdirs.ensure(lease.mirror, lease.commit, lease.history)
             store, head = sealed.git, sealed.head
         mirror, trash = self._mirrors_path(lease.mirror), new_trash(lease.directory.parent)
-        return Place(lease.directory, lease.private, mirror, store, head, lease.owner, trash)
+        return PoolPaths(lease.directory, lease.private, mirror, store, head, lease.owner, trash)
 
     @contextmanager
     def _removed_after(self, trash: Path) -> Iterator[None]:

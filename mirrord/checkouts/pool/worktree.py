@@ -10,8 +10,9 @@ import os
 import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ...errors import CheckoutBusyError, DiskFullError, ProofFailedError
 from ...host.files import full_disk_named, open_directory, opened
@@ -31,12 +32,9 @@ from .dotgit import DotGit
 _ROUNDS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a pooled checkout is and what it is made from.
-
-    `store` is the sealed `.git`; None links to the mirror. What is taken away is put into `grave`,
-    for the caller to remove.
+class PoolPaths(NamedTuple):
+    """`store` is the sealed `.git`; None links to the mirror. The caller removes `trash`, where
+    everything goes that is taken away.
     """
 
     directory: Path
@@ -45,7 +43,7 @@ class Place:
     store: Path | None
     head: str
     owner: tuple[int, int]
-    grave: Path
+    trash: Path
 
     @property
     def tree(self) -> Path:
@@ -57,7 +55,7 @@ class Place:
 
 
 def make(
-    paths: Place, commit: str, tree: str, warm: Directories | None
+    paths: PoolPaths, commit: str, tree: str, warm: Directories | None
 ) -> tuple[str, dict[str, float]]:
     """Make the checkout, of the kept tree in `warm` if there is one; answers the verified tree and
     seconds per step.
@@ -71,7 +69,7 @@ def make(
                 # CheckoutBusyError: something was mounted in it since its release
                 with suppress(CheckoutBusyError), _timed(timings, "reset"):
                     return make_clean(paths, commit, tree).tree, timings
-        with closing(TrashDirectory(paths.grave)) as trash:
+        with closing(TrashDirectory(paths.trash)) as trash:
             with _timed(timings, "tree"):
                 manifest = _write_tree(paths, commit, tree, trash)
             with _timed(timings, "git"):
@@ -81,7 +79,7 @@ def make(
     return manifest.tree, timings
 
 
-def make_clean(paths: Place, commit: str, tree: str) -> Proof:
+def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
     """Bring the tree to `commit`, whatever was done to it, and prove it."""
     with full_disk_named(f"checkout {paths.directory.name}"):
         store = dotgit.read_store(paths.store) if paths.store else None
@@ -90,12 +88,12 @@ def make_clean(paths: Place, commit: str, tree: str) -> Proof:
             must_fit_from(paths.mirror, before, tree)
         found = scan(paths.tree, before) if before else Changes()
         try:
-            with closing(TrashDirectory(paths.grave)) as trash, full_disk_named("the tree"):
+            with closing(TrashDirectory(paths.trash)) as trash, full_disk_named("the tree"):
                 manifest = before or _write_tree(paths, commit, tree, trash)
                 after = _bring(paths, store, commit, manifest, found, trash)
         except DiskFullError:  # once more, without keeping the removed files until the end
-            remove_tree(paths.grave)
-            trash = TrashDirectory(paths.grave, has_room=False)
+            remove_tree(paths.trash)
+            trash = TrashDirectory(paths.trash, has_room=False)
             manifest = before or _write_tree(paths, commit, tree, trash)
             after = _bring(paths, store, commit, manifest, found, trash)
         if after is not before:
@@ -121,7 +119,7 @@ def make_clean(paths: Place, commit: str, tree: str) -> Proof:
     return must_prove(proof, head=paths.head, tree=tree)
 
 
-def changed_paths(paths: Place) -> list[bytes]:
+def changed_paths(paths: PoolPaths) -> list[bytes]:
     """The paths that may differ from the clean state; all, where the tree's top was replaced."""
     manifest = Manifest.load(paths.manifest)
     if not _has_top(paths):
@@ -130,7 +128,7 @@ def changed_paths(paths: Place) -> list[bytes]:
 
 
 def _bring(
-    paths: Place,
+    paths: PoolPaths,
     store: DotGit | None,
     commit: str,
     before: Manifest,
@@ -195,7 +193,7 @@ def _with_proven(manifest: Manifest, found: Changes) -> Manifest:
     return replace(manifest, files=files, control=control)
 
 
-def _write_tree(paths: Place, commit: str, tree: str, trash: TrashDirectory) -> Manifest:
+def _write_tree(paths: PoolPaths, commit: str, tree: str, trash: TrashDirectory) -> Manifest:
     """Write the whole tree into a new directory, and read it back."""
     with opened(open_directory(paths.directory)) as above:
         trash.discard(above, b"tree")
@@ -212,7 +210,7 @@ def _write_tree(paths: Place, commit: str, tree: str, trash: TrashDirectory) -> 
     return manifest.settled(written_ns)
 
 
-def _find_manifest(paths: Place) -> Manifest | None:
+def _find_manifest(paths: PoolPaths) -> Manifest | None:
     """The manifest, if it and the top of the tree can be used."""
     if not _has_top(paths):
         return None
@@ -223,7 +221,7 @@ def _find_manifest(paths: Place) -> Manifest | None:
     return manifest if manifest.owner == paths.owner else None
 
 
-def _has_top(paths: Place) -> bool:
+def _has_top(paths: PoolPaths) -> bool:
     """Whether the tree's top is a directory of its owner's, not a link or anything else."""
     try:
         with opened(open_top(paths.tree)) as top:
@@ -233,7 +231,7 @@ def _has_top(paths: Place) -> bool:
     return (found.st_uid, found.st_gid) == paths.owner
 
 
-def _take(warm: Directories, paths: Place) -> bool:
+def _take(warm: Directories, paths: PoolPaths) -> bool:
     """Move a kept tree and its manifest into a new checkout; False where they are gone."""
     try:
         (warm.private / "manifest").rename(paths.manifest)

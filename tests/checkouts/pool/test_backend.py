@@ -22,7 +22,7 @@ from mirrord.checkouts.files.manifest import Manifest, Records, clock_ns
 from mirrord.checkouts.files.scan import Changes, examine, scan
 from mirrord.checkouts.leases import Lease
 from mirrord.checkouts.pool import worktree as pooled
-from mirrord.checkouts.pool.worktree import Place
+from mirrord.checkouts.pool.worktree import PoolPaths
 from mirrord.model import History
 
 
@@ -213,7 +213,7 @@ def test_root_cannot_hide_a_change_behind_its_clock(run_pool: Callable[..., None
     run_pool(story)
 
 
-def forge_record(place: Place) -> None:
+def forge_record(place: PoolPaths) -> None:
     """Make the record agree with every stat on disk, as a clock that is set back would."""
     manifest = Manifest.load(place.manifest)
     parts = [
@@ -312,11 +312,11 @@ def test_what_has_to_go_is_moved_away_whole(run_pool: Callable[..., None]) -> No
             (lease.tree_path / f"created/{number}").write_text("created")
         proof = pooled.make_clean(place, ids[1], lease.tree)
         assert proof.files_removed == 1
-        assert stat.S_IMODE(place.grave.stat().st_mode) == 0o700
-        assert [len(list(path.iterdir())) for path in place.grave.iterdir() if path.is_dir()] == [
+        assert stat.S_IMODE(place.trash.stat().st_mode) == 0o700
+        assert [len(list(path.iterdir())) for path in place.trash.iterdir() if path.is_dir()] == [
             50
         ]
-        assert len(list(place.grave.iterdir())) == len(["created", "README", ".git/index"])
+        assert len(list(place.trash.iterdir())) == len(["created", "README", ".git/index"])
 
     run_pool(story)
 
