@@ -1,4 +1,4 @@
-"""What came back over the socket, or did not, as messages of the protocol or as errors. Pure: reads, never sends."""
+"""Answers as messages of the protocol or as errors; requests as bytes. Pure: no I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..errors import (
     UsageError,
     from_problem,
 )
-from ..protocol import Answer, MalformedError, Request
+from ..protocol import Answer, Event, MalformedError, Request
 from ..units import parse_duration
 from .http import BrokenError, GarbledError, LateError, RefusedError, Response
 from .http import Request as HttpRequest
@@ -26,7 +26,10 @@ from .http import Request as HttpRequest
 A = TypeVar("A", bound=Answer)
 Q = TypeVar("Q", bound=Request)
 
-_START = "start it with `mirrord serve` or `systemctl start mirrord`, or name its socket with --socket or MIRRORD_SOCKET"
+_START = (
+    "start it with `mirrord serve` or `systemctl start mirrord`, or name its socket with --socket "
+    "or MIRRORD_SOCKET"
+)
 
 _REFUSALS = {
     errno.ENOENT: "there is no such socket",
@@ -38,17 +41,16 @@ _REFUSALS = {
 
 
 def message(kind: type[Q], **fields: Any) -> Q:
-    """A message to the daemon; raises InvalidRequestError, as the daemon would, for words that it does not know."""
+    """A message to the daemon; raises InvalidRequestError, as the daemon would."""
     try:
         return kind.from_json(fields)
     except MalformedError as error:
-        raise InvalidRequestError(
-            f"cannot ask the daemon: {error}", hint="see the method's signature"
-        ) from error
+        hint = "see the method's signature"
+        raise InvalidRequestError(f"cannot ask the daemon: {error}", hint=hint) from error
 
 
 def read_one(response: Response, kind: type[A]) -> A:
-    """The answer as one message; raises NoDaemonError where something else than mirrord speaks."""
+    """The answer as one message; raises NoDaemonError for an answer that is not mirrord's."""
     try:
         return kind.from_json(json.loads(response.body))
     except ValueError as error:
@@ -67,16 +69,14 @@ def read_list(response: Response, kind: type[A]) -> list[A]:
 
 
 def is_error(response: Response, accepted: tuple[int, ...]) -> bool:
-    """Whether it is to be raised: 503 is also how a degraded daemon answers with its health, which is no problem document."""
-    if response.status < 400:
-        return False
-    return response.status not in accepted or response.head.headers.get(
-        "content-type", ""
-    ).startswith("application/problem+json")
+    """Whether to raise it. A degraded daemon's health is a 503 too, but no problem document."""
+    kind = response.head.headers.get("content-type", "")
+    is_problem = kind.startswith("application/problem+json")
+    return response.status >= 400 and (is_problem or response.status not in accepted)
 
 
 def problem_of(response: Response) -> MirrordError:
-    """The error an answer of 400 and above carries, as the class that the daemon raised."""
+    """The error of an answer of 400 and above, as the class that the daemon raised."""
     try:
         problem = json.loads(response.body)
     except ValueError as error:
@@ -87,33 +87,33 @@ def problem_of(response: Response) -> MirrordError:
 
 
 def _not_mirrord(response: Response, why: str) -> NoDaemonError:
-    return _garbled(
-        response.head.request, f"status {response.status} and not a message of mirrord", why
-    )
+    fact = f"status {response.status} and not a message of mirrord"
+    return _garbled(response.head.request, fact, why)
 
 
 def _garbled(request: HttpRequest, fact: str, why: str) -> NoDaemonError:
     return NoDaemonError(
         f"cannot read the answer to {request}: {fact}",
-        hint="is it mirrord that listens at this socket, and of the same version as this client?",
+        hint="does mirrord listen at this socket, in the same version as this client?",
         reason=why[:500],
     )
 
 
 def failure_of(error: BrokenError, request: HttpRequest, path: Path) -> MirrordError:
-    """Why no answer came, as an error whose hint says what to do."""
+    """The error for an answer that did not come."""
     if isinstance(error, RefusedError):
         return _unreachable(error.__cause__, path)
     if isinstance(error, LateError):
         return DeadlineError(
-            f"cannot wait for the answer to {request}: the daemon at {path} took longer than this client allows",
-            hint="give the client a longer timeout; what was asked for may still be done",
+            f"cannot wait for the answer to {request}: the daemon at {path} took longer than this "
+            "client allows",
+            hint="give the client a longer timeout; the request may still succeed",
         )
     if isinstance(error, GarbledError):
         return _garbled(request, "it is not HTTP/1.1", str(error))
     return NoDaemonError(
         f"cannot read the answer to {request}: the daemon at {path} closed the connection",
-        hint="it stopped or crashed, see its log; what was asked for may or may not have been done",
+        hint="it stopped or crashed, see its log; the request may or may not have succeeded",
     )
 
 
@@ -122,7 +122,8 @@ def _unreachable(cause: BaseException | None, path: Path) -> MirrordError:
     if number in (errno.EACCES, errno.EPERM):
         return AccessError(
             f"cannot connect to {path}: permission denied",
-            hint="only root, the daemon's user and members of the group in [access] may; see `id` and config.toml",
+            hint="only root, the daemon's user and members of the group in [access] may; see `id` "
+            "and config.toml",
             socket=str(path),
         )
     if number is None and "too long" in str(cause):  # raised by CPython before the kernel is asked
@@ -138,7 +139,7 @@ def _unreachable(cause: BaseException | None, path: Path) -> MirrordError:
 
 
 def retry_pauses(patience_seconds: float) -> Iterator[float]:
-    """Seconds to wait before each further try, growing, `patience_seconds` in all."""
+    """Growing pauses before each retry, `patience_seconds` in all."""
     pause, left = 0.02, patience_seconds
     while left > 0:
         yield min(pause, left)
@@ -147,15 +148,44 @@ def retry_pauses(patience_seconds: float) -> Iterator[float]:
 
 
 def body_of(request: Request) -> bytes | None:
-    """A request's JSON, without the members that were not given; None where none was: an absent body is one system call less."""
+    """A request's JSON without absent members; None, which saves a system call, without any."""
     given = {name: value for name, value in request.to_json().items() if value is not None}
     return json.dumps(given, separators=(",", ":")).encode() if given else None
 
 
 def seconds_of(duration: timedelta | float | str | None) -> float | None:
-    """A ttl in any of its spellings; raises UsageError."""
+    """A ttl in seconds; raises UsageError."""
     try:
         read = parse_duration(duration) if isinstance(duration, str) else duration
     except ValueError as error:
         raise UsageError(f"cannot read a ttl: {error}") from error
     return read.total_seconds() if isinstance(read, timedelta) else read
+
+
+class EventReader:
+    """Reads events from pieces of a `text/event-stream`; skips comments, the heartbeat."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, piece: bytes) -> Iterator[Event]:
+        """The events that `piece` completes."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            if not line and self._data:
+                data, self._data = b"\n".join(self._data), []
+                yield _read(data)
+
+
+def _read(data: bytes) -> Event:
+    try:
+        return Event.from_json(json.loads(data))
+    except ValueError as error:
+        raise NoDaemonError(
+            "cannot read an event: not a message of mirrord",
+            hint="use a client of the daemon's version",
+            reason=str(error)[:500],
+        ) from error

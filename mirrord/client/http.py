@@ -1,7 +1,7 @@
-"""HTTP/1.1 as far as a client of one daemon needs it: heads of requests out, heads of answers in. Pure: bytes, no I/O.
+"""HTTP/1.1 as a client of one daemon needs it. Pure: bytes, no I/O.
 
-Instead of httpx: httpcore's pool (1.0) walks all its connections for each request, so that 64
-tasks over one client made 49 requests a second; and a client needs no further package.
+In place of httpx: httpcore's pool (1.0) walks all its connections for each request, and 64 tasks
+over one client made 49 requests a second.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class BrokenError(Exception):
 
 
 class RefusedError(BrokenError):
-    """Nothing was sent: to ask again cannot do it twice. Its cause is the system's error."""
+    """Nothing was sent: a retry cannot act twice. Its cause is the system's error."""
 
 
 class LateError(BrokenError):
@@ -27,7 +27,7 @@ class LateError(BrokenError):
 
 
 class GarbledError(BrokenError):
-    """What came is not HTTP/1.1."""
+    """The answer is not HTTP/1.1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +44,13 @@ class Request:
     def head(self, framing: str) -> bytes:
         """`framing` is the header that tells the length of the body."""
         lines = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
-        return (
-            f"{self.method} {self.target} HTTP/1.1\r\nhost: mirrord\r\n{lines}{framing}\r\n".encode(
-                "ascii"
-            )
-        )
+        text = f"{self.method} {self.target} HTTP/1.1\r\nhost: mirrord\r\n{lines}{framing}\r\n"
+        return text.encode("ascii")
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The head of an answer. `length` is None where the body is chunked or ends with the connection."""
+    """The head of an answer. `length` is None for a body in chunks or to the connection's end."""
 
     request: Request
     status: int
@@ -87,7 +84,7 @@ def target(path: str, query: Mapping[str, object]) -> str:
 
 
 def read_head(request: Request, data: bytes) -> Head:
-    """The head of an answer from its bytes, without the empty line behind it; raises GarbledError."""
+    """The head of an answer from its bytes, without the empty line; raises GarbledError."""
     first, *lines = data.decode("latin-1").split("\r\n")
     version, _, rest = first.partition(" ")
     if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
@@ -98,13 +95,19 @@ def read_head(request: Request, data: bytes) -> Head:
     }
     is_chunked = headers.get("transfer-encoding", "").lower() == "chunked"
     has_body = request.method != "HEAD" and status not in _NO_BODY and status >= 200
-    length = 0 if not has_body else None if is_chunked else _length(headers.get("content-length"))
+    declared = headers.get("content-length")
+    if has_body and not is_chunked and declared is not None and not declared.isdigit():
+        raise GarbledError(f"a body of length {declared[:40]!r}")
+    length = None if is_chunked or declared is None else int(declared)
+    length = length if has_body else 0
     connection = headers.get("connection", "").lower()
     is_last = connection == "close" or version != "HTTP/1.1" or (length is None and not is_chunked)
     return Head(request, status, headers, length, is_chunked and has_body, is_last)
 
 
-def _length(text: str | None) -> int | None:
-    if text is not None and not text.isdigit():
-        raise GarbledError(f"a body of length {text[:40]!r}")
-    return None if text is None else int(text)
+def chunk_size(line: bytes) -> int:
+    """The size of a chunk from its first line."""
+    try:
+        return int(line.partition(b";")[0], 16)
+    except ValueError as error:
+        raise GarbledError(f"a chunk of {line[:40]!r} bytes") from error

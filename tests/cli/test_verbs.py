@@ -122,7 +122,7 @@ _LOADED = "import sys\nfrom mirrord.cli.main import run\nrun(sys.argv[1:])\nprin
 _HEAVY = {
     "typer", "rich", "pygments", "structlog", "sqlalchemy", "pygit2", "pyarrow", "uvicorn", "starlette",
     "asyncio", "anyio", "pydantic", "httpx", "ssl", "http.client", "subprocess", "tempfile", "logging.config", "toml",
-    "mirrord.config", "mirrord.git", "mirrord.api", "mirrord.host", "mirrord.client.asynchronous",
+    "mirrord.config", "mirrord.git", "mirrord.api", "mirrord.host", "mirrord.client._async",
 }  # fmt: skip
 ID = str(LEASE["id"])
 STATUS = {

@@ -60,7 +60,7 @@ def test_each_file_of_the_package_is_in_one_of_the_wheels(wheels: dict[str, Path
     ours = {
         str(path.relative_to(PROJECT))
         for path in (PROJECT / "mirrord").rglob("*")
-        if path.suffix in {".py", ".typed"}
+        if path.suffix in {".py", ".pyi", ".typed"}
     }
     assert client | daemon == ours
     assert not client & daemon

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 CLIENT = Path(__file__).parents[2] / "mirrord/client"
-SOURCE, TARGET = CLIENT / "asynchronous", CLIENT / "synchronous"
+SOURCE, TARGET = CLIENT / "_async", CLIENT / "_sync"
 
 RULES: list[tuple[str, str]] = [
     (
@@ -20,8 +20,11 @@ RULES: list[tuple[str, str]] = [
     (r"\bPending\((.*)\)$", r"\1"),
     (r"\bPending, ", ""),
     (r"\bawait async_to_end\((.*)\)$", r"\1"),
-    (r"^from \.\.twins_async import async_to_end$", ""),
-    (r"\btwins_async\b", "twins_sync"),
+    (
+        r"^from \.\.primitives_async import AsyncWorker, async_to_end$",
+        "from ..primitives_sync import Worker",
+    ),
+    (r"\bprimitives_async\b", "primitives_sync"),
     (r"\bawait ", ""),
     (r"\[piece async for piece in (.*)\]\)", r"\1)"),
     (r"\basync (def|with|for)\b", r"\1"),
@@ -63,7 +66,9 @@ def _formatted(source: str) -> str:
 
 def generated() -> dict[Path, str]:
     """Every file of the synchronous client as it should be."""
-    header = "# Generated from ../asynchronous/{} by tests/support/unasync.py: edit that file, then run it.\n"
+    header = (
+        "# @generated from ../_async/{} by tests/support/unasync.py: edit that file, then run it.\n"
+    )
     return {
         TARGET / path.name: header.format(path.name) + synchronous(path.read_text())
         for path in sorted(SOURCE.glob("*.py"))

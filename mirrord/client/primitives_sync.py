@@ -1,4 +1,4 @@
-"""What the client for threads does in another way than by leaving out `async` and `await`; loads no asyncio."""
+"""Primitives that differ between asyncio and threads: those for threads. Loads no asyncio."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def pause(seconds: float) -> None:
 
 
 def receive(connected: socket.socket, most: int, timeout: float | None) -> bytes:
-    """What a non-blocking socket has, or comes next; empty at the end. Raises TimeoutError after `timeout` seconds of nothing."""
+    """The next bytes of a non-blocking socket; empty at the end; TimeoutError after `timeout` s."""
     _wait_for(connected, select.POLLIN, timeout)
     return connected.recv(most)
 
 
 def send(connected: socket.socket, data: bytes | memoryview, timeout: float | None) -> None:
-    """Write all to a non-blocking socket. Raises TimeoutError when the peer takes nothing for `timeout` seconds."""
+    """Write all to a non-blocking socket; TimeoutError when the peer stalls for `timeout` s."""
     rest = memoryview(data)
     while rest:
         with suppress(BlockingIOError):
@@ -43,7 +43,7 @@ def _wait_for(connected: socket.socket, event: int, timeout: float | None) -> No
 
 
 def chunks(path: Path, sent: Callable[[int], None]) -> Iterator[bytes]:
-    """The bytes of a file in pieces; `sent` hears how many went out so far."""
+    """The bytes of a file in pieces; `sent` gets how many went out so far."""
     with path.open("rb") as file:
         done = 0
         while chunk := file.read(CHUNK_BYTES):
@@ -53,7 +53,7 @@ def chunks(path: Path, sent: Callable[[int], None]) -> Iterator[bytes]:
 
 
 def write(path: Path, content: Iterator[bytes], written: Callable[[int], object]) -> int:
-    """Write what comes into a private file that appears under its name when it is whole; answers its size."""
+    """Write to a private file that appears under its name when it is whole; returns its size."""
     done = 0
     with whole_file(path) as file:
         for chunk in content:
@@ -65,10 +65,9 @@ def write(path: Path, content: Iterator[bytes], written: Callable[[int], object]
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file beside `path`, of mode 0600, flushed and renamed to it at the end; gone when the block raises."""
-    name = path.with_name(
-        f".{path.name}.{os.urandom(4).hex()}"
-    )  # tempfile loads bz2, lzma and hashlib: 8 ms of a verb
+    """A file of mode 0600 beside `path`, renamed to it at the end; gone when the block raises."""
+    # tempfile loads bz2, lzma and hashlib: 8 ms of a verb.
+    name = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -82,7 +81,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 class Worker:
-    """A thread beside the caller's, which no process waits for, and a bell that ends its pauses."""
+    """A daemon thread, and an event that ends its pauses."""
 
     def __init__(self, work: Callable[[Worker], None]) -> None:
         self._bell = threading.Event()

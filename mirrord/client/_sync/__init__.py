@@ -1,4 +1,4 @@
-# Generated from ../asynchronous/__init__.py by tests/support/unasync.py: edit that file, then run it.
+# @generated from ../_async/__init__.py by tests/support/unasync.py: edit that file, then run it.
 """The client for threads, generated from the one for asyncio by tests/support/unasync.py."""
 
 from __future__ import annotations

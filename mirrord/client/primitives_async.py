@@ -1,4 +1,4 @@
-"""What the client for asyncio does in another way than by `async` and `await`; `twins_sync` has the same for threads."""
+"""Primitives that differ between asyncio and threads; `primitives_sync` has those for threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from .twins_sync import CHUNK_BYTES, whole_file
+from .primitives_sync import CHUNK_BYTES, whole_file
 
 _RELEASE_SECONDS = 30
 
@@ -19,7 +19,7 @@ H = TypeVar("H", bound=AbstractAsyncContextManager[object])
 
 
 class Pending(Generic[H]):
-    """A request not sent yet: `await` it for the handle, or enter it with `async with`, which ends in the handle's exit."""
+    """A request not sent yet: `await` it for the handle, or enter the handle with `async with`."""
 
     def __init__(self, awaitable: Awaitable[H]) -> None:
         self._awaitable = awaitable
@@ -47,7 +47,7 @@ async def async_pause(seconds: float) -> None:
 
 
 async def async_receive(connected: socket.socket, most: int, timeout: float | None) -> bytes:
-    """What a non-blocking socket has, or comes next; empty at the end. Raises TimeoutError after `timeout` seconds of nothing."""
+    """The next bytes of a non-blocking socket; empty at the end; TimeoutError after `timeout` s."""
     async with asyncio.timeout(timeout):
         return await asyncio.get_running_loop().sock_recv(connected, most)
 
@@ -55,15 +55,15 @@ async def async_receive(connected: socket.socket, most: int, timeout: float | No
 async def async_send(
     connected: socket.socket, data: bytes | memoryview, timeout: float | None
 ) -> None:
-    """Write all to a non-blocking socket. Raises TimeoutError when that takes longer than `timeout` seconds."""
+    """Write all to a non-blocking socket; raises TimeoutError after `timeout` seconds."""
     async with asyncio.timeout(timeout):
         await asyncio.get_running_loop().sock_sendall(connected, data)
 
 
 async def async_to_end(work: Coroutine[object, object, T]) -> T:
-    """Finish a release although the task around it is cancelled, also again and again.
+    """Finish a release although its task is cancelled, even repeatedly; then raise that.
 
-    Bounded in time; the cancellation goes on afterwards.
+    Bounded in time.
     """
     task = asyncio.ensure_future(asyncio.wait_for(work, _RELEASE_SECONDS))
     cancelled = None
@@ -78,7 +78,7 @@ async def async_to_end(work: Coroutine[object, object, T]) -> T:
 
 
 async def async_chunks(path: Path, sent: Callable[[int], None]) -> AsyncIterator[bytes]:
-    """The bytes of a file in pieces; `sent` hears how many went out so far."""
+    """The bytes of a file in pieces; `sent` gets how many went out so far."""
     with await asyncio.to_thread(path.open, "rb") as file:
         done = 0
         while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
@@ -90,7 +90,7 @@ async def async_chunks(path: Path, sent: Callable[[int], None]) -> AsyncIterator
 async def async_write(
     path: Path, content: AsyncIterator[bytes], written: Callable[[int], object]
 ) -> int:
-    """Write what comes into a private file that appears under its name when it is whole; answers its size."""
+    """Write to a private file that appears under its name when it is whole; returns its size."""
     done = 0
     with whole_file(path) as file:
         async for chunk in content:

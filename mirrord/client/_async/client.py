@@ -1,0 +1,512 @@
+"""The daemon as an object: one method per endpoint. Long work returns an operation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
+
+from ... import protocol
+from ...errors import (
+    CancelledError,
+    DeadlineError,
+    NoDaemonError,
+    OperationNotFoundError,
+    from_problem,
+)
+from ...model import AuditLevel, Backend, Bind, History, View
+from ...places import socket_path
+from ..answers import EventReader, message, read_list, read_one, retry_pauses, seconds_of
+from ..primitives_async import Pending, async_chunks, async_pause, async_write
+from .checkout import AsyncCheckout, AsyncRenewal
+from .connection import AsyncConnection
+
+A = TypeVar("A", bound=protocol.Answer)
+ReportProgress = Callable[[protocol.Progress], None]
+
+_UNAVAILABLE = 503
+_POLL_SECONDS = 0.25
+
+
+class AsyncClient:
+    """One daemon. Close it, or use a `with` block; any number of concurrent tasks share it.
+
+    `socket` is MIRRORD_SOCKET by default, else the configured one. `timeout` bounds the daemon's
+    silence within one answer; `patience` bounds the wait for a restarting daemon, of requests that
+    can safely be sent again.
+    """
+
+    def __init__(
+        self,
+        socket: Path | str | None = None,
+        *,
+        config: Path | str | None = None,
+        timeout: timedelta = timedelta(minutes=10),
+        patience: timedelta = timedelta(seconds=10),
+    ) -> None:
+        self.socket = socket_path(socket, config)
+        self._patience = patience
+        self._connection = AsyncConnection(self.socket, timeout=timeout, patience=patience)
+        self._renewal = AsyncRenewal()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Stop renewing leases, and close the connections."""
+        await self._renewal.stop()
+        await self._connection.close()
+
+    async def _one(self, kind: type[A], method: str, path: str, **request: Any) -> A:
+        return read_one(await self._connection.request(method, path, **request), kind)
+
+    async def _list(self, kind: type[A], method: str, path: str, **request: Any) -> list[A]:
+        return read_list(await self._connection.request(method, path, **request), kind)
+
+    # -- the daemon
+
+    async def health(self) -> protocol.Health:
+        """Whether the daemon can serve; `degraded` comes with reasons and is no error."""
+        return await self._one(protocol.Health, "GET", "health", accepted=(_UNAVAILABLE,))
+
+    async def status(self) -> protocol.Status:
+        return await self._one(protocol.Status, "GET", "status")
+
+    async def configuration(self) -> protocol.Configuration:
+        """The settings in effect; for administrators."""
+        return await self._one(protocol.Configuration, "GET", "config")
+
+    async def reload(self) -> protocol.ReloadAnswer:
+        """Read the configuration again; an invalid file raises and changes nothing."""
+        return await self._one(protocol.ReloadAnswer, "POST", "reload")
+
+    async def metrics(self) -> str:
+        """All metrics in Prometheus text."""
+        return (await self._connection.request("GET", "/metrics")).body.decode()
+
+    # -- mirrors
+
+    async def list_mirrors(self) -> list[protocol.Mirror]:
+        return await self._list(protocol.Mirror, "GET", "mirrors")
+
+    async def get_mirror(self, name: str) -> protocol.Mirror:
+        return await self._one(protocol.Mirror, "GET", f"mirrors/{_mirror(name)}")
+
+    async def add_mirror(self, repo: str, url: str | None = None) -> protocol.Operation:
+        """Add a mirror and sync it for the first time."""
+        body = message(protocol.AddMirror, repo=repo, url=url)
+        return await self._one(protocol.Operation, "POST", "mirrors", body=body)
+
+    async def sync_mirror(self, name: str, *, accept_loss: bool = False) -> protocol.Operation:
+        """Sync a mirror; `accept_loss` follows an upstream that lost most of its refs."""
+        body = message(protocol.SyncMirror, accept_loss=accept_loss)
+        return await self._one(
+            protocol.Operation, "POST", f"mirrors/{_mirror(name)}/sync", body=body
+        )
+
+    async def remove_mirror(self, name: str) -> None:
+        await self._connection.request("DELETE", f"mirrors/{_mirror(name)}")
+
+    async def log_refs(self, name: str) -> list[protocol.RefRecord]:
+        """The mirror's ref history, newest first."""
+        return await self._list(protocol.RefRecord, "GET", f"mirrors/{_mirror(name)}/refs/log")
+
+    async def diff_refs(self, name: str, a: str, b: str) -> protocol.RefDiff:
+        """The changes between two records of the ref history."""
+        return await self._one(
+            protocol.RefDiff, "GET", f"mirrors/{_mirror(name)}/refs/diff", a=a, b=b
+        )
+
+    async def restore_refs(self, name: str, at: str) -> protocol.Operation:
+        """Put the mirror's refs back to a record of its history; the replaced tips are kept."""
+        body = message(protocol.RestoreRefs, at=at)
+        return await self._one(
+            protocol.Operation, "POST", f"mirrors/{_mirror(name)}/refs/restore", body=body
+        )
+
+    # -- bundles
+
+    async def create_bundle(
+        self,
+        name: str,
+        file: Path | str,
+        *,
+        since: str | None = None,
+        progress: ReportProgress | None = None,
+    ) -> protocol.BundleFile:
+        """Write a mirror with its pins, kept refs, ref history and records into a git bundle.
+
+        `since` is the record (an id, a time, `latest`) that the receiver has. The file appears when
+        it is whole.
+        """
+
+        def written(done: int) -> None:
+            if progress:
+                progress(protocol.Progress(done=done, unit="bytes"))
+
+        path = f"mirrors/{_mirror(name)}/bundle"
+        async with self._connection.stream(path, since=since) as (head, body):
+            size = await async_write(Path(file), body, written)
+        mirror, record = head.headers["x-mirrord-mirror"], head.headers["x-mirrord-record"]
+        return protocol.BundleFile(
+            mirror=mirror, file=str(file), size_bytes=size, record=record or None, since=since
+        )
+
+    async def import_bundle(
+        self,
+        file: Path | str,
+        *,
+        mirror: str | None = None,
+        progress: ReportProgress | None = None,
+    ) -> protocol.Operation:
+        """Stream a bundle to the daemon, into the mirror it names or into `mirror`."""
+        content = _upload(Path(file), progress)
+        return await self._one(
+            protocol.Operation, "POST", "bundles", content=content, mirror=mirror
+        )
+
+    # -- pins
+
+    async def list_pins(self, mirror: str | None = None) -> list[protocol.Pin]:
+        return await self._list(protocol.Pin, "GET", "pins", mirror=mirror)
+
+    async def pin(self, mirror: str, commit: str, reason: str = "") -> protocol.Pin:
+        """Keep a commit alive under your own name; its closure is verified first."""
+        body = message(protocol.AddPin, mirror=mirror, commit=commit, reason=reason)
+        return await self._one(protocol.Pin, "POST", "pins", body=body)
+
+    async def unpin(self, mirror: str, commit: str, owner: str | None = None) -> None:
+        """Remove your own pin, or as an administrator that of `owner`."""
+        await self._connection.request(
+            "DELETE", f"pins/{_mirror(mirror)}/{quote(commit, safe='')}", owner=owner
+        )
+
+    # -- datasets
+
+    async def list_datasets(self) -> list[protocol.Dataset]:
+        return await self._list(protocol.Dataset, "GET", "datasets")
+
+    async def get_dataset(self, name: str) -> protocol.Dataset:
+        return await self._one(protocol.Dataset, "GET", f"datasets/{quote(name, safe='')}")
+
+    async def import_dataset(
+        self,
+        file: Path | str,
+        *,
+        name: str | None = None,
+        format: str | None = None,  # noqa: A002
+        progress: ReportProgress | None = None,
+    ) -> protocol.Operation:
+        """Stream a dataset file to the daemon, which mirrors, fetches and pins what it records."""
+        content = _upload(Path(file), progress)
+        return await self._one(
+            protocol.Operation,
+            "POST",
+            "datasets",
+            content=content,
+            filename=Path(file).name,
+            name=name,
+            format=format,
+        )
+
+    async def remove_dataset(self, name: str) -> None:
+        """Remove a dataset, and the pins that nobody else owns."""
+        await self._connection.request("DELETE", f"datasets/{quote(name, safe='')}")
+
+    async def list_formats(self) -> list[protocol.FormatInfo]:
+        return await self._list(protocol.FormatInfo, "GET", "datasets/formats")
+
+    async def list_instances(self, dataset: str | None = None) -> list[protocol.InstanceName]:
+        """All instances, or one dataset's; for administrators."""
+        return await self._list(protocol.InstanceName, "GET", "instances", dataset=dataset)
+
+    async def get_instance(
+        self, instance: str, *, view: View = View.AGENT, dataset: str | None = None
+    ) -> protocol.Instance:
+        """One instance; its patches only in the grader view, with the right to see them."""
+        path = f"instances/{quote(instance, safe='')}"
+        return await self._one(protocol.Instance, "GET", path, view=view.value, dataset=dataset)
+
+    # -- audits and heals
+
+    async def start_audit(
+        self,
+        *mirrors: str,
+        dataset: str | None = None,
+        level: AuditLevel | None = None,
+        heal: bool | None = None,
+    ) -> protocol.Operation:
+        """Check that recorded commits can be served: of these mirrors, of this dataset, or all."""
+        body = message(
+            protocol.StartAudit, mirrors=list(mirrors), dataset=dataset, level=level, heal=heal
+        )
+        return await self._one(protocol.Operation, "POST", "audits", body=body)
+
+    async def list_audits(self) -> list[protocol.Audit]:
+        return await self._list(protocol.Audit, "GET", "audits")
+
+    async def get_audit(self, audit: str) -> protocol.Audit:
+        return await self._one(protocol.Audit, "GET", f"audits/{quote(audit, safe='')}")
+
+    async def start_heal(self, *mirrors: str) -> protocol.Operation:
+        """Audit all content of these mirrors, or of all, repair what is found, and audit again."""
+        body = message(protocol.StartHeal, mirrors=list(mirrors))
+        return await self._one(protocol.Operation, "POST", "heals", body=body)
+
+    async def heal_with_bundle(
+        self,
+        mirror: str,
+        file: Path | str,
+        *,
+        progress: ReportProgress | None = None,
+    ) -> protocol.Operation:
+        """Heal one mirror with a bundle, of any repository, as one more donor."""
+        content = _upload(Path(file), progress)
+        return await self._one(
+            protocol.Operation, "POST", f"mirrors/{_mirror(mirror)}/heal", content=content
+        )
+
+    # -- checkouts
+
+    def checkout(
+        self,
+        instance: str | None = None,
+        *,
+        mirror: str | None = None,
+        commit: str | None = None,
+        dataset: str | None = None,
+        history: History | None = None,
+        view: View = View.AGENT,
+        backend: Backend | None = None,
+        ttl: timedelta | float | str | None = None,
+        owner: int | None = None,
+        bind: Bind = Bind.LEASE,
+        auto_renew: bool = True,
+    ) -> Pending[AsyncCheckout]:
+        """Lease a tree at an instance's base commit, at NAME@COMMITISH, or at `commit` of `mirror`.
+
+        `dataset` says whose instance, where several record the id differently. `ttl` is how long it
+        is held unless renewed: a timedelta, seconds, or a duration such as "30m". With `auto_renew`
+        this client renews it until the handle is released or garbage collected. `owner` is the uid
+        that owns the tree; `bind` "process" ends it with this process.
+        """
+        body = message(
+            protocol.StartCheckout,
+            instance=instance,
+            mirror=mirror,
+            commit=commit,
+            dataset=dataset,
+            history=history,
+            view=view,
+            backend=backend,
+            ttl=seconds_of(ttl),
+            owner=owner,
+            bind=bind,
+        )
+        return Pending(self._check_out(body, auto_renew))
+
+    async def _check_out(self, body: protocol.StartCheckout, auto_renew: bool) -> AsyncCheckout:
+        lease = await self._one(protocol.Checkout, "POST", "checkouts", body=body)
+        return self._handle(lease, body.ttl, auto_renew)
+
+    def _handle(
+        self, lease: protocol.Checkout, ttl: float | None, auto_renew: bool
+    ) -> AsyncCheckout:
+        checkout = AsyncCheckout(self, lease, ttl)
+        if auto_renew:
+            self._renewal.hold(checkout)
+        return checkout
+
+    async def open_checkout(self, checkout: str, *, auto_renew: bool = False) -> AsyncCheckout:
+        """The handle of a held checkout, perhaps another process's, which then renews it."""
+        return self._handle(await self.get_checkout(checkout), None, auto_renew)
+
+    async def list_checkouts(self) -> list[protocol.Checkout]:
+        """The caller's own; for an administrator everybody's."""
+        return await self._list(protocol.Checkout, "GET", "checkouts")
+
+    async def get_checkout(self, checkout: str) -> protocol.Checkout:
+        return await self._one(protocol.Checkout, "GET", _checkout(checkout))
+
+    async def reset_checkout(
+        self,
+        checkout: str,
+        instance: str | None = None,
+        *,
+        commit: str | None = None,
+        dataset: str | None = None,
+    ) -> protocol.ResetAnswer:
+        body = message(protocol.ResetCheckout, instance=instance, commit=commit, dataset=dataset)
+        return await self._one(
+            protocol.ResetAnswer, "POST", f"{_checkout(checkout)}/reset", body=body
+        )
+
+    async def renew_checkout(
+        self, checkout: str, ttl: timedelta | float | str | None = None
+    ) -> protocol.Checkout:
+        body = message(protocol.RenewCheckout, ttl=seconds_of(ttl))
+        answer = await self._connection.request("POST", f"{_checkout(checkout)}/renew", body=body)
+        lease = read_one(answer, protocol.Checkout)
+        self._renewal.move(lease.id, lease.expires_at)
+        return lease
+
+    async def diff_checkout(self, checkout: str) -> bytes:
+        return (await self._connection.request("GET", f"{_checkout(checkout)}/diff")).body
+
+    async def apply_patch(
+        self, checkout: str, patch: bytes | str, *, reverse: bool = False
+    ) -> protocol.Checkout:
+        """Apply a patch, or one of the instance's own: `@test_patch`, `@patch`."""
+        named = patch if isinstance(patch, str) and patch.startswith("@") else None
+        content = patch.encode("utf-8", "surrogateescape") if isinstance(patch, str) else patch
+        path = f"{_checkout(checkout)}/apply"
+        return await self._one(
+            protocol.Checkout,
+            "POST",
+            path,
+            content=None if named else content,
+            reverse=reverse,
+            named=named,
+        )
+
+    async def restore_paths(self, checkout: str, commit: str, *paths: str) -> list[str]:
+        body = message(protocol.RestorePaths, commit=commit, paths=list(paths))
+        return (
+            await self._one(
+                protocol.RestoreAnswer, "POST", f"{_checkout(checkout)}/restore", body=body
+            )
+        ).paths
+
+    async def release_checkout(self, checkout: str) -> None:
+        self._renewal.drop(checkout)
+        await self._connection.request("DELETE", _checkout(checkout))
+
+    # -- operations and events
+
+    async def list_operations(self) -> list[protocol.Operation]:
+        return await self._list(protocol.Operation, "GET", "operations")
+
+    async def get_operation(self, operation: str) -> protocol.Operation:
+        return await self._one(protocol.Operation, "GET", f"operations/{quote(operation, safe='')}")
+
+    async def cancel_operation(self, operation: str) -> protocol.Operation:
+        return await self._one(
+            protocol.Operation, "DELETE", f"operations/{quote(operation, safe='')}"
+        )
+
+    async def wait(
+        self,
+        operation: protocol.Operation | str,
+        *,
+        progress: Callable[[protocol.Operation], None] | None = None,
+        timeout: timedelta | None = None,
+    ) -> protocol.Operation:
+        """The operation once it is done; raises the error it failed with.
+
+        Raises CancelledError when a restart of the daemon ended it. `progress` gets the operation
+        at each poll.
+        """
+        known = not isinstance(operation, str)
+        identity = operation if isinstance(operation, str) else operation.id
+        deadline = time.monotonic() + timeout.total_seconds() if timeout else None
+        pauses = retry_pauses(_POLL_SECONDS)
+        while True:
+            try:
+                found = await self.get_operation(identity)
+            except OperationNotFoundError as error:
+                if not known:
+                    raise
+                raise CancelledError(
+                    f"cannot finish operation {identity}: the daemon was restarted while it ran",
+                    hint="start it again",
+                    operation=identity,
+                ) from error
+            known = True
+            if progress:
+                progress(found)
+            if found.state != "running":
+                break
+            if deadline and time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"cannot wait longer for operation {identity}: it still runs",
+                    hint="it continues; wait again",
+                )
+            await async_pause(next(pauses, _POLL_SECONDS))
+        if found.error is not None:
+            raise from_problem(found.error.to_json())
+        if found.state == "cancelled":
+            fact = "it was cancelled"
+            raise CancelledError(
+                f"cannot finish {found.kind} of {found.subject}: {fact}", operation=found.id
+            )
+        return found
+
+    async def events(
+        self, *, after: str | None = None, follow: bool = True
+    ) -> AsyncGenerator[protocol.Event]:
+        """Events as they happen, through restarts of the daemon.
+
+        Starts after `after` (BOOT:ID or ID), by default now. `follow=False` yields the events that
+        the daemon remembers, and ends.
+        """
+        last = after
+        pauses = retry_pauses(self._patience.total_seconds())
+        while True:
+            try:
+                async with aclosing(self._stream_events(last, follow)) as stream:
+                    async for event in stream:
+                        pauses = retry_pauses(self._patience.total_seconds())
+                        last = f"{event.boot}:{event.id}"
+                        yield event
+                if not follow:
+                    return
+            except NoDaemonError:
+                if last is None or not follow:
+                    raise
+            if (seconds := next(pauses, None)) is None:
+                fact = f"the daemon at {self.socket} went away"
+                raise NoDaemonError(f"cannot follow events: {fact}", hint="see its log")
+            await async_pause(seconds)
+
+    async def _stream_events(
+        self, last: str | None, follow: bool
+    ) -> AsyncGenerator[protocol.Event]:
+        reader = EventReader()
+        headers = {"accept": "text/event-stream", **({"last-event-id": last} if last else {})}
+        async with self._connection.stream("events", headers=headers, follow=follow) as (_, body):
+            async for piece in body:
+                for event in reader.feed(piece):
+                    yield event
+
+
+def _mirror(name: str) -> str:
+    """A mirror's name in any spelling, as one segment of a path; the daemon judges it."""
+    return quote(name.replace("/", "__", 1), safe="")
+
+
+def _checkout(checkout: str) -> str:
+    return f"checkouts/{quote(checkout, safe='')}"
+
+
+def _upload(path: Path, progress: ReportProgress | None) -> AsyncIterator[bytes]:
+    """The bytes of a file in pieces; `progress` gets how many were sent."""
+    total = path.stat().st_size
+
+    def sent(done: int) -> None:
+        if progress:
+            progress(protocol.Progress(done=done, total=total, unit="bytes"))
+
+    return async_chunks(path, sent)

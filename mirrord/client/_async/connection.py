@@ -1,0 +1,326 @@
+"""Requests to one daemon at one socket: idle channels, retries, and the exchange on each channel.
+
+A channel waits on the bare socket, not on a stream of the event loop: it belongs to no loop, and
+both clients see the kernel's own errors. A Unix socket refuses bytes as soon as its peer is closed,
+so a first write that fails has sent nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Self
+
+from ... import protocol
+from ...errors import StoppingError
+from ...protocol import API
+from ..answers import body_of, failure_of, is_error, problem_of, retry_pauses
+from ..http import (
+    HEAD_LIMIT_BYTES,
+    BrokenError,
+    GarbledError,
+    Head,
+    LateError,
+    RefusedError,
+    Request,
+    Response,
+    chunk_size,
+    read_head,
+    target,
+)
+from ..primitives_async import async_pause, async_receive, async_send
+
+_CONNECT_SECONDS = 10.0
+_BACKLOG_PAUSE_SECONDS = 0.01
+_READ_BYTES = 256 * 1024
+# Less than the daemon's 75: we never write into a connection that it is closing.
+_KEEP_SECONDS = 60.0
+_KEEP_MOST = 256
+_ERROR = 400
+
+
+class AsyncConnection:
+    """Sends requests; `timeout` bounds the daemon's silence, `patience` the wait for its restart.
+
+    A request is sent again only where that cannot act twice: when it never left, or when it is a
+    GET and the daemon went away. Only a client that reached its daemon once waits for it; the first
+    refusal is raised at once. Idle channels are a list, last in, first out: channels that a burst
+    opened grow old and are closed. Both ends of a list are atomic, so threads need no lock.
+    """
+
+    def __init__(self, socket: Path, *, timeout: timedelta, patience: timedelta) -> None:
+        self.socket = socket
+        self._timeout = timeout.total_seconds()
+        self._patience_seconds = patience.total_seconds()
+        self._reached = False
+        self._idle: list[AsyncChannel] = []
+        self._pid = os.getpid()
+
+    async def close(self) -> None:
+        """Close the idle channels; the client may be used again and then opens new ones."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: protocol.Request | None = None,
+        content: bytes | AsyncIterator[bytes] | None = None,
+        accepted: tuple[int, ...] = (),
+        **query: object,
+    ) -> Response:
+        """Send, and read the whole answer; raises its error unless its status is accepted."""
+        kind = "application/octet-stream" if body is None else "application/json"
+        headers = {} if body is None and content is None else {"content-type": kind}
+        request = Request(method, _target(path, query), headers)
+        sent = content if body is None else body_of(body)
+        pauses = retry_pauses(self._patience_seconds)
+        while True:
+            try:
+                response = await self._exchange(request, sent)
+                if is_error(response, accepted):
+                    raise problem_of(response)
+                return response
+            except StoppingError:
+                if method != "GET" or (seconds := next(pauses, None)) is None:
+                    raise
+            except BrokenError as error:
+                is_safe = method == "GET" or isinstance(error, RefusedError)
+                may_retry = self._reached and is_safe and not isinstance(error, LateError)
+                if not may_retry or (seconds := next(pauses, None)) is None:
+                    raise failure_of(error, request, self.socket) from error
+            await async_pause(seconds)
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, path: str, *, headers: dict[str, str] | None = None, **query: object
+    ) -> AsyncGenerator[tuple[Head, AsyncGenerator[bytes]]]:
+        """The head of an answer, and its body as it comes, however slowly; never sent again."""
+        request = Request("GET", _target(path, query), headers or {})
+        channel = None
+        try:
+            channel = await self._take()
+            await channel.send(request, None, None)
+            head = await channel.read_head(request)
+            self._reached = True
+            if head.status >= _ERROR:
+                raise problem_of(await channel.read_rest(head))
+            yield head, channel.iter_body(head)
+        except BrokenError as error:
+            raise failure_of(error, request, self.socket) from error
+        finally:
+            if channel is not None:
+                channel.close()
+
+    async def _exchange(
+        self, request: Request, body: bytes | AsyncIterator[bytes] | None
+    ) -> Response:
+        channel = await self._take()
+        try:
+            await channel.send(request, body, self._timeout)
+            response = await channel.read_rest(await channel.read_head(request))
+        except BaseException:
+            channel.close()
+            raise
+        self._reached = True
+        self._give_back(channel, response.head)
+        return response
+
+    async def _take(self) -> AsyncChannel:
+        if self._pid != os.getpid():  # a fork: the parent reads these
+            self._pid, self._idle = os.getpid(), []
+        oldest = time.monotonic() - _KEEP_SECONDS
+        while self._idle:
+            with contextlib.suppress(IndexError):  # another thread took the last one
+                channel = self._idle.pop()
+                if channel.idle_since > oldest and not channel.is_stale():
+                    return channel
+                channel.close()
+        return await AsyncChannel.open(self.socket)
+
+    def _give_back(self, channel: AsyncChannel, head: Head) -> None:
+        if channel.is_reusable(head) and len(self._idle) < _KEEP_MOST:
+            channel.idle_since = time.monotonic()
+            self._idle.append(channel)
+        else:
+            channel.close()
+
+
+def _target(path: str, query: dict[str, object]) -> str:
+    return target(path if path.startswith("/") else f"{API}/{path}", query)
+
+
+class AsyncChannel:
+    """One connection, which carries one exchange at a time.
+
+    Close it after any error, a cancellation included: the rest of an answer would be read as the
+    next one.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._buffer = bytearray()
+        self._is_sent_whole = False
+        self._is_read_whole = False
+        self._timeout: float | None = None
+        self.idle_since = 0.0
+
+    @classmethod
+    async def open(cls, path: Path) -> Self:
+        """Connect; raises RefusedError."""
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connected.setblocking(False)
+            deadline = time.monotonic() + _CONNECT_SECONDS
+            while True:
+                try:
+                    connected.connect(str(path))
+                    return cls(connected)
+                except BlockingIOError:
+                    # EAGAIN means a full backlog: a Unix socket never connects later.
+                    if time.monotonic() > deadline:
+                        raise
+                    await async_pause(_BACKLOG_PAUSE_SECONDS)
+        except BaseException as error:
+            connected.close()
+            if isinstance(error, OSError):
+                raise RefusedError from error
+            raise
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def is_stale(self) -> bool:
+        """Whether the daemon closed it while it was idle; it sends nothing else then."""
+        return self._is_readable()
+
+    def is_reusable(self, head: Head) -> bool:
+        return self._is_sent_whole and self._is_read_whole and not head.is_last and not self._buffer
+
+    # -- the request
+
+    async def send(
+        self, request: Request, body: bytes | AsyncIterator[bytes] | None, timeout: float | None
+    ) -> None:
+        """Send a request; ends early, without error, when the daemon answers or hangs up first.
+
+        `timeout` bounds each wait for the daemon in this exchange.
+        """
+        self._timeout = timeout
+        self._is_sent_whole = self._is_read_whole = False
+        if body is None or isinstance(body, bytes):
+            framing = "" if body is None else f"content-length: {len(body)}\r\n"
+            rest = await self._begin(request.head(framing) + (body or b""))
+            self._is_sent_whole = not rest or await self._went_out(rest)
+            return
+        if rest := await self._begin(request.head("transfer-encoding: chunked\r\n")):
+            await self._went_out(rest)
+        async for chunk in body:
+            framed = b"%x\r\n%b\r\n" % (len(chunk), chunk)
+            if self._is_readable() or not await self._went_out(framed):
+                return
+        self._is_sent_whole = await self._went_out(b"0\r\n\r\n")
+
+    async def _begin(self, data: bytes) -> memoryview:
+        """Write what the socket's buffer takes; returns the rest. On an error nothing was sent."""
+        try:
+            sent = self._socket.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise RefusedError from error
+        return memoryview(data)[sent:]
+
+    async def _went_out(self, data: bytes | memoryview) -> bool:
+        try:
+            await async_send(self._socket, data, self._timeout)
+        except (BrokenPipeError, ConnectionResetError):
+            return False  # its reason may have arrived before
+        except TimeoutError as error:
+            raise LateError from error
+        return True
+
+    def _is_readable(self) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
+
+    # -- the answer
+
+    async def read_head(self, request: Request) -> Head:
+        """The head of the answer to a request that was sent."""
+        while True:
+            head = read_head(request, await self._until(b"\r\n\r\n"))
+            if head.status >= 200:  # 1xx announce the real one
+                return head
+
+    async def read_rest(self, head: Head) -> Response:
+        """The whole answer, after its head."""
+        if head.length is not None:
+            while len(self._buffer) < head.length:
+                await self._fill()
+            self._is_read_whole = True
+            return Response(head, self._taken(head.length))
+        return Response(head, b"".join([piece async for piece in self.iter_body(head)]))
+
+    async def iter_body(self, head: Head) -> AsyncGenerator[bytes]:
+        """The pieces of the body, as they come."""
+        if head.is_chunked:
+            while size := chunk_size(await self._until(b"\r\n")):
+                async for piece in self._iter_exactly(size):
+                    yield piece
+                await self._until(b"\r\n")
+            while await self._until(b"\r\n"):
+                """Trailers."""
+        elif head.length is not None:
+            async for piece in self._iter_exactly(head.length):
+                yield piece
+        else:
+            with contextlib.suppress(BrokenError):
+                while True:
+                    yield await self._some(_READ_BYTES)
+        self._is_read_whole = True
+
+    async def _iter_exactly(self, size: int) -> AsyncGenerator[bytes]:
+        while size:
+            piece = await self._some(size)
+            size -= len(piece)
+            yield piece
+
+    async def _some(self, most: int) -> bytes:
+        if not self._buffer:
+            await self._fill()
+        return self._taken(most)
+
+    def _taken(self, most: int) -> bytes:
+        piece = bytes(self._buffer[:most])
+        del self._buffer[:most]
+        return piece
+
+    async def _until(self, end: bytes) -> bytes:
+        while (at := self._buffer.find(end)) < 0:
+            if len(self._buffer) > HEAD_LIMIT_BYTES:
+                raise GarbledError(f"a head of more than {HEAD_LIMIT_BYTES} bytes")
+            await self._fill()
+        found = bytes(self._buffer[:at])
+        del self._buffer[: at + len(end)]
+        return found
+
+    async def _fill(self) -> None:
+        try:
+            piece = await async_receive(self._socket, _READ_BYTES, self._timeout)
+        except (ConnectionResetError, BrokenPipeError) as error:
+            raise BrokenError from error
+        except TimeoutError as error:
+            raise LateError from error
+        if not piece:
+            raise BrokenError
+        self._buffer += piece

@@ -1,0 +1,230 @@
+# @generated from ../_async/checkout.py by tests/support/unasync.py: edit that file, then run it.
+"""The handle of a checkout, and the renewal of all leases that one client holds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+from weakref import WeakValueDictionary
+
+from ... import protocol
+from ...errors import CheckoutNotFoundError, MirrordError
+from ...model import Backend, History, View, utc_now
+from ..answers import seconds_of
+from ..primitives_sync import Worker
+
+if TYPE_CHECKING:
+    from .client import Client
+
+_LEAST_SECONDS = 0.05
+
+log = logging.getLogger("mirrord")
+
+
+class Checkout:
+    """A leased working tree. Leaving the `with` block releases it.
+
+    The daemon releases it at `expires_at`. The client renews it as long as this handle exists,
+    unless it was taken without `auto_renew`.
+    """
+
+    def __init__(self, client: Client, lease: protocol.Checkout, ttl: float | None) -> None:
+        self._client = client
+        self._ttl = ttl
+        self.lease = lease
+
+    @property
+    def id(self) -> str:
+        return self.lease.id
+
+    @property
+    def path(self) -> Path:
+        """The tree. It stays at this path through resets."""
+        return Path(self.lease.path)
+
+    @property
+    def directory(self) -> Path:
+        """Holds the tree alone; mounted elsewhere with `rslave`, it follows every reset."""
+        return Path(self.lease.directory)
+
+    @property
+    def mirror(self) -> str:
+        return self.lease.mirror
+
+    @property
+    def commit(self) -> str:
+        """The base commit."""
+        return self.lease.commit
+
+    @property
+    def tree(self) -> str:
+        """The verified hash of the base commit's tree."""
+        return self.lease.tree
+
+    @property
+    def instance(self) -> str | None:
+        return self.lease.instance
+
+    @property
+    def history(self) -> History:
+        return self.lease.history
+
+    @property
+    def view(self) -> View:
+        return self.lease.view
+
+    @property
+    def backend(self) -> Backend:
+        return self.lease.backend
+
+    @property
+    def created_at(self) -> datetime:
+        return self.lease.created_at
+
+    @property
+    def expires_at(self) -> datetime:
+        return self.lease.expires_at
+
+    def reset(
+        self, instance: str | None = None, *, commit: str | None = None, dataset: str | None = None
+    ) -> protocol.Proof:
+        """Reset the tree, or move it to another instance or commit of the same mirror.
+
+        Returns the proof that the tree and its .git equal the template's.
+        """
+        choice = {"commit": commit, "dataset": dataset}
+        answer = self._client.reset_checkout(self.id, instance, **choice)
+        self.lease = answer
+        return answer.proof
+
+    def diff(self) -> bytes:
+        """The changes since the base commit, as a patch that git accepts."""
+        return self._client.diff_checkout(self.id)
+
+    def apply(self, patch: bytes | str, *, reverse: bool = False) -> None:
+        """Apply a patch; `@test_patch` and `@patch` of the instance need the grader view."""
+        self.lease = self._client.apply_patch(self.id, patch, reverse=reverse)
+
+    def restore(self, commit: str, *paths: str) -> list[str]:
+        """Bring files of a pinned commit into the tree (grader view); returns their paths."""
+        return self._client.restore_paths(self.id, commit, *paths)
+
+    def renew(self, ttl: timedelta | float | str | None = None) -> datetime:
+        """Move the deadline to `ttl` from now, by default the last one given; returns it."""
+        self._ttl = self._ttl if ttl is None else seconds_of(ttl)
+        self.lease = self._client.renew_checkout(self.id, self._ttl)
+        return self.lease.expires_at
+
+    def release(self) -> None:
+        """Release the checkout; does nothing when it is released or expired."""
+        try:
+            self._client.release_checkout(self.id)
+        except CheckoutNotFoundError:
+            return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.release()
+        except MirrordError as failure:
+            if error is None:
+                raise
+            error.add_note(f"mirrord could not release checkout {self.id}: {failure.message}")
+
+    def __repr__(self) -> str:
+        base = f"{self.mirror}@{self.commit[:12]}"
+        return f"<{type(self).__name__} {self.id} {base} at {self.lease.path}>"
+
+
+class Renewal:
+    """Renews the leases of a client at a third of what is left, with one worker for all.
+
+    Handles are held weakly: a lease whose handle is gone ends at its deadline. A failed renewal is
+    logged and tried again until then. The lock is for threads, and is never held over a wait.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: WeakValueDictionary[str, Checkout] = WeakValueDictionary()
+        self._due: dict[str, float] = {}
+        self._worker: Worker | None = None
+
+    def hold(self, checkout: Checkout) -> None:
+        """Renew it from now on."""
+        with self._lock:
+            self._held[checkout.id] = checkout
+            self._due[checkout.id] = _next_turn(checkout.expires_at)
+            if self._worker is None or not self._worker.is_running:
+                self._worker = Worker(self._work)
+            else:
+                self._worker.ring()
+
+    def move(self, checkout: str, expires_at: datetime) -> None:
+        """Follow a lease with a new deadline."""
+        with self._lock:
+            if checkout in self._due:
+                self._due[checkout] = _next_turn(expires_at)
+                if self._worker is not None:
+                    self._worker.ring()
+
+    def drop(self, checkout: str) -> None:
+        with self._lock:
+            if self._due.pop(checkout, None) is not None and self._worker is not None:
+                self._worker.ring()
+
+    def stop(self) -> None:
+        """Renew no lease from now on."""
+        with self._lock:
+            self._due.clear()
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end()
+
+    def _work(self, worker: Worker) -> None:
+        while True:
+            for identity, due in list(self._due.items()):
+                if due <= time.monotonic():
+                    self._renew(identity)
+            with self._lock:
+                if not self._due:
+                    self._worker = None
+                    return
+                pause = min(self._due.values()) - time.monotonic()
+            worker.wait(max(pause, 0))
+
+    def _renew(self, identity: str) -> None:
+        checkout = self._held.get(identity)
+        if checkout is None:
+            self.drop(identity)
+            return
+        try:
+            checkout.renew()
+        except MirrordError as error:
+            if identity not in self._due:
+                return  # released meanwhile
+            log.warning(
+                "cannot renew checkout %s, which expires at %s: %s",
+                identity,
+                checkout.expires_at,
+                error,
+            )
+            if isinstance(error, CheckoutNotFoundError) or checkout.expires_at <= utc_now():
+                self.drop(identity)
+            self.move(identity, checkout.expires_at)
+
+
+def _next_turn(expires_at: datetime) -> float:
+    left = (expires_at - utc_now()).total_seconds()
+    return time.monotonic() + max(left / 3, _LEAST_SECONDS)
