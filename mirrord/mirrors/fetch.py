@@ -28,7 +28,7 @@ from ..errors import (
     UpstreamThrottledError,
     UpstreamTimeoutError,
 )
-from ..git.command import masked_url
+from ..git.errors import masked_url
 from ..host.files import full_disk_named
 from ..host.processes import memory_limit_bytes
 from ..protocol import Progress

@@ -31,7 +31,8 @@ from ..errors import (
     MirrorInUseError,
     MirrorNotFoundError,
 )
-from ..git.command import Git, masked_url
+from ..git.command import Git
+from ..git.errors import masked_url
 from ..git.objects import resolve
 from ..git.workers import Workers
 from ..host.files import sync_directory

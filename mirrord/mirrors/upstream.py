@@ -18,7 +18,8 @@ from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 import anyio
 
 from ..errors import InvalidUrlError, UpstreamThrottledError
-from ..git.command import Remote, masked_url
+from ..git.environment import Remote
+from ..git.errors import masked_url
 from ..model import MirrorName, shown
 
 _SCHEMES = {"https", "http", "ssh", "git", "file"}

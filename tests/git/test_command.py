@@ -27,8 +27,9 @@ from mirrord.errors import (
     UpstreamThrottledError,
     UpstreamTimeoutError,
 )
-from mirrord.git.command import Git, Remote, masked_url, run_git_sync
-from mirrord.git.errors import HttpAnswer, failure, retry_after_seconds
+from mirrord.git.command import Git, run_git_sync
+from mirrord.git.environment import Remote
+from mirrord.git.errors import HttpAnswer, failure, masked_url, retry_after_seconds
 from mirrord.git.output import StderrReader
 from mirrord.git.priority import giving_way
 from mirrord.mirrors.fetch import blames_objects

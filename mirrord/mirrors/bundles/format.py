@@ -23,8 +23,8 @@ from ...errors import (
     InvalidUrlError,
     MirrordError,
 )
-from ...git.command import masked_url
 from ...git.environment import STRICT
+from ...git.errors import masked_url
 from ...host.processes import memory_limit_bytes
 from ...model import parse_dataset_name, shown
 from ...protocol import Dataset, Progress, RowFault
