@@ -15,7 +15,7 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.batch import BatchObject, read_objects_sync
 from ..git.command import run_git_sync
 from ..git.environment import UNTRUSTING
-from ..mirrors.history import WAS, parse_record
+from ..mirrors.history import parse_record
 from ..mirrors.refs import theirs
 from ..mirrors.repository import HISTORY, KEPT, PINS
 from ..mirrors.transaction import JOURNAL
@@ -110,12 +110,11 @@ def is_record(repository: Path, oid: str) -> bool:
 
 
 def record_ids(repository: Path, tip: str) -> set[str] | None:
-    """Every id that records of the history up to `tip` ever had; None where it has holes."""
+    """The records of the history up to `tip`; None where it has holes."""
     try:
         shown = run_git_sync(
-            *UNTRUSTING, "log", f"--format=%H %(trailers:key={WAS},valueonly,separator=%x20)",
-            tip, "--", git_dir=repository, doing="read the ref history",
-        )  # fmt: skip
+            *UNTRUSTING, "rev-list", tip, "--", git_dir=repository, doing="read the ref history"
+        )
     except (CorruptObjectError, GitFailedError):
         return None
     return set(shown.stdout.decode("ascii", "replace").split())

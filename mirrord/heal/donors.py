@@ -27,7 +27,7 @@ from ..git.workers import Workers
 from ..host.files import full_disk_named
 from ..layout import Layout
 from ..mirrors.bundles.format import BundleHeader, index_bundle, read_header
-from ..mirrors.bundles.merge import Contents, sort_refs
+from ..mirrors.bundles.merge import BundleRefs, sort_refs
 from ..mirrors.quarantine import DAMAGED
 from ..mirrors.repository import Repository
 from ..mirrors.service import Mirrors
@@ -54,7 +54,7 @@ class DonorBundle(NamedTuple):
     name: str
     path: Path
     header: BundleHeader
-    contents: Contents
+    contents: BundleRefs
     is_own: bool
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from ..audit.connectivity import iter_commits, look_up, object_kinds, parents_in, read_graph
 from ..audit.ref_files import RefFiles, oid_in_name
 from ..audit.ref_history import is_record, read_record, read_records, record_ids, unkept
-from ..mirrors.history import WAS, parse_record
+from ..mirrors.history import parse_record
 from ..mirrors.repository import HISTORY, KEPT, OURS
 
 _OUR_COMMITTER = re.compile(rb"committer mirrord <mirrord@localhost> (\d+) ")
@@ -102,20 +102,19 @@ def _history(
 
 
 def _find_history(stand_in: Path, refs: Mapping[str, str]) -> str | None:
-    """The newest record that no other one builds on, of two of one time the one written again.
+    """The newest record that no other one builds on.
 
     What upstream's refs reach is upstream's, whatever it looks like.
     """
     kinds = object_kinds(stand_in, {oid for ref, oid in refs.items() if not ref.startswith(OURS)})
     upstreams = read_graph(stand_in, [oid for oid, kind in kinds.items() if kind == "commit"])
-    candidates: dict[str, tuple[int, int, str]] = {}
+    candidates: dict[str, tuple[int, str]] = {}
     parents: dict[str, tuple[str, ...]] = {}
     for commit in iter_commits(stand_in):
         header = commit.data.partition(b"\n\n")[0]
         ours = _OUR_COMMITTER.search(header)
         if ours and b"\n\nRefs: " in commit.data and commit.oid not in upstreams:
-            rewrites = commit.data.count(f"\n{WAS}: ".encode())
-            candidates[commit.oid] = int(ours[1]), rewrites, commit.oid
+            candidates[commit.oid] = int(ours[1]), commit.oid
             parents[commit.oid] = parents_in(commit.data)
     records = look_up(stand_in, (), read=[f"{oid}:refs" for oid in candidates])
     real = {

@@ -1,1 +1,1 @@
-"""Mirrors: complete bare copies of upstreams, from which nothing that was once mirrored is ever lost."""
+"""Complete bare copies of upstreams, from which nothing that was once mirrored is ever lost."""

@@ -1,42 +1,63 @@
-"""Finding the bad ones among many by asking for groups of them.
+"""Find the tips that a damaged upstream cannot give, so that all others arrive.
 
-One damaged ref upstream makes a fetch of everything fail. Where the failure tells which items share its cause, those are left
-out and the rest is asked for again: a step for each cause. Where it tells nothing, groups are halved, and the items of a small
-group that fails are asked for one by one, several at a time: most of the steps are there.
+One damaged object upstream makes a fetch of everything fail. `find_bad` asks for ever smaller
+groups: where a failure shows which items share its cause, those are left out and the rest is asked
+for again, a step for each cause; where it shows nothing, groups are halved, and small ones tried
+item by item, several at a time. `Lineage` is what shows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+import re
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import anyio
+from anyio import to_thread
 
-from ..errors import MirrordError, UpstreamThrottledError
-from ..git.batch import object_info
+from ..errors import (
+    CorruptObjectError,
+    DiskFullError,
+    GitFailedError,
+    GitKilledError,
+    MirrordError,
+    UpstreamAuthError,
+    UpstreamEmptyError,
+    UpstreamNotFoundError,
+    UpstreamThrottledError,
+    UpstreamTimeoutError,
+)
+from ..git.batch import lines_of, object_info
+from .quarantine import Quarantine
 from .repository import Repository
-from .upstream import Upstream
 
 T = TypeVar("T")
 Attempt = Callable[[Sequence[T]], Awaitable[None]]
 Lane = Callable[[], AbstractAsyncContextManager[object]]
+FetchFiltered = Callable[[Path, Sequence[str], str], Awaitable[None]]
 
 _LANES = 4
 _SMALL = 8
-_PATIENT = 3  # so many failures of which the cause is known are followed by the whole rest, not by halves of it
+_PATIENT = 3  # after so many failures with a known cause, the rest is halved even so
 
-
-class Insight(Protocol[T]):
-    """What is known of the items beside how an attempt ended."""
-
-    async def blame(self, error: MirrordError, group: Sequence[T]) -> Collection[T]:
-        """Which of all items certainly fail, by what made that group fail."""
-
-    def sort(self, group: Sequence[T]) -> Sequence[T] | None:
-        """Those first that make others fail; None where that is not known."""
+BLOBLESS, TREELESS = "blob:none", "tree:0"
+_SHALLOW = "cut"
+_PARENTLESS = re.compile(r"could not read|parents of commit", re.IGNORECASE)
+_WHOLE_UPSTREAM = (
+    UpstreamAuthError, UpstreamNotFoundError, UpstreamThrottledError, UpstreamTimeoutError,
+    UpstreamEmptyError, DiskFullError, GitKilledError,
+)  # fmt: skip
+_CONNECTION = re.compile(
+    r"could not resolve|failed to connect|couldn't connect|unable to connect|unable to access"
+    r"|connection (refused|reset)|no route to host|network is unreachable|returned error: 5"
+    r"|SSL (certificate|connect|routines)",
+    re.IGNORECASE,
+)
+_MOST_CUTS = 20
+_TRIES = 3
+_FEW = 8  # tips that are not worth asking for their history apart
 
 
 async def find_bad(
@@ -46,13 +67,17 @@ async def find_bad(
     is_theirs: Callable[[MirrordError], bool],
     budget: int,
     hopeless: int,
-    insight: Insight[T] | None = None,
+    blame: Callable[[MirrordError, Sequence[T]], Awaitable[Collection[T]]] | None = None,
+    sort: Callable[[Sequence[T]], Sequence[T] | None] = lambda _: None,
     lane: Lane = nullcontext,
 ) -> dict[T, MirrordError]:
-    """Call `attempt` on all of `items`, then on ever smaller groups of those left; answers those that failed, with the error.
+    """Call `attempt` on `items`, then on ever smaller groups; answers the items that failed.
 
-    An error that is not theirs, the items', is raised. Each call beside another one holds a `lane`. What is left is given the
-    last error untried after `budget` failures, or when `hopeless` single items failed before anything succeeded.
+    An error that is not theirs, the items', is raised. `blame` answers all items that certainly
+    fail for the cause of a group's failure; `sort` puts those first that make others fail, or
+    answers None where that is unknown. Each call beside another one holds a `lane`. The rest gets
+    the last error untried after `budget` failures, or when `hopeless` single items failed before
+    anything succeeded.
     """
     bad: dict[T, MirrordError] = {}
     waiting: list[Sequence[T]] = [items]
@@ -62,25 +87,28 @@ async def find_bad(
     async def note(group: Sequence[T], error: MirrordError) -> None:
         nonlocal failures, alone
         failures, alone = failures + 1, alone + (len(group) == 1)
-        blamed = {*group} if len(group) == 1 else set[T]()
-        blamed |= {*(await insight.blame(error, group) if insight else ())}
+        blamed = {
+            *(group if len(group) == 1 else ()),
+            *(await blame(error, group) if blame else ()),
+        }
         bad.update({item: error for item in items if item in blamed and item not in bad})
 
     while waiting:
         group = [item for item in waiting.pop() if item not in bad]
-        error = await _tried(group, attempt, is_theirs) if group else None
+        error = await _try(group, attempt, is_theirs) if group else None
         if error is None:
             any_whole = any_whole or bool(group)
             continue
         await note(group, error)
         rest = [item for item in group if item not in bad]
-        arranged = insight.sort(rest) if insight else None
+        arranged = sort(rest)
         if failures > budget or (not any_whole and alone >= hopeless):
-            bad |= dict.fromkeys(rest, _untried(error))
+            untried = "cannot ask for it by itself: too many others failed"
+            bad |= dict.fromkeys(rest, type(error)(untried, hint=error.hint))
         elif len(rest) < len(group) and failures <= _PATIENT:
             waiting.append(rest)
         elif arranged is None and len(rest) <= _SMALL:
-            found = await _one_by_one(rest, attempt, is_theirs, lane)
+            found = await _try_each(rest, attempt, is_theirs, lane)
             any_whole = any_whole or len(found) < len(rest)
             for item, why in found.items():
                 await note([item], why)
@@ -92,11 +120,7 @@ async def find_bad(
     return bad
 
 
-def _untried(error: MirrordError) -> MirrordError:
-    return type(error)("cannot ask for it by itself: too many others failed", hint=error.hint)
-
-
-async def _tried(
+async def _try(
     group: Sequence[T], attempt: Attempt[T], is_theirs: Callable[[MirrordError], bool]
 ) -> MirrordError | None:
     try:
@@ -108,17 +132,17 @@ async def _tried(
     return None
 
 
-async def _one_by_one(
+async def _try_each(
     items: Sequence[T], attempt: Attempt[T], is_theirs: Callable[[MirrordError], bool], lane: Lane
 ) -> dict[T, MirrordError]:
-    """The first in line needs no lane, which the caller has; the others help while there is a lane to be had."""
+    """Try items in the caller's own lane, helped by others for as long as there are free lanes."""
     queue, failed = list(items), dict[T, MirrordError]()
     idle: set[anyio.CancelScope] = set()
 
     async def work() -> None:
         while queue:
             item = queue.pop(0)
-            if error := await _tried([item], attempt, is_theirs):
+            if error := await _try([item], attempt, is_theirs):
                 failed[item] = error
 
     async def help_out() -> None:
@@ -144,106 +168,141 @@ async def _one_by_one(
     return failed
 
 
-_SHALLOW = "cut"
-BLOBLESS, TREELESS = "blob:none", "tree:0"
-
-
-@dataclass(frozen=True, slots=True)
 class Lineage:
-    """The commits that `tips` reach and the mirror lacks, in `objects`, as (commit, tree, parents…), the oldest first."""
+    """The history of wanted tips, by which a damaged object is traced to the tips that it stops.
 
-    repository: Repository
-    objects: Path
-    commits: dict[str, str]
-    history: list[list[str]]
-    has_trees: bool
+    A failed fetch names the first object that stopped it. Commits and trees are a small part of a
+    repository, and an upstream sends them without reading a file (`--filter=blob:none`): with them
+    all tips that reach the object are known. They are fetched into `directory()`, unchecked, and
+    never get into a mirror. From an upstream that knows no filters nothing is learnt. `known` are
+    tips that failed before, with the messages.
+    """
 
-    async def reaching(self, oids: Collection[str]) -> set[str]:
+    def __init__(
+        self,
+        repository: Repository,
+        quarantine: Quarantine,
+        fetch: FetchFiltered,
+        tips: Sequence[str],
+        known: Mapping[str, str],
+        closing: AsyncExitStack,
+    ) -> None:
+        self._repository = repository
+        self._quarantine = quarantine
+        self._fetch = fetch
+        self._tips = tips
+        self._known = known
+        self._closing = closing
+        self._tries = _TRIES if len(tips) > _FEW else 0
+        self._objects = Path()
+        self._commits: dict[str, str] = {}  # of each tip
+        # (commit, tree, parents…) that the tips reach and the mirror lacks, the oldest first
+        self._history: list[list[str]] | None = None
+        self._has_trees = False
+
+    async def blame(self, error: MirrordError, group: Sequence[str]) -> Collection[str]:
+        """The tips that certainly fail, by what made `group` fail."""
+        lost = error.facts.get("objects", ())
+        named = set(group) if len(group) == 1 else set(lost)
+        blamed = named.intersection(self._tips)
+        blamed |= {tip for tip, reason in self._known.items() if any(oid in reason for oid in lost)}
+        if self._history is None and self._tries and blamed.isdisjoint(group):
+            self._tries -= 1
+            await self._read(group)
+        if self._history is not None and named:
+            try:
+                blamed |= await self._reaching(named, self._history)
+            except (CorruptObjectError, GitFailedError):  # its objects are unchecked
+                self._history, self._tries = None, 0
+        return blamed
+
+    def sort(self, group: Sequence[str]) -> Sequence[str] | None:
+        """The oldest first, on which the others build; None where the history is unknown."""
+        if self._history is None:
+            return None
+        position = {oid: number for number, (oid, *_) in enumerate(self._history)}
+        return sorted(group, key=lambda tip: position.get(self._commits.get(tip) or tip, -1))
+
+    async def _read(self, tips: Sequence[str]) -> None:
+        """Fetch the history, with its trees if those are whole, cut below commits that are lost."""
+        directory = self._quarantine.directory("lineage")
+        self._objects = await self._closing.enter_async_context(directory)
+        kinds, cuts = [BLOBLESS, TREELESS], set[str]()
+        while kinds and len(cuts) < _MOST_CUTS:
+            try:
+                await self._fetch(self._objects, tips, kinds[0])
+                await self._list_history(tips)
+            except MirrordError as error:
+                if not blames_objects(error):
+                    raise
+                if error.facts.get("filter_ignored"):
+                    return
+                named = set(error.facts.get("objects", ())) - cuts
+                if not _PARENTLESS.search(error.message) or not named:
+                    del kinds[0]
+                    continue
+                cuts |= named
+                await to_thread.run_sync(_cut_at, self._objects, named)
+            else:
+                self._has_trees = kinds[0] == BLOBLESS
+                return
+
+    async def _list_history(self, tips: Sequence[str]) -> None:
+        peeled = await object_info(
+            self._repository.git,
+            self._repository.path,
+            [f"{oid}^{{commit}}" for oid in tips],
+            quarantine_objects=self._objects,
+            doing="look up the commits of an upstream",
+        )
+        commits = {tip: found.oid for tip, found in zip(tips, peeled, strict=True) if found.exists}
+        listing = await self._repository.run(
+            "rev-list", "--format=%H %T %P", "--no-commit-header", "--topo-order", "--reverse",
+            "--stdin", "--not", "--all",
+            stdin=lines_of(commits.values()),
+            quarantine_objects=self._objects,
+            env=shallow_environment(self._objects),
+            doing="list the commits of an upstream",
+        )  # fmt: skip
+        self._commits = commits
+        self._history = await to_thread.run_sync(lambda: [it.split() for it in listing.lines])
+
+    async def _reaching(self, oids: Collection[str], history: list[list[str]]) -> set[str]:
         """The tips that reach any of these objects."""
         seeds = set(oids)
-        unknown = seeds.difference(self.commits, *self.history) if self.has_trees else set()
-        if unknown:
-            seeds |= await self._commits_with(unknown)
-        return await anyio.to_thread.run_sync(self._descendants, seeds)
+        unknown = seeds.difference(self._commits, *history) if self._has_trees else set()
+        if unknown:  # trees or files: the commits that add and those that remove one both reach it
+            found = await self._repository.run(
+                "log", "--format=%H", "--no-patch", "-m", "-t", "--no-renames",
+                *(f"--find-object={oid}" for oid in sorted(unknown)), "--stdin", "--not", "--all",
+                stdin=lines_of(self._commits.values()),
+                quarantine_objects=self._objects,
+                env=shallow_environment(self._objects),
+                doing="look for the commits that reach a damaged object",
+            )  # fmt: skip
+            seeds |= set(found.lines)
 
-    def sort(self, tips: Collection[str]) -> list[str]:
-        """Tips whose history is part of another's come before it."""
-        position = {oid: number for number, (oid, *_) in enumerate(self.history)}
-        return sorted(tips, key=lambda tip: position.get(self.commits.get(tip) or tip, -1))
+        def descend() -> set[str]:
+            reached = set(seeds)
+            for oid, tree, *parents in history:
+                if tree in seeds or not reached.isdisjoint(parents):
+                    reached.add(oid)
+            return {tip for tip, oid in self._commits.items() if tip in reached or oid in reached}
 
-    async def _commits_with(self, oids: Collection[str]) -> set[str]:
-        """The commits that brought a tree or a file with one of these ids, or took it away: both reach it."""
-        found = await self.repository.git.run(
-            "log", "--format=%H", "--no-patch", "-m", "-t", "--no-renames", *(f"--find-object={oid}" for oid in sorted(oids)),
-            "--stdin", "--not", "--all",
-            git_dir=self.repository.path,
-            stdin="".join(f"{oid}\n" for oid in self.commits.values()).encode(),
-            quarantine_objects=self.objects,
-            env=shallow_at(self.objects),
-            doing="look for the commits that reach a damaged object",
-        )  # fmt: skip
-        return set(found.lines)
-
-    def _descendants(self, seeds: set[str]) -> set[str]:
-        reached = set(seeds)
-        for oid, tree, *parents in self.history:
-            if tree in seeds or not reached.isdisjoint(parents):
-                reached.add(oid)
-        return {tip for tip, commit in self.commits.items() if tip in reached or commit in reached}
+        return await to_thread.run_sync(descend)
 
 
-async def read_lineage(
-    repository: Repository, tips: Sequence[str], objects: Path, kind: str
-) -> Lineage:
-    """Read what a fetch with the filter `kind` brought into `objects`."""
-    peeled = await object_info(
-        repository.git,
-        repository.path,
-        [f"{oid}^{{commit}}" for oid in tips],
-        quarantine_objects=objects,
-        doing="look up the commits of an upstream",
-    )
-    commits = {tip: found.oid for tip, found in zip(tips, peeled, strict=True) if found.exists}
-    listing = await repository.git.run(
-        "rev-list", "--format=%H %T %P", "--no-commit-header", "--topo-order", "--reverse", "--stdin", "--not", "--all",
-        git_dir=repository.path,
-        stdin="".join(f"{oid}\n" for oid in commits.values()).encode(),
-        quarantine_objects=objects,
-        env=shallow_at(objects),
-        doing="list the commits of an upstream",
-    )  # fmt: skip
-    history = await anyio.to_thread.run_sync(lambda: [line.split() for line in listing.lines])
-    return Lineage(repository, objects, commits, history, has_trees=kind == BLOBLESS)
-
-
-def cut_at(objects: Path, commits: Collection[str]) -> None:
-    """Have the fetches into `objects` tell upstream that history ends at these commits: it does not look for their parents."""
+def _cut_at(objects: Path, commits: Collection[str]) -> None:
+    """End the history at these commits: upstream then does not look for their parents."""
     with (objects / _SHALLOW).open("a", encoding="ascii") as file:
         file.writelines(f"{oid}\n" for oid in commits)
 
 
-def shallow_at(objects: Path) -> dict[str, str]:
+def shallow_environment(objects: Path) -> dict[str, str]:
+    """For a git that works on what `Lineage` fetched."""
     return {"GIT_SHALLOW_FILE": str(objects / _SHALLOW)} if (objects / _SHALLOW).exists() else {}
 
 
-def filtering(upstream: Upstream, kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The configuration and the options of a fetch from the remote `upstream` that takes only what the filter lets through.
-
-    The remote is a promisor from the start: else git (2.39) writes that into the mirror's configuration.
-    """
-    config = {
-        "remote.upstream.url": upstream.remote.url,
-        "remote.upstream.promisor": "true",
-        "remote.upstream.partialCloneFilter": kind,
-        "fetch.fsckObjects": "false",
-    }
-    # an upstream on this machine knows filters where its own configuration says so, or the command that serves it
-    allowing = (
-        ("--upload-pack", "git -c uploadpack.allowFilter=true upload-pack")
-        if upstream.is_local
-        else ()
-    )
-    return tuple(part for key, value in config.items() for part in ("-c", f"{key}={value}")), (
-        f"--filter={kind}",
-        *allowing,
-    )
+def blames_objects(error: MirrordError) -> bool:
+    """Whether some of the wanted objects may be the cause, so that others could come."""
+    return not isinstance(error, _WHOLE_UPSTREAM) and not _CONNECTION.search(error.message)

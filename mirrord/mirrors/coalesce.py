@@ -1,9 +1,10 @@
-"""One flight for many passengers: work that several ask for at the same time runs once.
+"""Work that several callers ask for at the same time runs once.
 
-Owns work by key. Who asks joins a flight that has not departed, which is when the work looks at what its result is about. All
-who ask later share the next one, so nobody gets what was seen before he asked; the work's own lock has it wait for the first.
-Each passenger gets the progress and the result; one that is cancelled leaves, and when the last has left the work is cancelled.
-The work gets its turns (`git/turns.py`) as all who wait for it.
+A caller joins work of the same key until the work begins to look at facts that may change
+(`SharedWork.close`); later callers share the next run, so nobody gets what was seen before they
+asked. The work's own lock has the next run wait for the first. Every caller gets the progress and
+the result. A cancelled caller leaves, and the work is cancelled when the last has left. It gets its
+turns (`git/turns.py`) as all who wait for it.
 """
 
 from __future__ import annotations
@@ -20,83 +21,82 @@ from ..git.turns import Askers
 from ..protocol import Progress, ProgressSink
 
 T = TypeVar("T")
-Run = Callable[["Flight[T]"], Coroutine[None, None, T]]
+Run = Callable[["SharedWork[T]"], Coroutine[None, None, T]]
 
 
 @dataclass(slots=True, eq=False)
-class Flight(Generic[T]):
-    """What the work sees of those who wait for it."""
+class SharedWork(Generic[T]):
+    """One run of the work, as the work itself sees it. After `close` nobody joins it."""
 
-    depart: Callable[[], None]
-    """Called before the work looks at anything that may have changed for whoever asks from then on."""
+    close: Callable[[], None]
     askers: Askers = field(default_factory=Askers)
     sinks: list[ProgressSink] = field(default_factory=list)
-    passengers: int = 0
+    callers: int = 0
     task: asyncio.Task[T] | None = None
 
-    def tell(self, progress: Progress) -> None:
+    def report(self, progress: Progress) -> None:
         for sink in self.sinks:
             sink(progress)
 
 
 class Coalescer(Generic[T]):
-    """Work by key."""
+    """Shared work by key."""
 
     def __init__(self) -> None:
-        self._boarding: dict[str, Flight[T]] = {}
-        self._flights: set[Flight[T]] = set()
+        self._open: dict[str, SharedWork[T]] = {}
+        self._running: set[SharedWork[T]] = set()
 
     def __contains__(self, key: str) -> bool:
-        return key in self._boarding
+        return key in self._open
 
     async def join(self, key: str, run: Run[T], progress: ProgressSink | None = None) -> T:
-        """Wait for the work of that key that has not departed, or begin it with `run`."""
-        flight = self._boarding.get(key) or self._begin(key, run)
-        task = flight.task
+        """Wait for the open work of that key, or begin it with `run`."""
+        work = self._open.get(key) or self._begin(key, run)
+        task = work.task
         assert task is not None
-        flight.passengers += 1
+        work.callers += 1
         if progress is not None:
-            flight.sinks.append(progress)
+            work.sinks.append(progress)
         try:
-            with flight.askers.joined(Askers.present()):
+            with work.askers.joined(Askers.present()):
                 return await asyncio.shield(task)
         finally:
-            flight.passengers -= 1
+            work.callers -= 1
             if progress is not None:
-                flight.sinks.remove(progress)
-            if not flight.passengers and not task.done():
-                await self._cancel(flight)
+                work.sinks.remove(progress)
+            if not work.callers and not task.done():
+                await self._cancel(work)
 
-    def _begin(self, key: str, run: Run[T]) -> Flight[T]:
-        flight: Flight[T] = Flight(depart=lambda: self._close_doors(key, flight))
-        flight.task = asyncio.get_running_loop().create_task(self._run(run, flight))
-        flight.task.add_done_callback(lambda _: self._land(flight))
-        self._boarding[key] = flight
-        self._flights.add(flight)
-        return flight
+    def _begin(self, key: str, run: Run[T]) -> SharedWork[T]:
+        def close() -> None:
+            if self._open.get(key) is work:
+                del self._open[key]
 
-    async def _run(self, run: Run[T], flight: Flight[T]) -> T:
-        flight.askers.bind()
-        return await run(flight)
+        async def bound() -> T:
+            work.askers.bind()
+            return await run(work)
 
-    def _close_doors(self, key: str, flight: Flight[T]) -> None:
-        if self._boarding.get(key) is flight:
-            del self._boarding[key]
+        def end(_: object) -> None:
+            close()
+            self._running.discard(work)
 
-    def _land(self, flight: Flight[T]) -> None:
-        flight.depart()
-        self._flights.discard(flight)
+        work: SharedWork[T] = SharedWork(close)
+        work.task = asyncio.get_running_loop().create_task(bound())
+        work.task.add_done_callback(end)
+        self._open[key] = work
+        self._running.add(work)
+        return work
 
     async def close(self) -> None:
         """Cancel everything and wait for its end."""
-        for flight in list(self._flights):
-            await self._cancel(flight)
+        for work in list(self._running):
+            await self._cancel(work)
 
-    async def _cancel(self, flight: Flight[T]) -> None:
-        flight.depart()
-        if flight.task is None:
+    async def _cancel(self, work: SharedWork[T]) -> None:
+        work.close()
+        if work.task is None:
             return
-        flight.task.cancel()
+        work.task.cancel()
         with anyio.CancelScope(shield=True), contextlib.suppress(BaseException):
-            await asyncio.wait([flight.task])
-            flight.task.exception()
+            await asyncio.wait([work.task])
+            work.task.exception()

@@ -1,9 +1,9 @@
-"""The ref history of a mirror: what its refs were after each sync that changed one.
+"""The ref history of a mirror: its refs after each sync that changed one.
 
-Owns `refs/mirrord/history`: a line of commits, each with a tree of one blob `refs` (sorted
-`<object id> <ref>` lines of the refs that follow upstream and of the kept refs, and a line
-`@ HEAD <ref>`). It lives in git in the mirror itself, so it is copied, packed and verified with
-it. Records are only added. HEAD and the refs of a mirror are what the newest record says.
+`refs/mirrord/history` is a history of commits, each with a tree of one blob `refs`: sorted lines
+`<object id> <ref>` for the refs that follow upstream and the kept refs, and a line `@ HEAD <ref>`.
+It is in git in the mirror itself, so it is copied, packed and verified with it. Records are only
+added. HEAD and the refs of a mirror are what the newest record says.
 """
 
 from __future__ import annotations
@@ -20,20 +20,14 @@ from ..protocol import RefChange, RefRecord
 from .refs import compare, is_followed, summarise, theirs
 from .repository import HISTORY, KEPT, Refs, Repository
 
+BEGUN_ANEW = "begun anew by a heal"
+"""The subject of a first record whose predecessors were lost and in no bundle."""
+EVERY_RECORD = 1_000_000
+_MAX_RECORDS = 1000
+
 _OID = re.compile(r"[0-9a-f]{40}")
 _ID = re.compile(r"[0-9a-f]{7,40}")
-WAS = "Was"
-"""The trailer with an id that a record had before it was written again on the records of a bundle."""
-
-BEGUN_ANEW = "begun anew by a heal"
-"""Why the first record was made, where those before it were lost and no bundle had them."""
-
-_PARENTS = re.compile(rb"^parent [0-9a-f]{40}\n", re.MULTILINE)
-_FORMAT = "--format=%H%x00%ct%x00%s" + "".join(
-    f"%x00%(trailers:key={key},valueonly,separator=%x2C)" for key in ("Refs", WAS)
-)
-_MAX_RECORDS = 1000
-EVERY_RECORD = 1_000_000
+_FORMAT = "--format=%H%x00%ct%x00%s%x00%(trailers:key=Refs,valueonly)"
 
 
 async def write_record(
@@ -46,8 +40,10 @@ async def write_record(
     parents: Sequence[str],
     why: str,
 ) -> str:
-    """Store a set of refs and the ids of the kept ones; answers the record's commit. Nothing
-    points at it yet. The history goes on from the first of `parents`."""
+    """Store a set of refs and the ids of the kept ones; answers the commit, which no ref names yet.
+
+    The records of the last of `parents` are listed before those of the others.
+    """
     listed = refs | {f"{KEPT}{oid}": oid for oid in kept}
     lines = [f"{oid} {ref}\n" for ref, oid in sorted(listed.items())]
     content = "".join([*lines, f"@ HEAD {head}\n" if head else ""])
@@ -55,33 +51,9 @@ async def write_record(
     tree = await repository.write_object("tree", b"100644 refs\0" + bytes.fromhex(blob))
     message = f"{why}: {summarise(changes)}\n\nRefs: {len(refs)}\n"
     above = [word for parent in parents for word in ("-p", parent)]
-    made = await repository.git.run(
-        "commit-tree", *above, tree, git_dir=repository.path, stdin=message.encode(),
-        doing=f"record the refs of mirror {repository.name}",
-    )  # fmt: skip
+    doing = f"record the refs of mirror {repository.name}"
+    made = await repository.run("commit-tree", *above, tree, stdin=message.encode(), doing=doing)
     return made.lines[0]
-
-
-async def write_again(
-    repository: Repository, records: Sequence[RefRecord], *, parent: str | None
-) -> str:
-    """Store records, the newest first, on another one or on none; answers the newest one's new id. Each keeps its old one too."""
-    for record in reversed(records):
-        shown = await repository.git.run(
-            "cat-file",
-            "commit",
-            record.id,
-            git_dir=repository.path,
-            doing=f"read a ref record of mirror {repository.name}",
-        )
-        header, _, message = _PARENTS.sub(b"", shown.stdout).partition(b"\n\n")
-        tree, _, rest = header.partition(b"\n")
-        lines = [tree, *([f"parent {parent}".encode()] if parent else []), rest]
-        body = (
-            b"\n".join(lines) + b"\n\n" + message.rstrip(b"\n") + f"\n{WAS}: {record.id}\n".encode()
-        )
-        parent = await repository.write_object("commit", body)
-    return str(parent)
 
 
 async def list_records(
@@ -90,89 +62,80 @@ async def list_records(
     """The newest records first."""
     if start == HISTORY and HISTORY not in await repository.all_refs():
         return []
-    listing = await repository.git.run(
-        "log", "-z", f"--max-count={limit}", "--first-parent", _FORMAT, start, "--",
-        git_dir=repository.path,
+    listing = await repository.run(
+        "log", "-z", f"--max-count={limit}", "--topo-order", _FORMAT, start, "--",
         doing=f"read the ref history of mirror {repository.name}",
     )  # fmt: skip
-    fields = listing.stdout.decode("utf-8", "replace").split("\0")
-    return [_record(*fields[at : at + 5]) for at in range(0, len(fields) - 4, 5)]
-
-
-def _record(commit: str, seconds: str, subject: str, count: str, was: str) -> RefRecord:
-    at = datetime.fromtimestamp(int(seconds), tz=timezone.utc)
-    former = [oid.strip() for oid in was.split(",") if oid.strip()]
-    return RefRecord(
-        id=commit.strip(), at=at, ref_count=int(count.strip() or 0), summary=subject, was=former
-    )
+    fields = iter(listing.stdout.decode("utf-8", "replace").split("\0"))
+    return [
+        RefRecord(
+            id=commit.strip(),
+            at=datetime.fromtimestamp(int(seconds), tz=timezone.utc),
+            ref_count=int(count.strip() or 0),
+            summary=subject,
+        )
+        for commit, seconds, subject, count in zip(fields, fields, fields, fields, strict=False)
+    ]
 
 
 async def find_record(repository: Repository, at: str) -> RefRecord:
-    """The record named by its id (at least 7 digits), by `latest`, or the one that stood at a time in ISO 8601."""
+    """The record with an id (at least 7 digits), `latest`, or the one in force at an ISO 8601 time.
+
+    Raises NotFoundError, InvalidRequestError.
+    """
     records = await list_records(repository, limit=EVERY_RECORD)
     if at == "latest" and records:
         return records[0]
+    hint = "`mirrord refs log NAME` lists them"
+    failure = f"cannot find ref record {shown(at)} of mirror {repository.name}"
     if _ID.fullmatch(at):
-        found = [
-            record
-            for record in records
-            if any(oid.startswith(at) for oid in (record.id, *record.was))
-        ]
-    else:
-        moment = _moment(at)
-        found = [record for record in records if record.at <= moment][:1]
-    if not found and records and not _ID.fullmatch(at):
-        raise NotFoundError(
-            f"cannot find ref record {shown(at)} of mirror {repository.name}: "
-            f"the first one is of {records[-1].at:%Y-%m-%dT%H:%M:%SZ}",
-            hint="`mirrord refs log NAME` lists them",
-        )
-    if len(found) != 1:
-        raise NotFoundError(
-            f"cannot find ref record {shown(at)} of mirror {repository.name}: {'several match' if found else 'there is none'}",
-            hint="`mirrord refs log NAME` lists them",
-        )
-    return found[0]
-
-
-def _moment(text: str) -> datetime:
+        found = [record for record in records if record.id.startswith(at)]
+        if len(found) == 1:
+            return found[0]
+        fact = "several match" if found else "there is none"
+        raise NotFoundError(f"{failure}: {fact}", hint=hint)
     try:
-        moment = datetime.fromisoformat(text)
+        moment = datetime.fromisoformat(at)
     except ValueError as error:
         raise InvalidRequestError(
-            f"cannot read ref record {shown(text)}: it is neither an id nor a time",
+            f"cannot read ref record {shown(at)}: it is neither an id nor a time",
             hint="write a time as 2026-01-31T12:00:00Z",
         ) from error
-    return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=timezone.utc)
+    before = [record for record in records if record.at <= moment]
+    if before:
+        return max(before, key=lambda record: record.at)
+    fact = (
+        f"the first one is of {records[-1].at:%Y-%m-%dT%H:%M:%SZ}" if records else "there is none"
+    )
+    raise NotFoundError(f"{failure}: {fact}", hint=hint)
 
 
 async def read_refs(repository: Repository, record: str) -> tuple[Refs, str | None]:
     """The refs of a record, and the branch that HEAD named."""
-    listed, head = parse_record(await _read_lines(repository, record))
+    listed, head = parse_record(await _read(repository, record))
     return {ref: oid for ref, oid in listed.items() if is_followed(ref)}, head
 
 
 async def read_kept(repository: Repository, record: str | None) -> set[str]:
     """The ids of the kept refs of a record; none where it cannot be read."""
     try:
-        listed, _ = parse_record(await _read_lines(repository, record) if record else b"")
+        listed, _ = parse_record(await _read(repository, record) if record else b"")
     except (CorruptObjectError, GitFailedError):
         return set()
     return {oid for ref, oid in listed.items() if ref == f"{KEPT}{oid}"}
 
 
-async def _read_lines(repository: Repository, record: str) -> bytes:
+async def _read(repository: Repository, record: str) -> bytes:
     doing = f"read ref record {record} of {repository.name}"
-    shown = await repository.git.run(
-        "cat-file", "blob", f"{record}:refs", git_dir=repository.path, doing=doing
-    )
-    return shown.stdout
+    return (await repository.run("cat-file", "blob", f"{record}:refs", doing=doing)).stdout
 
 
 def parse_record(text: bytes) -> tuple[Refs, str | None]:
-    """The refs that a record lists, the kept ones too, and what HEAD named.
+    """The refs that a record lists, the kept ones too, and the target of HEAD.
 
-    A record may have come in a bundle: names that a mirror may not have are left out.
+    Names that a mirror may not have are left out: a record may have come in a bundle.
     """
     refs: Refs = {}
     head = None
@@ -186,31 +149,23 @@ def parse_record(text: bytes) -> tuple[Refs, str | None]:
 
 
 async def columns_of(repository: Repository, known: str | None) -> dict[str, Any]:
-    """What the refs of a mirror decide, as columns of its row in the catalog.
+    """The columns of a mirror's row in the catalog that its refs decide.
 
-    `known` is the record that the row has. It stays where the history has lost it, until a heal
-    has brought it back or said that nobody has it.
+    `known` is the record in the row. It stays where the history has lost it, until a heal has
+    brought it back or said that nobody has it.
     """
     refs = await repository.all_refs()
     tip = refs.get(HISTORY)
-    is_lost = known is not None and (tip is None or not await is_known(repository, known, tip))
+    is_lost = known not in {None, tip} and not (
+        tip and await repository.is_ancestor(str(known), tip)
+    )
     kept_count = sum(ref.startswith(KEPT) for ref in refs)
-    return {
-        "ref_count": len(theirs(refs)),
-        "kept_count": kept_count,
-        "history": known if is_lost else tip,
-    }
-
-
-async def is_known(repository: Repository, record: str, tip: str) -> bool:
-    """Whether a record, by any id that it ever had, is in the history that ends at `tip`."""
-    if record == tip or await repository.is_ancestor(record, tip):
-        return True
-    return any(record in past.was for past in await list_records(repository, EVERY_RECORD, tip))
+    history = known if is_lost else tip
+    return {"ref_count": len(theirs(refs)), "kept_count": kept_count, "history": history}
 
 
 async def diff_records(repository: Repository, a: str, b: str, kept: Refs) -> list[RefChange]:
-    """What changed between two records; moves are told apart by ancestry."""
+    """The differences between two records; moves are told apart by ancestry."""
     old, _ = await read_refs(repository, a)
     new, _ = await read_refs(repository, b)
     return await classify(repository, compare(old, new), held=set(kept.values()))
@@ -219,16 +174,14 @@ async def diff_records(repository: Repository, a: str, b: str, kept: Refs) -> li
 async def classify(
     repository: Repository, changes: Sequence[RefChange], held: set[str] | None = None
 ) -> list[RefChange]:
-    """Say which moves were only forward. `kept` becomes true for what is not, or, with `held`, where the old tip is in it."""
-    return [await _classified(repository, change, held) for change in changes]
-
-
-async def _classified(
-    repository: Repository, change: RefChange, held: set[str] | None
-) -> RefChange:
-    if change.kind == "created":
-        return change
-    is_branch = change.old and change.new and not change.ref.startswith("refs/tags/")
-    if is_branch and await repository.is_ancestor(str(change.old), str(change.new)):
-        return replace(change, kind="forwarded")
-    return replace(change, kept=held is None or change.old in held)
+    """Mark fast-forwards as `forwarded`, other moves as `kept`, if their old tip is in `held`."""
+    classified = []
+    for change in changes:
+        if change.old and change.kind != "created":
+            is_branch = change.new and not change.ref.startswith("refs/tags/")
+            if is_branch and await repository.is_ancestor(change.old, str(change.new)):
+                change = replace(change, kind="forwarded")
+            else:
+                change = replace(change, kept=held is None or change.old in held)
+        classified.append(change)
+    return classified

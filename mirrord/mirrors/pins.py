@@ -1,24 +1,26 @@
-"""Pins: refs that keep recorded commits alive, each with an owner.
+"""Pins: refs that keep recorded commits alive, `refs/mirrord/pins/OWNER/COMMIT`, each with a row.
 
-Owns `refs/mirrord/pins/OWNER/COMMIT`. A pin is a proof: the ref is written only after everything the commit reaches was found in
-the mirror. `update-ref` alone would pin a commit whose tree lacks a blob. The refs are the truth; the catalog follows them. An
-error leaves both as they were, or, where the disk does not let that be, a debt that is settled later; a crash leaves a ref
-without a row at worst, and a start brings them in line.
+A pin is a proof: its ref is written only after everything that the commit reaches was found in the
+mirror; `update-ref` alone would pin a commit whose tree lacks a blob. The refs are the truth, the
+catalog follows them. An error leaves both as they were; where the disk does not allow that, the
+rest is pending until a cleanup settles it. A crash leaves at worst a ref without a row, and a start
+brings them in line.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
 import anyio
 import structlog
 
 from ..catalog import Catalog, PinRow
-from ..errors import GitFailedError, InvalidRequestError, MirrordError, ResourceError
+from ..errors import GitFailedError, InvalidRequestError, ResourceError
 from ..git.batch import object_info
-from ..model import CommitId, shown
+from ..model import CommitId, shown, utc_now
 from .bisect import find_bad
 from .repository import PINS, Refs, Repository
 from .transaction import Transaction, commit, recover
@@ -28,23 +30,87 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FAILURES = 400
 
 ADOPTED = "found in the mirror"
-"""The reason of a pin that the catalog did not know at a start: a crash in a pin, or a catalog that is lost or older."""
-
-PERSON = "person/"
-"""What no dataset records: only the pin itself and the catalog know of it."""
+"""The reason of a pin that the catalog did not know: a crash, or a catalog that is lost or old."""
 
 log = structlog.get_logger()
 
 
 def stands_alone(row: PinRow) -> bool:
-    """Whether nothing but the pin says that its commit is wanted: a person's, or one whose dataset went with a catalog."""
-    return row.owner.startswith(PERSON) or row.reason == ADOPTED
+    """Whether only the pin says that its commit is wanted: a person's, or one that was adopted."""
+    return row.owner.startswith("person/") or row.reason == ADOPTED
 
 
-@dataclass(frozen=True, slots=True)
-class Debt:
-    """What an operation that failed still owes: of an owner's `commits`, those whose ref stands get their row of `rows` back, and
-    those without one lose their ref.
+def check_owner(owner: str) -> None:
+    """Refuse an owner that is neither `dataset/NAME` nor `person/UID`."""
+    if not _OWNER.fullmatch(owner) or ".." in owner or owner.endswith((".lock", ".")):
+        raise InvalidRequestError(
+            f"cannot pin for {shown(owner)}: an owner is dataset/NAME or person/UID"
+        )
+
+
+def pin_ref(owner: str, commit_id: str) -> str:
+    return f"{PINS}{owner}/{commit_id}"
+
+
+def is_pin(ref: str) -> bool:
+    """Whether a ref has the name of a pin."""
+    owner, _, commit_id = ref.removeprefix(PINS).rpartition("/")
+    named_well = _OWNER.fullmatch(owner) and _COMMIT.fullmatch(commit_id)
+    return ref.startswith(PINS) and bool(named_well)
+
+
+def read_pins(refs: Refs) -> list[tuple[str, CommitId]]:
+    """The pins among refs, as (owner, commit)."""
+    return [
+        (ref.removeprefix(PINS).rpartition("/")[0], CommitId(oid))
+        for ref, oid in refs.items()
+        if is_pin(ref) and ref.endswith(oid)
+    ]
+
+
+async def verify_commits(
+    repository: Repository, commits: Collection[CommitId]
+) -> dict[CommitId, str]:
+    """Prove that each is a commit that can be served; answers the others, each with the reason."""
+    doing = f"look up commits of mirror {repository.name}"
+    refused: dict[CommitId, str] = {}
+    for found in await object_info(repository.git, repository.path, commits, doing=doing):
+        if found.kind == "missing":
+            refused[CommitId(found.name)] = f"commit {found.name} is not in the mirror"
+        elif found.kind != "commit":
+            refused[CommitId(found.name)] = f"{found.name} is a {found.kind}, not a commit"
+    failed = await find_bad(
+        sorted(set(commits) - refused.keys()),
+        repository.verify_closure,
+        is_theirs=lambda it: isinstance(it, GitFailedError) or not isinstance(it, ResourceError),
+        budget=_FAILURES,
+        hopeless=_FAILURES,
+    )
+    return refused | {oid: error.message for oid, error in failed.items()}
+
+
+async def adopt_pins(catalog: Catalog, repository: Repository) -> None:
+    """Give rows to pins that the catalog does not have, and report pins that only it has."""
+    there = set(read_pins(await repository.all_refs()))
+    rows = {(row.owner, row.commit) for row in await catalog.list_pins(repository.name.key)}
+    now = utc_now()
+    adopted = [
+        PinRow(repository.name, commit_id, owner, ADOPTED, now)
+        for owner, commit_id in sorted(there - rows)
+    ]
+    if adopted:
+        await catalog.put_pins(adopted)
+        owners = sorted({row.owner for row in adopted})
+        log.warning("pins.adopted", mirror=str(repository.name), count=len(adopted), owners=owners)
+    for owner, commit_id in sorted(rows - there):
+        # an unpin deletes the row first, so this ref was lost: audits find it, heals restore it
+        log.warning("pin.lost", mirror=str(repository.name), commit=commit_id, owner=owner)
+
+
+class _Pending(NamedTuple):
+    """What a failed operation left to do for the `commits` of an owner.
+
+    Those whose ref stands get their row of `rows` back, those without a row lose their ref.
     """
 
     owner: str
@@ -52,172 +118,141 @@ class Debt:
     rows: tuple[PinRow, ...] = ()
 
 
-def check_owner(owner: str) -> None:
-    """A pin belongs to `dataset/NAME` or `person/UID`."""
-    if not _OWNER.fullmatch(owner) or ".." in owner or owner.endswith((".lock", ".")):
-        raise InvalidRequestError(
-            f"cannot pin for {shown(owner)}: an owner is dataset/NAME or person/UID"
-        )
+class Pins:
+    """The pins of all mirrors, in refs and catalog. The caller holds the mirror's lock."""
 
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._pending: dict[str, list[_Pending]] = {}
 
-def is_pin(ref: str) -> bool:
-    """Whether a ref has the name of a pin."""
-    owner, _, commit_id = ref.removeprefix(PINS).rpartition("/")
-    return (
-        ref.startswith(PINS)
-        and bool(_OWNER.fullmatch(owner))
-        and bool(_COMMIT.fullmatch(commit_id))
-    )
+    async def add(
+        self, repository: Repository, commits: Collection[CommitId], owner: str, reason: str
+    ) -> dict[CommitId, str]:
+        """Pin what can be served; answers the others, each with the reason.
 
+        A pin that is made again keeps its row, and its reason where there is no new one.
+        """
+        refused = await verify_commits(repository, commits)
+        listed = await self._catalog.list_pins(repository.name.key, owner=owner)
+        before = {row.commit: row for row in listed}
+        rows = []
+        for commit_id in sorted(set(commits) - refused.keys()):
+            new = PinRow(repository.name, commit_id, owner, reason, utc_now())
+            old = before.get(commit_id, new)
+            rows.append(replace(old, reason=reason or old.reason))
+        await self._write(repository, rows, owner)
+        return refused
 
-def read_pins(refs: Refs) -> list[tuple[str, CommitId]]:
-    """The pins among refs, as (owner, commit)."""
-    found = []
-    for ref, oid in refs.items():
-        if is_pin(ref) and ref.endswith(oid):
-            found.append((ref.removeprefix(PINS).rpartition("/")[0], CommitId(oid)))
-    return found
+    async def restore(self, repository: Repository) -> tuple[int, int]:
+        """Make lost pins again, the catalog's and those of recorded commits, once they are proven.
 
+        Adopts pins that the catalog does not have. Answers how many were lost, and how many of
+        their commits cannot be served.
+        """
+        name = repository.name
+        if not self._pending.get(name.key):
+            await adopt_pins(self._catalog, repository)
+        refs = await repository.all_refs()
+        unpinned = await self._catalog.list_recorded(name.key, unpinned=True)
+        recorded = [
+            PinRow(name, commit_id, f"dataset/{dataset}", "recorded by the dataset", utc_now())
+            for dataset, commit_id in sorted({(row.dataset, row.commit) for row in unpinned})
+        ]
+        listed = await self._catalog.list_pins(name.key)
+        lost = [row for row in listed if pin_ref(row.owner, row.commit) not in refs] + recorded
+        refused = await verify_commits(repository, {row.commit for row in lost})
+        for owner in sorted({row.owner for row in lost}):
+            rows = [row for row in lost if row.owner == owner and row.commit not in refused]
+            await self._write(repository, rows, owner)
+        await self.remove_unrecorded(repository, recorded)
+        return len(lost), len(refused)
 
-async def verify(repository: Repository, commits: Collection[CommitId]) -> dict[CommitId, str]:
-    """Prove that each is a commit that can be served; answers those that are not, with the reason."""
-    refused = await _must_be_commits(repository, commits)
-    absent = await repository.absent(set(commits) - refused.keys())
-    refused |= {CommitId(oid): f"commit {oid} is not in the mirror" for oid in absent}
+    async def remove(
+        self, repository: Repository, commits: Collection[CommitId], owner: str
+    ) -> None:
+        """Remove pins: rows, then refs, so that a crash leaves a pin too many, never a row alone.
 
-    async def attempt(some: Sequence[CommitId]) -> None:
-        await repository.verify_closure(some)
+        Where the refs cannot be removed the rows are put back.
+        """
+        key, wanted = repository.name.key, frozenset(commits)
+        listed = await self._catalog.list_pins(key, owner=owner)
+        rows = tuple(row for row in listed if row.commit in wanted)
+        with anyio.CancelScope(shield=True):
+            await self._catalog.delete_pins(key, commits, owner)
+            try:
+                await _delete_refs(repository, wanted, owner)
+            except Exception:  # also OSError: a disk that fails
+                await self._undo(repository, _Pending(owner, wanted, rows))
+                raise
 
-    present = sorted(set(commits) - refused.keys())
-    failed = await find_bad(
-        present, attempt, is_theirs=_blames_commits, budget=_FAILURES, hopeless=_FAILURES
-    )
-    return refused | {oid: error.message for oid, error in failed.items()}
+    async def remove_unrecorded(self, repository: Repository, rows: Collection[PinRow]) -> None:
+        """Remove those of the pins just made whose dataset no longer records their commit.
 
+        A dataset's removal deletes what it records, then reads which pins to remove: either that
+        sees these pins, or this sees the removal.
+        """
+        made = {(row.owner, row.commit) for row in rows}
+        stale: dict[str, list[CommitId]] = {}
+        for row in await self._catalog.list_stale_pins(repository.name.key):
+            if (row.owner, row.commit) in made:
+                stale.setdefault(row.owner, []).append(row.commit)
+        for owner, commits in stale.items():
+            await self.remove(repository, commits, owner)
 
-def _blames_commits(error: MirrordError) -> bool:
-    return isinstance(error, GitFailedError) or not isinstance(error, ResourceError)
+    async def settle(self, repository: Repository) -> None:
+        """Do what failed operations left."""
+        pending = self._pending.get(repository.name.key, [])
+        while pending:
+            await self._settle(repository, pending[0])
+            del pending[0]
 
+    async def _write(self, repository: Repository, rows: Sequence[PinRow], owner: str) -> None:
+        """Write refs, then rows; where the rows cannot be written no ref stays."""
+        present = await repository.all_refs()
+        fresh = frozenset(row.commit for row in rows if pin_ref(owner, row.commit) not in present)
+        transaction = Transaction()
+        for commit_id in fresh:
+            transaction.create(pin_ref(owner, commit_id), commit_id)
+        with anyio.CancelScope(shield=True):
+            await commit(repository, transaction)
+            try:
+                await self._catalog.put_pins(rows)
+            except Exception:
+                await self._undo(repository, _Pending(owner, fresh))
+                raise
 
-async def keep(
-    repository: Repository, catalog: Catalog, rows: Sequence[PinRow], owner: str, debts: list[Debt]
-) -> None:
-    """Make pins of commits that were verified: refs, then their rows. Where the rows cannot be written no ref is left.
-
-    What cannot be undone at once is added to `debts`.
-    """
-    present = await repository.all_refs()
-    fresh = [row.commit for row in rows if f"{PINS}{owner}/{row.commit}" not in present]
-    with anyio.CancelScope(shield=True):
-        await _write_refs(repository, fresh, owner)
+    async def _undo(self, repository: Repository, pending: _Pending) -> None:
         try:
-            await catalog.put_pins(rows)
-        except Exception:
-            await _settle_or_owe(repository, catalog, Debt(owner, frozenset(fresh)), debts)
-            raise
-
-
-async def give_up(
-    repository: Repository,
-    catalog: Catalog,
-    commits: Collection[CommitId],
-    owner: str,
-    debts: list[Debt],
-) -> None:
-    """Remove pins: rows, then refs, so that a crash leaves a pin too many, never one that is only said.
-
-    Where the refs cannot be removed the rows are put back; what cannot be undone at once is added to `debts`.
-    """
-    wanted = set(commits)
-    rows = [
-        row
-        for row in await catalog.list_pins(repository.name.key, owner=owner)
-        if row.commit in wanted
-    ]
-    with anyio.CancelScope(shield=True):
-        await catalog.delete_pins(repository.name.key, commits, owner)
-        try:
-            await _delete_refs(repository, commits, owner)
-        except Exception:  # a disk that fails is an OSError
-            await _settle_or_owe(
-                repository, catalog, Debt(owner, frozenset(wanted), tuple(rows)), debts
+            await self._settle(repository, pending)
+        except Exception as error:  # noqa: BLE001 the caller raises the error that came first
+            log.warning(
+                "pins.pending",
+                mirror=str(repository.name),
+                owner=pending.owner,
+                count=len(pending.commits),
+                detail=str(error),
             )
-            raise
+            self._pending.setdefault(repository.name.key, []).append(pending)
 
-
-async def give_up_unrecorded(
-    repository: Repository, catalog: Catalog, rows: Collection[PinRow], debts: list[Debt]
-) -> None:
-    """Give up those of the pins just made that are of a dataset which no longer records their commit.
-
-    A removal deletes what the dataset records, and then reads which pins to give up: it saw these, or it is seen here.
-    """
-    made = {(row.owner, row.commit) for row in rows}
-    stale: dict[str, list[CommitId]] = {}
-    for row in await catalog.list_stale_pins(repository.name.key):
-        if (row.owner, row.commit) in made:
-            stale.setdefault(row.owner, []).append(row.commit)
-    for owner, commits in stale.items():
-        await give_up(repository, catalog, commits, owner, debts)
-
-
-async def settle(repository: Repository, catalog: Catalog, debt: Debt) -> None:
-    """Bring refs and rows of a debt in line, as they are now: what was pinned since stays pinned."""
-    await recover(repository)
-    refs = await repository.all_refs()
-    said = {row.commit for row in await catalog.list_pins(repository.name.key, owner=debt.owner)}
-    open_ones = {
-        oid for oid in debt.commits if f"{PINS}{debt.owner}/{oid}" in refs and oid not in said
-    }
-    back = [row for row in debt.rows if row.commit in open_ones]
-    if back:
-        await catalog.put_pins(back)
-    await _delete_refs(repository, open_ones - {row.commit for row in back}, debt.owner)
-
-
-async def _settle_or_owe(
-    repository: Repository, catalog: Catalog, debt: Debt, debts: list[Debt]
-) -> None:
-    try:
-        await settle(repository, catalog, debt)
-    except Exception as error:  # noqa: BLE001 the caller hears of what came first
-        log.warning(
-            "pins.pending",
-            mirror=str(repository.name),
-            owner=debt.owner,
-            count=len(debt.commits),
-            detail=str(error),
-        )
-        debts.append(debt)
-
-
-async def _write_refs(repository: Repository, commits: Collection[CommitId], owner: str) -> None:
-    transaction = Transaction()
-    for oid in commits:
-        transaction.create(f"{PINS}{owner}/{oid}", oid)
-    await commit(repository, transaction)
+    async def _settle(self, repository: Repository, pending: _Pending) -> None:
+        """Bring refs and rows in line as they are now: what was pinned since stays pinned."""
+        await recover(repository)
+        refs, owner = await repository.all_refs(), pending.owner
+        listed = await self._catalog.list_pins(repository.name.key, owner=owner)
+        without_row = pending.commits - {row.commit for row in listed}
+        hollow = {commit_id for commit_id in without_row if pin_ref(owner, commit_id) in refs}
+        back = [row for row in pending.rows if row.commit in hollow]
+        if back:
+            await self._catalog.put_pins(back)
+        await _delete_refs(repository, hollow - {row.commit for row in back}, owner)
 
 
 async def _delete_refs(repository: Repository, commits: Collection[CommitId], owner: str) -> None:
-    """Those that are there, if there is a mirror."""
     if not repository.path.exists():
         return
     present = await repository.all_refs()
     transaction = Transaction()
-    for oid in commits:
-        if f"{PINS}{owner}/{oid}" in present:
-            transaction.delete(f"{PINS}{owner}/{oid}", oid)
+    for commit_id in commits:
+        if pin_ref(owner, commit_id) in present:
+            transaction.delete(pin_ref(owner, commit_id), commit_id)
     await commit(repository, transaction)
-
-
-async def _must_be_commits(
-    repository: Repository, oids: Collection[CommitId]
-) -> dict[CommitId, str]:
-    """Which of the ids name something else than a commit, and what."""
-    doing = f"look up commits of mirror {repository.name}"
-    found = await object_info(repository.git, repository.path, oids, doing=doing)
-    return {
-        CommitId(each.oid): f"{each.oid} is a {each.kind}, not a commit"
-        for each in found
-        if each.kind not in {"commit", "missing"}
-    }

@@ -1,12 +1,13 @@
-"""What upstream offers, and what has to change for a mirror to follow it. Values only; no I/O.
+"""Refs as values: what an upstream offers, which names are allowed, how two sets differ. No I/O.
 
-Owns which refs may be taken: those that the configured patterns name, never `refs/mirrord/`, never `refs/replace/`, never a name
-that git or a file system could misread.
+A mirror takes the refs that the configured patterns name, never `refs/mirrord/`, never
+`refs/replace/`, never a name that git or a file system could misread.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,7 +22,10 @@ _BAD_NAME = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|/\.|\.lock(/|$)|\.
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The refs of an upstream at one moment. `head` is the branch that its HEAD names; `redirected_to` is where it was found."""
+    """The refs of an upstream at one moment.
+
+    `head` is the branch that its HEAD names; `redirected_to` is the URL that answered instead.
+    """
 
     refs: Refs
     head: str | None = None
@@ -31,11 +35,8 @@ class Offer:
 
 def read_offer(lines: Iterable[str], patterns: Sequence[str]) -> Offer:
     """Read `git ls-remote --symref`; a hostile name becomes a fault."""
-    wanted = re.compile(
-        "|".join(
-            "(.+)".join(re.escape(part) for part in pattern.split("*")) for pattern in patterns
-        )
-    )
+    parts = ("(.+)".join(map(re.escape, pattern.split("*"))) for pattern in patterns)
+    wanted = re.compile("|".join(parts))
     refs: Refs = {}
     faults: list[RefFault] = []
     head = None
@@ -43,28 +44,20 @@ def read_offer(lines: Iterable[str], patterns: Sequence[str]) -> Offer:
         oid, _, ref = line.partition("\t")
         if oid.startswith("ref: ") and ref == "HEAD":
             head = oid.removeprefix("ref: ")
-        elif (
-            wanted.fullmatch(ref)
-            and not ref.startswith(_NEVER)
-            and not ref.endswith("^{}")
-            and _OID.fullmatch(oid)
-        ):
-            if is_safe_ref(ref):
-                refs[ref] = oid
-            else:
-                faults.append(
-                    RefFault(
-                        ref=ascii(ref)[1:-1],
-                        commit=oid,
-                        reason="the name of the ref is not one that git allows",
-                    )
-                )
+        is_wanted = wanted.fullmatch(ref) and not ref.startswith(_NEVER) and not ref.endswith("^{}")
+        if not is_wanted or not _OID.fullmatch(oid):
+            continue
+        if is_safe_ref(ref):
+            refs[ref] = oid
+        else:
+            reason = "git does not allow the name of this ref"
+            faults.append(RefFault(ref=ascii(ref)[1:-1], commit=oid, reason=reason))
     faults += drop_shadowed(refs)
     return Offer(refs, head if head in refs else None, faults)
 
 
 def is_followed(ref: str) -> bool:
-    """Whether a ref may be one that follows upstream: a safe name, none of ours, none that changes what others mean."""
+    """Whether a ref may follow upstream: a safe name, not ours, with no effect on other objects."""
     return is_safe_ref(ref) and not ref.startswith(_NEVER)
 
 
@@ -77,15 +70,19 @@ def is_safe_ref(ref: str) -> bool:
     )
 
 
+def directories_of(ref: str, shortest: int = 3) -> list[str]:
+    """The directories that a loose ref is in, of at least `shortest` parts: none may be a ref."""
+    parts = ref.split("/")
+    return ["/".join(parts[:n]) for n in range(shortest, len(parts))]
+
+
 def drop_shadowed(refs: Refs) -> list[RefFault]:
-    """`a` and `a/b` cannot both exist; git does not make that, an upstream could. The shorter name stays."""
+    """Drop `a/b` where `a` is a ref too: git cannot hold both, but an upstream may offer them."""
     faults = []
     for ref in sorted(refs, key=len, reverse=True):
-        parts = ref.split("/")
-        if any("/".join(parts[:n]) in refs for n in range(3, len(parts))):
-            faults.append(
-                RefFault(ref=ref, commit=refs.pop(ref), reason="another ref is its directory")
-            )
+        if not refs.keys().isdisjoint(directories_of(ref)):
+            reason = "another ref is its directory"
+            faults.append(RefFault(ref=ref, commit=refs.pop(ref), reason=reason))
     return faults
 
 
@@ -95,7 +92,7 @@ def theirs(refs: Refs) -> Refs:
 
 
 def compare(old: Refs, new: Refs) -> list[RefChange]:
-    """What differs, by name. Every move counts as `forced` until somebody looked at the commits."""
+    """The differences, by name. A move counts as `forced` until its commits were compared."""
     changes = []
     for ref in sorted(old.keys() | new.keys()):
         before, after = old.get(ref), new.get(ref)
@@ -108,9 +105,7 @@ def compare(old: Refs, new: Refs) -> list[RefChange]:
 
 
 def summarise(changes: Iterable[RefChange]) -> str:
-    """`2 created, 1 forced`: one line about many changes."""
-    counts: dict[str, int] = {}
-    for change in changes:
-        counts[change.kind] = counts.get(change.kind, 0) + 1
+    """`2 created, 1 forced`: many changes in one line."""
+    counts = Counter[str](change.kind for change in changes)
     kinds = ("created", "forwarded", "forced", "deleted")
     return ", ".join(f"{counts[kind]} {kind}" for kind in kinds if kind in counts) or "no change"

@@ -1,6 +1,6 @@
-"""One mirror on disk, as the rest of this package sees it: a few questions to git about refs and objects.
+"""A bare repository of ours: its configuration, the namespace `refs/mirrord/`, questions to git.
 
-Owns the namespace `refs/mirrord/`. Never takes a lock and never decides anything.
+Takes no lock and makes no decision.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import anyio
+from anyio import to_thread
 
 from ..errors import DamagedMirrorError
-from ..git.batch import object_info
-from ..git.command import Git
+from ..git.batch import lines_of, object_info
+from ..git.command import Git, GitResult
 from ..host.files import sync_file, sync_tree
 from ..model import MirrorName
 
@@ -41,15 +42,23 @@ CONFIGURATION = """\
 [transfer]
 	hideRefs = refs/mirrord
 """
-"""The whole configuration of every mirror: what git needs, and protection from git run by hand."""
+"""The whole configuration of every mirror: git's needs, and protection from git run by hand."""
 
 _SECTION = re.compile(r"\[([A-Za-z]+)\]")
 _ENTRY = re.compile(r"\t([A-Za-z]+) = ([\w./-]+)")
+_CONTENT = (
+    "HEAD",
+    "packed-refs",
+    "refs/*/**/*",
+    "worktrees/*",
+    "*/[0-9a-f][0-9a-f]/*",
+    "**/pack-*",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A bare repository at `path`, which may be one that is still being built in quarantine."""
+    """A bare repository at `path`: a mirror, or one that is being built in quarantine."""
 
     git: Git
     name: MirrorName
@@ -59,27 +68,25 @@ class Repository:
     def objects(self) -> Path:
         return self.path / "objects"
 
+    async def run(self, *args: str, doing: str, **options: Any) -> GitResult:
+        """`Git.run` in this repository, with its options."""
+        return await self.git.run(*args, git_dir=self.path, doing=doing, **options)
+
     def is_stub(self) -> bool:
-        """Whether a directory is there of which nothing can be read or saved: no ref, no pack, no HEAD."""
-        known = (
-            "HEAD",
-            "packed-refs",
-            "refs/*/**/*",
-            "worktrees/*",
-            "*/[0-9a-f][0-9a-f]/*",
-            "**/pack-*",
-        )
-        return self.path.is_dir() and not any(
-            next(self.path.glob(pattern), None) for pattern in known
-        )
+        """Whether it is a directory with no ref, no object and no HEAD in it."""
+        return self.path.is_dir() and not any(any(self.path.glob(it)) for it in _CONTENT)
 
     async def create(self) -> None:
-        """Make an empty repository at `path`."""
+        """Make an empty repository at `path`, flushed: git (2.39) does not flush HEAD or config."""
         doing = f"create mirror {self.name}"
-        await self.git.run(
-            "init", "--quiet", "--bare", "--object-format=sha1", str(self.path), doing=doing
-        )
-        await anyio.to_thread.run_sync(_configure, self.path)
+        where = ("--object-format=sha1", str(self.path))
+        await self.git.run("init", "--quiet", "--bare", *where, doing=doing)
+
+        def configure() -> None:
+            (self.path / "config").write_text(CONFIGURATION, encoding="ascii")
+            sync_tree(self.path)
+
+        await to_thread.run_sync(configure)
 
     async def must_be_ours(self) -> None:
         """Refuse to change a mirror that git cannot open, or opens as something else; raises
@@ -88,7 +95,7 @@ class Repository:
         `extensions.objectFormat = sha256` alone makes git (2.39) see no tag, and a sync would
         drop them all; a promisor remote makes it accept holes.
         """
-        if fact := await anyio.to_thread.run_sync(_why_not_ours, self.path):
+        if fact := await to_thread.run_sync(_find_fault, self.path):
             raise DamagedMirrorError(
                 f"cannot use mirror {self.name}: {fact}",
                 hint=f"`mirrord heal {self.name}` repairs it",
@@ -96,112 +103,74 @@ class Repository:
 
     async def all_refs(self) -> Refs:
         """Every ref, ours included."""
-        listing = await self.git.run(
-            "for-each-ref",
-            "--format=%(objectname) %(refname)",
-            git_dir=self.path,
-            doing=f"list refs of mirror {self.name}",
-        )
+        doing = f"list refs of mirror {self.name}"
+        listing = await self.run("for-each-ref", "--format=%(objectname) %(refname)", doing=doing)
         return {ref: oid for oid, _, ref in (line.partition(" ") for line in listing.lines)}
 
     async def head(self) -> str | None:
         """The ref that HEAD names."""
-        found = await self.git.run(
-            "symbolic-ref",
-            "--quiet",
-            "HEAD",
-            git_dir=self.path,
-            ok=(0, 1),
-            doing=f"read HEAD of mirror {self.name}",
-        )
+        doing = f"read HEAD of mirror {self.name}"
+        found = await self.run("symbolic-ref", "--quiet", "HEAD", ok=(0, 1), doing=doing)
         return found.lines[0] if found.lines else None
 
     async def set_head(self, ref: str) -> None:
-        await self.git.run(
-            "symbolic-ref", "HEAD", ref, git_dir=self.path, doing=f"set HEAD of mirror {self.name}"
-        )
-        await anyio.to_thread.run_sync(
-            sync_file, self.path / "HEAD"
-        )  # git does not flush it: a power cut would leave it empty
+        await self.run("symbolic-ref", "HEAD", ref, doing=f"set HEAD of mirror {self.name}")
+        # git (2.39) does not flush it: a power cut would leave it empty
+        await to_thread.run_sync(sync_file, self.path / "HEAD")
 
     async def absent(self, oids: Iterable[str]) -> set[str]:
-        """Which of `oids` are not in the object store at all. Says nothing of their closures."""
+        """The ids with no object in the store. Says nothing of closures."""
         wanted = sorted(set(oids))
         doing = f"look up objects of mirror {self.name}"
         found = await object_info(self.git, self.path, wanted, doing=doing)
         return {each.name for each in found if each.kind == "missing"}
 
     async def commits_of(self, oids: Iterable[str]) -> set[str]:
-        """The commits that the objects are, or as tags lead to."""
+        """The objects that are commits, and the commits that tags among them lead to."""
         peeled = [f"{oid}^{{commit}}" for oid in sorted(set(oids))]
         doing = f"look up commits of mirror {self.name}"
         found = await object_info(self.git, self.path, peeled, doing=doing)
         return {each.oid for each in found if each.exists}
 
     async def is_ancestor(self, old: str, new: str) -> bool:
-        """True when a ref that moved from `old` to `new` lost nothing. False for anything but commits."""
-        answer = await self.git.run(
-            "merge-base",
-            "--is-ancestor",
-            old,
-            new,
-            git_dir=self.path,
-            ok=(0, 1, 128),
-            doing=f"compare commits of {self.name}",
-        )
-        return answer.status == 0
+        """Whether a ref that moves from `old` to `new` loses nothing; False for non-commits."""
+        words = ("merge-base", "--is-ancestor", old, new)
+        doing = f"compare commits of {self.name}"
+        return (await self.run(*words, ok=(0, 1, 128), doing=doing)).status == 0
 
     async def is_public(self, commit: str) -> bool:
         """Whether a ref that follows upstream reaches the commit."""
-        answer = await self.git.run(
+        answer = await self.run(
             "rev-list", "--max-count=1", commit,
             "--not", f"--exclude={OURS}*", "--exclude=refs/replace/*", "--all",
-            git_dir=self.path,
-            doing=f"look for what reaches a commit of {self.name}",
+            doing=f"find refs that reach a commit of {self.name}",
         )  # fmt: skip
         return not answer.lines
 
     async def write_object(self, kind: str, content: bytes) -> str:
-        """Write a loose object, flushed. `git mktree` (2.39) reads no configuration, so it flushes nothing."""
+        """Write a loose object, flushed: `git mktree` (2.39) ignores core.fsync."""
+        words = ("hash-object", "-w", "-t", kind, "--stdin")
         doing = f"write into mirror {self.name}"
-        made = await self.git.run(
-            "hash-object",
-            "-w",
-            "-t",
-            kind,
-            "--stdin",
-            git_dir=self.path,
-            stdin=content,
-            doing=doing,
-        )
-        return made.lines[0]
+        return (await self.run(*words, stdin=content, doing=doing)).lines[0]
 
     async def pack_refs(self) -> None:
-        """Loose refs cost a file each, and a second per 50,000 in every fetch."""
-        await self.git.run(
-            "pack-refs", "--all", git_dir=self.path, doing=f"pack refs of mirror {self.name}"
-        )
+        """Pack loose refs: each costs a file, and 50,000 a second in every fetch."""
+        await self.run("pack-refs", "--all", doing=f"pack refs of mirror {self.name}")
 
     async def verify_closure(self, commits: Iterable[str]) -> None:
-        """Prove that everything reachable from all of `commits` is present; raises CorruptObjectError or GitFailedError.
+        """Prove that everything reachable from all of `commits` is present.
 
-        Without the commit-graph: with it, git does not notice a deleted commit (2.39).
+        Raises CorruptObjectError or GitFailedError. Reads no commit-graph: with one, git (2.39)
+        does not notice a deleted commit.
         """
-        await self.git.run(
+        await self.run(
             "-c", "core.commitGraph=false", "rev-list", "--objects", "--quiet", "--stdin",
-            git_dir=self.path,
-            stdin="".join(f"{commit}\n" for commit in commits).encode("ascii"),
+            stdin=lines_of(commits),
             doing=f"verify the closure in mirror {self.name}",
         )  # fmt: skip
 
 
-def _configure(path: Path) -> None:
-    """Write CONFIGURATION, and flush all: git (2.39) flushes neither that nor HEAD."""
-    (path / "config").write_text(CONFIGURATION, encoding="ascii")
-    sync_tree(path)
-
-
-def _why_not_ours(path: Path) -> str | None:
+def _find_fault(path: Path) -> str | None:
     for name, is_right in (("objects", Path.is_dir), ("refs", Path.is_dir), ("HEAD", Path.is_file)):
         if not is_right(path / name):
             return f"its {name} is lost, or something else"
@@ -210,8 +179,9 @@ def _why_not_ours(path: Path) -> str | None:
 
 
 def changed_settings(config: Path) -> list[str]:
-    """How a configuration differs from CONFIGURATION, one phrase for each setting; none where it
-    does not. Includes are not followed: one is a difference.
+    """How a configuration differs from CONFIGURATION, one phrase for each setting.
+
+    Includes are not followed: one is a difference.
     """
     try:
         text = config.read_bytes().decode("utf-8", "surrogateescape")
@@ -221,17 +191,14 @@ def changed_settings(config: Path) -> list[str]:
         return [f"it cannot be read: {error.strerror}"]
     if text == CONFIGURATION:
         return []
-    there, wanted = _settings(text), _settings(CONFIGURATION)
-    lacking = [f"it lacks {setting}" for setting in wanted if setting not in there]
-    return lacking + [
-        f"{ascii(setting)[1:-1]} is not ours"
-        for setting in there
-        if there.count(setting) > wanted.count(setting)
-    ]
+    found, wanted = _settings(text), _settings(CONFIGURATION)
+    lacking = [f"it lacks {setting}" for setting in wanted if setting not in found]
+    foreign = [setting for setting in found if found.count(setting) > wanted.count(setting)]
+    return lacking + [f"{ascii(setting)[1:-1]} is not ours" for setting in foreign]
 
 
 def _settings(text: str) -> list[str]:
-    """`section.key=value` for each line that git writes for us; any other line as it stands."""
+    """`section.key=value` for each line in the form that git writes; any other line unchanged."""
     settings: list[str] = []
     section = ""
     for line in text.splitlines():
@@ -240,6 +207,6 @@ def _settings(text: str) -> list[str]:
         elif section and (entry := _ENTRY.fullmatch(line)):
             settings.append(f"{section}.{entry[1].lower()}={entry[2]}")
         else:
-            section = ""  # whatever follows belongs to a section that is not ours
+            section = ""  # until the next header, lines belong to a section that is not ours
             settings.append(line.strip()[:100])
     return settings

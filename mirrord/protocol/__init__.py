@@ -97,16 +97,12 @@ class RefChange(Answer):
 
 
 class RefRecord(Answer):
-    """One entry of a mirror's ref history.
-
-    `was` are its ids before a bundle was merged below it; they still name it.
-    """
+    """One entry of a mirror's ref history."""
 
     id: str
     at: datetime
     ref_count: int
     summary: str
-    was: list[str] = []
 
 
 class RefDiff(Answer):

@@ -32,7 +32,7 @@ from mirrord.git.environment import Remote
 from mirrord.git.errors import HttpAnswer, failure, masked_url, retry_after_seconds
 from mirrord.git.output import StderrReader
 from mirrord.git.priority import giving_way
-from mirrord.mirrors.fetch import blames_objects
+from mirrord.mirrors.bisect import blames_objects
 from mirrord.protocol import Progress
 
 SHORT = timedelta(milliseconds=300)

@@ -17,7 +17,7 @@ from mirrord.errors import (
     UpstreamThrottledError,
 )
 from mirrord.mirrors.bisect import find_bad
-from mirrord.mirrors.coalesce import Coalescer, Flight
+from mirrord.mirrors.coalesce import Coalescer, SharedWork
 from mirrord.mirrors.refs import is_safe_ref, read_offer
 from mirrord.mirrors.upstream import Hosts, parse_upstream, upstream_url
 from mirrord.model import MirrorName
@@ -128,14 +128,9 @@ def test_what_shares_a_cause_is_left_out_at_once() -> None:
     """A step for each cause, however many items it stops."""
     attempts: list[int] = []
 
-    class Remainders:
+    async def blame(error: MirrordError, group: Sequence[int]) -> set[int]:
         """An error names a number; whatever is divided by five with that remainder fails."""
-
-        async def blame(self, error: MirrordError, group: Sequence[int]) -> set[int]:
-            return {item for item in range(100) if item % 5 == error.facts["remainder"]}
-
-        def sort(self, group: Sequence[int]) -> Sequence[int]:
-            return group
+        return {item for item in range(100) if item % 5 == error.facts["remainder"]}
 
     async def attempt(some: Sequence[int]) -> None:
         attempts.append(len(some))
@@ -149,7 +144,8 @@ def test_what_shares_a_cause_is_left_out_at_once() -> None:
             is_theirs=lambda _: True,
             budget=100,
             hopeless=8,
-            insight=Remainders(),
+            blame=blame,
+            sort=lambda group: group,
         )
 
     assert anyio.run(main).keys() == {item for item in range(100) if item % 5 in {1, 3}}
@@ -259,18 +255,18 @@ def test_a_host_that_throttles_is_left_alone_as_long_as_it_asks() -> None:
     anyio.run(main)
 
 
-# -- flights ----------------------------------------------------------------------------------------------------------
+# -- shared work ----------------------------------------------------------------------------------------------------------
 
 
-def test_passengers_share_progress_and_the_last_one_cancels() -> None:
+def test_callers_share_progress_and_the_last_one_cancels() -> None:
     async def main() -> None:
-        flights: Coalescer[int] = Coalescer()
+        coalescer: Coalescer[int] = Coalescer()
         runs: list[str] = []
         seen: list[int] = []
 
-        async def run(flight: Flight[int]) -> int:
+        async def run(work: SharedWork[int]) -> int:
             runs.append("started")
-            flight.tell(Progress(done=1))
+            work.report(Progress(done=1))
             try:
                 await anyio.sleep_forever()
                 raise AssertionError
@@ -280,8 +276,8 @@ def test_passengers_share_progress_and_the_last_one_cancels() -> None:
 
         async with anyio.create_task_group() as outer:
             async with anyio.create_task_group() as inner:
-                inner.start_soon(flights.join, "k", run, lambda p: seen.append(p.done))
-                outer.start_soon(flights.join, "k", run)
+                inner.start_soon(coalescer.join, "k", run, lambda p: seen.append(p.done))
+                outer.start_soon(coalescer.join, "k", run)
                 await anyio.sleep(0.01)
                 inner.cancel_scope.cancel()
             assert runs == ["started"]
@@ -292,25 +288,25 @@ def test_passengers_share_progress_and_the_last_one_cancels() -> None:
     anyio.run(main)
 
 
-def test_who_comes_after_the_departure_shares_the_next_flight() -> None:
+def test_callers_after_the_work_was_closed_share_the_next_run() -> None:
     """Whatever was seen before one asked is nobody's answer; the end of all cancels those that wait and those that fly."""
 
     async def main() -> None:
-        flights: Coalescer[int] = Coalescer()
+        coalescer: Coalescer[int] = Coalescer()
         turn = anyio.Lock()
         facts = [0]
         answers: list[tuple[str, int]] = []
         go_on = anyio.Event()
 
-        async def run(flight: Flight[int]) -> int:
+        async def run(work: SharedWork[int]) -> int:
             async with turn:
-                flight.depart()
+                work.close()
                 seen = facts[-1]
                 await go_on.wait()
                 return seen
 
         async def ask(who: str) -> None:
-            answers.append((who, await flights.join("k", run)))
+            answers.append((who, await coalescer.join("k", run)))
 
         async with anyio.create_task_group() as group:
             for who in ("first", "at once"):
@@ -326,9 +322,9 @@ def test_who_comes_after_the_departure_shares_the_next_flight() -> None:
         go_on = anyio.Event()
         left = []
         for _ in range(2):
-            left.append(asyncio.ensure_future(flights.join("k", run)))
+            left.append(asyncio.ensure_future(coalescer.join("k", run)))
             await anyio.wait_all_tasks_blocked()
-        await flights.close()
+        await coalescer.close()
         await asyncio.wait(left)
         assert all(task.cancelled() for task in left)
         assert not turn.statistics().locked
@@ -336,20 +332,20 @@ def test_who_comes_after_the_departure_shares_the_next_flight() -> None:
     anyio.run(main)
 
 
-def test_a_flight_that_was_given_up_takes_nobody_more() -> None:
+def test_work_that_was_cancelled_is_joined_by_nobody() -> None:
     """Also one that was given up before it began."""
 
     async def main() -> None:
-        flights: Coalescer[int] = Coalescer()
+        coalescer: Coalescer[int] = Coalescer()
 
-        async def run(flight: Flight[int]) -> int:
+        async def run(work: SharedWork[int]) -> int:
             await anyio.sleep(0)
             return 7
 
         for _ in range(2):
-            given_up = asyncio.ensure_future(flights.join("k", run))
+            given_up = asyncio.ensure_future(coalescer.join("k", run))
             await asyncio.sleep(0)
             given_up.cancel()
-            assert await flights.join("k", run) == 7
+            assert await coalescer.join("k", run) == 7
 
     anyio.run(main)

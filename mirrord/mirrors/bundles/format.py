@@ -1,21 +1,22 @@
-"""The head of a bundle file: what it holds, and what it builds on. The pack behind it is git's business.
+"""The parts of a bundle file: its header, its pack, and the records of the catalog in it.
 
-Reads files that anybody may have written: within bounds, and every name and id is checked. Starts no git.
+Nothing that comes in is trusted: the header is read within bounds, every object is hashed and
+checked by fsck, the closure of every ref is walked, records are validated like a request. Records
+never hold a secret: a URL that cannot be shown whole is left out. Moves no ref of a mirror.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterable
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, NamedTuple
 
-import anyio
+from anyio import to_thread
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...catalog import DatasetHead, MirrorRow, PinRow
+from ...catalog import DatasetHead, MirrorRow, PinRow, spooled, unspooled
 from ...errors import (
     CorruptObjectError,
     GitFailedError,
@@ -23,10 +24,12 @@ from ...errors import (
     InvalidUrlError,
     MirrordError,
 )
+from ...git.batch import lines_of
 from ...git.environment import STRICT
 from ...git.errors import masked_url
+from ...host.files import full_disk_named
 from ...host.processes import memory_limit_bytes
-from ...model import parse_dataset_name, shown
+from ...model import MirrorName, parse_dataset_name, shown
 from ...protocol import Dataset, Progress, RowFault
 from ..quarantine import STREAM_BIG_FILES, within_disk
 from ..repository import Refs, Repository
@@ -38,11 +41,19 @@ _MAX_LINE = 8192
 _MAX_LINES = 10_000_000
 _PREREQUISITE = re.compile(r"-([0-9a-f]{40})(?: .*)?")
 _REF = re.compile(r"([0-9a-f]{40}) (\S.*)")
+_DEADLINE = timedelta(hours=6)
+_SILENCE = timedelta(hours=1)
+_MIRROR_FILE = "mirror.json"
+_FORMAT = 1
+
+Spools = dict[str, tuple[DatasetHead, Path]]
+"""By dataset: its head, and its checked rows as the catalog takes them."""
+
+# -- header -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class BundleHeader:
-    """`refs` may hold `HEAD`. `prerequisites` are commits that must be there already; `pack_at` is where the pack begins."""
+class BundleHeader(NamedTuple):
+    """`prerequisites` are commits that the file builds on; the pack begins at `pack_at`."""
 
     prerequisites: tuple[str, ...]
     refs: Refs
@@ -50,51 +61,45 @@ class BundleHeader:
 
 
 def header_bytes(prerequisites: Iterable[str], refs: Refs) -> bytes:
-    """The head of a bundle as git writes it; the pack follows."""
+    """The header of a bundle as git writes it; the pack follows."""
     lines = [
         "# v2 git bundle",
         *(f"-{oid} " for oid in sorted(prerequisites)),
         *(f"{oid} {ref}" for ref, oid in sorted(refs.items())),
+        "",
     ]
-    return "".join(f"{line}\n" for line in [*lines, ""]).encode("utf-8", "surrogateescape")
+    return lines_of(lines)
 
 
 def read_header(path: Path) -> BundleHeader:
-    """Read the head of a bundle file; raises InvalidBundleError."""
+    """Read the header of a bundle file; raises InvalidBundleError."""
+    prerequisites: list[str] = []
+    refs: Refs = {}
     with path.open("rb") as file:
         version = _VERSIONS.get(file.readline(_MAX_LINE))
         if version is None:
             raise _refused("it does not begin like a git bundle")
-        prerequisites: list[str] = []
-        refs: Refs = {}
-        for line in _lines(file, version):
-            if found := _PREREQUISITE.fullmatch(line):
+        for _ in range(_MAX_LINES):
+            raw = file.readline(_MAX_LINE)
+            if raw == b"\n":
+                break
+            if not raw.endswith(b"\n"):
+                raise _refused("it ends in the middle of its head")
+            line = raw[:-1].decode("utf-8", "surrogateescape")
+            if version == 3 and raw.startswith(b"@"):
+                if raw != _PLAIN:
+                    raise _refused(f"it needs {shown(line)}, which mirrors do not have")
+            elif found := _PREREQUISITE.fullmatch(line):
                 prerequisites.append(found[1])
             elif found := _REF.fullmatch(line):
                 refs[found[2]] = found[1]
             else:
                 raise _refused(f"{shown(line)} is no line of a bundle's head")
+        else:
+            raise _refused("it holds too many refs")
         if not refs:
             raise _refused("it holds no refs")
         return BundleHeader(tuple(prerequisites), refs, file.tell())
-
-
-def _lines(file: BinaryIO, version: int) -> Iterator[str]:
-    """The lines up to the empty one that ends the head."""
-    for _ in range(_MAX_LINES):
-        raw = file.readline(_MAX_LINE)
-        if raw == b"\n":
-            return
-        if not raw.endswith(b"\n"):
-            raise _refused("it ends in the middle of its head")
-        if version == 3 and raw.startswith(b"@"):
-            if raw != _PLAIN:
-                raise _refused(
-                    f"it needs {shown(raw.decode('utf-8', 'replace').strip())}, which mirrors do not have"
-                )
-            continue
-        yield raw[:-1].decode("utf-8", "surrogateescape")
-    raise _refused("it holds too many refs")
 
 
 def _refused(fact: str) -> InvalidBundleError:
@@ -104,23 +109,22 @@ def _refused(fact: str) -> InvalidBundleError:
     )
 
 
-_DEADLINE = timedelta(hours=6)
-_SILENCE = timedelta(hours=1)
+# -- pack -------------------------------------------------------------------------------------
 
 
 async def stream_bundle(
     repository: Repository, objects: Path, refs: Refs, prerequisites: frozenset[str]
 ) -> AsyncGenerator[bytes]:
-    """A bundle with all that `refs` reach and `prerequisites` do not; `objects` holds what the mirror itself does not.
+    """A bundle of all that `refs` reach and `prerequisites` do not.
 
-    git counts before it writes: what is missing is an error before the second piece.
+    `objects` holds objects that are not in the mirror. git counts before it writes, so a missing
+    object is an error before the second piece; it waits while the reader does.
     """
-    wanted = [*sorted(set(refs.values())), *(f"^{oid}" for oid in sorted(prerequisites))]
     yield header_bytes(prerequisites, refs)
     async with repository.git.stream(
         "pack-objects", "--revs", "--stdout", "--thin", "--delta-base-offset", "-q",
         git_dir=repository.path,
-        stdin="".join(f"{line}\n" for line in wanted).encode("ascii"),
+        stdin=lines_of([*sorted({*refs.values()}), *(f"^{oid}" for oid in sorted(prerequisites))]),
         quarantine_objects=objects,
         quiet_timeout=_SILENCE,
         doing=f"bundle mirror {repository.name}",
@@ -132,21 +136,21 @@ async def stream_bundle(
 async def unbundle(
     repository: Repository, path: Path, progress: Callable[[Progress], None] | None = None
 ) -> BundleHeader:
-    """Add the objects of a bundle file to `repository`, each checked; answers the bundle's head. Moves no ref.
+    """Add the objects of a bundle file to `repository`, each checked; answers its header.
 
-    Raises InvalidBundleError where the file is damaged, hostile, or builds on commits that `repository` has not.
+    Raises InvalidBundleError where the file is damaged, hostile, or builds on missing commits.
     """
-    header = await anyio.to_thread.run_sync(read_header, path)
+    header = await to_thread.run_sync(read_header, path)
     if absent := sorted(await repository.absent(header.prerequisites)):
         raise InvalidBundleError(
-            f"cannot import the bundle: it builds on {len(absent)} commits that are not here, {absent[0]} for one",
+            f"cannot import the bundle: it builds on {len(absent)} commits that are not here,"
+            f" {absent[0]} for one",
             hint="first import the bundle that was made at the record this one was made since",
             absent=absent[:100],
         )
+    doing = "import the bundle"
     try:
-        await index_bundle(
-            repository, path, header, STRICT, progress=progress, doing="import the bundle"
-        )
+        await index_bundle(repository, path, header, STRICT, progress=progress, doing=doing)
     except (GitFailedError, CorruptObjectError) as error:
         raise _bad(error, "it is damaged, or holds what fsck refuses: get it again") from error
     return header
@@ -160,12 +164,14 @@ async def index_bundle(
     progress: Callable[[Progress], None] | None = None,
     doing: str,
 ) -> None:
-    """Add the objects of a bundle file to `repository`, each hashed, within bounds; raises GitFailedError, CorruptObjectError."""
+    """Add the objects of a bundle file to `repository`, each hashed, within bounds.
+
+    Raises GitFailedError, CorruptObjectError.
+    """
     with path.open("rb", buffering=0) as pack:
         pack.seek(header.pack_at)
-        await repository.git.run(
+        await repository.run(
             *STREAM_BIG_FILES, "index-pack", "--stdin", "--fix-thin", *options, "-v",
-            git_dir=repository.path,
             stdin=pack,
             timeout=_DEADLINE,
             memory_bytes=memory_limit_bytes(),
@@ -193,25 +199,22 @@ def _bad(error: MirrordError, hint: str) -> InvalidBundleError:
     )
 
 
-MIRROR_FILE = "mirror.json"
-FORMAT = 1
-_DOING = "write the records of a bundle"
-_Commit = Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
+# -- records ----------------------------------------------------------------------------------
 
 
-class _Record(BaseModel):
+class _Stored(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class BundledPin(_Record):
-    commit: _Commit
+class BundledPin(_Stored):
+    commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
     owner: Annotated[str, Field(max_length=200)]
     reason: Annotated[str, Field(max_length=10_000)] = ""
     created_at: datetime
 
 
-class BundledDataset(_Record):
-    """The head of a dataset; its rows about this mirror are beside it in `dataset-NAME.jsonl`."""
+class BundledDataset(_Stored):
+    """The head of a dataset; its rows of this mirror are beside it in `dataset-NAME.jsonl`."""
 
     name: Annotated[str, Field(max_length=100)]
     format: Annotated[str, Field(max_length=100)]
@@ -222,29 +225,11 @@ class BundledDataset(_Record):
     faults: tuple[RowFault, ...] = ()
     rules: dict[str, int] = Field(default_factory=dict)
 
-    @classmethod
-    def of(cls, dataset: Dataset) -> BundledDataset:
-        return cls.model_validate(dataset.to_json())
 
-    def head(self) -> DatasetHead:
-        """Raises InvalidNameError."""
-        return DatasetHead(
-            name=parse_dataset_name(self.name),
-            format=self.format,
-            source=self.source,
-            sha256=self.sha256,
-            imported_at=self.imported_at,
-            fault_count=self.fault_count,
-            faults=list(self.faults),
-            rules=self.rules,
-            refused={},
-        )
+class BundleRecords(_Stored):
+    """The catalog's knowledge of a mirror. `url` is None where it is unknown or has a secret."""
 
-
-class Records(_Record):
-    """`url` is None where it holds a secret, or where nobody knows it."""
-
-    format: int = FORMAT
+    format: int = _FORMAT
     mirror: str
     url: str | None = None
     default_branch: str | None = None
@@ -252,10 +237,15 @@ class Records(_Record):
     datasets: tuple[BundledDataset, ...] = ()
 
 
-def records_of(row: MirrorRow, pins: list[PinRow], datasets: list[Dataset]) -> Records:
-    return Records(
+def records_of(row: MirrorRow, pins: list[PinRow], datasets: list[Dataset]) -> BundleRecords:
+    try:
+        bare = parse_upstream(row.url).remote.url
+        url = bare if masked_url(bare) == bare else None
+    except InvalidUrlError:
+        url = None
+    return BundleRecords(
         mirror=str(row.name),
-        url=_public(row.url),
+        url=url,
         default_branch=row.default_branch,
         pins=tuple(
             BundledPin(
@@ -263,85 +253,102 @@ def records_of(row: MirrorRow, pins: list[PinRow], datasets: list[Dataset]) -> R
             )
             for pin in sorted(pins, key=lambda pin: (pin.owner, pin.commit))
         ),
-        datasets=tuple(BundledDataset.of(dataset) for dataset in datasets),
+        datasets=tuple(BundledDataset.model_validate(dataset.to_json()) for dataset in datasets),
     )
-
-
-def _public(url: str) -> str | None:
-    try:
-        bare = parse_upstream(url).remote.url
-    except InvalidUrlError:
-        return None
-    return bare if masked_url(bare) == bare else None
 
 
 async def write_records(
-    repository: Repository, objects: Path, records: Records, rows: dict[str, Path]
+    repository: Repository, objects: Path, records: BundleRecords, rows: dict[str, Path]
 ) -> str:
-    """Store the records in the object directory `objects`, which borrows from the repository; answers their commit."""
-    files: dict[str, bytes | Path] = {f"dataset-{name}.jsonl": path for name, path in rows.items()}
-    files[MIRROR_FILE] = records.model_dump_json(indent=1).encode()
-    entries = []
-    for name, content in sorted(files.items()):
-        made = await repository.git.run(
-            "hash-object",
-            "-w",
-            "--stdin",
-            git_dir=repository.path,
-            stdin=content,
-            quarantine_objects=objects,
-            doing=_DOING,
+    """Store records, and the rows of datasets, in the object directory `objects`.
+
+    Answers their commit.
+    """
+
+    async def write(*words: str, stdin: bytes | Path | None = None) -> str:
+        made = await repository.run(
+            *words, stdin=stdin, quarantine_objects=objects, doing="write the records of a bundle"
         )
-        entries.append(f"100644 blob {made.lines[0]}\t{name}\n")
-    tree = await repository.git.run(
-        "mktree",
-        git_dir=repository.path,
-        stdin="".join(entries).encode(),
-        quarantine_objects=objects,
-        doing=_DOING,
-    )
-    commit = await repository.git.run(
-        "commit-tree", "-m", f"records of {records.mirror}", tree.lines[0],
-        git_dir=repository.path,
-        quarantine_objects=objects,
-        doing=_DOING,
-    )  # fmt: skip
-    return commit.lines[0]
+        return made.lines[0]
+
+    files: dict[str, bytes | Path] = {f"dataset-{name}.jsonl": path for name, path in rows.items()}
+    files[_MIRROR_FILE] = records.model_dump_json(indent=1).encode()
+    entries = [
+        f"100644 blob {await write('hash-object', '-w', '--stdin', stdin=content)}\t{name}"
+        for name, content in sorted(files.items())
+    ]
+    tree = await write("mktree", stdin=lines_of(entries))
+    return await write("commit-tree", "-m", f"records of {records.mirror}", tree)
 
 
-async def read_records(repository: Repository, commit: str) -> Records:
+async def read_records(repository: Repository, commit: str) -> BundleRecords:
     """Raises InvalidBundleError."""
-    found = await repository.git.run(
-        "cat-file",
-        "blob",
-        f"{commit}:{MIRROR_FILE}",
-        git_dir=repository.path,
-        ok=(0, 128),
-        doing="read a bundle's records",
+    doing = "read a bundle's records"
+    found = await repository.run(
+        "cat-file", "blob", f"{commit}:{_MIRROR_FILE}", ok=(0, 128), doing=doing
     )
     try:
-        records = Records.model_validate_json(found.stdout)
+        records = BundleRecords.model_validate_json(found.stdout)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise InvalidBundleError(
             f"cannot read the records of the bundle: {first['msg']}",
             hint="it was not made by `mirrord bundle create`",
         ) from error
-    if records.format > FORMAT:
+    if records.format > _FORMAT:
         raise InvalidBundleError(
-            f"cannot read the records of the bundle: they are of format {records.format}, this is {FORMAT}",
+            f"cannot read the records of the bundle: their format is {records.format}, and this"
+            f" mirrord reads up to {_FORMAT}",
             hint="use a newer mirrord",
         )
     return records
 
 
-async def extract_rows(repository: Repository, commit: str, dataset: str, path: Path) -> bool:
-    """Copy the rows of one dataset into a file; False where the records have none."""
-    found = await repository.git.run(
-        "cat-file", "blob", f"{commit}:dataset-{dataset}.jsonl",
-        git_dir=repository.path,
-        stdout_path=path,
-        ok=(0, 128),
-        doing="read a bundle's records",
-    )  # fmt: skip
-    return found.status == 0
+async def spool_datasets(scratch: Repository, commit: str | None, records: BundleRecords) -> Spools:
+    """Check the rows of the datasets in a bundle; one bad row refuses all.
+
+    Answers nothing where the records are of a mirror of another name.
+    """
+    if commit is None or MirrorName.parse(records.mirror).key != scratch.name.key:
+        return {}
+    directory = scratch.path.parent
+    spools: Spools = {}
+    for number, dataset in enumerate(records.datasets):
+        raw, spool = directory / "rows.raw", directory / f"rows-{number}.jsonl"
+        found = await scratch.run(
+            "cat-file", "blob", f"{commit}:dataset-{dataset.name}.jsonl",
+            stdout_path=raw,
+            ok=(0, 128),
+            doing="read a bundle's records",
+        )  # fmt: skip
+        if found.status != 0:
+            raise InvalidBundleError(
+                f"cannot import the bundle: the rows of dataset {dataset.name} are not in it"
+            )
+        await to_thread.run_sync(_check_rows, raw, spool, scratch.name)
+        head = DatasetHead(
+            name=parse_dataset_name(dataset.name),
+            format=dataset.format,
+            source=dataset.source,
+            sha256=dataset.sha256,
+            imported_at=dataset.imported_at,
+            fault_count=dataset.fault_count,
+            faults=list(dataset.faults),
+            rules=dataset.rules,
+            refused={},
+        )
+        spools[dataset.name] = (head, spool)
+    return spools
+
+
+def _check_rows(raw: Path, spool: Path, name: MirrorName) -> None:
+    with full_disk_named("quarantine"), raw.open("rb") as lines, spool.open("wb") as out:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = unspooled(line)
+            except (ValueError, KeyError, TypeError, MirrordError) as error:
+                raise InvalidBundleError(
+                    f"cannot import the bundle: row {number} of a dataset is none: {error}"
+                ) from error
+            if row.mirror.key == name.key:
+                out.write(spooled(row))

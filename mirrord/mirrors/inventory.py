@@ -1,0 +1,355 @@
+"""The mirrors there are: found, added, locked, reconciled, removed.
+
+One lock for each mirror: a sync, a pin, maintenance, a heal and a removal exclude each other;
+readers take none, because objects are only added and refs move as a whole. The disk is the truth
+and the catalog follows it: at the start, and for one mirror after an operation failed in it. Then
+interrupted transactions are finished, stale files of killed gits removed, mirrors and pins that the
+catalog does not know adopted. A pin that only the catalog knows stays there until a heal has made
+it again.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import anyio
+import structlog
+from anyio import to_thread
+
+from ..catalog import Catalog, MirrorRow
+from ..config import Settings
+from ..errors import (
+    DamagedMirrorError,
+    GitFailedError,
+    InvalidNameError,
+    MirrordError,
+    MirrorExistsError,
+    MirrorInUseError,
+    MirrorNotFoundError,
+    StoppingError,
+    UpstreamError,
+)
+from ..git.command import Git
+from ..git.errors import masked_url
+from ..host.files import host_error, sync_directory
+from ..host.trash import Trash
+from ..jobs.events import Events
+from ..model import MirrorName, shown, utc_now
+from ..protocol import Mirror, Problem, RefFault
+from .fetch import unmark
+from .history import columns_of
+from .maintenance import repair_incomplete_packs
+from .pins import Pins, adopt_pins, stands_alone
+from .quarantine import Quarantine
+from .repository import Repository
+from .stale_files import remove_stale_files
+from .transaction import recover
+from .upstream import default_url, parse_upstream
+
+_AT_ONCE = 4
+
+log = structlog.get_logger()
+
+
+class Inventory:
+    """All mirrors. Its methods take the locks they need; `lock` is for others' work on objects."""
+
+    def __init__(
+        self,
+        *,
+        settings: Callable[[], Settings],
+        git: Git,
+        catalog: Catalog,
+        events: Events,
+        trash: Trash,
+    ) -> None:
+        self._settings = settings
+        self._git = git
+        self._catalog = catalog
+        self._events = events
+        self._root = settings().state_dir / "mirrors"
+        self.quarantine = Quarantine(settings().state_dir / "quarantine", trash)
+        self.pins = Pins(catalog)
+        self._names: dict[str, MirrorName] = {}
+        self._unsynced: dict[str, str] = {}  # why the last sync failed
+        self._locks: dict[str, anyio.Lock] = {}
+        self._unclean: dict[str, MirrorName] = {}
+
+    async def open(self) -> None:
+        """Finish or remove what a crash left, then bring disk and catalog in line."""
+        for directory in (self._root, self.quarantine.root):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        await self.quarantine.clean()
+        for path in await to_thread.run_sync(lambda: list(self._root.iterdir())):
+            # work on a removed mirror may leave a directory: adopted, it would be damaged for ever
+            if Repository(self._git, MirrorName("", path.name), path).is_stub():
+                log.warning("mirror.stub_removed", path=path.name)
+                await self.quarantine.discard(path)
+        failed = await reconcile_all(
+            self._catalog,
+            self._root,
+            self.repository,
+            lambda name: default_url(self._settings(), name),
+        )
+        self._unclean = {name.key: name for name in failed}
+        rows = await self._catalog.list_mirrors()
+        self._names = {row.name.key: row.name for row in rows}
+        self._unsynced = {row.name.key: str(row.error["detail"]) for row in rows if row.error}
+
+    def get_name(self, text: str) -> MirrorName:
+        """The name of a mirror by any spelling, from memory; raises MirrorNotFoundError."""
+        try:
+            return self._names[MirrorName.parse(text).key]
+        except (InvalidNameError, KeyError) as error:
+            raise _not_found(text) from error
+
+    async def get(self, text: str) -> MirrorRow:
+        """A mirror by any spelling; raises MirrorNotFoundError."""
+        found = await self._catalog.find_mirror(self.get_name(text).key)
+        if found is None:
+            raise _not_found(text)
+        return found
+
+    def path(self, name: MirrorName) -> Path:
+        """The bare repository of a mirror, by any spelling."""
+        return self._root / str(self._names.get(name.key, name))
+
+    def repository(self, name: MirrorName) -> Repository:
+        """The repository of a mirror, which may not exist yet."""
+        return Repository(self._git, name, self.path(name))
+
+    @asynccontextmanager
+    async def lock(self, name: MirrorName) -> AsyncIterator[None]:
+        """Exclude syncs, pins, maintenance, heals and removal of one mirror.
+
+        Where the block fails, `clean_up` reconciles the mirror: a git lock, half a pack, a journal or a
+        ref without its row may be left. An UpstreamError leaves nothing.
+        """
+        async with self._locks.setdefault(name.key, anyio.Lock()):
+            try:
+                yield
+            except UpstreamError:
+                raise
+            except BaseException:
+                self._unclean[name.key] = name
+                raise
+
+    def is_busy(self, name: MirrorName) -> bool:
+        """Whether the lock of a mirror is held."""
+        return name.key in self._locks and self._locks[name.key].locked()
+
+    async def clean_up(self) -> bool:
+        """Clean up after failed operations, as a start does; answers whether nothing is left."""
+        cleaned = await self.quarantine.clean()
+        for name in list(self._unclean.values()):
+            try:
+                async with self.lock(name):
+                    self._unclean.pop(name.key, None)
+                    repository = self.repository(name)
+                    if repository.path.exists():
+                        # first: a stale lock would stop what is pending
+                        await to_thread.run_sync(remove_stale_files, repository.path, timedelta())
+                        await self.pins.settle(repository)
+                        await reconcile(self._catalog, repository)
+                        log.info("mirror.reconciled", mirror=str(name))
+            except StoppingError:
+                raise
+            except (MirrordError, OSError) as error:
+                log.warning("mirror.cleanup_pending", mirror=str(name), detail=str(error))
+        return cleaned and not self._unclean
+
+    async def list(self) -> builtins.list[Mirror]:
+        counts = await self._catalog.count_pins()
+        rows = await self._catalog.list_mirrors()
+        return [_shown(row, counts.get(row.name.key, 0)) for row in rows]
+
+    async def describe(self, name: MirrorName) -> Mirror:
+        row = await self.get(str(name))
+        return _shown(row, (await self._catalog.count_pins()).get(row.name.key, 0))
+
+    async def add(self, repo: str, url: str | None = None) -> MirrorRow:
+        """Register a mirror, or answer the row that exists; the first sync fills it.
+
+        Raises InvalidNameError, InvalidUrlError, MirrorExistsError when it has another URL.
+        """
+        name = MirrorName.parse(repo)
+        upstream = parse_upstream(url or default_url(self._settings(), name))
+        async with self.lock(name):
+            found = await self._catalog.find_mirror(name.key)
+            if found is None:
+                row = MirrorRow(name=name, url=upstream.url, added_at=utc_now())
+                await self._catalog.put_mirror(row)
+                self._names[name.key] = name
+                self._events.publish("mirror.added", mirror=str(name), url=upstream.shown)
+                return row
+        if url is not None and found.url != upstream.url:
+            raise MirrorExistsError(
+                f"cannot add mirror {name}: it exists with another upstream",
+                hint=f"remove it first, or sync it as it is: `mirrord mirror show {found.name}`",
+                mirror=str(found.name),
+            )
+        return found
+
+    async def remove(self, name: MirrorName) -> None:
+        """Delete a mirror; raises MirrorInUseError while something needs it."""
+        row = await self.get(str(name))
+        async with self.lock(row.name):
+            await self._must_be_unused(row)
+            path = self.path(row.name)
+            await self._catalog.delete_mirror(row.name.key)
+            try:
+                if path.exists():
+                    await self.quarantine.discard(path)
+            except OSError:  # the disk refuses: it is not removed
+                await self._catalog.put_mirror(row)
+                raise
+            self._names.pop(row.name.key, None)
+            self._unsynced.pop(row.name.key, None)
+        self._events.publish("mirror.removed", mirror=str(row.name))
+
+    async def _must_be_unused(self, row: MirrorRow) -> None:
+        recorded = await self._catalog.list_recorded(row.name.key)
+        pinned = await self._catalog.list_pins(row.name.key)
+        worktrees = self.path(row.name) / "worktrees"
+        used = [f"dataset {name} records it" for name in sorted({it.dataset for it in recorded})]
+        used += [f"{owner} pins it" for owner in sorted({pin.owner for pin in pinned})]
+        if worktrees.is_dir() and any(worktrees.iterdir()):
+            used.append("a linked checkout uses it")
+        if used:
+            raise MirrorInUseError(
+                f"cannot remove mirror {row.name}: {used[0]}",
+                hint="remove the dataset, the pins and the linked checkouts first",
+                mirror=str(row.name),
+                used_by=used,
+            )
+
+    async def make_empty(self, name: MirrorName) -> None:
+        """Put an empty repository in the place of a lost mirror, for a heal to fill."""
+        async with self.lock(name), self._building(name):
+            pass
+
+    @asynccontextmanager
+    async def _building(self, name: MirrorName) -> AsyncIterator[Repository]:
+        """A new repository in quarantine, renamed into its place when the block succeeds."""
+        async with self.quarantine.directory("clone") as directory:
+            building = Repository(self._git, name, directory / "repository")
+            await building.create()
+            yield building
+            building.path.rename(self.path(name))
+            await to_thread.run_sync(sync_directory, self._root)
+
+
+async def reconcile_all(
+    catalog: Catalog,
+    root: Path,
+    repository: Callable[[MirrorName], Repository],
+    default_url: Callable[[MirrorName], str],
+) -> list[MirrorName]:
+    """Bring disk and catalog in line; mirrors that cannot be are marked as failed, and answered."""
+    rows = {row.name.key: row for row in await catalog.list_mirrors()}
+    on_disk = []
+    for path in sorted(root.iterdir()):
+        try:
+            on_disk.append(MirrorName.parse(path.name))
+        except InvalidNameError:
+            log.warning("mirror.ignored", path=path.name)
+    for name in on_disk:
+        if name.key not in rows:
+            row = MirrorRow(name=name, url=default_url(name), added_at=utc_now())
+            await catalog.put_mirror(row)
+            log.warning("mirror.adopted", mirror=str(name))
+    limiter = anyio.CapacityLimiter(_AT_ONCE)
+    failed: list[MirrorName] = []
+
+    async def work(name: MirrorName) -> None:
+        async with limiter:
+            problem = await _try_to_reconcile(catalog, repository(name))
+        if problem is not None:
+            failed.append(name)
+            await catalog.update_mirror(name.key, error=problem.problem())
+            detail = problem.message
+            log.warning("mirror.damaged", mirror=str(name), code=problem.code, detail=detail)
+
+    async with anyio.create_task_group() as group:
+        for name in on_disk:
+            group.start_soon(work, name)
+    for key in rows.keys() - {name.key for name in on_disk}:
+        await _reset_row(catalog, rows[key])
+    return failed
+
+
+async def _try_to_reconcile(catalog: Catalog, repository: Repository) -> MirrordError | None:
+    name = repository.name
+    try:
+        await reconcile(catalog, repository)
+        return None
+    except (DamagedMirrorError, GitFailedError) as error:
+        fact = error.message.partition(": ")[2]
+    except (NotADirectoryError, IsADirectoryError) as error:
+        fact = str(error.strerror)
+    except MirrordError as error:
+        return error
+    except OSError as error:
+        if (found := host_error(error, f"open mirror {name}")) is None:
+            raise
+        return found
+    return DamagedMirrorError(
+        f"cannot open mirror {name}: {fact}", hint=f"`mirrord heal {name}` repairs it"
+    )
+
+
+async def reconcile(catalog: Catalog, repository: Repository) -> None:
+    """Finish what was interrupted in one mirror, and bring its rows in line.
+
+    The caller holds the mirror's lock, or the daemon starts: no git of ours runs in it, so stale
+    files are those that no process holds, however young they are.
+    """
+    await to_thread.run_sync(remove_stale_files, repository.path, timedelta())
+    await repair_incomplete_packs(repository)
+    await recover(repository)
+    await unmark(repository)
+    await adopt_pins(catalog, repository)
+    row = await catalog.find_mirror(repository.name.key)
+    if row is not None and row.history is None:
+        columns = await columns_of(repository, None)
+        await catalog.update_mirror(repository.name.key, **columns)
+
+
+async def _reset_row(catalog: Catalog, row: MirrorRow) -> None:
+    """For a mirror without a directory: never synced, or deleted by hand. A sync clones it."""
+    for pin in await catalog.list_pins(row.name.key):
+        if not stands_alone(pin):
+            await catalog.delete_pins(row.name.key, [pin.commit], pin.owner)
+    if row.synced_at is not None:
+        log.warning("mirror.gone", mirror=str(row.name))
+        state = dict.fromkeys(("synced_at", "ref_count", "kept_count", "size_bytes"))
+        await catalog.update_mirror(row.name.key, **state)
+
+
+def _shown(row: MirrorRow, pin_count: int) -> Mirror:
+    """A mirror as clients see it: the catalog's row without the secrets of its URL."""
+    return Mirror(
+        name=str(row.name),
+        repo=row.name.repo,
+        url=masked_url(row.url),
+        state="failed" if row.error else "ready" if row.synced_at else "empty",
+        default_branch=row.default_branch,
+        ref_count=row.ref_count,
+        pin_count=pin_count,
+        kept_count=row.kept_count,
+        size_bytes=row.size_bytes,
+        synced_at=row.synced_at,
+        attempted_at=row.attempted_at,
+        error=Problem.from_json(row.error) if row.error else None,
+        ref_faults=[RefFault.from_json(fault) for fault in row.ref_faults],
+    )
+
+
+def _not_found(text: str) -> MirrorNotFoundError:
+    return MirrorNotFoundError(
+        f"cannot find mirror {shown(text)}: nobody added it", hint="`mirrord mirror list` shows all"
+    )
