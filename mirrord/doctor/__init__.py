@@ -1,25 +1,23 @@
 """What this host can and cannot do for a daemon with these settings, and what to change.
 
-Owns a table of checks; each asks the host one thing and answers one `Check`. Leaves all as it was, needs no daemon, and goes on
-when a check itself fails: that is an answer too.
+Changes nothing and needs no daemon. A check that fails itself is an answer too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from ..config import Settings
 from ..errors import MirrordError
-from . import access, catalog, kernel, programs, state
-from .asking import Result, Verdict
+from . import host, state
+from .host import Result, Verdict
 
 __all__ = ["Check", "examine"]
 
 
 class Check(NamedTuple):
-    """What was looked at, how it is, and what to do about it where it is not well."""
+    """One question, its verdict, the fact behind it, and a remedy unless it is ok."""
 
     name: str
     verdict: Verdict
@@ -29,47 +27,42 @@ class Check(NamedTuple):
 
 def examine(settings: Settings) -> list[Check]:
     """Run every check."""
-    return [_guarded(name, partial(check, settings)) for name, check in _CHECKS]
+    checks = []
+    for name, check in _CHECKS.items():
+        try:
+            checks.append(Check(name, *check(settings)))
+        except (OSError, MirrordError, ValueError) as error:
+            remedy = "check it by hand, or run the doctor as root"
+            checks.append(Check(name, "warn", f"cannot check: {error}", remedy))
+    return checks
 
 
-def _guarded(name: str, check: Callable[[], Result]) -> Check:
-    try:
-        return Check(name, *check())
-    except (OSError, MirrordError, ValueError) as error:
-        return Check(
-            name,
-            "warn",
-            f"could not be looked at: {error}",
-            "look at it by hand, or run the doctor as root",
-        )
-
-
-_CHECKS: tuple[tuple[str, Callable[[Settings], Result]], ...] = (
-    ("git", programs.git),
-    ("setpriv", programs.setpriv),
-    ("python packages", programs.packages),
-    ("certificates", programs.certificates),
-    ("libgit2", programs.libgit2),
-    ("kernel", kernel.kernel),
-    ("overlay", kernel.overlay),
-    ("privileges", kernel.privileges),
-    ("mount namespace", kernel.mount_namespace),
-    ("mount limit", kernel.mount_limit),
-    ("inotify", kernel.inotify),
-    ("open files", kernel.open_files),
-    ("clock", kernel.clock),
-    ("state directory", state.state_dir),
-    ("its parents", state.parents),
-    ("its file system", state.file_system),
-    ("its parts", state.one_file_system),
-    ("access control lists", state.access_lists),
-    ("set-id bits", state.set_id_bits),
-    ("space", state.space),
-    ("inodes", state.inodes),
-    ("catalog", catalog.catalog),
-    ("leftovers", state.leftovers),
-    ("socket", access.socket_path),
-    ("daemon", access.daemon),
-    ("group", access.group),
-    ("exec", access.confinement),
-)
+_CHECKS: dict[str, Callable[[Settings], Result]] = {
+    "git": host.git,
+    "setpriv": host.setpriv,
+    "python packages": host.packages,
+    "certificates": host.certificates,
+    "libgit2": host.libgit2,
+    "kernel": host.kernel,
+    "overlay": host.overlay,
+    "privileges": host.privileges,
+    "mount namespace": host.mount_namespace,
+    "mount limit": host.mount_limit,
+    "inotify": host.inotify,
+    "open files": host.open_files,
+    "clock": host.clock,
+    "state directory": state.state_dir,
+    "its parents": state.parents,
+    "its file system": state.file_system,
+    "its parts": state.one_file_system,
+    "access control lists": state.access_lists,
+    "set-id bits": state.set_id_bits,
+    "space": state.space,
+    "inodes": state.inodes,
+    "catalog": state.catalog,
+    "leftovers": state.leftovers,
+    "socket": state.socket_path,
+    "daemon": state.daemon,
+    "group": state.group,
+    "exec": state.confinement,
+}

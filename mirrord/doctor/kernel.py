@@ -14,7 +14,7 @@ from ..config import Settings
 from ..errors import MirrordError
 from ..host.mounting import LocalMounter, choose_mounter
 from ..model import Backend
-from .asking import Result, Verdict, entries, existing, judge, kernel_setting, status_field, version
+from .host import Result, Verdict, entries, existing, judge, kernel_setting, status_field, version
 
 _IDMAPPED_LAYERS = (5, 19)  # idmapped mounts as lower layers of an overlay
 _CAP_SYS_ADMIN = 21

@@ -16,7 +16,7 @@ from ..errors import MirrordError
 from ..git.command import run_git_sync
 from ..git.workers import Workers
 from ..host.processes import search_path
-from .asking import Result, judge, version
+from .host import Result, judge, version
 
 _GIT_NEEDED = (2, 36)  # core.fsync as a list of components
 _GIT_TESTED = (2, 39)

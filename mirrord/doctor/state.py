@@ -1,31 +1,46 @@
-"""Checks of the state directory: whose it is, where it lies, how much room it has, what a crash left."""
+"""Checks of the installation: the state directory, its catalog, and the way to the daemon."""
 
 from __future__ import annotations
 
+import fcntl
+import grp
 import os
+import shutil
+import socket
+import sqlite3
 import stat
 import tempfile
 import time
+from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 from ..config import Settings
-from ..errors import BackendUnavailableError
+from ..errors import BackendUnavailableError, MirrordError
+from ..git.command import run_git_sync
 from ..host.files import admit
 from ..host.mounting import choose_mounter
-from .asking import Result, entries, existing, file_system_of, judge
+from ..host.namespaces import find_obstacle
+from ..host.processes import search_path
+from ..model import MirrorName
+from .host import Result, entries, existing, judge
 
 _GIB = 1024**3
 _NOBODY = 65534
 _HARMLESS = os.ST_NOSUID | os.ST_NODEV
 _DIRECTORIES = ("mirrors", "templates", "checkouts", "leases", "quarantine", "datasets", "bundles")
 _POOR_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "vfat", "overlay", "tmpfs"}
+_SOCKET_PATH_BYTES = 107  # sockaddr_un, less its final zero
+
+
+# -- the state directory --------------------------------------------------------------------------
 
 
 def state_dir(settings: Settings) -> Result:
     path = settings.state_dir
     if not path.exists():
         well = os.access(existing(path), os.W_OK)
-        return judge(well, f"{path} is not there yet", f"make {path}, owned by the daemon's user")
+        return judge(well, f"{path} does not exist yet", f"make {path}, owned by the daemon's user")
     held = path.stat()
     mode = stat.S_IMODE(held.st_mode)
     fact = f"{path}, mode {mode:04o}, owner {held.st_uid}"
@@ -35,22 +50,24 @@ def state_dir(settings: Settings) -> Result:
 
 
 def parents(settings: Settings) -> Result:
-    """Whoever may rename a parent may put another tree in the place of ours."""
-    unsafe = [str(parent) for parent in existing(settings.state_dir).parents if _is_open(parent)]
+    """A user who may rename a parent may replace the whole state directory."""
+    modes = [(parent, parent.stat().st_mode) for parent in existing(settings.state_dir).parents]
+    unsafe = [str(path) for path, mode in modes if mode & 0o022 and not mode & stat.S_ISVTX]
     fact = f"others may write to {', '.join(unsafe)}" if unsafe else "only their owners may write"
-    return judge(
-        not unsafe, fact, "move state_dir below directories that only root or its owner may write"
-    )
-
-
-def _is_open(path: Path) -> bool:
-    mode = path.stat().st_mode
-    return bool(mode & 0o022) and not mode & stat.S_ISVTX
+    remedy = "move state_dir below directories that only root or its owner may write"
+    return judge(not unsafe, fact, remedy)
 
 
 def file_system(settings: Settings) -> Result:
-    kind = file_system_of(existing(settings.state_dir))
-    remedy = "put state_dir on a local ext4, xfs or btrfs: locks, renames and overlay's upper layers depend on it"
+    device = existing(settings.state_dir).stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    found = [line for line in mounts.splitlines() if line.split()[2] == wanted]
+    kind = found[-1].partition(" - ")[2].split()[0] if found else "not known"
+    remedy = (
+        "put state_dir on a local ext4, xfs or btrfs: locks, renames and overlay's upper layers"
+        " depend on it"
+    )
     return judge(kind not in _POOR_FILE_SYSTEMS, kind, remedy, otherwise="warn")
 
 
@@ -59,79 +76,194 @@ def one_file_system(settings: Settings) -> Result:
     home = existing(settings.state_dir).stat().st_dev
     away = [path.name for path in found if path.stat().st_dev != home]
     fact = f"elsewhere: {', '.join(away)}" if away else "one file system"
-    return judge(
-        not away,
-        fact,
-        "keep all of state_dir on one file system: it renames and hard-links between them",
-    )
+    remedy = "keep all of state_dir on one file system: it renames and hard-links between them"
+    return judge(not away, fact, remedy)
 
 
 def access_lists(settings: Settings) -> Result:
-    """By making one: each checkout has an entry for its owner."""
-    with tempfile.TemporaryDirectory(
-        prefix=".doctor-", dir=existing(settings.state_dir)
-    ) as scratch:
+    """Makes one: each checkout has an entry for its owner."""
+    above = existing(settings.state_dir)
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=above) as scratch:
         try:
             admit(scratch, _NOBODY)
         except BackendUnavailableError as error:
-            return (
-                "fail",
-                "none: only root and the daemon's own user can have checkouts",
-                error.hint or "",
-            )
-    return "ok", "a checkout is entered by its owner alone", ""
+            fact = "none: only root and the daemon's own user can have checkouts"
+            return "fail", fact, error.hint or ""
+    return "ok", "only its owner can enter a checkout", ""
 
 
 def set_id_bits(settings: Settings) -> Result:
     checkouts = settings.state_dir / "checkouts"
     if checkouts.exists() and os.statvfs(checkouts).f_flag & _HARMLESS == _HARMLESS:
         return "ok", f"without effect in {checkouts}, and devices too", ""
-    remedy = (
-        "run the daemon as root or beside mirrord-mount.service, which see to that;"
-        f" or mount a file system of its own at {checkouts} with nosuid,nodev"
-    )
     try:
         choose_mounter(settings.state_dir, settings.socket.parent / "mount.sock")
     except BackendUnavailableError:
+        remedy = (
+            "run the daemon as root or beside mirrord-mount.service, which see to that;"
+            f" or mount a file system of its own at {checkouts} with nosuid,nodev"
+        )
         return "warn", f"with effect in {checkouts}, and devices too", remedy
     return "ok", "without effect in checkouts as soon as a daemon runs, and devices too", ""
 
 
 def space(settings: Settings) -> Result:
     held = os.statvfs(existing(settings.state_dir))
-    free = held.f_bavail * held.f_frsize
-    wanted = settings.checkouts.template_bytes
+    free, wanted = held.f_bavail * held.f_frsize, settings.checkouts.template_bytes
     fact = f"{free / _GIB:.1f} GiB free, [checkouts] template_bytes is {wanted / _GIB:.1f} GiB"
     if free < _GIB:
         return "fail", fact, "make room"
-    return judge(
-        free > wanted / 10, fact, "make room, or lower [checkouts] template_bytes", otherwise="warn"
-    )
+    remedy = "make room, or lower [checkouts] template_bytes"
+    return judge(free > wanted / 10, fact, remedy, otherwise="warn")
 
 
 def inodes(settings: Settings) -> Result:
     held = os.statvfs(existing(settings.state_dir))
     if held.f_files == 0:
         return "ok", "without limit", ""
-    return judge(
-        held.f_favail > 200_000,
-        f"{held.f_favail:,} free",
-        "make room: each template holds a file for every file of its tree",
-        otherwise="warn",
-    )
+    remedy = "make room: each template holds a file for every file of its tree"
+    return judge(held.f_favail > 200_000, f"{held.f_favail:,} free", remedy, otherwise="warn")
 
 
 def leftovers(settings: Settings) -> Result:
-    quarantine = [entry.name for entry in entries(settings.state_dir / "quarantine")]
-    packs = sorted(
-        str(path)
-        for path in settings.state_dir.glob("mirrors/*/objects/pack/tmp_*")
-        if path.stat().st_mtime < time.time() - 3600
+    quarantine = len(list(entries(settings.state_dir / "quarantine")))
+    hour_ago = time.time() - 3600
+    packs = settings.state_dir.glob("mirrors/*/objects/pack/tmp_*")
+    old = sum(path.stat().st_mtime < hour_ago for path in packs)
+    fact = f"{quarantine} in quarantine, {old} unfinished packs"
+    remedy = "the daemon removes them when it starts"
+    return judge(not old and quarantine < 100, fact, remedy, otherwise="warn")
+
+
+# -- the catalog ----------------------------------------------------------------------------------
+
+_REBUILD = (
+    "start the daemon: it adopts mirrors and pins, and imports the files in datasets/ again;"
+    " add mirrors again that had a URL of their own, and import other dataset files by hand"
+)
+_PINS = "refs/mirrord/pins/"
+_RECORDED = (
+    "SELECT 'dataset/' || datasets.name, mirror_key, commit_id FROM recorded_commits"
+    " JOIN datasets ON datasets.id = recorded_commits.dataset_id UNION"
+    " SELECT owner, mirror_key, commit_id FROM pins WHERE owner NOT LIKE 'dataset/%'"
+)
+
+
+def catalog(settings: Settings) -> Result:
+    """Whether it can be read, and whether it knows what the mirrors know.
+
+    Pins are refs in the mirrors: a catalog that is lost or older than they lacks mirrors, or the
+    owners of their pins. A running import looks the same until it ends.
+    """
+    path, mirrors = settings.state_dir / "catalog.sqlite3", settings.state_dir / "mirrors"
+    names = [entry.name for entry in entries(mirrors)]
+    missing = _read_pins(mirrors, names)
+    if not path.exists() or not path.stat().st_size:
+        fact = f"it does not exist, and {len(names)} mirrors do"
+        return judge(not names, fact, _remedy(missing))
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+            said = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            known = {row[0].lower() for row in connection.execute("SELECT name FROM mirrors")}
+            missing -= set(connection.execute(_RECORDED))
+    except sqlite3.DatabaseError as error:
+        said = str(error)
+    if said != "ok":
+        remedy = f"stop the daemon, move {path}* away, start it again; then: {_remedy(missing)}"
+        return "fail", f"it is damaged: {said}", remedy
+    if unknown := [name for name in names if name.lower() not in known]:
+        fact = f"{len(known)} mirrors, {len(unknown)} on disk that it does not know"
+        return "warn", fact, _remedy(missing)
+    if not missing:
+        return "ok", f"{len(known)} mirrors; it knows what each pin is for", ""
+    counts = sorted(Counter(owner.removeprefix("dataset/") for owner, _, _ in missing).items())
+    listed = ", ".join(f"{count} of {owner}" for owner, count in counts)
+    fact = f"older than the mirrors, or lost: they pin commits that it does not record, {listed}"
+    return "warn", fact, _remedy(missing)
+
+
+def _remedy(missing: set[tuple[str, str, str]]) -> str:
+    owners = sorted({owner for owner, _, _ in missing if owner.startswith("dataset/")})
+    if not owners:
+        return _REBUILD
+    imports = [f"mirrord dataset import FILE --name {each.partition('/')[2]}" for each in owners]
+    return (
+        f"{_REBUILD}: {'; '.join(imports)}. Until then their pins stay;"
+        " a bundle of a mirror has its rows too"
     )
-    fact = f"{len(quarantine)} in quarantine, {len(packs)} unfinished packs"
-    return judge(
-        not packs and len(quarantine) < 100,
-        fact,
-        "the daemon removes them when it starts",
-        otherwise="warn",
-    )
+
+
+def _read_pins(mirrors: Path, names: list[str]) -> set[tuple[str, str, str]]:
+    """Owner, mirror key and commit of each pin; a mirror that git cannot read is the audit's."""
+    found = set()
+    for name in names:
+        try:
+            key = MirrorName.parse(name).key
+            arguments = "for-each-ref", "--format=%(refname)", _PINS
+            refs = run_git_sync(*arguments, git_dir=mirrors / name, doing="list pins").lines
+        except MirrordError:
+            continue
+        parts = (ref.removeprefix(_PINS).rpartition("/") for ref in refs)
+        found |= {(owner, key, commit) for owner, _, commit in parts}
+    return found
+
+
+# -- the way to the daemon ------------------------------------------------------------------------
+
+
+def socket_path(settings: Settings) -> Result:
+    path = settings.socket
+    if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
+        fact = f"{path} is longer than {_SOCKET_PATH_BYTES} bytes"
+        return "fail", fact, "choose a shorter `socket`"
+    parent = existing(path.parent)
+    # of the daemon's user: another's where the state directory is
+    uid = settings.state_dir.stat().st_uid if settings.state_dir.exists() else os.geteuid()
+    is_ours = uid == os.geteuid()
+    well = os.access(parent, os.W_OK) if is_ours else uid in (0, parent.stat().st_uid)
+    return judge(well, str(path), f"uid {uid} may not write to {parent}: choose another `socket`")
+
+
+def daemon(settings: Settings) -> Result:
+    """Asks twice: at the socket, and by the state directory's lock."""
+    try:
+        lock = os.open(
+            settings.state_dir / "daemon.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        )
+    except FileNotFoundError:
+        pass
+    else:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 400, 0).decode(errors="replace").strip() or "just starting"
+            return "ok", f"one runs: {holder}", ""
+        finally:
+            os.close(lock)
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(2)
+        try:
+            probe.connect(str(settings.socket))
+        except OSError:
+            return "ok", "none runs", ""
+    remedy = f"another daemon listens at {settings.socket}: choose another `socket`"
+    return "fail", "none runs", remedy
+
+
+def group(settings: Settings) -> Result:
+    name = settings.access.group
+    try:
+        return "ok", f"{name}, gid {grp.getgrnam(name).gr_gid}", ""
+    except KeyError:
+        fact = f"group {name} does not exist: only root and the daemon's user may use it"
+        return "warn", fact, f"make it with `groupadd --system {name}`"
+
+
+def confinement(settings: Settings) -> Result:
+    """What `mirrord exec` needs to keep the daemon out of its command's reach."""
+    if obstacle := find_obstacle():
+        remedy = "`mirrord exec` refuses to run; --keep-access runs without confinement"
+        return "warn", obstacle, remedy
+    if shutil.which("newuidmap", path=search_path()) is None:
+        return "ok", "for your own uid and for root; newuidmap is not installed", ""
+    return "ok", "for your own uid, for subordinate uids and for root", ""

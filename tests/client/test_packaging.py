@@ -88,7 +88,7 @@ def test_the_doctor_knows_both_as_installed(wheels: dict[str, Path], tmp_path: P
     for wheel in wheels.values():
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(tmp_path)
-    code = "from mirrord import config; from mirrord.doctor import programs; print(programs.packages(config.Settings()))"
+    code = "from mirrord import config; from mirrord.doctor import host; print(host.packages(config.Settings()))"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],

@@ -13,7 +13,7 @@ import pytest
 from mirrord.cli.main import run
 from mirrord.config import CheckoutSettings, Settings
 from mirrord.daemon.lock import StateLock
-from mirrord.doctor import Check, examine, kernel
+from mirrord.doctor import Check, examine, host
 from mirrord.errors import BackendUnavailableError
 from mirrord.host.mounting import LocalMounter
 from mirrord.host.mounts import may_mount, read_overlays
@@ -56,7 +56,7 @@ def test_an_overlay_is_tried_and_not_guessed(
 
     monkeypatch.setattr("mirrord.host.mounts.make_overlay", refuse)
     monkeypatch.setattr(
-        "mirrord.doctor.kernel.choose_mounter", lambda state_dir, _: LocalMounter(state_dir)
+        "mirrord.doctor.host.choose_mounter", lambda state_dir, _: LocalMounter(state_dir)
     )
     check = _checks(tmp_path)["overlay"]
     assert (check.verdict, "no good" in check.fact, "pool" in check.remedy) == ("warn", True, True)
@@ -65,7 +65,7 @@ def test_an_overlay_is_tried_and_not_guessed(
         socket=tmp_path / "s",
         checkouts=CheckoutSettings(backend=Backend.OVERLAY),
     )
-    assert kernel.overlay(asked)[0] == "fail"
+    assert host.overlay(asked)[0] == "fail"
 
 
 def test_a_state_directory_that_others_may_write_to_fails(tmp_path: Path) -> None:
@@ -102,12 +102,12 @@ def test_it_is_judged_what_the_daemons_user_may_and_not_who_asks(
 def test_it_is_tried_whether_a_command_can_be_confined(tmp_path: Path) -> None:
     """By root and by a user; not where the kernel allows no user namespaces."""
     assert _checks(tmp_path)["exec"].verdict == "ok"
-    forbid = "confine._enter_own(); open('/proc/sys/user/max_user_namespaces', 'w').write('0')"
+    forbid = "namespaces._enter_own(); open('/proc/sys/user/max_user_namespaces', 'w').write('0')"
     for before, said in (
         ("", "None"),
         (forbid, "cannot make a namespace: No space left on device"),
     ):
-        script = f"from mirrord.host import confine; {before}\nprint(confine.find_obstacle())"
+        script = f"from mirrord.host import namespaces; {before}\nprint(namespaces.find_obstacle())"
         asked = subprocess.run(
             [*anyone.python(), "-c", script], user=65534, group=65534, extra_groups=[], cwd="/",
             capture_output=True, text=True, check=True,
