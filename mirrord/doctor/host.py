@@ -105,7 +105,7 @@ def libgit2(settings: Settings) -> Result:
     async def ask_worker() -> str:
         workers = Workers(size=1)
         try:
-            return await workers.call(_load_objects, timeout=timedelta(seconds=30))
+            return await workers.run(_load_objects, timeout=timedelta(seconds=30))
         finally:
             await workers.close()
 
@@ -138,15 +138,15 @@ def overlay(settings: Settings) -> Result:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=above) as scratch:
             mounter = LocalMounter(Path(scratch))
             try:
-                trial = try_overlay(Path(scratch), mounter)
+                unmapped = try_overlay(Path(scratch), mounter)
             finally:
                 mounter.close(unbind=True)
     except MirrordError as error:
         remedy = f"{error.hint or 'see the kernel log'}; without it the pool backend serves"
         return verdict, error.message, remedy
-    fact = "mounted one" if trial.may_map_owners else f"mounted one: {trial.reason}"
+    fact = f"mounted one: {unmapped}" if unmapped else "mounted one"
     remedy = "only the daemon's own user has overlay checkouts; the pool backend serves others"
-    return judge(trial.may_map_owners, fact, remedy, otherwise="warn")
+    return judge(not unmapped, fact, remedy, otherwise="warn")
 
 
 def privileges(settings: Settings) -> Result:
