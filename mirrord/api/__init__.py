@@ -1,1 +1,1 @@
-"""HTTP over the Unix socket: one table of endpoints, what each does, and how bytes and errors cross the wire."""
+"""HTTP over the Unix socket: the table of endpoints, their handlers, and the wire."""

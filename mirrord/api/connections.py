@@ -1,8 +1,8 @@
-"""Who is connected, and who may connect: shares for users, a small one for strangers, and room that only administrators take.
+"""The bounds on connections: a share for each user, a small one for strangers, room for admins.
 
-Owns the bounds on connections. Where they are reached, a user with fewer connections than another takes the place of an idle one
-of theirs, so that nobody is kept out by connections that do nothing. Each connection is an open file: a low limit on those
-(RLIMIT_NOFILE) lowers the bounds, and leaves enough for what requests open themselves.
+At a bound, a user with fewer connections than another takes the place of an idle one of theirs, so
+that idle connections keep nobody out. Each connection is an open file: a low RLIMIT_NOFILE lowers
+the bounds, so that requests can still open files.
 """
 
 from __future__ import annotations
@@ -25,39 +25,29 @@ RESERVED_CONNECTIONS = 64
 CONNECTIONS_OF = {Role.STRANGER: 16, Role.OWNER: 256, Role.MEMBER: 1024}
 """Of one user, with all subordinate uids."""
 ALL_STRANGERS_CONNECTIONS = 128
-"""They may ask for the health, and for nothing else."""
 
-_FILES_LEFT = 128  # at least: of a daemon at rest, its workers, and what a few requests open
-_RETRY_AFTER_S = 1
+_FILES_LEFT = 128  # at least: of an idle daemon, its workers, and a few requests
 
 log = structlog.get_logger()
 
 
 class Connection(Protocol):
-    """What is counted."""
-
     peer: Peer
     transport: asyncio.Transport
 
     @property
     def is_idle(self) -> bool:
-        """Whether it may be ended: no request on it is being answered."""
+        """Whether no request on it is being answered."""
 
     @property
     def is_lost(self) -> bool:
         """Whether the client hung up."""
 
     def shed(self) -> None:
-        """End it, for somebody who needs its place."""
+        """Close it, to give its place to another user."""
 
     def ending_with_client(self) -> AbstractContextManager[None]:
-        """What the present task does inside ends, in a CancelledError of ours, when the client hangs up."""
-
-
-def connections_limit() -> int:
-    """How many connections the limit on open files allows."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(RESERVED_CONNECTIONS + 1, min(MAX_CONNECTIONS, files - max(_FILES_LEFT, files // 4)))
+        """Cancel the work inside when the client hangs up, as our CancelledError."""
 
 
 class Connections:
@@ -66,7 +56,9 @@ class Connections:
     def __init__(self, role: Callable[[Peer], Role], user_of: Callable[[int], int]) -> None:
         self._role = role
         self._user_of = user_of
-        self._most = connections_limit()
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        allowed = files - max(_FILES_LEFT, files // 4)
+        self._most = max(RESERVED_CONNECTIONS + 1, min(MAX_CONNECTIONS, allowed))
         self._of: dict[int, dict[Connection, None]] = {}  # the oldest first
         self._strangers: set[int] = set()
         self._users: dict[Connection, int] = {}
@@ -80,7 +72,7 @@ class Connections:
         return [f"{fact}; raise LimitNOFILE= of the unit, or ulimit -n"]
 
     def add(self, connection: Connection) -> None:
-        """Count a connection; raises TooManyConnectionsError, and logs a line per user and minute."""
+        """Count a connection. Raises TooManyConnectionsError; logs a line per user and minute."""
         uid, role = self._user_of(connection.peer.uid), self._role(connection.peer)
         if not self._has_room(uid, role):
             if count := self._refusals.count(uid):
@@ -90,14 +82,14 @@ class Connections:
             raise TooManyConnectionsError(
                 f"cannot take another connection of uid {uid}: too many are open",
                 hint="use connections again, and close those that are idle",
-                retry_after=_RETRY_AFTER_S,
+                retry_after=1,
             )
         self._of.setdefault(uid, {})[connection] = None
         self._users[connection] = uid
         (self._strangers.add if role is Role.STRANGER else self._strangers.discard)(uid)
 
     def remove(self, connection: Connection) -> None:
-        """The same again is fine."""
+        """Stop counting a connection; again is fine."""
         uid = self._users.pop(connection, None)
         if uid is not None:
             del self._of[uid][connection]
@@ -119,12 +111,12 @@ class Connections:
         return len(self._users) < self._most - RESERVED_CONNECTIONS or self._shed(self._of, own + 1)
 
     def _shed(self, uids: Iterable[int], more_than: int) -> bool:
-        """End the oldest idle connection of the user who has most of them, and more than so many."""
+        """Close the oldest idle connection of the user with most connections, over `more_than`."""
         for uid in sorted(uids, key=lambda uid: len(self._of.get(uid, ())), reverse=True):
-            those = self._of.get(uid, {})
-            if len(those) <= more_than:
+            connections = self._of.get(uid, {})
+            if len(connections) <= more_than:
                 return False
-            if idle := next((each for each in those if each.is_idle), None):
+            if idle := next((each for each in connections if each.is_idle), None):
                 self.remove(idle)
                 idle.shed()
                 return True

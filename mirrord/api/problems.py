@@ -1,21 +1,15 @@
-"""Errors on their way out: RFC 9457 problems, whatever went wrong and whoever noticed."""
+"""Errors on their way out: RFC 9457 problems."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import structlog
+from pydantic import ValidationError
 from starlette.responses import Response
 
-from ..errors import (
-    AccessError,
-    InternalError,
-    InvalidRequestError,
-    MirrordError,
-    TooManyFilesError,
-)
+from ..errors import InternalError, InvalidRequestError, MirrordError, TooManyFilesError
 from ..host.files import host_error
 from ..telemetry import Seldom, masked
 
@@ -30,10 +24,9 @@ class MethodNotAllowedError(InvalidRequestError):
     code, title, http_status = "method-not-allowed", "Method not allowed", 405
 
 
-def problem_response(error: MirrordError) -> Response:
-    """Secrets of URLs are masked whoever wrote the message."""
-    body = masked(json.dumps(error.problem(), default=str))
-    return Response(body, error.http_status, headers=problem_headers(error))
+def problem_body(error: MirrordError) -> bytes:
+    """Secrets in URLs are masked, whichever code wrote the message."""
+    return masked(json.dumps(error.problem(), default=str)).encode()
 
 
 def problem_headers(error: MirrordError) -> dict[str, str]:
@@ -45,8 +38,8 @@ def problem_headers(error: MirrordError) -> dict[str, str]:
     return headers
 
 
-def as_mirrord_error(error: Exception) -> MirrordError:
-    """What to answer for any exception; one that nobody raised on purpose is logged here, once, and told nothing of."""
+def problem_response(error: Exception) -> Response:
+    """The answer to any exception. An unexpected one is logged, here only, and not shown."""
     found = error if isinstance(error, MirrordError) else host_error(error, "answer the request")
     if isinstance(found, TooManyFilesError):
         if count := _seldom.count("files"):
@@ -55,26 +48,28 @@ def as_mirrord_error(error: Exception) -> MirrordError:
         log.error("disk.failed", detail=found.message)
     elif found is None or found.exit_status == InternalError.exit_status:
         log.error("request.crashed", detail=found.message if found else None, exc_info=error)
-    hint = "this is a bug; the daemon's log has the details"
-    return found or InternalError("cannot answer the request: an unexpected error", hint=hint)
+    problem = found or InternalError(
+        "cannot answer the request: an unexpected error",
+        hint="this is a bug; the daemon's log has the details",
+    )
+    return Response(problem_body(problem), problem.http_status, problem_headers(problem))
 
 
-def invalid_request(place: str, errors: Sequence[Any]) -> InvalidRequestError:
-    """All faults pydantic found in one part of a request."""
-    faults = [
-        {"key": ".".join(map(str, e["loc"])), "message": e["msg"].removeprefix("Value error, ")}
-        for e in errors
+def invalid_request(part: str, error: ValidationError) -> InvalidRequestError:
+    """All faults that pydantic found in the query or the body."""
+    faults: list[dict[str, Any]] = [
+        {
+            "key": ".".join(map(str, fault["loc"])),
+            "message": fault["msg"].removeprefix("Value error, "),
+        }
+        for fault in error.errors(include_url=False, include_context=False)
     ]
     listing = "; ".join(
         f"{fault['key']}: {fault['message']}" if fault["key"] else fault["message"]
         for fault in faults
     )
     return InvalidRequestError(
-        f"cannot read the {place} of the request: {listing}",
+        f"cannot read the {part} of the request: {listing}",
         hint="see GET /v1/openapi.json for what it takes",
         faults=faults,
     )
-
-
-def not_allowed(doing: str, hint: str) -> AccessError:
-    return AccessError(f"cannot {doing}: not allowed for this user", hint=hint)

