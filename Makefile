@@ -17,10 +17,10 @@ LOWEST_TOOLS := hatchling==1.31.0 hypothesis pytest pytest-timeout pytest-xdist 
 LOWEST_TESTS := $(addprefix tests/,config api/test_application.py api/test_main_job.py client catalog \
 	datasets/test_reading.py jobs daemon/test_telemetry.py git/test_workers.py checkouts/pool)
 
-.PHONY: help setup run demo test test-lowest faults lint bench debian clean
+.PHONY: help setup run demo check test coverage test-lowest faults lint bench debian clean
 
 help:
-	@grep -E '^(setup|run|demo|test|test-lowest|faults|lint|bench|clean):.*##' Makefile | sed 's/:.*## /\t/' | expand -t 13
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 13
 
 setup: .venv/ready ## make the environment and leave .venv/bin/mirrord
 
@@ -38,8 +38,16 @@ run: setup ## run the daemon in the foreground
 demo: setup ## do the main job once, on real repositories, in a scratch directory
 	@$(BIN)/python benchmarks/demo.py $(if $(UPSTREAM),--upstream '$(UPSTREAM)')
 
-test: debian setup lint ## run every test and check
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+check: setup lint ## style, types, layers and the quick tests: no root, no Debian packages, two minutes
+	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not root and not slow" $(PYTEST_ARGS)
+
+test: debian setup lint ## run every test and check; one test: PYTEST_ARGS='-k NAME'
+	$(BIN)/python -m pytest -n 4 --dist loadfile $(PYTEST_ARGS)
+
+coverage: debian setup ## run every test and print which lines of mirrord/ ran, in workers and children too
+	@area=$$(mktemp -d) && chmod 1777 $$area && trap 'rm -rf "$$area"' EXIT && export COVERAGE_AREA=$$area && \
+	{ $(BIN)/python -m coverage run -m pytest -n 4 --dist loadfile $(PYTEST_ARGS); status=$$?; \
+	$(BIN)/python -m coverage combine --quiet; $(BIN)/python -m coverage report --fail-under=90 && exit $$status; }
 
 test-lowest: ## some of the tests with the oldest versions that pyproject.toml allows, in a scratch environment
 	@scratch=$$(mktemp -d); trap 'rm -rf "$$scratch"' EXIT; set -e; \

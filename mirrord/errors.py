@@ -1,4 +1,4 @@
-"""Every error mirrord can answer with: one tree, one table.
+"""Every error that mirrord reports, as one tree.
 
     MirrordError
     ├── UsageError        the request or the configuration is wrong     exit 2
@@ -11,13 +11,15 @@
     ├── NoDaemonError     nothing answers at the socket                 exit 9
     └── InternalError     a bug                                         exit 1
 
-A family says what the caller can do; a leaf has the stable `code`. The daemon writes an error as an RFC 9457 problem, the
-client reads it back as the same class. Messages read `cannot <verb> <noun> <name>: <fact>`; the remedy is the hint.
+A family says what the caller can do; a leaf has a stable `code`. The daemon writes an error as an
+RFC 9457 problem; the client reads it back as the same class. Messages read `cannot <verb> <noun>
+<name>: <fact>`; the hint is the remedy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 _CLASSES: dict[str, type[MirrordError]] = {}
@@ -26,7 +28,7 @@ _CLASSES: dict[str, type[MirrordError]] = {}
 class MirrordError(Exception):
     """Root of all errors that mirrord raises on purpose.
 
-    `message` is one sentence, `hint` says what to do about it, `facts` are JSON values that become members of the problem.
+    `message` is one sentence, `hint` the remedy; `facts` are JSON values, members of the problem.
     """
 
     code: ClassVar[str] = "internal"
@@ -46,7 +48,7 @@ class MirrordError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Cross a process boundary whole: the default keeps neither hint nor facts."""
-        return _rebuild, (type(self), self.message, self.hint, self.facts)
+        return partial(type(self), self.message, hint=self.hint, **self.facts), ()
 
     def problem(self) -> dict[str, Any]:
         """The RFC 9457 members of this error."""
@@ -61,14 +63,8 @@ class MirrordError(Exception):
         return {**self.facts, **members}
 
 
-def _rebuild(
-    cls: type[MirrordError], message: str, hint: str | None, facts: dict[str, Any]
-) -> MirrordError:
-    return cls(message, hint=hint, **facts)
-
-
 def iter_errors(family: type[MirrordError]) -> Iterator[type[MirrordError]]:
-    """The classes of a family that have a code of their own, itself first."""
+    """The classes of a family with a code of their own, the family first."""
     return (each for each in _CLASSES.values() if issubclass(each, family))
 
 
@@ -76,21 +72,18 @@ _PROBLEM_MEMBERS = {"type", "title", "status", "code", "detail", "hint", "instan
 
 
 def from_problem(problem: Mapping[str, Any]) -> MirrordError:
-    """Read a problem back as the class that wrote it; an unknown code becomes its family, found by the HTTP status."""
+    """The error of an RFC 9457 problem; an unknown code becomes the family of its HTTP status."""
     status = problem.get("status", 500)
     cls = _CLASSES.get(str(problem.get("code")))
     if cls is None:
         families = (c for c in _CLASSES.values() if c.http_status == status)
         cls = next(families, InternalError)
     facts = {key: value for key, value in problem.items() if key not in _PROBLEM_MEMBERS}
-    return cls(
-        str(problem.get("detail") or problem.get("title") or "unknown error"),
-        hint=problem.get("hint"),
-        **facts,
-    )
+    message = str(problem.get("detail") or problem.get("title") or "unknown error")
+    return cls(message, hint=problem.get("hint"), **facts)
 
 
-# -- usage: exit 2 ----------------------------------------------------------------------------------------------------
+# -- usage: exit 2
 
 
 class UsageError(MirrordError):
@@ -141,7 +134,7 @@ class PathOutsideCheckoutError(UsageError):
     code, title = "path-outside-checkout", "Path outside the checkout"
 
 
-# -- access: exit 3 ---------------------------------------------------------------------------------------------------
+# -- access: exit 3
 
 
 class AccessError(MirrordError):
@@ -152,7 +145,7 @@ class OwnerDeniedError(AccessError):
     code, title = "owner-denied", "The checkout's owner may not"
 
 
-# -- not found: exit 4 ------------------------------------------------------------------------------------------------
+# -- not found: exit 4
 
 
 class NotFoundError(MirrordError):
@@ -195,7 +188,7 @@ class PathNotFoundError(NotFoundError):
     code, title = "path-not-found", "No such path"
 
 
-# -- conflict: exit 5 -------------------------------------------------------------------------------------------------
+# -- conflict: exit 5
 
 
 class ConflictError(MirrordError):
@@ -246,7 +239,7 @@ class ProcessGoneError(ConflictError):
     code, title = "process-gone", "The process has ended"
 
 
-# -- upstream: exit 6 -------------------------------------------------------------------------------------------------
+# -- upstream: exit 6
 
 
 class UpstreamError(MirrordError):
@@ -277,7 +270,7 @@ class UpstreamThrottledError(UpstreamError):
     code, title = "upstream-throttled", "Upstream throttles us"
 
 
-# -- resource: exit 7 -------------------------------------------------------------------------------------------------
+# -- resource: exit 7
 
 
 class ResourceError(MirrordError):
@@ -344,7 +337,7 @@ class StoppingError(ResourceError):
     code, title = "stopping", "The daemon is stopping"
 
 
-# -- integrity: exit 8 ------------------------------------------------------------------------------------------------
+# -- integrity: exit 8
 
 
 class IntegrityError(MirrordError):
@@ -371,14 +364,14 @@ class CorruptCatalogError(IntegrityError):
     code, title = "corrupt-catalog", "The catalog is damaged"
 
 
-# -- no daemon: exit 9, client only -----------------------------------------------------------------------------------
+# -- no daemon: exit 9, client only
 
 
 class NoDaemonError(MirrordError):
     code, title, http_status, exit_status = "no-daemon", "No daemon", 503, 9
 
 
-# -- internal: exit 1 -------------------------------------------------------------------------------------------------
+# -- internal: exit 1
 
 
 class InternalError(MirrordError):

@@ -1,7 +1,7 @@
-"""The words of the program as types: names, identities, choices. Pure values; no I/O.
+"""The program's vocabulary as types: names, identities, choices. Pure values; no I/O.
 
-A value of one of these types was checked: `MirrorName.parse` and friends raise a `UsageError` with a hint, so that everything
-behind the first line of a request may trust its arguments.
+A value of one of these types is valid: `MirrorName.parse` and its like raise a `UsageError`. Code
+behind a request's first line can trust its arguments.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ CommitId = NewType("CommitId", str)
 """A full SHA-1 commit id: 40 lower-case hexadecimal digits."""
 
 NEAR = 64
-"""How many first parents a look at a commit goes back."""
+"""How many first parents `Resolved.line` holds."""
 
 NAME_LIMIT_BYTES = 255
-"""How long the name of a file may be: Linux's NAME_MAX."""
+"""Linux's NAME_MAX."""
 
 TREE_DEPTH_LIMIT = 400
-"""Directories below one another. What walks a tree holds a stack frame, or an open file, for each."""
+"""Nested directories: a walk holds a stack frame or an open file for each."""
 
 TREE_PATH_LIMIT_BYTES = 3072
-"""From the top of the tree; the kernel takes 4,095 with what stands before it."""
+"""From the top of the tree; the kernel takes 4,095 bytes with the tree's own path."""
 
 CheckoutId = NewType("CheckoutId", str)
 """A random, unguessable name of a checkout: 16 characters of a-z2-7."""
 
 DatasetName = NewType("DatasetName", str)
-"""What an operator calls a dataset: letters, digits, `.`, `_`, `-`; usable as one component of a ref."""
+"""Letters, digits, `.`, `_`, `-`; a valid component of a ref."""
 
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
@@ -44,8 +44,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Resolved(NamedTuple):
-    """A commit that was found. `line` is it and its first parents, newest first, NEAR of them or to the last; empty where one of
-    them cannot be read. `time` is the committer's, in seconds since the epoch.
+    """A commit in a mirror.
+
+    `line` is the commit and up to NEAR first parents, newest first; empty where one of them cannot
+    be read. `time` is the committer's, in seconds since the epoch.
     """
 
     commit: CommitId
@@ -69,7 +71,7 @@ class Backend(StrEnum):
 
 
 class Bind(StrEnum):
-    """What ends a lease besides its deadline: nothing, or the end of the process that asked."""
+    """What else ends a lease than its deadline: nothing, or the end of the asking process."""
 
     LEASE = "lease"
     PROCESS = "process"
@@ -87,7 +89,7 @@ class AuditLevel(StrEnum):
 
 
 class CommitState(StrEnum):
-    """What an audit says of one recorded commit."""
+    """The verdict of an audit on one recorded commit."""
 
     OK = "ok"
     MISSING = "missing"
@@ -98,7 +100,7 @@ class CommitState(StrEnum):
 
 
 class FindingKind(StrEnum):
-    """What kind of thing an audit found; a commit's are as its state."""
+    """Kinds of findings; those of commits are named as the commit's state."""
 
     MISSING = "missing"
     INCOMPLETE = "incomplete"
@@ -152,7 +154,7 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MirrorName:
-    """`owner__name`, split at the first `__`; equal to every other spelling that differs in letter case only by `key`."""
+    """`owner__name`, split at the first `__`; spellings in any letter case share a `key`."""
 
     owner: str
     name: str
@@ -163,9 +165,13 @@ class MirrorName:
         separator = "/" if "/" in text else "__"
         owner, found, name = text.partition(separator)
         name = name.removesuffix(".git")
-        if not found or not _is_owner(owner) or not _is_name(name):
+        # "__" or "_" at the owner's end would split elsewhere; ".." is no component of a path.
+        is_owner = _OWNER.fullmatch(owner) and "__" not in owner and not owner.endswith(("_", "."))
+        is_name = _NAME.fullmatch(name) and name != "."
+        if not (found and is_owner and is_name) or ".." in owner or ".." in name:
             raise InvalidNameError(
-                f"cannot name a mirror {shown(text)}: a repository is owner/name of letters, digits, '.', '_' and '-', 100 each",
+                f"cannot name a mirror {shown(text)}: a repository is owner/name of letters, "
+                "digits, '.', '_' and '-', 100 each",
                 hint="write it as owner/name or owner__name, for example psf/requests",
             )
         return cls(owner, name)
@@ -183,26 +189,13 @@ class MirrorName:
         return f"{self.owner}__{self.name}"
 
 
-def _is_owner(text: str) -> bool:
-    return (
-        bool(_OWNER.fullmatch(text))
-        and "__" not in text
-        and not text.endswith(("_", "."))
-        and ".." not in text
-    )
-
-
-def _is_name(text: str) -> bool:
-    return bool(_NAME.fullmatch(text)) and text not in {".", ".."} and ".." not in text
-
-
 def parse_commit(text: str) -> CommitId:
     """Read a full commit id in either letter case; raises InvalidCommitError."""
     commit = text.strip().lower()
     if not _COMMIT.fullmatch(commit) or commit == "0" * 40:
         raise InvalidCommitError(
             f"cannot read commit {shown(text)}: a commit id is 40 hexadecimal digits, not all zero",
-            hint="give the whole id; an abbreviated one can come to mean another commit",
+            hint="give the whole id; a short one can become ambiguous",
         )
     return CommitId(commit)
 
@@ -211,7 +204,8 @@ def parse_dataset_name(text: str) -> DatasetName:
     """Read a dataset's name; raises InvalidNameError."""
     if not _DATASET.fullmatch(text) or ".." in text or text.endswith((".lock", ".")):
         raise InvalidNameError(
-            f"cannot name a dataset {shown(text)}: a name is letters, digits, '.', '_' and '-', at most 100",
+            f"cannot name a dataset {shown(text)}: a name is letters, digits, '.', '_' and '-', "
+            "at most 100",
             hint="choose another with --name",
         )
     return DatasetName(text)

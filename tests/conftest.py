@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from anyio.from_thread import start_blocking_portal
 from checkoutlab import rich_upstream
@@ -16,9 +17,21 @@ from heallab import Furnished, House
 
 
 def pytest_configure() -> None:
-    """Whatever shell starts the tests: one in the background has all its children ignore Ctrl-C, another has a strict umask."""
+    """Be independent of the shell: it may ignore Ctrl-C for its children, or have a strict umask."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.umask(0o022)
+    # A busy machine is no failure of the code.
+    hypothesis.settings.register_profile(
+        "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("tests")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.geteuid() != 0:
+        for item in items:
+            if item.get_closest_marker("root"):
+                item.add_marker(pytest.mark.skip(reason="needs root"))
 
 
 @pytest.fixture
