@@ -15,9 +15,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from ...errors import ProofFailedError
 from ...host.trash import try_to_remove
-from .manifest import Manifest
 from .reader import content_id
 from .writer import TreeWriter
 
@@ -69,28 +67,6 @@ class Blobs:
                 writer.share_file(path, shared)
         return writer.get_stat(path)
 
-    def let_go(self, layer: Path) -> int | None:
-        """Forget what only the layer in this directory has, which is removed next; answers the bytes that frees.
-
-        None where it is not known, or could not be: `weigh` finds out later.
-        """
-        try:
-            return self._let_go(layer, Manifest.load(layer / "manifest"))
-        except (OSError, ProofFailedError):
-            return None
-
-    def _let_go(self, layer: Path, manifest: Manifest) -> int:
-        freed = 0
-        for path, entry in manifest.files.items():
-            if not entry.is_directory and not entry.is_symlink:
-                executable = bool(entry.permissions & stat.S_IXUSR)
-                freed += self._forget(
-                    os.fsencode(layer / "files") + b"/" + path,
-                    entry.content.hex(),
-                    executable=executable,
-                )
-        return freed
-
     def weigh(self) -> tuple[int, bool]:
         """The bytes that the files take; removes those that no layer has. Answers also whether all of these went."""
         total, is_clean = 0, True
@@ -102,15 +78,6 @@ class Blobs:
                 else:
                     is_clean &= try_to_remove(Path(item.path))
         return total, is_clean
-
-    def _forget(self, file: bytes, content: str, *, executable: bool) -> int:
-        blob = self._path(content, executable=executable)
-        with suppress(FileNotFoundError):
-            found, kept = os.lstat(file), blob.lstat()
-            if found.st_ino == kept.st_ino and found.st_nlink == _ALONE + 1:
-                blob.unlink()
-                return found.st_blocks * _BLOCK_BYTES
-        return 0
 
     def _path(self, content: str, *, executable: bool) -> Path:
         return self._directory / f"{content}.{_MODES[executable]:o}"

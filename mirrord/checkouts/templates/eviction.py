@@ -52,6 +52,12 @@ class Eviction:
 
     async def evict(self) -> set[Path]:
         """Evict what is over the bounds; answers the stores that went."""
+        evicted = set[Path]()
+        while gone := await self._evict_once():  # again: shared files weigh more than was guessed
+            evicted |= gone
+        return evicted
+
+    async def _evict_once(self) -> set[Path]:
         inventories = await self._inventories()
         stores = [(each, *found) for each in inventories for found in each.used_at.items()]
         # for the next daemon
@@ -108,7 +114,7 @@ class Eviction:
             and templates.files(tree) not in self._registry.held
         ):
             base = templates.layers[tree].base
-            self._registry.take_out(templates, tree)
+            self._registry.retire(templates, tree)
             tree = base
 
     async def _inventories(self) -> list[_Inventory]:
@@ -150,7 +156,7 @@ class _Inventory:
 
     @property
     def size_bytes(self) -> int:
-        return self.templates.size_bytes() + self._packs_bytes + len(self.stores) * _STORE_BYTES
+        return self.templates.size_bytes + self._packs_bytes + len(self.stores) * _STORE_BYTES
 
     def remove(self, path: Path) -> SealedStore:
         store = self.stores.pop(path)

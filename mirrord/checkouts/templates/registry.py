@@ -40,8 +40,8 @@ log = structlog.get_logger()
 class MirrorTemplates:
     """One mirror's layers. `unproven` are trees whose layer was proven in an earlier boot only.
 
-    `shared_bytes` is the size of the files that layers share; of an earlier daemon's files it is
-    unknown until it `is_weighed`.
+    `shared_bytes`, the size of the files that layers share, is a guess until it `is_weighed`.
+    `used_at` has the time when a sealed store was used, or a layer made.
     """
 
     directory: Path
@@ -57,6 +57,10 @@ class MirrorTemplates:
     def trees(self) -> Path:
         return self.directory / "trees"
 
+    @property
+    def size_bytes(self) -> int:
+        return self.layers.size_bytes + self.shared_bytes
+
     def load(self) -> None:
         """Read the layers on disk; remove what is not whole."""
         if not self.trees.is_dir():
@@ -71,7 +75,8 @@ class MirrorTemplates:
             if path.name.startswith((_BUILDING, TRASH_PREFIX)):
                 self.trash.remove(path)
             elif record is None or not is_whole:
-                self._remove(path)
+                with suppress(OSError):
+                    self.trash.discard(path)
             else:
                 layer, proven = record
                 self.layers.add(layer)
@@ -90,16 +95,9 @@ class MirrorTemplates:
         """The directory with the index of a layer and those below it."""
         return index_path(self.trees / self.layers[tree].name)
 
-    def is_there(self, tree: str) -> bool:
-        """Whether the directories for overlayfs exist."""
-        return self.files(tree).is_dir() and (self.index(tree) / ".git" / "index").is_file()
-
     def chain(self, tree: str) -> list[Layer]:
         """A layer and those it lies on, top first; KeyError where one is gone."""
         return chain_of(self.layers[tree], self.layers)
-
-    def used(self, path: Path) -> None:
-        self.used_at[path] = time.time()
 
     def new_path(self) -> Path:
         """A path to build a layer at."""
@@ -107,71 +105,38 @@ class MirrorTemplates:
         return self.trees / f"{_BUILDING}{secrets.token_hex(8)}"
 
     def add(self, built: Path, layer: Layer) -> None:
-        """Publish a built layer."""
+        """Publish a built layer, in place of what may be left of a former one."""
         target = self.trees / layer.name
-        self._remove(target)
+        with suppress(OSError):
+            self.trash.discard(target)
         built.rename(target)
         self.layers.add(layer)
         self._files.pop(layer.tree, None)
         self.shared_bytes += layer.shared_bytes
         self.unproven.discard(layer.tree)
-        self.used(self.files(layer.tree))
+        self.used_at[self.files(layer.tree)] = time.time()
 
-    def retire(self, tree: str) -> dict[Path, Path]:
-        """Take a layer and all above it out of use; answers new paths, each with its former one.
-
-        A mounted overlay keeps the directories it has open, whatever their names.
-        """
-        retired = {}
-        for each in self.layers.above(tree) & self.layers.keys():
-            origin = self.files(each)
-            target = new_trash(self.trees)
-            self.layers.remove(each)
-            self._files.pop(each, None)
-            self.unproven.discard(each)
-            self.used_at.pop(origin, None)
-            with suppress(FileNotFoundError):
-                os.rename(origin.parent, target)
-                retired[target] = origin
-        return retired
-
-    def size_bytes(self) -> int:
-        return self.layers.size_bytes + self.shared_bytes
-
-    def _remove(self, path: Path) -> None:
-        """Free a name; if the disk refuses even to rename, the rename onto that name will fail."""
-        with suppress(OSError):
-            self.trash.discard(path)
-
-
-class RefCounts:
-    """How many checkouts use each directory."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[Path] = Counter()
-
-    def add(self, paths: Iterable[Path]) -> None:
-        self._counts.update(paths)
-
-    def drop(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            self._counts[path] -= 1
-            if self._counts[path] <= 0:
-                del self._counts[path]
-
-    def __contains__(self, path: Path) -> bool:
-        return path in self._counts
+    def remove(self, tree: str) -> Path:
+        """Remove a layer from the books; answers the path of its files."""
+        files = self.files(tree)
+        self.shared_bytes -= self.layers.remove(tree).shared_bytes
+        self.is_weighed = False
+        self._files.pop(tree, None)
+        self.unproven.discard(tree)
+        self.used_at.pop(files, None)
+        return files
 
 
 class TemplateRegistry:
     """The layers of all mirrors, below `store`. Belongs to the event loop's thread.
 
-    Take a mirror's lock before changing its layers.
+    `held` counts the checkouts that use a directory. Take a mirror's lock before changing its
+    layers.
     """
 
     def __init__(self, store: Path, workers: Workers, trash: Trash) -> None:
-        self.held = RefCounts()
-        self.trash = trash
+        self.held: Counter[Path] = Counter()
+        self._trash = trash
         self._store = store
         self._workers = workers
         self._mirrors: dict[str, MirrorTemplates] = {}
@@ -195,7 +160,7 @@ class TemplateRegistry:
 
     def get(self, name: MirrorName) -> MirrorTemplates:
         if (found := self._mirrors.get(name.key)) is None:
-            found = self._mirrors[name.key] = MirrorTemplates(self._store / str(name), self.trash)
+            found = self._mirrors[name.key] = MirrorTemplates(self._store / str(name), self._trash)
         return found
 
     def all(self) -> list[MirrorTemplates]:
@@ -205,7 +170,9 @@ class TemplateRegistry:
         return self._locks.setdefault(templates.directory.name.lower(), Turns()).turn()
 
     async def weigh(self) -> None:
-        """Weigh the shared files of an earlier daemon, and remove those that no layer has."""
+        """Weigh the shared files where layers went, or an earlier daemon left some; remove those
+        that no layer has.
+        """
         for each in self.all():
             if not each.is_weighed:
                 async with self.lock(each):
@@ -213,34 +180,30 @@ class TemplateRegistry:
                         Blobs(blobs_path(each.trees)).weigh
                     )
 
-    def is_held(self, templates: MirrorTemplates, tree: str) -> bool:
-        """Whether a checkout uses a layer, or one above it."""
-        return any(
-            templates.files(each) in self.held
-            for each in templates.layers.above(tree)
-            if each in templates.layers
-        )
+    def drop(self, paths: Iterable[Path]) -> None:
+        """Count one checkout less that holds these."""
+        for path in paths:
+            self.held[path] -= 1
+            if self.held[path] <= 0:
+                del self.held[path]
 
-    def take_out(self, templates: MirrorTemplates, tree: str) -> None:
-        """Take a layer and all above it out of use; the next `sweep` deletes them."""
-        self._retired |= templates.retire(tree)
+    def retire(self, templates: MirrorTemplates, tree: str) -> None:
+        """Take a layer and all above it out of use by renaming them; `sweep` deletes them.
 
-    async def retire(self, templates: MirrorTemplates, tree: str) -> None:
-        """Take a layer and all above it out of use, and delete what no checkout holds."""
-        self.take_out(templates, tree)
-        await self.sweep()
+        A mounted overlay keeps the directories it has open, whatever their names.
+        """
+        for each in templates.layers.above(tree) & templates.layers.keys():
+            files, target = templates.remove(each), new_trash(templates.trees)
+            with suppress(FileNotFoundError):
+                os.rename(files.parent, target)
+                self._retired[target] = files
 
     async def sweep(self) -> None:
         """Delete the retired layers that no checkout holds."""
-        free = [path for path, origin in self._retired.items() if origin not in self.held]
-        self._retired = {p: origin for p, origin in self._retired.items() if p not in free}
+        free = [path for path, files in self._retired.items() if files not in self.held]
+        self._retired = {p: files for p, files in self._retired.items() if p not in free}
         for path in free:
-            templates = self._mirrors[path.parent.parent.name.lower()]
-            blobs = Blobs(blobs_path(templates.trees))
-            freed = await anyio.to_thread.run_sync(blobs.let_go, path)
-            await anyio.to_thread.run_sync(self.trash.remove, path)
-            templates.shared_bytes -= freed or 0
-            templates.is_weighed = templates.is_weighed and freed is not None
+            await anyio.to_thread.run_sync(self._trash.remove, path)
 
     async def is_sound(self, templates: MirrorTemplates, tree: str) -> bool:
         """Read a layer again and compare it with its record."""

@@ -40,7 +40,7 @@ async def scrub(
             continue
         events.publish("template.damaged", mirror=directory.name, tree=tree)
         async with registry.lock(templates):
-            await registry.retire(templates, tree)
+            registry.retire(templates, tree)
         found[f"template {tree}"] = f"checksum mismatch; {_REBUILT}"
 
     async def discard(bad: Path) -> str:

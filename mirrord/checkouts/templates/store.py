@@ -9,6 +9,7 @@ damaged or missing is built again.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -33,7 +34,6 @@ from .layers import Layer, write_record
 from .registry import MirrorTemplates, TemplateRegistry
 from .scrub import scrub
 
-# Named, not imported: it loads libgit2, which only workers do.
 _TIMEOUT = timedelta(minutes=10)
 
 log = structlog.get_logger()
@@ -65,6 +65,7 @@ class Templates:
         trash: Trash,
     ) -> None:
         self._workers = workers
+        self._trash = trash
         self._mirrors_path = mirrors_path
         self._gitdirs = gitdirs
         self._events = events
@@ -138,23 +139,18 @@ class Templates:
         async with self._registry.lock(templates):
             if tree in templates.layers and await self._is_usable(templates, tree):
                 return
-            time = (await self._gitdirs.commits.get(name, commit)).time
-            path = templates.new_path()
-            near = templates.layers.near(time, templates.unproven)
+            await self._registry.sweep()
+            commit_time = (await self._gitdirs.commits.get(name, commit)).time
+            near = templates.layers.near(commit_time, templates.unproven)
+            path, mirror = templates.new_path(), self._mirrors_path(name)
             try:
                 layer: Layer = await self._workers.run(
-                    build_layer,
-                    self._mirrors_path(name),
-                    commit,
-                    templates.trees,
-                    path,
-                    near,
-                    timeout=_TIMEOUT,
+                    build_layer, mirror, commit, templates.trees, path, near, timeout=_TIMEOUT
                 )
                 templates.add(path, layer)
             finally:
                 if path.exists():
-                    await anyio.to_thread.run_sync(self._registry.trash.remove, path)
+                    await anyio.to_thread.run_sync(self._trash.remove, path)
         self._events.publish(
             "template.built",
             mirror=str(name),
@@ -169,17 +165,18 @@ class Templates:
         try:
             chain = templates.chain(tree)
         except KeyError:
-            await self._registry.retire(templates, tree)
+            self._registry.retire(templates, tree)
             return False
         for layer in reversed(chain):
-            is_good = templates.is_there(layer.tree)
+            index = templates.index(layer.tree) / ".git" / "index"
+            is_good = templates.files(layer.tree).is_dir() and index.is_file()
             if is_good and layer.tree in templates.unproven:
                 is_good = await self._registry.is_sound(templates, layer.tree)
                 if is_good:
                     write_record(templates.trees / layer.name, layer)
                     templates.unproven.discard(layer.tree)
             if not is_good:
-                await self._registry.retire(templates, layer.tree)
+                self._registry.retire(templates, layer.tree)
                 return False
         return True
 
@@ -187,23 +184,21 @@ class Templates:
 
     def hold(self, template: Template) -> None:
         """Keep the layers of a template for a checkout. Call with no await since it was found."""
-        self._registry.held.add(template.layers)
+        self._registry.held.update(template.layers)
 
     def drop(self, template: Template) -> None:
         """Undo one `hold`: the template's time to stay begins."""
-        self._registry.held.drop(template.layers)
+        self._registry.drop(template.layers)
         self._note_use(template)
 
     def _note_use(self, template: Template) -> None:
-        templates = self._registry.get(template.mirror)
-        for path in template.layers[1:]:  # the index goes with its layer
-            templates.used(path)
+        self._registry.get(template.mirror).used_at[template.layers[1]] = time.time()
 
     # -- keeping within bounds ---------------------------------------------------------------------
 
     def size_bytes(self) -> int:
         """The size of trees and their indexes, without packs."""
-        return sum(each.size_bytes() for each in self._registry.all())
+        return sum(each.size_bytes for each in self._registry.all())
 
     async def is_full(self) -> bool:
         """Whether little is left of `template_bytes`, so that building more would evict soon."""
@@ -231,12 +226,14 @@ class Templates:
         """Remove all templates of a removed mirror; CheckoutBusyError while a checkout holds one."""
         templates = self._registry.get(name)
         async with self._registry.lock(templates):
-            if any(self._registry.is_held(templates, tree) for tree in templates.layers):
+            if any(templates.files(tree) in self._registry.held for tree in templates.layers):
                 raise CheckoutBusyError(
                     f"cannot remove the templates of {name}: a checkout uses them",
                     hint="release its checkouts",
                 )
-            while templates.layers:
-                await self._registry.retire(templates, next(iter(templates.layers)))
+            for tree in list(templates.layers):
+                self._registry.retire(templates, tree)
+            await self._registry.sweep()
             await self._gitdirs.forget(name)
             self._found = {key: each for key, each in self._found.items() if key[0] != name.key}
+        await self._registry.weigh()  # removes the shared files
