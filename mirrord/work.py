@@ -21,7 +21,7 @@ from .checkouts.templates.store import Templates
 from .config import Settings
 from .datasets.service import Datasets
 from .errors import DiskFullError, MirrordError
-from .git.priority import giving_way
+from .git.command import low_priority
 from .heal import Heals
 from .jobs.operations import Operations
 from .mirrors.bundles.format import read_header
@@ -302,7 +302,7 @@ class Prewarm:
                 break
             try:
                 async with self.paused(name):
-                    with giving_way():
+                    with low_priority():
                         await self._prepare(name, commit, history)
                 prepared += 1
             except DiskFullError:

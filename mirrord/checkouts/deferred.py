@@ -15,7 +15,7 @@ import anyio
 import structlog
 
 from ..errors import MirrordError
-from ..git.priority import giving_way
+from ..git.command import low_priority
 from ..git.turns import Askers
 
 log = structlog.get_logger()
@@ -63,7 +63,7 @@ class Deferred:
             await answered.wait()
         try:
             async with self._turn:
-                with giving_way():
+                with low_priority():
                     await work()
         except (MirrordError, OSError) as error:  # its mirror or store may be gone
             log.info("deferred.failed", kind=key[0], which=str(key[1]), error=str(error))

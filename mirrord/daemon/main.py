@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import structlog
-import uvloop
 
 from .. import config, places, telemetry
 from ..api.application import Application
@@ -72,7 +71,7 @@ def _serve(engine: Engine) -> int:
         listeners = open_listeners(engine.settings().socket)
         try:
             engine.layout.make()
-            return uvloop.run(Daemon(engine, listeners, notifier).run())
+            return asyncio.run(Daemon(engine, listeners, notifier).run())
         finally:
             for listener in listeners:
                 listener.remove()

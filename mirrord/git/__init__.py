@@ -1,1 +1,1 @@
-"""git and libgit2: one module starts git, one package uses pygit2, one module keeps the worker processes."""
+"""git and libgit2: one module starts git, one package uses pygit2, one keeps the workers."""

@@ -1,7 +1,8 @@
-"""The environment and configuration that every git child gets: nothing of the caller's, everything said aloud.
+"""The environment and configuration of every git child: nothing of the caller's, all of it explicit.
 
-Owns the table of safe configuration. It travels as GIT_CONFIG_COUNT and friends, not as `-c`, so that a process list shows the
-command and nothing else; both outrank every configuration file. The one file in HOME is for what gets no environment of ours.
+The table of safe configuration travels as GIT_CONFIG_COUNT and friends, not as `-c`, so that a
+process list shows the command and nothing else; both outrank every configuration file. The one file
+in HOME is for a git that gets no environment of ours.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from ..host.processes import search_path
 ALLOWED_PROTOCOLS = ("file", "git", "http", "https", "ssh")
 
 _PASSED_ON = (
-    "SSH_AUTH_SOCK", "SSL_CERT_FILE", "SSL_CERT_DIR",
-    "http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
+    "SSH_AUTH_SOCK", "SSL_CERT_FILE", "SSL_CERT_DIR", "http_proxy", "https_proxy", "all_proxy",
+    "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
 )  # fmt: skip
-"""What a machine must be able to say about its way to the network."""
+"""A machine's way to the network."""
 
 _SAFE: tuple[tuple[str, str], ...] = (
     # nothing of a repository's own configuration may run
@@ -65,14 +66,15 @@ _SAFE: tuple[tuple[str, str], ...] = (
 )
 
 _HARMLESS = (
-    "badDate", "badDateOverflow", "badEmail", "badName", "badTimezone", "missingAuthor", "missingCommitter", "missingEmail",
-    "missingNameBeforeEmail", "missingSpaceBeforeDate", "missingSpaceBeforeEmail", "missingTaggerEntry",
-    "multipleAuthors", "nulInCommit", "zeroPaddedDate", "zeroPaddedFilemode",
+    "badDate", "badDateOverflow", "badEmail", "badName", "badTimezone", "missingAuthor",
+    "missingCommitter", "missingEmail", "missingNameBeforeEmail", "missingSpaceBeforeDate",
+    "missingSpaceBeforeEmail", "missingTaggerEntry", "multipleAuthors", "nulInCommit",
+    "zeroPaddedDate", "zeroPaddedFilemode",
 )  # fmt: skip
-"""fsck's names for slips that real histories have and that change no tree: who and when. What a tree holds stays strict."""
+"""fsck's names for slips in real histories that change no tree: who and when."""
 
 STRICT = "--strict=" + ",".join(f"{name}=ignore" for name in _HARMLESS)
-"""The same for `git index-pack`, which reads no configuration about it."""
+"""An option of `git index-pack`, which reads no configuration about it."""
 
 UNTRUSTING = ("-c", "core.commitGraph=false", "-c", "core.multiPackIndex=false")
 """Neither file is needed to read a repository, and each can hide that an object is missing."""
@@ -81,16 +83,14 @@ _HELPER = (
     '!f() { test "$1" = get && printf "username=%s\\npassword=%s\\n"'
     ' "$MIRRORD_UPSTREAM_USERNAME" "$MIRRORD_UPSTREAM_PASSWORD"; }; f'
 )
-
-
 _OURS = (*_SAFE, *((f"fetch.fsck.{name}", "ignore") for name in _HARMLESS))
 
 
 def _configured(config: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """The variables that hand a configuration to git."""
-    keys = {f"GIT_CONFIG_KEY_{number}": key for number, (key, _) in enumerate(config)}
-    values = {f"GIT_CONFIG_VALUE_{number}": value for number, (_, value) in enumerate(config)}
-    return {**keys, **values, "GIT_CONFIG_COUNT": str(len(config))}
+    environment = {"GIT_CONFIG_COUNT": str(len(config))}
+    for number, (key, value) in enumerate(config):
+        environment |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    return environment
 
 
 _CONFIG = _configured(_OURS)
@@ -98,7 +98,7 @@ _CONFIG = _configured(_OURS)
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """An upstream as git gets it: a URL without secrets for the command line, and the secrets apart."""
+    """An upstream: a URL without secrets, for the command line, and its secrets."""
 
     url: str
     username: str | None = field(default=None, repr=False)
@@ -129,7 +129,7 @@ def child_environment(
         "GIT_SSH_COMMAND": "ssh -oBatchMode=yes -oConnectTimeout=30",
         "GIT_ALLOW_PROTOCOL": ":".join(ALLOWED_PROTOCOLS),
         "GIT_NO_REPLACE_OBJECTS": "1",
-        # a repository's own grafts and shallow file would cut history short; an empty name is git's own way to say "none"
+        # a repository's own grafts and shallow file would cut history short; empty means none
         "GIT_GRAFT_FILE": "/nonexistent",
         "GIT_SHALLOW_FILE": "",
         "GIT_NO_LAZY_FETCH": "1",
@@ -139,29 +139,23 @@ def child_environment(
     }
     if remote is not None:
         environment |= {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        environment |= _credentials(remote)
-        environment |= (
-            {"GIT_TRACE_CURL": "1", "GIT_TRACE_CURL_NO_DATA": "1"} if remote.is_http else {}
-        )
+        if remote.is_http:
+            environment |= {"GIT_TRACE_CURL": "1", "GIT_TRACE_CURL_NO_DATA": "1"}
+        if remote.username is not None:
+            # bound to scheme, host and port: a redirect to another host gets nothing
+            parts = urlsplit(remote.url)
+            helper = f"credential.{parts.scheme}://{parts.netloc}.helper"
+            environment |= _configured((*_OURS, (helper, _HELPER)))
+            environment["MIRRORD_UPSTREAM_USERNAME"] = remote.username
+            environment["MIRRORD_UPSTREAM_PASSWORD"] = remote.password or ""
     return environment | dict(extra or {})
 
 
-def _credentials(remote: Remote) -> dict[str, str]:
-    """A helper bound to scheme, host and port: a redirect to another host gets nothing."""
-    if remote.username is None:
-        return {}
-    parts = urlsplit(remote.url)
-    helper = _configured((*_OURS, (f"credential.{parts.scheme}://{parts.netloc}.helper", _HELPER)))
-    return helper | {
-        "MIRRORD_UPSTREAM_USERNAME": remote.username,
-        "MIRRORD_UPSTREAM_PASSWORD": remote.password or "",
-    }
-
-
 def make_home(home: Path) -> None:
-    """Make the directory that becomes HOME, once: written anew on a full disk its file would be empty.
+    """Make the directory that becomes HOME. An intact file stays: a full disk would leave it empty.
 
-    upload-pack of a local upstream gets none of our environment's configuration, and refuses a repository of another user.
+    upload-pack of a local upstream does not get our environment's configuration, and refuses a
+    repository of another user.
     """
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     file, text = home / ".gitconfig", "[safe]\n\tdirectory = *\n"

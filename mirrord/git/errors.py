@@ -1,14 +1,15 @@
-"""What git says on stderr, as our errors; and URLs without their secrets.
+"""git's stderr, told apart line by line while it runs, and as our errors; URLs without secrets.
 
-Owns one table: a pattern, a class, a hint. The first row that matches wins. Never shows a secret: everything that leaves here
-went through `masked_url`.
+One table holds a pattern, a class and a hint; the first row that matches wins. Whatever leaves here
+went through `masked_url`; HTTP traces are never kept.
 """
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from ..errors import (
     UpstreamTimeoutError,
 )
 from ..model import utc_now
+from ..protocol import Progress
 
 _USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://)([^/\s'\"]+)@")
 _QUERY = re.compile(
@@ -36,13 +38,10 @@ _QUERY = re.compile(
 
 
 def masked_url(text: str, secrets: Iterable[str] = ()) -> str:
-    """`text` with the secrets of all URLs in it hidden: user information, and query values that look like tokens."""
-    text = _USERINFO.sub(_mask_userinfo, text)
-    text = _QUERY.sub(r"\1***", text)
+    """Hide the secrets of URLs: user information, query values that look like tokens."""
+    text = _QUERY.sub(r"\1***", _USERINFO.sub(_mask_userinfo, text))
     for secret in secrets:
-        if (
-            len(secret) > 3
-        ):  # hiding a shorter one would blank half the sentence, and guards nothing
+        if len(secret) > 3:  # a shorter one guards nothing, and would blank half the sentence
             text = text.replace(secret, "***")
     return text
 
@@ -77,14 +76,17 @@ _UPSTREAM_RULES = (
         "the next scheduled sync waits as long as upstream asked",
     ),
     _rule(
-        r"authentication failed|could not read (username|password)|terminal prompts disabled|returned error: 40[13]"
-        r"|permission denied \(|host key verification failed|access denied|no supported authentication",
+        r"authentication failed|could not read (username|password)|terminal prompts disabled"
+        r"|returned error: 40[13]|permission denied \(|host key verification failed|access denied"
+        r"|no supported authentication",
         UpstreamAuthError,
-        "the repository may be private or absent: give a URL with credentials, or a key to the daemon's user; nobody is asked",
+        "the repository may be private or absent: give a URL with credentials, or a key to the "
+        "daemon's user; nobody is asked",
     ),
     _rule(
-        r"repository '.*' not found|returned error: (404|410)|repository not found|not appear to be a git repository"
-        r"|repository not exported|repository '.*' does not exist|not a git repository|no such file or directory",
+        r"repository '.*' not found|returned error: (404|410)|repository not found"
+        r"|not appear to be a git repository|repository not exported|repository '.*' does not exist"
+        r"|not a git repository|no such file or directory",
         UpstreamNotFoundError,
         "check the repository's name and the upstream URL",
     ),
@@ -96,32 +98,42 @@ _UPSTREAM_RULES = (
 )
 _LOCAL_RULES = (
     _rule(
-        r"not a git repository|bad config (line|file)|bad numeric config value|unknown repository extension"
-        r"|expected git repo version|invalid value for 'extensions\.",
+        r"not a git repository|bad config (line|file)|bad numeric config value"
+        r"|unknown repository extension|expected git repo version"
+        r"|invalid value for 'extensions\.",
         DamagedMirrorError,
         "`mirrord heal NAME` repairs a mirror",
     ),
     _rule(
-        r"is corrupt|corrupt (loose|patch|delta|pack)|bad object|inflate|hash mismatch|sha1 collision|unable to read [0-9a-f]{7,}"
-        r"|could not read [0-9a-f]{40}|missing (blob|tree|commit|tag)|failed to read object|packed object|does not match index"
-        r"|unable to (parse|find|read) |bad tree object|not a valid object",
+        r"is corrupt|corrupt (loose|patch|delta|pack)|bad object|inflate|hash mismatch"
+        r"|sha1 collision|unable to read [0-9a-f]{7,}|could not read [0-9a-f]{40}"
+        r"|missing (blob|tree|commit|tag)|failed to read object|packed object"
+        r"|does not match index|unable to (parse|find|read) |bad tree object|not a valid object",
         CorruptObjectError,
         "audit the mirror; a heal brings damaged objects back",
     ),
 )
+# How git dies of what it reads: index-pack (2.39) aborts at some damaged packs.
 _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
-"""How git dies of what it reads: `index-pack` (2.39) aborts at some damaged packs. Whoever kills it takes another signal."""
+# Of a git that git started; a hostile pack can make it die of other signals.
 _INNER_DEATH = re.compile(r"^error: (\S.* died of signal (?:9|15))$", re.MULTILINE)
-"""What git says of a git of its own; other signals are what a hostile pack can make of one."""
+# git fetch (2.39), when its index-pack ended; one that refused a pack has said why before.
 _SILENT_INDEX_PACK = "fatal: fetch-pack: invalid index-pack output"
-"""What git fetch (2.39) says when its index-pack ended; one that refused a pack has said why before."""
+# Of the repository that git was started in; an upstream's name is in quotes.
 _NO_REPOSITORY = re.compile(r"^fatal: not a git repository: ", re.MULTILINE)
-"""Said of the repository that git was started in, not of an upstream: that is in quotes."""
 _NOISE = re.compile(r"^(remote: *$|hint:|warning: |Cloning into|From |POST |To )")
 _LEADING = re.compile(r"^(fatal|error|remote): ")
 _COMPLAINT = re.compile(r"^(?:remote: )?(?:fatal|error): ")
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
 _MOST_OBJECTS = 20
+
+_PROGRESS = re.compile(
+    r"(?:remote: )?([A-Z][A-Za-z -]+):\s+(?:\d+% \((\d+)/(\d+)\)|(\d+))(?:,.*)?\s*"
+)
+_TRACE = re.compile(r"\d\d:\d\d:\d\d\.\d+ \S+\.c:\d+\s+(.*)")
+_HEADER = re.compile(r"<= Recv header:\s*(.*)")
+_MAX_LINE = 4096
+_MAX_LINES = 400
 
 
 class HttpAnswer(NamedTuple):
@@ -133,8 +145,60 @@ class HttpAnswer(NamedTuple):
 
     @property
     def is_garbage(self) -> bool:
-        """A page where git's answer should be. git would take it for an empty repository of the old, dumb protocol."""
+        """A page, which git would take for an empty repository of the old, dumb protocol."""
         return self.status == 200 and not (self.content_type or "").startswith("application/x-git-")
+
+
+class StderrReader:
+    """Feed it chunks; ask it for the messages at the end. Keeps the first and the last lines."""
+
+    def __init__(self, progress: Callable[[Progress], None] | None = None) -> None:
+        self._progress = progress
+        self._tail = b""
+        self._first: list[str] = []
+        self._last: deque[str] = deque(maxlen=_MAX_LINES)
+        self.http = HttpAnswer()
+
+    def feed(self, chunk: bytes) -> None:
+        *lines, tail = re.split(rb"[\r\n]", self._tail + chunk)
+        self._tail = tail[-_MAX_LINE:]
+        for line in lines:
+            self._take(line)
+
+    def text(self) -> str:
+        """The messages that were kept."""
+        tail, self._tail = self._tail, b""
+        self._take(tail)
+        return "\n".join([*self._first, *self._last])
+
+    def _take(self, raw: bytes) -> None:
+        line = raw[:_MAX_LINE].decode("utf-8", "replace").removesuffix("\x1b[K").rstrip()
+        if not line:
+            return
+        if trace := _TRACE.fullmatch(line):
+            if header := _HEADER.match(trace[1]):
+                self._take_header(header[1])
+        elif found := _PROGRESS.fullmatch(line):
+            if self._progress is not None:
+                title, done, total, count = found.groups()
+                unit = title.split()[-1].lower()
+                whole = int(total) if total else None
+                self._progress(
+                    Progress(done=int(done or count), total=whole, unit=unit, note=title)
+                )
+        elif len(self._first) < _MAX_LINES:
+            self._first.append(line)
+        else:
+            self._last.append(line)
+
+    def _take_header(self, text: str) -> None:
+        name, _, value = text.partition(":")
+        if status := re.match(r"HTTP/\S+ (\d{3})", text):
+            self.http = HttpAnswer(int(status[1]))
+        elif name.strip().lower() == "retry-after":
+            self.http = self.http._replace(retry_after=value.strip())
+        elif name.strip().lower() == "content-type":
+            self.http = self.http._replace(content_type=value.strip().lower())
 
 
 def failure(
@@ -146,53 +210,53 @@ def failure(
     http: HttpAnswer,
     secrets: Iterable[str] = (),
 ) -> MirrordError:
-    """The error for a git that ended with `status`. `upstream` says that it talked to another repository."""
-    fact = masked_url(_fact(stderr) or _death(status), secrets)
-    how = _death(status) if status < 0 and -status not in _CRASHES else _inner_death(stderr)
-    if how:
+    """The error for a git that ended with `status`; `upstream`: it talked to another repository."""
+    death = f"git was killed by signal {-status}" if status < 0 else None
+    silence = death or f"git ended with status {status} and said nothing"
+    fact = masked_url(_fact(stderr) or silence, secrets)
+    complaints = [line for line in stderr.splitlines() if line.startswith(("fatal: ", "error: "))]
+    if -status in _CRASHES:
+        death = None
+    if not death and (inner := _INNER_DEATH.search(stderr)):
+        death = inner[1]
+    elif not death and complaints == [_SILENT_INDEX_PACK]:
+        death = "index-pack died and said nothing"
+    if death:
         return GitKilledError(
-            f"cannot {doing}: {how}",
-            hint="was memory short? see the kernel's log",
+            f"cannot {doing}: {death}",
+            hint="possibly out of memory; check dmesg for the OOM killer",
             git_status=status,
         )
     if http.status == 429 or (http.status == 503 and http.retry_after):
-        return _throttled(doing, fact, http)
+        seconds = retry_after_seconds(http.retry_after, now=utc_now())
+        asked = "" if seconds is None else f"; it asks us to wait {seconds:g} s"
+        return UpstreamThrottledError(
+            f"cannot {doing}: upstream answers {http.status}{asked}",
+            hint="the next sync waits that long; fewer mirrors per host, or credentials, "
+            "raise the limit",
+            retry_after_s=seconds,
+            fact=fact,
+        )
     if _NO_REPOSITORY.search(stderr):
         fact = "its HEAD, refs, objects or configuration are damaged"
-    rules = (_DISK_FULL, *(_UPSTREAM_RULES if upstream else _LOCAL_RULES))
-    facts: dict[str, Any] = {"git_status": status, **_named_objects(stderr)}
+    facts: dict[str, Any] = {"git_status": status}
+    # objects that git or upstream complains of: an id in a warning says nothing
+    named = dict.fromkeys(
+        oid for line in stderr.splitlines() if _COMPLAINT.match(line) for oid in _OID.findall(line)
+    )
+    if named:
+        facts["objects"] = list(named)[:_MOST_OBJECTS]
     if "filtering not recognized by server" in stderr:
         facts["filter_ignored"] = True
-    for rule in rules:
-        if rule.pattern.search(stderr):
-            found: MirrordError = rule.error(f"cannot {doing}: {fact}", hint=rule.hint, **facts)
-            return found
+    error: type[MirrordError] = GitFailedError
+    hint = "see the daemon's log; audit the mirror"
     if upstream:
-        return UpstreamError(
-            f"cannot {doing}: {fact}", hint="try again later; check the upstream URL", **facts
-        )
-    return GitFailedError(
-        f"cannot {doing}: {fact}", hint="see the daemon's log; audit the mirror", **facts
-    )
-
-
-def _inner_death(stderr: str) -> str | None:
-    """How a git of git's own was killed; None where none was."""
-    if said := _INNER_DEATH.search(stderr):
-        return said[1]
-    complaints = [line for line in stderr.splitlines() if line.startswith(("fatal: ", "error: "))]
-    return "index-pack died and said nothing" if complaints == [_SILENT_INDEX_PACK] else None
-
-
-def _throttled(doing: str, fact: str, http: HttpAnswer) -> UpstreamThrottledError:
-    seconds = retry_after_seconds(http.retry_after, now=utc_now())
-    asked = "" if seconds is None else f"; it asks us to wait {seconds:g} s"
-    return UpstreamThrottledError(
-        f"cannot {doing}: upstream answers {http.status}{asked}",
-        hint="the next sync waits that long; fewer mirrors per host, or credentials, raise the limit",
-        retry_after_s=seconds,
-        fact=fact,
-    )
+        error, hint = UpstreamError, "try again later; check the upstream URL"
+    for rule in (_DISK_FULL, *(_UPSTREAM_RULES if upstream else _LOCAL_RULES)):
+        if rule.pattern.search(stderr):
+            error, hint = rule.error, rule.hint
+            break
+    return error(f"cannot {doing}: {fact}", hint=hint, **facts)
 
 
 def retry_after_seconds(value: str | None, *, now: datetime) -> float | None:
@@ -208,15 +272,10 @@ def retry_after_seconds(value: str | None, *, now: datetime) -> float | None:
     return max(0.0, (at - now).total_seconds()) if at.tzinfo else None
 
 
-def _named_objects(stderr: str) -> dict[str, list[str]]:
-    """The objects that git or upstream complains of: an id in a warning says nothing."""
-    complaints = (line for line in stderr.splitlines() if _COMPLAINT.match(line))
-    found = dict.fromkeys(oid for line in complaints for oid in _OID.findall(line))
-    return {"objects": list(found)[:_MOST_OBJECTS]} if found else {}
-
-
 def _fact(stderr: str) -> str:
-    """The line that says most: the first that names an object, git's first `fatal:` or `error:`, else upstream's last words."""
+    """The line that says most: the first that names an object, git's first `fatal:` or `error:`,
+    else upstream's last words.
+    """
     lines = [
         line.strip() for line in stderr.splitlines() if line.strip() and not _NOISE.match(line)
     ]
@@ -226,11 +285,3 @@ def _fact(stderr: str) -> str:
         if found := [line for line in lines if line.startswith(prefix)]:
             return _LEADING.sub("", found[0])[:400]
     return _LEADING.sub("", lines[-1])[:400] if lines else ""
-
-
-def _death(status: int) -> str:
-    return (
-        f"git was killed by signal {-status}"
-        if status < 0
-        else f"git ended with status {status} and said nothing"
-    )

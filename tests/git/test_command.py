@@ -27,11 +27,9 @@ from mirrord.errors import (
     UpstreamThrottledError,
     UpstreamTimeoutError,
 )
-from mirrord.git.command import Git, run_git_sync
+from mirrord.git.command import Git, low_priority, run_git_sync
 from mirrord.git.environment import Remote
-from mirrord.git.errors import HttpAnswer, failure, masked_url, retry_after_seconds
-from mirrord.git.output import StderrReader
-from mirrord.git.priority import giving_way
+from mirrord.git.errors import HttpAnswer, StderrReader, failure, masked_url, retry_after_seconds
 from mirrord.mirrors.bisect import blames_objects
 from mirrord.protocol import Progress
 
@@ -103,7 +101,7 @@ def test_background_work_gives_way(run_git: Any, tmp_path: Path) -> None:
     ours = os.getpriority(os.PRIO_PROCESS, 0)
 
     async def body(git: Git) -> None:
-        with giving_way():
+        with low_priority():
             inside, task = await git.run(*show), asyncio.ensure_future(git.run(*show))
             assert int(run_git_sync(*show).stdout) == ours + 10
         outside = await git.run(*show)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -29,9 +29,10 @@ from mirrord.checkouts.stores.closures import Closures, Commits
 from mirrord.checkouts.stores.packer import Packer, PackFile, check_written
 from mirrord.checkouts.stores.store import BUILDING, remove_leftovers
 from mirrord.errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError
+from mirrord.git import command, process
 from mirrord.git.command import Git
 from mirrord.git.packs import PackIndex
-from mirrord.git.process import Command
+from mirrord.git.process import Process
 from mirrord.git.workers import Workers
 from mirrord.host.trash import Trash
 from mirrord.model import CommitId, MirrorName
@@ -373,19 +374,14 @@ def test_a_large_pack_is_copied_only_from_packs_that_are_whole(
 
 def count_processes(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
     """Note the command of every git that is started from here on."""
-    start = Command.start
+    start = process.start
+    known = ("rev-list", "pack-objects", "verify-pack", "cat-file")
 
-    def counted(command: Command) -> subprocess.Popen[bytes]:
-        started.append(
-            next(
-                word
-                for word in command.argv
-                if word in ("rev-list", "pack-objects", "verify-pack", "cat-file")
-            )
-        )
-        return start(command)
+    def counted(argv: Sequence[str], *rest: Any) -> Process:
+        started.append(next(word for word in argv if word in known))
+        return start(argv, *rest)
 
-    monkeypatch.setattr(Command, "start", counted)
+    monkeypatch.setattr(command, "start", counted)
 
 
 def test_the_first_closure_costs_two_processes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,7 @@ from mirrord import config
 from mirrord import work as prewarm
 from mirrord.catalog import Catalog, DatasetHead, InstanceRow, MirrorRow, spooled
 from mirrord.checkouts.stores.builder import StoreBuilder
-from mirrord.git.command import Git
-from mirrord.git.priority import before_git
+from mirrord.git.command import Git, priority_prefix
 from mirrord.git.workers import Workers
 from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
@@ -107,7 +106,7 @@ class Site:
         await catalog.replace_dataset(head, self.root / "spool")
 
     async def _prepare(self, name: MirrorName, commit: CommitId, history: History) -> None:
-        self.priorities.add(before_git())
+        self.priorities.add(priority_prefix())
         await self.gitdirs.ensure(name, commit, history)
         self.prepared.append(commit)
         if self.on_prepared:

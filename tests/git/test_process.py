@@ -16,28 +16,35 @@ from pathlib import Path
 
 import anyio
 import pytest
-import uvloop
 
 from mirrord.errors import ResourceError
-from mirrord.git.process import NOTHING, Child, Command, Stream, in_memory, run_to_end
+from mirrord.git.process import (
+    NOTHING,
+    Child,
+    Process,
+    Stream,
+    in_memory,
+    run_to_end,
+    start,
+)
 
-LOOPS = {"uvloop": uvloop.run, "asyncio": asyncio.run}
+Run = Callable[[Callable[[], Awaitable[None]]], None]
 
 
-@pytest.fixture(params=list(LOOPS.values()), ids=list(LOOPS))
-def run(request: pytest.FixtureRequest) -> Callable[[Callable[[], Awaitable[None]]], None]:
-    def start(body: Callable[[], Awaitable[None]]) -> None:
+@pytest.fixture
+def run() -> Run:
+    def start_loop(body: Callable[[], Awaitable[None]]) -> None:
         async def main() -> None:
             with anyio.fail_after(60):
                 await body()
 
-        request.param(main())
+        asyncio.run(main())
 
-    return start
+    return start_loop
 
 
-def shell(script: str, stdin: Stream = NOTHING) -> Command:
-    return Command(["sh", "-c", script], {"PATH": os.environ["PATH"]}, Path("/"), stdin)
+def shell(script: str, stdin: Stream = NOTHING) -> Process:
+    return start(["sh", "-c", script], {"PATH": os.environ["PATH"]}, Path("/"), stdin)
 
 
 async def read_all(child: Child) -> bytes:
@@ -98,7 +105,7 @@ def others_at_work(threads: int = 3) -> Iterator[None]:
     assert wrong == []
 
 
-def test_what_goes_in_comes_out_and_the_status_is_told(run) -> None:  # type: ignore[no-untyped-def]
+def test_what_goes_in_comes_out_and_the_status_is_told(run: Run) -> None:
     async def body() -> None:
         data = os.urandom(300_000)
         with in_memory(data) as stdin:
@@ -110,7 +117,7 @@ def test_what_goes_in_comes_out_and_the_status_is_told(run) -> None:  # type: ig
     run(body)
 
 
-def test_hundreds_leave_no_descriptor_no_process_and_everybody_their_own(run) -> None:  # type: ignore[no-untyped-def]
+def test_hundreds_leave_no_descriptor_no_process_and_everybody_their_own(run: Run) -> None:
     """Read to the end, left half-read, killed and cancelled ones, while other threads open and close files."""
 
     async def read() -> None:
@@ -151,7 +158,7 @@ def test_hundreds_leave_no_descriptor_no_process_and_everybody_their_own(run) ->
     run(body)
 
 
-def test_one_that_is_cancelled_again_while_it_ends_leaves_nothing(run) -> None:  # type: ignore[no-untyped-def]
+def test_one_that_is_cancelled_again_while_it_ends_leaves_nothing(run: Run) -> None:
     async def body() -> None:
         before = open_files(), children()
 
@@ -174,7 +181,7 @@ def test_one_that_is_cancelled_again_while_it_ends_leaves_nothing(run) -> None: 
     run(body)
 
 
-def test_one_that_ends_takes_its_group_along_and_is_reaped_though_nobody_waits(run) -> None:  # type: ignore[no-untyped-def]
+def test_one_that_ends_takes_its_group_along_and_is_reaped_though_nobody_waits(run: Run) -> None:
     """The end of its output is no end: a child of its own may hold the pipe."""
 
     async def body() -> None:
@@ -191,7 +198,7 @@ def test_one_that_ends_takes_its_group_along_and_is_reaped_though_nobody_waits(r
     run(body)
 
 
-def test_who_is_not_read_waits(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_who_is_not_read_waits(run: Run, tmp_path: Path) -> None:
     """Back-pressure: a pipe's worth is written, and no more."""
 
     async def body() -> None:
@@ -208,7 +215,7 @@ def test_who_is_not_read_waits(run, tmp_path: Path) -> None:  # type: ignore[no-
     run(body)
 
 
-def test_who_ends_when_asked_may_clean_up(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_who_ends_when_asked_may_clean_up(run: Run, tmp_path: Path) -> None:
     async def body() -> None:
         async with Child(
             shell(
@@ -222,7 +229,7 @@ def test_who_ends_when_asked_may_clean_up(run, tmp_path: Path) -> None:  # type:
     run(body)
 
 
-def test_one_that_does_not_read_what_it_is_given_does_not_matter(run) -> None:  # type: ignore[no-untyped-def]
+def test_one_that_does_not_read_what_it_is_given_does_not_matter(run: Run) -> None:
     async def body() -> None:
         with in_memory(b"x" * 1_000_000) as stdin:
             async with Child(shell("exec <&-; echo done", stdin)) as child:
@@ -232,11 +239,11 @@ def test_one_that_does_not_read_what_it_is_given_does_not_matter(run) -> None:  
     run(body)
 
 
-def test_what_cannot_be_started_is_an_error_and_leaves_nothing(run) -> None:  # type: ignore[no-untyped-def]
+def test_what_cannot_be_started_is_an_error_and_leaves_nothing(run: Run) -> None:
     async def body() -> None:
         before = open_files()
         with pytest.raises(ResourceError, match="no/such/program"):
-            Child(Command(["/no/such/program"], {}, Path("/")))
+            start(["/no/such/program"], {}, Path("/"))
         assert open_files() == before
 
     run(body)
