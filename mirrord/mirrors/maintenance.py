@@ -19,8 +19,8 @@ import structlog
 from anyio import to_thread
 
 from ..errors import MirrordError
+from ..git.command import low_priority
 from ..git.packs import PackIndex
-from ..git.priority import giving_way
 from ..protocol import Progress
 from .repository import Repository
 from .stale_files import remove_stale_files
@@ -53,7 +53,7 @@ async def maintain(
     try:
         await repository.pack_refs()
         full = await to_thread.run_sync(needs_full)
-        with giving_way():
+        with low_priority():
             how = ("--cruft", "--cruft-expiration=30.days.ago") if full else ("--geometric=2",)
             await repository.run(
                 "repack", "-d", "--write-midx", "--no-write-bitmap-index", *how,
