@@ -31,26 +31,6 @@ from .model import AuditLevel, Backend, FindingKind, History, MirrorName, shown
 from .places import default_socket, default_state_dir
 from .units import format_duration, format_size, parse_duration, parse_size
 
-# toml 0.10.2 needs the cube of the `=` in an invalid line: 52 s for 64 KiB, 0.3 s for 4 KiB
-_LONGEST_FILE = 128 * 1024
-_LONGEST_LINE = 4096
-
-_URL = re.compile(
-    r"(?:(?:https?|ssh|git|file)://|/|[a-z0-9][a-z0-9._@-]*:(?!:|/?/))[^\x00-\x20\x7f]*",
-    re.IGNORECASE,
-)
-_KINDS = {
-    "missing": "is required",
-    "model_type": "must be a table",
-    "tuple_type": "must be an array",
-    "string_type": "must be a string",
-    "int_type": "must be a whole number",
-    "bool_type": "must be true or false",
-    "path_type": "must be a string",
-    "too_short": "must not be empty",
-}
-
-
 # -- kinds of values: each check raises ValueError with half a sentence ---------------------------
 
 
@@ -58,6 +38,12 @@ def _positive(value: timedelta) -> timedelta:
     if value <= timedelta():
         raise ValueError("must be greater than zero")
     return value
+
+
+_URL = re.compile(
+    r"(?:(?:https?|ssh|git|file)://|/|[a-z0-9][a-z0-9._@-]*:(?!:|/?/))[^\x00-\x20\x7f]*",
+    re.IGNORECASE,
+)
 
 
 def _url(value: str) -> str:
@@ -273,6 +259,21 @@ def _value(settings: Settings, key: str) -> Any:
 
 
 # -- the file -------------------------------------------------------------------------------------
+
+
+# toml 0.10.2 needs the cube of the `=` in an invalid line: 52 s for 64 KiB, 0.3 s for 4 KiB
+_LONGEST_FILE = 128 * 1024
+_LONGEST_LINE = 4096
+_KINDS = {
+    "missing": "is required",
+    "model_type": "must be a table",
+    "tuple_type": "must be an array",
+    "string_type": "must be a string",
+    "int_type": "must be a whole number",
+    "bool_type": "must be true or false",
+    "path_type": "must be a string",
+    "too_short": "must not be empty",
+}
 
 
 class ConfigFault(NamedTuple):

@@ -138,7 +138,6 @@ class Engine:
             mirrors=self.mirrors,
             workers=self.workers,
             events=self.events,
-            state_dir=self.layout.root,
         )
         await self.datasets.open()
         self.health.warn_by(self.datasets.warnings)

@@ -24,38 +24,11 @@ from sqlalchemy import Connection, Engine, Table, create_engine, event, insert, 
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
-from ..errors import (
-    CatalogTooNewError,
-    CorruptCatalogError,
-    DiskFailedError,
-    DiskFullError,
-    InvalidUrlError,
-    MirrordError,
-    ResourceError,
-)
+from .. import errors
 from ..host.files import is_read_only
 from .schema import HEAD, metadata, version
 
 MIGRATIONS = Path(__file__).parent / "migrations"
-
-_BUSY_TIMEOUT_S = 60  # the longest write is a dataset of some 100,000 rows
-_CHECKED_BYTES = 32 * 1024**2  # SQLite checks a file of this size in 20 ms at most
-_SHRINK_TIMEOUT_MS = 1000
-_INDEX_PAGE_BYTES, _INDEX_BYTES = 4096, 32768
-_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
-_LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
-_NO_ROOM = {
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_FULL,
-}
-_PG_DISK_FULL = "53100"
-_MISTAKES = {"ProgrammingError", "IntegrityError", "DataError", "NotSupportedError"}
-_DAMAGED_HINT = (
-    "stop the daemon, move the file away and start again: mirrors and pins are read back from the"
-    " mirrors, datasets need a new import; `sqlite3 FILE .recover` may save more"
-)
 
 log = structlog.get_logger()
 
@@ -85,6 +58,22 @@ _PRAGMAS = {
     Mode.ALONE: ("locking_mode = EXCLUSIVE", *_WAL),
     Mode.FROZEN: ("foreign_keys = ON",),
 }
+_BUSY_TIMEOUT_S = 60  # the longest write is a dataset of some 100,000 rows
+_SHRINK_TIMEOUT_MS = 1000
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_NO_ROOM = {
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_FULL,
+}
+_PG_DISK_FULL = "53100"
+_MISTAKES = {"ProgrammingError", "IntegrityError", "DataError", "NotSupportedError"}
+_DAMAGED_HINT = (
+    "stop the daemon, move the file away and start again: mirrors and pins are read back from the"
+    " mirrors, datasets need a new import; `sqlite3 FILE .recover` may save more"
+)
 _UNWRITABLE = {Mode.SHARED: {sqlite3.SQLITE_FULL}, Mode.ALONE: _NO_ROOM, Mode.FROZEN: _NO_ROOM}
 
 
@@ -150,31 +139,31 @@ class Database:
                 raise
             raise translated from error
 
-    def _translate(self, error: DBAPIError) -> MirrordError | None:
+    def _translate(self, error: DBAPIError) -> errors.MirrordError | None:
         """The failure as one of ours; None for a wrong statement, which is a bug."""
         code = _sqlite_code(error)
         fact = str(error.orig).strip().partition("\n")[0]
         if code == sqlite3.SQLITE_READONLY and is_read_only(Path(self.label).parent):
             self.mode = Mode.FROZEN  # SQLite opened it read-only: the next write has to reopen it
-            return DiskFailedError(
+            return errors.DiskFailedError(
                 f"cannot write the catalog {self.label}: its file system is read-only",
                 hint="check dmesg; the daemon still serves what it has",
             )
         if code in _UNWRITABLE[self.mode] or getattr(error.orig, "sqlstate", None) == _PG_DISK_FULL:
-            return DiskFullError(
+            return errors.DiskFullError(
                 f"cannot write the catalog {self.label}: {fact}",
                 hint="make room; nothing was changed",
             )
         if code in _DAMAGED:
             message = f"cannot read the catalog {self.label}: {fact}"
-            return CorruptCatalogError(message, hint=_DAMAGED_HINT)
+            return errors.CorruptCatalogError(message, hint=_DAMAGED_HINT)
         if code in _LOCKED:
-            return ResourceError(
+            return errors.ResourceError(
                 f"cannot write the catalog {self.label}: {fact}",
                 hint="another program holds a lock on it; try again, or find it with `fuser`",
             )
         if code or isinstance(error.orig, OSError) or type(error).__name__ not in _MISTAKES:
-            return ResourceError(
+            return errors.ResourceError(
                 f"cannot use the catalog {self.label}: {fact}",
                 hint="check that the database is up, its disk has room, and this user may write it",
             )
@@ -204,7 +193,7 @@ def _parse_place(place: str | Path) -> URL:
         url = make_url(place)
         url.get_dialect()
     except (ArgumentError, NoSuchModuleError) as error:
-        raise InvalidUrlError(
+        raise errors.InvalidUrlError(
             "cannot use the catalog's URL: it names no database that mirrord knows",
             hint="write postgresql+psycopg://user@host/name, or the path of a SQLite file",
         ) from error
@@ -218,7 +207,7 @@ def _create_private(path: Path) -> None:
     try:
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     except OSError as error:
-        raise ResourceError(
+        raise errors.ResourceError(
             f"cannot open the catalog {path}: {error.strerror}",
             hint="the state directory must exist and be writable by the daemon's user",
         ) from error
@@ -250,7 +239,7 @@ def _has_room_for_index(directory: Path) -> bool:
     # SQLite 3.40 writes one byte of each 4 KB of `-shm` before it maps the file. Smaller blocks
     # leave holes there: a write to one on a full disk is a SIGBUS, which ends the process.
     disk = os.statvfs(directory)
-    return disk.f_bsize >= _INDEX_PAGE_BYTES or disk.f_bavail * disk.f_frsize >= 2 * _INDEX_BYTES
+    return disk.f_bsize >= 4096 or disk.f_bavail * disk.f_frsize >= 2 * 32768
 
 
 def _make_sqlite_engine(url: URL, mode: Mode) -> Engine:
@@ -295,11 +284,11 @@ def prepare(database: Database) -> bool:
     Raises CorruptCatalogError, CatalogTooNewError.
     """
     size = Path(str(database.url.database)).stat().st_size if database.is_sqlite else None
-    if size is not None and size <= _CHECKED_BYTES:  # better now than in the middle of a request
+    if size is not None and size <= 32 * 1024**2:  # 20 ms; better than in the middle of a request
         with database.read() as connection:
             verdict = str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar())
         if verdict != "ok":
-            raise CorruptCatalogError(
+            raise errors.CorruptCatalogError(
                 f"cannot use the catalog {database.label}: {verdict.partition(chr(10))[0]}",
                 hint=_DAMAGED_HINT,
             )
@@ -310,7 +299,7 @@ def prepare(database: Database) -> bool:
                 return False
             scripts = (MIGRATIONS / "versions").glob("[0-9]*.py")
             if revision not in {path.name.partition("_")[0] for path in scripts}:
-                raise CatalogTooNewError(
+                raise errors.CatalogTooNewError(
                     f"cannot use the catalog {database.label}: this mirrord does not know its"
                     f" schema {revision}, only {HEAD} and older",
                     hint="a newer mirrord wrote it: install that one, or restore the catalog from"
@@ -319,7 +308,7 @@ def prepare(database: Database) -> bool:
             return True
     with database.write() as connection:
         if foreign := set(inspect(connection).get_table_names()) & set(metadata.tables):
-            raise CorruptCatalogError(
+            raise errors.CorruptCatalogError(
                 f"cannot use the catalog {database.label}: it has tables"
                 f" ({', '.join(sorted(foreign))}) but no schema version",
                 hint="it is not mirrord's catalog, or a broken copy of one; name another database",

@@ -21,21 +21,6 @@ Row = Mapping[str, Any]
 Normaliser = Callable[[Fields], InstanceRow]
 Commits = tuple[tuple[CommitId, CommitRole], ...]
 
-COLUMNS = (
-    "instance_id",
-    "repo",
-    "base_commit",
-    "environment_setup_commit",
-    "patch",
-    "test_patch",
-    "FAIL_TO_PASS",
-    "PASS_TO_PASS",
-    "fail_to_pass",
-    "pass_to_pass",
-    "created_at",
-)
-"""All columns whose values a normaliser or a test reads: Parquet files are read for no others."""
-
 
 class Format(NamedTuple):
     """`detects` looks at one row; a format without `normalise` is recognised only."""
@@ -173,6 +158,21 @@ FORMATS = (
         row_of,
     ),
 )
+
+COLUMNS = (
+    "instance_id",
+    "repo",
+    "base_commit",
+    "environment_setup_commit",
+    "patch",
+    "test_patch",
+    "FAIL_TO_PASS",
+    "PASS_TO_PASS",
+    "fail_to_pass",
+    "pass_to_pass",
+    "created_at",
+)
+"""All columns whose values a normaliser or a test reads: Parquet files are read for no others."""
 
 
 def format_infos() -> list[FormatInfo]:

@@ -39,9 +39,7 @@ def in_short(refused: Refused, commits: Collection[CommitId]) -> dict[str, str]:
 
 
 class Pinner:
-    def __init__(
-        self, *, catalog: Catalog, mirrors: Mirrors, concurrency: Callable[[], int]
-    ) -> None:
+    def __init__(self, catalog: Catalog, mirrors: Mirrors, concurrency: Callable[[], int]) -> None:
         self._catalog = catalog
         self._mirrors = mirrors
         self._concurrency = concurrency

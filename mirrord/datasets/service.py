@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import builtins
 import re
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,9 @@ from typing import Any
 import anyio
 import structlog
 
+from .. import errors
 from ..catalog import Catalog, DatasetHead, InstanceRow, PinRow
 from ..config import Settings
-from ..errors import (
-    DatasetNotFoundError,
-    InstanceNotFoundError,
-    InvalidNameError,
-    MirrordError,
-    StoppingError,
-)
 from ..git.workers import Workers
 from ..jobs.events import Events
 from ..mirrors.pins import ADOPTED
@@ -43,9 +36,8 @@ from ..model import (
     shown,
     utc_now,
 )
-from ..protocol import Dataset, FormatInfo, Instance, ProgressSink, RecordedCommit
+from ..protocol import Dataset, Instance, ProgressSink, RecordedCommit
 from .cache import BaseCommits, InstanceCache
-from .formats import format_infos
 from .import_journal import PinKeys, pin_key, read_journals, write_journal
 from .pinning import Pinner, in_short, owner_of
 from .reading import ReadResult, read_dataset
@@ -68,7 +60,6 @@ class Datasets:
         mirrors: Mirrors,
         workers: Workers,
         events: Events,
-        state_dir: Path,
     ) -> None:
         self._catalog = catalog
         self._workers = workers
@@ -76,9 +67,7 @@ class Datasets:
         self._quarantine = mirrors.quarantine
         self._uncleaned: dict[str, PinKeys] = {}  # owners of stale pins, and the pins to keep
         self._unknown: set[str] = set()
-        self._pinner = Pinner(
-            catalog=catalog, mirrors=mirrors, concurrency=lambda: settings().sync.concurrency
-        )
+        self._pinner = Pinner(catalog, mirrors, lambda: settings().sync.concurrency)
         self._cache = InstanceCache(catalog.find_instance)
         self._base_commits = BaseCommits(catalog.find_base_commit)
         self._locks: dict[str, anyio.Lock] = {}
@@ -113,7 +102,7 @@ class Datasets:
     async def clean_up(self) -> bool:
         """Remove the pins that could not be removed before; answers whether none is left."""
         for owner, kept in list(self._uncleaned.items()):
-            async with self._locked(owner):
+            async with self._lock(owner):
                 await self._remove_stale_pins(owner, kept)
         return not self._uncleaned
 
@@ -149,7 +138,7 @@ class Datasets:
         # a file name that is not UTF-8 has surrogates in Python, which no database takes
         source = source.encode("utf-8", "backslashreplace").decode().replace("\0", "")
         kind = SPOOL_PREFIX.rstrip("-")
-        async with self._locked(owner), self._quarantine.directory(kind) as directory:
+        async with self._lock(owner), self._quarantine.directory(kind) as directory:
             spool = directory / "rows.jsonl"
             label = Path(source).name or source
             read = await self._workers.run(
@@ -216,7 +205,7 @@ class Datasets:
         rows = await self._catalog.list_recorded(name.key, unpinned=True)
         pinned = 0
         for dataset in sorted({DatasetName(row.dataset) for row in rows}):
-            async with self._locked(owner_of(dataset)):
+            async with self._lock(owner_of(dataset)):
                 # read again: an import or a removal may have ended before the lock was free
                 roles: dict[CommitId, set[str]] = {}
                 for row in await self._catalog.list_recorded(name.key, dataset, unpinned=True):
@@ -241,7 +230,7 @@ class Datasets:
     async def remove(self, name: str) -> None:
         """Delete a dataset and remove its pins. Raises DatasetNotFoundError."""
         dataset = parse_dataset_name(name)
-        async with self._locked(owner_of(dataset)):
+        async with self._lock(owner_of(dataset)):
             if not await self._catalog.delete_dataset(dataset):
                 raise _not_found(name)
             self._forget()
@@ -249,10 +238,6 @@ class Datasets:
         self._changed("dataset.removed", dataset)
 
     # -- looking up -------------------------------------------------------------------------------
-
-    def formats(self) -> list[FormatInfo]:
-        """The formats that imports read."""
-        return format_infos()
 
     async def list(self) -> list[Dataset]:
         return await self._catalog.list_datasets()
@@ -286,7 +271,7 @@ class Datasets:
         """An instance, with its answer only for a grader. Raises InstanceNotFoundError."""
         row = await self.find_instance(identity, dataset)
         if row is None:
-            raise InstanceNotFoundError(
+            raise errors.InstanceNotFoundError(
                 f"cannot find instance {shown(identity)}: no dataset has that id",
                 hint="ids are case-sensitive; `mirrord dataset list` shows the datasets; name a"
                 " commit as NAME@SHA",
@@ -313,10 +298,8 @@ class Datasets:
         self._cache.clear()
         self._base_commits.clear()
 
-    @asynccontextmanager
-    async def _locked(self, owner: str) -> AsyncIterator[None]:
-        async with self._locks.setdefault(owner, anyio.Lock()):
-            yield
+    def _lock(self, owner: str) -> anyio.Lock:
+        return self._locks.setdefault(owner, anyio.Lock())
 
     async def _remove_stale_pins(self, owner: str, but: PinKeys = frozenset()) -> None:
         """Remove the dataset's pins of commits that it does not record. Needs the dataset's lock.
@@ -336,9 +319,9 @@ class Datasets:
                     await anyio.to_thread.run_sync(write_journal, directory, owner, kept)
                     if not await self._pinner.unpin(doomed):
                         return
-        except StoppingError:
+        except errors.StoppingError:
             raise
-        except (MirrordError, OSError) as error:
+        except (errors.MirrordError, OSError) as error:
             log.warning("pins.left", owner=owner, detail=str(error))
             return
         self._uncleaned.pop(owner, None)
@@ -356,15 +339,15 @@ def name_from(source: str) -> DatasetName:
     name = re.sub(r"\.{2,}|[^A-Za-z0-9._-]+", "-", stem).lstrip("._-").rstrip(".")[:100]
     try:
         return parse_dataset_name(name)
-    except InvalidNameError as error:
-        raise InvalidNameError(
+    except errors.InvalidNameError as error:
+        raise errors.InvalidNameError(
             f"cannot name a dataset after {shown(source)}: it has no characters for a name",
             hint="choose a name with --name",
         ) from error
 
 
-def _not_found(name: str) -> DatasetNotFoundError:
-    return DatasetNotFoundError(
+def _not_found(name: str) -> errors.DatasetNotFoundError:
+    return errors.DatasetNotFoundError(
         f"cannot find dataset {shown(name)}: no dataset has that name",
         hint="`mirrord dataset list` shows the datasets",
     )

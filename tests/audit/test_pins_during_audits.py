@@ -47,7 +47,6 @@ def datasets(house: House) -> Datasets:
         mirrors=house.mirrors,
         workers=house.workers,
         events=house.events,
-        state_dir=house.state_dir,
     )
 
 

@@ -638,13 +638,6 @@ def test_a_file_of_which_no_name_is_left_needs_one(source: str) -> None:
     assert "--name" in str(caught.value.hint)
 
 
-def test_the_formats_are_told(house: Builder) -> None:
-    async def body(house: House) -> None:
-        assert {info.name for info in house.datasets.formats()} >= {"swe-bench", "swe-gym"}
-
-    house.run(body)
-
-
 def test_pins_of_another_owner_are_never_stale(house: Builder, upstream: Upstream) -> None:
     base = upstream.commit({"a": "1"})
 

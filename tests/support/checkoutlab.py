@@ -187,9 +187,7 @@ class Service:
         self.trash = Trash()
         self.mirrors = Mirrors(git=git_starter, catalog=self.catalog, trash=self.trash, **parts)
         await self.mirrors.open()
-        self.datasets = Datasets(
-            catalog=self.catalog, mirrors=self.mirrors, state_dir=self.state, **parts
-        )
+        self.datasets = Datasets(catalog=self.catalog, mirrors=self.mirrors, **parts)
         await self.datasets.open()
         self.gitdirs = StoreBuilder(
             state_dir=self.state,

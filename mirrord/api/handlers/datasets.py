@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...datasets.formats import format_infos
 from ...errors import AccessError, InvalidRequestError
 from ...model import View, parse_dataset_name
 from ...protocol import Dataset, FormatInfo, Instance, InstanceName, Operation
@@ -42,7 +43,7 @@ async def remove_dataset(call: Call) -> None:
 
 
 async def list_formats(call: Call) -> list[FormatInfo]:
-    return list(call.engine.datasets.formats())
+    return format_infos()
 
 
 async def list_instances(call: Call) -> list[InstanceName]:
