@@ -1,18 +1,19 @@
-"""Which jobs there are, how often they run, and what each does: the table that the schedule keeps to.
+"""The jobs that run by the clock, how often, and what each does: the table the schedule keeps to.
 
-Intervals come from the settings in force each time the table is read; an interval of nothing switches its job off.
+Intervals come from the settings in force whenever the table is read; zero switches a job off.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 
 import anyio.to_thread
 
-from .catalog import Catalog, MirrorRow
+from .catalog import Catalog
 from .checkouts.service import Checkouts
 from .checkouts.templates.store import Templates
 from .config import Settings
@@ -27,37 +28,21 @@ from .protocol import Audit, Operation, StartAudit
 from .units import Backoff
 from .work import BackgroundWork, Prewarm
 
-EXPIRE_INTERVAL = timedelta(seconds=2)
+_EXPIRE = timedelta(seconds=2)
 CLEANUP_INTERVAL = timedelta(seconds=5)
 _LONGEST_CLEANUP_PAUSE = timedelta(minutes=3)
-EVICT_INTERVAL = timedelta(minutes=5)
-LOOK_INTERVAL = timedelta(minutes=1)
-TRIM_INTERVAL = timedelta(minutes=1)
-RETRY_INTERVAL = timedelta(minutes=1)
-SYNC_RETRY = timedelta(minutes=1)
-MAINTENANCE_RETRY = timedelta(minutes=10)
-
-
-NEVER_FOUND_INTERVAL = timedelta(days=7)
-_NEVER_FOUND = {
-    UpstreamNotFoundError.code,
-    UpstreamAuthError.code,
-}  # forges ask for a password where there is nothing
-
-
-def _is_given_up(row: MirrorRow, now: datetime) -> bool:
-    """Whether a mirror was never synced, and upstream said that there is nothing: a name that was mistyped, most likely. It is
-    asked for again once a week, by an import, and whenever a person does.
-    """
-    if row.synced_at is not None or row.error is None or row.attempted_at is None:
-        return False
-    return row.error.get("code") in _NEVER_FOUND and now < row.attempted_at + NEVER_FOUND_INTERVAL
+_EVICT = timedelta(minutes=5)
+_MINUTE = timedelta(minutes=1)
+_MAINTENANCE_RETRY = timedelta(minutes=10)
+_NEVER_FOUND_INTERVAL = timedelta(days=7)
+_NEVER_FOUND = {UpstreamNotFoundError.code, UpstreamAuthError.code}
+"""Forges ask for a password where a repository does not exist."""
 
 
 class Cleanup:
-    """Retries what failed operations left, less and less often while that is in vain, as on a full disk.
+    """Retries what failed operations left, ever less often while it fails, as on a full disk.
 
-    `parts` are called in order; each answers whether nothing is left. A start does the same for all.
+    `parts` are called in order; each answers whether nothing is left. A start retries all.
     """
 
     def __init__(
@@ -79,165 +64,128 @@ class Cleanup:
             self._not_before = self._clock() + self._backoff.next().total_seconds()
 
 
+@dataclass(kw_only=True, slots=True)
 class Timetable:
     """Builds the table from the mirrors there are and from when things last happened."""
 
-    def __init__(
-        self,
-        *,
-        settings: Callable[[], Settings],
-        started_at: datetime,
-        catalog: Catalog,
-        templates: Templates,
-        checkouts: Checkouts,
-        operations: Operations,
-        work: BackgroundWork,
-        heals: Heals,
-        prewarm: Prewarm,
-        cleanup: Cleanup,
-        find_unfinished: Callable[[AuditLevel], Awaitable[datetime | None]],
-        watches: list[Watch],
-    ) -> None:
-        self._settings = settings
-        self._started_at = started_at
-        self._catalog = catalog
-        self._templates = templates
-        self._checkouts = checkouts
-        self._operations = operations
-        self._work = work
-        self._heals = heals
-        self._prewarm = prewarm
-        self._cleanup = cleanup
-        self._find_unfinished = find_unfinished
-        self._watches = watches
+    settings: Callable[[], Settings]
+    started_at: datetime
+    catalog: Catalog
+    templates: Templates
+    checkouts: Checkouts
+    operations: Operations
+    work: BackgroundWork
+    heals: Heals
+    prewarm: Prewarm
+    cleanup: Cleanup
+    find_unfinished: Callable[[AuditLevel], Awaitable[datetime | None]]
+    watches: list[Watch]
 
     async def table(self) -> list[Job]:
-        syncs = [self._sync(row) for row in await self._catalog.list_mirrors()]
-        return [
-            *syncs,
-            *await self._audits(),
-            self._maintenance(),
-            self._scrubbing(),
-            *self._housekeeping(),
+        settings, started = self.settings(), self.started_at
+        sync, audit = settings.sync, settings.audit
+        mirrors = await self.catalog.list_mirrors()
+        names = {str(row.name) for row in mirrors}
+        whole = [
+            each
+            for each in await self.catalog.list_audits()
+            if names <= set(each.mirrors) and not each.left
         ]
+        content = [each for each in whole if each.level is AuditLevel.CONTENT]
 
-    def _sync(self, row: MirrorRow) -> Job:
-        sync = self._settings().sync
-        return Job(
-            f"sync/{row.name}",
-            sync.interval,
-            partial(self._run_sync, row.name),
-            sync.jitter,
-            row.attempted_at,
-            SYNC_RETRY,
-        )
+        async def auditing(
+            name: str, interval: timedelta, level: AuditLevel | None, past: list[Audit]
+        ) -> Job:
+            """Counts from the last whole audit; an interrupted one continues soon."""
+            begun = await self.find_unfinished(level or audit.level)
+            since = past[0].finished_at if past else started
+            since = begun - interval if begun else since
+            return Job(name, interval, partial(self._audit, level), since=since)
 
-    async def _audits(self) -> list[Job]:
-        """Counted from the last whole audit of everything, of that level, whoever asked for it; the first one an interval after
-        the start. One that was interrupted goes on soon.
-        """
-        settings = self._settings().audit
-        names = {str(row.name) for row in await self._catalog.list_mirrors()}
-        past = [
-            audit
-            for audit in await self._catalog.list_audits()
-            if names <= set(audit.mirrors) and not audit.left
-        ]
-        content = (audit for audit in past if audit.level is AuditLevel.CONTENT)
-        last, last_content = next(iter(past), None), next(content, None)
+        def early(interval: timedelta) -> datetime:
+            """First an eighth of the interval after the start: some daemons restart every day."""
+            return started - interval * 7 / 8
+
+        upkeep, scrub = settings.maintenance.interval, audit.content_interval
         return [
-            await self._auditing("audit", settings.interval, settings.level, last),
-            await self._auditing(
-                "audit.content", settings.content_interval, AuditLevel.CONTENT, last_content
+            *(
+                Job(
+                    f"sync/{row.name}",
+                    sync.interval,
+                    partial(self._sync, row.name),
+                    sync.jitter,
+                    row.attempted_at,
+                    _MINUTE,
+                )
+                for row in mirrors
             ),
+            await auditing("audit", audit.interval, None, whole),
+            await auditing("audit.content", audit.content_interval, AuditLevel.CONTENT, content),
+            Job(
+                "maintenance",
+                upkeep,
+                self._maintain,
+                since=early(upkeep),
+                retry=_MAINTENANCE_RETRY,
+            ),
+            Job("templates.scrub", scrub, self.templates.scrub, since=early(scrub)),
+            Job("checkouts.expire", _EXPIRE, self.checkouts.expire, since=started),
+            Job("cleanup.retry", CLEANUP_INTERVAL, self.cleanup.retry, since=started),
+            Job("templates.evict", _EVICT, self._evict, since=started),
+            Job("watch.look", _MINUTE, self._look, since=started),
+            Job(
+                "memory.trim",
+                _MINUTE,
+                partial(anyio.to_thread.run_sync, trim_memory),
+                since=started,
+            ),
+            Job("heals.retry", _MINUTE, self._retry_heals, since=started),
         ]
 
-    async def _auditing(
-        self, name: str, interval: timedelta, level: AuditLevel, last: Audit | None
-    ) -> Job:
-        begun = await self._find_unfinished(level)
-        since = last.finished_at if last else self._started_at
-        run = self._audit if name == "audit" else partial(self._audit, level)
-        return Job(name, interval, run, since=begun - interval if begun else since)
+    async def _sync(self, name: MirrorName) -> None:
+        """Sync. A mirror never synced and unknown upstream is probably a mistyped name: it is tried
+        once a week, by imports, and when a person asks.
+        """
+        row = await self.catalog.find_mirror(name.key)
+        if row and not row.synced_at and row.error and row.attempted_at:
+            is_due = utc_now() >= row.attempted_at + _NEVER_FOUND_INTERVAL
+            if row.error.get("code") in _NEVER_FOUND and not is_due:
+                return
+        await self._finish(self.work.sync(name))
 
-    def _maintenance(self) -> Job:
-        interval = self._settings().maintenance.interval
-        return Job(
-            "maintenance",
-            interval,
-            self._maintain_all,
-            since=self._early(interval),
-            retry=MAINTENANCE_RETRY,
-        )
+    async def _audit(self, level: AuditLevel | None) -> None:
+        await self._finish(await self.work.audit(StartAudit(level=level), resume=True))
 
-    def _scrubbing(self) -> Job:
-        """Templates are proven by content as often as mirrors are."""
-        interval = self._settings().audit.content_interval
-        return Job("templates.scrub", interval, self._scrub, since=self._early(interval))
-
-    def _early(self, interval: timedelta) -> datetime:
-        """First an eighth of the interval after the start, so that a daemon that is restarted every day does it too."""
-        return self._started_at - interval * 7 / 8
-
-    def _housekeeping(self) -> list[Job]:
-        return [
-            Job("checkouts.expire", EXPIRE_INTERVAL, self._expire, since=self._started_at),
-            Job("cleanup.retry", CLEANUP_INTERVAL, self._cleanup.retry, since=self._started_at),
-            Job("templates.evict", EVICT_INTERVAL, self._evict, since=self._started_at),
-            Job("watch.look", LOOK_INTERVAL, self._look, since=self._started_at),
-            Job("memory.trim", TRIM_INTERVAL, self._trim, since=self._started_at),
-            Job("heals.retry", RETRY_INTERVAL, self._retry_heals, since=self._started_at),
-        ]
-
-    # -- what they do -------------------------------------------------------------------------------------------------
-
-    async def _run_sync(self, name: MirrorName) -> None:
-        row = await self._catalog.find_mirror(name.key)
-        if row is None or not _is_given_up(row, utc_now()):
-            await self._finish(self._work.sync(name))
-
-    async def _maintain_all(self) -> None:
-        """One mirror after the other; a failure is told by its operation, and the last one here."""
+    async def _maintain(self) -> None:
+        """One mirror after the other. Raises the last failure; each is in its operation."""
         failure: MirrordError | None = None
-        for row in await self._catalog.list_mirrors():
+        for row in await self.catalog.list_mirrors():
             try:
-                await self._finish(self._work.maintain(row.name))
+                await self._finish(self.work.maintain(row.name))
             except MirrordError as error:
                 failure = error
         if failure:
             raise failure
 
-    async def _audit(self, level: AuditLevel | None = None) -> None:
-        await self._finish(await self._work.audit(StartAudit(level=level), resume=True))
-
     async def _retry_heals(self) -> None:
-        """What nobody had the last time, for the mirrors whose time has come."""
-        due = [str(name) for name in self._heals.due() if await self._catalog.find_mirror(name.key)]
-        if due and self._settings().audit.heal:
+        """Heal what no donor had the last time, in the mirrors that are due."""
+        due = [str(name) for name in self.heals.due() if await self.catalog.find_mirror(name.key)]
+        if due and self.settings().audit.heal:
             request = StartAudit(mirrors=due, level=AuditLevel.CONTENT, heal=True)
-            ended = await self._finish(await self._work.audit(request, kind="heal"))
-            self._heals.settle(Audit.from_json(ended.result))
-
-    async def _expire(self) -> None:
-        await self._checkouts.expire()
+            ended = await self._finish(await self.work.audit(request, kind="heal"))
+            self.heals.settle(Audit.from_json(ended.result))
 
     async def _evict(self) -> None:
-        await self._templates.evict()
-        await self._prewarm.resume()
-
-    async def _scrub(self) -> None:
-        await self._templates.scrub()
+        await self.templates.evict()
+        await self.prewarm.resume()
 
     async def _look(self) -> None:
-        for watch in self._watches:
+        for watch in self.watches:
             watch.touch()
 
-    async def _trim(self) -> None:
-        await anyio.to_thread.run_sync(trim_memory)
-
     async def _finish(self, operation: Operation) -> Operation:
-        """Wait for an operation; raises what it failed with."""
-        ended = await self._operations.wait(operation.id)
+        """Wait for an operation; raises its error."""
+        ended = await self.operations.wait(operation.id)
         if ended.error is not None:
             raise from_problem(ended.error.to_json())
         return ended

@@ -1,1 +1,1 @@
-"""What carries background work, whatever it is: operations, events, the schedule, watched directories."""
+"""What carries background work: operations, events, the schedule, watched files."""

@@ -1,8 +1,8 @@
-"""What happened, as a numbered stream that many can follow at their own pace.
+"""Events: a numbered stream that many followers read at their own pace.
 
-Owns one bounded ring of events; a follower is a position in it, so that a slow one costs no memory: when the ring has moved past
-it, it gets one `events.dropped` in the place of what it missed, and goes on. Nothing is kept over a restart: the numbers start
-again under another boot id.
+Owns one bounded ring; a follower is a position in it, so a slow one costs no memory. A follower
+that the ring has moved past gets one `events.dropped` in place of what it missed. Nothing survives
+a restart: numbers start again under another boot id.
 """
 
 from __future__ import annotations
@@ -24,34 +24,29 @@ from ..protocol import Event, to_bytes
 
 log = structlog.get_logger()
 
-
 FOLLOWERS_OF_USER = 16
 FOLLOWERS = 256
-_RESERVED = {"event", "level", "timestamp", "request_id"}  # what a line of the log says of itself
+_BATCH = 100  # a follower far behind must not hold the loop
+_RESERVED = {"event", "level", "timestamp", "request_id"}  # members of every line of the log
 
 
-class Told(Event):
-    """An event with what followers are sent of it, encoded once for all of them."""
+class FramedEvent(Event):
+    """An event with the bytes that followers are sent, encoded once for all."""
 
     @cached_property
     def frame(self) -> bytes:
-        """As server-sent events have it."""
-        data = to_bytes(self)
-        return b"id: %b:%d\nevent: %b\ndata: %b\n\n" % (
-            self.boot.encode(),
-            self.id,
-            self.name.encode(),
-            data,
-        )
+        """As a server-sent event."""
+        head = f"id: {self.boot}:{self.id}\nevent: {self.name}\ndata: "
+        return head.encode() + to_bytes(self) + b"\n\n"
 
 
 class Events:
-    """The stream. `publish` belongs to the event loop's thread; it never waits."""
+    """The stream. `publish` belongs to the event loop's thread and never waits."""
 
     def __init__(self, *, capacity: int = 4096, clock: Callable[[], datetime] = utc_now) -> None:
         self.boot = secrets.token_hex(4)
         self.counts: Counter[str] = Counter()
-        self._ring: deque[Told] = deque(maxlen=capacity)
+        self._ring: deque[FramedEvent] = deque(maxlen=capacity)
         self._clock = clock
         self._followers: Counter[int] = Counter()
         self._last = 0
@@ -59,25 +54,27 @@ class Events:
         self._closed = False
 
     def publish(self, name: str, **fields: Any) -> None:
-        """Tell all followers, and log it as `name` with its fields. Fields are JSON values; names are `noun.verb`, past tense.
+        """Send an event to all followers, and log it. Fields are JSON values.
 
-        An event with `owner_uid` or `taken_by` is shown to that user too; every other only to administrators.
+        Names are `noun.verb` in the past tense. Users see events whose `owner_uid` or `taken_by`
+        they are; administrators see all.
         """
         self._last += 1
         self.counts[name] += 1
-        event = Told(id=self._last, boot=self.boot, at=self._clock(), name=name, fields=fields)
-        self._ring.append(event)
+        self._ring.append(self._event(self._last, name, fields))
         self._wake()
-        log.log(
-            _level(name),
-            name,
-            **{f"{key}_" if key in _RESERVED else key: value for key, value in fields.items()},
-        )
+        level = logging.INFO
+        if name == "operation.progressed":
+            level = logging.DEBUG
+        elif name.endswith((".failed", ".refused")):
+            level = logging.WARNING
+        shown = {f"{key}_" if key in _RESERVED else key: value for key, value in fields.items()}
+        log.log(level, name, **shown)
 
     def position(self, last_event_id: str | None) -> int:
-        """Where a follower stands who last saw `last_event_id` (`BOOT:ID`, or the id alone); None is the end.
+        """Where a follower stands after `last_event_id` (`BOOT:ID`, or the id); None: the end.
 
-        One from before a restart saw nothing of this boot: it stands at the beginning.
+        An id of another boot means the beginning of this one.
         """
         if not last_event_id:
             return self._last
@@ -88,9 +85,11 @@ class Events:
 
     async def subscribe(
         self, after: int | None = None, *, silence: timedelta | None = None
-    ) -> AsyncIterator[list[Told]]:
-        """Every event after number `after` (None: from now on), some at a time, until the stream is closed; none of them
-        when nothing came for so long."""
+    ) -> AsyncIterator[list[FramedEvent]]:
+        """Batches of every event after number `after` (None: from now on), until the stream closes.
+
+        An empty batch says that nothing came for `silence`.
+        """
         position = self._last if after is None else after
         while True:
             arrived = self._arrived
@@ -107,7 +106,7 @@ class Events:
                     yield []
 
     def add_follower(self, user: int) -> None:
-        """Count who is woken by each event from now on; raises LimitReachedError."""
+        """Count a follower, which each event wakes. Raises LimitReachedError."""
         own, total = self._followers[user], self._followers.total()
         if own >= FOLLOWERS_OF_USER or total >= FOLLOWERS:
             raise LimitReachedError(
@@ -120,16 +119,16 @@ class Events:
     def remove_follower(self, user: int) -> None:
         self._followers -= Counter([user])
 
-    def remembered(self, after: int) -> list[Told]:
+    def remembered(self, after: int) -> list[FramedEvent]:
         """Every event after number `after` that is still in the ring."""
-        found: list[Told] = []
+        found: list[FramedEvent] = []
         while events := self._after(after):
             found += events
             after = events[-1].id
         return found
 
     def close(self) -> None:
-        """Let every follower come to an end."""
+        """End every follower after the last event."""
         self._closed = True
         self._wake()
 
@@ -137,24 +136,14 @@ class Events:
         self._arrived.set()
         self._arrived = asyncio.Event()
 
-    def _after(self, position: int) -> list[Told]:
-        """At most a hundred events, so that a follower far behind does not hold the loop."""
+    def _after(self, position: int) -> list[FramedEvent]:
         first = self._ring[0].id if self._ring else self._last + 1
         if position + 1 < first:
-            return [self._gap(position, first)]
+            fields = {"after": position, "count": first - position - 1}
+            return [self._event(first - 1, "events.dropped", fields)]
         start = position + 1 - first
-        stop = min(start + 100, len(self._ring))
-        return [self._ring[n] for n in range(start, stop)]
+        stop = min(start + _BATCH, len(self._ring))
+        return [self._ring[n] for n in range(start, stop)]  # islice would walk from the left
 
-    def _gap(self, position: int, first: int) -> Told:
-        fields = {"after": position, "count": first - position - 1}
-        return Told(
-            id=first - 1, boot=self.boot, at=self._clock(), name="events.dropped", fields=fields
-        )
-
-
-def _level(name: str) -> int:
-    """How loud an event is in the log."""
-    if name == "operation.progressed":
-        return logging.DEBUG
-    return logging.WARNING if name.endswith((".failed", ".refused")) else logging.INFO
+    def _event(self, number: int, name: str, fields: dict[str, Any]) -> FramedEvent:
+        return FramedEvent(id=number, boot=self.boot, at=self._clock(), name=name, fields=fields)

@@ -1,8 +1,8 @@
-"""Two places that people change with plain file tools: the directory of datasets, and the configuration file.
+"""Files that people change with plain tools: the directory of datasets, the configuration file.
 
-Owns noticing and waiting: a file counts when it was quiet for a moment, looks the same on two looks, and has not been handled in
-that state before. What fails is not tried again until the file changes. inotify is only the alarm clock, because its queue can
-overflow unseen (field notes) and its instances can run out: `look` on a timer finds the same things. Never watches checkouts.
+A file is handled when it was quiet for a moment, looks the same on two looks, and was not handled
+in that state before. A failure is not retried until the file changes. inotify is only the alarm:
+its queue overflows silently and its instances run out, and `touch` on a timer finds the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -26,22 +27,13 @@ log = structlog.get_logger()
 
 QUIET = timedelta(seconds=1)
 PARTIAL_SUFFIXES = (
-    ".tmp",
-    ".temp",
-    ".part",
-    ".partial",
-    ".crdownload",
-    ".download",
-    ".swp",
-    ".swx",
-    ".lock",
-    ".filepart",
-    "~",
+    *(".tmp", ".temp", ".part", ".partial", ".crdownload", ".download"),
+    *(".swp", ".swx", ".lock", ".filepart", "~"),
 )
 
 
 class Signature(NamedTuple):
-    """A file's state, as far as stat tells: a rewrite or a rename changes at least a time."""
+    """A file's state by stat: a rewrite or a rename changes at least one of the times."""
 
     inode: int
     size: int
@@ -55,10 +47,10 @@ class Signature(NamedTuple):
 
 
 class Watch:
-    """Calls `handle` with every file that came to rest in a state it has not seen.
+    """Calls `handle` with every file that came to rest in a state not handled before.
 
-    `places` are the directories, each with the test that says which names in it count. `known` are files that were handled
-    before this daemon started.
+    `places` are the directories, each with a test for the names that count. `known` are files that
+    an earlier daemon handled.
     """
 
     def __init__(
@@ -78,7 +70,7 @@ class Watch:
         self._observer = Observer()
 
     async def open(self) -> None:
-        """Watch from now on; what is there already is found too."""
+        """Start watching; files that exist already are found too."""
         await anyio.to_thread.run_sync(self._observe, asyncio.get_running_loop())
         self._touched.set()
         self._task = asyncio.get_running_loop().create_task(self._follow())
@@ -101,54 +93,42 @@ class Watch:
             for directory in self._places:
                 self._observer.schedule(alarm, str(directory), recursive=False)
             self._observer.start()
-        except OSError as error:  # inotify has no instances left, or the directory is gone: the timer goes on looking
+        except OSError as error:  # no inotify instances left, or the directory is gone
             log.warning("watch.degraded", reason=error.strerror)
 
     async def _follow(self) -> None:
         while True:
             await self._touched.wait()
             self._touched.clear()
-            pending = await self._look()
+            pending = await self._unhandled()
             while pending:
                 await asyncio.sleep(self._quiet_s)
-                pending = await self._handle_settled(pending)
+                found = await self._unhandled()
+                for path, signature in found.items():
+                    if pending.get(path) != signature:
+                        continue
+                    self._handled[path] = signature
+                    try:
+                        await self._handle(path)
+                    except MirrordError as error:
+                        log.warning("watch.failed", path=str(path), detail=error.message)
+                    except Exception:
+                        log.exception("watch.crashed", path=str(path))
+                pending = {
+                    path: signature
+                    for path, signature in found.items()
+                    if self._handled.get(path) != signature
+                }
 
-    async def _handle_settled(self, pending: dict[Path, Signature]) -> dict[Path, Signature]:
-        """Handle what did not change since the last look; answers what is left."""
-        found = await self._look()
-        for path, signature in found.items():
-            if pending.get(path) == signature:
-                self._handled[path] = signature
-                await self._handle_one(path)
-        return {
-            path: signature
-            for path, signature in found.items()
-            if self._handled.get(path) != signature
-        }
-
-    async def _handle_one(self, path: Path) -> None:
-        try:
-            await self._handle(path)
-        except MirrordError as error:
-            log.warning("watch.failed", path=str(path), detail=error.message)
-        except Exception:
-            log.exception("watch.crashed", path=str(path))
-
-    async def _look(self) -> dict[Path, Signature]:
-        """Every file that counts and is not in a state that was handled; forgets files that are gone."""
+    async def _unhandled(self) -> dict[Path, Signature]:
+        """Files that count, in a state not handled before; forgets files that are gone."""
         found = await anyio.to_thread.run_sync(_signatures, self._places)
-        self._handled = {
-            path: signature for path, signature in self._handled.items() if path in found
-        }
-        return {
-            path: signature
-            for path, signature in found.items()
-            if self._handled.get(path) != signature
-        }
+        self._handled = {path: each for path, each in self._handled.items() if path in found}
+        return {path: each for path, each in found.items() if self._handled.get(path) != each}
 
 
 class _Alarm(FileSystemEventHandler):
-    """Rings for changes only: our own looking opens the directory, and must not ring."""
+    """Rings for changes, and not for our own look, which opens the directory."""
 
     def __init__(self, ring: Callable[[], object]) -> None:
         self._ring = ring
@@ -160,7 +140,7 @@ class _Alarm(FileSystemEventHandler):
 
 
 def signature_of(path: Path) -> Signature | None:
-    """None for what is not a regular file, or is gone."""
+    """None for anything but a regular file."""
     try:
         status = path.stat(follow_symlinks=False)
     except OSError:
@@ -171,22 +151,15 @@ def signature_of(path: Path) -> Signature | None:
 
 
 def is_complete_name(name: str) -> bool:
-    """Whether a name is not one that editors, browsers and copy tools give to files they are still writing."""
+    """Whether a name is not one that programs give to files that they are still writing."""
     return not name.startswith((".", "#", "~")) and not name.lower().endswith(PARTIAL_SUFFIXES)
 
 
 def _signatures(places: Mapping[Path, Callable[[str], bool]]) -> dict[Path, Signature]:
-    return dict(_iter_signatures(places))
-
-
-def _iter_signatures(
-    places: Mapping[Path, Callable[[str], bool]],
-) -> Iterator[tuple[Path, Signature]]:
+    found = {}
     for directory, counts in places.items():
-        try:
-            names = sorted(os.listdir(directory))
-        except OSError:
-            continue
-        for name in filter(counts, names):
-            if signature := signature_of(directory / name):
-                yield directory / name, signature
+        with suppress(OSError):
+            for name in filter(counts, sorted(os.listdir(directory))):
+                if signature := signature_of(directory / name):
+                    found[directory / name] = signature
+    return found
