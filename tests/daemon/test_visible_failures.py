@@ -142,7 +142,7 @@ def test_config_show_prints_what_runs_else_the_file(tmp_path: Path) -> None:
         for named in ([], ["--config", str(running.config)]):
             shown = _mirrord(running, "config", "show", *named)
             assert 'backend = "auto"' in shown.stdout
-            assert shown.stderr == f"in force; read from {running.config}\n"
+            assert shown.stderr == f"in effect; read from {running.config}\n"
         assert (
             json.loads(_mirrord(running, "config", "show", "--json").stdout)["checkouts"]["backend"]
             == "auto"
