@@ -28,7 +28,7 @@ from ..errors import (
 )
 from ..git.command import Git
 from ..git.errors import masked_url
-from ..git.objects import resolve
+from ..git.objects.commits import resolve
 from ..git.workers import Workers
 from ..host.trash import Trash
 from ..jobs.events import Events

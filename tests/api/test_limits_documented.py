@@ -11,7 +11,7 @@ from mirrord.api import request as bodies
 from mirrord.checkouts import backend
 from mirrord.checkouts.patches import diff as staging
 from mirrord.datasets import json_stream, readers
-from mirrord.git.objects import bounds
+from mirrord.git.objects import trees as bounds
 from mirrord.git.workers import Workers
 from mirrord.host.peers import Role
 from mirrord.jobs import events

@@ -22,7 +22,7 @@ from mirrord import Client
 from mirrord.cli.main import run
 from mirrord.config import AuditSettings
 from mirrord.errors import DamagedMirrorError, MirrordError
-from mirrord.git.objects.repositories import Objects
+from mirrord.git.objects.repository import Objects
 from mirrord.mirrors.repository import CONFIGURATION, HISTORY
 from mirrord.model import AuditLevel, CommitState, FindingKind
 from mirrord.protocol import StartAudit

@@ -16,18 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...errors import CommitUnservableError
-from ...git.objects import (
-    CommitInfo,
-    Conversions,
-    Objects,
-    TreeChange,
-    TreeEntry,
-    changes,
-    must_fit,
-    open_objects,
-    read_commit,
-    walk,
-)
+from ...git.objects.commits import CommitInfo, read_commit
+from ...git.objects.filters import Conversions
+from ...git.objects.repository import Objects, open_objects
+from ...git.objects.trees import TreeChange, TreeEntry, changes, must_fit, walk
 from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, opened
 from ...host.trash import TrashDirectory

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ...errors import CheckoutBusyError
-from ...git.objects import tree_entries
+from ...git.objects.trees import tree_entries
 from ...host.credentials import ActingAs
 from ...host.files import open_directory, opened
 from ..files.reader import Descent

@@ -30,7 +30,7 @@ from ...errors import (
     OutOfMemoryError,
 )
 from ...git.command import Git
-from ...git.objects import first_parents, pack_increment, resolve
+from ...git.objects.commits import first_parents, pack_increment, resolve
 from ...git.pack_writer import Packed
 from ...git.packs import has_both_ends
 from ...git.turns import Turns

@@ -1,33 +1,21 @@
-"""Git objects through libgit2: the only package that imports pygit2. Sync; runs in workers, never in the daemon.
+"""Git objects through libgit2: the only package that imports pygit2. Sync; called in workers.
 
-Reads are verified: an object whose bytes do not match its id is a CorruptObjectError, not a wrong answer.
+Reads are verified: an object whose bytes do not match its id is a CorruptObjectError.
 """
 
 from __future__ import annotations
 
-from .bounds import must_fit
-from .commits import CommitInfo, is_ancestor, read_commit, resolve
-from .conversion import Conversion, Conversions
-from .increments import first_parents, pack_increment
-from .repositories import Objects, open_objects
-from .trees import TreeChange, TreeEntry, changes, tree_changes, tree_entries, walk
+import os
+import ssl
 
-__all__ = [
-    "CommitInfo",
-    "Conversion",
-    "Conversions",
-    "Objects",
-    "TreeChange",
-    "TreeEntry",
-    "changes",
-    "first_parents",
-    "is_ancestor",
-    "must_fit",
-    "open_objects",
-    "pack_increment",
-    "read_commit",
-    "resolve",
-    "tree_changes",
-    "tree_entries",
-    "walk",
-]
+# pygit2 (1.21) does not load where OpenSSL's certificates are missing. No object read needs one.
+_paths = ssl.get_default_verify_paths()
+if not (_paths.cafile or _paths.capath):
+    _given = os.environ.get(_paths.openssl_capath_env)
+    os.environ[_paths.openssl_capath_env] = "/"
+    try:
+        import pygit2  # noqa: F401
+    finally:
+        del os.environ[_paths.openssl_capath_env]
+        if _given is not None:
+            os.environ[_paths.openssl_capath_env] = _given

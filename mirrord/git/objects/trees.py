@@ -1,27 +1,33 @@
-"""Trees: what is in one, and what differs between two.
+"""Trees: what is in one, what differs between two, and whether one is small enough to check out.
 
-Trees are parsed from their raw bytes, because a mirrored repository may hold hostile ones: a name that would leave the tree, or
-write into `.git`, is refused here, once, for everybody who materialises.
+Trees are parsed from their raw bytes, because a mirrored repository may hold hostile ones. A name
+that would leave the tree or write into `.git` is refused here, for all who materialise one.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from pygit2.enums import ObjectType
+
 from ...errors import CommitUnservableError, TreeTooLargeError
 from ...model import NAME_LIMIT_BYTES, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, shown
-from .repositories import Objects, open_objects
+from .repository import Objects, open_objects
 
-_TREE = 0o040000
-_SUBMODULE = 0o160000
-_SYMLINK = 0o120000
-_TYPES = {0o100000, _TREE, _SUBMODULE, _SYMLINK}
+ENTRIES_LIMIT = 1_000_000
+FILE_LIMIT_BYTES = 1024**3
+TREE_LIMIT_BYTES = 64 * 1024**3
+
+_TREE, _SUBMODULE, _SYMLINK, _FILE = 0o040000, 0o160000, 0o120000, 0o100000
 _Token = tuple[bytes, bytes, bytes]
 _TOKEN = re.compile(rb"([0-7]+) ([^\0]*)\0(.{20})", re.DOTALL)
 _FIXED_BYTES = 22  # the space, the NUL and the id
+_FEW_CHANGES = 10_000
 
 
 class TreeEntry(NamedTuple):
@@ -49,7 +55,7 @@ class TreeEntry(NamedTuple):
 
 
 class TreeChange(NamedTuple):
-    """One path that differs. `inherited`: a directory above it appeared or vanished whole, so that change covers this one."""
+    """One path that differs. `inherited`: a change of a directory above covers this one."""
 
     path: bytes
     old: TreeEntry | None
@@ -59,44 +65,38 @@ class TreeChange(NamedTuple):
     @property
     def is_within(self) -> bool:
         """A directory that both trees have, and in which something differs."""
-        return (
-            self.old is not None and self.new is not None and self.old.is_tree and self.new.is_tree
-        )
+        return bool(self.old and self.new and self.old.is_tree and self.new.is_tree)
 
 
 def tree_entries(git_dir: Path, tree: str) -> list[TreeEntry]:
-    """Every entry below `tree`, directories included, each directory before what is in it, in git's order."""
+    """Every entry below `tree`, in git's order; a directory comes before its content."""
     with open_objects(git_dir) as objects:
         return list(walk(objects, tree))
 
 
 def walk(objects: Objects, tree: str, above: bytes = b"") -> Iterator[TreeEntry]:
-    for entry in read_entries(objects, tree, above):
+    for entry in _entries(tree, _parse(objects, tree), above):
         yield entry
         if entry.is_tree:
             yield from walk(objects, entry.oid, entry.path + b"/")
 
 
-def tree_changes(git_dir: Path, old: str, new: str) -> list[TreeChange]:
-    """What differs between two trees, directories included; a directory comes before what is in it."""
-    with open_objects(git_dir) as objects:
-        return list(changes(objects, old, new))
-
-
 def changes(
     objects: Objects, old: str | None, new: str | None, above: bytes = b"", inherited: bool = False
 ) -> Iterator[TreeChange]:
-    """The differences of two trees below `above`; None stands for no tree. What both have is not looked at again."""
+    """What differs between two trees, a directory before its content. None stands for no tree.
+
+    Subtrees that both have are not read.
+    """
     tokens_a, tokens_b = _parse(objects, old), _parse(objects, new)
     both = set(tokens_a).intersection(tokens_b)
-    before = {
-        entry.path: entry
-        for entry in _entries(old or "", [token for token in tokens_a if token not in both], above)
-    }
-    after = {
-        entry.path: entry
-        for entry in _entries(new or "", [token for token in tokens_b if token not in both], above)
-    }
+    before, after = (
+        {
+            entry.path: entry
+            for entry in _entries(tree or "", [each for each in tokens if each not in both], above)
+        }
+        for tree, tokens in ((old, tokens_a), (new, tokens_b))
+    )
     for path in sorted(before.keys() | after.keys()):
         a, b = before.get(path), after.get(path)
         yield TreeChange(path, a, b, inherited)
@@ -107,20 +107,64 @@ def changes(
             yield from changes(objects, tree_a, tree_b, path + b"/", whole)
 
 
-def read_entries(objects: Objects, tree: str, above: bytes = b"") -> list[TreeEntry]:
-    """The direct entries of one tree, `above` put before each name; raises CommitUnservableError for a hostile one."""
-    return _entries(tree, _parse(objects, tree), above)
+def must_fit(objects: Objects, tree: str, *, near: str | None = None) -> None:
+    """Raise TreeTooLargeError for a tree over a bound: entries, depth, path length, bytes.
+
+    Fifteen tiny objects can name 10^10 paths, so each subtree is measured once, however often it is
+    named, and by the sizes in its blobs' headers: nothing is inflated. Of a tree that differs
+    little from `near`, which fits, only the changes are measured.
+    """
+    known: dict[str, tuple[int, int, int]] = {}
+
+    @cache
+    def file_bytes(oid: str) -> int:
+        if (size := objects.blob_size(oid)) > FILE_LIMIT_BYTES:
+            limit = f"at most {FILE_LIMIT_BYTES >> 20} MiB are written"
+            raise _too_large(tree, f"a file has {size} bytes; {limit}")
+        return size
+
+    def must_be_within(entries: int, size_bytes: int) -> None:
+        if entries > ENTRIES_LIMIT:
+            raise _too_large(tree, f"it has more than {ENTRIES_LIMIT} entries")
+        if size_bytes > TREE_LIMIT_BYTES:
+            raise _too_large(tree, f"its files have more than {TREE_LIMIT_BYTES >> 30} GiB")
+
+    def measure(subtree: str, depth: int) -> tuple[int, int, int]:
+        """Entries, bytes and levels of a subtree at `depth`. The bound keeps Python's stack."""
+        if depth > TREE_DEPTH_LIMIT:
+            raise _too_deep(tree)
+        if (found := known.get(subtree)) is None:
+            entries = size_bytes = below = 0
+            for entry in _entries(subtree, _parse(objects, subtree), b""):
+                entries += 1
+                if entry.is_tree:
+                    inner = measure(entry.oid, depth + 1)
+                    entries, size_bytes = entries + inner[0], size_bytes + inner[1]
+                    below = max(below, inner[2])
+                elif not entry.is_submodule:
+                    size_bytes += file_bytes(entry.oid)
+                must_be_within(entries, size_bytes)
+            found = known[subtree] = entries, size_bytes, below + 1
+        if depth + found[2] - 1 > TREE_DEPTH_LIMIT:
+            raise _too_deep(tree)
+        return found
+
+    few = list(islice(changes(objects, near, tree), _FEW_CHANGES)) if near else []
+    if near and len(few) < _FEW_CHANGES:
+        new = (change.new for change in few)
+        files = (entry for entry in new if entry and not entry.is_tree and not entry.is_submodule)
+        must_be_within(0, sum(file_bytes(entry.oid) for entry in files))
+    else:
+        measure(tree, 1)
 
 
 def _parse(objects: Objects, tree: str | None) -> list[_Token]:
-    """Mode, name and id of each entry, as they are stored; none of None."""
+    """Mode, name and id of each entry as stored."""
     if tree is None:
         return []
-    data = objects.read_tree(tree)
+    data = objects.read(tree, ObjectType.TREE)
     tokens: list[_Token] = _TOKEN.findall(data)
-    if sum(len(mode) + len(name) for mode, name, _ in tokens) + _FIXED_BYTES * len(tokens) != len(
-        data
-    ):
+    if sum(len(mode) + len(name) + _FIXED_BYTES for mode, name, _ in tokens) != len(data):
         raise _unservable(tree, "it is malformed")
     if len({name for _, name, _ in tokens}) != len(tokens):
         raise _unservable(tree, "it names an entry twice")
@@ -128,33 +172,32 @@ def _parse(objects: Objects, tree: str | None) -> list[_Token]:
 
 
 def _entries(tree: str, tokens: list[_Token], above: bytes) -> list[TreeEntry]:
+    """The entries of one tree, below `above`. Raises CommitUnservableError, TreeTooLargeError."""
     entries = []
     if above.count(b"/") >= TREE_DEPTH_LIMIT:
-        raise too_large(tree, f"it is more than {TREE_DEPTH_LIMIT} directories deep")
+        raise _too_deep(tree)
     for octal, name, oid in tokens:
         mode = int(octal, 8)
-        _check(tree, mode, name)
+        if mode not in (_TREE, _SUBMODULE, _SYMLINK) and mode & 0o170000 != _FILE:
+            raise _unservable(tree, f"its entry {_shown(name)} has mode {mode:o}")
+        if b"/" in name or name in (b"", b".", b"..") or len(name) > NAME_LIMIT_BYTES:
+            raise _unservable(tree, f"its entry {_shown(name)} is no file name")
+        # git's verify_path refuses both, in any letter case
+        if len(name) < 8 and name.lower() in (b".git", b"git~1"):
+            raise _unservable(tree, f"its entry {_shown(name)} would be git's own directory")
+        if mode == _SYMLINK and name.lower() == b".gitmodules":
+            raise _unservable(tree, "its .gitmodules is a symbolic link")
         if len(above) + len(name) > TREE_PATH_LIMIT_BYTES:
-            raise too_large(tree, f"it has a path of more than {TREE_PATH_LIMIT_BYTES} bytes")
+            raise _too_large(tree, f"it has a path of more than {TREE_PATH_LIMIT_BYTES} bytes")
         entries.append(TreeEntry(above + name, mode, oid.hex()))
     return entries
 
 
-def _check(tree: str, mode: int, name: bytes) -> None:
-    if mode & 0o170000 not in _TYPES or (mode & 0o170000 != 0o100000 and mode not in _TYPES):
-        raise _unservable(tree, f"its entry {_shown(name)} has mode {mode:o}")
-    if b"/" in name or name in (b"", b".", b"..") or len(name) > NAME_LIMIT_BYTES:
-        raise _unservable(tree, f"its entry {_shown(name)} is no file name")
-    if len(name) < 8 and name.lower() in (
-        b".git",
-        b"git~1",
-    ):  # git's verify_path refuses both, in any letter case
-        raise _unservable(tree, f"its entry {_shown(name)} would be git's own directory")
-    if mode == _SYMLINK and name.lower() == b".gitmodules":
-        raise _unservable(tree, "its .gitmodules is a symbolic link")
+def _too_deep(tree: str) -> TreeTooLargeError:
+    return _too_large(tree, f"it is more than {TREE_DEPTH_LIMIT} directories deep")
 
 
-def too_large(tree: str, fact: str) -> TreeTooLargeError:
+def _too_large(tree: str, fact: str) -> TreeTooLargeError:
     return TreeTooLargeError(
         f"cannot check out tree {tree}: {fact}",
         hint="leave the commit out; no clone of it would be of use",

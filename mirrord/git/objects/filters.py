@@ -1,9 +1,9 @@
-"""What `git checkout` changes in a file on its way from a blob to the disk: line ends, `$Id$`, encoding.
+"""What `git checkout` changes in a file on its way to the disk: line ends, `$Id$`, encoding.
 
-Follows convert.c of git 2.39 with `core.autocrlf=false` and no filter drivers, which is how checkouts are made: a driver such as
-git-lfs is a program of the machine's, so its pointer files stay as they are. The attributes come from the `.gitattributes`
-files of the commit alone. libgit2 matches the patterns; it does not know `working-tree-encoding`, so the conversions are done
-here.
+Follows convert.c of git 2.39 with `core.autocrlf=false` and without filter drivers, as checkouts
+are made: a driver such as git-lfs is a program of the machine's, so its pointer files stay. Only
+the commit's own `.gitattributes` count. libgit2 matches their patterns; it does not know
+`working-tree-encoding`, so the conversions are done here.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ from typing import NamedTuple
 import pygit2
 from pygit2.enums import AttrCheck
 
-from .repositories import Objects
+from .repository import Objects
 from .trees import TreeEntry
 
 _FLAGS = AttrCheck.INDEX_ONLY | AttrCheck.NO_SYSTEM | AttrCheck.INCLUDE_COMMIT
 _RELEVANT = re.compile(rb"crlf|ident|encoding")
 _IDENT = re.compile(rb"\$Id(?:\$|:([^$\n]*)\$)")
-_FOREIGN = re.compile(
-    rb"\$Id: .*[ \t\n\r](?!\$)", re.DOTALL
-)  # is_foreign_ident: a space that does not end it
+_FOREIGN = re.compile(rb"\$Id: .*[ \t\n\r](?!\$)", re.DOTALL)  # is_foreign_ident: an inner space
 _DOLLAR, _COLON = b"$:"
 _BOMS = {
     "utf-16le-bom": (codecs.BOM_UTF16_LE, "utf-16-le"),
     "utf-16be-bom": (codecs.BOM_UTF16_BE, "utf-16-be"),
 }
-# What counts as text: printable, tab, newline, carriage return, backspace, escape, form feed (gather_stats in convert.c).
+# gather_stats: text is what is printable, or one of tab, newline, carriage return, backspace,
+# escape, form feed
 _UNPRINTABLE = bytes([*(c for c in range(32) if c not in b"\b\t\n\r\x0c\x1b"), 127])
 
 
 class Conversion(NamedTuple):
-    """`crlf` is None, `text` (every lone newline becomes CRLF) or `auto` (the same, but only in a file that looks like text)."""
+    """`crlf` is `text` (every lone newline becomes CRLF), or `auto`: only if the file is text."""
 
     crlf: str | None
     ident: bool
@@ -43,7 +42,9 @@ class Conversion(NamedTuple):
     def apply(self, data: bytes, oid: str) -> bytes:
         """The bytes that git would write for the blob `oid`."""
         if self.ident and b"$Id" in data:
-            expand = _expand_ident if self._is_read_whole else _stream_ident
+            # git streams a file that needs nothing else, and then expands `$Id$` by other rules
+            is_read_whole = self.encoding is not None or self.crlf == "auto"
+            expand = _expand_ident if is_read_whole else _stream_ident
             data = expand(data, b": %s $" % oid.encode())
         if self.crlf is not None:
             data = _to_crlf(data, self.crlf)
@@ -51,14 +52,9 @@ class Conversion(NamedTuple):
             data = _encode(data, self.encoding)
         return data
 
-    @property
-    def _is_read_whole(self) -> bool:
-        """Whether git converts the file in one piece: it streams all others, and then expands `$Id$` by other rules."""
-        return self.encoding is not None or self.crlf == "auto"
-
 
 class Conversions:
-    """The conversions of the paths of one commit; `find` answers None for a file that is written as it is."""
+    """The conversions of one commit's paths; `find` answers None where the bytes stay."""
 
     def __init__(self, objects: Objects, commit: str, attribute_files: list[TreeEntry]) -> None:
         self._repository = objects.repository
@@ -70,30 +66,22 @@ class Conversions:
     def find(self, path: bytes) -> Conversion | None:
         if self.is_empty:
             return None
-        crlf = self._crlf(path)
+        # convert_attrs: `eol=crlf` decides, unless the file is binary; `text=auto` asks its content
+        crlf = None
+        if self._attribute(path, "eol") == "crlf":
+            text = self._attribute(path, "text")
+            if text not in (True, False, "input", "auto"):
+                text = self._attribute(path, "crlf")
+            if text is not False:
+                crlf = "auto" if text == "auto" else "text"
         ident = self._attribute(path, "ident") is True
-        encoding = self._encoding(path)
+        encoding = self._attribute(path, "working-tree-encoding")
+        if not isinstance(encoding, str) or encoding.lower() in ("", "utf-8", "utf8"):
+            encoding = None
         return Conversion(crlf, ident, encoding) if crlf or ident or encoding else None
 
     def _attribute(self, path: bytes, name: str) -> bool | str | None:
         return self._repository.get_attr(path, name, _FLAGS, self._commit)
-
-    def _crlf(self, path: bytes) -> str | None:
-        """convert_attrs: `eol=crlf` decides, unless the file is binary; `text=auto` makes it look at the content."""
-        if self._attribute(path, "eol") != "crlf":
-            return None
-        text = self._attribute(path, "text")
-        if text not in (True, False, "input", "auto"):
-            text = self._attribute(path, "crlf")
-        if text is False:
-            return None
-        return "auto" if text == "auto" else "text"
-
-    def _encoding(self, path: bytes) -> str | None:
-        value = self._attribute(path, "working-tree-encoding")
-        if not isinstance(value, str) or value.lower() in ("", "utf-8", "utf8"):
-            return None
-        return value
 
 
 def _to_crlf(data: bytes, how: str) -> bytes:
@@ -106,7 +94,7 @@ def _to_crlf(data: bytes, how: str) -> bytes:
 
 
 def _is_binary(data: bytes) -> bool:
-    """convert_is_binary for data without carriage returns: a NUL, or more than one unprintable byte in 128 printable ones."""
+    """convert_is_binary without carriage returns: a NUL, or over one unprintable byte in 128."""
     unprintable = len(data) - len(data.translate(None, _UNPRINTABLE))
     if data.endswith(b"\x1a"):
         unprintable -= 1
@@ -115,7 +103,7 @@ def _is_binary(data: bytes) -> bool:
 
 
 def _expand_ident(data: bytes, expansion: bytes) -> bytes:
-    """ident_to_worktree: `$Id$` and `$Id: anything$` become `$Id: <blob> $`; what another version system wrote is left alone."""
+    """ident_to_worktree: `$Id$` and `$Id: any$` become `$Id: <blob> $`; a foreign id stays."""
     parts, position = [], 0
     while found := _IDENT.search(data, position):
         inner = found.group(1)
@@ -129,8 +117,8 @@ def _expand_ident(data: bytes, expansion: bytes) -> bytes:
 
 
 def _stream_ident(data: bytes, expansion: bytes) -> bytes:
-    """ident_filter_fn, oddities included: after `$$` it sees no `$Id$`, and `$Id` with one byte before the next `$Id:`
-    swallows that byte. `held` is what it has not yet let go of.
+    """ident_filter_fn, oddities included: after `$$` it sees no `$Id$`, and `$Id` with one byte
+    before the next `$Id:` swallows that byte. `held` is not written yet.
     """
     done, held = bytearray(), bytearray()
     matched, skipping = 0, False
@@ -161,7 +149,7 @@ def _stream_ident(data: bytes, expansion: bytes) -> bytes:
 
 
 def _encode(data: bytes, encoding: str) -> bytes:
-    """What git does not manage to convert it writes as it is."""
+    """As git does: bytes that do not convert stay."""
     bom, codec = _BOMS.get(encoding.lower(), (b"", encoding))
     try:
         return bom + data.decode().encode(codec)

@@ -1,12 +1,7 @@
-"""Open repositories, few at a time, and verified reads from them.
-
-An open repository keeps packs mapped and trees cached (50 of them reached 1.5 GB), so only the last two stay open. A
-repository that was replaced by another at the same path is opened anew.
-"""
+"""Open repositories, few at a time, and verified reads from them."""
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections import OrderedDict
@@ -19,6 +14,7 @@ from pygit2.enums import ObjectType, RepositoryOpenFlag
 
 from ...errors import CorruptObjectError, DamagedMirrorError
 
+# An open repository keeps packs mapped and trees cached: 50 of them reached 1.5 GB.
 _KEPT_OPEN = 2
 _FLAGS = RepositoryOpenFlag.NO_SEARCH | RepositoryOpenFlag.NO_DOTGIT | RepositoryOpenFlag.BARE
 
@@ -31,38 +27,31 @@ class Objects:
         try:
             self.repository = pygit2.Repository(str(git_dir), _FLAGS)
         except (pygit2.GitError, KeyError) as error:
-            raise _damaged(
-                git_dir, "its HEAD, refs, objects or configuration are damaged"
-            ) from error
+            fact = "its HEAD, refs, objects or configuration are damaged"
+            raise _damaged(git_dir, fact) from error
 
     def read(self, oid: str | bytes, kind: ObjectType) -> bytes:
-        """The bytes of an object; raises CorruptObjectError where it is absent, damaged or of another kind."""
+        """Raises CorruptObjectError where it is absent, damaged or of another kind."""
         try:
             found, data = self.repository.read(_oid(oid))
         except (pygit2.GitError, KeyError, ValueError) as error:
             if "out of memory" in str(error).lower():  # libgit2's words where malloc fails
                 raise MemoryError from error
-            raise _corrupt(oid, _fact(error)) from error
+            raise _corrupt(oid, error) from error
         if found != kind:
-            raise _corrupt(
-                oid, f"it is a {ObjectType(found).name.lower()}, not a {kind.name.lower()}"
-            )
+            wrong = f"it is a {ObjectType(found).name.lower()}, not a {kind.name.lower()}"
+            raise _corrupt(oid, wrong)
         return data
 
     def read_blob(self, oid: str | bytes) -> bytes:
         return self.read(oid, ObjectType.BLOB)
 
-    def read_tree(self, oid: str | bytes) -> bytes:
-        """A tree object as git stores it."""
-        return self.read(oid, ObjectType.TREE)
-
     def blob_size(self, oid: str | bytes) -> int:
-        """The size that the object's header states, without reading it whole."""
+        """The size in the object's header, without inflating the object."""
         try:
-            _, size = self.repository.odb.read_header(_oid(oid))
+            return self.repository.odb.read_header(_oid(oid))[1]
         except (pygit2.GitError, KeyError, ValueError) as error:
-            raise _corrupt(oid, _fact(error)) from error
-        return size
+            raise _corrupt(oid, error) from error
 
     def close(self) -> None:
         self.repository.free()
@@ -72,22 +61,19 @@ def _oid(oid: str | bytes) -> pygit2.Oid:
     return pygit2.Oid(raw=oid) if isinstance(oid, bytes) else pygit2.Oid(hex=oid)
 
 
-def _fact(error: Exception) -> str:
-    """What libgit2 says, in a word that says what to expect."""
-    return "it is absent" if isinstance(error, KeyError) else "it is damaged"
+def _corrupt(oid: str | bytes, fact: str | Exception) -> CorruptObjectError:
+    name = oid.hex() if isinstance(oid, bytes) else oid
+    if isinstance(fact, Exception):
+        fact = "it is absent" if isinstance(fact, KeyError) else "it is damaged"
+    return CorruptObjectError(
+        f"cannot read object {name}: {fact}", hint="audit and heal the mirror", object=name
+    )
 
 
 def _damaged(git_dir: Path, fact: str) -> DamagedMirrorError:
     return DamagedMirrorError(
         f"cannot open repository {git_dir.name}: {fact}",
         hint=f"`mirrord heal {git_dir.name}` repairs a mirror",
-    )
-
-
-def _corrupt(oid: str | bytes, fact: str) -> CorruptObjectError:
-    name = oid.hex() if isinstance(oid, bytes) else oid
-    return CorruptObjectError(
-        f"cannot read object {name}: {fact}", hint="audit and heal the mirror", object=name
     )
 
 
@@ -103,8 +89,14 @@ _open = _OpenRepositories()
 
 @contextmanager
 def open_objects(git_dir: Path) -> Iterator[Objects]:
-    """Borrow the repository at `git_dir`, opened now or lately."""
-    key = (git_dir, *_identity(git_dir))
+    """Borrow the repository at `git_dir`, opened now or lately; one put in its place is opened."""
+    try:
+        found = os.stat(git_dir)
+    except FileNotFoundError as error:
+        raise _damaged(git_dir, "it is gone") from error
+    except OSError as error:
+        raise _damaged(git_dir, str(error.strerror)) from error
+    key = (git_dir, found.st_dev, found.st_ino)
     objects = _open.by_key.pop(key, None) or Objects(git_dir)
     try:
         yield objects
@@ -112,13 +104,3 @@ def open_objects(git_dir: Path) -> Iterator[Objects]:
         _open.by_key[key] = objects
         while len(_open.by_key) > _KEPT_OPEN:
             _open.by_key.popitem(last=False)[1].close()
-
-
-def _identity(git_dir: Path) -> tuple[int, int]:
-    try:
-        found = os.stat(git_dir)
-    except OSError as error:
-        raise _damaged(
-            git_dir, "it is gone" if error.errno == errno.ENOENT else str(error.strerror)
-        ) from error
-    return found.st_dev, found.st_ino
