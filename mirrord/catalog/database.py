@@ -140,7 +140,7 @@ class Database:
             raise translated from error
 
     def _translate(self, error: DBAPIError) -> errors.MirrordError | None:
-        """The failure as one of ours; None for a wrong statement, which is a bug."""
+        """The failure as a MirrordError; None for a wrong statement, which is a bug."""
         code = _sqlite_code(error)
         fact = str(error.orig).strip().partition("\n")[0]
         if code == sqlite3.SQLITE_READONLY and is_read_only(Path(self.label).parent):

@@ -1,7 +1,7 @@
-"""Instances and base commits asked for lately, so that a warm checkout needs no database.
+"""Instances asked for lately, so that a warm checkout needs no database. Of one event loop.
 
 Never older than the catalog: a change of any dataset clears everything, and answers that were under
-way then are not kept. Each class belongs to one event loop.
+way then are not kept.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from ..catalog import InstanceRow
-from ..model import CommitId, MirrorName
 
 _ROW_OVERHEAD_BYTES = 1000
 _LIMIT_BYTES = 16 * 1024**2
-_COMMITS_LIMIT = 100_000
 
 
 class InstanceCache:
@@ -55,28 +53,6 @@ class InstanceCache:
         self._generation += 1
         self._rows.clear()
         self._size_bytes = 0
-
-
-class BaseCommits:
-    """Base commits of instances, by the digits of the requests."""
-
-    def __init__(self, load: Callable[[str, str], Awaitable[CommitId | None]]) -> None:
-        self._load = load
-        self._known: dict[tuple[str, str], CommitId] = {}
-
-    async def find(self, name: MirrorName, digits: str) -> CommitId | None:
-        """The one base commit of the mirror that begins with these digits."""
-        known = self._known
-        found = known.get((name.key, digits))
-        if found is None:
-            found = await self._load(name.key, digits)
-            # None is not kept: anybody can ask for that without end
-            if found is not None and len(known) < _COMMITS_LIMIT:
-                known[name.key, digits] = found  # lost if `clear` came in between
-        return found
-
-    def clear(self) -> None:
-        self._known = {}
 
 
 def _size_bytes(row: InstanceRow) -> int:

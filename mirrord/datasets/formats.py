@@ -17,18 +17,17 @@ from ..model import CommitId, CommitRole, Direction, shown
 from ..protocol import FormatInfo
 from .fields import Fields
 
-Row = Mapping[str, Any]
+RawFields = Mapping[str, Any]
 Normaliser = Callable[[Fields], InstanceRow]
-Commits = tuple[tuple[CommitId, CommitRole], ...]
 
 
-class Format(NamedTuple):
+class DatasetFormat(NamedTuple):
     """`detects` looks at one row; a format without `normalise` is recognised only."""
 
     name: str
     title: str
     detected_by: str
-    detects: Callable[[Row], bool]
+    detects: Callable[[RawFields], bool]
     normalise: Normaliser | None = None
 
 
@@ -36,7 +35,10 @@ class Format(NamedTuple):
 
 
 def row_of(
-    fields: Fields, *, further: Commits = (), direction: Direction = Direction.FORWARD
+    fields: Fields,
+    *,
+    further: tuple[tuple[CommitId, CommitRole], ...] = (),
+    direction: Direction = Direction.FORWARD,
 ) -> InstanceRow:
     """The row by the columns that the SWE-bench family shares, with `further` commits.
 
@@ -63,7 +65,7 @@ def row_of(
 
 def _with_environment(fields: Fields) -> InstanceRow:
     """The commit that the environment is built at is a second pin; some rows leave it empty."""
-    further: Commits = ()
+    further: tuple[tuple[CommitId, CommitRole], ...] = ()
     if fields.has("environment_setup_commit"):
         further = ((fields.commit("environment_setup_commit"), CommitRole.ENVIRONMENT),)
     else:
@@ -80,20 +82,20 @@ def _multimodal(fields: Fields) -> InstanceRow:
 # -- the table ------------------------------------------------------------------------------------
 
 
-def _has(*columns: str) -> Callable[[Row], bool]:
+def _has(*columns: str) -> Callable[[RawFields], bool]:
     return lambda row: all(column in row for column in columns)
 
 
-def _is_smith(row: Row) -> bool:
+def _is_smith(row: RawFields) -> bool:
     has_name = "image_name" in row or str(row.get("repo", "")).startswith("swesmith/")
     return has_name and "base_commit" not in row
 
 
-def _is_rebench(row: Row) -> bool:
+def _is_rebench(row: RawFields) -> bool:
     return any(column in row for column in ("install_config", "FAIL_TO_FAIL", "PASS_TO_FAIL"))
 
 
-def _is_multilingual(row: Row) -> bool:
+def _is_multilingual(row: RawFields) -> bool:
     has_space = " " in str(row.get("created_at") or "")
     has_environment = "environment_setup_commit" in row
     return _has_shape(row) and not has_environment and ("log_parser" in row or has_space)
@@ -102,60 +104,60 @@ def _is_multilingual(row: Row) -> bool:
 _has_shape = _has("instance_id", "repo", "base_commit")
 
 FORMATS = (
-    Format(
+    DatasetFormat(
         "nemo-gym",
         "NeMo Gym rows",
         "responses_create_params and no base_commit",
         lambda row: "responses_create_params" in row and "base_commit" not in row,
     ),
-    Format("multi-swe-bench", "Multi-SWE-bench", "org, repo and base", _has("org", "repo", "base")),
-    Format("r2e-gym", "R2E-Gym", "parsed_commit_content", _has("parsed_commit_content")),
-    Format("swe-bench-pro", "SWE-bench Pro", "before_repo_set_cmd", _has("before_repo_set_cmd")),
-    Format("swe-bench-live", "SWE-bench-Live", "commit_urls", _has("commit_urls")),
-    Format(
+    DatasetFormat(
+        "multi-swe-bench", "Multi-SWE-bench", "org, repo and base", _has("org", "repo", "base")
+    ),
+    DatasetFormat("r2e-gym", "R2E-Gym", "parsed_commit_content", _has("parsed_commit_content")),
+    DatasetFormat(
+        "swe-bench-pro", "SWE-bench Pro", "before_repo_set_cmd", _has("before_repo_set_cmd")
+    ),
+    DatasetFormat("swe-bench-live", "SWE-bench-Live", "commit_urls", _has("commit_urls")),
+    DatasetFormat(
         "swe-smith", "SWE-smith", "image_name or a repo of swesmith/, and no base_commit", _is_smith
     ),
-    Format(
+    DatasetFormat(
         "swe-bench-multimodal",
         "SWE-bench Multimodal",
         "image_assets",
         _has("image_assets"),
         _multimodal,
     ),
-    Format(
+    DatasetFormat(
         "swe-rebench",
         "SWE-rebench, SWE-bench-extra",
         "install_config, FAIL_TO_FAIL or PASS_TO_FAIL",
         _is_rebench,
         _with_environment,
     ),
-    Format(
+    DatasetFormat(
         "swe-bench",  # lists of tests are strings holding JSON; lists in SWE-agent's copies
         "SWE-bench, Lite, Verified",
         "environment_setup_commit",
         _has("environment_setup_commit"),
         _with_environment,
     ),
-    Format(
+    DatasetFormat(
         "swe-bench-multilingual",  # repositories are lower-cased
         "SWE-bench Multilingual",
         "no environment_setup_commit, and log_parser or dates with a space",
         _is_multilingual,
         row_of,
     ),
-    Format(
+    DatasetFormat(
         "swe-gym",
         "SWE-Gym",
         "no environment_setup_commit, and hints_text",
         _has("instance_id", "repo", "base_commit", "hints_text"),
         row_of,
     ),
-    Format(
-        "generic",
-        "rows of the same shape",
-        "instance_id, repo and base_commit",
-        _has_shape,
-        row_of,
+    DatasetFormat(
+        "generic", "rows of the same shape", "instance_id, repo and base_commit", _has_shape, row_of
     ),
 )
 
@@ -181,7 +183,9 @@ def format_infos() -> list[FormatInfo]:
     return [FormatInfo(name=f.name, title=f.title, detected_by=f.detected_by) for f in known]
 
 
-def choose_format(source: str, asked: str | None, rows: Sequence[Row]) -> tuple[str, Normaliser]:
+def choose_format(
+    source: str, asked: str | None, rows: Sequence[RawFields]
+) -> tuple[str, Normaliser]:
     """The name and normaliser of the format asked for, else of the one the first rows show.
 
     Rows of a format without a normaliser are read as generic where they have that shape. Raises
@@ -210,7 +214,7 @@ def choose_format(source: str, asked: str | None, rows: Sequence[Row]) -> tuple[
     return found.name, found.normalise
 
 
-def _named(asked: str) -> Format:
+def _named(asked: str) -> DatasetFormat:
     by_name = {each.name: each for each in FORMATS}
     if found := by_name.get(asked.lower()):
         return found

@@ -37,13 +37,14 @@ from ..model import (
     utc_now,
 )
 from ..protocol import Dataset, Instance, ProgressSink, RecordedCommit
-from .cache import BaseCommits, InstanceCache
+from .cache import InstanceCache
 from .import_journal import PinKeys, pin_key, read_journals, write_journal
 from .pinning import Pinner, in_short, owner_of
 from .reading import ReadResult, read_dataset
 
 _READ_TIMEOUT = timedelta(hours=1)
 _SHOWN_AMBIGUOUS = 1000
+_BASE_COMMITS_LIMIT = 100_000
 _SUFFIXES = re.compile(r"(?:\.(?:jsonl|ndjson|json|parquet|gz|zst))+$", re.IGNORECASE)
 
 log = structlog.get_logger()
@@ -69,7 +70,7 @@ class Datasets:
         self._unknown: set[str] = set()
         self._pinner = Pinner(catalog, mirrors, lambda: settings().sync.concurrency)
         self._cache = InstanceCache(catalog.find_instance)
-        self._base_commits = BaseCommits(catalog.find_base_commit)
+        self._base_commits: dict[tuple[str, str], CommitId] = {}
         self._locks: dict[str, anyio.Lock] = {}
         self._listeners: list[Callable[[DatasetName], None]] = []
 
@@ -265,7 +266,14 @@ class Datasets:
 
     async def find_base_commit(self, name: MirrorName, digits: str) -> CommitId | None:
         """The one base commit of the mirror's instances that begins with these digits."""
-        return await self._base_commits.find(name, digits)
+        known = self._base_commits
+        found = known.get((name.key, digits))
+        if found is None:
+            found = await self._catalog.find_base_commit(name.key, digits)
+            # None is not kept: anybody can ask for that without end
+            if found is not None and len(known) < _BASE_COMMITS_LIMIT:
+                known[name.key, digits] = found  # lost if a change replaced the dict meanwhile
+        return found
 
     async def instance(self, identity: str, grader: bool, dataset: str | None = None) -> Instance:
         """An instance, with its answer only for a grader. Raises InstanceNotFoundError."""
@@ -296,7 +304,7 @@ class Datasets:
 
     def _forget(self) -> None:
         self._cache.clear()
-        self._base_commits.clear()
+        self._base_commits = {}
 
     def _lock(self, owner: str) -> anyio.Lock:
         return self._locks.setdefault(owner, anyio.Lock())

@@ -268,7 +268,7 @@ class Finding(Answer):
 
 
 class Repair(Answer):
-    """What a heal did to one mirror.
+    """The repair of one mirror by a heal.
 
     `objects` counts received objects by donor; `files` are the bad files that it moved to
     `kept_in`; `refs` are the restored refs. `unhealed` are the first of the needed objects that no
@@ -406,7 +406,7 @@ class Checkout(Answer):
 
 
 class Proof(Answer):
-    """What a reset checked, and the hashes it saw.
+    """The checks of a reset, with the hashes it saw.
 
     The counts are null where the reset did not check single files: an overlay reset drops the
     client's layer unread and shows a template, which was verified when it was built.
@@ -469,7 +469,7 @@ ProgressSink = Callable[[Progress], None]
 
 
 class Synced(Answer):
-    """What a sync did. `changes` is cut at a thousand; `summary` counts all.
+    """The result of a sync. `changes` is cut at a thousand; `summary` counts all.
 
     `pinned` counts commits that earlier imports could not pin.
     """

@@ -1,4 +1,4 @@
-"""What every message is made from: frozen dataclasses, and their way to JSON and back.
+"""The base of every message: frozen dataclasses, and their way to JSON and back.
 
 The client needs only the standard library for them. The daemon reads requests through pydantic,
 which takes the same classes: `Bounds` beside a type are its words. Requests refuse unknown members;
