@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,10 +41,7 @@ Graph = dict[str, tuple[str, ...]]
 def look_up(
     git_dir: Path, names: Iterable[str], read: Collection[str] = ()
 ) -> dict[str, BatchObject]:
-    """Id and type of the objects that `names` lead to, bytes of those in `read`; one process.
-
-    Names that lead nowhere, or to an object that git dies of, are left out.
-    """
+    """What `names` lead to, with bytes what `read` does: what is there and git can read."""
     found = object_info_sync(
         git_dir, sorted(set(names)), read=read,
         options=UNTRUSTING, timeout=TIMEOUT, bisect=True, doing="look up objects",
@@ -92,22 +89,7 @@ def parents_in(commit: bytes) -> tuple[str, ...]:
 
 def oldest_first(graph: Graph, commits: Collection[str]) -> list[str]:
     """`commits` in an order in which no commit comes before its ancestor."""
-    children: dict[str, list[str]] = {}
-    waiting: dict[str, int] = {}
-    for oid, parents in graph.items():
-        known = [parent for parent in parents if parent in graph]
-        waiting[oid] = len(known)
-        for parent in known:
-            children.setdefault(parent, []).append(oid)
-    ready = deque(oid for oid, count in waiting.items() if not count)
-    position: dict[str, int] = {}
-    while ready:
-        oid = ready.popleft()
-        position[oid] = len(position)
-        for child in children.get(oid, ()):
-            waiting[child] -= 1
-            if not waiting[child]:
-                ready.append(child)
+    position = {oid: n for n, oid in enumerate(TopologicalSorter(graph).static_order())}
     return sorted(commits, key=lambda oid: (position.get(oid, -1), oid))
 
 
@@ -125,12 +107,8 @@ def ancestors(graph: Graph, tips: Iterable[str], seen: set[str] | None = None) -
 
 def first_absent_ancestor(graph: Graph, commits: Collection[str]) -> dict[str, str]:
     """For each of `commits` that leads to a commit which is not in the graph: that one."""
-    absent = {
-        parent: parent for parents in graph.values() for parent in parents if parent not in graph
-    }
-    if not absent:
-        return {}
-    for oid in oldest_first(graph, graph.keys()):
+    absent = {oid: oid for parents in graph.values() for oid in parents if oid not in graph}
+    for oid in oldest_first(graph, graph.keys()) if absent else ():
         blamed = next((absent[parent] for parent in graph[oid] if parent in absent), None)
         if blamed:
             absent[oid] = blamed
@@ -201,11 +179,6 @@ def _probe(
     return Verdict(CommitState.CORRUPT, tuple(hit[:_EXAMPLES]), f"{len(hit)} damaged objects")
 
 
-def are_whole(git_dir: Path, commits: Collection[str]) -> bool:
-    """Whether one walk finds every object that `commits` reach."""
-    return find_hole(git_dir, commits) is None
-
-
 def find_hole(git_dir: Path, tips: Iterable[str], proven: Iterable[str] = ()) -> str | None:
     """The words of git where an object is missing behind `tips` and not behind `proven`."""
     wanted = sorted(set(tips))
@@ -237,8 +210,7 @@ def incomplete_refs(
 ) -> dict[str, Defect]:
     """A defect for the first ref with a hole behind it: the ref history, at `content` any ref.
 
-    Nothing is walked behind `proven`, commits that are whole. One is enough for a heal, which looks
-    at all of them.
+    Nothing is walked behind `proven`, commits that are whole. A heal looks at all refs anyway.
     """
     kinds = object_kinds(git_dir, refs.values())
     there = {ref: oid for ref, oid in sorted(refs.items()) if kinds[oid] and PINS not in ref}
@@ -293,7 +265,7 @@ def find_missing(stand_in: Path, tips: Collection[str]) -> Missing:
         read = read_objects_sync(stand_in, tags, timeout=TIMEOUT, doing="read tags")
         targets = {tag.data[7:47].decode("ascii", "replace") for tag in read}  # after "object "
         pending = object_kinds(stand_in, targets - kinds.keys() - lost)
-    if not lost and are_whole(stand_in, kinds):
+    if not lost and find_hole(stand_in, kinds) is None:
         return Missing()
     commits = [oid for oid, kind in kinds.items() if kind == "commit"]
     graph = read_graph(stand_in, commits)

@@ -20,10 +20,9 @@ from ..mirrors.pins import is_pin
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS
 from ..model import AuditLevel, CommitId, CommitState, FindingKind, Reach
 from .connectivity import (
-    Graph,
     Verdict,
     ancestors,
-    are_whole,
+    find_hole,
     incomplete_refs,
     judge_closures,
     look_up,
@@ -32,12 +31,10 @@ from .connectivity import (
 from .fsck import Damage, Fsck, find_damage, run_fsck, unreadable
 from .object_files import BadFile, Defect, find_bad_files, find_lying, find_strange
 from .ref_files import RefFiles, read_ref_files
-from .ref_history import lost_tips, newest_record, wrong_refs
+from .ref_history import newest_record, read_records, unkept, wrong_refs
 from .stand_in import readable
 
-_THREADS = 3  # the examination, the one long git, and the files that are read meanwhile
 _WITH_LOST = "with lost refs "
-_PULL_REQUESTS = ("refs/pull/", "refs/merge-requests/", "refs/changes/")
 
 
 class Reached(NamedTuple):
@@ -81,7 +78,8 @@ def examine(
     It should have `pins`, given as OWNER/COMMIT, and `record` in its ref history. `known` is what
     an earlier examination said of their reach.
     """
-    with ThreadPoolExecutor(_THREADS, initializer=lower_priority) as threads:
+    # the examination, the one long git, and the files that are read meanwhile
+    with ThreadPoolExecutor(3, initializer=lower_priority) as threads:
         owned = {f"{PINS}{pin}" for pin in pins}
         return threads.submit(
             _examine, git_dir, sorted(commits), level, owned, known, record, threads
@@ -130,9 +128,13 @@ def _examine(
     unpinned = Verdict(CommitState.UNPINNED, detail="no pin keeps it")
     for oid in commits:
         verdicts.setdefault(oid, Verdict(CommitState.OK) if oid in pinned else unpinned)
-    bad = {one.name: Defect(one.kind.finding, one.reason) for one in [*bad_files, *found.bad]}
+    bad = {one.name: one.defect for one in [*bad_files, *found.bad]}
     packs = {name: Defect(FindingKind.PACK, reason) for name, reason in damage.packs.items()}
-    lost_pins = _lost_pins(pins - found.refs.keys(), verdicts)
+    # pins that only the catalog has, but for those whose commit is a finding already
+    bad_commits = {oid for oid, verdict in verdicts.items() if verdict.state is not CommitState.OK}
+    lost = [ref for ref in pins - found.refs.keys() if ref[-40:] not in bad_commits]
+    lost_pin = Defect(FindingKind.PIN_LOST, "it is gone, and the catalog has it")
+    lost_pins = dict.fromkeys(lost, lost_pin)
     defects = lost_pins | reached.lost | packs | lying | bad | wrong
     unknown = frozenset(ref for ref in found.refs if ref not in pins and is_pin(ref))
     return Examined(verdicts, reached, defects, unknown)
@@ -156,7 +158,7 @@ def _prove(repository: Path, commits: Sequence[str], level: AuditLevel) -> tuple
         case AuditLevel.QUICK:
             return True, None  # it does not look at closures
         case AuditLevel.CLOSURE:
-            return are_whole(repository, commits), None
+            return find_hole(repository, commits) is None, None
         case AuditLevel.CONTENT:
             fsck = run_fsck(repository)
             return fsck.is_sound, fsck
@@ -179,20 +181,11 @@ def _absent(
             verdicts[oid] = Verdict(CommitState.MISSING, (oid,), "the commit is not in the mirror")
         elif f"{oid}^{{tree}}" not in objects:
             without_tree.append(oid)
-    damaged = unreadable(repository, without_tree)
-    for oid in without_tree:
-        if oid in damaged:
-            verdicts[oid] = Verdict(CommitState.CORRUPT, (oid,), "it is damaged")
-        else:
-            verdicts[oid] = Verdict(CommitState.INCOMPLETE, (), "its tree is missing")
+    incomplete = Verdict(CommitState.INCOMPLETE, (), "its tree is missing")
+    verdicts |= dict.fromkeys(without_tree, incomplete)
+    for oid in map(CommitId, unreadable(repository, without_tree)):
+        verdicts[oid] = Verdict(CommitState.CORRUPT, (oid,), "it is damaged")
     return verdicts
-
-
-def _lost_pins(pins: Collection[str], verdicts: Mapping[CommitId, Verdict]) -> dict[str, Defect]:
-    """Of pins that only the catalog has, those whose commit has no finding yet."""
-    ok = Verdict(CommitState.OK)
-    lost = [ref for ref in pins if verdicts.get(CommitId(ref[-40:]), ok).state is CommitState.OK]
-    return dict.fromkeys(lost, Defect(FindingKind.PIN_LOST, "it is gone, and the catalog has it"))
 
 
 # -- what keeps a commit alive ---------------------------------------------------------------------
@@ -211,11 +204,8 @@ def _reach_of(
     That follows from the refs, which lead to commits here, and from `commits` alone, for commits
     never change: while both stay the same, `known` stays true and nothing is walked.
     """
-    lines = [
-        str(found.head),
-        *sorted(commits),
-        *(f"{oid} {ref}" for ref, oid in sorted(refs.items())),
-    ]
+    named = (f"{oid} {ref}" for ref, oid in sorted(refs.items()))
+    lines = [str(found.head), *sorted(commits), *named]
     key = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
     is_quick = level is AuditLevel.QUICK
     if known and known.key in ({_WITH_LOST + key, key} if is_quick else {_WITH_LOST + key}):
@@ -231,8 +221,13 @@ def _reach_of(
         ancestors(graph, tips, seen)
         by_commit |= {oid: reach for oid in commits if oid in seen and oid not in by_commit}
     by_commit |= {oid: Reach.NOTHING for oid in commits if oid not in by_commit}
-    lost = {} if is_quick else lost_tips(repository, found.refs, graph)
-    if lost or not _is_closed(graph, refs.values()):
+    lost: dict[str, Defect] = {}
+    if HISTORY in found.refs and not is_quick:
+        records = read_records(repository, found.refs[HISTORY])
+        defect = Defect(FindingKind.REF_LOST, "it is gone, and the ref history had its commit")
+        lost = dict.fromkeys(unkept(repository, records, found.refs, graph), defect)
+    needed = {*refs.values(), *(oid for parents in graph.values() for oid in parents)}
+    if lost or not needed <= graph.keys():  # it has holes
         return Reached("", by_commit, lost)
     return Reached(key if is_quick else _WITH_LOST + key, by_commit, {})
 
@@ -241,11 +236,6 @@ def _reach_by(ref: str, head: str | None) -> Reach:
     if ref == head:
         return Reach.DEFAULT_BRANCH
     table = {KEPT: Reach.KEPT, PINS: Reach.PIN, OURS: Reach.NOTHING, "refs/tags/": Reach.TAG}
-    table |= dict.fromkeys(_PULL_REQUESTS, Reach.PULL_REQUEST)
+    pulls = ("refs/pull/", "refs/merge-requests/", "refs/changes/")
+    table |= dict.fromkeys(pulls, Reach.PULL_REQUEST)
     return next((reach for prefix, reach in table.items() if ref.startswith(prefix)), Reach.BRANCH)
-
-
-def _is_closed(graph: Graph, tips: Collection[str]) -> bool:
-    """Whether the graph has no holes, so that its answers may be used again."""
-    parents = (parent for some in graph.values() for parent in some)
-    return all(tip in graph for tip in tips) and all(parent in graph for parent in parents)

@@ -16,8 +16,6 @@ from .examine import Examined
 
 K = TypeVar("K")
 
-_SERVABLE = {CommitState.OK, CommitState.UNPINNED}
-
 
 @dataclass(frozen=True, slots=True)
 class Judged:
@@ -80,14 +78,16 @@ def part_of(judged: Judged, stores: Mapping[str, str]) -> AuditPart:
     """
     recorded = {row.commit for row in judged.rows}
     verdicts, reach = judged.examined.verdicts, judged.examined.reach
-    findings = list(findings_of(judged))
-    for what, fate in sorted(stores.items()):
-        findings.append(_finding(judged, FindingKind.STORE, what, detail=f"{what}: {fate}"))
-    broken = {
-        finding.commit
-        for finding in findings
-        if finding.commit and finding.state not in _SERVABLE and not finding.accepted
-    }
+    findings = [
+        *findings_of(judged),
+        *(
+            _finding(judged, FindingKind.STORE, what, detail=f"{what}: {fate}")
+            for what, fate in sorted(stores.items())
+        ),
+    ]
+    servable = {CommitState.OK, CommitState.UNPINNED}
+    open_ = [finding for finding in findings if not finding.accepted]
+    broken = {finding.commit for finding in open_ if finding.state not in servable}
     return AuditPart(
         mirror=str(judged.name),
         counts=dict(Counter(verdicts[oid].state for oid in verdicts if oid in recorded)),
@@ -134,13 +134,13 @@ def findings_of(judged: Judged) -> Iterator[Finding]:
 
 
 def _finding(judged: Judged, kind: FindingKind, subject: str = "", **more: Any) -> Finding:
-    accepted = any(_accepts(line, kind, judged.name, subject) for line in judged.accept)
+    is_accepted = False
+    for line in judged.accept:  # `KIND`, `KIND owner/name` or `KIND owner/name SUBJECT`, with `*`
+        accepted, mirror, pattern = (*line.split(), "", "")[:3]
+        is_here = not mirror or MirrorName.parse(mirror).key == judged.name.key
+        is_it = not pattern or fnmatchcase(subject, pattern)
+        is_accepted |= accepted == kind and is_here and is_it
     more.setdefault("state", CommitState.CORRUPT)
-    return Finding(mirror=str(judged.name), kind=kind, subject=subject, accepted=accepted, **more)
-
-
-def _accepts(line: str, kind: FindingKind, name: MirrorName, subject: str) -> bool:
-    """A line is `KIND`, `KIND owner/name` or `KIND owner/name SUBJECT`; `*` matches anything."""
-    accepted, mirror, pattern = (*line.split(), "", "")[:3]
-    is_here = not mirror or MirrorName.parse(mirror).key == name.key
-    return accepted == kind and is_here and (not pattern or fnmatchcase(subject, pattern))
+    return Finding(
+        mirror=str(judged.name), kind=kind, subject=subject, accepted=is_accepted, **more
+    )

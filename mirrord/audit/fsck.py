@@ -20,13 +20,10 @@ from ..git.environment import UNTRUSTING
 from .object_files import TIMEOUT, BadFile, FileKind
 
 OBJECT_ID = re.compile(r"\b[0-9a-f]{40}\b")
-
 # What real histories have: wrong authors and dates, odd modes. "broken links" has no such name.
 _HARMLESS = re.compile(
     r"notice: |(?:error|warning) in (?:commit|tree|tag|blob) [0-9a-f]{40}: [a-z][A-Za-z]+: "
 )
-_HARMLESS_STATUS = 1 | 4  # such an object, and the pack that holds it
-_READ_AT_ONCE = 1000  # objects whose bytes are in memory together
 
 
 class Fsck(NamedTuple):
@@ -59,7 +56,7 @@ def _fsck_once(git_dir: Path) -> Fsck:
     )  # fmt: skip
     said = f"{done.stderr}\n{done.stdout.decode('utf-8', 'replace')}".splitlines()
     complaints = [line for line in said if line and not _HARMLESS.match(line)]
-    is_sound = not done.status & ~_HARMLESS_STATUS and not complaints
+    is_sound = not done.status & ~(1 | 4) and not complaints  # an object, and the pack with it
     return Fsck(is_sound, set(OBJECT_ID.findall("\n".join(complaints))))
 
 
@@ -88,9 +85,9 @@ def unreadable(git_dir: Path, oids: Collection[str]) -> set[str]:
     """Those of `oids` that git cannot read as what they are named; missing ones among them."""
     listed = list(oids)
     bad: set[str] = set()
-    for at in range(0, len(listed), _READ_AT_ONCE):
+    for at in range(0, len(listed), 1000):  # their bytes are in memory together
         for found in read_objects_sync(
-            git_dir, listed[at : at + _READ_AT_ONCE],
+            git_dir, listed[at : at + 1000],
             options=UNTRUSTING, timeout=TIMEOUT, bisect=True, doing="read objects",
         ):  # fmt: skip
             header = f"{found.kind} {len(found.data)}\0".encode()

@@ -29,21 +29,8 @@ TIMEOUT = timedelta(hours=1)
 """For one git of an audit or a heal; the largest repositories take minutes."""
 CHECKSUM_MISMATCH = "checksum mismatch"
 
-_PLANTED = {
-    "objects/info/alternates": "it lends objects from elsewhere",
-    "objects/info/http-alternates": "it lends objects from elsewhere",
-    "info/grafts": "it gives commits other parents",
-    "info/attributes": "it changes how git reads files",
-    "shallow": "it takes the parents of commits away",
-    "commondir": "it takes refs and objects from elsewhere",
-    "config.worktree": "git reads it as configuration",
-}
 _LOOSE_NAME = re.compile(r"[0-9a-f]{38}")
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
-_OF_PACKS = re.compile(r"pack-.+\.(pack|idx|rev|mtimes|bitmap|promisor)|multi-pack-index.*")
-_PACK_HEADER = struct.Struct(">4sII")
-_HALF_S = 2.0
-_TRIES = 3  # maintenance replaces a file while git verifies it
 
 
 class FileKind(StrEnum):
@@ -59,17 +46,6 @@ class FileKind(StrEnum):
     CONFIG = "config"
     PLANTED = "planted"
     LAYOUT = "layout"  # no plain file or directory, where one has to be
-
-    @property
-    def finding(self) -> FindingKind:
-        return _FINDINGS.get(self) or FindingKind[self.name]
-
-
-_FINDINGS = {
-    FileKind.INDEX: FindingKind.PACK,
-    FileKind.LOOSE: FindingKind.OBJECT,
-    FileKind.PACKED_REFS: FindingKind.REF,
-}
 
 
 class Defect(NamedTuple):
@@ -91,6 +67,11 @@ class BadFile(NamedTuple):
         """The subject of its finding: packs are known by their file names."""
         return self.path.removeprefix("objects/pack/")
 
+    @property
+    def defect(self) -> Defect:
+        names = {"INDEX": "PACK", "LOOSE": "OBJECT", "PACKED_REFS": "REF"}
+        return Defect(FindingKind[names.get(self.kind.name, self.kind.name)], self.reason)
+
 
 def find_bad_files(git_dir: Path, level: AuditLevel) -> list[BadFile]:
     """Bad files below `objects/`, and planted ones.
@@ -107,25 +88,11 @@ def _look(git_dir: Path, level: AuditLevel) -> Iterator[BadFile]:
     strange = list(find_strange(git_dir))
     unopened = {git_dir / bad.path for bad in strange}
     yield from strange
-    if objects in unopened:
-        return
-    yield from _packs(objects / "pack", level, unopened)
-    if level is not AuditLevel.QUICK:
-        yield from _derived(objects, unopened)
-        is_sound = _is_sound_loose if level is AuditLevel.CONTENT else _is_plausible_loose
-        yield from _loose(objects, is_sound, unopened)
-
-
-def _failing(
-    is_sound: Callable[..., bool], *args: object, reason: str = CHECKSUM_MISMATCH
-) -> str | None:
-    """Why a file is bad: `reason` or unreadable. None for a good one, or one that vanished."""
-    try:
-        return None if is_sound(*args) else reason
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        return _unreadable(error)
+    if objects not in unopened:
+        yield from _packs(objects / "pack", level, unopened)
+        if level is not AuditLevel.QUICK:
+            yield from _derived(objects, unopened)
+            yield from _loose(objects, level, unopened)
 
 
 def _unreadable(error: OSError) -> str:
@@ -135,7 +102,32 @@ def _unreadable(error: OSError) -> str:
     return f"it cannot be read: {error.strerror}"
 
 
+def _failing(is_sound: Callable[..., bool], *args: object, reason: str) -> str | None:
+    """Why a file is bad: `reason` or unreadable. None for a good one, or one that vanished."""
+    try:
+        return None if is_sound(*args) else reason
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        return _unreadable(error)
+
+
+def _ends_with_checksum(file: Path) -> bool:
+    return file.stat().st_size > ID_BYTES and pack_is_whole(file)
+
+
 # -- layout, and files that no mirror of ours has --------------------------------------------------
+
+
+_PLANTED = {
+    "objects/info/alternates": "it lends objects from elsewhere",
+    "objects/info/http-alternates": "it lends objects from elsewhere",
+    "info/grafts": "it gives commits other parents",
+    "info/attributes": "it changes how git reads files",
+    "shallow": "it takes the parents of commits away",
+    "commondir": "it takes refs and objects from elsewhere",
+    "config.worktree": "git reads it as configuration",
+}
 
 
 def find_strange(git_dir: Path) -> Iterator[BadFile]:
@@ -157,18 +149,15 @@ def find_strange(git_dir: Path) -> Iterator[BadFile]:
             yield BadFile(f"objects/{directory.name}", FileKind.LAYOUT, wrong)
             continue
         for entry in _entries(Path(directory)):
-            kind = _kind_of(directory.name, entry.name)
             path = f"objects/{directory.name}/{entry.name}"
+            kind = _kind_of(directory.name, entry.name)
+            is_file = entry.is_file(follow_symlinks=False)
             if entry.name.endswith(".promisor"):
                 reason = "it excuses missing objects, and no mirror has one"
                 yield BadFile(path, FileKind.PLANTED, reason)
             elif entry.name == "commit-graphs" and (wrong := no_directory(Path(entry))):
                 yield BadFile(path, FileKind.DERIVED, wrong)
-            elif (
-                kind
-                and not entry.is_file(follow_symlinks=False)
-                and (wrong := no_file(Path(entry)))
-            ):
+            elif kind and not is_file and (wrong := no_file(Path(entry))):
                 yield BadFile(path, kind, wrong)
 
 
@@ -177,7 +166,8 @@ def _kind_of(directory: str, name: str) -> FileKind | None:
         return FileKind.LOOSE if _LOOSE_NAME.fullmatch(name) else None
     if directory == "info":
         return FileKind.DERIVED if name == "commit-graph" else None
-    if not _OF_PACKS.fullmatch(name):
+    of_packs = r"pack-.+\.(pack|idx|rev|mtimes|bitmap|promisor)|multi-pack-index.*"
+    if not re.fullmatch(of_packs, name):
         return None
     return {".pack": FileKind.PACK, ".idx": FileKind.INDEX}.get(Path(name).suffix, FileKind.DERIVED)
 
@@ -226,7 +216,16 @@ def _packs(directory: Path, level: AuditLevel, unopened: Collection[Path]) -> It
         try:
             yield from _pair(pack, index, level)
         except FileNotFoundError:
-            yield from _half(pack, index)
+            # git (2.39) removes a pack before its index, and a big one takes its time
+            ends = time.monotonic() + 2
+            while (is_half := pack.exists() != index.exists()) and time.monotonic() < ends:
+                time.sleep(0.1)
+            if is_half and index.exists():
+                reason = "its index is there and it is not"
+                yield BadFile(f"objects/pack/{pack.name}", FileKind.PACK, reason)
+            elif is_half:
+                reason = "it is gone, and its pack is there"
+                yield BadFile(f"objects/pack/{index.name}", FileKind.INDEX, reason)
         except OSError as error:
             yield BadFile(f"objects/pack/{pack.name}", FileKind.PACK, _unreadable(error))
 
@@ -241,47 +240,21 @@ def _pair(pack: Path, index: Path, level: AuditLevel) -> Iterator[BadFile]:
         reason = error.message.partition(": ")[2]
     if reason:
         yield BadFile(index_path, FileKind.INDEX, reason)
-        if not _is_whole_pack(pack):
+        if not _ends_with_checksum(pack):
             yield BadFile(pack_path, FileKind.PACK, CHECKSUM_MISMATCH)
         return
     # both ends: git does not open a pack whose trailer is not the one that its index names
     with pack.open("rb") as file:
-        head = file.read(_PACK_HEADER.size)
-    fits = head == _PACK_HEADER.pack(b"PACK", 2, known.count)
+        fits = file.read(12) == struct.pack(">4sII", b"PACK", 2, known.count)
     fits = fits and pack_trailer(pack) == known.pack_checksum
     how = CHECKSUM_MISMATCH if fits else "it does not end with the checksum that its index names"
-    if level is AuditLevel.CONTENT and not _is_whole_pack(pack):
+    if (level is AuditLevel.CONTENT or not fits) and not _ends_with_checksum(pack):
         yield BadFile(pack_path, FileKind.PACK, how)
-    elif not fits and _is_whole_pack(pack):
-        yield BadFile(index_path, FileKind.INDEX, how)
     elif not fits:
-        yield BadFile(pack_path, FileKind.PACK, how)
+        yield BadFile(index_path, FileKind.INDEX, how)
     elif pack.stem != f"pack-{known.pack_checksum.hex()}":
         # git names a pack after its checksum; a multi-pack index finds objects by that name
         yield BadFile(pack_path, FileKind.PACK, "it is another pack than its name says")
-
-
-def _half(pack: Path, index: Path) -> Iterator[BadFile]:
-    """One of the two is gone: git (2.39) removes a pack before its index, and a big one slowly."""
-    ends = time.monotonic() + _HALF_S
-    while pack.exists() != index.exists():
-        if time.monotonic() > ends:
-            if index.exists():
-                reason = "its index is there and it is not"
-                yield BadFile(f"objects/pack/{pack.name}", FileKind.PACK, reason)
-            else:
-                reason = "it is gone, and its pack is there"
-                yield BadFile(f"objects/pack/{index.name}", FileKind.INDEX, reason)
-            return
-        time.sleep(_HALF_S / 20)
-
-
-def _is_whole_pack(pack: Path) -> bool:
-    return pack.stat().st_size > _PACK_HEADER.size + ID_BYTES and pack_is_whole(pack)
-
-
-def _ends_with_checksum(file: Path) -> bool:
-    return file.stat().st_size > ID_BYTES and pack_is_whole(file)
 
 
 # -- what git derives from packs and commits -------------------------------------------------------
@@ -302,7 +275,7 @@ def _derived(objects: Path, unopened: Collection[Path]) -> Iterator[BadFile]:
     for file, is_sound in sorted(files.items()):
         if file in unopened or file.with_suffix(".idx") in unopened:
             continue
-        if reason := no_file(file) or _failing(is_sound, file):
+        if reason := no_file(file) or _failing(is_sound, file, reason=CHECKSUM_MISMATCH):
             yield BadFile(f"objects/{file.relative_to(objects)}", FileKind.DERIVED, reason)
 
 
@@ -350,14 +323,11 @@ def _names_its_packs(file: Path) -> bool:
 
 
 def _names_its_graphs(chain: Path) -> bool:
-    names = chain.read_text("ascii", "replace").split("\n")
-    graphs = [chain.parent / f"graph-{name}.graph" for name in names[:-1]]
-    return (
-        len(names) > 1
-        and names[-1] == ""
-        and all(re.fullmatch("[0-9a-f]{40}", name) for name in names[:-1])
-        and all(graph.exists() and _ends_with_checksum(graph) for graph in graphs)
-    )
+    text = chain.read_text("ascii", "replace")
+    if not re.fullmatch(r"([0-9a-f]{40}\n)+", text):
+        return False
+    graphs = [chain.parent / f"graph-{name}.graph" for name in text.split()]
+    return all(graph.exists() and _ends_with_checksum(graph) for graph in graphs)
 
 
 def find_lying(git_dir: Path) -> dict[str, Defect]:
@@ -368,7 +338,7 @@ def find_lying(git_dir: Path) -> dict[str, Defect]:
         ("objects/info/commit-graphs/commit-graph-chain", "commit-graph"),
         ("objects/pack/multi-pack-index", "multi-pack-index"),
     ):
-        for _ in range(_TRIES):
+        for _ in range(3):  # maintenance replaces a file while git verifies it
             before = _identity(git_dir, path)
             if before is None:
                 break
@@ -400,9 +370,14 @@ def _identity(git_dir: Path, path: str) -> tuple[object, ...] | None:
 # -- loose objects ---------------------------------------------------------------------------------
 
 
-def _loose(
-    objects: Path, is_sound: Callable[[Path, str], bool], unopened: Collection[Path]
-) -> Iterator[BadFile]:
+def _loose(objects: Path, level: AuditLevel, unopened: Collection[Path]) -> Iterator[BadFile]:
+    def is_sound(file: Path, oid: str) -> bool:
+        if level is AuditLevel.CONTENT:
+            return loose_digest(file) == oid
+        with file.open("rb") as stream:  # does a zlib stream begin there?
+            head = stream.read(2)
+        return len(head) == 2 and head[0] & 0x0F == 8 and (head[0] << 8 | head[1]) % 31 == 0
+
     for directory in sorted(objects.glob("[0-9a-f][0-9a-f]")):
         for file in map(Path, _entries(directory)):
             if not _LOOSE_NAME.fullmatch(file.name) or file in unopened:
@@ -410,14 +385,3 @@ def _loose(
             oid = directory.name + file.name
             if reason := _failing(is_sound, file, oid, reason="its bytes do not hash to its name"):
                 yield BadFile(f"objects/{directory.name}/{file.name}", FileKind.LOOSE, reason)
-
-
-def _is_sound_loose(file: Path, oid: str) -> bool:
-    return loose_digest(file) == oid
-
-
-def _is_plausible_loose(file: Path, _oid: str) -> bool:
-    """Whether a zlib stream begins in it; whether it is the right one takes all of it."""
-    with file.open("rb") as stream:
-        head = stream.read(2)
-    return len(head) == 2 and head[0] & 0x0F == 8 and (head[0] << 8 | head[1]) % 31 == 0

@@ -19,10 +19,7 @@ from .object_files import BadFile, FileKind, no_directory, no_file
 
 _VALUE = re.compile(r"([0-9a-f]{40})\n?")
 _SYMBOLIC = re.compile(r"ref: (refs/\S+)\n?")
-_PACKED = re.compile(r"([0-9a-f]{40}) (refs/\S+)")
-_PEELED = re.compile(r"\^[0-9a-f]{40}")
 _REPLACE = "refs/replace/"
-_DIRECTORIES = ("refs/heads", "refs/tags", OURS.rstrip("/"), PINS.rstrip("/"), KEPT.rstrip("/"))
 
 
 @dataclass(slots=True)
@@ -52,7 +49,13 @@ def read_ref_files(git_dir: Path) -> RefFiles:
 
 def _read(git_dir: Path) -> RefFiles:
     found = RefFiles()
-    _read_head(git_dir, found)
+    text = _text(git_dir, "HEAD", FileKind.HEAD, found)
+    if symbolic := _SYMBOLIC.fullmatch(text or ""):
+        found.head = symbolic[1]
+    elif not found.bad:
+        is_detached = text is not None and _VALUE.fullmatch(text)
+        reason = "it names a commit, not a branch" if is_detached else "it names no ref"
+        found.report("HEAD", FileKind.HEAD, "it is lost" if text is None else reason)
     loose = dict(_loose_refs(git_dir, found))  # loose ones first: packing moves refs the other way
     found.refs = {**dict(_packed_refs(git_dir, found)), **loose}
     for bad in found.bad:
@@ -61,7 +64,8 @@ def _read(git_dir: Path) -> RefFiles:
     # a file where other refs need a directory; few directories, where refs are many
     directories = {ref.rpartition("/")[0] for ref in found.refs}
     needed = {str(above) for path in directories for above in (Path(path), *Path(path).parents)}
-    for ref in sorted(loose.keys() & {*needed, *_DIRECTORIES}):
+    needed |= {"refs/heads", "refs/tags", *(ours.rstrip("/") for ours in (OURS, PINS, KEPT))}
+    for ref in sorted(loose.keys() & needed):
         found.astray[ref] = found.refs.pop(ref, loose[ref])
         found.report(ref, FileKind.REF, "it is a file, where refs need a directory")
     if wrong := no_file(git_dir / "config"):
@@ -97,20 +101,6 @@ def _text(git_dir: Path, name: str, kind: FileKind, found: RefFiles) -> str | No
         wrong = f"it cannot be read: {error.strerror}"
     found.report(name, kind, wrong)
     return None
-
-
-def _read_head(git_dir: Path, found: RefFiles) -> None:
-    text = _text(git_dir, "HEAD", FileKind.HEAD, found)
-    if found.bad:
-        return
-    if text is None:
-        found.report("HEAD", FileKind.HEAD, "it is lost")
-    elif symbolic := _SYMBOLIC.fullmatch(text):
-        found.head = symbolic[1]
-    elif _VALUE.fullmatch(text):
-        found.report("HEAD", FileKind.HEAD, "it names a commit, not a branch")
-    else:
-        found.report("HEAD", FileKind.HEAD, "it names no ref")
 
 
 def _loose_refs(
@@ -152,7 +142,7 @@ def _packed_refs(git_dir: Path, found: RefFiles) -> Iterator[tuple[str, str]]:
     wrong = ["its end is missing"] if lines.pop() else []
     before = ""
     for number, line in enumerate(lines, 1):
-        packed = _PACKED.fullmatch(line)
+        packed = re.fullmatch(r"([0-9a-f]{40}) (refs/\S+)", line)
         if packed and packed[2].startswith(_REPLACE):
             reason = f"line {number} gives an object another's content"
             found.report("packed-refs", FileKind.PACKED_REFS, reason)
@@ -161,7 +151,9 @@ def _packed_refs(git_dir: Path, found: RefFiles) -> Iterator[tuple[str, str]]:
                 wrong.append(f"line {number} is out of order")
             before = packed[2]
             yield packed[2], packed[1]
-        elif not _PEELED.fullmatch(line) and not (line.startswith("# pack-refs") and number == 1):
+        elif re.fullmatch(r"\^[0-9a-f]{40}", line):
+            continue  # what the tag above leads to
+        elif number > 1 or not line.startswith("# pack-refs"):
             wrong.append(f"line {number} is no ref")
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -171,9 +163,8 @@ def _packed_refs(git_dir: Path, found: RefFiles) -> Iterator[tuple[str, str]]:
 def _judge_ours(found: RefFiles) -> None:
     """A pin, a kept ref and the mark of a fetch have the object in their name; no other is ours."""
     for ref, oid in [item for item in found.refs.items() if item[0].startswith(OURS)]:
-        if ref in {HISTORY, f"{KEPT}{oid}", f"{INCOMING}{oid}"}:
-            continue
-        if is_pin(ref) and ref.endswith(oid):
+        is_named = ref in {HISTORY, f"{KEPT}{oid}", f"{INCOMING}{oid}"}
+        if is_named or (is_pin(ref) and ref.endswith(oid)):
             continue
         found.astray[ref] = found.refs.pop(ref)
         if ref.startswith(INCOMING) or not oid_in_name(ref):

@@ -24,9 +24,6 @@ from .connectivity import Graph, ancestors, look_up, object_kinds, read_graph
 from .object_files import TIMEOUT, Defect
 from .ref_files import RefFiles, read_ref_files
 
-_REPORTED = 10  # refs of one kind; the rest are one defect
-_MOVING_S = 10.0  # longer than any transaction; a crash left an older journal
-
 Record = tuple[dict[str, str], str | None]
 """The refs of a record of the ref history, the kept ones too, and what HEAD named."""
 
@@ -50,9 +47,9 @@ def wrong_refs(
     defects = _wrong_refs(repository, found, objects, known)
     if not defects:
         return {}
-    ends = time.monotonic() + _MOVING_S
+    ends = time.monotonic() + 10  # longer than any transaction: a crash left an older journal
     while (git_dir / JOURNAL).exists() and time.monotonic() < ends:  # refs are moving now
-        time.sleep(_MOVING_S / 100)
+        time.sleep(0.1)
     now = read_ref_files(git_dir)
     record = newest_record(now)
     objects = look_up(repository, now.refs.values(), read=[record] if record else [])
@@ -61,8 +58,8 @@ def wrong_refs(
     reported: dict[str, Defect] = {}
     for kind in dict.fromkeys(defect.kind for defect in defects.values()):
         refs = sorted(ref for ref, defect in defects.items() if defect.kind is kind)
-        reported |= {ref: defects[ref] for ref in refs[:_REPORTED]}
-        if more := refs[_REPORTED:]:
+        reported |= {ref: defects[ref] for ref in refs[:10]}
+        if more := refs[10:]:
             reported[f"{more[0]} and {len(more) - 1} more refs"] = defects[more[0]]
     return reported
 
@@ -89,11 +86,12 @@ def _wrong_refs(
     for ref, oid in recorded.items():
         if ref in broken or ref in defects:
             continue
-        if ref not in found.refs:
+        value = found.refs.get(ref)
+        if value is None:
             reason = "it is gone, and the ref history has it"
             defects[ref] = Defect(FindingKind.REF_LOST, reason)
-        elif found.refs[ref] != oid:
-            reason = f"it names {found.refs[ref]}, and {oid} in the ref history"
+        elif value != oid:
+            reason = f"it names {value}, and {oid} in the ref history"
             defects[ref] = Defect(FindingKind.REF_MOVED, reason)
     if head in recorded and found.head != head and "HEAD" not in broken:
         reason = f"it names {found.head}, and {head} in the ref history"
@@ -148,24 +146,12 @@ def _read(repository: Path, records: Collection[str]) -> list[Record]:
 # -- tips that records had -------------------------------------------------------------------------
 
 
-def lost_tips(repository: Path, refs: Mapping[str, str], graph: Graph) -> dict[str, Defect]:
-    """A defect for each missing kept ref whose commit nothing else leads to.
-
-    `graph` is everything that refs lead to.
-    """
-    if HISTORY not in refs:
-        return {}
-    lost = unkept(repository, read_records(repository, refs[HISTORY]), refs, graph)
-    reason = "it is gone, and the ref history had its commit"
-    return dict.fromkeys(lost, Defect(FindingKind.REF_LOST, reason))
-
-
 def unkept(
     repository: Path, records: Iterable[Record], refs: Mapping[str, str], graph: Graph | None = None
 ) -> dict[str, str]:
     """Kept refs for commits of records that no ref of upstream and no kept one leads to.
 
-    None while something is missing or damaged: then nobody can tell what leads to what.
+    Empty while something is missing or damaged: then nobody can tell what leads to what.
     """
     lasting = {oid for ref, oid in refs.items() if not ref.startswith(PINS)}
     past = {oid for recorded, _ in records for oid in theirs(recorded).values()} - lasting

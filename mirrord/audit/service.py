@@ -13,7 +13,7 @@ import os
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 import anyio
@@ -61,6 +61,7 @@ Scrubber = Callable[[MirrorName], Awaitable[Mapping[str, str]]]
 log = structlog.get_logger()
 
 
+@dataclass(kw_only=True, eq=False)
 class Audits:
     """Runs audits and remembers them in the catalog.
 
@@ -68,25 +69,15 @@ class Audits:
     damaged, with its fate; without it none looks at them.
     """
 
-    def __init__(
-        self,
-        *,
-        settings: Callable[[], Settings],
-        mirrors: Mirrors,
-        catalog: Catalog,
-        workers: Workers,
-        events: Events,
-        repair: Repairer | None = None,
-        scrub: Scrubber | None = None,
-    ) -> None:
-        self._settings = settings
-        self._mirrors = mirrors
-        self._catalog = catalog
-        self._workers = workers
-        self._events = events
-        self._repair = repair
-        self._scrub = scrub
-        self._reached: dict[str, Reached] = {}  # by mirror, true while its refs stay the same
+    settings: Callable[[], Settings]
+    mirrors: Mirrors
+    catalog: Catalog
+    workers: Workers
+    events: Events
+    repair: Repairer | None = None
+    scrub: Scrubber | None = None
+    # by mirror key: what kept its commits alive, true while its refs stay the same
+    _reached: dict[str, Reached] = field(default_factory=dict, init=False)
 
     async def run(
         self, request: StartAudit, progress: ProgressSink | None = None, *, resume: bool = False
@@ -96,9 +87,9 @@ class Audits:
         Raises MirrorNotFoundError, DatasetNotFoundError. A cancelled audit is recorded with what it
         came to.
         """
-        level = request.level or self._settings().audit.level
+        level = request.level or self.settings().audit.level
         recorded = await self._names(request)
-        past = await self._catalog.list_judgements(level) if _is_of_everything(request) else []
+        past = await self.catalog.list_judgements(level) if _is_of_everything(request) else []
         run = await self._unfinished(level, past) if resume else None
         run = run or AuditRun(secrets.token_hex(8), utc_now())
         position = {row.key: number for number, row in enumerate(past)}
@@ -122,12 +113,12 @@ class Audits:
 
     async def find_unfinished(self, level: AuditLevel) -> datetime | None:
         """When the audit of everything began that a scheduled one at this level would resume."""
-        found = await self._unfinished(level, await self._catalog.list_judgements(level))
+        found = await self._unfinished(level, await self.catalog.list_judgements(level))
         return found.started_at if found else None
 
     async def get(self, identity: str) -> Audit:
         """Raises AuditNotFoundError."""
-        audit = await self._catalog.find_audit(identity)
+        audit = await self.catalog.find_audit(identity)
         if audit is None:
             raise AuditNotFoundError(
                 f"cannot find audit {shown(identity)}: none has that id", hint="see GET /v1/audits"
@@ -136,21 +127,21 @@ class Audits:
 
     async def list(self, limit: int = 50) -> builtins.list[Audit]:
         """The newest first."""
-        return await self._catalog.list_audits(limit)
+        return await self.catalog.list_audits(limit)
 
     async def _names(self, request: StartAudit) -> Collection[MirrorName]:
         """Mirrors that something is recorded of; a named one, or all of them, without too."""
-        if request.dataset and await self._catalog.find_dataset(request.dataset) is None:
+        if request.dataset and await self.catalog.find_dataset(request.dataset) is None:
             raise DatasetNotFoundError(
                 f"cannot audit dataset {shown(request.dataset)}: there is none",
                 hint="see `mirrord dataset list`",
             )
-        rows = [await self._mirrors.get(text) for text in request.mirrors]
+        rows = [await self.mirrors.get(text) for text in request.mirrors]
         if _is_of_everything(request):
-            rows = await self._catalog.list_mirrors()
+            rows = await self.catalog.list_mirrors()
         names = {row.name.key: row.name for row in rows}
         if not request.mirrors:
-            for recorded in await self._catalog.list_recorded(dataset=request.dataset):
+            for recorded in await self.catalog.list_recorded(dataset=request.dataset):
                 names.setdefault(recorded.mirror.key, recorded.mirror)
         return names.values()
 
@@ -159,10 +150,10 @@ class Audits:
         if not past:
             return None
         newest = past[-1]
-        audit = await self._catalog.find_audit(newest.audit_id)
+        audit = await self.catalog.find_audit(newest.audit_id)
         if audit is not None and not audit.left:
             return None
-        settings = self._settings().audit
+        settings = self.settings().audit
         interval = settings.content_interval if level is AuditLevel.CONTENT else settings.interval
         if newest.started_at + interval < utc_now():
             return None
@@ -185,15 +176,14 @@ class Audits:
                 part = await self._judge(name, request, level, progress)
             except StoppingError:
                 raise
-            except (MirrordError, OSError) as error:
-                reason = error.message if isinstance(error, MirrordError) else str(error)
-                log.warning("audit.failed", mirror=str(name), detail=reason)
-                run.failures.append(unjudged(name, reason, self._settings().audit.accept))
-                continue
-            except Exception:  # a bug costs the one mirror
-                log.exception("audit.crashed", mirror=str(name))
-                reason = "an unexpected error; the daemon's log has the details"
-                run.failures.append(unjudged(name, reason, self._settings().audit.accept))
+            except Exception as error:  # a bug costs the one mirror, too
+                if isinstance(error, MirrordError | OSError):
+                    reason = error.message if isinstance(error, MirrordError) else str(error)
+                    log.warning("audit.failed", mirror=str(name), detail=reason)
+                else:
+                    reason = "an unexpected error; the daemon's log has the details"
+                    log.exception("audit.crashed", mirror=str(name))
+                run.failures.append(unjudged(name, reason, self.settings().audit.accept))
                 continue
             run.parts[name.key] = part
             del run.left[name.key]
@@ -201,12 +191,12 @@ class Audits:
             if _is_of_everything(request) and level is not AuditLevel.QUICK:
                 row = JudgementRow(name.key, level, run.id, run.started_at, utc_now(), part)
                 with _unless_refused("judgement", name.key):
-                    await self._catalog.put_judgement(row)
+                    await self.catalog.put_judgement(row)
 
     async def _record(self, audit: Audit) -> None:
         with _unless_refused("audit", audit.id):
-            await self._catalog.put_audit(audit)
-        self._events.publish(
+            await self.catalog.put_audit(audit)
+        self.events.publish(
             "audit.finished",
             audit=audit.id,
             level=str(audit.level),
@@ -232,10 +222,10 @@ class Audits:
         Without a dataset also those that persons pinned, or that outlived a catalog.
         """
         judged = await self._look(name, request.dataset, level)
-        heal = self._settings().audit.heal if request.heal is None else request.heal
-        if heal and self._repair and not is_sound(judged):
+        heal = self.settings().audit.heal if request.heal is None else request.heal
+        if heal and self.repair and not is_sound(judged):
             before = judged.examined.verdicts
-            repair = await self._repair(judged, progress)
+            repair = await self.repair(judged, progress)
             deeper = max(level, AuditLevel.CLOSURE, key=list(AuditLevel).index)
             judged = await self._look(name, request.dataset, deeper)
             bad = [oid for oid in before if before[oid].state is not CommitState.OK]
@@ -243,9 +233,9 @@ class Audits:
             healed = sum(oid in now and now[oid].state is CommitState.OK for oid in bad)
             judged = replace(judged, healed=healed, repair=repair)
             if is_sound(judged):
-                self._events.publish("mirror.healed", mirror=str(name), commits=healed, of=len(bad))
+                self.events.publish("mirror.healed", mirror=str(name), commits=healed, of=len(bad))
         await self._mark(judged)
-        stores = await self._scrub(name) if self._scrub and level is AuditLevel.CONTENT else {}
+        stores = await self.scrub(name) if self.scrub and level is AuditLevel.CONTENT else {}
         return part_of(judged, stores)
 
     async def _look(self, name: MirrorName, dataset: str | None, level: AuditLevel) -> Judged:
@@ -253,21 +243,21 @@ class Audits:
 
         An audit may take hours, and datasets come and go meanwhile.
         """
-        path = self._mirrors.path(name)
-        mirror = await self._catalog.find_mirror(name.key)
-        rows = await self._catalog.list_recorded(name.key, dataset)
-        pins = await self._catalog.list_pins(name.key)
+        path = self.mirrors.path(name)
+        mirror = await self.catalog.find_mirror(name.key)
+        rows = await self.catalog.list_recorded(name.key, dataset)
+        pins = await self.catalog.list_pins(name.key)
         alone = {pin.commit for pin in pins if stands_alone(pin) and not dataset}
         commits = sorted({row.commit for row in rows} | alone)
         record = mirror.history if mirror else None
-        accept = tuple(self._settings().audit.accept)
+        accept = tuple(self.settings().audit.accept)
         if not path.is_dir():
             was_there = record or pins or os.path.lexists(path)
             examined = _not_mirrored(name, commits, no_directory(path) if was_there else None)
             return Judged(name, rows, examined, accept, row=mirror)
         owned = [f"{pin.owner}/{pin.commit}" for pin in pins]
         known = self._reached.get(name.key)
-        examined = await self._workers.run(
+        examined = await self.workers.run(
             examine, path, commits, level, owned, known, record, timeout=_TIMEOUT
         )
         self._reached[name.key] = examined.reached
@@ -282,15 +272,15 @@ class Audits:
         """
         defects = examined.defects
         lost = {ref for ref, defect in defects.items() if defect.kind is FindingKind.PIN_LOST}
-        unknown = set() if self._mirrors.is_busy(name) else examined.unknown
+        unknown = set() if self.mirrors.is_busy(name) else examined.unknown
         if not lost and not unknown:
             return
-        pins = await self._catalog.list_pins(name.key)
+        pins = await self.catalog.list_pins(name.key)
         owned = {f"{PINS}{pin.owner}/{pin.commit}" for pin in pins}
         for ref in lost - owned:
             del defects[ref]
         if unknown:
-            there = await self._mirrors.repository(name).all_refs()
+            there = await self.mirrors.repository(name).all_refs()
             left = sorted(ref for ref in unknown if ref in there and ref not in owned)
             reason = "the catalog does not have it"
             defects |= dict.fromkeys(left, Defect(FindingKind.PIN_UNKNOWN, reason))
@@ -309,9 +299,9 @@ class Audits:
             error = DamagedMirrorError(
                 f"cannot use mirror {name}: {stops[0]}", hint=f"`mirrord heal {name}` repairs it"
             )
-            await self._catalog.update_mirror(name.key, error=error.problem())
+            await self.catalog.update_mirror(name.key, error=error.problem())
         elif code in {DamagedMirrorError.code, CorruptObjectError.code}:
-            await self._catalog.update_mirror(name.key, error=None)
+            await self.catalog.update_mirror(name.key, error=None)
 
 
 def _not_mirrored(name: MirrorName, commits: Collection[CommitId], wrong: str | None) -> Examined:

@@ -95,14 +95,6 @@ def packed_refs(refs: Mapping[str, str]) -> bytes:
     return "".join(["# pack-refs with: sorted \n", *lines]).encode("utf-8", "surrogateescape")
 
 
-def damaged_packs(git_dir: Path, bad_files: Collection[BadFile]) -> list[Path]:
-    """Packs that cannot be used as they are, because of themselves or of their index."""
-    kinds = {FileKind.PACK, FileKind.INDEX}
-    stems = {Path(bad.path).stem for bad in bad_files if bad.kind in kinds}
-    packs = (git_dir / "objects/pack" / f"{stem}.pack" for stem in sorted(stems))
-    return [pack for pack in packs if pack.is_file()]
-
-
 def borrow_from(repository: Path, *lenders: Path) -> None:
     """Let git in `repository` read the objects of others too, by alternates."""
     info = repository / "objects/info"

@@ -84,30 +84,23 @@ class Donors:
 
     async def all(self, tips: Collection[str]) -> list[Donor]:
         """Every donor, the cheapest first; a fetch of a whole upstream asks for `tips`."""
-        own = self.row.name
-        names = sorted(self.names, key=lambda name: (name.key != own.key, name.key))
-        upstreams = self.mirrors.upstreams(self.row)
-        bundles = await self.bundles()
-        lent = [self.bundle(file) for file in bundles if file.name == _LENT]
-        dropped = [file for file in bundles if file.name != _LENT]
+        own = self.row.name.key
+        names = sorted(self.names, key=lambda name: (name.key != own, name.key))
+        others = [name for name in names if name.key != own]
+        upstreams = [(f"upstream {one.shown}", one) for one in self.mirrors.upstreams(self.row)]
+        bundles = [(file, self.bundle(file)) for file in await self.bundles()]
+        dropped = [(file, donor) for file, donor in bundles if donor.name != _LENT]
         return [
+            *(Donor(f"closure packs of {one}", partial(self._closure_packs, one)) for one in names),
+            *(donor for _, donor in bundles if donor.name == _LENT),
+            *(Donor(f"mirror {one}", partial(lend, self.mirrors.path(one))) for one in others),
+            *(Donor(name, partial(self._by_id, one)) for name, one in upstreams),
+            *(donor for file, donor in dropped if file.is_own),
             *(
-                Donor(f"closure packs of {name}", partial(self._closure_packs, name))
-                for name in names
+                Donor(f"{name}, fetched whole", partial(self._whole, one, tips))
+                for name, one in upstreams
             ),
-            *lent,
-            *(
-                Donor(f"mirror {name}", partial(lend, self.mirrors.path(name)))
-                for name in names
-                if name.key != own.key
-            ),
-            *(Donor(f"upstream {one.shown}", partial(self._by_id, one)) for one in upstreams),
-            *(self.bundle(file) for file in dropped if file.is_own),
-            *(
-                Donor(f"upstream {one.shown}, fetched whole", partial(self._whole, one, tips))
-                for one in upstreams
-            ),
-            *(self.bundle(file) for file in dropped if not file.is_own),
+            *(donor for file, donor in dropped if not file.is_own),
         ]
 
     # -- closure packs -----------------------------------------------------------------------------
@@ -166,10 +159,10 @@ class Donors:
     # -- bundles -----------------------------------------------------------------------------------
 
     async def bundles(self) -> list[DonorBundle]:
-        """The bundles that can be read, those that build on nothing first."""
         return await anyio.to_thread.run_sync(self._read_bundles)
 
     def _read_bundles(self) -> list[DonorBundle]:
+        """The bundles that can be read, those that build on nothing first."""
         directory = self.layout.bundles
         files = [(path, _LENT) for path in self.lent]
         for path in sorted(directory.iterdir()) if directory.is_dir() else []:

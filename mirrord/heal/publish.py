@@ -33,7 +33,6 @@ Step = Callable[[str], None]
 """Called before each change of a mirror; tests stop there."""
 
 
-@dataclass(frozen=True, slots=True)
 class DamagedFiles:
     """`quarantine/damaged/<mirror>/<time>-<id>/`: files of one heal at their old paths.
 
@@ -41,27 +40,25 @@ class DamagedFiles:
     file moves, so a crash leaves each file in one place or the other.
     """
 
-    git_dir: Path
-    path: Path
-
-    @classmethod
-    def begin(
-        cls, quarantine: Path, name: MirrorName, git_dir: Path, bad_files: Collection[BadFile]
-    ) -> DamagedFiles:
-        """Write the record of what is about to move."""
+    def __init__(
+        self, quarantine: Path, name: MirrorName, git_dir: Path, bad_files: Collection[BadFile]
+    ) -> None:
         now = utc_now()
-        path = quarantine / DAMAGED / str(name) / f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
-        path.mkdir(parents=True, mode=0o700)
+        own = quarantine / DAMAGED / str(name)
+        self.path = own / f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
+        self._git_dir = git_dir
+        if not bad_files:
+            return
+        self.path.mkdir(parents=True, mode=0o700)
         files = [_described(git_dir, bad) for bad in sorted(bad_files)]
         record = {"mirror": str(name), "at": now.isoformat(), "files": files}
-        write_durably(path / "record.json", json.dumps(record, indent=1).encode())
-        for directory in (path.parent, path.parent.parent, quarantine):
+        write_durably(self.path / "record.json", json.dumps(record, indent=1).encode())
+        for directory in (own, own.parent, quarantine):
             sync_directory(directory)
-        return cls(git_dir, path)
 
     def move(self, relative: str) -> None:
         """Move a file of the mirror in here; one that is gone is fine."""
-        source = self.git_dir / relative
+        source = self._git_dir / relative
         if os.path.lexists(source):
             target = self._place(relative)
             source.rename(target)
@@ -70,7 +67,7 @@ class DamagedFiles:
 
     def link(self, relative: str) -> None:
         """Keep a file, which stays in its place until something better is renamed over it."""
-        source = self.git_dir / relative
+        source = self._git_dir / relative
         if source.exists() and not (self.path / relative).exists():
             target = self._place(relative)
             os.link(source, target)
@@ -108,46 +105,37 @@ class Publication:
         """Make the changes; answers where the bad files are."""
         with full_disk_named(f"mirror {self.name}"):
             self.step("evidence")
-            damaged = None
-            if self.bad_files:
-                damaged = DamagedFiles.begin(
-                    self.quarantine, self.name, self.git_dir, self.bad_files
-                )
+            damaged = DamagedFiles(self.quarantine, self.name, self.git_dir, self.bad_files)
             for bad in self.bad_files:
-                if damaged and bad.kind is FileKind.LAYOUT:
+                if bad.kind is FileKind.LAYOUT:
                     self.step("take what is in the way")
                     damaged.move(bad.path)
             for directory in ("objects/pack", "refs"):
                 (self.git_dir / directory).mkdir(parents=True, exist_ok=True)
-            new = self._put_packs(damaged)
-            if damaged:
-                # a multi-pack index goes before the packs that it names
-                bad_files = sorted(self.bad_files, key=lambda bad: bad.kind is not FileKind.DERIVED)
-                gone = [path for bad in bad_files for path in _files_of(bad) if path not in new]
-                for path in dict.fromkeys(gone):
+            # a multi-pack index goes before the packs that it names
+            bad_files = sorted(self.bad_files, key=lambda bad: bad.kind is not FileKind.DERIVED)
+            going = dict.fromkeys(path for bad in bad_files for path in _files_of(bad))
+            new = self._put_packs(going, damaged)
+            for path in going:
+                if path not in new:
                     self.step(f"take {Path(path).suffix}")
                     damaged.move(path)
             self._write_refs(damaged)
-        return damaged.path if damaged else None
+        return damaged.path if self.bad_files else None
 
-    def _put_packs(self, damaged: DamagedFiles | None) -> set[str]:
+    def _put_packs(self, going: Collection[str], damaged: DamagedFiles) -> set[str]:
         """Move the new packs in, indexes last; answers their paths in the mirror."""
-        going = {path for bad in self.bad_files for path in _files_of(bad)}
-        new = list((self.work / "objects/pack").glob("pack-*"))
-        paths = set()
-        for file in sorted(new, key=lambda file: (file.suffix == ".idx", file.name)):
+        files = list((self.work / "objects/pack").glob("pack-*"))
+        for file in sorted(files, key=lambda file: (file.suffix == ".idx", file.name)):
             path = f"objects/pack/{file.name}"
-            paths.add(path)
             self.step(f"put {file.suffix}")
-            if (self.git_dir / path).exists() and path not in going:
-                continue  # of that name it has the same content
-            if damaged:
+            if path in going or not (self.git_dir / path).exists():  # else it is the same
                 damaged.link(path)
-            file.rename(self.git_dir / path)
+                file.rename(self.git_dir / path)
         sync_directory(self.git_dir / "objects/pack")
-        return paths
+        return {f"objects/pack/{file.name}" for file in files}
 
-    def _write_refs(self, damaged: DamagedFiles | None) -> None:
+    def _write_refs(self, damaged: DamagedFiles) -> None:
         paths = {bad.path for bad in self.bad_files}
         if "config" in paths:
             self._replace("config", CONFIGURATION.encode(), damaged)
@@ -171,19 +159,18 @@ class Publication:
             finally:
                 lock.unlink(missing_ok=True)
         for bad in self.bad_files:
-            if damaged and bad.kind in {FileKind.REF, FileKind.PLANTED}:
+            if bad.kind in {FileKind.REF, FileKind.PLANTED}:
                 self.step("take ref")
                 damaged.move(bad.path)
 
-    def _replace(self, path: str, content: bytes, damaged: DamagedFiles | None) -> None:
+    def _replace(self, path: str, content: bytes, damaged: DamagedFiles) -> None:
         new = self.work / "new"
         with new.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         self.step(f"write {path}")
-        if damaged:
-            damaged.link(path)
+        damaged.link(path)
         new.rename(self.git_dir / path)
         sync_directory(self.git_dir)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -21,13 +22,7 @@ import structlog
 from ..audit.connectivity import Missing, find_missing
 from ..audit.object_files import TIMEOUT, BadFile, Defect, FileKind, find_bad_files
 from ..audit.ref_files import RefFiles, read_ref_files
-from ..audit.stand_in import (
-    borrow_from,
-    damaged_packs,
-    is_readable_link,
-    make_repository,
-    make_stand_in,
-)
+from ..audit.stand_in import borrow_from, is_readable_link, make_repository, make_stand_in
 from ..errors import CorruptObjectError, DiskFullError, GitFailedError, MirrordError, StoppingError
 from ..mirrors.bundles.merge import must_be_history
 from ..mirrors.history import BEGUN_ANEW, list_records, write_record
@@ -42,11 +37,11 @@ from .transfer import SALVAGED, Transfer, may_hold, salvage
 
 _NEW_HISTORY = "a new ref history"
 _LINKED = "/linked"  # no pack has such a name
-_UNHEALED_SHOWN = 100
 
 log = structlog.get_logger()
 
 
+@dataclass(eq=False)
 class MirrorRepair:
     """The heal of the mirror at `git_dir` with `donors`.
 
@@ -54,26 +49,18 @@ class MirrorRepair:
     of them in files with a right checksum. `step` is called before each change of the mirror.
     """
 
-    def __init__(
-        self,
-        donors: Donors,
-        git_dir: Path,
-        recorded: Collection[str],
-        suspects: Mapping[str, Defect],
-        step: Step,
-    ) -> None:
-        self.git_dir = git_dir
-        self.name = donors.row.name
-        self.work = donors.work
-        self.stand_in = donors.stand_in
-        self.workers = donors.workers
-        self.transfer = Transfer(donors.git, donors.workers, self.stand_in, self.work)
-        self._donors = donors
-        self._recorded = recorded
-        self._suspects = suspects
-        self._step = step
-        self._salvaged: dict[str, Donor] = {}
-        self._history = ""
+    donors: Donors
+    git_dir: Path
+    recorded: Collection[str]
+    suspects: Mapping[str, Defect]
+    step: Step
+    history: str = ""  # what became of the ref history, where that was lost
+    salvaged: dict[str, Donor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.name, self.work = self.donors.row.name, self.donors.work
+        self.workers, self.stand_in = self.donors.workers, self.donors.stand_in
+        self.transfer = Transfer(self.donors.git, self.workers, self.stand_in, self.work)
 
     async def perform(self) -> Repair:
         """Heal what can be healed."""
@@ -84,32 +71,27 @@ class MirrorRepair:
             make_stand_in, self.git_dir, bad_files, found.refs, self.stand_in
         )
         await self._salvage(bad_files)
-        record = self._donors.row.history
+        record = self.donors.row.history
         known = {record} if record else set()
-        missing = await self._collect({*self._recorded, *found.refs.values(), *known})
+        missing = await self._collect({*self.recorded, *found.refs.values(), *known})
+        branch = self.donors.row.default_branch
         plan = await self.workers.run(
-            plan_refs,
-            self.stand_in,
-            found,
-            self._donors.row.default_branch,
-            record,
-            timeout=TIMEOUT,
+            plan_refs, self.stand_in, found, branch, record, timeout=TIMEOUT
         )
         if known & missing.all:
-            self._history = (
-                f"record {record} was lost, and nobody has it; it goes on from what is here"
-            )
+            lost = f"record {record} was lost, and nobody has it"
+            self.history = f"{lost}; it goes on from what is here"
         if plan.restore or known & missing.all:
-            missing = await self._collect({*self._recorded, *plan.refs(found).values()})
+            missing = await self._collect({*self.recorded, *plan.refs(found).values()})
         refs = plan.refs(found)
         if plan.lines:
             await self._write_history(refs, plan, plan.lines, "joined by a heal")
-            self._history = "it was moved back, and goes on from both of its lines"
+            self.history = "it was moved back, and goes on from both of its lines"
         elif refs and (
             HISTORY not in refs or (missing and await self._missing({refs[HISTORY]}))
         ):  # the records are not whole, and no donor but a bundle has them
             await self._renew_history(refs, plan)
-            missing = await self._collect({*self._recorded, *plan.refs(found).values()})
+            missing = await self._collect({*self.recorded, *plan.refs(found).values()})
         plan.restore = {ref: oid for ref, oid in plan.restore.items() if oid not in missing.all}
         going = [bad for bad in bad_files if self._may_go(bad, missing.all)] + found.bad
         if plan.head != found.head and not any(bad.path == "HEAD" for bad in going):
@@ -133,15 +115,8 @@ class MirrorRepair:
         kept_in = None
         if counts or going or plan.restore:
             self._tell("put everything in place")
-            publication = Publication(
-                self.name,
-                self.git_dir,
-                self._donors.mirrors.quarantine.root,
-                final,
-                going,
-                plan,
-                self._step,
-            )
+            root = self.donors.mirrors.quarantine.root
+            publication = Publication(self.name, self.git_dir, root, final, going, plan, self.step)
             with anyio.CancelScope(shield=True):
                 kept_in = await anyio.to_thread.run_sync(publication.publish)
         return Repair(
@@ -150,15 +125,15 @@ class MirrorRepair:
             files=[bad.path for bad in going],
             kept_in=str(kept_in) if kept_in else None,
             refs=sorted(plan.restore),
-            unhealed=sorted(missing.all)[:_UNHEALED_SHOWN],
+            unhealed=sorted(missing.all)[:100],
             unhealed_count=len(missing.all),
-            history=self._history,
-            refusals=self._donors.refusals,
+            history=self.history,
+            refusals=self.donors.refusals,
         )
 
     def _tell(self, note: str) -> None:
-        if self._donors.progress:
-            self._donors.progress(Progress(unit="steps", note=f"{self.name}: {note}"))
+        if self.donors.progress:
+            self.donors.progress(Progress(unit="steps", note=f"{self.name}: {note}"))
 
     # -- objects -----------------------------------------------------------------------------------
 
@@ -167,7 +142,7 @@ class MirrorRepair:
             find_bad_files, self.git_dir, AuditLevel.CONTENT, timeout=TIMEOUT
         )
         known = {bad.path for bad in found}
-        for name, defect in self._suspects.items():
+        for name, defect in self.suspects.items():
             path = name if name.startswith("objects/") else f"objects/pack/{name}"
             if path in known or not (self.git_dir / path).is_file():
                 continue
@@ -184,19 +159,21 @@ class MirrorRepair:
         The packs are donors afterwards: a delta can be read again when another donor has given what
         it builds on. So are symbolic links in the mirror that lead to objects, before they go.
         """
-        for number, pack in enumerate(damaged_packs(self.git_dir, bad_files)):
+        kinds = {FileKind.PACK, FileKind.INDEX}
+        stems = {Path(bad.path).stem for bad in bad_files if bad.kind in kinds}
+        packs = [self.git_dir / f"objects/pack/{stem}.pack" for stem in sorted(stems)]
+        for number, pack in enumerate(filter(Path.is_file, packs)):
             self._tell(f"salvage {pack.name}")
             name, into = f"{SALVAGED}{pack.name}", self.work / f"salvage-{number}"
             try:
                 bad = await self.workers.run(salvage, pack, into, timeout=TIMEOUT)
                 await self.transfer.take_all(name, into, bad)
             except (CorruptObjectError, GitFailedError) as error:
-                log.warning(
-                    "salvage.failed", mirror=str(self.name), pack=pack.name, detail=error.message
-                )
+                facts = {"mirror": str(self.name), "pack": pack.name, "detail": error.message}
+                log.warning("salvage.failed", **facts)
             else:
                 borrow_from(into, self.stand_in)
-                self._salvaged[pack.stem] = Donor(name, partial(lend, into))
+                self.salvaged[pack.stem] = Donor(name, partial(lend, into))
         links = {bad.path for bad in bad_files if is_readable_link(self.git_dir / bad.path)}
         if links:
             others = [bad for bad in bad_files if bad.path not in links]
@@ -204,18 +181,14 @@ class MirrorRepair:
             await anyio.to_thread.run_sync(
                 partial(make_stand_in, self.git_dir, others, {}, linked, link=os.symlink)
             )
-            self._salvaged[_LINKED] = Donor("what symbolic links lead to", partial(lend, linked))
+            self.salvaged[_LINKED] = Donor("what symbolic links lead to", partial(lend, linked))
 
     async def _collect(self, tips: Collection[str]) -> Missing:
         """Ask donors for what is missing, in rounds while it gets less; answers what nobody had."""
         missing = await self._missing(tips)
-        if not missing:
-            return missing
-        donors = [
-            *await self._donors.all(tips),
-            *self._salvaged.values(),
-            *self._donors.damaged_packs(),
-        ]
+        donors = list(self.salvaged.values())
+        if missing:
+            donors = [*await self.donors.all(tips), *donors, *self.donors.damaged_packs()]
         while missing:
             left = await self._ask_each(donors, tips, missing)
             if left.all == missing.all:
@@ -231,18 +204,16 @@ class MirrorRepair:
             while missing:
                 self._tell(f"{len(missing.all)} objects are missing, ask {donor.name}")
                 try:
-                    async with donor.lend(missing) as repository:
-                        if not repository or not await self.transfer.take_missing(
-                            donor.name, repository, missing
-                        ):
+                    async with donor.lend(missing) as lent:
+                        take = self.transfer.take_missing
+                        if not lent or not await take(donor.name, lent, missing):
                             break
                 except (DiskFullError, StoppingError):
                     raise
                 except MirrordError as error:
-                    log.warning(
-                        "donor.failed", donor=donor.name, code=error.code, detail=error.message
-                    )
-                    self._donors.refusals[donor.name] = error.message
+                    facts = {"donor": donor.name, "code": error.code, "detail": error.message}
+                    log.warning("donor.failed", **facts)
+                    self.donors.refusals[donor.name] = error.message
                     break
                 missing = await self._missing(tips)
         return missing
@@ -253,17 +224,14 @@ class MirrorRepair:
     # -- the ref history ---------------------------------------------------------------------------
 
     async def _renew_history(self, refs: Mapping[str, str], plan: RefPlan) -> None:
-        """Record the refs as they are, on top of the newest history among the mirror's bundles.
-
-        No sync could go on without a record.
-        """
-        stand_in = Repository(self._donors.git, self.name, self.stand_in)
+        """Record the refs as they are, on top of the newest history among the mirror's bundles."""
+        stand_in = Repository(self.donors.git, self.name, self.stand_in)
         found: list[tuple[datetime, str, DonorBundle]] = []
-        for file in await self._donors.bundles():
+        for file in await self.donors.bundles():
             record = file.contents.history
             if record is None or not file.is_own:
                 continue
-            donor = self._donors.bundle(file)
+            donor = self.donors.bundle(file)
             if await self._ask_each([donor], {record}, await self._missing({record})):
                 continue
             try:
@@ -276,21 +244,20 @@ class MirrorRepair:
         name = bundle.name if bundle else None
         log.warning("history.lost", mirror=str(self.name), record=refs.get(HISTORY), bundle=name)
         parents, why = [record] if record else [], BEGUN_ANEW
-        self._history = "its records were lost, and no bundle has them; it begins anew"
+        self.history = "its records were lost, and no bundle has them; it begins anew"
         if bundle:
             kept = {f"{KEPT}{oid}": oid for oid in bundle.contents.kept}
             plan.restore |= {ref: oid for ref, oid in kept.items() if ref not in refs}
             why = "continued by a heal"
-            self._history = (
-                f"its records were lost; it goes on from those of {at:%Y-%m-%d} in {name}"
-            )
+            since = f"{at:%Y-%m-%d} in {name}"
+            self.history = f"its records were lost; it goes on from those of {since}"
         await self._write_history({**refs, **plan.restore}, plan, parents, why)
 
     async def _write_history(
         self, refs: Mapping[str, str], plan: RefPlan, parents: Sequence[str], why: str
     ) -> None:
         """Write a record of the refs, as the tip of the history."""
-        scratch = Repository(self._donors.git, self.name, self.work / "history")
+        scratch = Repository(self.donors.git, self.name, self.work / "history")
         await anyio.to_thread.run_sync(make_repository, scratch.path)
         borrow_from(scratch.path, self.stand_in)
         kept = {ref.removeprefix(KEPT) for ref in refs if ref.startswith(KEPT)}
@@ -310,7 +277,7 @@ class MirrorRepair:
         if bad.kind is FileKind.LOOSE:
             return bad.path.removeprefix("objects/").replace("/", "") not in unhealed
         file = self.git_dir / bad.path
-        return file.stem in self._salvaged or not may_hold(file, unhealed)
+        return file.stem in self.salvaged or not may_hold(file, unhealed)
 
     def _replaced_refs(self, found: RefFiles, plan: RefPlan) -> list[BadFile]:
         """The files that restoring refs writes over, kept like every file that goes."""
@@ -324,10 +291,7 @@ class MirrorRepair:
         return bad
 
     def _outdated(self, going: Collection[BadFile], missing: Missing) -> Iterator[BadFile]:
-        """What git derived from packs that go, and from commits that nobody has.
-
-        Maintenance writes it again.
-        """
+        """What git derived from packs that go and commits that nobody has; it can do so again."""
         listed = {bad.path for bad in going}
         objects = self.git_dir / "objects"
         files: list[Path] = []
@@ -340,5 +304,4 @@ class MirrorRepair:
         for file in files:
             path = str(file.relative_to(self.git_dir))
             if file.is_file() and path not in listed:
-                reason = "it names what goes, or what nobody has"
-                yield BadFile(path, FileKind.DERIVED, reason)
+                yield BadFile(path, FileKind.DERIVED, "it names what goes, or what nobody has")

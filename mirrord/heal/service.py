@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -39,41 +40,31 @@ from .repair import MirrorRepair
 log = structlog.get_logger()
 
 
+@dataclass(kw_only=True, eq=False)
 class Heals:
     """Repairs mirrors. `step` is called before each change of a mirror."""
 
-    def __init__(
-        self,
-        *,
-        settings: Callable[[], Settings],
-        mirrors: Mirrors,
-        catalog: Catalog,
-        git: Git,
-        workers: Workers,
-        events: Events,
-        clock: Callable[[], float] = time.monotonic,
-        step: Step = lambda _name: None,
-    ) -> None:
-        self._layout = Layout(settings().state_dir)
-        self._mirrors = mirrors
-        self._catalog = catalog
-        self._git = git
-        self._workers = workers
-        self._events = events
-        self._clock = clock
-        self._step = step
-        self._lent: list[Path] = []
-        self._open: dict[str, tuple[MirrorName, Backoff, float]] = {}  # and when to try again
+    settings: Callable[[], Settings]
+    mirrors: Mirrors
+    catalog: Catalog
+    git: Git
+    workers: Workers
+    events: Events
+    clock: Callable[[], float] = time.monotonic
+    step: Step = lambda _name: None
+    _lent: list[Path] = field(default_factory=list, init=False)
+    # mirrors that a heal left open, by key, and when to try again
+    _open: dict[str, tuple[MirrorName, Backoff, float]] = field(default_factory=dict, init=False)
 
     async def open(self) -> None:
         """Take up what the last heals before the start left open."""
         settled: set[str] = set()
-        for audit in await self._catalog.list_audits():
+        for audit in await self.catalog.list_audits():
             ends = _ends(audit)
             for mirror in ends.keys() - settled:
                 if ends[mirror]:
                     name = MirrorName.parse(mirror)
-                    self._open[name.key] = (name, _backoff(), self._clock())
+                    self._open[name.key] = (name, _backoff(), self.clock())
             settled |= ends.keys()
 
     def settle(self, audit: Audit) -> None:
@@ -84,7 +75,7 @@ class Heals:
 
     def due(self) -> list[MirrorName]:
         """Mirrors whose last heal left something open and whose time has come."""
-        now = self._clock()
+        now = self.clock()
         return [name for name, _, at in self._open.values() if at <= now]
 
     @contextmanager
@@ -116,7 +107,7 @@ class Heals:
             self._postpone(name)
         else:
             self._open.pop(name.key, None)
-        self._events.publish(
+        self.events.publish(
             "mirror.repaired",
             mirror=str(name),
             objects=sum(repair.objects.values()),
@@ -128,67 +119,65 @@ class Heals:
 
     def _postpone(self, name: MirrorName) -> None:
         _, backoff, _ = self._open.get(name.key, (name, _backoff(), math.inf))
-        self._open[name.key] = (name, backoff, self._clock() + backoff.next().total_seconds())
+        self._open[name.key] = (name, backoff, self.clock() + backoff.next().total_seconds())
 
     # -- one mirror --------------------------------------------------------------------------------
 
     async def _repair(self, judged: Judged, progress: ProgressSink | None) -> Repair:
-        row = await self._catalog.find_mirror(judged.name.key)
-        if row is None and not await self._catalog.list_recorded(judged.name.key):
+        row = await self.catalog.find_mirror(judged.name.key)
+        if row is None and not await self.catalog.list_recorded(judged.name.key):
             return Repair(mirror=str(judged.name))  # it was removed since the audit looked
-        row = row or await self._mirrors.add(judged.name.repo)
+        row = row or await self.mirrors.add(judged.name.repo)
         refused = await self._make_again(row, progress)
-        async with self._mirrors.lock(row.name), self._mirrors.quarantine.directory("heal") as work:
-            pinned = {pin.commit for pin in await self._catalog.list_pins(row.name.key)}
+        async with self.mirrors.lock(row.name), self.mirrors.quarantine.directory("heal") as work:
+            pinned = {pin.commit for pin in await self.catalog.list_pins(row.name.key)}
             donors = Donors(
-                git=self._git,
-                workers=self._workers,
-                mirrors=self._mirrors,
-                layout=self._layout,
+                git=self.git,
+                workers=self.workers,
+                mirrors=self.mirrors,
+                layout=Layout(self.settings().state_dir),
                 row=row,
-                names=[other.name for other in await self._catalog.list_mirrors()],
+                names=[other.name for other in await self.catalog.list_mirrors()],
                 lent=tuple(self._lent),
                 work=work,
                 progress=progress,
             )
             repair = await MirrorRepair(
                 donors,
-                self._mirrors.path(row.name),
+                self.mirrors.path(row.name),
                 recorded=pinned | {recorded.commit for recorded in judged.rows},
                 suspects=judged.examined.defects,
-                step=self._step,
+                step=self.step,
             ).perform()
             if refused and not repair.objects:
-                await self._mirrors.quarantine.discard(self._mirrors.path(row.name))
+                await self.mirrors.quarantine.discard(self.mirrors.path(row.name))
                 raise refused
             # a history that could not be had whole is the one there is
             known = None if repair.history else row.history
-            columns = await columns_of(self._mirrors.repository(row.name), known)
-            await self._catalog.update_mirror(row.name.key, **columns)
-        await self._mirrors.restore_pins(row.name)
+            columns = await columns_of(self.mirrors.repository(row.name), known)
+            await self.catalog.update_mirror(row.name.key, **columns)
+        await self.mirrors.restore_pins(row.name)
         return repair
 
     async def _make_again(
         self, row: MirrorRow, progress: ProgressSink | None
     ) -> UpstreamError | None:
         """Make a mirror that is gone from upstream; or empty, and answer why, for other donors."""
-        path = self._mirrors.path(row.name)
+        path = self.mirrors.path(row.name)
         if os.path.lexists(path) and not path.is_dir():
             bad = BadFile(path.name, FileKind.LAYOUT, "it is no directory")
-            root = self._mirrors.quarantine.root
-            async with self._mirrors.lock(row.name):
-                damaged = await to_thread.run_sync(
-                    DamagedFiles.begin, root, row.name, path.parent, [bad]
-                )
+            root = self.mirrors.quarantine.root
+            async with self.mirrors.lock(row.name):
+                damaged = await to_thread.run_sync(DamagedFiles, root, row.name, path.parent, [bad])
                 await to_thread.run_sync(damaged.move, bad.path)
         if path.exists():
             return None
         try:
-            await self._mirrors.sync(row.name, progress)
+            await self.mirrors.sync(row.name, progress)
         except UpstreamError as error:
             if row.history is None:
                 raise
-            await self._mirrors.make_empty(row.name)
+            await self.mirrors.make_empty(row.name)
             return error
         return None
 
