@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,7 +70,7 @@ class BackgroundWork:
         async def run(progress: ProgressSink) -> dict[str, Any]:
             result = await self.mirrors.sync(name, progress, accept_loss=accept_loss)
             pinned = await self.datasets.repin(name)  # commits that upstream lacked the last time
-            return {**result.as_dict(), "pinned": pinned}
+            return replace(result, pinned=pinned).to_json()
 
         return self.operations.start(kind, str(name), run, owner_uid=owner_uid)
 
@@ -95,9 +95,9 @@ class BackgroundWork:
             result = await self.bundles.import_file(
                 path, mirror=mirror, owner_uid=owner_uid, progress=progress
             )
-            self.datasets.rows_changed(result["datasets"])
+            self.datasets.rows_changed(result.datasets)
             await self.on_mirrors_changed()
-            return result
+            return result.to_json()
 
         return await self._start_with(path, "bundle.import", mirror or "a bundle", run, owner_uid)
 

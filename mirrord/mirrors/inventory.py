@@ -80,25 +80,90 @@ class Inventory:
         self._unclean: dict[str, MirrorName] = {}
 
     async def open(self) -> None:
-        """Finish or remove what a crash left, then bring disk and catalog in line."""
+        """Finish or remove what a crash left, and bring the catalog in line with the disk.
+
+        Mirrors for which that fails are marked as failed, and stop no other.
+        """
         for directory in (self._root, self.quarantine.root):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self.quarantine.clean()
-        for path in await to_thread.run_sync(lambda: list(self._root.iterdir())):
-            # work on a removed mirror may leave a directory: adopted, it would be damaged for ever
-            if Repository(self._git, MirrorName("", path.name), path).is_stub():
-                log.warning("mirror.stub_removed", path=path.name)
-                await self.quarantine.discard(path)
-        failed = await reconcile_all(
-            self._catalog,
-            self._root,
-            self.repository,
-            lambda name: default_url(self._settings(), name),
-        )
-        self._unclean = {name.key: name for name in failed}
-        rows = await self._catalog.list_mirrors()
-        self._names = {row.name.key: row.name for row in rows}
-        self._unsynced = {row.name.key: str(row.error["detail"]) for row in rows if row.error}
+        rows = {row.name.key: row for row in await self._catalog.list_mirrors()}
+        gone = dict(rows)
+        limiter = anyio.CapacityLimiter(_AT_ONCE)
+        async with anyio.create_task_group() as tasks:
+            for path in sorted(self._root.iterdir()):
+                # work on a removed mirror may leave a directory: adopted, it would be damaged
+                if Repository(self._git, MirrorName("", path.name), path).is_stub():
+                    log.warning("mirror.stub_removed", path=path.name)
+                    await self.quarantine.discard(path)
+                    continue
+                try:
+                    name = MirrorName.parse(path.name)
+                except InvalidNameError:
+                    log.warning("mirror.ignored", path=path.name)
+                    continue
+                gone.pop(name.key, None)
+                if name.key not in rows:
+                    url = default_url(self._settings(), name)
+                    await self._catalog.put_mirror(
+                        MirrorRow(name=name, url=url, added_at=utc_now())
+                    )
+                    log.warning("mirror.adopted", mirror=str(name))
+                tasks.start_soon(self._reconcile_at_start, name, limiter)
+        for row in gone.values():  # never synced, or deleted by hand: the next sync clones it
+            for pin in await self._catalog.list_pins(row.name.key):
+                if not stands_alone(pin):
+                    await self._catalog.delete_pins(row.name.key, [pin.commit], pin.owner)
+            if row.synced_at is not None:
+                log.warning("mirror.gone", mirror=str(row.name))
+                state = dict.fromkeys(("synced_at", "ref_count", "kept_count", "size_bytes"))
+                await self._catalog.update_mirror(row.name.key, **state)
+        listed = await self._catalog.list_mirrors()
+        self._names = {row.name.key: row.name for row in listed}
+        self._unsynced = {row.name.key: str(row.error["detail"]) for row in listed if row.error}
+
+    async def _reconcile_at_start(self, name: MirrorName, limiter: anyio.CapacityLimiter) -> None:
+        problem: MirrordError | None = None
+        fact = None
+        try:
+            async with limiter:
+                await self._reconcile(self.repository(name))
+                return
+        except (DamagedMirrorError, GitFailedError) as error:
+            fact = error.message.partition(": ")[2]
+        except (NotADirectoryError, IsADirectoryError) as error:
+            fact = str(error.strerror)
+        except MirrordError as error:
+            problem = error
+        except OSError as error:
+            problem = host_error(error, f"open mirror {name}")
+            if problem is None:
+                raise
+        if problem is None:
+            problem = DamagedMirrorError(
+                f"cannot open mirror {name}: {fact}", hint=f"`mirrord heal {name}` repairs it"
+            )
+        self._unclean[name.key] = name
+        await self._catalog.update_mirror(name.key, error=problem.problem())
+        log.warning("mirror.damaged", mirror=str(name), code=problem.code, detail=problem.message)
+
+    async def _reconcile(self, repository: Repository) -> None:
+        """Finish what was interrupted in one mirror, and bring its rows in line.
+
+        No git of ours runs in it, at the start or under its lock: stale files are those that no
+        process holds, however young they are.
+        """
+        key = repository.name.key
+        # first: a stale lock would stop the rest
+        await to_thread.run_sync(remove_stale_files, repository.path, timedelta())
+        await self.pins.settle(repository)
+        await repair_incomplete_packs(repository)
+        await recover(repository)
+        await unmark(repository)
+        await adopt_pins(self._catalog, repository)
+        row = await self._catalog.find_mirror(key)
+        if row is not None and row.history is None:
+            await self._catalog.update_mirror(key, **await columns_of(repository, None))
 
     def get_name(self, text: str) -> MirrorName:
         """The name of a mirror by any spelling, from memory; raises MirrorNotFoundError."""
@@ -126,8 +191,8 @@ class Inventory:
     async def lock(self, name: MirrorName) -> AsyncIterator[None]:
         """Exclude syncs, pins, maintenance, heals and removal of one mirror.
 
-        Where the block fails, `clean_up` reconciles the mirror: a git lock, half a pack, a journal or a
-        ref without its row may be left. An UpstreamError leaves nothing.
+        Where the block fails, `clean_up` reconciles the mirror: a git lock, half a pack, a journal
+        or a ref without its row may be left. An UpstreamError leaves nothing.
         """
         async with self._locks.setdefault(name.key, anyio.Lock()):
             try:
@@ -149,12 +214,8 @@ class Inventory:
             try:
                 async with self.lock(name):
                     self._unclean.pop(name.key, None)
-                    repository = self.repository(name)
-                    if repository.path.exists():
-                        # first: a stale lock would stop what is pending
-                        await to_thread.run_sync(remove_stale_files, repository.path, timedelta())
-                        await self.pins.settle(repository)
-                        await reconcile(self._catalog, repository)
+                    if self.path(name).exists():
+                        await self._reconcile(self.repository(name))
                         log.info("mirror.reconciled", mirror=str(name))
             except StoppingError:
                 raise
@@ -241,93 +302,6 @@ class Inventory:
             yield building
             building.path.rename(self.path(name))
             await to_thread.run_sync(sync_directory, self._root)
-
-
-async def reconcile_all(
-    catalog: Catalog,
-    root: Path,
-    repository: Callable[[MirrorName], Repository],
-    default_url: Callable[[MirrorName], str],
-) -> list[MirrorName]:
-    """Bring disk and catalog in line; mirrors that cannot be are marked as failed, and answered."""
-    rows = {row.name.key: row for row in await catalog.list_mirrors()}
-    on_disk = []
-    for path in sorted(root.iterdir()):
-        try:
-            on_disk.append(MirrorName.parse(path.name))
-        except InvalidNameError:
-            log.warning("mirror.ignored", path=path.name)
-    for name in on_disk:
-        if name.key not in rows:
-            row = MirrorRow(name=name, url=default_url(name), added_at=utc_now())
-            await catalog.put_mirror(row)
-            log.warning("mirror.adopted", mirror=str(name))
-    limiter = anyio.CapacityLimiter(_AT_ONCE)
-    failed: list[MirrorName] = []
-
-    async def work(name: MirrorName) -> None:
-        async with limiter:
-            problem = await _try_to_reconcile(catalog, repository(name))
-        if problem is not None:
-            failed.append(name)
-            await catalog.update_mirror(name.key, error=problem.problem())
-            detail = problem.message
-            log.warning("mirror.damaged", mirror=str(name), code=problem.code, detail=detail)
-
-    async with anyio.create_task_group() as group:
-        for name in on_disk:
-            group.start_soon(work, name)
-    for key in rows.keys() - {name.key for name in on_disk}:
-        await _reset_row(catalog, rows[key])
-    return failed
-
-
-async def _try_to_reconcile(catalog: Catalog, repository: Repository) -> MirrordError | None:
-    name = repository.name
-    try:
-        await reconcile(catalog, repository)
-        return None
-    except (DamagedMirrorError, GitFailedError) as error:
-        fact = error.message.partition(": ")[2]
-    except (NotADirectoryError, IsADirectoryError) as error:
-        fact = str(error.strerror)
-    except MirrordError as error:
-        return error
-    except OSError as error:
-        if (found := host_error(error, f"open mirror {name}")) is None:
-            raise
-        return found
-    return DamagedMirrorError(
-        f"cannot open mirror {name}: {fact}", hint=f"`mirrord heal {name}` repairs it"
-    )
-
-
-async def reconcile(catalog: Catalog, repository: Repository) -> None:
-    """Finish what was interrupted in one mirror, and bring its rows in line.
-
-    The caller holds the mirror's lock, or the daemon starts: no git of ours runs in it, so stale
-    files are those that no process holds, however young they are.
-    """
-    await to_thread.run_sync(remove_stale_files, repository.path, timedelta())
-    await repair_incomplete_packs(repository)
-    await recover(repository)
-    await unmark(repository)
-    await adopt_pins(catalog, repository)
-    row = await catalog.find_mirror(repository.name.key)
-    if row is not None and row.history is None:
-        columns = await columns_of(repository, None)
-        await catalog.update_mirror(repository.name.key, **columns)
-
-
-async def _reset_row(catalog: Catalog, row: MirrorRow) -> None:
-    """For a mirror without a directory: never synced, or deleted by hand. A sync clones it."""
-    for pin in await catalog.list_pins(row.name.key):
-        if not stands_alone(pin):
-            await catalog.delete_pins(row.name.key, [pin.commit], pin.owner)
-    if row.synced_at is not None:
-        log.warning("mirror.gone", mirror=str(row.name))
-        state = dict.fromkeys(("synced_at", "ref_count", "kept_count", "size_bytes"))
-        await catalog.update_mirror(row.name.key, **state)
 
 
 def _shown(row: MirrorRow, pin_count: int) -> Mirror:

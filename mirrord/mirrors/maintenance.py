@@ -111,7 +111,7 @@ async def repair_incomplete_packs(repository: Repository) -> None:
             continue
         for file in await to_thread.run_sync(list, directory.glob(f"{stem.name}.*")):
             file.unlink(missing_ok=True)
-            log.info("leftover.removed", path=str(file.relative_to(repository.path.parent)))
+            log.info("stale_file.removed", path=str(file.relative_to(repository.path.parent)))
 
 
 def size_bytes(path: Path) -> int:

@@ -23,7 +23,7 @@ from ..git.batch import object_info
 from ..model import CommitId, shown, utc_now
 from .bisect import find_bad
 from .repository import PINS, Refs, Repository
-from .transaction import Transaction, commit, recover
+from .transaction import commit, recover
 
 _OWNER = re.compile(r"dataset/[A-Za-z0-9][A-Za-z0-9._-]{0,99}|person/\d{1,10}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -210,11 +210,8 @@ class Pins:
         """Write refs, then rows; where the rows cannot be written no ref stays."""
         present = await repository.all_refs()
         fresh = frozenset(row.commit for row in rows if pin_ref(owner, row.commit) not in present)
-        transaction = Transaction()
-        for commit_id in fresh:
-            transaction.create(pin_ref(owner, commit_id), commit_id)
         with anyio.CancelScope(shield=True):
-            await commit(repository, transaction)
+            await commit(repository, {pin_ref(owner, oid): (None, oid) for oid in fresh})
             try:
                 await self._catalog.put_pins(rows)
             except Exception:
@@ -251,8 +248,5 @@ async def _delete_refs(repository: Repository, commits: Collection[CommitId], ow
     if not repository.path.exists():
         return
     present = await repository.all_refs()
-    transaction = Transaction()
-    for commit_id in commits:
-        if pin_ref(owner, commit_id) in present:
-            transaction.delete(pin_ref(owner, commit_id), commit_id)
-    await commit(repository, transaction)
+    refs = {pin_ref(owner, oid): oid for oid in commits}
+    await commit(repository, {ref: (oid, None) for ref, oid in refs.items() if ref in present})

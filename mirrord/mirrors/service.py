@@ -40,6 +40,7 @@ from ..protocol import (
     ProgressSink,
     RefDiff,
     RefRecord,
+    Synced,
 )
 from . import history
 from .coalesce import Coalescer, SharedWork
@@ -49,7 +50,7 @@ from .maintenance import maintain, size_bytes
 from .pins import check_owner
 from .refs import is_followed
 from .repository import Repository
-from .sync import SyncResult, move_refs, sync
+from .sync import move_refs, sync
 from .upstream import Hosts, Upstream, parse_upstream, upstream_url
 
 _RESOLVE_TIMEOUT = timedelta(seconds=30)
@@ -73,7 +74,7 @@ class Mirrors(Inventory):
         super().__init__(settings=settings, git=git, catalog=catalog, events=events, trash=trash)
         self._workers = workers
         self._hosts = Hosts(concurrency=lambda: settings().sync.concurrency)
-        self._syncs: Coalescer[SyncResult] = Coalescer()
+        self._syncs: Coalescer[Synced] = Coalescer()
 
     async def close(self) -> None:
         """Cancel running syncs; each leaves its mirror as it was."""
@@ -83,7 +84,7 @@ class Mirrors(Inventory):
 
     async def sync(
         self, name: MirrorName, progress: ProgressSink | None = None, *, accept_loss: bool = False
-    ) -> SyncResult:
+    ) -> Synced:
         """Bring a mirror up to date with its upstream; joins a sync that has not asked it yet.
 
         Raises an UpstreamError, which is also recorded in the row: an UpstreamLossError where
@@ -96,11 +97,11 @@ class Mirrors(Inventory):
         )
 
     async def _sync(
-        self, name: MirrorName, work: SharedWork[SyncResult], *, accept_loss: bool
-    ) -> SyncResult:
+        self, name: MirrorName, work: SharedWork[Synced], *, accept_loss: bool
+    ) -> Synced:
         started_at = utc_now()
 
-        async def run(row: MirrorRow, repository: Repository, *, accept_loss: bool) -> SyncResult:
+        async def run(row: MirrorRow, repository: Repository, *, accept_loss: bool) -> Synced:
             fetcher = self._fetcher(repository, parse_upstream(row.url), work.report)
             known = {str(fault["commit"]): str(fault["reason"]) for fault in row.ref_faults}
             patterns = self._settings().upstream.refs
@@ -149,7 +150,7 @@ class Mirrors(Inventory):
         )
         return result
 
-    async def _record(self, row: MirrorRow, result: SyncResult) -> None:
+    async def _record(self, row: MirrorRow, result: Synced) -> None:
         self._unsynced.pop(row.name.key, None)
         now = utc_now()
         columns = {"ref_count": result.ref_count, "kept_count": result.kept_count}

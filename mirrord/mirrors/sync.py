@@ -8,49 +8,19 @@ sync that finds nothing new writes nothing. The caller holds the mirror's lock.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from ..errors import MirrordError, UpstreamLossError
 from ..model import MirrorName
-from ..protocol import RefChange, RefFault
+from ..protocol import RefChange, RefFault, Synced
 from .fetch import Fetcher
 from .history import classify, read_kept, write_record
 from .refs import Offer, compare, directories_of, summarise, theirs
 from .repository import HISTORY, KEPT, Refs, Repository
-from .transaction import Transaction, commit, recover
+from .transaction import Moves, commit, recover
 
 _SHOWN_CHANGES = 1000
 _USUAL_HEADS = ("refs/heads/main", "refs/heads/master")
 _FEW = 10  # a small project that tidies up is no accident
-
-
-@dataclass(frozen=True, slots=True)
-class SyncResult:
-    """What one sync did. `changes` is cut at a thousand; `summary` counts all."""
-
-    mirror: str
-    changed: bool
-    summary: str
-    ref_count: int
-    kept_count: int
-    default_branch: str | None
-    changes: list[RefChange] = field(default_factory=list)
-    faults: list[RefFault] = field(default_factory=list)
-    redirected_to: str | None = None
-
-    def as_dict(self) -> dict[str, object]:
-        """JSON values, for the result of an operation."""
-        return {
-            "mirror": self.mirror,
-            "changed": self.changed,
-            "summary": self.summary,
-            "ref_count": self.ref_count,
-            "kept_count": self.kept_count,
-            "default_branch": self.default_branch,
-            "changes": [change.to_json() for change in self.changes],
-            "faults": [fault.to_json() for fault in self.faults],
-            "redirected_to": self.redirected_to,
-        }
 
 
 async def sync(
@@ -59,7 +29,7 @@ async def sync(
     *,
     known_faults: Mapping[str, str] | None = None,
     accept_loss: bool = False,
-) -> SyncResult:
+) -> Synced:
     """Bring the mirror up to date; single bad refs become faults.
 
     `known_faults` are objects that upstream could not give last time, with the reason: they are
@@ -94,7 +64,7 @@ async def sync(
     head = await _move(repository, target, offer.head, present, changes, why=why)
     kept = {ref for ref in present if ref.startswith(KEPT)}
     kept |= {f"{KEPT}{change.old}" for change in changes if change.kept}
-    return SyncResult(
+    return Synced(
         mirror=str(repository.name),
         changed=bool(changes),
         summary=summarise(changes),
@@ -183,20 +153,18 @@ async def _move(
     head = next((ref for ref in choices if ref in target), None)
     if not changes and head in {None, now}:
         return head
-    transaction = Transaction(head=head if head != now else None)
-    for change in changes:
-        transaction.move(change.ref, change.old, change.new)
-        if change.kept and change.old and f"{KEPT}{change.old}" not in present:
-            transaction.create(f"{KEPT}{change.old}", change.old)
+    moves: Moves = {change.ref: (change.old, change.new) for change in changes}
+    left = {f"{KEPT}{change.old}": change.old for change in changes if change.kept and change.old}
+    moves |= {ref: (None, oid) for ref, oid in left.items() if ref not in present}
     parent = present.get(HISTORY)
     # also those that only the last record has: a kept ref that was removed by hand is to be missed
     kept = await read_kept(repository, parent)
-    named = [*present, *transaction.moves]
+    named = [*present, *moves]
     kept |= {ref.removeprefix(KEPT) for ref in named if ref.startswith(KEPT)}
     parents = [parent] if parent else []
     record = await write_record(
         repository, target, head, changes, kept=kept, parents=parents, why=why
     )
-    transaction.move(HISTORY, parent, record)
-    await commit(repository, transaction)
+    moves[HISTORY] = (parent, record)
+    await commit(repository, moves, head if head != now else None)
     return head

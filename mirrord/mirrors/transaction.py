@@ -9,7 +9,6 @@ an object that is missing.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,51 +29,35 @@ Moves = dict[str, tuple[str | None, str | None]]
 log = structlog.get_logger()
 
 
-@dataclass(slots=True)
-class Transaction:
-    """Moves to make together. `head` is the new target of HEAD, where that changes too."""
-
-    moves: Moves = field(default_factory=dict)
-    head: str | None = None
-
-    def create(self, ref: str, new: str) -> None:
-        self.moves[ref] = (None, new)
-
-    def move(self, ref: str, old: str | None, new: str | None) -> None:
-        self.moves[ref] = (old, new)
-
-    def delete(self, ref: str, old: str) -> None:
-        self.moves[ref] = (old, None)
-
-    def text(self) -> str:
-        """The moves as `git update-ref --stdin` reads them; HEAD on a line of its own."""
-        return _text(self.moves) + (f"head {self.head}\n" if self.head else "")
-
-
-def _text(moves: Moves) -> str:
+def journal_text(moves: Moves, head: str | None = None) -> str:
+    """Moves as `git update-ref --stdin` reads them, sorted; HEAD on a line of its own."""
     lines = []
     for ref, (old, new) in sorted(moves.items()):
         if new is None:
             lines.append(f"delete {ref} {old}\n")
         else:
             lines.append(f"create {ref} {new}\n" if old is None else f"update {ref} {new} {old}\n")
-    return "".join(lines)
+    return "".join([*lines, f"head {head}\n" if head else ""])
 
 
-async def commit(repository: Repository, transaction: Transaction) -> None:
-    """Make all moves, or none on an error. What a killed git began is finished."""
-    if not transaction.moves and transaction.head is None:
+async def commit(repository: Repository, moves: Moves, head: str | None = None) -> None:
+    """Make all moves, or none on an error. What a killed git began is finished.
+
+    `head` is the new target of HEAD, where that changes too.
+    """
+    if not moves and head is None:
         return
     await recover(repository)  # an old journal names tips to keep: it must not be overwritten
     journal = repository.path / JOURNAL
+    text = journal_text(moves, head)
     before = await repository.all_refs()
     try:
         async with removed_on_failure(repository.path):
-            await to_thread.run_sync(write_durably, journal, transaction.text().encode())
-            if transaction.moves:
-                await _apply(repository, transaction.moves)
-            if transaction.head:
-                await repository.set_head(transaction.head)
+            await to_thread.run_sync(write_durably, journal, text.encode())
+            if moves:
+                await _apply(repository, moves)
+            if head:
+                await repository.set_head(head)
     except Exception:
         if await repository.all_refs() != before:
             await recover(repository)
@@ -133,7 +116,7 @@ async def _update(repository: Repository, moves: Moves) -> None:
     many = len(moves) >= _MANY
     done = await repository.run(
         *(("-c", "core.fsync=none") if many else ()), "update-ref", "--stdin",
-        stdin=f"start\n{_text(moves)}prepare\ncommit\n".encode(),
+        stdin=f"start\n{journal_text(moves)}prepare\ncommit\n".encode(),
         doing=f"move refs of mirror {repository.name}",
     )  # fmt: skip
     if done.stderr:  # git only warns of a lock that it cannot remove, and the next git stops at it

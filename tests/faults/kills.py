@@ -151,7 +151,7 @@ def _told(log: str) -> str:
     """What the start says it cleaned up."""
     told = {
         "quarantine.cleaned": "quarantine emptied",
-        "leftover.removed": "locks and temporary files removed",
+        "stale_file.removed": "locks and temporary files removed",
         "transaction.recovered": "the ref transaction finished",
         "mirror.adopted": "the mirror adopted",
         "leftovers.removed": "a half-built store removed",

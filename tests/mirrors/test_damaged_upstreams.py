@@ -19,9 +19,10 @@ from mirrord.host.trash import Trash
 from mirrord.mirrors.fetch import INCOMING, Fetcher
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.mirrors.repository import KEPT, Repository
-from mirrord.mirrors.sync import SyncResult, sync
+from mirrord.mirrors.sync import sync
 from mirrord.mirrors.upstream import parse_upstream
 from mirrord.model import MirrorName
+from mirrord.protocol import Synced
 
 COMMITS = 60
 STRUCK = 44
@@ -144,10 +145,10 @@ class Site:
         )
         anyio.run(self.mirror.create)
 
-    def sync(self, url: str, former: SyncResult | None = None) -> SyncResult:
+    def sync(self, url: str, former: Synced | None = None) -> Synced:
         known = {fault.commit: fault.reason for fault in former.faults} if former else {}
 
-        async def body() -> SyncResult:
+        async def body() -> Synced:
             fetcher = Fetcher(
                 self.mirror, parse_upstream(url), self.quarantine, timedelta(seconds=60)
             )
@@ -239,7 +240,7 @@ def test_refs_that_get_whole_later_arrive_then(
     )
 
 
-def _must_have_all_but_the_lost(site: Site, case: Case, result: SyncResult) -> None:
+def _must_have_all_but_the_lost(site: Site, case: Case, result: Synced) -> None:
     assert {fault.ref for fault in result.faults} == case.lost
     assert all(fault.reason for fault in result.faults)
     there = {

@@ -19,10 +19,11 @@ from mirrord.mirrors.fetch import INCOMING, Fetcher
 from mirrord.mirrors.history import diff_records, list_records, read_refs
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.mirrors.repository import HISTORY, KEPT, Repository
-from mirrord.mirrors.sync import SyncResult, sync
-from mirrord.mirrors.transaction import JOURNAL, Transaction, commit, recover
+from mirrord.mirrors.sync import sync
+from mirrord.mirrors.transaction import JOURNAL, Moves, commit, journal_text, recover
 from mirrord.mirrors.upstream import parse_upstream
 from mirrord.model import MirrorName
+from mirrord.protocol import Synced
 
 HEADS_AND_TAGS = ("refs/heads/*", "refs/tags/*")
 Body = Callable[[], Awaitable[object]]
@@ -41,8 +42,8 @@ class Site:
         self.mirror.path.parent.mkdir()
         anyio.run(self.mirror.create)
 
-    def sync(self, *patterns: str, url: str | None = None) -> SyncResult:
-        async def body() -> SyncResult:
+    def sync(self, *patterns: str, url: str | None = None) -> Synced:
+        async def body() -> Synced:
             upstream = parse_upstream(url or self.upstream.url)
             fetcher = Fetcher(self.mirror, upstream, self.quarantine, timedelta(seconds=30))
             return await sync(fetcher, patterns or HEADS_AND_TAGS)
@@ -326,11 +327,9 @@ def test_a_refused_transaction_moves_nothing(site: Site) -> None:
     site.sync()
     before = site.refs()
     head = before["refs/heads/main"]
-    transaction = Transaction()
-    transaction.create("refs/heads/new", head)
-    transaction.move("refs/heads/main", "1" * 40, head)
+    moves: Moves = {"refs/heads/new": (None, head), "refs/heads/main": ("1" * 40, head)}
     with pytest.raises(MirrordError):
-        anyio.run(commit, site.mirror, transaction)
+        anyio.run(commit, site.mirror, moves)
     assert site.refs() == before
     assert not (site.mirror.path / JOURNAL).exists()
 
@@ -340,10 +339,9 @@ def test_an_interrupted_transaction_is_finished(site: Site, moved: int) -> None:
     """A crash after any number of moves: the next start makes the rest."""
     site.sync()
     head = site.refs()["refs/heads/main"]
-    transaction = Transaction()
-    transaction.create("refs/heads/a/b", head)
-    transaction.delete("refs/tags/v1", site.refs()["refs/tags/v1"])
-    (site.mirror.path / JOURNAL).write_text(transaction.text(), encoding="utf-8")
+    tag = site.refs()["refs/tags/v1"]
+    moves: Moves = {"refs/heads/a/b": (None, head), "refs/tags/v1": (tag, None)}
+    (site.mirror.path / JOURNAL).write_text(journal_text(moves), encoding="utf-8")
     for command in (["update-ref", "refs/heads/a/b", head], ["update-ref", "-d", "refs/tags/v1"])[
         :moved
     ]:

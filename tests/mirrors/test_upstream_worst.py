@@ -20,9 +20,9 @@ from mirrord.errors import (
     UpstreamNotFoundError,
 )
 from mirrord.mirrors.refs import Offer
-from mirrord.mirrors.sync import SyncResult, must_not_vanish
+from mirrord.mirrors.sync import must_not_vanish
 from mirrord.model import CommitId
-from mirrord.protocol import RefFault, RefRecord
+from mirrord.protocol import RefFault, RefRecord, Synced
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ class Story:
         self.commits = sorted({CommitId(line[:40]) for line in lines})
         assert await self.it.mirrors.pin(NAME, self.commits, owner="dataset/d", reason="test") == {}
 
-    async def sync(self, *, accept_loss: bool = False) -> SyncResult | MirrordError:
+    async def sync(self, *, accept_loss: bool = False) -> Synced | MirrordError:
         try:
             return await self.it.mirrors.sync(NAME, accept_loss=accept_loss)
         except MirrordError as error:
@@ -92,7 +92,7 @@ def test_what_a_mirror_follows_loses_nothing(
         await story.begin()
         misfortune(upstream, forge)
         result = await story.sync()
-        assert isinstance(result, SyncResult), result
+        assert isinstance(result, Synced), result
         if misfortune is misfortunes.redirect:
             assert result.redirected_to == f"{forge.url}/owner+name-new/.git"
             assert it.events.counts["mirror.redirected"] == 1
@@ -168,13 +168,13 @@ def test_an_accepted_loss_is_followed_and_kept(
         assert isinstance(refused, MirrordError)
         assert "--accept-loss" in (refused.hint or "")
         result = await story.sync(accept_loss=True)
-        assert isinstance(result, SyncResult), result
+        assert isinstance(result, Synced), result
         shown = await it.mirrors.describe(NAME)
         assert shown.state == "ready"
         assert (shown.kept_count or 0) >= BRANCHES - 1
         latest: RefRecord = (await it.mirrors.refs_log(NAME))[0]
         assert latest.summary.startswith("sync, loss accepted: ")
-        assert isinstance(await story.sync(), SyncResult)
+        assert isinstance(await story.sync(), Synced)
         await story.end()
         records = await it.mirrors.refs_log(NAME)
         diff = await it.mirrors.refs_restore(NAME, records[-1].id)
@@ -192,7 +192,7 @@ def test_a_small_project_may_tidy_up(house: Builder, upstream: Upstream, forge: 
         story = Story(it, upstream, forge)
         await story.begin()
         upstream.git("branch", "-D", *(f"topic{n}" for n in range(5)))
-        assert isinstance(await story.sync(), SyncResult)
+        assert isinstance(await story.sync(), Synced)
         await story.end()
 
     house.run(body)

@@ -17,7 +17,7 @@ from ..history import BEGUN_ANEW, EVERY_RECORD, list_records, read_kept, read_re
 from ..pins import pin_ref, read_pins
 from ..refs import directories_of, drop_shadowed, is_followed, theirs
 from ..repository import HISTORY, KEPT, OURS, Refs, Repository
-from ..transaction import Transaction
+from ..transaction import Moves
 
 RECORDS = "refs/mirrord/records/"
 
@@ -73,7 +73,7 @@ class MergePlan:
     """`target` is where the refs that follow upstream will be."""
 
     target: Refs
-    transaction: Transaction = field(default_factory=Transaction)
+    moves: Moves = field(default_factory=dict)
     changes: list[RefChange] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
 
@@ -99,14 +99,14 @@ async def plan_merge(
             plan.changes.append(
                 RefChange(ref=ref, kind="forwarded" if now else "created", old=now, new=oid)
             )
-            plan.transaction.move(ref, now, oid)
+            plan.moves[ref] = (now, oid)
             plan.target[ref] = oid
             above.update(directories_of(ref, 2))
     created = {f"{KEPT}{oid}": oid for oid in sorted({*bundle.kept, *plan.kept})}
     created |= {pin_ref(owner, commit): commit for owner, commit in pins}
     for ref, oid in created.items():
         if ref not in present:
-            plan.transaction.create(ref, oid)
+            plan.moves[ref] = (None, oid)
     await _plan_history(repository, plan, present, bundle.history, head)
     return plan
 
@@ -121,7 +121,7 @@ async def _plan_history(
     elif offered and own and await _began_after(repository, own, offered):
         parents = [offered, own]
     kept = await read_kept(repository, own)
-    named = [*present, *plan.transaction.moves]
+    named = [*present, *plan.moves]
     kept |= {ref.removeprefix(KEPT) for ref in named if ref.startswith(KEPT)}
     wanted = (plan.target, head if head in plan.target else None, kept)
     tip = parents[0] if len(parents) == 1 else None
@@ -132,7 +132,7 @@ async def _plan_history(
             repository, plan.target, head, plan.changes, kept=kept, parents=parents, why="import"
         )
     if tip != own:
-        plan.transaction.move(HISTORY, own, tip)
+        plan.moves[HISTORY] = (own, tip)
 
 
 async def _began_after(repository: Repository, own: str, offered: str) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import anyio
 from anyio import to_thread
@@ -24,7 +23,7 @@ from ...git.packs import PackIndex
 from ...host.files import full_disk_named, sync_directory, sync_tree
 from ...jobs.events import Events
 from ...model import CommitId, MirrorName, utc_now
-from ...protocol import ProgressSink
+from ...protocol import BundleImported, ProgressSink
 from ..history import columns_of, find_record, list_records, read_refs
 from ..maintenance import size_bytes
 from ..quarantine import accept_objects
@@ -141,7 +140,7 @@ class Bundles:
         mirror: str | None = None,
         owner_uid: int = 0,
         progress: ProgressSink | None = None,
-    ) -> dict[str, Any]:
+    ) -> BundleImported:
         """Import a bundle file into its mirror, or into `mirror`; answers the changes.
 
         Raises InvalidBundleError where it is damaged, hostile, names no mirror, or builds on
@@ -176,10 +175,7 @@ class Bundles:
                 spools = await spool_datasets(scratch, bundle.records, records)
                 result = await self._take(scratch, bundle, records, spools, owner_uid)
         self._events.publish(
-            "bundle.imported",
-            mirror=result["mirror"],
-            created=result["created"],
-            pins=result["pins"],
+            "bundle.imported", mirror=result.mirror, created=result.created, pins=result.pins
         )
         return result
 
@@ -190,7 +186,7 @@ class Bundles:
         records: BundleRecords,
         spools: Spools,
         owner_uid: int,
-    ) -> dict[str, Any]:
+    ) -> BundleImported:
         """Change the mirror, once all is proven.
 
         The catalog goes first: rows without pins are reported, pins without rows would be dropped.
@@ -207,22 +203,21 @@ class Bundles:
                 added = await self._catalog.merge_dataset(head, spool)
                 if added is not None:
                     restored[dataset] = added
-            refused = sorted({dataset.name for dataset in records.datasets} - restored.keys())
             pins, taken_over = _pin_rows(name, bundle, records, restored, owner_uid)
             plan = await self._move(scratch, bundle, pins, records)
             await self._catalog.put_pins(pins)
             await self._mirrors.pins.remove_unrecorded(self._mirrors.repository(name), pins)
             await self._record(name, is_new=is_new)
-        return {
-            "mirror": str(name),
-            "created": is_new,
-            "summary": summarise(plan.changes),
-            "kept": sorted(plan.kept),
-            "pins": len(pins),
-            "pins_taken_over": taken_over,  # of datasets that could not be restored
-            "datasets": restored,
-            "datasets_refused": refused,
-        }
+        return BundleImported(
+            mirror=str(name),
+            created=is_new,
+            summary=summarise(plan.changes),
+            kept=sorted(plan.kept),
+            pins=len(pins),
+            pins_taken_over=taken_over,
+            datasets=restored,
+            datasets_refused=sorted({each.name for each in records.datasets} - restored.keys()),
+        )
 
     async def _move(
         self, scratch: Repository, bundle: BundleRefs, pins: list[PinRow], records: BundleRecords
@@ -234,7 +229,7 @@ class Bundles:
             branch = records.default_branch
             head = f"refs/heads/{branch}" if branch else bundle.head
             plan = await plan_merge(scratch, bundle, owners, head)
-            await commit(scratch, plan.transaction)
+            await commit(scratch, plan.moves)
             if head in plan.target:
                 await scratch.set_head(head)
             await scratch.pack_refs()
@@ -249,7 +244,7 @@ class Bundles:
                 with full_disk_named(f"mirror {scratch.name}"):
                     await to_thread.run_sync(accept_objects, scratch.objects, repository.objects)
             plan = await plan_merge(repository, bundle, owners, await repository.head())
-            await commit(repository, plan.transaction)
+            await commit(repository, plan.moves)
         return plan
 
     async def _record(self, name: MirrorName, *, is_new: bool) -> None:
