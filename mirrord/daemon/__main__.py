@@ -1,4 +1,4 @@
-"""`python -m mirrord.daemon`: umask, limits and the fork server, before the daemon itself is loaded."""
+"""`python -m mirrord.daemon`: umask, limits and the fork server, before the daemon is loaded."""
 
 import gc
 import os

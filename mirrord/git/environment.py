@@ -1,4 +1,4 @@
-"""The environment and configuration of every git child: nothing of the caller's, all of it explicit.
+"""The environment and configuration of every git child: explicit, nothing of the caller's.
 
 The table of safe configuration travels as GIT_CONFIG_COUNT and friends, not as `-c`, so that a
 process list shows the command and nothing else; both outrank every configuration file. The one file

@@ -1,4 +1,4 @@
-"""`python -m mirrord.git.forkserver`: the process that workers are forked from, and a worker's loop.
+"""`python -m mirrord.git.forkserver`: the process that workers are forked from; a worker's loop.
 
 It has loaded what workers need and opened nothing, and it has one thread, so that a fork holds
 nothing half done. A worker is there in 10 ms instead of 200 and shares what was loaded. The server

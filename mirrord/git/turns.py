@@ -1,8 +1,8 @@
-"""Turns: scarce work is shared out among the users who wait for it, and background work comes last.
+"""Scarce work is shared among the users who wait for it; background work comes last.
 
-Owns who waits for the present task (`Askers`, a context variable that tasks inherit) and the queue for a resource (`Turns`). A
-user holds only so many turns; of those who may begin, the user with the fewest goes first, then the one served longest ago. Work
-that several wait for counts for whoever of them is next, so that nobody inherits the place of somebody with a long queue.
+A user holds a bounded number of turns. The user with the fewest is next, then the one served
+longest ago. Work that several wait for counts for whichever of them is next, so that nobody
+inherits the place of a user with a long queue.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 HOUSEKEEPING = -1
-"""The user that stands for what all wait for together, such as the removal of what was released."""
+"""The user that stands for work in everybody's interest, such as removing released checkouts."""
 
 _askers: ContextVar[Askers | None] = ContextVar("git_askers", default=None)
 _clock = itertools.count(1)
 
 
 class Askers:
-    """The uids that wait for one piece of work; none: it is background work."""
+    """The uids that wait for one piece of work; none for background work."""
 
     def __init__(self, *uids: int) -> None:
         self.uids = list(uids)
@@ -33,12 +33,12 @@ class Askers:
         return _askers.get() or Askers()
 
     def bind(self) -> None:
-        """Have the present task, and the tasks that it starts from now on, work for these."""
+        """Make the present task, and the tasks that it starts from now on, work for these."""
         _askers.set(self)
 
     @contextmanager
     def joined(self, others: Askers) -> Iterator[None]:
-        """Work for those who wait for `others` too, for the time being."""
+        """Work for those who wait for `others` too, inside the block."""
         uids = list(others.uids)
         self.uids += uids
         for queue in list(self.queues):
@@ -55,14 +55,14 @@ class _Turn:
     askers: Askers
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     uid: int | None = None
-    """Whom it counts for, once it has begun; None is background work."""
+    """The user it counts for, once it has begun; None is background work."""
 
 
 class Turns:
-    """At most `most` turns at a time, `each` of them for one user and `background` for background work. One event loop's.
+    """At most `most` turns at a time: `each` for one user, `background` for background work.
 
-    Where there is only one, it is a lock: who waits lends its users to whoever holds it, who gets through the queues that it
-    stands in itself as they would.
+    A single turn is a lock: its holder works for the users who wait for it too, and passes through
+    other queues as they would. Belongs to one event loop.
     """
 
     def __init__(self, most: int = 1, *, each: int = 1, background: int = 1) -> None:
@@ -73,14 +73,17 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait for a turn, and hold it inside."""
+        """Wait for a turn, and hold it inside the block."""
         turn = _Turn(Askers.present())
         self._waiting.append(turn)
         turn.askers.queues.append(self)
         try:
             self.admit()
             if not turn.begun.is_set():
-                await self._wait(turn)
+                with ExitStack() as stack:
+                    for holder in self._running if self._most == 1 else ():
+                        stack.enter_context(holder.askers.joined(turn.askers))
+                    await turn.begun.wait()
             yield
         finally:
             turn.askers.queues.remove(self)
@@ -88,9 +91,10 @@ class Turns:
             self.admit()
 
     def admit(self) -> None:
-        """Begin what may begin."""
+        """Begin the turns that may begin."""
         while len(self._running) < self._most and (chosen := self._choose()):
-            turn, turn.uid = chosen[0], chosen[1]
+            turn, uid = chosen
+            turn.uid = uid
             self._served[turn.uid] = next(_clock)
             self._waiting.remove(turn)
             self._running.append(turn)
@@ -98,15 +102,8 @@ class Turns:
         if not self._waiting and not self._running:
             self._served.clear()
 
-    async def _wait(self, turn: _Turn) -> None:
-        with ExitStack() as stack:
-            if self._most == 1:
-                for holder in self._running:
-                    stack.enter_context(holder.askers.joined(turn.askers))
-            await turn.begun.wait()
-
     def _choose(self) -> tuple[_Turn, int | None] | None:
-        """The next turn and whom it counts for; nothing where nobody may begin."""
+        """The next turn and the user it counts for; None where nobody may begin."""
         running = [turn.uid for turn in self._running]
         best: tuple[tuple[bool, int, int], _Turn, int | None] | None = None
         for turn in self._waiting:

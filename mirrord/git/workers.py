@@ -1,9 +1,9 @@
 """Worker processes: object work with a deadline, away from the daemon.
 
-A worker serves one call at a time and is kept for the next; after a while without work they end, so
-that an idle daemon has none. A call that misses its deadline, or that nobody waits for any more,
-costs its worker, which is killed: libgit2 can hang with the GIL held, so nothing less helps.
-`turns.py` says who gets one. All die with the daemon, whatever kills it.
+A worker serves one call at a time and is kept for the next; after a while without work they end,
+so that an idle daemon has none. A call that misses its deadline, needs too much memory or is
+cancelled costs its worker, which is killed: libgit2 can hang with the GIL held, so nothing less
+helps. `turns.py` says who gets one. All die with the daemon, whatever kills it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import atexit
 import os
 import pickle
+import select
 import signal
 import socket
 import threading
@@ -106,6 +107,13 @@ class _Worker:
         self.gone = asyncio.Event()
         asyncio.get_running_loop().add_reader(pidfd, self._end)
 
+    def has_ended(self) -> bool:
+        """Ask the kernel: the loop may not know yet."""
+        poll = select.poll()
+        if not self.gone.is_set():
+            poll.register(self._pidfd, select.POLLIN)
+        return self.gone.is_set() or bool(poll.poll(0))
+
     def kill(self) -> None:
         with suppress(ProcessLookupError):  # it has ended, and the loop does not know yet
             if not self.gone.is_set():
@@ -137,9 +145,9 @@ class _Worker:
 class Workers:
     """Processes for sync, importable functions with picklable arguments and results.
 
-    At most `size` calls run for one user, as many in the background, and five times as many in all;
-    the others wait. `on_start` runs in each new worker (to set up its logging). Belongs to one event
-    loop.
+    At most `size` calls run for one user, as many in the background, and five times as many in
+    all; the others wait. `on_start` runs in each new worker, to set up its logging. Belongs to one
+    event loop.
     """
 
     def __init__(
@@ -164,9 +172,9 @@ class Workers:
     async def run(self, function: Callable[[*Ts], T], /, *args: *Ts, timeout: timedelta) -> T:
         """Run `function` in a worker.
 
-        Raises what it raised; DeadlineError when it took longer than `timeout`; OutOfMemoryError when
-        it needed more than `memory_limit_bytes`; WorkerCrashedError when the worker died. Cancelling
-        kills the worker, and ends when that is gone: nothing of the call writes anywhere afterwards.
+        Raises its errors; DeadlineError when it took longer than `timeout`; OutOfMemoryError when
+        it needed more than `memory_limit_bytes`; WorkerCrashedError when the worker died.
+        Cancelling kills the worker, and waits for its end: nothing of the call writes afterwards.
         """
         if self._retire_timer is not None:
             self._retire_timer.cancel()
@@ -200,13 +208,17 @@ class Workers:
         worker = await self._get_worker()
         self._busy.add(worker)
         is_sound = False
+        result: T
         try:
+            if self._closed:
+                raise _stopping()
             prepare = self._on_start if worker.is_new else None
             worker.is_new = False
             call = pickle.dumps((prepare, context, function, args))
             async with asyncio.timeout(timeout.total_seconds()):
                 answer = await worker.exchange(call)
-            is_sound = True
+            result, raised = pickle.loads(answer)  # noqa: S301  (a process of ours)
+            is_sound = not isinstance(raised, MemoryError)
         except TimeoutError as error:
             log.warning("worker.killed", function=name, timeout_s=timeout.total_seconds())
             raise DeadlineError(
@@ -225,15 +237,14 @@ class Workers:
                 self._free.append(worker)
             else:
                 worker.kill()
+                worker.connection.close()
                 with anyio.CancelScope(shield=True):
                     await worker.gone.wait()
-                worker.connection.close()
-        result: T
-        result, raised = pickle.loads(answer)  # noqa: S301  (a process of ours)
         if isinstance(raised, MemoryError):
-            log.warning("worker.exhausted", function=name, memory_bytes=memory_limit_bytes())
+            limit = memory_limit_bytes()
+            log.warning("worker.killed", function=name, memory_bytes=limit)
             raise OutOfMemoryError(
-                f"cannot finish {name}: it needs more than {memory_limit_bytes() >> 20} MiB of memory",
+                f"cannot finish {name}: it needs more than {limit >> 20} MiB of memory",
                 hint="the request is too large for this machine",
             ) from raised
         if raised is not None:
@@ -246,7 +257,7 @@ class Workers:
             raise _stopping()
         while self._free:
             worker = self._free.pop()
-            if not worker.gone.is_set():
+            if not worker.has_ended():
                 return worker
             worker.connection.close()
         forking = asyncio.get_running_loop().run_in_executor(None, self._server.fork)
@@ -287,7 +298,8 @@ def _abandon(forked: asyncio.Future[tuple[socket.socket, int]]) -> None:
 def _crashed(verb: str, fact: str) -> WorkerCrashedError:
     return WorkerCrashedError(
         f"cannot {verb}: {fact}",
-        hint="try again; if it happens each time, audit the mirror, and check dmesg for the OOM killer",
+        hint="try again; if it happens each time, audit the mirror, and check dmesg for the "
+        "OOM killer",
     )
 
 

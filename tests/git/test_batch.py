@@ -1,4 +1,4 @@
-"""Many objects asked of one `git cat-file`: what is missing, ambiguous or damaged is said of each."""
+"""Many objects asked of one `git cat-file`: each is there, missing, ambiguous or damaged."""
 
 from __future__ import annotations
 

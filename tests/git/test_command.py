@@ -67,7 +67,8 @@ def forge() -> Iterator[type[_Answering]]:
     """A web server that answers what the test sets; its `url` is the address."""
     handler = type("Handler", (_Answering,), {"seen": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    handler.url = f"http://127.0.0.1:{server.server_port}/owner/name.git"  # type: ignore[attr-defined]
+    url = f"http://127.0.0.1:{server.server_port}/owner/name.git"
+    handler.url = url  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     yield handler
@@ -96,7 +97,7 @@ def test_a_command_answers_with_its_output(
 
 
 def test_background_work_gives_way(run_git: Any, tmp_path: Path) -> None:
-    """The niceness of what git starts, beside ours; the mark ends with its block, and goes with tasks that begin in it."""
+    """git's niceness beside ours; the mark ends with its block and goes with tasks started in it."""
     show = ("-c", "alias.niceness=!ps -o ni= -p $$", "niceness")
     ours = os.getpriority(os.PRIO_PROCESS, 0)
 
@@ -227,7 +228,7 @@ async def _gone(pid_file: Path) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """An orphan that ended is there until the machine's first process looks at it, which may take long."""
+    """An orphan that ended stays until the machine's first process reaps it, which may be late."""
     try:
         return (
             Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
@@ -312,12 +313,14 @@ def test_quarantined_objects_stay_out_of_the_repository(
     run_git(body)
 
 
-# -- upstream ---------------------------------------------------------------------------------------------------------
+# -- upstream -------------------------------------------------------------------------------------
 
 
-def ask(url: str, **options: object) -> Callable[[Git], Awaitable[object]]:
-    remote = Remote(url, options.pop("username", None), options.pop("password", None))  # type: ignore[arg-type]
-    return lambda git: git.run("ls-remote", url, remote=remote, doing="ask upstream", **options)  # type: ignore[arg-type]
+def ask(
+    url: str, username: str | None = None, password: str | None = None, **options: Any
+) -> Callable[[Git], Awaitable[object]]:
+    remote = Remote(url, username, password)
+    return lambda git: git.run("ls-remote", url, remote=remote, doing="ask upstream", **options)
 
 
 def test_an_absent_repository_is_not_found(run_git: Any, forge: Any) -> None:
@@ -373,7 +376,7 @@ def test_a_silent_upstream_times_out(run_git: Any) -> None:
 def test_a_url_in_the_process_list_has_no_secret(
     run_git: Any, make_upstream: Callable[..., Upstream], tmp_path: Path
 ) -> None:
-    """The command line of git and of its helpers is public on the machine; their environment is not."""
+    """The command lines of git and its helpers are public; their environment is not."""
     upstream = make_upstream()
     upstream.commit({"a": "1"})
 
@@ -386,7 +389,7 @@ def test_a_url_in_the_process_list_has_no_secret(
     assert "s3cret" not in (tmp_path / "seen").read_text(encoding="utf-8")
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
+# -- words ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -453,7 +456,10 @@ def test_progress_and_messages_are_told_apart() -> None:
     """Chunks may end anywhere; traces are neither."""
     seen: list[Progress] = []
     reader = StderrReader(seen.append)
-    data = b"Receiving objects:  50% (1/2)\rReceiving objects: 100% (2/2), 1 KiB | 2 MiB/s, done.\nfatal: no\n"
+    data = (
+        b"Receiving objects:  50% (1/2)\r"
+        b"Receiving objects: 100% (2/2), 1 KiB | 2 MiB/s, done.\nfatal: no\n"
+    )
     data += b"12:00:00.1 http.c:5  => Send header: Authorization: Basic x\n"
     for at in range(0, len(data), 7):
         reader.feed(data[at : at + 7])
@@ -478,7 +484,7 @@ def test_a_git_that_was_killed_says_nothing_about_objects() -> None:
 
 
 def test_a_git_that_crashed_met_something_damaged() -> None:
-    """`index-pack --verify` aborts at some packs: that one is reported and healed, not the audit given up."""
+    """`index-pack --verify` aborts at some packs: they are reported, and the audit continues."""
     error = failure(
         doing="verify pack-1.idx", status=-6, stderr="", upstream=False, http=HttpAnswer()
     )

@@ -1,4 +1,4 @@
-"""What a commit adds to a closure, against `git rev-list --objects`, on histories that go back and forth."""
+"""What a commit adds to a closure, against `git rev-list --objects`, on winding histories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMES = ("a", "b", "d/a", "d/b", "d/e/a", "d/e/b", "f/a")
 
 
 def _restless(path: Path, seed: int, count: int) -> list[str]:
-    """A repository in which files get new contents and former ones in turn, so that trees come back; some commits merge."""
+    """Files get new contents and former ones in turn, so that trees come back; some merges."""
     chance = random.Random(seed)
     contents = {name: ["0"] for name in _NAMES}
     stream = []

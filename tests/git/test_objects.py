@@ -1,4 +1,4 @@
-"""Reading git's objects: names resolve to one commit or none, damage is an error, trees differ as git says."""
+"""Reading objects: names resolve to one commit or none, damage is an error, diffs are git's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child processes on the event loop: what they write, how they end, and that nothing of them stays open."""
+"""Child processes on the event loop: what they write, how they end, and that nothing stays."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def children() -> set[str]:
 
 
 def runs(pid: int) -> bool:
-    """Whose parent has gone is there until the machine's first process looks at it, which may take long."""
+    """An orphan that ended stays until the machine's first process reaps it, which may be late."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -79,7 +79,7 @@ def runs(pid: int) -> bool:
 
 @contextmanager
 def others_at_work(threads: int = 3) -> Iterator[None]:
-    """Threads that open and close files all the time, and look whether what they opened is still theirs."""
+    """Threads that open and close files, and check that what they opened is still theirs."""
     stop, wrong = threading.Event(), list[str]()
 
     def work() -> None:
@@ -118,7 +118,7 @@ def test_what_goes_in_comes_out_and_the_status_is_told(run: Run) -> None:
 
 
 def test_hundreds_leave_no_descriptor_no_process_and_everybody_their_own(run: Run) -> None:
-    """Read to the end, left half-read, killed and cancelled ones, while other threads open and close files."""
+    """Read to the end, left half-read, killed and cancelled, while other threads use files."""
 
     async def read() -> None:
         async with Child(shell("echo out; echo err >&2")) as child:
@@ -219,7 +219,8 @@ def test_who_ends_when_asked_may_clean_up(run: Run, tmp_path: Path) -> None:
     async def body() -> None:
         async with Child(
             shell(
-                f"trap 'touch {tmp_path}/cleaned; exit 0' TERM; echo ready; while :; do sleep 0.01; done"
+                f"trap 'touch {tmp_path}/cleaned; exit 0' TERM; echo ready;"
+                " while :; do sleep 0.01; done"
             )
         ) as child:
             await child.read_stdout()

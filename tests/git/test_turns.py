@@ -1,4 +1,4 @@
-"""Turns: fair between users, background work last, and work that several wait for counts for whoever of them is next."""
+"""Turns: fair between users, background work last, shared work for whichever of them is next."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALICE, BOB, CAROL = 1001, 1002, 1003
 
 
 class Race:
-    """Tasks that each take a turn when they may, in the order in which they began; a turn lasts until `end` names it."""
+    """Tasks that take turns, in the order in which they began; a turn lasts until `end` names it."""
 
     def __init__(self, turns: Turns) -> None:
         self.began: list[str] = []
@@ -163,7 +163,7 @@ async def test_background_work_that_a_user_waits_for_overtakes_the_rest_of_it() 
 
 
 async def test_who_holds_a_lock_that_another_user_wants_is_not_kept_by_a_queue_of_its_own() -> None:
-    """Alice's work hangs; her build has the lock of a mirror, and waits behind it. Bob wants the lock."""
+    """Alice's work hangs; her build has a mirror's lock and waits behind it. Bob wants the lock."""
     workers, lock = Turns(4, each=2), Turns()
     race = Race(workers)
     await race.join("hanging 1", ALICE)
@@ -214,7 +214,7 @@ async def _asking(uid: int | None, work: Callable[[], Awaitable[object]]) -> obj
 
 
 async def test_neither_background_work_nor_another_user_holds_all_workers(tmp_path: Path) -> None:
-    """Four calls that hang, as many as the background and one user may have, and a third user's call ends."""
+    """Background work and one user hang in all calls they may have; a third user's call ends."""
     workers = Workers(size=1)
     try:
         hanging = [

@@ -267,7 +267,7 @@ def test_the_logging_context_travels() -> None:
 
 
 def test_workers_die_with_the_daemon(tmp_path: Path) -> None:
-    """kill -9 of the parent leaves no worker, not even one that hangs, and not the process that it was forked from."""
+    """kill -9 of the parent leaves no worker, not even a hanging one, and no fork server."""
     script = tmp_path / "parent.py"
     script.write_text(
         textwrap.dedent(f"""
@@ -277,7 +277,8 @@ def test_workers_die_with_the_daemon(tmp_path: Path) -> None:
         from mirrord.git.workers import Workers
         from workerlab import hang
         async def main():
-            await Workers(size=1).run(hang, {str(tmp_path / "pid")!r}, timeout=timedelta(seconds=30))
+            workers = Workers(size=1)
+            await workers.run(hang, {str(tmp_path / "pid")!r}, timeout=timedelta(seconds=30))
         if __name__ == "__main__":
             anyio.run(main)
         """),

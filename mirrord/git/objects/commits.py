@@ -129,8 +129,8 @@ def pack_increment(git_dir: Path, tip: str, below: Sequence[Path], into: Path) -
     """Pack what the closure of `tip` adds to the packs whose indexes are `below`; None if too much.
 
     The walk starts at the commit, so all it finds is in the closure. It follows every link but
-    those into the packs below, which are closed, so nothing of the closure is left out. It takes nothing
-    from a neighbouring tree on trust: that led in a circle once, where changes were reverted.
+    those into the packs below, which are closed, so nothing of the closure is left out. It takes
+    nothing from a neighbouring tree on trust: where changes were reverted that led in a circle.
     Commits are read from their own bytes: no commit-graph, bitmap, graft or replacement changes the
     walk. Raises CorruptObjectError when an object is missing or damaged.
     """
