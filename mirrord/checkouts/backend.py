@@ -61,9 +61,11 @@ class CheckoutBackend(Protocol):
         ...
 
     async def take_down(self, directories: Directories, lease: Lease | None) -> bool:
-        """Undo what keeps a checkout's directories from being removed. Idempotent; takes half-made ones.
+        """Undo what keeps a checkout's directories from being removed. Idempotent; takes half-made
+        ones.
 
-        They were renamed to `.trash-<id>`: paths in `lease` still have the old name. `lease` is None
+        They were renamed to `.trash-<id>`: paths in `lease` still have the old name. `lease` is
+        None
         when nobody knows it. A process that sits inside must not prevent it. True where nothing is
         left to remove; otherwise the caller has both directories removed in the background.
         """

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import anyio
-import anyio.to_thread
 import structlog
 
 from ..errors import BackendUnavailableError, CheckoutBusyError, MirrordError, ProofFailedError
@@ -153,11 +152,6 @@ class Lifecycle:
             self._report(to, error)
             self.end(resetting(to))
             raise
-
-    async def renew(self, lease: Lease) -> None:
-        """Store another deadline. A power cut leaves the old one or the new one."""
-        await anyio.to_thread.run_sync(self.leases.prepare, lease)
-        self.leases.put(lease)
 
     def end(self, lease: Lease) -> None:
         """End the lease at once; its files are removed in the background."""

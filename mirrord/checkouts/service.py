@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
+
 from ..config import Settings
 from ..datasets.service import Datasets
 from ..errors import CheckoutBusyError, StoppingError
@@ -44,6 +46,11 @@ from .patches.service import Patches
 from .pool.backend import PoolBackend
 from .resolve import Resolver
 from .stores.builder import StoreBuilder
+
+_SHOWN = (
+    *("id", "commit", "tree", "instance", "history", "view", "backend"),
+    *("owner_uid", "owner_gid", "taken_by", "created_at", "expires_at"),
+)
 
 
 class Checkouts:
@@ -202,7 +209,8 @@ class Checkouts:
         async with self._held(checkout, peer) as lease:
             expires_at = self._clock() + self._admission.ttl(request.ttl, peer)
             lease = replace(lease, expires_at=expires_at)
-            await self._lifecycle.renew(lease)
+            await anyio.to_thread.run_sync(self._leases.prepare, lease)  # flushed: see leases.py
+            self._leases.put(lease)
         return Checkout(**_members(lease, {}))
 
     async def release(self, checkout: str, peer: Peer) -> None:
@@ -332,18 +340,11 @@ class Checkouts:
             )
 
     def _publish(self, name: str, lease: Lease, **fields: Any) -> None:
-        self._events.publish(
-            name,
-            checkout=lease.id,
-            mirror=str(lease.mirror),
-            commit=lease.commit,
-            instance=lease.instance,
-            backend=str(lease.backend),
-            history=str(lease.history),
-            owner_uid=lease.owner_uid,
-            taken_by=lease.taken_by,
-            **fields,
-        )
+        for plain in ("commit", "instance", "owner_uid", "taken_by"):
+            fields[plain] = getattr(lease, plain)
+        for enum in ("mirror", "backend", "history"):
+            fields[enum] = str(getattr(lease, enum))
+        self._events.publish(name, checkout=lease.id, **fields)
 
 
 def _must_be_whole(lease: Lease) -> None:
@@ -356,22 +357,10 @@ def _must_be_whole(lease: Lease) -> None:
 
 
 def _members(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
-    return {
-        "id": lease.id,
+    return {name: getattr(lease, name) for name in _SHOWN} | {
         "path": f"{lease.directory}/tree",
         "directory": str(lease.directory),
         "mirror": str(lease.mirror),
-        "commit": lease.commit,
-        "tree": lease.tree,
-        "instance": lease.instance,
-        "history": lease.history,
-        "view": lease.view,
-        "backend": lease.backend,
-        "owner_uid": lease.owner_uid,
-        "owner_gid": lease.owner_gid,
-        "taken_by": lease.taken_by,
         "bind": Bind.PROCESS if lease.bound_to else Bind.LEASE,
-        "created_at": lease.created_at,
-        "expires_at": lease.expires_at,
         "timings": timings,
     }

@@ -72,7 +72,7 @@ def pins_in(mirror: Path) -> list[str]:
     return git(mirror, "for-each-ref", "--format=%(refname)", "refs/mirrord/pins").split()
 
 
-# -- refs and rows ----------------------------------------------------------------------------------------------------
+# -- refs and rows -------------------------------------------------------------------------------
 
 
 def test_a_pin_that_failed_half_way_is_undone(
@@ -150,7 +150,7 @@ def test_a_mirror_that_cannot_be_moved_away_is_not_removed(house: Builder, tmp_p
     house.run(body)
 
 
-# -- directories ------------------------------------------------------------------------------------------------------
+# -- directories ---------------------------------------------------------------------------------
 
 
 def test_what_quarantine_cannot_remove_goes_later(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_what_stays_owed_is_tried_less_and_less() -> None:
     anyio.run(body)
 
 
-# -- a whole daemon ---------------------------------------------------------------------------------------------------
+# -- a whole daemon ------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""What is prepared for those who ask next begins when the one who asks now has the answer, and not before."""
+"""What is prepared for those who ask next begins when the one who asks now has the answer, and not
+before.
+"""
 
 from __future__ import annotations
 

@@ -28,11 +28,21 @@ def leases(tmp_path: Path) -> Leases:
 def new_lease(leases: Leases) -> Lease:
     checkout, now = new_checkout_id(), utc_now()
     lease = Lease(
-        id=checkout, directories=leases.directories(checkout), mirror=MirrorName("psf", "requests"),
-        commit=CommitId("a" * 40), tree="b" * 40,
-        instance="psf__requests-1", history=History.SEALED, view=View.AGENT, backend=Backend.POOL, owner_uid=12345,
-        owner_gid=12345, taken_by=12345, created_at=now, expires_at=now + timedelta(hours=1),
-    )  # fmt: skip
+        id=checkout,
+        directories=leases.directories(checkout),
+        mirror=MirrorName("psf", "requests"),
+        commit=CommitId("a" * 40),
+        tree="b" * 40,
+        instance="psf__requests-1",
+        history=History.SEALED,
+        view=View.AGENT,
+        backend=Backend.POOL,
+        owner_uid=12345,
+        owner_gid=12345,
+        taken_by=12345,
+        created_at=now,
+        expires_at=now + timedelta(hours=1),
+    )
     leases.begin(lease)
     leases.put(lease)
     return lease
@@ -56,7 +66,9 @@ def test_a_saved_lease_is_read_back_whole(leases: Leases, tmp_path: Path) -> Non
 
 
 def test_what_has_no_whole_lease_file_is_rubbish(leases: Leases, tmp_path: Path) -> None:
-    """Half-made, torn, released and foreign directories, and either half of one, are all told apart from leases."""
+    """Half-made, torn, released and foreign directories, and either half of one, are all told apart
+    from leases.
+    """
     standing, torn, released = new_lease(leases), new_lease(leases), new_lease(leases)
     alone, closed = new_lease(leases), new_lease(leases)
     begun, gone = half_made(leases), leases.release(released)
@@ -91,7 +103,9 @@ def test_a_path_into_a_checkout_names_it(leases: Leases) -> None:
 def test_a_renewal_is_on_the_disk_before_it_replaces_the_lease(
     leases: Leases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some file systems would else bring an empty file back after a power cut, and with it lose work that is hours old."""
+    """Some file systems would else bring an empty file back after a power cut, and with it lose
+    work that is hours old.
+    """
     lease = new_lease(leases)
     leases.save(lease)
     flushed: list[str] = []
@@ -124,7 +138,9 @@ def test_a_lease_file_is_private(leases: Leases) -> None:
 
 
 def test_a_reset_is_in_the_name_of_the_file(leases: Leases, tmp_path: Path) -> None:
-    """To where it is: the same file under another name. To elsewhere: written whole before the old one goes."""
+    """To where it is: the same file under another name. To elsewhere: written whole before the old
+    one goes.
+    """
     lease = new_lease(leases)
     file = lease.private / "lease.json"
     inode = file.stat().st_ino
@@ -171,7 +187,9 @@ def who_may(directory: Path, what: str) -> list[int]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs other users")
 def test_a_checkouts_directory_is_for_its_owner_alone() -> None:
-    """Another uid of the same group can neither enter nor list nor look below it; the owner can pass, not list or write."""
+    """Another uid of the same group can neither enter nor list nor look below it; the owner can
+    pass, not list or write.
+    """
     with passable_directory() as state:
         leases = Leases(state)
         leases.open()

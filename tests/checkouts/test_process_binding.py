@@ -1,4 +1,6 @@
-"""Leases that end with the process that took them: by its death, however it dies, and across restarts of the daemon."""
+"""Leases that end with the process that took them: by its death, however it dies, and across
+restarts of the daemon.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,12 @@ import json, socket, sys, time
 def ask(body):
     s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1])
     content = json.dumps(body).encode()
-    head = f"POST /v1/checkouts HTTP/1.1\\r\\nhost: x\\r\\nconnection: close\\r\\ncontent-length: {len(content)}\\r\\n\\r\\n"
+    head = "POST /v1/checkouts HTTP/1.1\\r\\nhost: x\\r\\nconnection: close\\r\\n"
+    head += f"content-length: {len(content)}\\r\\n\\r\\n"
     s.sendall(head.encode() + content)
     return json.loads(b"".join(iter(lambda: s.recv(65536), b"")).partition(b"\\r\\n\\r\\n")[2])
-print(json.dumps([ask({"instance": "o/r@main", **json.loads(body)}) for body in sys.argv[2:]]), flush=True)
+asked = [ask({"instance": "o/r@main", **json.loads(body)}) for body in sys.argv[2:]]
+print(json.dumps(asked), flush=True)
 time.sleep(1000)
 """
 
@@ -49,7 +53,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture
 def hold(running: Daemon) -> Iterator[Callable[..., tuple[subprocess.Popen[bytes], list[Any]]]]:
-    """Start a process that takes a checkout for each request, closes its connections, and lives on."""
+    """Start a process that takes a checkout for each request and closes its connections."""
     holders = []
 
     def start(*requests: dict[str, object]) -> tuple[subprocess.Popen[bytes], list[Any]]:
@@ -84,7 +88,9 @@ def wait_until_gone(running: Daemon, ids: set[str], bound_s: float) -> None:
 def test_what_a_killed_process_took_is_released_within_a_second(
     running: Daemon, hold: Callable[..., Any]
 ) -> None:
-    """4 of 4, after its connections were closed long ago; an unbound one stays until its deadline, as before."""
+    """4 of 4, after its connections were closed long ago; an unbound one stays until its deadline,
+    as before.
+    """
     holder, taken = hold(BOUND, BOUND, BOUND, BOUND, {})
     assert [lease["bind"] for lease in taken] == ["process"] * 4 + ["lease"]
     *bound, free = [lease["id"] for lease in taken]
@@ -110,7 +116,7 @@ def test_the_lease_is_its_process_and_not_its_connection(
 def test_a_restarted_daemon_still_knows_the_process(
     running: Daemon, hold: Callable[..., Any]
 ) -> None:
-    """One that lives is adopted and watched; one that ended meanwhile lost its lease at the start."""
+    """One that lives is adopted and watched; one that ended lost its lease at the start."""
     (living, (kept,)), (dying, (lost,)) = hold(BOUND), hold(BOUND)
     running.kill()
     dying.kill()
@@ -125,7 +131,9 @@ def test_a_restarted_daemon_still_knows_the_process(
 def test_a_number_that_another_process_has_is_another_process(
     running: Daemon, hold: Callable[..., Any]
 ) -> None:
-    """The lease's file names inode and start time too: pids are used again, after a reboot from the first on."""
+    """The lease's file names inode and start time too: pids are used again, after a reboot from the
+    first on.
+    """
     holder, (lease,) = hold(BOUND)
     running.kill()
     (file,) = running.state_dir.glob(f"*/{lease['id']}/lease.json")

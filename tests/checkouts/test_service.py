@@ -1,4 +1,6 @@
-"""The service: what a request means, who may do what, limits, deadlines, concurrency, and what a restart finds."""
+"""The service: what a request means, who may do what, limits, deadlines, concurrency, and what a
+restart finds.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +154,9 @@ def test_the_limit_of_checkouts_holds_for_those_that_come_at_once(service: Servi
 def test_a_lease_that_is_renewed_while_others_expire_stands(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Taking the first away waits for the disk; a client that renews the second in that time keeps it."""
+    """Taking the first away waits for the disk; a client that renews the second in that time keeps
+    it.
+    """
     leases = [start(service, instance="psf__requests@v1", ttl=60) for _ in range(2)]
     keep_up = service.trash.keep_up
 
@@ -263,7 +267,7 @@ def test_a_reset_of_a_tree_with_a_mount_in_it_is_refused_untouched(service: Serv
 
 
 def test_nobody_works_on_a_tree_that_a_reset_left_half_way(service: Service) -> None:
-    """The pool cannot undo one: the checkout is to be reset again, which a restart does by itself."""
+    """The pool cannot undo one: the checkout must be reset again, which a restart does."""
     checkout = start(service, instance="psf__requests@v2", backend=Backend.POOL)
     (Path(checkout.path) / "half").write_text("done")
 
@@ -282,7 +286,9 @@ def test_nobody_works_on_a_tree_that_a_reset_left_half_way(service: Service) -> 
 
 
 def test_a_restart_adopts_leases_and_removes_rubbish(service: Service) -> None:
-    """The owner's work is untouched; half-made and released directories go; a reset that was interrupted is made again."""
+    """The owner's work is untouched; half-made and released directories go; a reset that was
+    interrupted is made again.
+    """
     kept, interrupted = start(service), start(service)
     (Path(kept.path) / "mine").write_text("work")
     (Path(interrupted.path) / "mine").write_text("work")

@@ -48,7 +48,7 @@ log = structlog.get_logger()
 
 
 class OverlayBackend:
-    """Checkouts as overlay mounts below `state_dir/checkouts`. Belongs to the event loop's thread."""
+    """Checkouts as overlay mounts. Belongs to the event loop's thread."""
 
     name = Backend.OVERLAY
 

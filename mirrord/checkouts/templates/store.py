@@ -223,7 +223,7 @@ class Templates:
         return await scrub(name, self._registry, self._gitdirs, self._workers, self._events)
 
     async def forget(self, name: MirrorName) -> None:
-        """Remove all templates of a removed mirror; CheckoutBusyError while a checkout holds one."""
+        """Remove a removed mirror's templates; CheckoutBusyError while a checkout holds one."""
         templates = self._registry.get(name)
         async with self._registry.lock(templates):
             if any(templates.files(tree) in self._registry.held for tree in templates.layers):

@@ -1,4 +1,6 @@
-"""The overlay backend on its own ground: what a mount, a restart, a reboot and a vanished template do to a checkout."""
+"""The overlay backend on its own ground: what a mount, a restart, a reboot and a vanished template
+do to a checkout.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +181,9 @@ def test_status_of_a_fresh_checkout_opens_no_tracked_file(
 
 @pytest.mark.parametrize("uid", [USER, 23456])
 def test_an_edit_that_keeps_the_size_is_seen(service: Service, uid: int) -> None:
-    """By git, at once and after `git add` in the same second; and by libgit2, which knows no `checkStat`."""
+    """By git, at once and after `git add` in the same second; and by libgit2, which knows no
+    `checkStat`.
+    """
     checkout = start_for(service, uid)
     tree = Path(checkout.path)
     owner: dict[str, Any] = {
@@ -198,7 +202,10 @@ def test_an_edit_that_keeps_the_size_is_seen(service: Service, uid: int) -> None
             ["sh", "-ec", script], env=ENV, **owner, check=True, capture_output=True
         )
         assert done.stdout.splitlines() == [seen]
-    look = "import pygit2; print([(path, int(flags)) for path, flags in pygit2.Repository('.').status().items()])"
+    look = (
+        "import pygit2; found = pygit2.Repository('.').status()\n"
+        "print([(path, int(flags)) for path, flags in found.items()])"
+    )
     command = [*anyone.python(), "-c", look]
     done = subprocess.run(command, env={"HOME": "/"}, **owner, check=True, capture_output=True)
     assert (
@@ -213,7 +220,9 @@ def test_two_users_with_dozens_of_templates_each_take_nothing_from_each_other(
     monkeypatch: pytest.MonkeyPatch,
     kernel: tuple[int, ...],
 ) -> None:
-    """60 and 82 instances, held by both; then the first asks for all of its own again, at once: each was built once."""
+    """60 and 82 instances, held by both; then the first asks for all of its own again, at once:
+    each was built once.
+    """
     monkeypatch.setattr(mounts, "KERNEL", kernel)
     upstream = make_upstream("many")
     commits = [upstream.commit({f"d{n % 7}/f{n}": f"{n}\n"}) for n in range(82)]
@@ -306,22 +315,28 @@ CHANGES = {
     "files": "echo x >>README; echo new >new; chmod +x data.bin; rm src/main.py; ln -s README soft",
     "a directory renamed": "mv docs papers; echo x >>papers/page.txt",
     "a directory renamed onto a name that was there": "rm -r docs; mv src docs",
-    "a directory renamed twice, then its parent": "mv src/deep src/low; mv src source; echo 1 >source/low/er/y",
+    "a directory renamed twice, then its parent": "mv src/deep src/low; mv src source;"
+    " echo 1 >source/low/er/y",
     "a directory deleted": "rm -r src docs",
     "a directory made anew": "rm -r src; mkdir -p src/deep; echo 1 >src/deep/other",
     "a directory that became a file": "rm -r src; echo 1 >src",
     "a file that became a directory": "rm README; mkdir README; echo 1 >README/in",
-    "new directories": "mkdir -p a/b/c; echo 1 >a/b/c/d; mkdir -p src/deep/er/still; echo 1 >src/deep/er/still/z",
+    "new directories": "mkdir -p a/b/c; echo 1 >a/b/c/d; mkdir -p src/deep/er/still;"
+    " echo 1 >src/deep/er/still/z",
     "two names exchanged": "mv docs t; mv src docs; mv t src",
 }
-"""What overlayfs writes down in different ways: copies, whiteouts, opaque and redirected directories."""
+"""What overlayfs writes down in different ways: copies, whiteouts, opaque and redirected
+directories.
+"""
 
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_diff_says_all_of_it(
     service: Service, checkout: Checkout, rich: Upstream, tmp_path: Path, what: str
 ) -> None:
-    """Applied to the base commit, the patch gives the tree that `git add --all` gives in the checkout."""
+    """Applied to the base commit, the patch gives the tree that `git add --all` gives in the
+    checkout.
+    """
     shell(checkout, CHANGES[what])
     patch = service.diff(checkout)
     as_user(Path(checkout.path), "add", "--all", ":!vendor")
@@ -332,7 +347,7 @@ def test_diff_says_all_of_it(
     assert git(tmp_path / "clone", "write-tree") == wanted
 
 
-# -- a mounter that refuses ---------------------------------------------------------------------------------------------
+# -- a mounter that refuses ----------------------------------------------------------------------
 
 
 class RefusingMounter(LocalMounter):
@@ -368,18 +383,35 @@ class Bench:
     def lease(self, uid: int = USER) -> Lease:
         checkout, now = new_checkout_id(), utc_now()
         return Lease(
-            checkout, self.leases.directories(checkout), NAME, self.commit, self.tree, None,
-            History.SEALED, View.AGENT, Backend.OVERLAY, uid, uid, uid, now, now + timedelta(hours=1),
-        )  # fmt: skip
+            checkout,
+            self.leases.directories(checkout),
+            NAME,
+            self.commit,
+            self.tree,
+            None,
+            History.SEALED,
+            View.AGENT,
+            Backend.OVERLAY,
+            uid,
+            uid,
+            uid,
+            now,
+            now + timedelta(hours=1),
+        )
 
 
 @pytest.fixture
 def bench(service: Service) -> Bench:
     mounter = RefusingMounter(service.state)
     backend = OverlayBackend(
-        state_dir=service.state, mounter=mounter, templates=service.templates, workers=service.workers,
-        mirrors_path=service.mirrors.path, may_map_owners=True, trash=service.trash,
-    )  # fmt: skip
+        state_dir=service.state,
+        mounter=mounter,
+        templates=service.templates,
+        workers=service.workers,
+        mirrors_path=service.mirrors.path,
+        may_map_owners=True,
+        trash=service.trash,
+    )
     commit, tree = git(service.mirror, "rev-parse", "v2^{commit}", "v2^{tree}").split()
     return Bench(backend, mounter, Leases(service.state), CommitId(commit), tree)
 

@@ -1,4 +1,6 @@
-"""The pool backend on its own: making, resetting and moving trees with real git, as root, for another user."""
+"""The pool backend on its own: making, resetting and moving trees with real git, as root, for
+another user.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def run_pool(make_upstream: Callable[[str], Upstream]) -> Callable[..., None]:
 
 
 def test_a_checkout_is_its_owners_and_git_works_in_it(run_pool: Callable[..., None]) -> None:
-    """Another user's git finds a clean tree at the base commit that it owns, without complaints about ownership."""
+    """Another user's git finds a clean tree at the base commit that it owns, without complaints
+    about ownership.
+    """
 
     async def story(pool: Pool, ids: list[str]) -> None:
         lease = await pool.checkout(ids[2])
@@ -95,7 +99,9 @@ async def settle(pool: Pool, lease: Lease) -> None:
 def test_a_reset_with_nothing_changed_writes_nothing(
     run_pool: Callable[..., None], uid: int
 ) -> None:
-    """No file is opened for writing, no pack is linked or copied: not for another user, and not for root."""
+    """No file is opened for writing, no pack is linked or copied: not for another user, and not for
+    root.
+    """
 
     async def story(pool: Pool, ids: list[str]) -> None:
         lease = await pool.checkout(ids[2], uid=uid)
@@ -112,7 +118,9 @@ def test_a_reset_with_nothing_changed_writes_nothing(
 
 @pytest.mark.parametrize("uid", [USER, 0])
 def test_a_move_writes_what_differs(run_pool: Callable[..., None], uid: int) -> None:
-    """One file more: that file, HEAD, the index, the packs that are new, and the manifest; what both commits have stays."""
+    """One file more: that file, HEAD, the index, the packs that are new, and the manifest; what
+    both commits have stays.
+    """
 
     async def story(pool: Pool, ids: list[str]) -> None:
         lease = await pool.checkout(ids[1], uid=uid)
@@ -154,7 +162,9 @@ def test_a_reset_of_one_file_writes_that_file(run_pool: Callable[..., None], uid
 def test_what_a_scan_saw_in_its_own_tick_stays_young(
     run_pool: Callable[..., None], monkeypatch: pytest.MonkeyPatch, slack_ns: int, later_ns: int
 ) -> None:
-    """Though what was written after it is read back later: a change in that tick would have the ctime that is on record."""
+    """Though what was written after it is read back later: a change in that tick would have the
+    ctime that is on record.
+    """
 
     async def story(pool: Pool, ids: list[str]) -> None:
         lease = await pool.checkout(ids[1])
@@ -175,7 +185,9 @@ def test_what_a_scan_saw_in_its_own_tick_stays_young(
 def test_what_a_move_wrote_is_read_back_once(
     run_pool: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next scan reads none of it again, where it was written more than a tick of the clock before."""
+    """The next scan reads none of it again, where it was written more than a tick of the clock
+    before.
+    """
 
     def examine_later(*given: Any) -> Changes:
         time.sleep(0.05)
@@ -229,7 +241,9 @@ def forge_record(place: PoolPaths) -> None:
 
 
 def test_a_released_tree_serves_the_same_user_again(run_pool: Callable[..., None]) -> None:
-    """The next checkout of that uid and mirror takes the kept tree, cleaned; another uid never does."""
+    """The next checkout of that uid and mirror takes the kept tree, cleaned; another uid never
+    does.
+    """
 
     async def story(pool: Pool, ids: list[str]) -> None:
         lease = await pool.checkout(ids[0])
@@ -266,7 +280,9 @@ def test_a_linked_checkout_is_a_worktree_without_a_branch(run_pool: Callable[...
 def test_a_tree_that_was_linked_serves_a_sealed_checkout_next(
     run_pool: Callable[..., None],
 ) -> None:
-    """Its `.git` is a file, and becomes the directory of a sealed store; and a file again for the next one that is linked."""
+    """Its `.git` is a file, and becomes the directory of a sealed store; and a file again for the
+    next one that is linked.
+    """
 
     async def story(pool: Pool, ids: list[str]) -> None:
         inodes = set()
@@ -296,11 +312,13 @@ def test_a_lost_manifest_means_a_tree_written_anew(run_pool: Callable[..., None]
     run_pool(story)
 
 
-# -- what has to go ---------------------------------------------------------------------------------------------------
+# -- what has to go ------------------------------------------------------------------------------
 
 
 def test_what_has_to_go_is_moved_away_whole(run_pool: Callable[..., None]) -> None:
-    """One rename for a directory of fifty files, one for each file that is replaced; nothing is deleted before the answer."""
+    """One rename for a directory of fifty files, one for each file that is replaced; nothing is
+    deleted before the answer.
+    """
 
     async def story(pool: Pool, ids: list[str]) -> None:
         lease = await pool.checkout(ids[1])
@@ -322,7 +340,9 @@ def test_what_has_to_go_is_moved_away_whole(run_pool: Callable[..., None]) -> No
 
 
 def test_what_had_to_go_is_deleted_soon(run_pool: Callable[..., None]) -> None:
-    """After the answer; it lies beside the checkouts, in none of them. What a killed removal left goes with the adoption."""
+    """After the answer; it lies beside the checkouts, in none of them. What a killed removal left
+    goes with the adoption.
+    """
 
     async def story(pool: Pool, ids: list[str]) -> None:
         lease = await pool.checkout(ids[1])

@@ -1,4 +1,6 @@
-"""What checkouts are made from, damaged below a running daemon: an audit of content finds it, and the next checkout is whole."""
+"""What checkouts are made from, damaged below a running daemon: an audit of content finds it, and
+the next checkout is whole.
+"""
 
 from __future__ import annotations
 

@@ -105,7 +105,9 @@ def test_what_was_not_used_for_its_time_goes_and_comes_back(
 def test_the_last_store_of_a_mirror_outlives_its_time(
     make_upstream: Callable[[str], Upstream], tmp_path: Path
 ) -> None:
-    """Without it the next checkout would be a very first one. It goes where there is no room for it."""
+    """Without it the next checkout would be a very first one. It goes where there is no room for
+    it.
+    """
     upstream = make_upstream("up")
     commits = whole_trees(upstream, 3)
 

@@ -10,7 +10,9 @@ from mirrord.checkouts.templates.layers import NEAR, Layer, LayerIndex, chain_of
 
 
 def grown(seed: int, count: int = 60) -> tuple[LayerIndex, dict[str, Layer]]:
-    """Layers on layers, some of them taken away again with all that lies on them; and the same as a plain list."""
+    """Layers on layers, some of them taken away again with all that lies on them; and the same as a
+    plain list.
+    """
     chance, stock = random.Random(seed), LayerIndex()
     plain: dict[str, Layer] = {}
     for number in range(count):

@@ -28,7 +28,9 @@ NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
 class Site:
-    """A mirror of four commits and one absent, all recorded by one dataset; what was prepared, in order."""
+    """A mirror of four commits and one absent, all recorded by one dataset; what was prepared, in
+    order.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -100,9 +102,16 @@ class Site:
         ]
         (self.root / "spool").write_bytes(b"".join(spooled(row) for row in rows))
         head = DatasetHead(
-            name=DatasetName("tiny"), format="swe-bench", source="tiny.jsonl", sha256="0" * 64, imported_at=NOW,
-            fault_count=0, faults=[], rules={}, refused={},
-        )  # fmt: skip
+            name=DatasetName("tiny"),
+            format="swe-bench",
+            source="tiny.jsonl",
+            sha256="0" * 64,
+            imported_at=NOW,
+            fault_count=0,
+            faults=[],
+            rules={},
+            refused={},
+        )
         await catalog.replace_dataset(head, self.root / "spool")
 
     async def _prepare(self, name: MirrorName, commit: CommitId, history: History) -> None:
@@ -139,7 +148,9 @@ async def test_nothing_is_prepared_where_it_would_push_out_the_old(tmp_path: Pat
 async def test_it_goes_on_when_there_is_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After an eviction, say; as long as there is none it is not tried. What was prepared before is not prepared again."""
+    """After an eviction, say; as long as there is none it is not tried. What was prepared before is
+    not prepared again.
+    """
     monkeypatch.setattr(prewarm, "_LOOK_EVERY", 1)
     site = Site(tmp_path)
     site.room = 1
@@ -175,7 +186,11 @@ async def test_nothing_starts_where_the_settings_say_no(tmp_path: Path) -> None:
     checkouts = site.settings.checkouts.model_copy(update={"prewarm": False})
     site.settings = site.settings.model_copy(update={"checkouts": checkouts})
     Prewarm(
-        settings=lambda: site.settings, catalog=None, operations=site.operations,  # type: ignore[arg-type]
-        prepare=site._prepare, oldest_first=site.gitdirs.oldest_first, room=site,
-    ).start(DatasetName("tiny"))  # fmt: skip
+        settings=lambda: site.settings,
+        catalog=None,  # type: ignore[arg-type]
+        operations=site.operations,
+        prepare=site._prepare,
+        oldest_first=site.gitdirs.oldest_first,
+        room=site,
+    ).start(DatasetName("tiny"))
     assert site.operations.list() == []
