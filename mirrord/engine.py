@@ -1,7 +1,8 @@
-"""The composition root: builds every part of the daemon, in an order with reasons, and closes them in reverse.
+"""The composition root: builds every part in an order with reasons, closes them in reverse.
 
-Owns the settings in force and what is asked of the daemon as a whole: health, status, figures, reload. Knows no HTTP. Each part
-is opened only when everything it may call is open; a failure on the way closes what was opened and is the caller's.
+Owns the settings in effect, and what is asked of the daemon as a whole: status, figures, reload.
+Knows no HTTP. A part is opened when everything that it may call is open; a failure on the way
+closes what was opened.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -39,12 +39,12 @@ from .host.trash import Trash, remove_trees
 from .jobs.events import Events
 from .jobs.operations import Operations
 from .jobs.schedule import Schedule
-from .jobs.watch import Signature, Watch, is_complete_name, signature_of
+from .jobs.watch import Watch, is_complete_name, signature_of
 from .layout import Layout
 from .mirrors.bundles.service import Bundles
 from .mirrors.service import Mirrors
 from .model import Backend, CommitId, CommitState, History, MirrorName, utc_now
-from .protocol import Audit, AuditSummary, Configuration, ReloadAnswer, Status
+from .protocol import AuditSummary, Configuration, ReloadAnswer, Status
 from .timetable import Cleanup, Timetable
 from .work import BackgroundWork, Prewarm
 
@@ -55,9 +55,9 @@ _CONFIG_QUIET = timedelta(seconds=0.2)
 
 
 class Engine:
-    """The parts of one daemon. What needs the disk or another process exists once `open` has ended.
+    """The parts of one daemon. Those that need the disk or a process exist once `open` returned.
 
-    `load` reads the settings again, as the command line that started the daemon would have it.
+    `load` reads the settings again, with the command line that started the daemon.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Engine:
         self.health = HealthMonitor(self.layout.root, self.access, is_open=self._opened.is_set)
 
     def settings(self) -> Settings:
-        """The settings in force now; parts keep this function, not its answer."""
+        """The settings in effect; parts keep this function, not its answer."""
         return self._settings
 
     @property
@@ -89,7 +89,7 @@ class Engine:
         if not self._opened.is_set():
             await self._opened.wait()
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- life -------------------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Build and open every part."""
@@ -107,12 +107,10 @@ class Engine:
         await self._closing.aclose()
 
     async def _open_stores(self) -> None:
-        """What is recorded, and the mirrors that hold it."""
-        log_settings = self._settings.log
+        """The catalog, the mirrors, the datasets."""
+        log = self._settings.log
         self.git = Git(home=self.layout.home)
-        self.workers = Workers(
-            on_start=partial(telemetry.configure, log_settings.level, log_settings.format)
-        )
+        self.workers = Workers(on_start=partial(telemetry.configure, log.level, log.format))
         self._closing.push_async_callback(self.workers.close)
         # the catalog first: opening the mirrors brings it in line with their refs
         self.catalog = await Catalog.open(self.layout.catalog, self.workers)
@@ -146,12 +144,12 @@ class Engine:
         self.health.degrade_by(self.mirrors.outages)
 
     async def _remove_in_worker(self, paths: list[Path]) -> dict[Path, str]:
-        """Remove trees that clients wrote to, for nobody's turn: released by many, they go in batches."""
+        """Remove trees that clients wrote to, in batches that count for no user."""
         Askers(HOUSEKEEPING).bind()
         return await self.workers.run(remove_trees, paths, timeout=_REMOVAL_TIMEOUT)
 
     async def _open_checkouts(self) -> None:
-        """What checkouts are made from, then the checkouts that an earlier daemon left."""
+        """Stores and templates, then the checkouts that an earlier daemon left."""
         self.gitdirs = StoreBuilder(
             state_dir=self.layout.root,
             git=self.git,
@@ -181,7 +179,7 @@ class Engine:
             mirrors_path=self.mirrors.path,
             trash=self.trash,
         )
-        # leases are adopted when all that their trees are made from is there
+        # leases are adopted once the templates under their trees are known
         self.checkouts = Checkouts(
             settings=self.settings,
             state_dir=self.layout.root,
@@ -196,18 +194,13 @@ class Engine:
         )
         self._closing.push_async_callback(self.checkouts.close)
         await self.checkouts.open()
-        self._note_backend()
-
-    def _note_backend(self) -> None:
-        """A backend that was asked for and that this host lacks is degraded, not refused: the other one's leases go on."""
         try:
             self.backend = self.checkouts.backend
-        except BackendUnavailableError as error:
+        except BackendUnavailableError as error:  # leases of the other backend are still served
             self.backend = self._settings.checkouts.backend
             self.health.note("backend", error.message)
 
     async def _open_audits(self) -> None:
-        """What looks for damage, and what repairs it."""
         self.heals = Heals(
             settings=self.settings,
             mirrors=self.mirrors,
@@ -217,7 +210,7 @@ class Engine:
             events=self.events,
         )
         await self.heals.open()
-        # an audit that may heal hands what it found to the heals, and has what checkouts are made from looked at
+        # an audit that may heal passes its findings to the heals, and has templates scrubbed
         self.audits = Audits(
             settings=self.settings,
             mirrors=self.mirrors,
@@ -229,7 +222,7 @@ class Engine:
         )
 
     async def _open_jobs(self) -> None:
-        """Last, because jobs use everything: configured mirrors, the clock, the watched places."""
+        """Last, because jobs use everything: configured mirrors, the clock, the watched files."""
         prewarm = Prewarm(
             settings=self.settings,
             catalog=self.catalog,
@@ -238,6 +231,7 @@ class Engine:
             oldest_first=self.gitdirs.oldest_first,
             room=self.templates,
         )
+        self.datasets.on_change(prewarm.start)
         self.work = BackgroundWork(
             operations=self.operations,
             mirrors=self.mirrors,
@@ -250,22 +244,15 @@ class Engine:
             prewarm=prewarm,
             on_mirrors_changed=self._mirrors_changed,
         )
-        self.datasets.on_change(prewarm.start)
         watches = await self._watches()
         jobs = Timetable(
             settings=self.settings,
             started_at=self.started_at,
             catalog=self.catalog,
-            templates=self.templates,
             checkouts=self.checkouts,
-            operations=self.operations,
             work=self.work,
-            heals=self.heals,
-            prewarm=prewarm,
-            cleanup=Cleanup(
-                [self.mirrors.clean_up, self.datasets.clean_up, self.trash.retry]
-            ),  # datasets drop pins that mirrors adopt
-            find_unfinished=self.audits.find_unfinished,
+            # datasets drop pins that mirrors adopt
+            cleanup=Cleanup([self.mirrors.clean_up, self.datasets.clean_up, self.trash.retry]),
             watches=watches,
         )
         self.schedule = Schedule(jobs.table)
@@ -277,8 +264,8 @@ class Engine:
             await watch.open()
 
     async def _prepare(self, name: MirrorName, commit: CommitId, history: History) -> None:
-        """Make a checkout of this commit warm. Raises MirrorNotFoundError where the mirror was removed since it was asked for."""
-        self.mirrors.get_name(str(name))
+        """Make a checkout of this commit warm. Raises MirrorNotFoundError."""
+        self.mirrors.get_name(str(name))  # it may have been removed since
         if self.backend is Backend.OVERLAY:
             await self.templates.ensure(name, commit, history)
         else:
@@ -291,7 +278,7 @@ class Engine:
         return {row.commit for row in await self.catalog.list_recorded(name.key)}
 
     async def _add_configured_mirrors(self) -> None:
-        """One that cannot be added is told, and the others are."""
+        """Add what can be added; refusals are published."""
         for mirror in self._settings.mirror:
             try:
                 await self.mirrors.add(mirror.repo, mirror.url)
@@ -300,42 +287,33 @@ class Engine:
                     "mirror.refused", repo=mirror.repo, code=error.code, detail=error.message
                 )
 
-    # -- the watched places -------------------------------------------------------------------------------------------
+    # -- watched files ----------------------------------------------------------------------------
 
     async def _watches(self) -> list[Watch]:
         watches = []
         if self._settings.datasets.watch:
+            known = {}
+            for dataset in await self.catalog.list_datasets():
+                path = self.layout.datasets / Path(dataset.source).name
+                signature = await anyio.to_thread.run_sync(signature_of, path)
+                if signature and signature.changed_at < dataset.imported_at.timestamp():
+                    known[path] = signature  # imported since it last changed
             places = {self.layout.datasets: is_complete_name}
-            watches.append(Watch(places, self._import_watched, known=await self._known_files()))
-        if self._config_path is not None:
-            path = self._config_path
-            known = await anyio.to_thread.run_sync(signature_of, path)
+            watches.append(Watch(places, self._import_watched, known=known))
+        if file := self._config_path:
+            signature = await anyio.to_thread.run_sync(signature_of, file)
             watches.append(
                 Watch(
-                    {path.parent: path.name.__eq__},
-                    self._reload_changed,
-                    known={path: known} if known else {},
+                    {file.parent: file.name.__eq__},
+                    lambda _: self.reload(),
+                    known={file: signature} if signature else {},
                     quiet=_CONFIG_QUIET,
                 )
             )
         return watches
 
-    async def _known_files(self) -> dict[Path, Signature]:
-        """Files that were imported since they last changed: a restart does not import them again."""
-        imported = {
-            dataset.source: dataset.imported_at.timestamp()
-            for dataset in await self.catalog.list_datasets()
-        }
-        known = {}
-        for source, at in imported.items():
-            path = self.layout.datasets / Path(source).name
-            signature = await anyio.to_thread.run_sync(signature_of, path)
-            if signature and signature.changed_at < at:
-                known[path] = signature
-        return known
-
     async def _import_watched(self, path: Path) -> None:
-        """A file that cannot be imported is a warning for as long as it is there."""
+        """Import a file. One that cannot be imported is a warning for as long as it exists."""
         ended = await self.operations.wait(self.work.import_watched(path).id)
         if ended.error is None:
             self._refused_files.pop(path, None)
@@ -352,19 +330,18 @@ class Engine:
             if path.exists()
         ]
 
-    async def _reload_changed(self, _path: Path) -> None:
-        await self.reload()
-
-    # -- the whole ----------------------------------------------------------------------------------------------------
+    # -- the whole --------------------------------------------------------------------------------
 
     async def reload(self) -> ReloadAnswer:
-        """Read the configuration again and apply what is live. A bad file raises, and changes nothing."""
+        """Read the configuration again and apply what is live.
+
+        Raises InvalidConfigError for a bad file, and changes nothing then.
+        """
         try:
             new = await anyio.to_thread.run_sync(self._load)
         except InvalidConfigError as error:
-            self._config_fault = (
-                f"the settings from before are in force: {error.message.splitlines()[0]}"
-            )
+            fact = error.message.splitlines()[0]
+            self._config_fault = f"the previous settings stay in effect: {fact}"
             self.events.publish("config.refused", detail=error.message)
             raise
         self._config_fault = None
@@ -385,7 +362,19 @@ class Engine:
         )
 
     async def status(self) -> Status:
-        audits = await self.audits.list(1)
+        summaries = [
+            AuditSummary(
+                id=audit.id,
+                level=audit.level,
+                finished_at=audit.finished_at,
+                counts=audit.counts,
+                affected_count=len(audit.affected),
+                finding_count=len(audit.findings),
+                open_count=audit.open_count,
+                left_count=len(audit.left),
+            )
+            for audit in await self.audits.list(1)
+        ]
         return Status(
             version=__version__,
             pid=os.getpid(),
@@ -401,61 +390,27 @@ class Engine:
             checkout_max=self._settings.checkouts.max,
             operations_running=self.operations.running_count,
             operations_queued=self.operations.queued_count,
-            last_audit=_summary(audits[0]) if audits else None,
+            last_audit=summaries[0] if summaries else None,
             jobs=self.schedule.states(),
         )
 
-    async def figures(self) -> Figures:
-        """What the metrics show."""
+    async def figures(self) -> dict[str, float]:
+        """The gauges of the metrics."""
         mirrors = await self.catalog.list_mirrors()
-        audits = await self.audits.list(1)
-        return Figures(
-            started_at=self.started_at,
-            degraded=self.health.report().is_degraded,
-            mirrors=len(mirrors),
-            mirrors_failed=sum(row.error is not None for row in mirrors),
-            mirror_bytes=sum(row.size_bytes or 0 for row in mirrors),
-            datasets=len(await self.catalog.summarise_datasets()),
-            unservable=_unservable(audits[0]) if audits else 0,
-            checkouts=self.checkouts.count,
-            checkouts_max=self._settings.checkouts.max,
-            operations_running=self.operations.running_count,
-            disk_free_bytes=self.health.disk_free_bytes,
-            events=dict(self.events.counts),
-        )
-
-
-def _summary(audit: Audit) -> AuditSummary:
-    return AuditSummary(
-        id=audit.id,
-        level=audit.level,
-        finished_at=audit.finished_at,
-        counts=audit.counts,
-        affected_count=len(audit.affected),
-        finding_count=len(audit.findings),
-        open_count=audit.open_count,
-        left_count=len(audit.left),
-    )
-
-
-def _unservable(audit: Audit) -> int:
-    servable = {CommitState.OK, CommitState.UNPINNED}
-    return sum(count for state, count in audit.counts.items() if state not in servable)
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What the metrics show of the engine at one moment."""
-
-    started_at: datetime
-    degraded: bool
-    mirrors: int
-    mirrors_failed: int
-    mirror_bytes: int
-    datasets: int
-    unservable: int
-    checkouts: int
-    checkouts_max: int
-    operations_running: int
-    disk_free_bytes: int
-    events: dict[str, int]
+        servable = {CommitState.OK, CommitState.UNPINNED}
+        counts = [audit.counts for audit in await self.audits.list(1)]
+        return {
+            "up": not self.health.report().is_degraded,
+            "mirrors": len(mirrors),
+            "mirrors_failed": sum(row.error is not None for row in mirrors),
+            "mirrors_bytes": sum(row.size_bytes or 0 for row in mirrors),
+            "datasets": len(await self.catalog.summarise_datasets()),
+            "commits_unservable": sum(
+                count for each in counts for state, count in each.items() if state not in servable
+            ),
+            "checkouts": self.checkouts.count,
+            "checkouts_max": self._settings.checkouts.max,
+            "operations_running": self.operations.running_count,
+            "disk_free_bytes": self.health.disk_free_bytes,
+            "start_time_seconds": self.started_at.timestamp(),
+        }

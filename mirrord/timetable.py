@@ -15,18 +15,15 @@ import anyio.to_thread
 
 from .catalog import Catalog
 from .checkouts.service import Checkouts
-from .checkouts.templates.store import Templates
 from .config import Settings
 from .errors import MirrordError, UpstreamAuthError, UpstreamNotFoundError, from_problem
-from .heal import Heals
 from .host.processes import trim_memory
-from .jobs.operations import Operations
 from .jobs.schedule import Job
 from .jobs.watch import Watch
 from .model import AuditLevel, MirrorName, utc_now
 from .protocol import Audit, Operation, StartAudit
 from .units import Backoff
-from .work import BackgroundWork, Prewarm
+from .work import BackgroundWork
 
 _EXPIRE = timedelta(seconds=2)
 CLEANUP_INTERVAL = timedelta(seconds=5)
@@ -71,14 +68,9 @@ class Timetable:
     settings: Callable[[], Settings]
     started_at: datetime
     catalog: Catalog
-    templates: Templates
     checkouts: Checkouts
-    operations: Operations
     work: BackgroundWork
-    heals: Heals
-    prewarm: Prewarm
     cleanup: Cleanup
-    find_unfinished: Callable[[AuditLevel], Awaitable[datetime | None]]
     watches: list[Watch]
 
     async def table(self) -> list[Job]:
@@ -97,7 +89,7 @@ class Timetable:
             name: str, interval: timedelta, level: AuditLevel | None, past: list[Audit]
         ) -> Job:
             """Counts from the last whole audit; an interrupted one continues soon."""
-            begun = await self.find_unfinished(level or audit.level)
+            begun = await self.work.audits.find_unfinished(level or audit.level)
             since = past[0].finished_at if past else started
             since = begun - interval if begun else since
             return Job(name, interval, partial(self._audit, level), since=since)
@@ -128,7 +120,7 @@ class Timetable:
                 since=early(upkeep),
                 retry=_MAINTENANCE_RETRY,
             ),
-            Job("templates.scrub", scrub, self.templates.scrub, since=early(scrub)),
+            Job("templates.scrub", scrub, self.work.templates.scrub, since=early(scrub)),
             Job("checkouts.expire", _EXPIRE, self.checkouts.expire, since=started),
             Job("cleanup.retry", CLEANUP_INTERVAL, self.cleanup.retry, since=started),
             Job("templates.evict", _EVICT, self._evict, since=started),
@@ -169,15 +161,17 @@ class Timetable:
 
     async def _retry_heals(self) -> None:
         """Heal what no donor had the last time, in the mirrors that are due."""
-        due = [str(name) for name in self.heals.due() if await self.catalog.find_mirror(name.key)]
+        due = [
+            str(name) for name in self.work.heals.due() if await self.catalog.find_mirror(name.key)
+        ]
         if due and self.settings().audit.heal:
             request = StartAudit(mirrors=due, level=AuditLevel.CONTENT, heal=True)
             ended = await self._finish(await self.work.audit(request, kind="heal"))
-            self.heals.settle(Audit.from_json(ended.result))
+            self.work.heals.settle(Audit.from_json(ended.result))
 
     async def _evict(self) -> None:
-        await self.templates.evict()
-        await self.prewarm.resume()
+        await self.work.templates.evict()
+        await self.work.prewarm.resume()
 
     async def _look(self) -> None:
         for watch in self.watches:
@@ -185,7 +179,7 @@ class Timetable:
 
     async def _finish(self, operation: Operation) -> Operation:
         """Wait for an operation; raises its error."""
-        ended = await self.operations.wait(operation.id)
+        ended = await self.work.operations.wait(operation.id)
         if ended.error is not None:
             raise from_problem(ended.error.to_json())
         return ended

@@ -5,9 +5,7 @@ The registry is its own, so that two daemons in one process (a test) do not add 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
 import anyio.to_thread
 from prometheus_client import (
@@ -20,7 +18,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..engine import Engine, Figures
+from ..engine import Engine
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -30,37 +28,20 @@ _BUCKETS = (
 )
 
 
-class Gauge(NamedTuple):
-    name: str
-    help: str
-    read: Callable[[Figures], float]
-
-
-GAUGES = (
-    Gauge("up", "1 when the daemon can serve, 0 when it is degraded.", lambda f: not f.degraded),
-    Gauge("mirrors", "Mirrors in the catalog.", lambda f: f.mirrors),
-    Gauge("mirrors_failed", "Mirrors whose last sync failed.", lambda f: f.mirrors_failed),
-    Gauge("mirrors_bytes", "Bytes of all mirrors.", lambda f: f.mirror_bytes),
-    Gauge("datasets", "Datasets in the catalog.", lambda f: f.datasets),
-    Gauge(
-        "commits_unservable",
-        "Recorded commits that the last audit could not serve.",
-        lambda f: f.unservable,
-    ),
-    Gauge("checkouts", "Checkouts held.", lambda f: f.checkouts),
-    Gauge("checkouts_max", "The configured limit of checkouts.", lambda f: f.checkouts_max),
-    Gauge("operations_running", "Operations that run.", lambda f: f.operations_running),
-    Gauge(
-        "disk_free_bytes",
-        "Free bytes of the file system that holds the state directory.",
-        lambda f: f.disk_free_bytes,
-    ),
-    Gauge(
-        "start_time_seconds",
-        "When the daemon started, in seconds since 1970.",
-        lambda f: f.started_at.timestamp(),
-    ),
-)
+GAUGES = {
+    "up": "1 when the daemon can serve, 0 when it is degraded.",
+    "mirrors": "Mirrors in the catalog.",
+    "mirrors_failed": "Mirrors whose last sync failed.",
+    "mirrors_bytes": "Bytes of all mirrors.",
+    "datasets": "Datasets in the catalog.",
+    "commits_unservable": "Recorded commits that the last audit could not serve.",
+    "checkouts": "Checkouts held.",
+    "checkouts_max": "The configured limit of checkouts.",
+    "operations_running": "Operations that run.",
+    "disk_free_bytes": "Free bytes of the file system that holds the state directory.",
+    "start_time_seconds": "When the daemon started, in seconds since 1970.",
+}
+"""What `Engine.figures` answers."""
 
 
 class Metrics:
@@ -91,15 +72,15 @@ class Metrics:
     async def text(self, engine: Engine) -> bytes:
         """All metrics in Prometheus' text format."""
         registry = CollectorRegistry()
-        registry.register(_Snapshot(await engine.figures()))
+        registry.register(_Snapshot(await engine.figures(), dict(engine.events.counts)))
         return await anyio.to_thread.run_sync(
             lambda: generate_latest(self._registry) + generate_latest(registry)
         )
 
 
 class _Snapshot(Collector):
-    def __init__(self, figures: Figures) -> None:
-        self._figures = figures
+    def __init__(self, figures: dict[str, float], events: dict[str, int]) -> None:
+        self._figures, self._events = figures, events
 
     def collect(self) -> list[Metric]:
         events = CounterMetricFamily(
@@ -107,10 +88,10 @@ class _Snapshot(Collector):
             "Events by name: syncs, checkouts, resets, imports, failures.",
             labels=["name"],
         )
-        for name, count in sorted(self._figures.events.items()):
+        for name, count in sorted(self._events.items()):
             events.add_metric([name], count)
         gauges = [
-            GaugeMetricFamily(f"mirrord_{gauge.name}", gauge.help, gauge.read(self._figures))
-            for gauge in GAUGES
+            GaugeMetricFamily(f"mirrord_{name}", text, self._figures[name])
+            for name, text in GAUGES.items()
         ]
         return [*gauges, events]

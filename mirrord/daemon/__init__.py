@@ -1,1 +1,1 @@
-"""The process: its start, its one lock, its sockets, its signals, its end. Everything it serves is the engine's."""
+"""The daemon process: its lock, its sockets, its signals, its end. The engine does the rest."""

@@ -1,8 +1,8 @@
-"""The socket clients connect to: systemd's when it gave us one, else our own.
+"""The socket that clients connect to: systemd's where it passes one, else our own.
 
-Our own is bound beside its place and renamed into it when it already listens, so that no client ever finds a file that refuses;
-a left-over file is replaced only when nobody answers behind it. Everybody may connect (mode 0666): who may do what is decided for
-each request by the peer's credentials.
+Our own is bound beside its place and renamed into it once it listens, so that no client finds a
+file that refuses; a left-over file is replaced only when nobody answers behind it. Everybody may
+connect (mode 0666): each request is allowed or not by the peer's credentials.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import AlreadyRunningError, ConflictError, InvalidConfigError, ResourceError
@@ -20,7 +21,7 @@ _LONGEST_PATH = 107  # sockaddr_un.sun_path without its zero byte
 
 
 class Listener:
-    """A listening Unix socket, and the file to remove at the end where it is ours."""
+    """A listening Unix socket, with the inode of its file where that is ours to remove."""
 
     def __init__(self, listener: socket.socket, path: Path, inode: int | None) -> None:
         self.socket = listener
@@ -28,18 +29,15 @@ class Listener:
         self._inode = inode
 
     def remove(self) -> None:
-        """Remove our socket file, unless another daemon has replaced it. Systemd's is systemd's."""
-        try:
+        """Remove our socket file, unless another daemon has replaced it."""
+        with suppress(FileNotFoundError):
             if self._inode is not None and self.path.stat().st_ino == self._inode:
                 self.path.unlink()
-        except FileNotFoundError:
-            return
 
 
 def open_listeners(path: Path) -> list[Listener]:
-    """Systemd's sockets, else one of our own at `path`. Raises AlreadyRunningError when somebody serves there."""
-    taken = systemd.take_sockets()
-    if taken:
+    """Systemd's sockets, else one of our own at `path`. Raises AlreadyRunningError."""
+    if taken := systemd.take_sockets():
         return [
             Listener(listener, Path(os.fsdecode(listener.getsockname())), None)
             for listener in taken.values()
@@ -89,7 +87,7 @@ def _refuse_occupied(path: Path) -> None:
             probe.connect(os.fsencode(path))
         except (ConnectionRefusedError, FileNotFoundError):
             return
-        except OSError:  # its backlog is full, or it is not ours to ask: somebody is there
+        except OSError:  # its backlog is full, or it refuses us: somebody is there
             pass
     raise AlreadyRunningError(
         f"cannot listen at {path}: another process serves there",

@@ -56,7 +56,7 @@ class Watch:
     def __init__(
         self,
         places: Mapping[Path, Callable[[str], bool]],
-        handle: Callable[[Path], Awaitable[None]],
+        handle: Callable[[Path], Awaitable[object]],
         *,
         known: Mapping[Path, Signature] | None = None,
         quiet: timedelta = QUIET,

@@ -153,7 +153,7 @@ def test_config_show_prints_what_runs_else_the_file(tmp_path: Path) -> None:
         running.stop()
         shown = _mirrord(running, "config", "show", "--config", str(running.config))
         assert 'backend = "pool"' in shown.stdout
-        assert shown.stderr == f"no daemon tells what it runs with: from {running.config}\n"
+        assert shown.stderr == f"no daemon answers: from {running.config}\n"
 
 
 def test_the_settings_in_force_are_told_without_secrets() -> None:
@@ -172,9 +172,9 @@ def test_a_configuration_that_was_refused_is_a_warning_until_it_is_right() -> No
         running.write_config("[checkouts]\nmax = 0\n")
         _until(
             lambda: (
-                "the settings from before are in force: cannot use configuration"
+                "the previous settings stay in effect: cannot use configuration"
                 in _mirrord(running, "status").stdout
             )
         )
         running.write_config("[checkouts]\nmax = 6\n")
-        _until(lambda: "settings from before" not in _reasons(running))
+        _until(lambda: "previous settings" not in _reasons(running))
