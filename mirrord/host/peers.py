@@ -1,7 +1,7 @@
-"""Who is at the other end of a Unix socket, and what that user may do.
+"""Who is at the other end of a Unix socket, what that user may do, and for which uids it may ask.
 
-The kernel says who: SO_PEERCRED holds what the peer was when it connected, and cannot be forged. Never asks the client. Owns the
-roles; which request needs which is the endpoint table's.
+The kernel says who: SO_PEERCRED holds what the peer was when it connected, and cannot be forged.
+The endpoint table says which request needs which role.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from ..config import Settings
 from ..errors import AccessError
 from .processes import Owner
 
-log = structlog.get_logger()
-
 _SO_PEERGROUPS = 59  # Linux 4.13; not in Python's socket module
 _CREDENTIALS = struct.Struct("3i")
-_GROUP_LOOKUP_S = 60.0
+_REMEMBERED_S = 60.0
 _NO_UID = 1 << 32
+_SUBUID, _SUBGID = Path("/etc/subuid"), Path("/etc/subgid")
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -46,9 +47,9 @@ class Peer:
 
 
 class Role(IntEnum):
-    """What a peer may do; each may also do what those below it may.
+    """What a peer may do; each role includes those below it.
 
-    An OWNER is no member, but somebody made a checkout for its uid: it may use that one.
+    An OWNER is no member, but a checkout was made for its uid: it may use that one.
     """
 
     STRANGER = 0
@@ -62,22 +63,20 @@ def peer_of(connection: socket.socket) -> Peer:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
     now = time.clock_gettime(time.CLOCK_BOOTTIME)
-    return Peer(uid=uid, gid=gid, pid=pid, groups=_groups_of(connection), connected_at=now)
-
-
-def _groups_of(connection: socket.socket) -> tuple[int, ...]:
-    """Supplementary groups. The kernel answers ERANGE for more than fit: such a peer is judged by its first group alone."""
     try:
         raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)
-    except OSError:
-        return ()
-    return struct.unpack(f"{len(raw) // 4}I", raw)
+    except OSError:  # ERANGE for more than fit: such a peer is judged by its first group alone
+        raw = b""
+    groups = struct.unpack(f"{len(raw) // 4}I", raw)
+    return Peer(uid=uid, gid=gid, pid=pid, groups=groups, connected_at=now)
 
 
 class Access:
-    """The role of a peer: administrators are root, the daemon's own user and `access.admins`; members are in `access.group`.
+    """The role of a peer.
 
-    Names are looked up at most once a minute and after a reload: a group may be created while the daemon runs.
+    Administrators are root, the daemon's own user and `access.admins`; members are in
+    `access.group`. Names are looked up at most once a minute and after a reload: a group may be
+    created while the daemon runs.
     """
 
     def __init__(
@@ -85,33 +84,30 @@ class Access:
         settings: Callable[[], Settings],
         *,
         own_uid: int | None = None,
-        subuid: Path = Path("/etc/subuid"),
+        subuid: Path = _SUBUID,
     ) -> None:
         self._settings = settings
         self._subuid = subuid
         self._own_uid = os.geteuid() if own_uid is None else own_uid
-        self._told: frozenset[str] = frozenset()
+        self._logged: frozenset[str] = frozenset()
         self.refresh()
 
     def role(self, peer: Peer) -> Role:
-        """ADMIN, MEMBER or STRANGER; who owns a checkout is not known here."""
+        """ADMIN, MEMBER or STRANGER: checkouts and their owners are not known here."""
         if self.is_admin(peer.uid):
             return Role.ADMIN
-        is_member = self._group is not None and (
-            peer.gid == self._group or self._group in peer.groups
-        )
+        is_member = self._group is not None and self._group in (peer.gid, *peer.groups)
         return Role.MEMBER if is_member else Role.STRANGER
 
     def is_admin(self, uid: int) -> bool:
         if uid in {0, self._own_uid}:
             return True
-        if time.monotonic() - self._looked_up_at > _GROUP_LOOKUP_S:
+        if time.monotonic() - self._looked_up_at > _REMEMBERED_S:
             self.refresh()
         return uid in self._admins
 
     def user_of(self, uid: int) -> int:
-        """The user whose uid it is: a subordinate uid's is who has it in /etc/subuid, so that a user
-        with 65,536 of them counts once."""
+        """The user of a subordinate uid, so that a user with 65,536 of them counts once."""
         at = bisect_right(self._subuids, (uid, _NO_UID, 0)) - 1
         first, count, user = self._subuids[at] if at >= 0 else (0, 0, 0)
         return user if first <= uid < first + count else uid
@@ -120,36 +116,112 @@ class Access:
     def warnings(self) -> list[str]:
         """Names in the settings that this host does not know."""
         access = self._settings().access
-        unknown = (
-            [f"the group {access.group} does not exist: only administrators are admitted"]
-            if self._group is None
-            else []
-        )
-        return unknown + [
-            f"the administrator {name} does not exist"
-            for name in access.admins
-            if _find_uid(name) is None
-        ]
+        unknown = [name for name in access.admins if _find_uid(name) is None]
+        warnings = [f"the administrator {name} does not exist" for name in unknown]
+        if self._group is None:
+            group = f"the group {access.group} does not exist: only administrators are admitted"
+            warnings.insert(0, group)
+        return warnings
 
     def refresh(self) -> None:
-        """Look the names up again, and log once those that this host does not know."""
+        """Look the names up again, and log those once that this host does not know."""
         access = self._settings().access
         found = (_find_uid(name) for name in access.admins)
-        self._admins: frozenset[int] = frozenset(uid for uid in found if uid is not None)
+        self._admins = frozenset(uid for uid in found if uid is not None)
         self._group = _find_gid(access.group)
-        self._subuids = sorted(
-            (first, count, user or first) for first, count, user in iter_subids(self._subuid)
-        )  # a range of root's is a user of its own
+        # a range of root's is a user of its own
+        ranges = iter_subids(self._subuid)
+        self._subuids = sorted((first, count, user or first) for first, count, user in ranges)
         self._looked_up_at = time.monotonic()
         warnings = frozenset(self.warnings)
-        for warning in sorted(warnings - self._told):
+        for warning in sorted(warnings - self._logged):
             log.warning("access.warned", detail=warning)
-        self._told = warnings
+        self._logged = warnings
+
+
+class Owners:
+    """For which uids a peer may ask for a checkout, and with which gid. Belongs to one event loop.
+
+    For itself; an administrator for any uid; with `access.owners = "subuid"` a member for the uids
+    that /etc/subuid gives to it, by name or by uid. Look-ups run in a thread, because names may
+    come from a network, and are remembered for a minute.
+    """
+
+    def __init__(
+        self,
+        settings: Callable[[], Settings],
+        access: Access,
+        *,
+        subuid: Path = _SUBUID,
+        subgid: Path = _SUBGID,
+    ) -> None:
+        self._settings = settings
+        self._access = access
+        self._files = subuid, subgid
+        self._known: dict[tuple[int, int | None], Owner | None] = {}
+        self._known_since = time.monotonic()
+
+    async def find(self, owner: int | None, peer: Peer) -> Owner:
+        """The uid and gid of the checkout that `peer` asks for. Raises AccessError."""
+        if owner is None or owner == peer.uid:
+            return peer.uid, peer.gid
+        found = None
+        if self._access.role(peer) is Role.ADMIN:
+            found = await self._remembered((owner, None), partial(_of_anybody, owner))
+        elif self._settings().access.owners == "subuid" and not self._access.is_admin(owner):
+            found = await self._remembered((owner, peer.uid), partial(self._of_member, owner, peer))
+        if found is None:
+            raise AccessError(
+                f"cannot make a checkout for uid {owner}: you may not ask for that uid",
+                hint='administrators may ask for any; with [access] owners = "subuid" a member '
+                "may ask for the uids that /etc/subuid gives to it",
+                owner=owner,
+            )
+        return found
+
+    async def _remembered(
+        self, key: tuple[int, int | None], find: Callable[[], Owner | None]
+    ) -> Owner | None:
+        if time.monotonic() - self._known_since > _REMEMBERED_S or len(self._known) > 10_000:
+            self._known.clear()
+            self._known_since = time.monotonic()
+        if key not in self._known:
+            self._known[key] = await anyio.to_thread.run_sync(find)
+        return self._known[key]
+
+    def _of_member(self, owner: int, peer: Peer) -> Owner | None:
+        """With the gid at the same place of /etc/subgid, as user namespaces map it, or its own."""
+        users, groups = (
+            [(first, count) for first, count, user in iter_subids(file) if user == peer.uid]
+            for file in self._files
+        )
+        place = 0
+        for first, count in users:
+            if not first <= owner < first + count:
+                place += count
+                continue
+            place += owner - first
+            for first_gid, gids in groups:
+                if place < gids:
+                    return owner, first_gid + place
+                place -= gids
+            return owner, peer.gid
+        return None
+
+
+def _of_anybody(owner: int) -> Owner:
+    """With the group of its passwd entry; without one, with the gid of the same number."""
+    try:
+        return owner, pwd.getpwuid(owner).pw_gid
+    except KeyError:
+        return owner, owner
 
 
 def iter_subids(file: Path) -> Iterator[tuple[int, int, int]]:
-    """First id, count and user of each range in a file of subuid(5), in its order. Lines that are not
-    whole, and users that this host does not know, give none."""
+    """First id, count and user of each range in a file of subuid(5), in its order.
+
+    Incomplete lines, and users that this host does not know, are skipped.
+    """
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -176,83 +248,3 @@ def _find_gid(name: str) -> int | None:
         return grp.getgrnam(name).gr_gid
     except KeyError:
         return int(name) if name.isdigit() else None
-
-
-_REMEMBERED_S = 60.0
-
-
-class Owners:
-    """Belongs to one event loop."""
-
-    def __init__(
-        self,
-        settings: Callable[[], Settings],
-        access: Access,
-        *,
-        subuid: Path = Path("/etc/subuid"),
-        subgid: Path = Path("/etc/subgid"),
-    ) -> None:
-        self._settings = settings
-        self._access = access
-        self._files = subuid, subgid
-        self._known: dict[tuple[int, int | None], Owner | None] = {}
-        self._known_since = time.monotonic()
-
-    async def find(self, owner: int | None, peer: Peer) -> Owner:
-        """The uid and gid of the checkout that `peer` asks for. Raises AccessError."""
-        if owner is None or owner == peer.uid:
-            return peer.uid, peer.gid
-        if self._access.role(peer) is Role.ADMIN:
-            found = await self._remembered((owner, None), partial(_of_anybody, owner))
-        elif self._settings().access.owners == "subuid" and not self._access.is_admin(owner):
-            found = await self._remembered((owner, peer.uid), partial(self._of_member, owner, peer))
-        else:
-            found = None
-        if found is None:
-            raise AccessError(
-                f"cannot make a checkout for uid {owner}: you may not ask for that uid",
-                hint='administrators may ask for any; with [access] owners = "subuid" a member '
-                "may ask for the uids that /etc/subuid gives to it",
-                owner=owner,
-            )
-        return found
-
-    async def _remembered(
-        self, key: tuple[int, int | None], find: Callable[[], Owner | None]
-    ) -> Owner | None:
-        if time.monotonic() - self._known_since > _REMEMBERED_S or len(self._known) > 10_000:
-            self._known.clear()
-            self._known_since = time.monotonic()
-        if key not in self._known:
-            self._known[key] = await anyio.to_thread.run_sync(find)
-        return self._known[key]
-
-    def _of_member(self, owner: int, peer: Peer) -> Owner | None:
-        """A subordinate uid goes with the gid at the same place of /etc/subgid, as user namespaces
-        map them; where there is none, with the asker's own."""
-        users, groups = (
-            [(first, count) for first, count, user in iter_subids(file) if user == peer.uid]
-            for file in self._files
-        )
-        before = 0
-        for first, count in users:
-            if first <= owner < first + count:
-                return owner, _nth(groups, before + owner - first, otherwise=peer.gid)
-            before += count
-        return None
-
-
-def _of_anybody(owner: int) -> Owner:
-    """With the group of its passwd entry; a uid without one goes with the gid of the same number."""
-    try:
-        return owner, pwd.getpwuid(owner).pw_gid
-    except KeyError:
-        return owner, owner
-
-
-def _nth(ranges: list[tuple[int, int]], n: int, *, otherwise: int) -> int:
-    for first, count in ranges:
-        if n < count:
-            return first + n
-        n -= count
-    return otherwise
