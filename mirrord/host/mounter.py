@@ -1,13 +1,13 @@
-"""The mount service: `python -m mirrord.host.mounter --state-dir DIR --user USER (--socket PATH | socket of systemd)`.
+"""The mount service: `python -m mirrord.host.mounter --state-dir DIR --user USER [--socket PATH]`.
 
 A process with CAP_SYS_ADMIN and no mount namespace of its own, that mounts checkouts for a daemon
 that has neither. It is a privilege boundary: it answers one uid and root (SO_PEERCRED), takes
 four typed requests, makes every path itself out of checked names, and opens each below the state
 directory following no link; the kernel gets those descriptors, so what a name comes to mean later
-does not matter. The daemon's files, and nobody else's, are shown as those of ordinary users, each
-with a group of its own, and of a checkout that is leased to that user; set-id bits count nowhere
-that a client's bytes can be. It reads no file of a checkout, runs nothing, and keeps nothing
-that another cannot make: killed at any moment, it goes on where it was.
+does not matter. Only the daemon's files are shown as those of other users, who must be ordinary,
+with a group of theirs, and hold the lease of that checkout; set-id bits have no effect wherever a
+client's bytes can be. It reads no file of a checkout, runs nothing, and keeps nothing that another
+cannot make: it may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -51,15 +51,12 @@ from .processes import Owner
 from .systemd import Notifier, take_sockets
 
 _CHECKOUT = re.compile(r"[a-z2-7]{16}")
-_DIRECTORY = re.compile(
-    r"(\.trash-|\.warm-)*[A-Za-z0-9_][A-Za-z0-9._-]{0,200}"
-)  # released ones are renamed, and may be anybody's rubbish
+# released ones and kept trees are renamed, and removed by every backend
+_DIRECTORY = re.compile(r"(\.trash-|\.warm-)*[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 _UPPER = re.compile(r"layer|next")
 _MIRROR = r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}"
-_LAYER = re.compile(
-    rf"{_MIRROR}/(trees/[0-9a-f]{{40}}(@[0-9a-f]{{40}})?/(files|index)|gits/(sealed|squashed)-[0-9a-f]{{40}})"
-)
-_SHOWS = {"attach": mounts.attach, "replace": mounts.replace}
+_ID = "[0-9a-f]{40}"
+_LAYER = re.compile(rf"{_MIRROR}/(trees/{_ID}(@{_ID})?/(files|index)|gits/(sealed|squashed)-{_ID})")
 _LAYERS_MAX = 64
 _PENDING_MAX = 64
 _LEASES = (b"lease.json.new", b"resetting.json", b"lease.json")
@@ -72,7 +69,7 @@ _PEERCRED = struct.Struct("3i")
 
 
 class GuardedMounter:
-    """Does what a peer asks, below one state directory whose daemon is `daemon` (uid, gid)."""
+    """Mounts below one state directory, for its `daemon`."""
 
     def __init__(self, state_dir: Path, daemon: Owner) -> None:
         for directory in (state_dir, *(state_dir / name for name in BOUND)):
@@ -113,25 +110,23 @@ class GuardedMounter:
         return mount
 
     def show(self, checkout: str, show: Callable[[int, str], None]) -> None:
-        """Attach what was made last for a checkout. Nobody gives us mounts: they could be of anything."""
+        """Mount the overlay made last for a checkout. Peers send no mounts: they could be of anything."""
         if checkout not in self._pending:
             raise FileNotFoundError(f"cannot mount checkout {checkout}: nothing was made for it")
         with ExitStack() as stack:
             stack.callback(self._forget, checkout)
             above = self._open(stack, f"checkouts/{checkout}")
-            os.close(
-                mounts.open_beneath(above, "tree")
-            )  # should it become a link now, the kernel does not follow it
+            # should it become a link after this, the kernel does not follow it
+            os.close(mounts.open_beneath(above, "tree"))
             show(self._pending[checkout], f"{mounts.descriptor_path(above)}/tree")
 
     def umount(self, checkout: str) -> None:
         with suppress(FileNotFoundError), ExitStack() as stack:
-            mounts.umount(
-                f"{mounts.descriptor_path(self._open(stack, f'checkouts/{checkout}'))}/tree"
-            )
+            above = self._open(stack, f"checkouts/{checkout}")
+            mounts.umount(f"{mounts.descriptor_path(above)}/tree")
 
     def forget_all(self) -> None:
-        """Drop what was made and not attached."""
+        """Close the overlays that were made and not attached."""
         for checkout in list(self._pending):
             self._forget(checkout)
 
@@ -144,7 +139,7 @@ class GuardedMounter:
             os.close(mount)
 
     def _must_be_leased(self, private: int, order: OverlayOrder) -> None:
-        """The lease of that checkout, which may be about to be, names the same owner."""
+        """The lease of that checkout, or the one being written, must name the same owner."""
         for name in _LEASES:
             with suppress(FileNotFoundError), opened(open_regular(private, name)) as file:
                 lease = json.loads(os.read(file, _LEASE_MAX_BYTES))
@@ -153,11 +148,12 @@ class GuardedMounter:
         raise AccessError(f"cannot mount checkout {order.checkout}: it is not leased to that user")
 
     def _must_be_ordinary(self, owner: Owner) -> None:
-        """What is written in a checkout is its owner's: never let that be root or the daemon, or have a group's rights."""
+        """Files written in a checkout are its owner's: never root's, the daemon's, or a group's."""
         uid, gid = owner
         if uid == self._daemon[0] or not _is_ordinary(uid, gid):
             raise BackendUnavailableError(
-                f"cannot give checkouts to uid {uid}, gid {gid}: only to ordinary users, with a group of theirs",
+                f"cannot give checkouts to uid {uid}, gid {gid}: only to ordinary users, with a"
+                " group of theirs",
                 hint="the pool backend serves the others",
             )
 
@@ -166,7 +162,8 @@ class GuardedMounter:
         found = os.fstat(templates)
         if (found.st_uid, found.st_gid) != self._daemon:
             raise AccessError(
-                f"cannot mount: templates belong to uid {found.st_uid}, gid {found.st_gid}, not to the daemon",
+                f"cannot mount: templates belong to uid {found.st_uid}, gid {found.st_gid}, not to"
+                " the daemon",
                 hint=f"chown them to {self._daemon[0]}:{self._daemon[1]}",
             )
 
@@ -174,29 +171,25 @@ class GuardedMounter:
         return stack.enter_context(opened(mounts.open_beneath(self._state, path)))
 
     def _give_back(self, work: int) -> None:
-        """Give the daemon what overlayfs made in its work directory, so that it can remove that without being root."""
+        """Give the daemon what overlayfs made in its work directory, for it to remove."""
         for path in ("work/incompat/volatile", "work/incompat", "work"):
             with suppress(FileNotFoundError), opened(mounts.open_beneath(work, path)) as directory:
                 os.chown(mounts.descriptor_path(directory), self._daemon[0], -1)
 
 
 def _is_ordinary(uid: int, gid: int) -> bool:
-    """Whether a uid is of a person, an agent or a container, and the gid one of its groups, or nobody else's."""
+    """Whether a uid is of a person, an agent or a container, and the gid its own group's."""
     if uid < _smallest("UID_MIN"):
         return False
     try:
         user = pwd.getpwuid(uid)
-    except KeyError:  # a number that a container or a harness uses
-        return gid >= _smallest("GID_MIN") and not _is_group(gid)
-    return gid in os.getgrouplist(user.pw_name, user.pw_gid) and gid != 0
-
-
-def _is_group(gid: int) -> bool:
-    try:
-        grp.getgrgid(gid)
-    except KeyError:
+    except KeyError:  # a number that a container or a harness uses: no group may have its gid
+        try:
+            grp.getgrgid(gid)
+        except KeyError:
+            return gid >= _smallest("GID_MIN")
         return False
-    return True
+    return gid in os.getgrouplist(user.pw_name, user.pw_gid) and gid != 0
 
 
 def _smallest(name: str) -> int:
@@ -207,7 +200,7 @@ def _smallest(name: str) -> int:
     return _ORDINARY_MIN
 
 
-# -- what was asked -----------------------------------------------------------------------------------------------------
+# -- requests -------------------------------------------------------------------------------------
 
 
 def answer(mounter: GuardedMounter, message: bytes) -> tuple[dict[str, Any], list[int]]:
@@ -215,53 +208,44 @@ def answer(mounter: GuardedMounter, message: bytes) -> tuple[dict[str, Any], lis
     try:
         return {}, _perform(mounter, json.loads(message))
     except MirrordError as error:
-        return {"problem": error.problem()}, []
+        problem = error.problem()
     except FileNotFoundError as error:
-        return {
-            "problem": {"code": "gone", "detail": str(error), "errno": error.errno or errno.ENOENT}
-        }, []
+        problem = {"code": "gone", "detail": str(error), "errno": error.errno or errno.ENOENT}
     except OSError as error:
-        return {
-            "problem": ResourceError(f"cannot mount: {error.strerror}", errno=error.errno).problem()
-        }, []
+        problem = ResourceError(f"cannot mount: {error.strerror}", errno=error.errno).problem()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        return {"problem": InvalidRequestError(f"cannot read the request: {error!r}").problem()}, []
+        problem = InvalidRequestError(f"cannot read the request: {error!r}").problem()
+    return {"problem": problem}, []
 
 
 def _perform(mounter: GuardedMounter, request: Mapping[str, Any]) -> list[int]:
-    kind = request["request"]
-    if kind == "make":
-        owner = None if request["owner"] is None else _owner(request["owner"])
-        checkout, upper = (
-            _matching(_CHECKOUT, request["checkout"]),
-            _matching(_UPPER, request["upper"]),
-        )
-        return [mounter.make(OverlayOrder(checkout, upper, _layers(request["layers"]), owner))]
-    if kind in _SHOWS:
-        mounter.show(_matching(_CHECKOUT, request["checkout"]), _SHOWS[kind])
-    elif kind == "umount":
-        mounter.umount(_matching(_DIRECTORY, request["checkout"]))
-    else:
-        raise ValueError(kind)
+    match request["request"]:
+        case "make":
+            owner, layers = request["owner"], request["layers"]
+            if owner is not None:
+                if not isinstance(owner, list) or len(owner) != 2:
+                    raise ValueError(owner)
+                if not all(type(each) is int and 0 <= each <= _ID_MAX for each in owner):
+                    raise ValueError(owner)
+                owner = owner[0], owner[1]
+            if not isinstance(layers, list) or not 0 < len(layers) <= _LAYERS_MAX:
+                raise ValueError(layers)
+            order = OverlayOrder(
+                _matching(_CHECKOUT, request["checkout"]),
+                _matching(_UPPER, request["upper"]),
+                tuple(each if each == PROBE_LAYER else _matching(_LAYER, each) for each in layers),
+                owner,
+            )
+            return [mounter.make(order)]
+        case "attach":
+            mounter.show(_matching(_CHECKOUT, request["checkout"]), mounts.attach)
+        case "replace":
+            mounter.show(_matching(_CHECKOUT, request["checkout"]), mounts.replace)
+        case "umount":
+            mounter.umount(_matching(_DIRECTORY, request["checkout"]))
+        case kind:
+            raise ValueError(kind)
     return []
-
-
-def _layers(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or not 0 < len(value) <= _LAYERS_MAX:
-        raise ValueError(value)
-    return tuple(
-        PROBE_LAYER if layer == PROBE_LAYER else _matching(_LAYER, layer) for layer in value
-    )
-
-
-def _owner(value: object) -> Owner:
-    if (
-        not isinstance(value, list)
-        or len(value) != 2
-        or not all(type(each) is int and 0 <= each <= _ID_MAX for each in value)
-    ):
-        raise ValueError(value)
-    return cast("Owner", tuple(value))
 
 
 def _matching(pattern: re.Pattern[str], value: object) -> str:
@@ -270,7 +254,7 @@ def _matching(pattern: re.Pattern[str], value: object) -> str:
     return value
 
 
-# -- serving ------------------------------------------------------------------------------------------------------------
+# -- serving --------------------------------------------------------------------------------------
 
 
 class Service:
@@ -298,16 +282,16 @@ class Service:
         except OSError:  # it left before we came
             return
         connection.setblocking(False)
-        _, uid, _ = _PEERCRED.unpack(
-            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
-        )
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+        _, uid, _ = _PEERCRED.unpack(raw)
         if uid in (0, self._uid) and len(self._selector.get_map()) <= _CONNECTIONS_MAX:
             self._selector.register(connection, selectors.EVENT_READ)
             return
         refusal = AccessError(
             f"cannot mount for uid {uid}: only for the daemon's user, {_CONNECTIONS_MAX} at a time"
         )
-        print(f"<4>connection.refused uid={uid}", file=sys.stderr, flush=True)  # noqa: T201  (the journal reads stderr)
+        # the journal reads stderr
+        print(f"<4>connection.refused uid={uid}", file=sys.stderr, flush=True)  # noqa: T201
         _send(connection, {"problem": refusal.problem()}, [])
         connection.close()
 
@@ -323,7 +307,7 @@ class Service:
 
 
 def _send(connection: socket.socket, reply: Mapping[str, Any], descriptors: list[int]) -> bool:
-    """False where the peer is gone, or does not read."""
+    """False where the peer has gone, or does not read."""
     try:
         socket.send_fds(connection, [json.dumps(reply).encode()], descriptors)
     except OSError:
@@ -353,10 +337,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--user", required=True, help="the daemon's user: a name or a uid")
     parser.add_argument(
-        "--socket", type=Path, help="where to listen, unless systemd hands over a socket"
+        "--socket", type=Path, help="where to listen, unless systemd gives a socket"
     )
     options = parser.parse_args(arguments)
-    daemon = _find_user(options.user)
+    user, daemon = options.user, None
+    with suppress(KeyError):
+        found = pwd.getpwuid(int(user)) if user.isdigit() else pwd.getpwnam(user)
+        daemon = found.pw_uid, found.pw_gid
+    if daemon is None and user.isdigit():
+        daemon = int(user), int(user)
     sockets = list(take_sockets().values())
     if daemon is None or (not sockets and options.socket is None):
         parser.error("give a user that exists, and a socket: --socket, or through systemd")
@@ -372,14 +361,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         mounter.close()
     return 0
-
-
-def _find_user(user: str) -> Owner | None:
-    try:
-        found = pwd.getpwuid(int(user)) if user.isdigit() else pwd.getpwnam(user)
-    except KeyError:
-        return (int(user), int(user)) if user.isdigit() else None
-    return found.pw_uid, found.pw_gid
 
 
 if __name__ == "__main__":

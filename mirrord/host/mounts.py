@@ -1,11 +1,7 @@
 """Mounts: the raw system calls, with types and our errors.
 
-Owns how an overlay, an idmapped clone, a bind and an unmount are asked of the kernel, and what
-its refusals mean. Decides nothing about what is mounted where. What is attached outlives the
-process that made it: nothing here is undone by a crash.
-
-A path that is gone stays FileNotFoundError, so that the caller can make it anew; every other
-refusal is a ResourceError.
+What is attached outlives the process that made it. A path that is gone stays FileNotFoundError, so
+that the caller can make it again; every other refusal is a ResourceError.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..errors import BackendUnavailableError, DiskFullError, MirrordError, ResourceError
 from . import files
@@ -28,13 +24,8 @@ _OPEN_TREE_CLOEXEC = os.O_CLOEXEC
 _MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_BENEATH = 0x4, 0x200
 _FSOPEN_CLOEXEC = _FSMOUNT_CLOEXEC = 1
 _FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
-_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV, _MOUNT_ATTR_IDMAP = (
-    0x1,
-    0x2,
-    0x4,
-    0x100000,
-)
-_MOUNT_ATTR_NOEXEC = 0x8
+_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV, _MOUNT_ATTR_NOEXEC = 1, 2, 4, 8
+_MOUNT_ATTR_IDMAP = 0x100000
 _MS_PRIVATE, _MS_SHARED = 1 << 18, 1 << 20
 _CLONE_FS = 0x200
 _AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
@@ -42,7 +33,7 @@ _SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 428,
 _SYS_MOUNT_SETATTR = 442  # the same on every architecture
 
 KERNEL = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
-"""The version of Linux, which alone tells some abilities of overlayfs: older kernels refuse late, and as they refuse mistakes."""
+"""Tells some abilities of overlayfs: older kernels refuse late, as they refuse mistakes."""
 
 _STACKED_MAX = 8
 _STRING_MAX = 255  # of a value for fsconfig(2)
@@ -59,19 +50,16 @@ _libc.syscall.restype = ctypes.c_long
 
 
 class _MountAttr(ctypes.Structure):
-    _fields_ = (
-        ("attr_set", ctypes.c_uint64),
-        ("attr_clr", ctypes.c_uint64),
-        ("propagation", ctypes.c_uint64),
-        ("userns_fd", ctypes.c_uint64),
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")
     )
 
 
 def make_overlay(lower: Sequence[int], upper: int, work: int) -> int:
-    """Make an overlay of open directories, `lower` top first; answers its root, which `attach` makes visible.
+    """Make an overlay of open directories, `lower` top first; answers its root, for `attach`.
 
-    `work` must never have been used before. The kernel shows the directories to everybody in /proc/self/mountinfo, by the
-    names that it was given: those of descriptors say nothing.
+    `work` must never have been used before. The kernel shows the directories to everybody in
+    /proc/self/mountinfo, by the names that it was given: those of descriptors say nothing.
     """
     with opened(
         _syscall("open", "the overlay file system", _SYS_FSOPEN, b"overlay", _FSOPEN_CLOEXEC)
@@ -87,21 +75,61 @@ def make_overlay(lower: Sequence[int], upper: int, work: int) -> int:
         return _syscall("mount", "an overlay", _SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, flags)
 
 
+def _create_over(context: int, lower: Sequence[int]) -> None:
+    """Name the lower directories, and have the kernel look at all that was named.
+
+    Linux 6.7 takes them one by one. Before, one value names them all, of at most 255 bytes: by
+    their numbers alone, from a thread whose working directory, its own, is that of the descriptors
+    (room for 64 of three digits). Linux 6.5 and 6.6 look at the names at once, older ones at the
+    end.
+    """
+    if KERNEL >= (6, 7):
+        for each in lower:
+            _set_string(context, "lowerdir+", descriptor_path(each))
+        _configure(context, _FSCONFIG_CMD_CREATE, None, None)
+        return
+    joined = ":".join(map(str, lower))
+    if len(joined) > _STRING_MAX:
+        raise BackendUnavailableError(
+            f"cannot mount {len(lower)} layers: this kernel takes no more than {_STRING_MAX} bytes"
+            " of their names",
+            hint="Linux 6.7 and newer take them one by one; the pool backend serves without",
+        )
+    failed: list[BaseException] = []
+
+    def create() -> None:
+        try:
+            if _libc.unshare(_CLONE_FS):
+                raise _refused("leave", "the working directory", ctypes.get_errno())
+            os.chdir("/proc/self/fd")
+            _set_string(context, "lowerdir", joined)
+            _configure(context, _FSCONFIG_CMD_CREATE, None, None)
+        except BaseException as error:  # noqa: BLE001  (the caller's thread raises it)
+            failed.append(error)
+
+    thread = threading.Thread(target=create)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
 def takes_detached_layers() -> bool:
     """Whether a layer may be in a mount that is attached nowhere."""
     return KERNEL >= (6, 15)
 
 
 def attach(mount: int, target: str) -> None:
-    """Make a detached mount what is seen at `target`."""
+    """Make a detached mount visible at `target`."""
     _move(mount, target)
 
 
 def replace(mount: int, target: str) -> None:
-    """Make a detached mount what is seen at `target`, in the place of what was mounted there.
+    """Make a detached mount visible at `target`, in the place of the one that is there.
 
-    In one step, here and wherever `target` propagates to: the new mount goes beneath the old one, which then goes. Before
-    Linux 6.5, which cannot do that, `target` is for a moment the directory below.
+    In one step, here and wherever `target` propagates to: the new mount goes beneath the old one,
+    which then goes. Before Linux 6.5, which cannot do that, `target` is for a moment the directory
+    below.
     """
     try:
         _move(mount, target, _MOVE_MOUNT_BENEATH)
@@ -115,7 +143,7 @@ def replace(mount: int, target: str) -> None:
 
 
 def umount(target: str) -> None:
-    """Take away everything that is mounted at `target`, whoever is inside; fine where nothing is."""
+    """Unmount everything at `target`, even in use; fine where nothing is mounted."""
     for _ in range(_STACKED_MAX):
         if not _unmount(target):
             return
@@ -126,14 +154,14 @@ def umount(target: str) -> None:
 
 
 def umount_unused(target: str) -> bool:
-    """Unmount what nobody uses and nothing is mounted in; answers whether it is gone."""
+    """Unmount `target` unless it is in use or mounted in; answers whether it is gone."""
     return bool(_libc.umount2(os.fsencode(target), _UMOUNT_NOFOLLOW) == 0)
 
 
 def clone_idmapped(source: int, userns: int) -> int:
-    """A read-only, detached clone of the directory `source`, its owners seen through the user namespace `userns`.
+    """A read-only, detached clone of `source`, its owners seen through a user namespace.
 
-    All are descriptors; what the answer is the last descriptor of goes with it. Needs Linux 5.12.
+    All are descriptors; the clone goes with its last one. Needs Linux 5.12.
     """
     clone = _clone(source)
     try:
@@ -146,9 +174,9 @@ def clone_idmapped(source: int, userns: int) -> int:
 
 
 def mount_private(target: str) -> int:
-    """Mount an empty directory in memory, entered by root and this user alone; answers its root.
+    """Mount an empty directory in memory, for root and this user alone; answers its root.
 
-    What is attached in it is seen in no other namespace, and goes with it.
+    What is attached in it is visible in no other namespace, and goes with it.
     """
     with opened(
         _syscall("open", "a file system in memory", _SYS_FSOPEN, b"tmpfs", _FSOPEN_CLOEXEC)
@@ -162,9 +190,8 @@ def mount_private(target: str) -> int:
         )
     try:
         _move(root, target)
-        _set_attributes(
-            root, _MountAttr(propagation=_MS_PRIVATE)
-        )  # it became shared if what it is in is
+        # it became shared if the mount around it is
+        _set_attributes(root, _MountAttr(propagation=_MS_PRIVATE))
     except BaseException:
         os.close(root)
         raise
@@ -172,15 +199,13 @@ def mount_private(target: str) -> int:
 
 
 def bind_over(directory: int, target: str) -> None:
-    """Bind a directory over itself: what is in it has no set-id bits and devices that count, what is mounted in it propagates.
+    """Bind a directory over itself, at its path: without set-id bits and devices, and shared.
 
-    `target` is its path. Shared even where no systemd made / so: or containers could not follow with `rslave`.
+    Shared even where no systemd made / so: or containers could not follow with `rslave`.
     """
     with opened(_clone(directory)) as clone:
-        attributes = _MountAttr(
-            attr_set=_MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV, propagation=_MS_SHARED
-        )
-        _set_attributes(clone, attributes)
+        flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
+        _set_attributes(clone, _MountAttr(attr_set=flags, propagation=_MS_SHARED))
         _move(clone, target)
 
 
@@ -191,17 +216,16 @@ def mount_id(fd: int) -> int:
 
 
 def open_beneath(directory: int, path: str) -> int:
-    """Open a directory (O_PATH) that lies below another, following no link on the way."""
+    """Open a directory (O_PATH) below another, following no link on the way."""
     try:
-        return files.open_beneath(
-            directory, os.fsencode(path), os.O_PATH | os.O_DIRECTORY, into_mounts=True
-        )
+        flags = os.O_PATH | os.O_DIRECTORY
+        return files.open_beneath(directory, os.fsencode(path), flags, into_mounts=True)
     except OSError as error:
         raise _refused("open", path, error.errno or errno.EIO) from error
 
 
 def descriptor_path(fd: int) -> str:
-    """A path that is the open file itself, whatever its name is by now."""
+    """A path of the open file itself, whatever its present name."""
     return f"/proc/self/fd/{fd}"
 
 
@@ -221,9 +245,9 @@ def mounts_below(directory: str) -> list[str]:
 
 
 def is_private_namespace() -> bool:
-    """Whether mounts made here are seen by nobody outside: this is not the mount namespace of pid 1.
+    """Whether this is not the mount namespace of pid 1, so that nobody outside sees its mounts.
 
-    False where this process may not look at pid 1: then somebody made this whole world for it, clients included.
+    False where this process may not look at pid 1: then its clients are in the same sandbox.
     """
     try:
         return os.stat("/proc/self/ns/mnt").st_ino != os.stat("/proc/1/ns/mnt").st_ino
@@ -234,53 +258,6 @@ def is_private_namespace() -> bool:
 def may_mount() -> bool:
     """Whether this process has CAP_SYS_ADMIN."""
     return has_capabilities(Capability.SYS_ADMIN)
-
-
-def _create_over(context: int, lower: Sequence[int]) -> None:
-    """Name the lower directories, and have the kernel look at all that was named.
-
-    Linux 6.7 takes them one by one. Before, one value names them all, of at most 255 bytes: they are named by their numbers
-    alone, from a thread that is where descriptors are (room for 64 of three digits).
-    """
-    if KERNEL >= (6, 7):
-        for each in lower:
-            _set_string(context, "lowerdir+", descriptor_path(each))
-        _configure(context, _FSCONFIG_CMD_CREATE, None, None)
-        return
-    joined = ":".join(map(str, lower))
-    if len(joined) > _STRING_MAX:
-        raise BackendUnavailableError(
-            f"cannot mount {len(lower)} layers: this kernel takes no more than {_STRING_MAX} bytes of their names",
-            hint="Linux 6.7 and newer take them one by one; the pool backend serves without",
-        )
-
-    def create() -> None:
-        _set_string(
-            context, "lowerdir", joined
-        )  # Linux 6.5 and 6.6 look at the names here, older ones at the end
-        _configure(context, _FSCONFIG_CMD_CREATE, None, None)
-
-    _run_among_descriptors(create)
-
-
-def _run_among_descriptors(work: Callable[[], None]) -> None:
-    """In a thread with a working directory of its own: the descriptors of this process."""
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            if _libc.unshare(_CLONE_FS):
-                raise _refused("leave", "the working directory", ctypes.get_errno())
-            os.chdir("/proc/self/fd")
-            work()
-        except BaseException as error:  # noqa: BLE001  (the caller's thread raises it)
-            failed.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
 
 
 def _set_string(context: int, key: str, value: str) -> None:
@@ -297,17 +274,9 @@ def _clone(directory: int) -> int:
 
 
 def _set_attributes(mount: int, attributes: _MountAttr) -> None:
-    size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    _syscall(
-        "set up",
-        "a mount",
-        _SYS_MOUNT_SETATTR,
-        mount,
-        b"",
-        _AT_EMPTY_PATH,
-        ctypes.byref(attributes),
-        size,
-    )
+    size, how = ctypes.c_size_t(ctypes.sizeof(attributes)), ctypes.byref(attributes)
+    number = _SYS_MOUNT_SETATTR
+    _syscall("set up", "a mount", number, mount, b"", _AT_EMPTY_PATH, how, size)
 
 
 def _move(mount: int, target: str, how: int = 0) -> None:
@@ -332,14 +301,17 @@ def _syscall(verb: str, noun: str, number: int, *arguments: object) -> int:
     return result
 
 
+_NEEDS_ROOT = (
+    "mounting needs CAP_SYS_ADMIN: run the daemon as root, or beside mirrord-mount.service"
+)
 _HINTS = {
-    errno.EPERM: "mounting needs CAP_SYS_ADMIN: run the daemon as root, or beside mirrord-mount.service",
-    errno.EACCES: "mounting needs CAP_SYS_ADMIN: run the daemon as root, or beside mirrord-mount.service",
+    errno.EPERM: _NEEDS_ROOT,
+    errno.EACCES: _NEEDS_ROOT,
     errno.ENODEV: "load the overlay module with `modprobe overlay`",
     errno.ENOSYS: "this needs a newer kernel; the pool backend serves without it",
-    errno.EOPNOTSUPP: "this file system lacks what is needed: put state_dir on ext4, xfs or btrfs",
+    errno.EOPNOTSUPP: "this file system lacks a feature: put state_dir on ext4, xfs or btrfs",
     errno.EINVAL: "the kernel's log says why; the pool backend serves without mounts",
-    errno.EREMOTE: "state_dir is on a file system that overlays cannot lie on: put it on ext4, xfs or btrfs",
+    errno.EREMOTE: "overlays cannot be on this file system: put state_dir on ext4, xfs or btrfs",
 }
 
 
@@ -349,9 +321,8 @@ def _refused(verb: str, noun: str, number: int) -> MirrordError | OSError:
     if number in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ESTALE):
         return FileNotFoundError(number, f"{message}: {reason}", noun)
     if number in (errno.ENOSPC, errno.EDQUOT):
-        hint = (
-            "free some space, or raise fs.mount-max"  # the kernel says ENOSPC to one mount too many
-        )
+        # the kernel says ENOSPC to one mount too many
+        hint = "free some space, or raise fs.mount-max"
         return DiskFullError(f"{message}: {reason}", hint=hint, errno=number)
     if number in _HINTS:
         return BackendUnavailableError(f"{message}: {reason}", hint=_HINTS[number], errno=number)
@@ -359,5 +330,5 @@ def _refused(verb: str, noun: str, number: int) -> MirrordError | OSError:
 
 
 def unescape(field: bytes) -> str:
-    """A path as mountinfo writes it: space, tab, newline and backslash in octal."""
+    """Read a path of mountinfo: space, tab, newline and backslash are octal."""
     return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), field))

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -416,7 +415,7 @@ def test_files_are_shown_as_the_holders_of_the_checkout(
     mine, others = lab.checkout(owner), lab.checkout((54321, 54321))
     lab.mount(mounter, mine)
     with pytest.raises(AccessError, match="not leased"):
-        mounter.make(replace(others, owner=owner))
+        mounter.make(others._replace(owner=owner))
     (lab.state / "leases" / others.checkout / "lease.json").unlink()
     with pytest.raises(AccessError, match="not leased"):
         mounter.make(others)
