@@ -1,6 +1,6 @@
-"""Whether the daemon can serve: what `health` answers. Looks at the disk and at what was noticed; repairs nothing.
+"""Whether the daemon can serve: what `health` answers. Repairs nothing.
 
-Degraded is what an operator must act on. A warning (a group that does not exist) is said, but degrades nothing.
+Degraded is what an operator must act on; a warning, such as a missing group, degrades nothing.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from . import __version__
 from .host.peers import Access
@@ -20,8 +20,7 @@ LOW_INODES = 10_000
 _REMEMBERED_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class HealthReport:
+class HealthReport(NamedTuple):
     """`body` is the JSON of the answer, made once for all who ask within a second."""
 
     health: Health
@@ -30,7 +29,7 @@ class HealthReport:
 
 
 class HealthMonitor:
-    """Collects reasons. `notes` are the parts' own: a key for each, so that a part can take its reason back."""
+    """Collects reasons. A part notes its own under a key, so that it can clear them."""
 
     def __init__(self, state_dir: Path, access: Access, *, is_open: Callable[[], bool]) -> None:
         self._state_dir = state_dir
@@ -47,11 +46,11 @@ class HealthMonitor:
         self._report = None
 
     def warn_by(self, source: Callable[[], Sequence[str]]) -> None:
-        """Have warnings told as they are when somebody asks."""
+        """Add the warnings that `source` has at each report."""
         self._warn.append(source)
 
     def degrade_by(self, source: Callable[[], Sequence[str]]) -> None:
-        """Be degraded for the reasons that `source` has when somebody asks."""
+        """Add the reasons to be degraded that `source` has at each report."""
         self._degrade.append(source)
 
     def clear(self, key: str) -> None:
@@ -75,25 +74,23 @@ class HealthMonitor:
         reasons += [*self._disk_reasons(), *self._notes.values()]
         reasons += [text for source in self._degrade for text in source()]
         warnings = [f"warning: {text}" for source in self._warn for text in source()]
-        health = Health(
-            status="degraded" if reasons else "ok", reasons=reasons + warnings, version=__version__
-        )
+        status: Literal["ok", "degraded"] = "degraded" if reasons else "ok"
+        health = Health(status=status, reasons=reasons + warnings, version=__version__)
         return HealthReport(health, to_bytes(health), bool(reasons))
 
     def _disk_reasons(self) -> list[str]:
+        place = self._state_dir
         try:
-            disk = os.statvfs(self._state_dir)
+            disk = os.statvfs(place)
         except OSError as error:
-            return [f"the state directory {self._state_dir} cannot be read: {error.strerror}"]
+            return [f"cannot read the state directory {place}: {error.strerror}"]
         reasons = []
         if disk.f_flag & os.ST_RDONLY:
-            reasons.append(f"the file system of {self._state_dir} is read-only")
-        if disk.f_bavail * disk.f_frsize < LOW_DISK_BYTES:
-            reasons.append(
-                f"the disk of {self._state_dir} is nearly full: {disk.f_bavail * disk.f_frsize >> 20} MiB are free"
-            )
+            reasons.append(f"the file system of {place} is read-only")
+        free = disk.f_bavail * disk.f_frsize
+        if free < LOW_DISK_BYTES:
+            reasons.append(f"the disk of {place} is nearly full: {free >> 20} MiB are free")
         if disk.f_files and disk.f_favail < LOW_INODES:  # file systems without a limit say 0
-            reasons.append(
-                f"the disk of {self._state_dir} is nearly out of inodes: {disk.f_favail} are free"
-            )
+            free_inodes = disk.f_favail
+            reasons.append(f"the disk of {place} is nearly out of inodes: {free_inodes} are free")
         return reasons

@@ -11,7 +11,7 @@ from .errors import ResourceError
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The directories of a state directory. Only `checkouts` may be passed by others: what they lease is below it."""
+    """The directories of a state directory. Other users may pass `checkouts` alone."""
 
     root: Path
 
@@ -56,16 +56,9 @@ class Layout:
 
     def make(self) -> None:
         """Make what is missing, and put the modes right."""
-        for private in (
-            self.mirrors,
-            self.datasets,
-            self.bundles,
-            self.templates,
-            self.leases,
-            self.quarantine,
-            self.home,
-        ):
-            self._make(private, 0o700)
+        private = self.mirrors, self.datasets, self.bundles, self.templates, self.leases
+        for directory in (*private, self.quarantine, self.home):
+            self._make(directory, 0o700)
         self._make(self.checkouts, 0o711)
         if not self.catalog.exists():
             self.catalog.touch(mode=0o600)  # SQLite gives its journals the mode of the database

@@ -1,8 +1,7 @@
-"""Files through directory descriptors, for trees whose owner may be hostile and may act while we work.
+"""Files through directory descriptors, for trees whose owner may be hostile and act meanwhile.
 
-Owns the ways to open, replace and remove that follow no symbolic link, enter no mount and leave no directory: a name is looked up
-only in a directory that is already open. Removing copes with any mode, with the immutable and append-only flags, and with any
-depth; it never opens a device or a pipe. Names are bytes.
+Opens and replaces without following a symbolic link, entering a mount or leaving a directory: a
+name is looked up only in an open directory. Never opens a device or a pipe. Names are bytes.
 """
 
 from __future__ import annotations
@@ -48,18 +47,12 @@ _NO_FILES = (errno.EMFILE, errno.ENFILE)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.renameat2.argtypes = [
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_uint,
-]
+_libc.renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p) * 2 + (ctypes.c_uint,)
 _libc.syscall.restype = ctypes.c_long
 
 
 class _OpenHow(ctypes.Structure):
-    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("flags", "mode", "resolve"))
 
 
 _HOW_BYTES = ctypes.c_size_t(ctypes.sizeof(_OpenHow))
@@ -89,40 +82,36 @@ def full_disk_named(subject: str) -> Iterator[None]:
 
 
 def host_error(error: BaseException, doing: str) -> ResourceError | None:
-    """What an error that nobody expected is, where the disk or the limit on open files is the cause, whatever call met it."""
+    """An unexpected error as ours, where the disk or the limit on open files caused it."""
     if not isinstance(error, OSError):
         return None
+    fact = f"cannot {doing}: {error.strerror}"
     if error.errno in _NO_FILES:
-        return TooManyFilesError(
-            f"cannot {doing}: {error.strerror}",
-            hint="raise LimitNOFILE= of the unit, or ulimit -n",
-            retry_after=1,
-        )
-    place = f" at {error.filename}" if isinstance(error.filename, str) else ""
+        hint = "raise LimitNOFILE= of the unit, or ulimit -n"
+        return TooManyFilesError(fact, hint=hint, retry_after=1)
+    if isinstance(error.filename, str):
+        fact += f" at {error.filename}"
     if error.errno in _FULL:
-        return DiskFullError(f"cannot {doing}: {error.strerror}{place}", hint="free some space")
+        return DiskFullError(fact, hint="free some space")
     if error.errno in _FAILED:
-        return DiskFailedError(
-            f"cannot {doing}: {error.strerror}{place}",
-            hint="see the kernel's log, then audit; a heal repairs",
-        )
+        return DiskFailedError(fact, hint="see the kernel's log, then audit; a heal repairs")
     return None
 
 
 def is_read_only(path: Path) -> bool:
-    """Whether nobody can write there now: ext4 remounts itself when a disk fails."""
+    """Whether the file system is read-only: ext4 remounts itself when a disk fails."""
     return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
 
 
 def open_directory(path: Path) -> int:
-    """Open a directory by path; only its last component may not be a symbolic link, so the path must be the daemon's own."""
+    """Open a directory by a path of ours: only its last component may not be a symbolic link."""
     return os.open(path, _DIRECTORY)
 
 
 def open_beneath(
     directory: int, path: bytes, flags: int = _DIRECTORY, *, into_mounts: bool = False
 ) -> int:
-    """Open what lies below an open directory, by openat2(2) (Linux 5.6).
+    """Open a path below an open directory, by openat2(2) (Linux 5.6).
 
     No component may be a symbolic link (ELOOP) or lead out of the directory (EXDEV); one that is
     mounted on is refused too (EXDEV), unless `into_mounts`.
@@ -149,7 +138,7 @@ def open_child(directory: int, name: bytes) -> int:
 
 
 def open_regular(directory: int, name: bytes) -> int:
-    """Open a regular file for reading; FileNotFoundError where `name` is anything else. Never waits on a pipe."""
+    """Open a regular file for reading, never waiting on a pipe; FileNotFoundError for others."""
     fd = open_own(directory, name, FOR_READING)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -158,7 +147,7 @@ def open_regular(directory: int, name: bytes) -> int:
 
 
 def open_own(directory: int, name: bytes, flags: int) -> int:
-    """Open what is called `name`, whatever its mode, where it is ours; PermissionError where it is not.
+    """Open `name` whatever its mode, where it is ours; PermissionError where it is not.
 
     A directory of mode 000 stays open to us; a file gets its mode back.
     """
@@ -190,29 +179,26 @@ def names_in(directory: int) -> list[bytes]:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Give each of two paths the other's name, in one step. What is mounted inside goes along."""
-    if (
-        _libc.renameat2(
-            _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
-        )
-        != 0
-    ):
+    """Give each of two paths the other's name, in one step. Mounts inside go along."""
+    paths = _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other)
+    if _libc.renameat2(*paths, _RENAME_EXCHANGE) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
 def admit(directory: str, uid: int) -> None:
-    """Let one user pass through a directory of mode 0700, and not list it: a POSIX ACL entry `user:UID:--x`.
+    """Let one user pass through a directory of mode 0700, not list it: an ACL entry `user:UID:--x`.
 
     A later chmod would set the ACL's mask, and lock that user out. Raises BackendUnavailableError
     where the file system has none.
     """
-    entries = [
+    entries = (
         (_ACL_USER_OBJ, 7, _ACL_NOBODY),
         (_ACL_USER, 1, uid),
         (_ACL_GROUP_OBJ, 0, _ACL_NOBODY),
-    ]
-    entries += [(_ACL_MASK, 1, _ACL_NOBODY), (_ACL_OTHER, 0, _ACL_NOBODY)]
+        (_ACL_MASK, 1, _ACL_NOBODY),
+        (_ACL_OTHER, 0, _ACL_NOBODY),
+    )
     acl = struct.pack("<I", _ACL_VERSION)
     acl += b"".join(struct.pack("<HHI", *entry) for entry in entries)
     try:
@@ -249,12 +235,12 @@ def set_owner(
 
 
 def make_whiteout(directory: int, name: bytes) -> None:
-    """Make the mark by which overlayfs hides a name of the layers below: character device 0/0 (free for all since Linux 5.8)."""
+    """Hide a name of the layers below: a device 0/0, which any user may make since Linux 5.8."""
     os.mknod(name, stat.S_IFCHR | 0o000, os.makedev(0, 0), dir_fd=directory)
 
 
 def mounted_on(path: bytes) -> CheckoutBusyError:
-    """The error for a path that something is mounted on: what is below it is somebody else's."""
+    """The error for a mount point: the files below it are another file system's."""
     return CheckoutBusyError(
         f"cannot change {shown_path(path)}: a file system is mounted on it",
         hint="unmount it, then try again",
@@ -263,7 +249,7 @@ def mounted_on(path: bytes) -> CheckoutBusyError:
 
 
 def unlock(directory: int, name: bytes) -> None:
-    """Take the flags and modes away that keep `name` from being removed from `directory` or renamed."""
+    """Clear the flags and modes that keep `name` from being removed or renamed."""
     clear_flags(directory)
     found = find_stat(directory, name)
     if found is None or not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
@@ -290,11 +276,8 @@ def clear_flags(fd: int) -> None:
                 hint="the daemon needs CAP_LINUX_IMMUTABLE",
             ) from error
     found = os.fstat(fd)
-    if (
-        stat.S_ISDIR(found.st_mode)
-        and found.st_mode & 0o700 != 0o700
-        and found.st_uid == os.geteuid()
-    ):
+    is_barred = stat.S_ISDIR(found.st_mode) and found.st_mode & 0o700 != 0o700
+    if is_barred and found.st_uid == os.geteuid():
         os.fchmod(fd, stat.S_IMODE(found.st_mode) | 0o700)
 
 
@@ -321,9 +304,14 @@ def write_all(fd: int, data: bytes) -> None:
             written += os.write(fd, view[written:])
 
 
+_NO_COPY = {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM}
+
+
 def copy_bytes(source: int, sink: int, size: int) -> None:
-    """Copy the first `size` bytes of an open file into an empty one: as shared blocks where the file system has them, else in
-    the kernel. Neither is to be had between some file systems, of which each Linux refuses others.
+    """Copy the first `size` bytes of an open file into an empty one.
+
+    As shared blocks where the file system has them, else in the kernel. Between some file systems
+    neither works, and each Linux refuses others.
     """
     with suppress(OSError):
         fcntl.ioctl(sink, _FICLONE, source)
@@ -334,13 +322,7 @@ def copy_bytes(source: int, sink: int, size: int) -> None:
         while at < size and (copied := os.copy_file_range(source, sink, size - at, at)):
             at += copied
     except OSError as error:
-        if error.errno not in (
-            errno.EXDEV,
-            errno.EINVAL,
-            errno.EOPNOTSUPP,
-            errno.ENOSYS,
-            errno.EPERM,
-        ):
+        if error.errno not in _NO_COPY:
             raise
     while at < size and (data := os.pread(source, min(size - at, _CHUNK_BYTES), at)):
         write_all(sink, data)
@@ -361,7 +343,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Make a directory with everything below it survive a power failure: a flush for each file and directory, so for few."""
+    """Make a tree of a few files survive a power failure: a flush for each file and directory."""
     for directory, _, names in os.walk(path):
         for file in (os.path.join(directory, name) for name in names):
             if not os.path.islink(file):  # which is in its directory
@@ -371,7 +353,7 @@ def sync_tree(path: Path) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """What an unprivileged process could still write below `path`."""
+    """The room that an unprivileged process has below `path`."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
 

@@ -86,7 +86,7 @@ class GuardedMounter:
         self._pending: dict[str, int] = {}
 
     def make(self, order: OverlayOrder) -> int:
-        """Make an overlay and keep it for `show`; answers the descriptor of its root, which stays ours."""
+        """Make an overlay and keep it for `show`; answers its root, which stays ours."""
         private = f"leases/{order.checkout}"
         with ExitStack() as stack:
             upper = self._open(stack, f"{private}/{order.upper}/upper")
@@ -110,7 +110,7 @@ class GuardedMounter:
         return mount
 
     def show(self, checkout: str, show: Callable[[int, str], None]) -> None:
-        """Mount the overlay made last for a checkout. Peers send no mounts: they could be of anything."""
+        """Mount the overlay made last for a checkout: a mount of a peer's could be of anything."""
         if checkout not in self._pending:
             raise FileNotFoundError(f"cannot mount checkout {checkout}: nothing was made for it")
         with ExitStack() as stack:

@@ -1,9 +1,9 @@
 """Mounting for checkouts: in this process, or by the mount service.
 
 Owns the mounts of a state directory: `checkouts/<name>/tree`, an overlay over
-`leases/<name>/<layer>`, and `checkouts` and `leases` themselves, bound over themselves. `LocalMounter` calls the kernel.
-`RemoteMounter` asks `mirrord.host.mounter`, because clients cannot see the mounts of a service with
-a private mount namespace. Calls are short and block.
+`leases/<name>/<layer>`, and `checkouts` and `leases` themselves, bound over themselves.
+`LocalMounter` calls the kernel. `RemoteMounter` asks `mirrord.host.mounter`, because clients cannot
+see the mounts of a service with a private mount namespace. Calls are short and block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What a process asks the kernel and the allocator about itself.
-
-Owns what a process may do, where it looks for programs, and the two calls that a worker makes (dying with its parent, and giving
-memory back). Never touches another process.
-"""
+"""What a process asks the kernel and the allocator about itself; never touches another process."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Capability(IntEnum):
-    """Of linux/capability.h, those that somebody here asks for."""
+    """linux/capability.h"""
 
     CHOWN = 0
     DAC_OVERRIDE = 1
@@ -43,12 +39,12 @@ def has_capabilities(*wanted: Capability) -> bool:
 
 
 def may_give_files_away() -> bool:
-    """Whether this process can make files for other users, and take them back whatever those did to the modes."""
+    """Whether this process can make files for other users, and remove them whatever their modes."""
     return has_capabilities(Capability.CHOWN, Capability.DAC_OVERRIDE, Capability.FOWNER)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask for SIGKILL when the thread that started this process ends; `parent_pid` is who it must still be."""
+    """Ask for SIGKILL when the thread that started this process ends, in process `parent_pid`."""
     if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise ResourceError(f"cannot tie a worker to its parent: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent_pid:  # it ended before the call above
@@ -63,35 +59,36 @@ def dies_with_parent() -> bool:
 
 
 def lower_priority() -> None:
-    """Have this thread, and the processes it starts, yield to all others: Linux keeps a nice value for each thread.
+    """Have this thread, and the processes it starts, yield to all others.
 
-    Where the kernel schedules a disk by priority, 15 is also the last of its best-effort class (ionice(1)). There is no way back
-    for whoever is not root: call it in a thread that ends.
+    Linux keeps a nice value for each thread. Where the kernel schedules a disk by priority, 15 is
+    also the last of its best-effort class (ionice(1)). Only root can undo it: call it in a thread
+    that ends.
     """
     os.setpriority(os.PRIO_PROCESS, 0, _YIELDING)
 
 
 def search_path() -> str:
-    """PATH without what means the working directory: an empty entry does, as `.` does."""
+    """PATH without the working directory: an empty entry means it, as `.` does."""
     entries = os.environ.get("PATH", os.defpath).split(os.pathsep)
     return os.pathsep.join(filter(os.path.isabs, entries)) or os.defpath
 
 
 def memory_limit_bytes() -> int:
-    """How much a process may allocate that works on what others made: half of the machine, within 1 and 4 GiB."""
+    """How much a process may allocate for foreign data: half of the machine, 1 to 4 GiB."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1024**3, min(machine // 2, 4 * 1024**3))
 
 
 def limit_memory() -> None:
-    """Hold this process, and each that it starts, to that: more is a MemoryError, or the end of a child.
+    """Hold this process, and each that it starts, to `memory_limit_bytes`: more is a MemoryError.
 
-    RLIMIT_DATA: since Linux 4.7 it counts private writable mappings, and so not the packs that libgit2 and git map to read.
+    RLIMIT_DATA: since Linux 4.7 it counts private writable mappings, and so not the packs that
+    libgit2 and git map to read.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = (
-        memory_limit_bytes() if hard == resource.RLIM_INFINITY else min(hard, memory_limit_bytes())
-    )
+    wanted = memory_limit_bytes()
+    limit = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
@@ -109,5 +106,5 @@ def trim_memory() -> None:
 
 @cache
 def boot_id() -> str:
-    """What tells one boot of this machine from another."""
+    """The id of this boot of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

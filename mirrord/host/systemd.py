@@ -1,7 +1,7 @@
-"""The two small protocols of the service manager: sockets handed over at the start, and notifications back to it.
+"""The two protocols of the service manager: sockets handed over at the start, notifications to it.
 
-Reads the environment once and clears it, so that no child believes the sockets or the watchdog to be its own. Where no service
-manager is listening, every notification is a no-op. Never raises: a daemon serves even when nobody hears that it is ready.
+Reads the environment once and clears it, so that no child takes the sockets or the watchdog for its
+own. Without a service manager a notification does nothing; none raises.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _FIRST_FD = 3
 
 
 def take_sockets(environ: MutableMapping[str, str] = os.environ) -> dict[str, socket.socket]:
-    """The Unix stream sockets that systemd passed to this process, by name; the variables are removed.
+    """The Unix stream sockets that systemd passed to this process, by name.
 
-    They are ours only when LISTEN_PID is this process: a child inherits the variables of its parent.
+    Removes the variables. LISTEN_PID must be this process: a child inherits them from its parent.
     """
     pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
     names = environ.pop("LISTEN_FDNAMES", "").split(":")
@@ -68,17 +68,16 @@ class Notifier:
 
     @property
     def watchdog_interval(self) -> timedelta | None:
-        """How often `alive` must be said: half of what the service manager waits; None when it does not watch."""
+        """How often to send `alive`: half of the service manager's timeout; None without one."""
         return self._watchdog / 2 if self._watchdog and self._address else None
 
     def ready(self, status: str) -> None:
         self._send("READY=1", f"STATUS={status}")
 
     def reloading(self) -> None:
-        """To be followed by `ready`. MONOTONIC_USEC is for Type=notify-reload of systemd 253 and later."""
-        self._send(
-            "RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}"
-        )
+        """Followed by `ready`. Type=notify-reload (systemd 253) wants MONOTONIC_USEC."""
+        now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+        self._send("RELOADING=1", f"MONOTONIC_USEC={now_us}")
 
     def stopping(self, status: str) -> None:
         self._send("STOPPING=1", f"STATUS={status}")

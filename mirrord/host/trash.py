@@ -1,9 +1,9 @@
 """Removing files and trees: at once, in the background, and again where something resists.
 
-Whatever is to go under a name that is used again is first renamed to `.trash-<id>` beside it: atomic,
-and after a crash a start knows it by its prefix. A tree that a client wrote to may have any modes,
-flags, links and depth, may be mounted in, and may be written to meanwhile: it is removed by
-descriptors, and no device or pipe is opened.
+Whatever must free its name is first renamed to `.trash-<id>` beside it: atomic, and after a crash a
+start knows it by its prefix. A tree that a client wrote to may have any modes, flags, links and
+depth, may be mounted in, and may be written to meanwhile: it is removed by descriptors, and no
+device or pipe is opened.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Trash:
 
 
 class TrashDirectory:
-    """Takes names out of directories that a client may write to; the caller removes it. To be closed.
+    """Takes names out of directories that a client may write to; its maker removes and closes it.
 
     Owns one private directory, made when it is needed first. A rename costs the same for a file
     and for a directory with thousands, and removing waits for the disk. Without room nothing is
@@ -279,7 +279,7 @@ def _remove_one(directory: int, name: bytes) -> bool:
 
 
 def _empty(directory: int, name: bytes, moved: list[bytes]) -> None:
-    """Empty the directory `name`; adds to `moved` the names, now in `directory`, of its directories."""
+    """Empty the directory `name`; its directories move up, and their new names go to `moved`."""
     try:
         fd = open_child(directory, name)
     except (FileNotFoundError, NotADirectoryError):
