@@ -154,6 +154,8 @@ def test_a_process_that_ended_holds_no_descriptor(
         names = Path(f"/proc/{running.pid}/fd").iterdir()
         return sum("pidfd" in link for link in map(_read_link, names))
 
+    warm = running.json("POST", "/v1/checkouts", {"instance": "o/r@main"})  # starts the fork server
+    assert running.request("DELETE", f"/v1/checkouts/{warm['id']}")[0] == 204
     before = open_pidfds()
     holders = [hold(BOUND, BOUND) for _ in range(3)]
     assert open_pidfds() == before + 3
