@@ -19,7 +19,6 @@ from ..git.batch import (
     BatchObject,
     all_object_ids_sync,
     lines_of,
-    object_info_sync,
     read_objects_sync,
 )
 from ..git.command import run_git_sync
@@ -42,8 +41,8 @@ def look_up(
     git_dir: Path, names: Iterable[str], read: Collection[str] = ()
 ) -> dict[str, BatchObject]:
     """What `names` lead to, with bytes what `read` does: what is there and git can read."""
-    found = object_info_sync(
-        git_dir, sorted(set(names)), read=read,
+    found = read_objects_sync(
+        git_dir, read, info=sorted(set(names)),
         options=UNTRUSTING, timeout=TIMEOUT, bisect=True, doing="look up objects",
     )  # fmt: skip
     return {one.name: one for one in found if one.exists}
@@ -74,7 +73,9 @@ def iter_commits(git_dir: Path) -> Iterator[BatchObject]:
     """Every commit in the store that can be read, reachable or not."""
     doing = "read all commits"
     oids = all_object_ids_sync(git_dir, options=UNTRUSTING, timeout=TIMEOUT, doing=doing)
-    known = object_info_sync(git_dir, oids, options=UNTRUSTING, timeout=TIMEOUT, doing=doing)
+    known = read_objects_sync(
+        git_dir, (), info=oids, options=UNTRUSTING, timeout=TIMEOUT, doing=doing
+    )
     commits = [one.oid for one in known if one.kind == "commit"]
     read = read_objects_sync(
         git_dir, commits, options=UNTRUSTING, timeout=TIMEOUT, bisect=True, doing=doing

@@ -14,7 +14,6 @@ from mirrord.git.batch import (
     BatchObject,
     all_object_ids_sync,
     object_info,
-    object_info_sync,
     read_objects_sync,
 )
 from mirrord.git.command import Git
@@ -38,14 +37,14 @@ def test_each_name_is_answered_in_order(upstream: Upstream, tmp_path: Path) -> N
     kinds = [(tree, "tree"), ("", "missing"), (blob, "blob"), (head, "commit")]
     kinds += [("", "missing"), ("", "missing")]
     expected = [BatchObject(name, *each) for name, each in zip(names, kinds, strict=True)]
-    assert object_info_sync(git_dir, names, doing=DOING) == expected
+    assert list(read_objects_sync(git_dir, [], info=names, doing=DOING)) == expected
     assert anyio.run(info, tmp_path, git_dir, names) == expected
     read = list(read_objects_sync(git_dir, names, doing=DOING))
     assert [each._replace(data=b"") for each in read] == expected
     assert read[2].data == b"content\n"
     assert read[1].data == b""
     assert {head, tree, blob} <= set(all_object_ids_sync(git_dir, doing=DOING))
-    assert object_info_sync(git_dir, [], doing=DOING) == []
+    assert list(read_objects_sync(git_dir, [], doing=DOING)) == []
 
 
 async def info(home: Path, git_dir: Path, names: list[str]) -> list[BatchObject]:
@@ -73,5 +72,5 @@ def test_an_ambiguous_name_is_said_to_be(upstream: Upstream, tmp_path: Path) -> 
     upstream.commit({str(number): f"{number}\n" for number in range(600)})
     ids = sorted(all_object_ids_sync(upstream.path / ".git", doing=DOING))
     short = next(a[:4] for a, b in itertools.pairwise(ids) if a[:4] == b[:4])
-    (found,) = object_info_sync(upstream.path / ".git", [short], doing=DOING)
+    (found,) = read_objects_sync(upstream.path / ".git", [], info=[short], doing=DOING)
     assert (found.kind, found.exists) == ("ambiguous", False)
