@@ -11,7 +11,7 @@ import heapq
 import json
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -92,32 +92,22 @@ def read_record(directory: Path) -> tuple[Layer, bool] | None:
     return (layer, proven) if layer.name == directory.name else None
 
 
-class LayerIndex(Mapping[str, Layer]):
+class LayerIndex(dict[str, Layer]):
     """Layers by tree, with thousands of which no question looks at all. Touches no disk.
 
-    `size_bytes` is the sum of their own bytes.
+    Change it by `add` and `remove` only. `size_bytes` is the sum of their own bytes.
     """
 
     def __init__(self) -> None:
         self.size_bytes = 0
-        self._layers: dict[str, Layer] = {}
         self._above: defaultdict[str, set[str]] = defaultdict(set)
         self._times: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
 
-    def __getitem__(self, tree: str) -> Layer:
-        return self._layers[tree]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
     def add(self, layer: Layer) -> None:
         """Add a layer, in place of the former one of its tree."""
-        if layer.tree in self._layers:
+        if layer.tree in self:
             self.remove(layer.tree)
-        self._layers[layer.tree] = layer
+        self[layer.tree] = layer
         self.size_bytes += layer.size_bytes
         insort(self._times[layer.depth], (layer.time, layer.tree))
         if layer.base is not None:
@@ -125,7 +115,7 @@ class LayerIndex(Mapping[str, Layer]):
 
     def remove(self, tree: str) -> Layer:
         """Remove a layer; those above it stay."""
-        layer = self._layers.pop(tree)
+        layer = self.pop(tree)
         self.size_bytes -= layer.size_bytes
         times = self._times[layer.depth]
         del times[bisect_left(times, (layer.time, tree))]
@@ -151,7 +141,7 @@ class LayerIndex(Mapping[str, Layer]):
     def is_whole(self, tree: str, unproven: Container[str] = ()) -> bool:
         """Whether a layer and all below it exist and are proven."""
         try:
-            chain = chain_of(self._layers[tree], self._layers)
+            chain = chain_of(self[tree], self)
         except KeyError:
             return False
         return all(layer.tree not in unproven for layer in chain)
@@ -168,5 +158,5 @@ class LayerIndex(Mapping[str, Layer]):
             )
             whole = (tree for _, tree in nearest if self.is_whole(tree, unproven))
             for tree in islice(whole, NEAR):
-                found |= {each.tree: each for each in chain_of(self._layers[tree], self._layers)}
+                found |= {each.tree: each for each in chain_of(self[tree], self)}
         return list(found.values())

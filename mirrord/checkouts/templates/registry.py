@@ -163,9 +163,6 @@ class TemplateRegistry:
             found = self._mirrors[name.key] = MirrorTemplates(self._store / str(name), self._trash)
         return found
 
-    def all(self) -> list[MirrorTemplates]:
-        return list(self._mirrors.values())
-
     def lock(self, templates: MirrorTemplates) -> AbstractAsyncContextManager[None]:
         return self._locks.setdefault(templates.directory.name.lower(), Turns()).turn()
 
@@ -173,7 +170,7 @@ class TemplateRegistry:
         """Weigh the shared files where layers went, or an earlier daemon left some; remove those
         that no layer has.
         """
-        for each in self.all():
+        for each in list(self._mirrors.values()):
             if not each.is_weighed:
                 async with self.lock(each):
                     each.shared_bytes, each.is_weighed = await anyio.to_thread.run_sync(

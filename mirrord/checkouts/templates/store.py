@@ -198,7 +198,7 @@ class Templates:
 
     def size_bytes(self) -> int:
         """The size of trees and their indexes, without packs."""
-        return sum(each.size_bytes for each in self._registry.all())
+        return sum(self._registry.get(name).size_bytes for name in self._registry.names())
 
     async def is_full(self) -> bool:
         """Whether little is left of `template_bytes`, so that building more would evict soon."""
@@ -215,8 +215,7 @@ class Templates:
 
     async def scrub(self) -> int:
         """Prove everything by content, and discard damaged parts; answers how many there were."""
-        names = [MirrorName.parse(each.directory.name) for each in self._registry.all()]
-        return sum([len(await self.scrub_mirror(name)) for name in names])
+        return sum([len(await self.scrub_mirror(name)) for name in self._registry.names()])
 
     async def scrub_mirror(self, name: MirrorName) -> dict[str, str]:
         """Scrub one mirror; answers the damaged parts, with what became of them."""
