@@ -29,7 +29,7 @@ from ..telemetry import bind_request, new_request_id, usable_request_id
 from .connections import Connections
 from .metrics import Metrics
 from .problems import MethodNotAllowedError, invalid_request, problem_response
-from .request import JSON_LIMIT_BYTES, Body, Call, NoQuery, read_body
+from .request import JSON_LIMIT_BYTES, Body, Call, Query, read_body
 from .table import ENDPOINTS, Endpoint
 
 _BODIES = {each.json_body: TypeAdapter(each.json_body) for each in ENDPOINTS if each.json_body}
@@ -146,17 +146,28 @@ class Application:
             )
         if not endpoint.early:
             await self._engine.wait_until_open()
-        query = _query(endpoint, request)
-        message = None
+        arguments: dict[str, Any] = {}
+        if request.scope["query_string"] or endpoint.query is not Query:
+            items = request.query_params.multi_items()
+            if len(dict(items)) < len(items):
+                raise InvalidRequestError(
+                    "cannot read the query of the request: a name is given twice"
+                )
+            try:
+                query = endpoint.query.model_validate(dict(items))
+            except ValidationError as error:
+                raise invalid_request("query", error) from error
+            if endpoint.query is not Query:
+                arguments["query"] = query
         if endpoint.json_body:
             content = await read_body(request, JSON_LIMIT_BYTES) or b"{}"  # all may be optional
             try:
-                message = _BODIES[endpoint.json_body].validate_json(content)
+                arguments["body"] = _BODIES[endpoint.json_body].validate_json(content)
             except ValidationError as error:
                 raise invalid_request("body", error) from error
-        call = Call(self._engine, self._metrics, peer, role, request, parameters, query, message)
+        call = Call(self._engine, self._metrics, peer, role, request, parameters)
         with connection.ending_with_client() if endpoint.ends_with_client else nullcontext():
-            answer = await endpoint.handler(call)
+            answer = await endpoint.handler(call, **arguments)
         if isinstance(answer, Response):
             return answer
         if answer is None:
@@ -168,15 +179,3 @@ class Application:
         if role is Role.STRANGER and self._engine.is_open:
             return Role.OWNER if self._engine.checkouts.has_checkout(peer.uid) else role
         return role
-
-
-def _query(endpoint: Endpoint, request: Request) -> Any:
-    if not request.scope["query_string"] and endpoint.query is NoQuery:
-        return None
-    items = request.query_params.multi_items()
-    if len(dict(items)) < len(items):
-        raise InvalidRequestError("cannot read the query of the request: a name is given twice")
-    try:
-        return endpoint.query.model_validate(dict(items))
-    except ValidationError as error:
-        raise invalid_request("query", error) from error

@@ -31,7 +31,7 @@ _CONTENT = {
 def document(endpoints: tuple[Endpoint, ...]) -> str:
     """The document as JSON. The first call takes a tenth of a second."""
     bodies = {each.json_body for each in endpoints if each.json_body}
-    answers = [each.answer for each in endpoints if each.model]
+    answers = [each.returned for each in endpoints if each.model]
     modes: dict[Any, JsonSchemaMode] = dict.fromkeys(bodies, "validation")
     modes |= dict.fromkeys([*answers, *RESULTS.values(), Problem], "serialization")
     made, definitions = TypeAdapter.json_schemas(
@@ -75,7 +75,7 @@ def _described(endpoint: Endpoint, references: dict[Any, Any]) -> dict[str, Any]
             "required": name in query.get("required", ()),
             "schema": schema,
         }
-        for name, schema in query["properties"].items()
+        for name, schema in query.get("properties", {}).items()
     ]
     described: dict[str, Any] = {
         "tags": [endpoint.noun],
@@ -91,15 +91,15 @@ def _described(endpoint: Endpoint, references: dict[Any, Any]) -> dict[str, Any]
     if endpoint.json_body:
         content = {"application/json": {"schema": references[endpoint.json_body]}}
         described["requestBody"] = {"content": content, "required": True}
-    elif isinstance(endpoint.body, str):  # taken as bytes, whatever media type is sent
-        described["requestBody"] = {"content": {endpoint.body: _BYTES}}
+    elif endpoint.upload:  # taken as bytes, whatever media type is sent
+        described["requestBody"] = {"content": {endpoint.upload: _BYTES}}
     return described
 
 
 def _answers(endpoint: Endpoint, references: dict[Any, Any]) -> dict[str, Any]:
     good: dict[str, Any] = {"description": "Successful Response"}
     if endpoint.model:
-        good["content"] = {"application/json": {"schema": references[endpoint.answer]}}
+        good["content"] = {"application/json": {"schema": references[endpoint.returned]}}
     elif endpoint.answer:
         text = {"schema": {"type": "string"}}
         good["content"] = {endpoint.answer: _CONTENT.get(endpoint.answer, text)}

@@ -17,11 +17,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
 
 import anyio
 import anyio.to_thread
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -32,8 +31,6 @@ from ..errors import BodyTooLargeError, InvalidRequestError, LimitReachedError
 from ..host.files import full_disk_named, write_all
 from ..host.peers import Peer, Role
 from ..mirrors.quarantine import Quarantine
-from ..model import View
-from ..protocol import Repo
 from .connections import Connection
 from .metrics import Metrics
 
@@ -52,7 +49,7 @@ _WRITE_BYTES = 1024**2
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A checked request. `query` and `body` are of the classes that the endpoint's row names."""
+    """A request whose access was checked. `path` has the parameters of the path."""
 
     engine: Engine
     metrics: Metrics
@@ -60,8 +57,6 @@ class Call:
     role: Role
     request: Request
     path: dict[str, str]
-    query: Any
-    body: Any
 
     @property
     def is_admin(self) -> bool:
@@ -76,6 +71,12 @@ class Call:
     def connection(self) -> Connection:
         connection: Connection = self.request.state.connection
         return connection
+
+
+class Query(BaseModel):
+    """The parameters after the `?` of an endpoint. Unknown ones are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def text_response(content: bytes | str, media_type: str) -> Response:
@@ -95,72 +96,6 @@ class OwnedStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._owned:
             await super().__call__(scope, receive, send)
-
-
-# -- queries --------------------------------------------------------------------------------------
-
-_Name = Annotated[str, Field(min_length=1, max_length=100)]
-_RefRecord = Annotated[
-    _Name, Field(description="a record of the ref history: its id, or a time in ISO 8601")
-]
-
-
-class NoQuery(BaseModel):
-    """No parameters. Unknown ones are refused, here and in the classes below."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RefsDiffQuery(NoQuery):
-    a: _RefRecord
-    b: _RefRecord
-
-
-class BundleQuery(NoQuery):
-    since: _RefRecord | None = None
-
-
-class MirrorQuery(NoQuery):
-    mirror: Repo | None = None
-
-
-class UnpinQuery(NoQuery):
-    owner: str | None = Field(
-        None, max_length=200, description="dataset/NAME or person/UID; administrators only"
-    )
-
-
-class ImportQuery(NoQuery):
-    filename: str | None = Field(
-        None, min_length=1, max_length=255, description="named in reports of faults; default: name"
-    )
-    name: _Name | None = Field(None, description="default: filename without its endings")
-    format: _Name | None = None
-
-
-class InstancesQuery(NoQuery):
-    dataset: _Name | None = None
-
-
-class InstanceQuery(NoQuery):
-    view: View = View.AGENT
-    dataset: str | None = None
-
-
-class AuditsQuery(NoQuery):
-    limit: int = Field(100, ge=1, le=1000)
-
-
-class ApplyQuery(NoQuery):
-    reverse: bool = False
-    named: str | None = Field(None, pattern="^@(patch|test_patch)$")
-
-
-class EventsQuery(NoQuery):
-    after: str | None = Field(
-        None, max_length=64, description="as Last-Event-ID: BOOT:ID, or ID alone"
-    )
-    follow: bool = True
 
 
 # -- bodies ---------------------------------------------------------------------------------------

@@ -8,88 +8,67 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, get_type_hints
 
 import anyio.to_thread
 from starlette.responses import Response
 
 from .. import errors
 from ..host.peers import Role
-from ..protocol import (
-    API,
-    AddMirror,
-    AddPin,
-    Audit,
-    Checkout,
-    Configuration,
-    Dataset,
-    FormatInfo,
-    Health,
-    Instance,
-    InstanceName,
-    Message,
-    Mirror,
-    Operation,
-    Pin,
-    RefDiff,
-    RefRecord,
-    ReloadAnswer,
-    RenewCheckout,
-    Request,
-    ResetAnswer,
-    ResetCheckout,
-    RestoreAnswer,
-    RestorePaths,
-    RestoreRefs,
-    StartAudit,
-    StartCheckout,
-    StartHeal,
-    Status,
-    SyncMirror,
-)
+from ..protocol import API, Health, Message, Request
 from . import openapi
 from .handlers import checkouts, daemon, datasets, mirrors
-from .request import (
-    ApplyQuery,
-    AuditsQuery,
-    BundleQuery,
-    Call,
-    EventsQuery,
-    ImportQuery,
-    InstanceQuery,
-    InstancesQuery,
-    MirrorQuery,
-    NoQuery,
-    RefsDiffQuery,
-    UnpinQuery,
-    text_response,
-)
+from .request import Call, Query, text_response
 
 OPEN, OWNER, MEMBER, ADMIN = Role
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Endpoint:
     """One row of the table.
 
-    `answer` is a message, a list of one, a media type where the answer is not JSON, or None for no
-    content. `body` is the message that a JSON body is read into, or the media type of a body that
-    the handler streams. `early` endpoints answer before the engine is open, the others wait for it.
-    `interruptible` ones are cancelled when their client hangs up, as every GET is; the rest are
-    finished all the same.
+    What the handler takes and answers is in its annotations: `query` and `body` are read into their
+    classes, a message or a list of one is encoded as JSON, None is no content. `answer` documents
+    a handler that makes its response itself, `upload` is the media type of a body that it streams.
+    `early` endpoints answer before the engine is open, the others wait for it. `interruptible` ones
+    are cancelled when their client hangs up, as every GET is; the rest are finished all the same.
     """
 
     method: str
     path: str
     access: Role
-    handler: Callable[[Call], Awaitable[Any]]
-    answer: Any
+    handler: Callable[..., Awaitable[Any]]
     status: int = 200
-    body: type[Request] | str | None = None
-    query: type[NoQuery] = NoQuery
+    answer: Any = None
+    upload: str | None = None
     early: bool = False
     interruptible: bool = False
+
+    @cached_property
+    def _annotations(self) -> dict[str, Any]:
+        return get_type_hints(self.handler)
+
+    @cached_property
+    def json_body(self) -> type[Request] | None:
+        return self._annotations.get("body")
+
+    @cached_property
+    def query(self) -> type[Query]:
+        """`Query` itself where there are no parameters."""
+        declared: type[Query] = self._annotations.get("query", Query)
+        return declared
+
+    @cached_property
+    def returned(self) -> Any:
+        """A message, a list of one, a media type, or None."""
+        return self.answer or self._annotations["return"]
+
+    @cached_property
+    def model(self) -> type[Message] | None:
+        """The message of the answer, or of one item of it."""
+        item = getattr(self.returned, "__args__", [self.returned])[0]
+        return item if isinstance(item, type) and issubclass(item, Message) else None
 
     @property
     def name(self) -> str:
@@ -109,16 +88,6 @@ class Endpoint:
         return re.findall(r"\{(\w+)\}", self.path)
 
     @property
-    def json_body(self) -> type[Request] | None:
-        return self.body if isinstance(self.body, type) else None
-
-    @property
-    def model(self) -> type[Message] | None:
-        """The message of the answer, or of one item of it."""
-        item = getattr(self.answer, "__args__", [self.answer])[0]
-        return item if isinstance(item, type) and issubclass(item, Message) else None
-
-    @property
     def errors(self) -> list[type[errors.MirrordError]]:
         """What it may answer instead: whole families, without codes about other nouns."""
         families: list[type[errors.MirrordError]] = [
@@ -127,7 +96,7 @@ class Endpoint:
         ]
         if self.access is not Role.STRANGER:
             families.append(errors.AccessError)
-        if self.parameters or self.body or self.query is not NoQuery:
+        if self.parameters or self.json_body or self.upload or self.query is not Query:
             families.append(errors.NotFoundError)
         if self.method != "GET" or self.noun == "checkouts":
             families.append(errors.ConflictError)
@@ -175,62 +144,54 @@ _get, _post, _delete = (partial(Endpoint, method) for method in ("GET", "POST", 
 
 # fmt: off
 ENDPOINTS = (
-    _get(f"{API}/health", OPEN, daemon.health, Health, early=True),
-    _get(f"{API}/status", MEMBER, daemon.get_status, Status),
-    _get(f"{API}/config", ADMIN, daemon.get_configuration, Configuration),
-    _post(f"{API}/reload", ADMIN, daemon.reload_configuration, ReloadAnswer),
+    _get(f"{API}/health", OPEN, daemon.health, answer=Health, early=True),
+    _get(f"{API}/status", MEMBER, daemon.get_status),
+    _get(f"{API}/config", ADMIN, daemon.get_configuration),
+    _post(f"{API}/reload", ADMIN, daemon.reload_configuration),
 
-    _get(f"{API}/mirrors", MEMBER, mirrors.list_mirrors, list[Mirror]),
-    _post(f"{API}/mirrors", ADMIN, mirrors.add_mirror, Operation, 202, body=AddMirror),
-    _get(_MIRROR, MEMBER, mirrors.get_mirror, Mirror),
-    _delete(_MIRROR, ADMIN, mirrors.remove_mirror, None, 204),
-    _post(f"{_MIRROR}/sync", ADMIN, mirrors.sync_mirror, Operation, 202, body=SyncMirror),
-    _get(f"{_MIRROR}/refs/log", ADMIN, mirrors.log_refs, list[RefRecord]),
-    _get(f"{_MIRROR}/refs/diff", ADMIN, mirrors.diff_refs, RefDiff, query=RefsDiffQuery),
-    _post(f"{_MIRROR}/refs/restore", ADMIN, mirrors.restore_refs, Operation, 202, body=RestoreRefs),
-    _get(f"{_MIRROR}/bundle", ADMIN, mirrors.create_bundle, _FILE, query=BundleQuery),
-    _post(f"{API}/bundles", ADMIN, mirrors.import_bundle, Operation, 202, body=_FILE,
-          query=MirrorQuery),
-    _get(f"{API}/pins", ADMIN, mirrors.list_pins, list[Pin], query=MirrorQuery),
-    _post(f"{API}/pins", ADMIN, mirrors.add_pin, Pin, 201, body=AddPin),
-    _delete(f"{API}/pins/{{name}}/{{commit}}", ADMIN, mirrors.remove_pin, None, 204,
-            query=UnpinQuery),
+    _get(f"{API}/mirrors", MEMBER, mirrors.list_mirrors),
+    _post(f"{API}/mirrors", ADMIN, mirrors.add_mirror, 202),
+    _get(_MIRROR, MEMBER, mirrors.get_mirror),
+    _delete(_MIRROR, ADMIN, mirrors.remove_mirror, 204),
+    _post(f"{_MIRROR}/sync", ADMIN, mirrors.sync_mirror, 202),
+    _get(f"{_MIRROR}/refs/log", ADMIN, mirrors.log_refs),
+    _get(f"{_MIRROR}/refs/diff", ADMIN, mirrors.diff_refs),
+    _post(f"{_MIRROR}/refs/restore", ADMIN, mirrors.restore_refs, 202),
+    _get(f"{_MIRROR}/bundle", ADMIN, mirrors.create_bundle, answer=_FILE),
+    _post(f"{API}/bundles", ADMIN, mirrors.import_bundle, 202, upload=_FILE),
+    _get(f"{API}/pins", ADMIN, mirrors.list_pins),
+    _post(f"{API}/pins", ADMIN, mirrors.add_pin, 201),
+    _delete(f"{API}/pins/{{name}}/{{commit}}", ADMIN, mirrors.remove_pin, 204),
 
-    _get(f"{API}/datasets", MEMBER, datasets.list_datasets, list[Dataset]),
-    _post(f"{API}/datasets", ADMIN, datasets.import_dataset, Operation, 202, body=_FILE,
-          query=ImportQuery),
-    _get(f"{API}/datasets/formats", MEMBER, datasets.list_formats, list[FormatInfo]),
-    _get(_DATASET, MEMBER, datasets.get_dataset, Dataset),
-    _delete(_DATASET, ADMIN, datasets.remove_dataset, None, 204),
-    _get(f"{API}/instances", ADMIN, datasets.list_instances, list[InstanceName],
-         query=InstancesQuery),
-    _get(f"{API}/instances/{{id}}", MEMBER, datasets.get_instance, Instance, query=InstanceQuery),
+    _get(f"{API}/datasets", MEMBER, datasets.list_datasets),
+    _post(f"{API}/datasets", ADMIN, datasets.import_dataset, 202, upload=_FILE),
+    _get(f"{API}/datasets/formats", MEMBER, datasets.list_formats),
+    _get(_DATASET, MEMBER, datasets.get_dataset),
+    _delete(_DATASET, ADMIN, datasets.remove_dataset, 204),
+    _get(f"{API}/instances", ADMIN, datasets.list_instances),
+    _get(f"{API}/instances/{{id}}", MEMBER, datasets.get_instance),
 
-    _get(f"{API}/audits", ADMIN, mirrors.list_audits, list[Audit], query=AuditsQuery),
-    _post(f"{API}/audits", ADMIN, mirrors.start_audit, Operation, 202, body=StartAudit),
-    _get(f"{API}/audits/{{id}}", ADMIN, mirrors.get_audit, Audit),
-    _post(f"{API}/heals", ADMIN, mirrors.start_heal, Operation, 202, body=StartHeal),
-    _post(f"{_MIRROR}/heal", ADMIN, mirrors.heal_with_bundle, Operation, 202, body=_FILE),
+    _get(f"{API}/audits", ADMIN, mirrors.list_audits),
+    _post(f"{API}/audits", ADMIN, mirrors.start_audit, 202),
+    _get(f"{API}/audits/{{id}}", ADMIN, mirrors.get_audit),
+    _post(f"{API}/heals", ADMIN, mirrors.start_heal, 202),
+    _post(f"{_MIRROR}/heal", ADMIN, mirrors.heal_with_bundle, 202, upload=_FILE),
 
-    _get(f"{API}/checkouts", OWNER, checkouts.list_checkouts, list[Checkout]),
-    _post(f"{API}/checkouts", MEMBER, checkouts.start_checkout, Checkout, 201, body=StartCheckout,
-          interruptible=True),
-    _get(_CHECKOUT, OWNER, checkouts.get_checkout, Checkout),
-    _delete(_CHECKOUT, OWNER, checkouts.release_checkout, None, 204),
-    _post(f"{_CHECKOUT}/reset", OWNER, checkouts.reset_checkout, ResetAnswer, body=ResetCheckout,
-          interruptible=True),
-    _post(f"{_CHECKOUT}/renew", OWNER, checkouts.renew_checkout, Checkout, body=RenewCheckout),
-    _get(f"{_CHECKOUT}/diff", OWNER, checkouts.diff_checkout, _PATCH),
-    _post(f"{_CHECKOUT}/apply", OWNER, checkouts.apply_patch, Checkout, body=_FILE,
-          query=ApplyQuery, interruptible=True),
-    _post(f"{_CHECKOUT}/restore", ADMIN, checkouts.restore_paths, RestoreAnswer, body=RestorePaths,
-          interruptible=True),
+    _get(f"{API}/checkouts", OWNER, checkouts.list_checkouts),
+    _post(f"{API}/checkouts", MEMBER, checkouts.start_checkout, 201, interruptible=True),
+    _get(_CHECKOUT, OWNER, checkouts.get_checkout),
+    _delete(_CHECKOUT, OWNER, checkouts.release_checkout, 204),
+    _post(f"{_CHECKOUT}/reset", OWNER, checkouts.reset_checkout, interruptible=True),
+    _post(f"{_CHECKOUT}/renew", OWNER, checkouts.renew_checkout),
+    _get(f"{_CHECKOUT}/diff", OWNER, checkouts.diff_checkout, answer=_PATCH),
+    _post(f"{_CHECKOUT}/apply", OWNER, checkouts.apply_patch, upload=_FILE, interruptible=True),
+    _post(f"{_CHECKOUT}/restore", ADMIN, checkouts.restore_paths, interruptible=True),
 
-    _get(f"{API}/operations", MEMBER, daemon.list_operations, list[Operation]),
-    _get(_OPERATION, MEMBER, daemon.get_operation, Operation),
-    _delete(_OPERATION, MEMBER, daemon.cancel_operation, Operation),
-    _get(f"{API}/events", MEMBER, daemon.stream_events, "text/event-stream", query=EventsQuery),
-    _get(f"{API}/openapi.json", MEMBER, get_openapi, "application/json"),
-    _get("/metrics", MEMBER, daemon.get_metrics, "text/plain"),
+    _get(f"{API}/operations", MEMBER, daemon.list_operations),
+    _get(_OPERATION, MEMBER, daemon.get_operation),
+    _delete(_OPERATION, MEMBER, daemon.cancel_operation),
+    _get(f"{API}/events", MEMBER, daemon.stream_events, answer="text/event-stream"),
+    _get(f"{API}/openapi.json", MEMBER, get_openapi, answer="application/json"),
+    _get("/metrics", MEMBER, daemon.get_metrics, answer="text/plain"),
 )
 # fmt: on

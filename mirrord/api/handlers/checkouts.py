@@ -8,13 +8,22 @@ from contextlib import AsyncExitStack
 
 import anyio.to_thread
 import structlog
+from pydantic import Field
 from starlette.responses import Response
 
 from ...errors import CheckoutNotFoundError, InvalidPatchError, InvalidRequestError
 from ...host.pidfds import process_of
 from ...model import Bind
-from ...protocol import Checkout, ResetAnswer, RestoreAnswer
-from ..request import ApplyQuery, Call, OwnedStream, read_patch, text_response
+from ...protocol import (
+    Checkout,
+    RenewCheckout,
+    ResetAnswer,
+    ResetCheckout,
+    RestoreAnswer,
+    RestorePaths,
+    StartCheckout,
+)
+from ..request import Call, OwnedStream, Query, read_patch, text_response
 
 log = structlog.get_logger()
 
@@ -22,11 +31,11 @@ _DIFF = "text/x-diff"
 _PIECE_BYTES = 1024**2
 
 
-async def start_checkout(call: Call) -> Checkout:
+async def start_checkout(call: Call, body: StartCheckout) -> Checkout:
     process = None
-    if call.body.bind is Bind.PROCESS:
+    if body.bind is Bind.PROCESS:
         process = process_of(call.connection.transport.get_extra_info("socket"), call.peer)
-    checkout = await call.engine.checkouts.checkout(call.body, call.peer, process)
+    checkout = await call.engine.checkouts.checkout(body, call.peer, process)
     if call.connection.is_lost:  # nobody is left to release it
         try:
             await call.engine.checkouts.release(checkout.id, call.peer)
@@ -48,12 +57,12 @@ async def release_checkout(call: Call) -> None:
     await call.engine.checkouts.release(call.path["id"], call.peer)
 
 
-async def reset_checkout(call: Call) -> ResetAnswer:
-    return await call.engine.checkouts.reset(call.path["id"], call.body, call.peer)
+async def reset_checkout(call: Call, body: ResetCheckout) -> ResetAnswer:
+    return await call.engine.checkouts.reset(call.path["id"], body, call.peer)
 
 
-async def renew_checkout(call: Call) -> Checkout:
-    return await call.engine.checkouts.renew(call.path["id"], call.body, call.peer)
+async def renew_checkout(call: Call, body: RenewCheckout) -> Checkout:
+    return await call.engine.checkouts.renew(call.path["id"], body, call.peer)
 
 
 async def diff_checkout(call: Call) -> Response:
@@ -75,10 +84,14 @@ async def diff_checkout(call: Call) -> Response:
     return OwnedStream(pieces(), {"content-type": _DIFF, "content-length": length}, owned)
 
 
-async def apply_patch(call: Call) -> Checkout:
+class ApplyQuery(Query):
+    reverse: bool = False
+    named: str | None = Field(None, pattern="^@(patch|test_patch)$")
+
+
+async def apply_patch(call: Call, query: ApplyQuery) -> Checkout:
     """Apply the patch in the body, or a named one. Access is checked before the body is read."""
-    identity, query = call.path["id"], call.query
-    assert isinstance(query, ApplyQuery)
+    identity = call.path["id"]
     call.engine.checkouts.must_be_usable(identity, call.peer)
     hint = "send the patch as the body, or ?named=@test_patch or @patch with no body"
     async with read_patch(call.request, call.engine.mirrors.quarantine) as patch:
@@ -94,5 +107,5 @@ async def apply_patch(call: Call) -> Checkout:
         )
 
 
-async def restore_paths(call: Call) -> RestoreAnswer:
-    return await call.engine.checkouts.restore(call.path["id"], call.peer, call.body)
+async def restore_paths(call: Call, body: RestorePaths) -> RestoreAnswer:
+    return await call.engine.checkouts.restore(call.path["id"], call.peer, body)

@@ -10,11 +10,12 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import timedelta
 
+from pydantic import Field
 from starlette.responses import Response
 
 from ...protocol import Configuration, Event, Operation, ReloadAnswer, Status
 from .. import metrics
-from ..request import Call, OwnedStream, text_response
+from ..request import Call, OwnedStream, Query, text_response
 from .mirrors import shown_mirror
 
 HEARTBEAT = timedelta(seconds=15)
@@ -61,15 +62,22 @@ async def cancel_operation(call: Call) -> Operation:
     return await call.engine.operations.cancel(call.path["id"], owner_uid=call.own_uid)
 
 
-async def stream_events(call: Call) -> Response:
+class EventsQuery(Query):
+    after: str | None = Field(
+        None, max_length=64, description="as Last-Event-ID: BOOT:ID, or ID alone"
+    )
+    follow: bool = True
+
+
+async def stream_events(call: Call, query: EventsQuery) -> Response:
     """Server-sent events after `Last-Event-ID` or `after`.
 
     Without either: new ones, or all that are remembered with `follow=false`. An id of another boot
     means the beginning.
     """
     events, uid = call.engine.events, call.own_uid
-    seen = call.request.headers.get("last-event-id") or call.query.after
-    if not call.query.follow:
+    seen = call.request.headers.get("last-event-id") or query.after
+    if not query.follow:
         remembered = events.remembered(events.position(seen) if seen else 0)
         frames = (event.frame for event in remembered if _is_shown(event, uid))
         return Response(b"".join(frames), headers=_STREAM)

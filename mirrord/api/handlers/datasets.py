@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Annotated
+
+from pydantic import Field
 
 from ...datasets.formats import format_infos
 from ...errors import AccessError, InvalidRequestError
 from ...model import View, parse_dataset_name
 from ...protocol import Dataset, FormatInfo, Instance, InstanceName, Operation
-from ..request import DATASET_LIMIT_BYTES, Call, ImportQuery, spool_body
+from ..request import DATASET_LIMIT_BYTES, Call, Query, spool_body
+
+_Name = Annotated[str, Field(min_length=1, max_length=100)]
+
+
+class ImportQuery(Query):
+    filename: str | None = Field(
+        None, min_length=1, max_length=255, description="named in reports of faults; default: name"
+    )
+    name: _Name | None = Field(None, description="default: filename without its endings")
+    format: _Name | None = None
+
+
+class InstancesQuery(Query):
+    dataset: _Name | None = None
+
+
+class InstanceQuery(Query):
+    view: View = View.AGENT
+    dataset: str | None = None
 
 
 async def list_datasets(call: Call) -> list[Dataset]:
@@ -23,9 +45,8 @@ def _shown(call: Call, dataset: Dataset) -> Dataset:
     return dataset if call.is_admin else replace(dataset, unpinned=[], faults=[])
 
 
-async def import_dataset(call: Call) -> Operation:
+async def import_dataset(call: Call, query: ImportQuery) -> Operation:
     """The file is received whole before the answer; the operation reads it and fetches commits."""
-    query: ImportQuery = call.query
     name = parse_dataset_name(query.name) if query.name else None
     filename = query.filename or query.name
     if filename is None:
@@ -46,9 +67,9 @@ async def list_formats(call: Call) -> list[FormatInfo]:
     return format_infos()
 
 
-async def list_instances(call: Call) -> list[InstanceName]:
+async def list_instances(call: Call, query: InstancesQuery) -> list[InstanceName]:
     """For administrators: an id can reveal the answer (SWE-bench Pro's hold the gold commit)."""
-    text = call.query.dataset
+    text = query.dataset
     dataset = parse_dataset_name(text) if text else None
     return [
         InstanceName(id=identity)
@@ -56,12 +77,12 @@ async def list_instances(call: Call) -> list[InstanceName]:
     ]
 
 
-async def get_instance(call: Call) -> Instance:
-    is_grader = call.query.view is View.GRADER
+async def get_instance(call: Call, query: InstanceQuery) -> Instance:
+    is_grader = query.view is View.GRADER
     if is_grader and not call.is_admin:
         raise AccessError(
             f"cannot show instance {call.path['id']} in the grader view: "
             "only an administrator may see its patches",
             hint="leave out view=grader, or see [access] admins in the configuration",
         )
-    return await call.engine.datasets.instance(call.path["id"], is_grader, call.query.dataset)
+    return await call.engine.datasets.instance(call.path["id"], is_grader, query.dataset)

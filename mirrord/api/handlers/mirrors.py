@@ -8,21 +8,69 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Annotated
 
+from pydantic import Field
 from starlette.responses import Response
 
 from ...errors import CommitNotFoundError, CommitUnservableError, PinNotFoundError
 from ...model import AuditLevel, CommitId, MirrorName, parse_commit
-from ...protocol import Audit, Mirror, Operation, Pin, RefDiff, RefRecord, StartAudit
-from ..request import BUNDLE_LIMIT_BYTES, Call, OwnedStream, spool_body
+from ...protocol import (
+    AddMirror,
+    AddPin,
+    Audit,
+    Mirror,
+    Operation,
+    Pin,
+    RefDiff,
+    RefRecord,
+    Repo,
+    RestoreRefs,
+    StartAudit,
+    StartHeal,
+    SyncMirror,
+)
+from ..request import BUNDLE_LIMIT_BYTES, Call, OwnedStream, Query, spool_body
+
+_RefRecord = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=100,
+        description="a record of the ref history: its id, or a time in ISO 8601",
+    ),
+]
+
+
+class RefsDiffQuery(Query):
+    a: _RefRecord
+    b: _RefRecord
+
+
+class BundleQuery(Query):
+    since: _RefRecord | None = None
+
+
+class MirrorQuery(Query):
+    mirror: Repo | None = None
+
+
+class UnpinQuery(Query):
+    owner: str | None = Field(
+        None, max_length=200, description="dataset/NAME or person/UID; administrators only"
+    )
+
+
+class AuditsQuery(Query):
+    limit: int = Field(100, ge=1, le=1000)
 
 
 async def list_mirrors(call: Call) -> list[Mirror]:
     return [shown_mirror(call, mirror) for mirror in await call.engine.mirrors.list()]
 
 
-async def add_mirror(call: Call) -> Operation:
-    return await call.engine.work.add_mirror(call.body.repo, call.body.url, owner_uid=call.peer.uid)
+async def add_mirror(call: Call, body: AddMirror) -> Operation:
+    return await call.engine.work.add_mirror(body.repo, body.url, owner_uid=call.peer.uid)
 
 
 async def get_mirror(call: Call) -> Mirror:
@@ -41,9 +89,9 @@ async def remove_mirror(call: Call) -> None:
     await call.engine.work.remove_mirror(await _named(call))
 
 
-async def sync_mirror(call: Call) -> Operation:
+async def sync_mirror(call: Call, body: SyncMirror) -> Operation:
     return call.engine.work.sync(
-        await _named(call), accept_loss=call.body.accept_loss, owner_uid=call.peer.uid
+        await _named(call), accept_loss=body.accept_loss, owner_uid=call.peer.uid
     )
 
 
@@ -51,21 +99,21 @@ async def log_refs(call: Call) -> list[RefRecord]:
     return await call.engine.mirrors.refs_log(await _named(call))
 
 
-async def diff_refs(call: Call) -> RefDiff:
-    return await call.engine.mirrors.refs_diff(await _named(call), call.query.a, call.query.b)
+async def diff_refs(call: Call, query: RefsDiffQuery) -> RefDiff:
+    return await call.engine.mirrors.refs_diff(await _named(call), query.a, query.b)
 
 
-async def restore_refs(call: Call) -> Operation:
+async def restore_refs(call: Call, body: RestoreRefs) -> Operation:
     name = await _named(call)
-    return call.engine.work.restore_refs(name, call.body.at, owner_uid=call.peer.uid)
+    return call.engine.work.restore_refs(name, body.at, owner_uid=call.peer.uid)
 
 
 # -- bundles --------------------------------------------------------------------------------------
 
 
-async def create_bundle(call: Call) -> Response:
+async def create_bundle(call: Call, query: BundleQuery) -> Response:
     """The mirror as one file, streamed as it is made. Cut off where the mirror is damaged."""
-    bundle = await call.engine.bundles.create(call.path["name"], call.query.since)
+    bundle = await call.engine.bundles.create(call.path["name"], query.since)
     owned = AsyncExitStack()
     owned.push_async_callback(bundle.content.aclose)
     headers = {
@@ -77,25 +125,23 @@ async def create_bundle(call: Call) -> Response:
     return OwnedStream(bundle.content, headers, owned)
 
 
-async def import_bundle(call: Call) -> Operation:
+async def import_bundle(call: Call, query: MirrorQuery) -> Operation:
     """The file is received whole before the answer; the operation checks and imports it."""
     path = await spool_body(call.request, call.engine.mirrors.quarantine, BUNDLE_LIMIT_BYTES)
-    return await call.engine.work.import_bundle(
-        path, mirror=call.query.mirror, owner_uid=call.peer.uid
-    )
+    return await call.engine.work.import_bundle(path, mirror=query.mirror, owner_uid=call.peer.uid)
 
 
 # -- pins -----------------------------------------------------------------------------------------
 
 
-async def list_pins(call: Call) -> list[Pin]:
-    mirrors, text = call.engine.mirrors, call.query.mirror
+async def list_pins(call: Call, query: MirrorQuery) -> list[Pin]:
+    mirrors, text = call.engine.mirrors, query.mirror
     return await mirrors.list_pins((await mirrors.get(text)).name if text else None)
 
 
-async def add_pin(call: Call) -> Pin:
-    commit, mirrors = parse_commit(call.body.commit), call.engine.mirrors
-    name = (await mirrors.get(call.body.mirror)).name
+async def add_pin(call: Call, body: AddPin) -> Pin:
+    commit, mirrors = parse_commit(body.commit), call.engine.mirrors
+    name = (await mirrors.get(body.mirror)).name
     if missing := await mirrors.ensure_commits(name, [commit]):
         raise CommitNotFoundError(
             f"cannot pin {commit} of {name}: {missing[commit]}",
@@ -109,7 +155,7 @@ async def add_pin(call: Call) -> Pin:
             f"cannot pin {commit} of {name}: it is a tag, not a commit", hint=f"pin {peeled}"
         )
     owner = f"person/{call.peer.uid}"
-    if refused := await mirrors.pin(name, [commit], owner=owner, reason=call.body.reason):
+    if refused := await mirrors.pin(name, [commit], owner=owner, reason=body.reason):
         raise CommitUnservableError(
             f"cannot pin {commit} of {name}: {refused[commit]}",
             hint=f"sync or audit {name}",
@@ -119,8 +165,8 @@ async def add_pin(call: Call) -> Pin:
     return await _get_pin(call, name, commit, owner)
 
 
-async def remove_pin(call: Call) -> None:
-    owner = call.query.owner or f"person/{call.peer.uid}"
+async def remove_pin(call: Call, query: UnpinQuery) -> None:
+    owner = query.owner or f"person/{call.peer.uid}"
     commit = parse_commit(call.path["commit"])
     name = await _named(call)
     await _get_pin(call, name, commit, owner)
@@ -140,21 +186,21 @@ async def _get_pin(call: Call, name: MirrorName, commit: CommitId, owner: str) -
 # -- audits and heals -----------------------------------------------------------------------------
 
 
-async def start_audit(call: Call) -> Operation:
-    return await call.engine.work.audit(call.body, owner_uid=call.peer.uid)
+async def start_audit(call: Call, body: StartAudit) -> Operation:
+    return await call.engine.work.audit(body, owner_uid=call.peer.uid)
 
 
-async def list_audits(call: Call) -> list[Audit]:
-    return await call.engine.audits.list(call.query.limit)
+async def list_audits(call: Call, query: AuditsQuery) -> list[Audit]:
+    return await call.engine.audits.list(query.limit)
 
 
 async def get_audit(call: Call) -> Audit:
     return await call.engine.audits.get(call.path["id"])
 
 
-async def start_heal(call: Call) -> Operation:
+async def start_heal(call: Call, body: StartHeal) -> Operation:
     """An audit of all content that repairs what it finds, and audits the repairs."""
-    request = StartAudit(mirrors=call.body.mirrors, level=AuditLevel.CONTENT, heal=True)
+    request = StartAudit(mirrors=body.mirrors, level=AuditLevel.CONTENT, heal=True)
     return await call.engine.work.audit(request, kind="heal", owner_uid=call.peer.uid)
 
 
