@@ -7,7 +7,7 @@ the catalog follows. Committed means durable: a crash loses nothing and halves n
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ def _reads(query: Query[P, T]) -> Method[P, T]:
     """A method that runs the query on one snapshot."""
 
     async def method(self: Catalog, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._read(query, *args, **kwargs)
+        return await self._run(self._database.read, lambda c: query(c, *args, **kwargs))
 
     return method
 
@@ -45,7 +45,9 @@ def _writes(query: Query[P, T]) -> Method[P, T]:
     """A method that runs the query as one write transaction."""
 
     async def method(self: Catalog, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._write(query, *args, **kwargs)
+        async with self._writer:
+            await self._reopen()
+            return await self._run(self._database.write, lambda c: query(c, *args, **kwargs))
 
     return method
 
@@ -132,21 +134,16 @@ class Catalog:
             return str(url.database)
         return url.render_as_string(hide_password=False)
 
-    async def _read(self, query: Query[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _run(
+        self,
+        transaction: Callable[[], AbstractContextManager[Connection]],
+        query: Callable[[Connection], T],
+    ) -> T:
         def run() -> T:
-            with self._database.read() as connection:
-                return query(connection, *args, **kwargs)
+            with transaction() as connection:
+                return query(connection)
 
         return await anyio.to_thread.run_sync(run, limiter=self._threads)
-
-    async def _write(self, query: Query[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        def run() -> T:
-            with self._database.write() as connection:
-                return query(connection, *args, **kwargs)
-
-        async with self._writer:
-            await self._reopen()
-            return await anyio.to_thread.run_sync(run, limiter=self._threads)
 
     async def _reopen(self) -> None:
         """Try the shared mode again where a full disk had no room for it, with no reader inside."""

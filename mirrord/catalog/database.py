@@ -13,7 +13,6 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from enum import Enum, auto
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -215,9 +214,13 @@ def _create_private(path: Path) -> None:
 
 def _open_sqlite(url: URL) -> tuple[Engine, Mode]:
     """Open it in the first mode that works; where none does, the first query raises the error."""
+    # SQLite 3.40 writes one byte of each 4 KB of `-shm` before it maps the file. Smaller blocks
+    # leave holes there: a write to one on a full disk is a SIGBUS, which ends the process.
+    disk = os.statvfs(Path(str(url.database)).parent)
+    has_room = disk.f_bsize >= 4096 or disk.f_bavail * disk.f_frsize >= 2 * 32768
     for mode in Mode:
         engine = _make_sqlite_engine(url, mode)
-        if mode is Mode.SHARED and not _has_room_for_index(Path(str(url.database)).parent):
+        if mode is Mode.SHARED and not has_room:
             reason = "no space left on device"
         else:
             try:
@@ -235,13 +238,6 @@ def _open_sqlite(url: URL) -> tuple[Engine, Mode]:
     return engine, mode
 
 
-def _has_room_for_index(directory: Path) -> bool:
-    # SQLite 3.40 writes one byte of each 4 KB of `-shm` before it maps the file. Smaller blocks
-    # leave holes there: a write to one on a full disk is a SIGBUS, which ends the process.
-    disk = os.statvfs(directory)
-    return disk.f_bsize >= 4096 or disk.f_bavail * disk.f_frsize >= 2 * 32768
-
-
 def _make_sqlite_engine(url: URL, mode: Mode) -> Engine:
     if mode is Mode.FROZEN:
         query = {"immutable": "1", "mode": "ro", "uri": "true"}
@@ -252,22 +248,19 @@ def _make_sqlite_engine(url: URL, mode: Mode) -> Engine:
         max_overflow=10 if mode is Mode.SHARED else 0,
         connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False},
     )
-    event.listen(engine, "connect", partial(_prepare_sqlite, _PRAGMAS[mode]))
-    event.listen(engine, "begin", _begin_sqlite)
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: sqlite3.Connection, _record: object) -> None:
+        # the driver's own transactions begin too late, and not at all for DDL
+        connection.isolation_level = None
+        for pragma in _PRAGMAS[mode]:
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        connection.exec_driver_sql(connection.get_execution_options().get("mirrord_begin", "BEGIN"))
+
     return engine
-
-
-def _prepare_sqlite(
-    pragmas: Sequence[str], connection: sqlite3.Connection, _record: object
-) -> None:
-    # the driver's own transactions begin too late, and not at all for DDL
-    connection.isolation_level = None
-    for pragma in pragmas:
-        connection.execute(f"PRAGMA {pragma}")
-
-
-def _begin_sqlite(connection: Connection) -> None:
-    connection.exec_driver_sql(connection.get_execution_options().get("mirrord_begin", "BEGIN"))
 
 
 def _sqlite_code(error: DBAPIError) -> int:

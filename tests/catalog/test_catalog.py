@@ -725,11 +725,12 @@ def test_a_full_database_is_a_disk_full_error(tmp_path: Path) -> None:
     async def work() -> None:
         catalog = await Catalog.open(tmp_path / "catalog.sqlite3")
         with pytest.raises(DiskFullError, match="cannot write the catalog"):
-            await catalog._write(
+            await catalog._run(
+                catalog._database.write,
                 lambda connection: (
                     connection.exec_driver_sql("PRAGMA max_page_count = 1"),
                     _grow(connection),
-                )
+                ),
             )
         await catalog.close()
 
