@@ -40,7 +40,7 @@ def main() -> None:
     server = os.getpid()
     signal.signal(signal.SIGCHLD, _reap)
     while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if not descriptors:
             return None
         with socket.socket(fileno=descriptors[0]) as connection:

@@ -45,52 +45,49 @@ class ForkServer:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: Process | None = None
-        self._control: socket.socket | None = None
+        self._lock = threading.RLock()
+        self._running: tuple[Process, socket.socket] | None = None
         self._preload: Sequence[str] = ()
 
     def start(self, preload: Sequence[str] = ()) -> None:
         """Start it before it is needed. `preload` names modules that it loads for its workers."""
         with self._lock:
             self._preload = preload
-            self._start()
+            control, theirs = socket.socketpair()
+            with theirs:
+                process = start_module("mirrord.git.forkserver", theirs, preload)
+            self._running = process, control
 
     def stop(self) -> None:
         """End it, and all its workers with it."""
         with self._lock:
-            self._stop()
+            if self._running is not None:
+                process, control = self._running
+                self._running = None
+                control.close()
+                await_end(process)
 
     def fork(self) -> tuple[socket.socket, int]:
         """A new worker: the connection to it and its pidfd. Waits for a server that still loads."""
         ours, theirs = socket.socketpair()
         with self._lock, theirs:
             for _ in range(2):  # it may have been killed since the last time
-                if self._control is None:
-                    self._start()
-                assert self._control is not None
+                if self._running is None:
+                    self.start(self._preload)
+                assert self._running is not None
                 try:
-                    socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
-                    _, pidfds, _, _ = socket.recv_fds(self._control, 1, 1)
+                    socket.send_fds(self._running[1], [b"\0"], [theirs.fileno()])
+                    _, pidfds, _, _ = socket.recv_fds(
+                        self._running[1], 1, 1, socket.MSG_CMSG_CLOEXEC
+                    )
                 except ConnectionError:
                     pidfds = []
                 if pidfds:
                     ours.setblocking(False)
                     return ours, pidfds[0]
-                self._stop()
+                self.stop()
         ours.close()
         raise _crashed("start a worker", "the fork server ended")
-
-    def _start(self) -> None:
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            self._process = start_module("mirrord.git.forkserver", theirs, self._preload)
-
-    def _stop(self) -> None:
-        if self._control is not None and self._process is not None:
-            self._control.close()
-            self._control = None
-            await_end(self._process)
 
 
 FORK_SERVER = ForkServer()
