@@ -1,11 +1,11 @@
 """The contract of a backend: `pool/backend.py` and `overlay/backend.py` keep it, for every method.
 
 - **Cancel.** The caller may be cancelled at any await. What `create` had begun stays below the two
-  directories of the lease, where `destroy` finds it. A `reset` that ends early leaves the lease and
+  directories of the lease, where `take_down` finds it. A `reset` that ends early leaves the lease and
   its tree as they were, or the lease RESETTING.
-- **Crash.** After a kill -9 at any moment, `adopt` (with lease.json) or `destroy` (without) is
+- **Crash.** After a kill -9 at any moment, `adopt` (with lease.json) or `take_down` (without) is
   enough; a backend keeps nothing in memory that it cannot find again.
-- **Disk full.** ENOSPC and EDQUOT raise DiskFullError; the caller destroys a half-made checkout.
+- **Disk full.** ENOSPC and EDQUOT raise DiskFullError; the caller removes a half-made checkout.
   Templates and other checkouts are unharmed.
 - **Hostile owner.** The tree's owner may change it, names, types and modes included, while a method
   runs. Nothing outside the tree is read, written, followed or run because of that. A proof speaks
@@ -52,7 +52,7 @@ class CheckoutBackend(Protocol):
         `to.tree_path` stays the same path. Nothing that the owner wrote is trusted. After a crash
         the lease stands as it was, as `to`, or RESETTING to it: nobody works on half a tree, and
         the next reset, or a start, completes it. Raises ProofFailedError where clean cannot be
-        proven; the caller then destroys the checkout.
+        proven; the caller then removes the checkout.
         """
         ...
 
@@ -84,7 +84,7 @@ def must_prove(proof: Proof, *, head: str, tree: str) -> Proof:
         if wanted != seen:
             raise ProofFailedError(
                 f"cannot prove the checkout clean: {what} is {seen}, not {wanted}",
-                hint="the checkout was destroyed; ask for another",
+                hint="the checkout was removed; ask for another",
                 wanted=wanted,
                 seen=seen,
             )

@@ -119,16 +119,16 @@ class Leases:
         """Read the leases of an earlier daemon; answers them, and the directories without one."""
         self._public.mkdir(mode=0o711, parents=True, exist_ok=True)
         self._private.mkdir(mode=_PRIVATE, exist_ok=True)
-        rubbish = []
+        trash = []
         for name in sorted({*os.listdir(self._public), *os.listdir(self._private)}):
             found = self.directories(name)
             lease = _read(found, LeaseState.LIVE) or _read(found, LeaseState.RESETTING)
             if lease is None:
-                rubbish.append(found)
+                trash.append(found)
             else:
                 self._live[lease.id] = lease
                 self.add(lease.taken_by, lease.owner_uid)
-        return list(self._live.values()), rubbish
+        return list(self._live.values()), trash
 
     def __len__(self) -> int:
         return len(self._live)
@@ -205,7 +205,7 @@ class Leases:
         return gone
 
     def discard(self, directories: Directories) -> Directories:
-        """Mark directories as rubbish, the private one first: the lease ends there.
+        """Rename directories to trash, the private one first: the lease ends there.
 
         A mount inside the public one goes along: only a mount point itself cannot be renamed.
         """

@@ -1,7 +1,7 @@
 """The life of a lease: made, adopted, made clean, ended.
 
 A lease is written when its tree stands, and loses its name before its tree goes: after a crash it
-stands or is cleanly gone. A checkout whose proof fails is destroyed, and reported as an event.
+stands or is cleanly gone. A checkout whose proof fails is removed, and reported as an event.
 """
 
 from __future__ import annotations

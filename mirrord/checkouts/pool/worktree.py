@@ -176,7 +176,7 @@ def _bring(
     dirty = [*found.modified, *found.missing, *found.extra][:10]
     raise ProofFailedError(
         f"cannot prove the checkout clean: something still writes to it after {_ROUNDS} rounds",
-        hint="end the processes that run in the checkout before the reset; it was destroyed,"
+        hint="end the processes that run in the checkout before the reset; it was removed,"
         " ask for another",
         paths=[path.decode(errors="backslashreplace") for path in dirty],
     )

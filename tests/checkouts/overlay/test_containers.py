@@ -366,6 +366,7 @@ def test_another_namespace_is_looked_at_once_for_a_connection(
         pytest.skip("strace is not on this machine")
     container = entered(stack, "private")
     trace = tmp_path / "trace"
+    time.sleep(1)  # checkouts of earlier tests are taken down, which looks at mounts too
     command = ["strace", "-f", "-o", str(trace), "-e", "trace=openat", "-p", str(running.pid)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as tracer:
         assert tracer.stderr is not None
