@@ -123,7 +123,10 @@ def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         )
 
     run("initdb", "-D", f"{home}/data", "-A", "trust", "--no-sync")
-    options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={home} -c fsync=off -c timezone=Asia/Tokyo"
+    options = (
+        f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={home}"
+        " -c fsync=off -c timezone=Asia/Tokyo"
+    )
     run("pg_ctl", "-D", f"{home}/data", "-w", "-l", f"{home}/log", "-o", options, "start")
     try:
         yield f"postgresql+psycopg://postgres@127.0.0.1:{port}/"
@@ -167,7 +170,7 @@ def using(place: str | Path) -> Callable[[Callable[[Catalog], Any]], Any]:
     return run
 
 
-# -- mirrors and pins -------------------------------------------------------------------------------------------------
+# -- mirrors and pins ------------------------------------------------------------------------------
 
 
 def test_a_mirror_comes_back_as_it_was_put_whatever_the_letter_case(using: Any) -> None:
@@ -242,7 +245,7 @@ def test_thousands_of_pins_are_put_and_deleted_at_once(using: Any) -> None:
     using(work)
 
 
-# -- datasets ---------------------------------------------------------------------------------------------------------
+# -- datasets --------------------------------------------------------------------------------------
 
 
 def test_a_dataset_says_what_changed_and_importing_it_again_changes_nothing(
@@ -460,7 +463,7 @@ def test_a_list_of_datasets_shows_only_the_first_of_many_unpinned_commits(
     using(work)
 
 
-# -- audits -----------------------------------------------------------------------------------------------------------
+# -- audits ----------------------------------------------------------------------------------------
 
 
 def test_the_newest_audits_are_kept(using: Any) -> None:
@@ -489,7 +492,7 @@ def test_the_newest_audits_are_kept(using: Any) -> None:
     using(work)
 
 
-# -- many at once, much at once ---------------------------------------------------------------------------------------
+# -- many at once, much at once --------------------------------------------------------------------
 
 
 def test_many_readers_and_writers_at_once_lose_nothing(using: Any) -> None:
@@ -513,7 +516,8 @@ from pathlib import Path
 from datetime import datetime, timezone
 from mirrord.catalog import DatasetHead
 from mirrord.catalog.spool import replace_dataset
-head = DatasetHead("big", "swe-bench", "big.jsonl", "0" * 64, datetime.now(timezone.utc), 0, [], {}, {})
+now = datetime.now(timezone.utc)
+head = DatasetHead("big", "swe-bench", "big.jsonl", "0" * 64, now, 0, [], {}, {})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 change = replace_dataset(sys.argv[1], head, Path(sys.argv[2]))
 print(len(change.added), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -586,7 +590,7 @@ def test_a_killed_import_leaves_the_old_dataset_whole(tmp_path: Path) -> None:
     anyio.run(after)
 
 
-# -- opening ----------------------------------------------------------------------------------------------------------
+# -- opening ---------------------------------------------------------------------------------------
 
 
 def test_opening_again_finds_what_was_there(using: Any) -> None:
@@ -611,7 +615,10 @@ def test_the_files_are_private(tmp_path: Path) -> None:
 
 
 def test_a_fresh_catalog_loads_no_alembic(tmp_path: Path) -> None:
-    code = "import sys, anyio, mirrord.catalog as c; anyio.run(c.Catalog.open, sys.argv[1]); assert 'alembic' not in sys.modules"
+    code = (
+        "import sys, anyio, mirrord.catalog as c; anyio.run(c.Catalog.open, sys.argv[1]);"
+        " assert 'alembic' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], check=True)
 
 
@@ -694,7 +701,7 @@ def test_a_damaged_catalog_is_refused_with_a_hint(tmp_path: Path, damage: str) -
 
 
 def test_a_full_disk_stops_the_write_and_keeps_what_was(tmp_path: Path) -> None:
-    """A file size limit is what a test can set; SQLite reports it as a full disk or an input/output error."""
+    """By a file size limit, which SQLite reports as a full disk or an input/output error."""
     place = tmp_path / "catalog.sqlite3"
 
     async def work() -> None:

@@ -1,4 +1,4 @@
-"""A catalog that is lost, damaged or older than the mirrors, with a whole daemon: what each part says; nothing is lost."""
+"""A catalog lost, damaged or older than the mirrors, with a whole daemon: nothing else is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gitrepos import Upstream, git
 
 
 class World:
-    """Two datasets of two commits each and a person's pin; the catalog was copied before the second dataset came."""
+    """Two datasets of two commits and a person's pin; the catalog was copied before the second."""
 
     def __init__(self, running: Daemon, commits: list[str]) -> None:
         self.daemon = running
@@ -96,7 +96,8 @@ def world(make_upstream: Callable[..., Upstream]) -> Iterator[World]:
 
 @contextmanager
 def _running(upstream: Upstream) -> Iterator[Daemon]:
-    text = f'[upstream]\nurl = "file://{upstream.path.parent}/{{owner}}+{{name}}"\n[audit]\nheal = false\n'
+    url = f"file://{upstream.path.parent}/{{owner}}+{{name}}"
+    text = f'[upstream]\nurl = "{url}"\n[audit]\nheal = false\n'
     with daemon(text) as running:
         yield running
 
@@ -148,7 +149,7 @@ def test_an_audit_looks_at_what_only_pins_still_tell(world: World) -> None:
 
 
 def test_a_truncated_catalog_is_refused_and_made_again(world: World) -> None:
-    """The daemon says what to do and changes nothing; done, it is as if the catalog had been deleted."""
+    """The daemon gives the remedy and changes nothing; then all is as with a deleted catalog."""
     before = world.pins()
     world.remove_catalog()
     world.catalog.write_bytes(world.older.read_bytes()[:20_000])

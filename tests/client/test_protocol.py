@@ -1,4 +1,4 @@
-"""The messages: what the client reads without pydantic is what pydantic reads, and what the daemon wrote."""
+"""The messages: the client without pydantic reads what pydantic reads and the daemon wrote."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_requests_refuse_what_they_do_not_know_and_what_is_out_of_bounds() -> No
     assert "seconds, or a duration" in str(schema["properties"]["ttl"])
 
 
-# -- the public names -------------------------------------------------------------------------------------------------
+# -- the public names ------------------------------------------------------------------------------
 
 
 def test_the_exported_names_are_the_public_ones() -> None:

@@ -66,8 +66,9 @@ def test_a_mirror_that_is_there_twice_is_named_by_the_second_line(tmp_path: Path
 def test_all_faults_are_listed_at_once_with_key_line_and_suggestion(tmp_path: Path) -> None:
     """One run of the daemon is enough to see everything that is wrong."""
     text = (
-        'state_dir = "here"\nsokcet = "/s"\n[sync]\nintervall = "6h"\nconcurrency = 0\n[audit]\nlevel = "deep"\n'
-        '[checkouts]\nttl = "5 minutes"\ntemplate_bytes = "lots"\n[[mirror]]\nrepo = "a/b"\n[[mirror]]\nrepo = "../etc"\n'
+        'state_dir = "here"\nsokcet = "/s"\n[sync]\nintervall = "6h"\nconcurrency = 0\n'
+        '[audit]\nlevel = "deep"\n[checkouts]\nttl = "5 minutes"\ntemplate_bytes = "lots"\n'
+        '[[mirror]]\nrepo = "a/b"\n[[mirror]]\nrepo = "../etc"\n'
     )
     faults = {str(f["key"]): f for f in faults_of(tmp_path, text)}
     lines = {key: fault["line"] for key, fault in faults.items()}
@@ -246,7 +247,8 @@ def test_an_unreadable_file_is_a_fault_not_a_default(tmp_path: Path) -> None:
 )
 def test_what_is_no_upstream_is_refused_without_being_shown(tmp_path: Path, url: str) -> None:
     """Wherever a URL can stand; it might hold a password."""
-    text = f"[upstream]\nurl = {url!r}\nfallbacks = [{url!r}]\n[[mirror]]\nrepo = 'a/b'\nurl = {url!r}\n"
+    mirror = f"[[mirror]]\nrepo = 'a/b'\nurl = {url!r}\n"
+    text = f"[upstream]\nurl = {url!r}\nfallbacks = [{url!r}]\n{mirror}"
     faults = faults_of(tmp_path, text)
     assert {fault["key"] for fault in faults} == {
         "upstream.url",
@@ -283,7 +285,7 @@ def test_a_fault_of_toml_shows_no_url(tmp_path: Path) -> None:
 
 
 def test_a_fault_is_told_once(tmp_path: Path) -> None:
-    """A list whose only item is refused is not also too short, and a section is no suggestion for its own key."""
+    """A list with one faulty item is not also too short; a section is no suggestion for its key."""
     (first, second) = faults_of(tmp_path, "[upstream]\nrefs = ['refs/mirrord/*']\n[sync]\nx = 1\n")
     assert first["key"] == "upstream.refs[0]"
     assert second["message"] == "unknown key"

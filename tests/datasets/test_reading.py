@@ -1,4 +1,4 @@
-"""Reading dataset files: every container, every rule of a field, and what strangers put into them."""
+"""Reading dataset files: every container, every rule of a field, and hostile content."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def reasons(result: ReadResult) -> dict[int, str]:
     return {fault.line: fault.reason for fault in result.faults}
 
 
-# -- containers -------------------------------------------------------------------------------------------------------
+# -- containers ------------------------------------------------------------------------------------
 
 
 CONTAINERS: dict[str, bytes] = {
@@ -159,7 +159,7 @@ def test_a_column_that_is_not_text_in_parquet_is_a_fault_of_its_row(case: Case) 
     assert "not UTF-8" in reasons(result)[2]
 
 
-# -- files that are not what they should be ---------------------------------------------------------------------------
+# -- files that are not what they should be --------------------------------------------------------
 
 
 REFUSED: dict[str, tuple[bytes, str]] = {
@@ -247,7 +247,7 @@ read_dataset(Path(sys.argv[1]), "f", None, Full(sys.argv[2]))
     assert DiskFullError.__name__ in done.stderr
 
 
-# -- bad rows among good ones -----------------------------------------------------------------------------------------
+# -- bad rows among good ones ----------------------------------------------------------------------
 
 
 BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
@@ -414,7 +414,7 @@ def test_an_id_used_twice_keeps_its_first_row(case: Case) -> None:
     assert result.rules["the same row again, ignored"] == 1
 
 
-# -- rules of fields --------------------------------------------------------------------------------------------------
+# -- rules of fields -------------------------------------------------------------------------------
 
 
 LISTS: dict[str, tuple[Any, tuple[str, ...], str | None]] = {
@@ -484,7 +484,7 @@ def test_patches_are_kept_byte_for_byte(case: Case) -> None:
     assert case.rows[0]["test_patch"] is None
 
 
-# -- formats ----------------------------------------------------------------------------------------------------------
+# -- formats ---------------------------------------------------------------------------------------
 
 
 DETECTED: dict[str, list[dict[str, Any]]] = {
@@ -587,7 +587,7 @@ def test_real_files_are_read_whole(case: Case, file: str) -> None:
     )
 
 
-# -- streaming --------------------------------------------------------------------------------------------------------
+# -- streaming -------------------------------------------------------------------------------------
 
 
 class Trickle(io.RawIOBase):
@@ -681,15 +681,18 @@ def test_a_large_file_is_read_in_bounded_memory(tmp_path: Path, container: str) 
 
 def test_reading_json_loads_no_pyarrow(case: Case) -> None:
     case.read([row()])
-    code = "import sys; from mirrord.datasets import reading; assert not {'pyarrow', 'alembic', 'pygit2'} & set(sys.modules)"
+    code = (
+        "import sys; from mirrord.datasets import reading;"
+        " assert not {'pyarrow', 'alembic', 'pygit2'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# -- bombs ------------------------------------------------------------------------------------------------------------
+# -- bombs -----------------------------------------------------------------------------------------
 
 
 def test_a_dictionary_that_stands_for_gigabytes_is_refused(tmp_path: Path) -> None:
-    """One value of 40 MiB for each of 64 rows, in kilobytes: the reader holds one row, and stops at the bound."""
+    """One value of 40 MiB for each of 64 rows: the reader holds one row, and stops at the bound."""
     bomb = pyarrow.table(
         {
             "instance_id": [f"a__b-{n}" for n in range(64)],

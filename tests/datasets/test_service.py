@@ -46,7 +46,7 @@ def shared() -> Iterator[tuple[BlockingPortal, Workers]]:
 
 
 class Builder:
-    """Runs a test's body, each time with new parts on the same state directory, as after a restart."""
+    """Runs a test's body with new parts on the same state directory, as after a restart."""
 
     def __init__(self, root: Path, portal: BlockingPortal, workers: Workers) -> None:
         self.root = root
@@ -83,7 +83,7 @@ def row(identity: str, base: str, repo: str = "owner/name", **more: Any) -> dict
     }
 
 
-# -- import -----------------------------------------------------------------------------------------------------------
+# -- import ----------------------------------------------------------------------------------------
 
 
 def test_an_import_mirrors_fetches_and_pins_what_it_records(
@@ -342,11 +342,11 @@ def test_many_imports_of_the_same_dataset_at_once_end_in_one_whole_dataset(
     house.run(body)
 
 
-# -- crashes ----------------------------------------------------------------------------------------------------------
+# -- crashes ---------------------------------------------------------------------------------------
 
 
 def test_a_start_removes_what_a_killed_import_left(house: Builder, upstream: Upstream) -> None:
-    """Killed after the pins and before the catalog: the old dataset is whole, pins too many and a spool are left."""
+    """Killed after the pins, before the catalog: the old dataset is whole, with extra pins."""
     first, second = upstream.history(2)
 
     async def crash(house: House) -> None:
@@ -368,7 +368,7 @@ def test_a_start_removes_what_a_killed_import_left(house: Builder, upstream: Ups
 def test_a_start_undoes_the_pins_of_a_killed_import_and_no_others(
     house: Builder, upstream: Upstream
 ) -> None:
-    """Killed in its ref transaction, after the catalog was lost: what was pinned before the import stays."""
+    """Killed in its ref transaction, after the catalog was lost: earlier pins stay."""
     first, second = upstream.history(2)
 
     async def record_all(house: House) -> None:
@@ -397,7 +397,7 @@ def test_a_start_undoes_the_pins_of_a_killed_import_and_no_others(
 
 
 def test_a_start_ends_what_was_being_unpinned(house: Builder, upstream: Upstream) -> None:
-    """Killed after the rows and before the refs of pins that a new version of the dataset does not record."""
+    """Killed after the rows and before the refs of pins that a new version does not record."""
     first, second = upstream.history(2)
 
     async def begin(house: House) -> None:
@@ -512,7 +512,7 @@ def test_a_dataset_whose_pins_are_gone_says_so_and_importing_again_repairs(
     house.run(body)
 
 
-# -- looking up -------------------------------------------------------------------------------------------------------
+# -- looking up ------------------------------------------------------------------------------------
 
 
 def test_an_instance_shows_its_answer_only_to_a_grader(house: Builder, upstream: Upstream) -> None:
@@ -614,7 +614,7 @@ def test_the_cache_is_bounded_and_never_keeps_an_answer_older_than_a_change() ->
     anyio.run(body)
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -676,13 +676,13 @@ def test_pins_outlive_the_catalog_until_their_dataset_is_there_again(
     house.run(start_without_catalog)
 
 
-# -- one id in several datasets ---------------------------------------------------------------------------------------
+# -- one id in several datasets --------------------------------------------------------------------
 
 
 def test_an_id_that_two_datasets_record_differently_is_told_and_asks_for_its_dataset(
     house: Builder, upstream: Upstream
 ) -> None:
-    """By base commit or by repository, in any spelling; the same facts in two datasets are one instance."""
+    """By base commit or by repository, in any spelling; the same facts twice are one instance."""
     first, second, third = upstream.history(3)
 
     async def body(it: House) -> None:
