@@ -1,10 +1,8 @@
 """Work that several callers ask for at the same time runs once.
 
-A caller joins work of the same key until the work begins to look at facts that may change
-(`SharedWork.close`); later callers share the next run, so nobody gets what was seen before they
-asked. The work's own lock has the next run wait for the first. Every caller gets the progress and
-the result. A cancelled caller leaves, and the work is cancelled when the last has left. It gets its
-turns (`git/turns.py`) as all who wait for it.
+A caller joins work of the same key until the work looks at facts that may change
+(`SharedWork.close`); later callers share the next run, so no result is older than its question. The
+work is cancelled when its last caller was. It takes its turns (`git/turns.py`) for all callers.
 """
 
 from __future__ import annotations

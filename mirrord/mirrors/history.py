@@ -165,7 +165,7 @@ async def columns_of(repository: Repository, known: str | None) -> dict[str, Any
 
 
 async def diff_records(repository: Repository, a: str, b: str, kept: Refs) -> list[RefChange]:
-    """The differences between two records; moves are told apart by ancestry."""
+    """The differences between two records; ancestry decides how a ref moved."""
     old, _ = await read_refs(repository, a)
     new, _ = await read_refs(repository, b)
     return await classify(repository, compare(old, new), held=set(kept.values()))

@@ -1,11 +1,9 @@
 """The mirrors there are: found, added, locked, reconciled, removed.
 
-One lock for each mirror: a sync, a pin, maintenance, a heal and a removal exclude each other;
-readers take none, because objects are only added and refs move as a whole. The disk is the truth
-and the catalog follows it: at the start, and for one mirror after an operation failed in it. Then
-interrupted transactions are finished, stale files of killed gits removed, mirrors and pins that the
-catalog does not know adopted. A pin that only the catalog knows stays there until a heal has made
-it again.
+One lock for each mirror keeps syncs, pins, maintenance, heals and removal apart; readers take none,
+because objects are only added and refs move as a whole. The disk is the truth and the catalog
+follows it, at the start and after a failed operation: unknown mirrors and pins are adopted; a pin
+that only the catalog knows stays there until a heal has made it again.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ log = structlog.get_logger()
 async def maintain(
     repository: Repository, progress: Callable[[Progress], None] | None = None
 ) -> None:
-    """Do what is due. The caller holds the mirror's lock.
+    """Pack what is due. The caller holds the mirror's lock.
 
     A full repack comes now and then; otherwise packs are halved in a geometric series, which costs
     as much as there is new.

@@ -1,10 +1,9 @@
 """Pins: refs that keep recorded commits alive, `refs/mirrord/pins/OWNER/COMMIT`, each with a row.
 
-A pin is a proof: its ref is written only after everything that the commit reaches was found in the
-mirror; `update-ref` alone would pin a commit whose tree lacks a blob. The refs are the truth, the
-catalog follows them. An error leaves both as they were; where the disk does not allow that, the
-rest is pending until a cleanup settles it. A crash leaves at worst a ref without a row, and a start
-brings them in line.
+A pin is a proof: its ref is written only after all that the commit reaches was found in the mirror;
+`update-ref` alone would pin a commit whose tree lacks a blob. An error leaves refs and rows as they
+were; where the disk does not allow that, the rest is pending until a cleanup settles it. A crash
+leaves at worst a ref without a row, and a start brings them in line.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ class Pins:
     async def add(
         self, repository: Repository, commits: Collection[CommitId], owner: str, reason: str
     ) -> dict[CommitId, str]:
-        """Pin what can be served; answers the others, each with the reason.
+        """Pin the commits that can be served; answers the others, each with the reason.
 
         A pin that is made again keeps its row, and its reason where there is no new one.
         """
@@ -200,7 +199,7 @@ class Pins:
             await self.remove(repository, commits, owner)
 
     async def settle(self, repository: Repository) -> None:
-        """Do what failed operations left."""
+        """Finish the pending work of failed operations."""
         pending = self._pending.get(repository.name.key, [])
         while pending:
             await self._settle(repository, pending[0])

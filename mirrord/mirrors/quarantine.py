@@ -1,13 +1,8 @@
 """Quarantine: incoming objects wait here, a directory for each fetch, until they are verified.
 
-A directory moves into the mirror as a whole or is removed as a whole; a killed git leaves its
-`tmp_pack_*` here and not in a mirror. Nothing here is needed after a restart, so a start removes
-all that no process holds open, except `damaged/` (files that heals took out of mirrors; a person
-removes them) and the spools of imports, which the datasets still have to undo.
-
-Also the bounds of incoming objects. A pack can unpack to a thousand times its size, and git (2.39)
-bounds none of it on a fetch: so each git that takes objects in has a limit of memory, big files are
-streamed, and a transfer ends before the disk is full.
+Nothing here is needed after a restart, so a start removes all that no process holds open, except
+`damaged/` (files that heals took out of mirrors; a person removes them) and the spools of imports,
+which the datasets still have to undo. Also the bounds of incoming objects.
 """
 
 from __future__ import annotations
@@ -29,6 +24,8 @@ from ..protocol import Progress
 
 DAMAGED = "damaged"
 SPOOL_PREFIX = "dataset-"
+# A pack can unpack to a thousand times its size, and git (2.39) bounds none of it on a fetch: each
+# git that takes objects in gets a limit of memory and streams big files.
 STREAM_BIG_FILES = ("-c", "core.bigFileThreshold=64m", "-c", "pack.windowMemory=256m")
 _RESERVE_BYTES = 1024**3
 _RESERVE_SHARE = 100

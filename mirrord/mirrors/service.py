@@ -1,10 +1,6 @@
-"""The mirrors of a daemon: added, synced, read, maintained, removed.
+"""The mirrors of a daemon: synced, maintained, read, pinned, put back.
 
-Owns `mirrors/` of the state directory and the mirrors' rows of the catalog. One lock for each
-mirror: a sync, a pin, maintenance, a heal and a removal exclude each other; readers take none,
-because objects are only added and refs move as a whole. A first clone is built in quarantine and
-renamed, so a mirror that exists is complete. The refs are the truth: a start finishes what a crash
-interrupted and brings the catalog in line.
+A first clone is built in quarantine and renamed, so a mirror that exists is complete.
 """
 
 from __future__ import annotations
@@ -59,7 +55,7 @@ log = structlog.get_logger()
 
 
 class Mirrors(Inventory):
-    """All mirrors, and what is done with them."""
+    """All mirrors, with the operations on them."""
 
     def __init__(
         self,
@@ -80,7 +76,7 @@ class Mirrors(Inventory):
         """Cancel running syncs; each leaves its mirror as it was."""
         await self._syncs.close()
 
-    # -- life -----------------------------------------------------------------------------------
+    # -- syncs ----------------------------------------------------------------------------------
 
     async def sync(
         self, name: MirrorName, progress: ProgressSink | None = None, *, accept_loss: bool = False

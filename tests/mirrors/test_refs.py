@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mirrord.mirrors.refs import read_offer
+from mirrord.mirrors.refs import is_safe_ref, read_offer
 
 PATTERNS = ("refs/heads/*", "refs/tags/*")
 A, B = "a" * 40, "b" * 40
@@ -60,3 +60,30 @@ def test_a_head_that_is_not_offered_is_none() -> None:
     assert (
         read_offer(["ref: refs/heads/gone\tHEAD", f"{B}\trefs/heads/main"], PATTERNS).head is None
     )
+
+
+def test_an_offer_holds_what_was_asked_for() -> None:
+    """Peeled tags, other namespaces, ours and hostile names stay out; a hostile name is reported."""
+    oid = "a" * 40
+    taken = ["refs/heads/main", "refs/pull/1/head", "refs/tags/v1"]
+    left = ["refs/tags/v1^{}", "refs/pull/1/merge", "refs/mirrord/history", "refs/replace/x"]
+    names = [*taken, *left, "refs/heads/a..b", "refs/heads/main/below"]
+    lines = ["ref: refs/heads/main\tHEAD", f"{oid}\tHEAD", *(f"{oid}\t{name}" for name in names)]
+    offer = read_offer(lines, ["refs/heads/*", "refs/tags/*", "refs/pull/*/head", "refs/*/x"])
+    assert sorted(offer.refs) == taken
+    assert offer.head == "refs/heads/main"
+    assert sorted(fault.ref for fault in offer.faults) == [
+        "refs/heads/a..b",
+        "refs/heads/main/below",
+    ]
+
+
+@pytest.mark.parametrize(
+    "ref",
+    [
+        "refs/heads/x.lock", "refs/heads/.x", "refs/heads/x y", "refs/heads/x:", "refs/heads//x", "refs/heads/@{",
+        "refs/heads/x/", "refs/heads/" + "x" * 300, "heads/x", "refs/heads/x\x7f",
+    ],
+)  # fmt: skip
+def test_a_name_that_git_refuses_is_not_safe(ref: str) -> None:
+    assert not is_safe_ref(ref)
