@@ -96,7 +96,7 @@ def packages(settings: Settings) -> Result:
 def certificates(settings: Settings) -> Result:
     well = Path("/etc/ssl/certs").is_dir()
     fact = f"/etc/ssl/certs {'exists' if well else 'is missing'}"
-    return judge(well, fact, "install ca-certificates: libgit2 does not load without the directory")
+    return judge(well, fact, "install ca-certificates: git cannot fetch over HTTPS without them")
 
 
 def libgit2(settings: Settings) -> Result:
@@ -113,7 +113,7 @@ def libgit2(settings: Settings) -> Result:
 
 
 def _load_objects() -> str:
-    importlib.import_module("mirrord.git.objects")
+    importlib.import_module("mirrord.git.objects.repository")
     return "loads in a worker process"
 
 
