@@ -64,52 +64,42 @@ class Patches:
         paths = await self._workers.run(
             apply, self._work(lease), changed, patch, reverse, timeout=DIFF_TIMEOUT
         )
-        return [_text(path) for path in paths]
+        return [path.decode(errors="backslashreplace") for path in paths]
 
     async def restore(self, lease: Lease, request: RestorePaths) -> list[str]:
-        """Raises AccessError outside the grader view, CommitNotFoundError for a commit that is not pinned, PathNotFoundError."""
+        """Write files of a pinned commit into the checkout.
+
+        Raises AccessError outside the grader view, CommitNotFoundError for a commit that is not
+        pinned, PathNotFoundError.
+        """
         _must_grade(lease, "restore files of another commit")
         commit = parse_commit(request.commit)
-        await self._must_be_pinned(lease.mirror, commit)
+        if not any(pin.commit == commit for pin in await self._mirrors.list_pins(lease.mirror)):
+            raise CommitNotFoundError(
+                f"cannot restore from commit {commit}: it is not pinned in {lease.mirror}",
+                hint=f"run `mirrord pin {lease.mirror} {commit}`",
+            )
         wanted = [path.encode(errors="surrogateescape") for path in request.paths]
         paths = await self._workers.run(
             restore, self._work(lease), commit, wanted, timeout=DIFF_TIMEOUT
         )
-        return [_text(path) for path in paths]
+        return [path.decode(errors="backslashreplace") for path in paths]
 
     async def named_patch(self, lease: Lease, named: str) -> bytes:
         """`@patch` or `@test_patch` of the lease's instance."""
         _must_grade(lease, "apply the instance's own patch")
-        row = (
-            await self._instances.find_instance(lease.instance, lease.dataset)
-            if lease.instance
-            else None
-        )
-        if row is None:
-            raise InvalidRequestError(
-                f"cannot apply {shown(named)}: the checkout is of no instance",
-                hint="send the patch itself",
-            )
-        patches = {"@patch": row.patch, "@test_patch": row.test_patch}
-        if named not in patches:
-            raise InvalidRequestError(
-                f"cannot apply {shown(named)}: no such name",
-                hint="the names are @patch and @test_patch",
-            )
-        patch = patches[named]
-        if not patch:
-            raise InvalidRequestError(
-                f"cannot apply {named}: instance {row.id} has none", hint="send the patch itself"
-            )
-        return patch.encode(errors="surrogateescape")
-
-    async def _must_be_pinned(self, mirror: MirrorName, commit: CommitId) -> None:
-        pins = await self._mirrors.list_pins(mirror)
-        if not any(pin.commit == commit for pin in pins):
-            raise CommitNotFoundError(
-                f"cannot restore from commit {commit}: it is not pinned in {mirror}",
-                hint=f"run `mirrord pin {mirror} {commit}`",
-            )
+        row = None
+        if lease.instance:
+            row = await self._instances.find_instance(lease.instance, lease.dataset)
+        patches = {"@patch": row.patch, "@test_patch": row.test_patch} if row else {}
+        if row and (patch := patches.get(named)):
+            return patch.encode(errors="surrogateescape")
+        fact, hint = "the checkout is of no instance", "send the patch itself"
+        if row and named in patches:
+            fact = f"instance {row.id} has none"
+        elif row:
+            fact, hint = "no such name", "the names are @patch and @test_patch"
+        raise InvalidRequestError(f"cannot apply {shown(named)}: {fact}", hint=hint)
 
     def _work(self, lease: Lease) -> Work:
         return Work(
@@ -128,6 +118,3 @@ def _must_grade(lease: Lease, what: str) -> None:
             hint="ask for a checkout with --view grader",
         )
 
-
-def _text(path: bytes) -> str:
-    return path.decode(errors="backslashreplace")

@@ -1,9 +1,8 @@
 """The `.git` of a sealed or squashed checkout, built from nothing but what it may hold.
 
-Owns `templates/<mirror>/gits/<history>-<commit>/.git`: a detached HEAD, a configuration of a few lines, the tags that point at
-ancestors, closure packs as hard links; no remote, no alternates, no reflog, no hook, no index (whoever writes the tree writes
-that). What stores have alike is on disk once (`shared_files.py`). Built in a temporary directory and renamed; the JSON beside
-it is written last; a directory without it does not exist.
+Owns `templates/<mirror>/gits/`: a store has a detached HEAD, a configuration of a few lines, the
+tags that point at ancestors, and closure packs as hard links; no remote, alternates, reflog, hook
+or index (whoever writes the tree writes that). It is built in a temporary directory and renamed.
 """
 
 from __future__ import annotations
@@ -14,29 +13,31 @@ import shutil
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio.to_thread
 import structlog
 
 from ...errors import InvalidRequestError
 from ...git.command import Git
+from ...git.packs import graph_is_whole
 from ...git.workers import Workers
 from ...host.trash import Trash, new_trash
 from ...mirrors.coalesce import Coalescer
 from ...model import CommitId, History, MirrorName, Resolved
 from ..deferred import Deferred
 from .closures import Closures, Commits, Recorded, nothing_recorded
-from .packer import Graphs, Packer, PackFile, together
+from .packer import Packer, PackFile, together, write_graph
 from .store import (
     CONFIG,
     GRAPH,
+    SHARED_NAMES,
     SealedStore,
     building,
-    let_go,
     link_or_copy,
     load,
     publish,
@@ -49,6 +50,7 @@ from .store import (
 )
 from .tags import Tag, Tags, packed_refs
 
+GRAPH_MIN_OBJECTS = 20_000  # below that `log`, `blame` and `describe` are as fast without a graph
 _SQUASHED = """tree {tree}
 author mirrord <mirrord@localhost> {time} +0000
 committer mirrord <mirrord@localhost> {time} +0000
@@ -57,18 +59,16 @@ base of this task
 
 The history before this commit is not part of the checkout.
 """
-_SHARED = ("config", "packed-refs")
 _DIRECTORIES = ("", "info", "objects", "objects/pack", "refs")
 
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class _Contents:
+class _Contents(NamedTuple):
     head: CommitId
     tree: str
-    packs: tuple[PackFile, ...]
-    tags: tuple[Tag, ...]
+    packs: Sequence[PackFile]
+    tags: Sequence[Tag]
     graph: Path | None = None
 
 
@@ -81,8 +81,8 @@ class StoreBuilder:
         state_dir: Path,
         git: Git,
         workers: Workers,
-        mirrors_path: Callable[[MirrorName], Path],
         trash: Trash,
+        mirrors_path: Callable[[MirrorName], Path],
         recorded: Recorded = nothing_recorded,
     ) -> None:
         self.commits = Commits(workers, mirrors_path)
@@ -91,8 +91,7 @@ class StoreBuilder:
         self._packer = Packer(git, workers)
         self._tags = Tags(git)
         self._trash = trash
-        self._afterwards = Deferred()
-        self._graphs = Graphs(git, self._trash, self._afterwards)
+        self._deferred = Deferred()
         self._mirrors_path = mirrors_path
         self._closures = Closures(
             store=self._store,
@@ -101,24 +100,31 @@ class StoreBuilder:
             packer=self._packer,
             commits=self.commits,
             trash=self._trash,
-            afterwards=self._afterwards,
+            deferred=self._deferred,
             mirrors_path=mirrors_path,
             recorded=recorded,
         )
         self._found: dict[tuple[str, CommitId, History], SealedStore] = {}
-        self._flights: Coalescer[SealedStore] = Coalescer()
+        self._builds: Coalescer[SealedStore] = Coalescer()
         self._stores: dict[str, dict[Path, tuple[SealedStore, float]]] = {}
         self._read: set[str] = set()
         self._building: Counter[str] = Counter()
 
     async def open(self) -> None:
         """Remove what a killed build left."""
-        await anyio.to_thread.run_sync(self._remove_leftovers)
+
+        def clean_up() -> None:
+            for directory in (*self._store.glob("*/gits"), *self._store.glob("*/packs")):
+                removed = remove_leftovers(directory, self._trash)
+                if removed := removed + remove_unused(directory, self._trash):
+                    log.info("leftovers.removed", directory=str(directory), count=removed)
+
+        await anyio.to_thread.run_sync(clean_up)
 
     async def close(self) -> None:
-        """Cancel what is being built, and what is written in the background."""
-        await self._flights.close()
-        await self._afterwards.close()
+        """Cancel builds, and deferred work."""
+        await self._builds.close()
+        await self._deferred.close()
 
     def find(self, name: MirrorName, commit: CommitId, history: History) -> SealedStore | None:
         """The finished store, when there is one on disk."""
@@ -127,88 +133,85 @@ class StoreBuilder:
         if found is None or not found.git.exists():
             self._found.pop(key, None)
             return None
-        self._found[key] = found
-        self._stores.setdefault(name.key, {})[found.path] = found, time.time()
+        self._note(found)
         return found
 
     async def ensure(self, name: MirrorName, commit: CommitId, history: History) -> SealedStore:
-        """The store, built when there is none; once, however many ask, and as long as one of them waits.
+        """The store, built once for all who ask, while one of them waits.
 
-        Raises CommitNotFoundError, CommitUnservableError, DiskFullError; InvalidRequestError for the linked history.
+        Raises CommitNotFoundError, CommitUnservableError, DiskFullError; InvalidRequestError for
+        the linked history.
         """
         if history is History.LINKED:
             raise InvalidRequestError(
                 "cannot seal a linked checkout: it shows all of its mirror",
                 hint="ask for sealed or squashed",
             )
-        return self.find(name, commit, history) or await self._flights.join(
+        return self.find(name, commit, history) or await self._builds.join(
             f"{name.key} {commit} {history}", lambda _: self._build(name, commit, history)
         )
 
     async def oldest_first(self, name: MirrorName, commits: Collection[CommitId]) -> list[CommitId]:
         """The order in which stores share most; commits that the mirror lacks come last."""
         done = await self._git.run(
-            *("rev-list", "--no-walk", "--reverse", "--ignore-missing", "--stdin"),
+            "rev-list", "--no-walk", "--reverse", "--ignore-missing", "--stdin",
             git_dir=self._mirrors_path(name),
             stdin="".join(f"{commit}\n" for commit in sorted(commits)).encode(),
             doing="order commits",
-        )
+        )  # fmt: skip
         found = [CommitId(line) for line in done.lines]
         return [*found, *sorted(set(commits).difference(found))]
 
-    # -- what is there ------------------------------------------------------------------------------------------------
+    # -- what exists -------------------------------------------------------------------------------
 
     async def stores(self, name: MirrorName) -> list[tuple[SealedStore, float]]:
-        """What is recorded of a mirror's stores, each with the time when it was asked for last."""
+        """The recorded stores of a mirror, each with the time of its last use."""
         if name.key not in self._read:
             found = await anyio.to_thread.run_sync(read_records, self._directory(name), name)
             self._stores[name.key] = found | self._stores.get(name.key, {})
             self._read.add(name.key)
         return list(self._stores[name.key].values())
 
-    async def drop(self, gitdir: SealedStore) -> None:
-        """Remove one store that nobody uses; its packs stay."""
-        await self.remove(self.retire(gitdir))
+    def discard(self, store: SealedStore) -> Path:
+        """Take a store out of use at once; answers the path to `remove`.
 
-    async def remove(self, retired: Path) -> None:
-        """Delete what `retire` answered."""
-        await anyio.to_thread.run_sync(_remove, retired, self._trash)
-
-    def retire(self, gitdir: SealedStore) -> Path:
-        """Take one store out of use at once; answers what to delete. Frees no block itself, which may wait for the disk."""
-        gone = new_trash(gitdir.path.parent)
+        Frees no block itself, which may wait for the disk.
+        """
+        gone = new_trash(store.path.parent)
         try:
-            gitdir.path.rename(gone)  # at once, so that nobody mounts half of it
-            gitdir.record.rename(gone / gitdir.record.name)
+            store.path.rename(gone)  # first, so that nobody mounts half of it
+            store.record.rename(gone / store.record.name)
         except FileNotFoundError:
-            gitdir.record.unlink(missing_ok=True)
-        self._found.pop((gitdir.mirror.key, gitdir.commit, gitdir.history), None)
-        self._stores.get(gitdir.mirror.key, {}).pop(gitdir.path, None)
+            store.record.unlink(missing_ok=True)
+        self._found.pop((store.mirror.key, store.commit, store.history), None)
+        self._stores.get(store.mirror.key, {}).pop(store.path, None)
         return gone
 
-    async def discard(self, place: Path) -> None:
-        """Remove one store, or one layer of closures, that is worth nothing; gone already is fine."""
-        await anyio.to_thread.run_sync(remove_all, [place], self._trash)
+    async def remove(self, path: Path) -> None:
+        """Delete a discarded store, or a damaged one, or a layer of closures. Packs stay."""
+        await anyio.to_thread.run_sync(remove_all, [path], self._trash)
 
-    async def drop_unneeded_packs(self, name: MirrorName) -> None:
-        """Remove the closure packs that no store has; not while one is being built, which has not linked its own yet."""
+    async def evict_packs(self, name: MirrorName) -> None:
+        """Remove the closure packs that no store has, unless a build may be about to link one."""
         await self.stores(name)
 
         def needed() -> set[str] | None:
             if self._building[name.key]:
                 return None
-            return {pack for gitdir, _ in self._stores[name.key].values() for pack in gitdir.packs}
+            return {pack for store, _ in self._stores[name.key].values() for pack in store.packs}
 
         await self._closures.keep_only(name, needed)
 
     async def forget(self, name: MirrorName) -> None:
         """Remove every store and pack of a mirror that was removed."""
-        self._found = {key: gitdir for key, gitdir in self._found.items() if key[0] != name.key}
+        self._found = {key: store for key, store in self._found.items() if key[0] != name.key}
         self._stores.pop(name.key, None)
         self._read.discard(name.key)
         self._closures.forget(name)
         for directory in (self._directory(name), self._closures.directory(name)):
-            await anyio.to_thread.run_sync(_clear, directory, self._trash)
+            await anyio.to_thread.run_sync(remove_all, directory.glob("*"), self._trash)
+            with suppress(OSError):  # something stays
+                directory.rmdir()
 
     def _path(self, name: MirrorName, commit: CommitId, history: History) -> Path:
         return self._directory(name) / f"{history}-{commit}"
@@ -216,78 +219,88 @@ class StoreBuilder:
     def _directory(self, name: MirrorName) -> Path:
         return self._store / str(name) / "gits"
 
-    def _remove_leftovers(self) -> None:
-        for directory in (*self._store.glob("*/gits"), *self._store.glob("*/packs")):
-            if removed := remove_leftovers(directory, self._trash) + remove_unused(
-                directory, self._trash
-            ):
-                log.info("leftovers.removed", directory=str(directory), count=removed)
+    def _note(self, store: SealedStore) -> None:
+        self._found[store.mirror.key, store.commit, store.history] = store
+        self._stores.setdefault(store.mirror.key, {})[store.path] = store, time.time()
 
-    # -- building -----------------------------------------------------------------------------------------------------
+    # -- building ----------------------------------------------------------------------------------
 
     async def _build(self, name: MirrorName, commit: CommitId, history: History) -> SealedStore:
+        directory, target = self._directory(name), self._path(name, commit, history)
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._building[name.key] += 1
         try:
-            return await self._build_new(name, commit, history)
+            with building(directory, self._trash) as temporary:
+                git, scratch = temporary / ".git", temporary / "scratch"
+                if history is History.SQUASHED:
+                    found = await self.commits.get(name, commit)
+                    contents = await self._squashed(name, found, scratch)
+                else:
+                    contents = await self._sealed(name, commit)
+                control = await anyio.to_thread.run_sync(_write, directory, git, contents)
+                if history is History.SQUASHED:
+                    await anyio.to_thread.run_sync(shutil.rmtree, scratch)
+                publish(temporary, target)
+            store = SealedStore(
+                path=target,
+                mirror=name,
+                commit=commit,
+                history=history,
+                head=contents.head,
+                tree=contents.tree,
+                packs=tuple(pack.path.name for pack in contents.packs),
+                pack_sizes=tuple(pack.size_bytes for pack in contents.packs),
+                tag_count=len(contents.tags),
+            )
+            save(store, control)
+            self._note(store)
         finally:
             self._building[name.key] -= 1
+        facts = {"packs": len(store.packs), "tags": store.tag_count}
+        log.info("store.built", mirror=str(name), commit=commit, history=str(history), **facts)
+        return store
 
-    async def _build_new(self, name: MirrorName, commit: CommitId, history: History) -> SealedStore:
-        directory = self._directory(name)
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with building(directory, self._trash) as temporary:
-            scratch = temporary / "scratch"
-            contents = await self._contents(name, commit, history, scratch)
-            control = await anyio.to_thread.run_sync(
-                _write, directory, temporary / ".git", contents
-            )
-            if history is History.SQUASHED:
-                await anyio.to_thread.run_sync(shutil.rmtree, scratch)
-            target = self._path(name, commit, history)
-            publish(temporary, target)
-        gitdir = _describe(target, name, commit, history, contents)
-        save(gitdir, control)
-        self._found[name.key, commit, history] = gitdir
-        self._stores.setdefault(name.key, {})[gitdir.path] = gitdir, time.time()
-        log.info(
-            "store.built",
-            mirror=str(name),
-            commit=commit,
-            history=str(history),
-            packs=len(gitdir.packs),
-            tags=gitdir.tag_count,
-        )
-        return gitdir
-
-    async def _contents(
-        self, name: MirrorName, commit: CommitId, history: History, scratch: Path
-    ) -> _Contents:
-        if history is History.SQUASHED:
-            return await self._squashed(name, await self.commits.get(name, commit), scratch)
-        mirror = self._mirrors_path(name)
+    async def _sealed(self, name: MirrorName, commit: CommitId) -> _Contents:
         found, packs, tags = await together(
             self.commits.get(name, commit),
             self._closures.ensure(name, commit),
-            self._tags.list(mirror),
+            self._tags.list(self._mirrors_path(name)),
         )
         shown = await self._tags.within(tags, [pack.index for pack in packs])
-        return _Contents(commit, found.tree, packs, tuple(shown), self._graphs.find(packs))
+        return _Contents(commit, found.tree, packs, tuple(shown), self._find_graph(packs))
+
+    def _find_graph(self, packs: Sequence[PackFile]) -> Path | None:
+        """The commit-graph up to the last large pack; written after the answer where none is whole.
+
+        What is above it in the chain git reads from the commits. Like packs it is not flushed.
+        """
+        large = [at for at, pack in enumerate(packs, 1) if pack.object_count >= GRAPH_MIN_OBJECTS]
+        if not large:
+            return None
+        chain = packs[: large[-1]]
+        graph = chain[-1].path.with_name("commit-graph")
+        if graph_is_whole(graph):
+            return graph
+        work = partial(write_graph, self._git, self._trash, graph, chain)
+        self._deferred.begin(("commit-graph", graph), work)
+        return None
 
     async def _squashed(self, name: MirrorName, found: Resolved, scratch: Path) -> _Contents:
+        """The commit is written as a loose object beside the mirror's, and packed from there."""
         body = _SQUASHED.format(tree=found.tree, time=found.time).encode()
-        head = CommitId(_object_id(b"commit", body))
-        objects = scratch / "objects"
-        _write_loose(objects, head, b"commit", body)
-        mirror = self._mirrors_path(name)
-        pack = await self._packer.pack_range(mirror, head, None, into=scratch, extra=objects)
-        return _Contents(head, found.tree, (pack,), ())
+        body = b"commit %d\0%s" % (len(body), body)
+        head = CommitId(hashlib.sha1(body, usedforsecurity=False).hexdigest())
+        file = scratch / "objects" / head[:2] / head[2:]
+        file.parent.mkdir(parents=True)
+        file.write_bytes(zlib.compress(body))
+        pack = await self._packer.pack_range(
+            self._mirrors_path(name), head, None, into=scratch, extra=scratch / "objects"
+        )
+        return _Contents(head, found.tree, [pack], [])
 
 
-# -- on disk ----------------------------------------------------------------------------------------------------------
-
-
-def _write(stores: Path, git: Path, contents: _Contents) -> tuple[bytes, ...]:
-    """Answers the bytes of HEAD and of what is shared."""
+def _write(stores: Path, git: Path, contents: _Contents) -> list[bytes]:
+    """Write a `.git`; answers the bytes of HEAD and of the shared files."""
     for directory in _DIRECTORIES:
         os.mkdir(f"{git}/{directory}", 0o755)
     for pack in contents.packs:
@@ -296,47 +309,8 @@ def _write(stores: Path, git: Path, contents: _Contents) -> tuple[bytes, ...]:
     if contents.graph:
         (git / GRAPH).parent.mkdir(mode=0o755)
         link_or_copy(contents.graph, git / GRAPH)
-    head, *shared = control = f"{contents.head}\n".encode(), CONFIG, packed_refs(contents.tags)
-    (git / "HEAD").write_bytes(head)
-    for name, content in zip(_SHARED, shared, strict=True):
+    control = [f"{contents.head}\n".encode(), CONFIG, packed_refs(contents.tags)]
+    (git / "HEAD").write_bytes(control[0])
+    for name, content in zip(SHARED_NAMES, control[1:], strict=True):
         write_shared(stores, git / name, content)
     return control
-
-
-def _remove(store: Path, trash: Trash) -> None:
-    for name in _SHARED:
-        let_go(store.parent, store / ".git" / name)
-    trash.remove(store)
-
-
-def _clear(directory: Path, trash: Trash) -> None:
-    """Remove all that is in it, and it, unless something stays."""
-    remove_all(directory.glob("*"), trash)
-    with suppress(OSError):
-        directory.rmdir()
-
-
-def _describe(
-    target: Path, name: MirrorName, commit: CommitId, history: History, contents: _Contents
-) -> SealedStore:
-    return SealedStore(
-        path=target,
-        mirror=name,
-        commit=commit,
-        history=history,
-        head=contents.head,
-        tree=contents.tree,
-        packs=tuple(pack.path.name for pack in contents.packs),
-        pack_sizes=tuple(pack.size_bytes for pack in contents.packs),
-        tag_count=len(contents.tags),
-    )
-
-
-def _object_id(kind: bytes, body: bytes) -> str:
-    return hashlib.sha1(b"%s %d\0%s" % (kind, len(body), body), usedforsecurity=False).hexdigest()
-
-
-def _write_loose(objects: Path, oid: str, kind: bytes, body: bytes) -> None:
-    file = objects / oid[:2] / oid[2:]
-    file.parent.mkdir(parents=True)
-    file.write_bytes(zlib.compress(b"%s %d\0%s" % (kind, len(body), body)))

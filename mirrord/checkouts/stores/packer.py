@@ -1,9 +1,9 @@
-"""One closure pack: the objects of a commit that an already packed ancestor does not have, and no other object.
+"""One closure pack: the objects of a commit that an already packed ancestor does not have.
 
-git walks the closure once, ignoring commit-graphs, bitmaps and multi-pack indexes, and another git packs what that walk lists
-while it lists it. The finished pack is held against the list, so no object outside a closure can get in, whatever the mirror's
-caches say, and none is left out; and its content is proven before anybody gets it (`sources.py`). Writes only below the directory
-it is given; the caller removes that when it fails.
+git walks the closure once, ignoring commit-graphs, bitmaps and multi-pack indexes, and another git
+packs the list while it is written. The finished pack is held against the whole list, so it holds
+exactly the closure whatever the mirror's caches say, and its content is proven. Writes only below
+the directory it is given; the caller removes that when it fails.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import hashlib
 import io
 import os
 import threading
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,125 +26,33 @@ import structlog
 from ...errors import CommitUnservableError, CorruptObjectError, GitFailedError
 from ...git.command import Git
 from ...git.environment import UNTRUSTING
-from ...git.packs import PackIndex, graph_is_whole, loose_digest, pack_is_whole, pack_trailer
+from ...git.packs import PackIndex, loose_digest, pack_is_whole, pack_trailer
 from ...git.workers import Workers
 from ...host.files import write_all
 from ...host.trash import Trash
 from ...model import CommitId
-from ..deferred import Deferred
-from .store import building, link_or_copy
+from .store import GRAPH, building, link_or_copy
 
-VERIFIED_WHOLE = 20_000
+VERIFIED_WHOLE = 20_000  # objects; a larger pack is not hashed itself, but all it is copied from
 HINT = "audit the mirror with --level content and heal it"
-_BLOCK = 1 << 20
-_KEPT_MAX = 10_000
-
-_Seen = tuple[str, int, int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """`digest` is the SHA-1 of all ids, sorted and joined."""
-
-    object_count: int
-    digest: bytes
-
-
-def survey(listing: Path) -> Survey:
-    """What the ids that are the lines of `listing` make."""
-    ids = listing.read_text("ascii").split()
-    return Survey(len(ids), digest_of(bytes.fromhex("".join(sorted(ids)))))
-
-
-def digest_of(ids: bytes) -> bytes:
-    return hashlib.sha1(ids, usedforsecurity=False).digest()
-
-
-class Sources:
-    """The packs and indexes that were read whole, by what would change with them. Methods are for threads."""
-
-    def __init__(self) -> None:
-        self._whole: dict[_Seen, None] = {}
-        self._lock = threading.Lock()
-
-    def check_packs(self, store: Path) -> None:
-        """Raises CorruptObjectError for a pack in `store`, or an index, whose bytes do not have its checksum."""
-        with self._lock:
-            for file in _files(store):
-                with suppress(FileNotFoundError):  # repacked meanwhile
-                    self._check(file)
-
-    def are_whole(self, stores: Iterable[Path]) -> bool:
-        """Whether all packs in `stores` were read and found whole, as they are now; waits for a check that goes on."""
-        with self._lock:
-            try:
-                return all(_seen(file) in self._whole for store in stores for file in _files(store))
-            except FileNotFoundError:
-                return False
-
-    def _check(self, file: Path) -> None:
-        key = _seen(file)
-        if key in self._whole:
-            return
-        if not pack_is_whole(file):
-            raise CorruptObjectError(
-                f"cannot pack out of {file.name}: its bytes are not what they were", hint=HINT
-            )
-        while len(self._whole) >= _KEPT_MAX:
-            self._whole.pop(next(iter(self._whole)), None)
-        self._whole[key] = None
-
-
-def _files(store: Path) -> Iterator[Path]:
-    for kind in ("pack", "idx"):
-        yield from (store / "pack").glob(f"pack-*.{kind}")
-
-
-def _seen(file: Path) -> _Seen:
-    found = file.stat()
-    return str(file), found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
-
-
-def check_written(index: PackIndex) -> None:
-    """Raises CorruptObjectError unless a pack and its index have on disk what git wrote."""
-    pack = index.path.with_suffix(".pack")
-    if not (
-        pack_is_whole(index.path)
-        and pack_is_whole(pack)
-        and pack_trailer(pack) == index.pack_checksum
-    ):
-        raise CorruptObjectError(
-            f"cannot use {pack.name}: its bytes are not what was written", hint="check the disk"
-        )
-
-
-def check_loose(store: Path, packed: PackIndex) -> None:
-    """Raises CorruptObjectError when one of the packed objects has a damaged loose file in `store`."""
-    for directory in store.iterdir():
-        if len(directory.name) != 2 or not directory.is_dir():
-            continue
-        for file in directory.iterdir():
-            oid = directory.name + file.name
-            if len(oid) == 40 and bytes.fromhex(oid) in packed and loose_digest(file) != oid:
-                raise CorruptObjectError(
-                    f"cannot pack object {oid}: its loose file is damaged", hint=HINT, objects=[oid]
-                )
-
-
 TIMEOUT = timedelta(minutes=30)
 _WALK = (*UNTRUSTING, "rev-list", "--objects", "--no-object-names")
 _PACK = (
-    *UNTRUSTING, "-c", "pack.threads=2", "-c", "core.fsync=none", "-c", "pack.writeReverseIndex=false",
+    *UNTRUSTING, "-c", "pack.threads=2", "-c", "core.fsync=none",
+    "-c", "pack.writeReverseIndex=false",
 )  # fmt: skip
 _QUICK = ("-c", "pack.compression=1", "-c", "pack.window=0")
 _SMALL_LIST_BYTES = 128 * 1024
 _PIECE_BYTES = 1 << 18
 _PACE_S = 0.005
+_KEPT_MAX = 10_000
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class PackFile:
-    """A closure pack on disk; its index lies beside it."""
+    """A closure pack on disk, with its index beside it."""
 
     path: Path
     object_count: int
@@ -162,11 +69,11 @@ class Packer:
     def __init__(self, git: Git, workers: Workers) -> None:
         self._git = git
         self._workers = workers
-        self._sources = Sources()
+        self._sources = _WholeFiles()
 
     async def pack_range(
         self,
-        objects: Path,
+        mirror: Path,
         tip: CommitId,
         base: CommitId | None,
         *,
@@ -174,154 +81,147 @@ class Packer:
         extra: Path | None = None,
         quick: bool = False,
     ) -> PackFile:
-        """Pack the closure of `tip` without the closure of `base` out of the repository `objects`.
+        """Pack the closure of `tip` without the closure of `base` out of the repository `mirror`.
 
-        `extra` is an objects directory that is read too. Raises CommitUnservableError when an object is missing or damaged.
+        `extra` is an objects directory that is read too. Raises CommitUnservableError when an
+        object is missing or damaged.
         """
-        stores = (objects / "objects", *([extra] if extra else []))
+        stores = [mirror / "objects", *([extra] if extra else [])]
         try:
-            (packed, expected), _ = await together(
-                self._list_and_write(objects, tip, base, into=into, extra=extra, quick=quick),
-                self._check_packs(stores if base is None else ()),
+            (pack, listed), _ = await together(
+                self._list_and_write(mirror, tip, base, into=into, extra=extra, quick=quick),
+                self._check_sources(stores if base is None else []),
             )
-            return await self._prove(objects, packed, expected, stores)
+            return await self._prove(mirror, pack, listed, stores)
         except (CorruptObjectError, GitFailedError) as error:
             raise unservable(tip, error) from error
 
     async def _list_and_write(
         self,
-        objects: Path,
+        mirror: Path,
         tip: CommitId,
         base: CommitId | None,
         *,
         into: Path,
         extra: Path | None,
         quick: bool,
-    ) -> tuple[Path, Survey]:
+    ) -> tuple[Path, bytes]:
+        """The pack, and the digest of the ids that it must hold."""
         listing = into / "listing"
         listing.touch()
         walked = threading.Event()
         reading, writing = os.pipe2(os.O_CLOEXEC)
-        with io.FileIO(reading) as ids, io.FileIO(writing, "wb") as packer:
-            packed, expected, _ = await together(
-                self._write(objects, tip, ids, into=into, extra=extra, quick=quick),
-                self._list(
-                    objects, (tip, f"^{base}") if base else (tip,), listing, walked, extra=extra
-                ),
-                anyio.to_thread.run_sync(_hand_on, listing, packer, walked),
+
+        async def walk() -> bytes:
+            tips = (tip, f"^{base}") if base else (tip,)
+            try:
+                await self._git.run(
+                    *_WALK, *tips,
+                    git_dir=mirror,
+                    stdout_path=listing,
+                    timeout=TIMEOUT,
+                    quarantine_objects=extra,
+                    doing=f"walk {tip}",
+                )  # fmt: skip
+            finally:
+                walked.set()
+            if listing.stat().st_size < _SMALL_LIST_BYTES:
+                return await anyio.to_thread.run_sync(digest_of_listing, listing)
+            # on a thread it would hold the interpreter for half a second
+            return await self._workers.run(digest_of_listing, listing, timeout=TIMEOUT)
+
+        async def write(ids: io.FileIO) -> Path:
+            with ids:
+                done = await self._git.run(
+                    *_PACK, *(_QUICK if quick else ()),
+                    "pack-objects", "-q", "--delta-base-offset", str(into / "pack"),
+                    git_dir=mirror,
+                    stdin=ids,
+                    timeout=TIMEOUT,
+                    quarantine_objects=extra,
+                    doing=f"pack {tip}",
+                )  # fmt: skip
+            if "bad packed object" in done.stderr or "corrupt" in done.stderr:
+                fact = done.stderr.strip().splitlines()[0]
+                raise CorruptObjectError(f"cannot pack {tip}: {fact}", hint=HINT)
+            return into / f"pack-{done.stdout.decode().strip()}.pack"
+
+        with io.FileIO(reading) as ids, io.FileIO(writing, "wb") as sink:
+            pack, listed, _ = await together(
+                write(ids), walk(), anyio.to_thread.run_sync(_hand_on, listing, sink, walked)
             )
         listing.unlink()
-        return packed, expected
+        return pack, listed
 
-    async def _list(
-        self,
-        objects: Path,
-        tips: tuple[str, ...],
-        listing: Path,
-        walked: threading.Event,
-        *,
-        extra: Path | None,
-    ) -> Survey:
-        try:
-            await self._git.run(
-                *(*_WALK, *tips),
-                git_dir=objects,
-                stdout_path=listing,
-                timeout=TIMEOUT,
-                quarantine_objects=extra,
-                doing=f"walk {tips[0]}",
-            )
-        finally:
-            walked.set()
-        return await self._survey(listing)
-
-    async def _write(
-        self,
-        objects: Path,
-        tip: CommitId,
-        ids: io.FileIO,
-        *,
-        into: Path,
-        extra: Path | None,
-        quick: bool,
-    ) -> Path:
-        with ids:
-            done = await self._git.run(
-                *_PACK,
-                *(_QUICK if quick else ()),
-                *("pack-objects", "-q", "--delta-base-offset", str(into / "pack")),
-                git_dir=objects,
-                stdin=ids,
-                timeout=TIMEOUT,
-                quarantine_objects=extra,
-                doing=f"pack {tip}",
-            )
-        if "bad packed object" in done.stderr or "corrupt" in done.stderr:
-            raise CorruptObjectError(
-                f"cannot pack {tip}: {done.stderr.strip().splitlines()[0]}", hint=HINT
-            )
-        return into / f"pack-{done.stdout.decode().strip()}.pack"
-
-    async def _survey(self, listing: Path) -> Survey:
-        """A short list is read on a thread; a long one would hold the interpreter for half a second."""
-        if listing.stat().st_size < _SMALL_LIST_BYTES:
-            return await anyio.to_thread.run_sync(survey, listing)
-        return await self._workers.run(survey, listing, timeout=TIMEOUT)
-
-    async def _check_packs(self, stores: tuple[Path, ...]) -> None:
+    async def _check_sources(self, stores: Sequence[Path]) -> None:
         for store in stores:
             await anyio.to_thread.run_sync(self._sources.check_packs, store)
 
     async def _prove(
-        self, objects: Path, pack: Path, expected: Survey, stores: tuple[Path, ...]
+        self, mirror: Path, pack: Path, listed: bytes, stores: Sequence[Path]
     ) -> PackFile:
-        """Exactly the listed objects, each with the bytes of its name."""
+        """Exactly the listed objects, each with the bytes of its name.
+
+        git copies packed objects after checking their CRC, but reads others without hashing them,
+        loose ones above all. The packs that a pack comes from are read whole, with their indexes,
+        which say where each object is: their checksums are of bytes that were hashed object by
+        object when they arrived. Where that was not done yet and the pack is small, its own objects
+        are hashed instead, which takes less; where it was, a small pack is read back, so that the
+        disk has what git wrote.
+        """
         index = await anyio.to_thread.run_sync(PackIndex, pack.with_suffix(".idx"))
-        if digest_of(index.ids) != expected.digest:
+        if _sha1(index.ids) != listed:
             raise CorruptObjectError(
                 f"cannot seal {pack.name}: it does not hold exactly the objects of the closure",
                 hint=HINT,
             )
         for store in stores:
-            await anyio.to_thread.run_sync(check_loose, store, index)
+            await anyio.to_thread.run_sync(_check_loose, store, index)
         if index.count > VERIFIED_WHOLE:
-            await self._check_packs(stores)
+            await self._check_sources(stores)
         elif await anyio.to_thread.run_sync(self._sources.are_whole, stores):
             await anyio.to_thread.run_sync(check_written, index)
         else:
             await self._git.run(
-                "verify-pack",
-                str(index.path),
-                git_dir=objects,
+                "verify-pack", str(index.path),
+                git_dir=mirror,
                 timeout=TIMEOUT,
                 doing=f"verify {pack.name}",
-            )
+            )  # fmt: skip
         return PackFile(pack, index.count, pack.stat().st_size + index.path.stat().st_size)
 
 
-def _hand_on(listing: Path, packer: io.FileIO, walked: threading.Event) -> None:
-    """Give the packer what a walk has written so far, until it has ended. Into a pipe git would write commit by commit."""
-    with (
-        packer,
-        listing.open("rb", 0) as source,
-        suppress(BrokenPipeError),
-    ):  # it ended early, and says why itself
-        ended = False
-        while not ended:
-            ended = walked.wait(_PACE_S)
-            while piece := source.read(_PIECE_BYTES):
-                write_all(packer.fileno(), piece)
+async def write_graph(git: Git, trash: Trash, graph: Path, chain: Sequence[PackFile]) -> None:
+    """Write the commit-graph of the closure that `chain` is, beside the last of its packs.
+
+    git writes it in a repository of nothing but these packs, so it can name no other commit.
+    """
+    tip = graph.parent.name
+    with building(graph.parent.parent, trash) as scratch:
+        for directory in ("objects/pack", "objects/info", "refs"):
+            (scratch / directory).mkdir(parents=True)
+        (scratch / "HEAD").write_text("ref: refs/heads/none\n")
+        for pack in chain:
+            for source in (pack.path, pack.index):
+                link_or_copy(source, scratch / "objects/pack" / source.name)
+        await git.run(
+            "-c", "core.fsync=none", "commit-graph", "write", "--stdin-commits", "--no-progress",
+            git_dir=scratch,
+            stdin=f"{tip}\n".encode(),
+            timeout=TIMEOUT,
+            doing=f"write the commit-graph of {tip}",
+        )  # fmt: skip
+        (scratch / GRAPH).rename(graph)
+    log.info("graph.written", commit=tip, size_bytes=graph.stat().st_size)
 
 
 async def together(*works: Coroutine[Any, Any, Any]) -> list[Any]:
-    """The results of all. When one fails the others end first, so that nothing is built behind the error."""
+    """The results of all. When one fails the others end first: nothing runs behind the error."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         results = await asyncio.gather(*tasks, return_exceptions=True)
     except asyncio.CancelledError:
-        await asyncio.gather(
-            *tasks, return_exceptions=True
-        )  # cancelled with the one that waited for them
+        await asyncio.gather(*tasks, return_exceptions=True)  # gather cancelled them
         raise
     for failure in results:
         if isinstance(failure, BaseException):
@@ -341,57 +241,87 @@ def unservable(
     )
 
 
-LARGE = 20_000  # objects; below that git is as fast without
-
-log = structlog.get_logger()
-
-
-class Graphs:
-    """Finds graphs, and has missing ones written afterwards."""
-
-    def __init__(self, git: Git, trash: Trash, afterwards: Deferred) -> None:
-        self._git = git
-        self._trash = trash
-        self._afterwards = afterwards
-
-    def find(self, packs: Sequence[PackFile]) -> Path | None:
-        """The graph for a chain of packs, root first; one that is not there is asked for."""
-        large = [number for number, pack in enumerate(packs, 1) if pack.object_count >= LARGE]
-        if not large:
-            return None
-        chain = packs[: large[-1]]
-        graph = chain[-1].path.with_name("commit-graph")
-        if graph_is_whole(graph):
-            return graph
-        self._afterwards.begin(("commit-graph", graph), partial(self._write, graph, chain))
-        return None
-
-    async def _write(self, graph: Path, chain: Sequence[PackFile]) -> None:
-        tip = graph.parent.name
-        with building(graph.parent.parent, self._trash) as scratch:
-            _lay_out(scratch, chain)
-            await self._git.run(
-                *(
-                    "-c",
-                    "core.fsync=none",
-                    "commit-graph",
-                    "write",
-                    "--stdin-commits",
-                    "--no-progress",
-                ),
-                git_dir=scratch,
-                stdin=f"{tip}\n".encode(),
-                timeout=TIMEOUT,
-                doing=f"write the commit-graph of {tip}",
-            )
-            (scratch / "objects/info/commit-graph").rename(graph)
-        log.info("graph.written", commit=tip, size_bytes=graph.stat().st_size)
+def digest_of_listing(listing: Path) -> bytes:
+    """The SHA-1 of all ids that are the lines of a file, sorted and joined."""
+    ids = sorted(listing.read_text("ascii").split())
+    return _sha1(bytes.fromhex("".join(ids)))
 
 
-def _lay_out(repository: Path, chain: Sequence[PackFile]) -> None:
-    for directory in ("objects/pack", "objects/info", "refs"):
-        (repository / directory).mkdir(parents=True)
-    (repository / "HEAD").write_text("ref: refs/heads/none\n")
-    for pack in chain:
-        for source in (pack.path, pack.index):
-            link_or_copy(source, repository / "objects/pack" / source.name)
+def check_written(index: PackIndex) -> None:
+    """Raise CorruptObjectError unless a pack and its index have on disk what git wrote."""
+    pack = index.path.with_suffix(".pack")
+    are_whole = pack_is_whole(index.path) and pack_is_whole(pack)
+    if not (are_whole and pack_trailer(pack) == index.pack_checksum):
+        raise CorruptObjectError(
+            f"cannot use {pack.name}: checksum mismatch", hint="check the disk"
+        )
+
+
+def _hand_on(listing: Path, sink: io.FileIO, walked: threading.Event) -> None:
+    """Give the packer what the walk has written so far, until it ends.
+
+    Into a pipe git would write commit by commit.
+    """
+    with sink, listing.open("rb", 0) as source, suppress(BrokenPipeError):  # then it says why
+        ended = False
+        while not ended:
+            ended = walked.wait(_PACE_S)
+            while piece := source.read(_PIECE_BYTES):
+                write_all(sink.fileno(), piece)
+
+
+def _check_loose(store: Path, packed: PackIndex) -> None:
+    """Raise CorruptObjectError when a packed object has a damaged loose file in `store`."""
+    for directory in store.iterdir():
+        if len(directory.name) != 2 or not directory.is_dir():
+            continue
+        for file in directory.iterdir():
+            oid = directory.name + file.name
+            if len(oid) == 40 and bytes.fromhex(oid) in packed and loose_digest(file) != oid:
+                raise CorruptObjectError(
+                    f"cannot pack object {oid}: its loose file is damaged", hint=HINT, objects=[oid]
+                )
+
+
+class _WholeFiles:
+    """The packs and indexes that were read and found whole, until they change. For threads."""
+
+    def __init__(self) -> None:
+        self._whole: dict[tuple[object, ...], None] = {}
+        self._lock = threading.Lock()
+
+    def check_packs(self, store: Path) -> None:
+        """Raise CorruptObjectError for a pack or index in `store` that its checksum contradicts."""
+        with self._lock:
+            for file in _packs_in(store):
+                with suppress(FileNotFoundError):  # repacked meanwhile
+                    key = _stamp(file)
+                    if key in self._whole:
+                        continue
+                    if not pack_is_whole(file):
+                        raise CorruptObjectError(
+                            f"cannot pack out of {file.name}: checksum mismatch", hint=HINT
+                        )
+                    while len(self._whole) >= _KEPT_MAX:
+                        self._whole.pop(next(iter(self._whole)), None)
+                    self._whole[key] = None
+
+    def are_whole(self, stores: Sequence[Path]) -> bool:
+        """Whether all packs in `stores` were found whole as they are now; waits for a check."""
+        with self._lock, suppress(FileNotFoundError):
+            return all(_stamp(file) in self._whole for store in stores for file in _packs_in(store))
+        return False
+
+
+def _packs_in(store: Path) -> Iterator[Path]:
+    for kind in ("pack", "idx"):
+        yield from (store / "pack").glob(f"pack-*.{kind}")
+
+
+def _stamp(file: Path) -> tuple[object, ...]:
+    found = file.stat()
+    return str(file), found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _sha1(data: bytes) -> bytes:
+    return hashlib.sha1(data, usedforsecurity=False).digest()

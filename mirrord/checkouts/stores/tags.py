@@ -1,8 +1,9 @@
-"""Which tags of a mirror a sealed checkout may show: those that point at its base commit or an ancestor.
+"""The tags of a mirror that a sealed checkout may show: those of its base commit and its ancestors.
 
-Membership is asked of the closure packs themselves, so a tag cannot bring in a commit that is not there. A tag object is not part
-of a commit's closure, and may be younger than the commit it names: an annotated tag becomes a ref to its commit, which is what
-`git describe --tags` and the tools that ask for versions read. A damaged tag is left out: it is no reason to refuse the checkout.
+Membership is asked of the closure packs themselves, so a tag brings in no commit that is not there.
+A tag object is no part of a commit's closure, and may be younger than the commit: an annotated tag
+becomes a ref to its commit, which `git describe --tags` and version tools read. Damaged tags are
+left out.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio.to_thread
 
@@ -26,8 +27,7 @@ _RACY_NS = 1_000_000_000
 _Stamp = tuple[tuple[str, int, int], ...]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Tag:
+class Tag(NamedTuple):
     """A ref and the commit that its tag leads to."""
 
     ref: bytes
@@ -35,11 +35,11 @@ class Tag:
 
 
 class Tags:
-    """Reads the tags of mirrors, and remembers them until a file that holds them changes; where a tag object leads never does."""
+    """Reads the tags of mirrors, and remembers them until a file that holds them changes."""
 
     def __init__(self, git: Git) -> None:
         self._git = git
-        self._peeled: dict[str, str | None] = {}
+        self._peeled: dict[str, str | None] = {}  # where a tag object leads never changes
         self._listed: dict[Path, tuple[_Stamp, tuple[Tag, ...]]] = {}
         self._within: dict[Path, tuple[tuple[Tag, ...], frozenset[Tag]]] = {}
 
@@ -48,51 +48,54 @@ class Tags:
         stamp = await anyio.to_thread.run_sync(_stamp, mirror)
         if stamp and (known := self._listed.get(mirror)) and known[0] == stamp:
             return known[1]
-        found = await self._read(mirror)
+        listed = await self._git.run(
+            "for-each-ref", "--format=%(objectname) %(refname)", "refs/tags",
+            git_dir=mirror,
+            doing="list tags",
+        )  # fmt: skip
+        rows = (line.partition(b" ") for line in listed.stdout.splitlines())
+        direct = {ref: oid.decode() for oid, _, ref in rows}
+        if unknown := sorted(set(direct.values()) - self._peeled.keys()):
+            if len(self._peeled) > _PEELED_MAX:
+                self._peeled.clear()
+            names = [f"{oid}^{{}}" for oid in unknown]
+            peeled = await object_info(self._git, mirror, names, doing="read tags", bisect=True)
+            self._peeled |= {
+                oid: found.oid if found.kind == "commit" else None
+                for oid, found in zip(unknown, peeled, strict=True)
+                if found.kind != "damaged"  # may be healed
+            }
+        tags = ((ref, self._peeled.get(oid)) for ref, oid in direct.items())
+        result = tuple(sorted(Tag(ref, commit) for ref, commit in tags if commit))
         if stamp:
-            self._listed[mirror] = stamp, found
-        return found
+            self._listed[mirror] = stamp, result
+        return result
 
     async def within(self, tags: tuple[Tag, ...], indexes: Sequence[Path]) -> set[Tag]:
-        """Of all tags of a mirror, as `list` has them, those whose commit is in one of the packs with these `indexes`."""
+        """Of `tags`, as `list` has them, those whose commit is in a pack with one of `indexes`."""
         found = set[Tag]()
         for index in indexes:
             known = self._within.get(index)
             if known is None or known[0] is not tags:
                 known = tags, await anyio.to_thread.run_sync(_tags_in, tags, index)
-                self._keep(index, known)
+                if len(self._within) >= _INDEXES_MAX:
+                    self._within.clear()
+                self._within[index] = known
             found |= known[1]
         return found
 
-    def _keep(self, index: Path, known: tuple[tuple[Tag, ...], frozenset[Tag]]) -> None:
-        if len(self._within) >= _INDEXES_MAX:
-            self._within.clear()
-        self._within[index] = known
 
-    async def _read(self, mirror: Path) -> tuple[Tag, ...]:
-        listed = await self._git.run(
-            "for-each-ref",
-            "--format=%(objectname) %(refname)",
-            "refs/tags",
-            git_dir=mirror,
-            doing="list tags",
-        )
-        direct = {
-            ref: oid.decode()
-            for oid, _, ref in (line.partition(b" ") for line in listed.stdout.splitlines())
-        }
-        if unknown := set(direct.values()) - self._peeled.keys():
-            if len(self._peeled) > _PEELED_MAX:
-                self._peeled.clear()
-            self._peeled |= await _peeled_commits(self._git, mirror, sorted(unknown))
-        found = ((ref, self._peeled.get(oid)) for ref, oid in direct.items())
-        return tuple(sorted(Tag(ref, commit) for ref, commit in found if commit))
+def packed_refs(tags: Collection[Tag]) -> bytes:
+    """The packed-refs file of a sealed checkout."""
+    lines = [tag.commit.encode() + b" " + tag.ref + b"\n" for tag in sorted(tags)]
+    return b"# pack-refs with: peeled fully-peeled sorted \n" + b"".join(lines)
 
 
 def _stamp(mirror: Path) -> _Stamp | None:
-    """What changes with any tag: a packed one changes packed-refs, a loose one the directory that it is renamed into.
+    """Changes with any tag: packed-refs with a packed one, its directory with a loose one.
 
-    None where something changed so lately that the next change might bear the same time, as git has it with its index.
+    None where one changed so lately that the next change might get the same time, as in git's
+    index.
     """
     places = [mirror / "packed-refs", *(Path(root) for root, _, _ in os.walk(mirror / "refs/tags"))]
     stats = [(place, place.stat()) for place in places if place.exists()]
@@ -104,20 +107,3 @@ def _stamp(mirror: Path) -> _Stamp | None:
 def _tags_in(tags: Sequence[Tag], index: Path) -> frozenset[Tag]:
     pack = PackIndex(index, mapped=True)
     return frozenset(tag for tag in tags if bytes.fromhex(tag.commit) in pack)
-
-
-def packed_refs(tags: Collection[Tag]) -> bytes:
-    """The packed-refs file of a sealed checkout."""
-    lines = [tag.commit.encode() + b" " + tag.ref + b"\n" for tag in sorted(tags)]
-    return b"# pack-refs with: peeled fully-peeled sorted \n" + b"".join(lines)
-
-
-async def _peeled_commits(git: Git, mirror: Path, oids: Sequence[str]) -> dict[str, str | None]:
-    """The commit that each object leads to, None for a tag of something else; nothing for one whose objects are missing."""
-    asked = [f"{oid}^{{}}" for oid in oids]
-    found = await object_info(git, mirror, asked, bisect=True, doing="look at tags")
-    return {
-        oid: each.oid if each.kind == "commit" else None
-        for oid, each in zip(oids, found, strict=True)
-        if each.kind != "damaged"
-    }

@@ -78,7 +78,7 @@ class Eviction:
                     continue
                 each.templates.used_at.pop(path, None)
                 store = each.remove(path)
-                retired = self._gitdirs.retire(store)
+                retired = self._gitdirs.discard(store)
                 self._retire_layers(each, store.tree)
             evicted.add(path)
             await self._gitdirs.remove(retired)
@@ -86,7 +86,7 @@ class Eviction:
         for each in inventories:
             await self._evict_strays(each)
             if evicted & each.all_stores:
-                await self._gitdirs.drop_unneeded_packs(each.name)
+                await self._gitdirs.evict_packs(each.name)
         if evicted:
             left = sum(each.size_bytes for each in inventories)
             self._events.publish("templates.evicted", count=len(evicted), size_bytes=left)

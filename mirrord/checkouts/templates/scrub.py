@@ -51,9 +51,9 @@ async def scrub(
             return _HELD
         history, _, commit = stem.partition("-")
         if kind == "gits" and (store := gitdirs.find(name, CommitId(commit), History(history))):
-            await gitdirs.drop(store)
+            await gitdirs.remove(gitdirs.discard(store))
         else:
-            await gitdirs.discard(place)  # may be gone: the index was bad, too
+            await gitdirs.remove(place)  # may be gone: the index was bad, too
         return _REBUILT
 
     for pack in await workers.run(find_bad_packs, directory, timeout=_TIMEOUT):

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from gitrepos import Upstream, git
 
-from mirrord.checkouts.stores import packer as graphs
+from mirrord.checkouts.stores import builder as builder_module
 from mirrord.checkouts.stores.builder import StoreBuilder
 from mirrord.checkouts.stores.store import SealedStore
 from mirrord.errors import CommitNotFoundError, InvalidRequestError
@@ -196,7 +196,7 @@ def test_a_store_is_found_again_and_rebuilt_when_it_was_deleted(site: Site) -> N
         shutil.rmtree(gitdir.git)
         assert gitdirs.find(NAME, site.line[4], History.SEALED) is None
         assert await gitdirs.ensure(NAME, site.line[4], History.SEALED) == gitdir
-        await gitdirs.drop(gitdir)
+        await gitdirs.remove(gitdirs.discard(gitdir))
         assert gitdirs.find(NAME, site.line[4], History.SEALED) is None
         await gitdirs.ensure(NAME, site.line[4], History.SEALED)
         await gitdirs.forget(NAME)
@@ -231,7 +231,7 @@ def test_a_store_gets_the_commit_graph_of_its_large_packs(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Written behind the first store, linked by the next; of the closure only; one that a power cut tore is written again."""
-    monkeypatch.setattr(graphs, "LARGE", 3)
+    monkeypatch.setattr(builder_module, "GRAPH_MIN_OBJECTS", 3)
     built: list[SealedStore] = []
 
     def graph(gitdir: SealedStore) -> Path:
@@ -243,7 +243,7 @@ def test_a_store_gets_the_commit_graph_of_its_large_packs(
         with anyio.fail_after(30):
             while not list(site.root.glob("templates/*/packs/*/commit-graph")):
                 await anyio.sleep(0.02)
-        await gitdirs.drop(built[0])
+        await gitdirs.remove(gitdirs.discard(built[0]))
         built.append(await gitdirs.ensure(NAME, site.line[3], History.SEALED))
 
     async def after(gitdirs: StoreBuilder) -> None:

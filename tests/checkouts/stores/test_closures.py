@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+import subprocess
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
@@ -19,7 +19,7 @@ from mirrord.checkouts.stores.chains import (
     CHAIN_LIMIT,
     MARGINS,
     STRIDES,
-    Layer,
+    PackLayer,
     choose_root,
     grid,
     plan,
@@ -29,12 +29,11 @@ from mirrord.checkouts.stores.closures import Closures, Commits
 from mirrord.checkouts.stores.packer import Packer, PackFile, check_written
 from mirrord.checkouts.stores.store import BUILDING, remove_leftovers
 from mirrord.errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError
-from mirrord.git import command, process
+from mirrord.git.children import Command
 from mirrord.git.command import Git
 from mirrord.git.packs import PackIndex
-from mirrord.git.process import Process
 from mirrord.git.workers import Workers
-from mirrord.host.trash import Trash
+from mirrord.host.trash import Remains
 from mirrord.model import CommitId, MirrorName
 
 NAME = MirrorName("owner", "name")
@@ -66,8 +65,8 @@ class Site:
                     workers=workers,
                     packer=Packer(git, workers),
                     commits=Commits(workers, lambda name: self.mirror),
-                    trash=Trash(),
-                    afterwards=afterwards,
+                    remains=Remains(),
+                    deferred=afterwards,
                     mirrors_path=lambda name: self.mirror,
                     recorded=self._recorded,
                 )
@@ -197,7 +196,7 @@ def test_variants_of_one_commit_share_their_parent(site: Site) -> None:
 
 def test_roots_lie_lower_with_each_that_was_too_high() -> None:
     line = [CommitId(f"{number:040}") for number in range(20_000)]
-    roots = {CommitId("f" * 40): Layer(CommitId("f" * 40), None, 0, 1)}
+    roots = {CommitId("f" * 40): PackLayer(CommitId("f" * 40), None, 0, 1)}
     assert choose_root({}, line, ()) == MARGINS[0]
     assert choose_root(roots, line, ()) == MARGINS[1]
     assert choose_root({}, line[:5], ()) == 4
@@ -220,7 +219,7 @@ def test_what_is_asked_for_first_needs_two_packs() -> None:
 def test_a_parent_that_has_a_layer_is_not_packed_again() -> None:
     """Variants where a way-point would be: the second brings the parent's layer, the third finds it."""
     line = [CommitId(f"{number:040}") for number in range(MARGINS[0] + 1)]
-    layers: dict[CommitId, Layer] = {}
+    layers: dict[CommitId, PackLayer] = {}
     counts = []
     for variant in "abc":
         planned = plan(
@@ -344,7 +343,7 @@ def test_a_lying_commit_graph_does_not_change_what_is_packed(site: Site) -> None
 def test_leftovers_of_a_killed_build_are_removed(tmp_path: Path) -> None:
     (tmp_path / f"{BUILDING}abc/x").mkdir(parents=True)
     (tmp_path / ("1" * 40)).mkdir()
-    assert remove_leftovers(tmp_path, Trash()) == 1
+    assert remove_leftovers(tmp_path, Remains()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["1" * 40]
 
 
@@ -374,14 +373,19 @@ def test_a_large_pack_is_copied_only_from_packs_that_are_whole(
 
 def count_processes(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
     """Note the command of every git that is started from here on."""
-    start = process.start
-    known = ("rev-list", "pack-objects", "verify-pack", "cat-file")
+    start = Command.start
 
-    def counted(argv: Sequence[str], *rest: Any) -> Process:
-        started.append(next(word for word in argv if word in known))
-        return start(argv, *rest)
+    def counted(command: Command) -> subprocess.Popen[bytes]:
+        started.append(
+            next(
+                word
+                for word in command.argv
+                if word in ("rev-list", "pack-objects", "verify-pack", "cat-file")
+            )
+        )
+        return start(command)
 
-    monkeypatch.setattr(command, "start", counted)
+    monkeypatch.setattr(Command, "start", counted)
 
 
 def test_the_first_closure_costs_two_processes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

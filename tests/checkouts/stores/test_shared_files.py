@@ -11,8 +11,8 @@ import pytest
 from gitrepos import Upstream
 from templatelab import Store, assert_equals_commit, run
 
-from mirrord.checkouts.stores.store import SHARED, let_go, remove_unused, write_shared
-from mirrord.host.trash import Trash
+from mirrord.checkouts.stores.store import SHARED, remove_unused, unshare, write_shared
+from mirrord.host.trash import Remains
 
 
 def kept(directory: Path) -> list[Path]:
@@ -43,15 +43,15 @@ def test_it_goes_with_the_last_that_has_it(tmp_path: Path) -> None:
     """Or at a start, where a crash came between."""
     for name in ("a", "b"):
         write_shared(tmp_path, tmp_path / name, b"same")
-    let_go(tmp_path, tmp_path / "a")
+    unshare(tmp_path, tmp_path / "a")
     assert len(kept(tmp_path)) == 1
     (tmp_path / "a").unlink()
-    assert remove_unused(tmp_path, Trash()) == 0
-    let_go(tmp_path, tmp_path / "b")
+    assert remove_unused(tmp_path, Remains()) == 0
+    unshare(tmp_path, tmp_path / "b")
     assert kept(tmp_path) == []
     write_shared(tmp_path, tmp_path / "d", b"same")
     (tmp_path / "d").unlink()
-    assert remove_unused(tmp_path, Trash()) == 1
+    assert remove_unused(tmp_path, Remains()) == 1
     assert kept(tmp_path) == []
 
 

@@ -160,10 +160,10 @@ def test_a_store_that_is_being_built_keeps_its_packs(
         shutil.rmtree(store.trees.parent / "gits")
         fresh = await store.reopened()
         fresh.gitdirs._building[NAME.key] += 1
-        await fresh.gitdirs.drop_unneeded_packs(NAME)
+        await fresh.gitdirs.evict_packs(NAME)
         assert set((store.trees.parent / "packs").glob("*/*.pack")) == packs
         fresh.gitdirs._building[NAME.key] -= 1
-        await fresh.gitdirs.drop_unneeded_packs(NAME)
+        await fresh.gitdirs.evict_packs(NAME)
         assert list((store.trees.parent / "packs").glob("*/*.pack")) == []
 
     run(tmp_path, upstream, test)
