@@ -1,8 +1,8 @@
 """A small pack, made in memory: a few hundred objects, older versions as deltas on newer ones.
 
-Owns the bytes of packs and indexes (version 2) that are written without git, which takes longer to start than to write one.
-What was written is read back: every object is inflated, put together and hashed before the pack is anybody's. Never reads a
-repository, and flushes nothing: what it writes is a cache.
+Owns the bytes of packs and indexes (version 2) that are written without git, which takes longer to
+start than to write one. Every object is read back, inflated and hashed before the pack is used.
+Never reads a repository, and flushes nothing: what it writes is a cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WORTH_BYTES = 64
 
 
 class PackObject(NamedTuple):
-    """`kind` as packs number it. `near` is another object of the pack, before this one, that it may be a delta on."""
+    """`kind` as packs number it. `near` is an earlier object of the pack to be a delta on."""
 
     oid: bytes
     kind: int
@@ -37,7 +37,7 @@ class PackObject(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A pack that was written; its index lies beside it."""
+    """A pack that was written, with its index beside it."""
 
     name: str
     object_count: int
@@ -57,39 +57,30 @@ def write_pack(objects: Mapping[bytes, PackObject], into: Path) -> Packed:
     index = _index(written, pack[-20:])
     name = f"pack-{pack[-20:].hex()}"
     for suffix, data in ((".pack", pack), (".idx", index)):
-        with open(into / f"{name}{suffix}", "xb", opener=_read_only) as file:
+        read_only = os.open(into / f"{name}{suffix}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444)
+        with open(read_only, "wb") as file:
             file.write(data)
     return Packed(f"{name}.pack", len(written), len(pack) + len(index))
-
-
-def _read_only(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o444)
-
-
-# -- the pack ---------------------------------------------------------------------------------------------------------
 
 
 def _encode(objects: Mapping[bytes, PackObject]) -> tuple[bytes, list[_Written]]:
     pack = bytearray(struct.pack(">4sII", b"PACK", 2, len(objects)))
     offsets, depths, written = dict[bytes, int](), dict[bytes, int](), list[_Written]()
-    for each in objects.values():
+    for oid, kind, data, near_id in objects.values():
         at = len(pack)
-        near = (
-            objects[each.near] if each.near in offsets and depths[each.near] < _DEPTH_MAX else None
-        )
-        change = delta(near.data, each.data) if near and near.kind == each.kind else None
-        if near is None or change is None:
-            depths[each.oid] = 0
-            pack += _header(each.kind, len(each.data)) + zlib.compress(each.data, _LEVEL)
+        change, depth = None, 0
+        if near_id in offsets and (depth := depths[near_id]) < _DEPTH_MAX:
+            near = objects[near_id]
+            change = delta(near.data, data) if near.kind == kind else None
+        if near_id is None or change is None:
+            depths[oid] = 0
+            pack += _header(kind, len(data)) + zlib.compress(data, _LEVEL)
         else:
-            depths[each.oid] = depths[near.oid] + 1
-            pack += (
-                _header(_DELTA, len(change))
-                + _distance(at - offsets[near.oid])
-                + zlib.compress(change, _LEVEL)
-            )
-        offsets[each.oid] = at
-        written.append(_Written(each.oid, at, zlib.crc32(memoryview(pack)[at:])))
+            depths[oid] = depth + 1
+            pack += _header(_DELTA, len(change)) + _distance(at - offsets[near_id])
+            pack += zlib.compress(change, _LEVEL)
+        offsets[oid] = at
+        written.append(_Written(oid, at, zlib.crc32(memoryview(pack)[at:])))
     pack += hashlib.sha1(pack, usedforsecurity=False).digest()
     return bytes(pack), written
 
@@ -116,7 +107,10 @@ def _distance(number: int) -> bytes:
 
 
 def delta(base: bytes, data: bytes) -> bytes | None:
-    """What makes `data` of `base`: a common beginning, something new, a common end; None where that saves little."""
+    """Instructions that make `data` of `base`: a common beginning, new bytes, a common end.
+
+    None where that saves little.
+    """
     shortest = min(len(base), len(data))
     start = _alike(shortest, lambda size: base[:size] == data[:size])
     end = _alike(
@@ -126,15 +120,9 @@ def delta(base: bytes, data: bytes) -> bytes | None:
     if 2 * len(new) + _WORTH_BYTES > len(data):
         return None
     inserts = (new[at : at + _INSERT_MAX] for at in range(0, len(new), _INSERT_MAX))
-    return b"".join(
-        [
-            _varint(len(base)),
-            _varint(len(data)),
-            *_copies(0, start),
-            *(bytes([len(piece)]) + piece for piece in inserts),
-            *_copies(len(base) - end, end),
-        ]
-    )
+    pieces = [_varint(len(base)), _varint(len(data)), *_copies(0, start)]
+    pieces += (bytes([len(piece)]) + piece for piece in inserts)
+    return b"".join([*pieces, *_copies(len(base) - end, end)])
 
 
 def _alike(most: int, holds: Callable[[int], bool]) -> int:
@@ -148,18 +136,14 @@ def _alike(most: int, holds: Callable[[int], bool]) -> int:
 
 def _copies(offset: int, size: int) -> Iterator[bytes]:
     for at in range(offset, offset + size, _COPY_MAX):
-        facts = struct.pack(
-            "<IH", at, min(_COPY_MAX, offset + size - at) & 0xFFFF
-        )  # a size of zero means the most
+        length = min(_COPY_MAX, offset + size - at) & 0xFFFF  # zero means the most
+        facts = struct.pack("<IH", at, length)
         given = [bit for bit, byte in enumerate(facts) if byte]
         yield bytes([0x80 | sum(1 << bit for bit in given), *(facts[bit] for bit in given)])
 
 
-# -- read back --------------------------------------------------------------------------------------------------------
-
-
 def _check(pack: bytes, written: Iterable[_Written], objects: Mapping[bytes, PackObject]) -> None:
-    """Raises CorruptObjectError unless each object that the pack holds hashes to its name."""
+    """Raise CorruptObjectError unless each object that the pack holds hashes to its name."""
     found: dict[int, bytes] = {}
     for oid, offset, _ in written:
         kind, at = pack[offset] >> 4 & 7, offset + 1
@@ -167,28 +151,26 @@ def _check(pack: bytes, written: Iterable[_Written], objects: Mapping[bytes, Pac
             at += 1
         base = b""
         if kind == _DELTA:
-            back, at = _read_distance(pack, at)
+            back = pack[at] & 127
+            while pack[at] & 128:
+                at += 1
+                back = back + 1 << 7 | pack[at] & 127
+            at += 1
             base = found[offset - back]
-        content = zlib.decompressobj().decompress(memoryview(pack)[at:])
-        data = found[offset] = patched(base, content) if kind == _DELTA else content
+        data = zlib.decompressobj().decompress(memoryview(pack)[at:])
+        if kind == _DELTA:
+            data = patched(base, data)
+        found[offset] = data
         named = b"%s %d\0" % (KINDS[objects[oid].kind], len(data))
         if hashlib.sha1(named + data, usedforsecurity=False).digest() != oid:
             raise CorruptObjectError(
-                f"cannot pack object {oid.hex()}: what was written is not what it names",
+                f"cannot pack object {oid.hex()}: the bytes written do not hash to it",
                 objects=[oid.hex()],
             )
 
 
-def _read_distance(pack: bytes, at: int) -> tuple[int, int]:
-    number = pack[at] & 127
-    while pack[at] & 128:
-        at += 1
-        number = number + 1 << 7 | pack[at] & 127
-    return number, at + 1
-
-
 def patched(base: bytes, change: bytes) -> bytes:
-    """What a delta makes of `base`."""
+    """The bytes that a delta makes of `base`."""
     at = 0
     for _ in ("size of base", "size of result"):
         while change[at] & 128:
@@ -202,10 +184,8 @@ def patched(base: bytes, change: bytes) -> bytes:
             for bit in range(7):
                 if command & 1 << bit:
                     facts[bit], at = change[at], at + 1
-            offset, size = (
-                int.from_bytes(facts[:4], "little"),
-                int.from_bytes(facts[4:], "little") or _COPY_MAX,
-            )
+            offset = int.from_bytes(facts[:4], "little")
+            size = int.from_bytes(facts[4:], "little") or _COPY_MAX
             out += base[offset : offset + size]
         else:
             out += change[at : at + command]
@@ -213,22 +193,14 @@ def patched(base: bytes, change: bytes) -> bytes:
     return bytes(out)
 
 
-# -- the index --------------------------------------------------------------------------------------------------------
-
-
 def _index(written: Iterable[_Written], trailer: bytes) -> bytes:
     rows = sorted(written)
     counts = [0] * 256
     for row in rows:
         counts[row.oid[0]] += 1
-    data = b"".join(
-        [
-            b"\377tOc\0\0\0\2",
-            struct.pack(">256I", *accumulate(counts)),
-            *(row.oid for row in rows),
-            struct.pack(f">{len(rows)}I", *(row.crc for row in rows)),
-            struct.pack(f">{len(rows)}I", *(row.offset for row in rows)),
-            trailer,
-        ]
-    )
+    pieces = [b"\377tOc\0\0\0\2", struct.pack(">256I", *accumulate(counts))]
+    pieces += (row.oid for row in rows)
+    pieces.append(struct.pack(f">{len(rows)}I", *(row.crc for row in rows)))
+    pieces.append(struct.pack(f">{len(rows)}I", *(row.offset for row in rows)))
+    data = b"".join([*pieces, trailer])
     return data + hashlib.sha1(data, usedforsecurity=False).digest()

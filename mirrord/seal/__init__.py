@@ -1,1 +1,1 @@
-"""Judge any repository against a base commit. Only the command line uses it: no daemon, no worker, no configuration."""
+"""The judge of a seal: what a repository holds or leads to beyond a commit and its history."""

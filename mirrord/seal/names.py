@@ -1,7 +1,8 @@
-"""Read what a git index says, byte for byte (versions 2 to 4, SHA-1; gitformat-index).
+"""Files that may exist in a git directory beside its objects, each with its exact form.
 
-Nothing in the file is left unread: an extension that can hold what no object of the closure holds, or a byte that the format has
-no use for, is a fault.
+A list of what is allowed, because one of what is forbidden is never whole. Each form answers with
+the objects that the file names, whose place inside the seal is judged elsewhere, and with what is
+wrong with it. Configuration is read by git as a plain file: nothing it includes is followed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
@@ -20,104 +22,14 @@ from ..model import shown
 from ..protocol import SealLeak
 from .repository import ForeignFile, ForeignRepository, read_bytes, read_start, read_text, walk
 
-_ID = 20
-_ENTRY = struct.Struct(">10I20sH")  # ctime, mtime, dev, ino, mode, uid, gid, size; object id; flags
-_MODE = 6
-_EXTENDED = 0x4000
-_HARMLESS = {b"EOIE": 24, b"IEOT": None}  # offsets into the index itself
-
-
-@dataclass(slots=True)
-class Index:
-    """`objects` are the raw ids that entries and cached trees name, `gitlinks` those of submodules by path."""
-
-    paths: set[bytes] = field(default_factory=set)
-    objects: set[bytes] = field(default_factory=set)
-    gitlinks: dict[bytes, bytes] = field(default_factory=dict)
-
-
-def read_index(data: bytes) -> Index:
-    """Raises ValueError, with the fact, where the file is not exactly an index."""
-    if len(data) < 12 + _ID or data[:4] != b"DIRC":
-        raise ValueError("it is not an index")
-    version, count = struct.unpack_from(">2I", data, 4)
-    end = len(data) - _ID
-    if version not in {2, 3, 4}:
-        raise ValueError(f"its version is {version}")
-    if data[end:] not in {hashlib.sha1(data[:end], usedforsecurity=False).digest(), bytes(_ID)}:
-        raise ValueError("its checksum is wrong")
-    index, at, before = Index(), 12, b""
-    try:
-        for _ in range(count):
-            at, before = _read_entry(data, at, version, before, index)
-        while at < end:
-            name, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "big")
-            _read_extension(name, data[at + 8 : at + 8 + size], index)
-            at += 8 + size
-    except (struct.error, IndexError) as error:
-        raise ValueError("it is truncated") from error
-    if at != end:
-        raise ValueError("an extension is longer than the file")
-    return index
-
-
-def _read_entry(
-    data: bytes, at: int, version: int, before: bytes, index: Index
-) -> tuple[int, bytes]:
-    """Where the next entry begins, and this one's path."""
-    *facts, oid, flags = _ENTRY.unpack_from(data, at)
-    start = at + _ENTRY.size + (2 if version > 2 and flags & _EXTENDED else 0)
-    if version == 4:  # each path is what it shares with the one before, and a rest
-        cut, start = _read_varint(data, start)
-        end = data.index(b"\0", start)
-        path, following = before[: len(before) - cut] + data[start:end], end + 1
-    else:
-        end = data.index(b"\0", start)
-        path, following = data[start:end], end + 8 - (end - at) % 8
-        if data[end:following].strip(b"\0"):
-            raise ValueError("there are bytes between two entries")
-    index.paths.add(path)
-    if facts[_MODE] == 0o160000:
-        index.gitlinks[path] = oid
-    else:
-        index.objects.add(oid)
-    return following, path
-
-
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    value = data[at] & 0x7F
-    while data[at] & 0x80:
-        at += 1
-        value = ((value + 1) << 7) | (data[at] & 0x7F)
-    return value, at + 1
-
-
-def _read_extension(name: bytes, data: bytes, index: Index) -> None:
-    if name in _HARMLESS and len(data) == (_HARMLESS[name] or len(data)):
-        return
-    if name != b"TREE":
-        raise ValueError(
-            f"it has an extension {name.decode('ascii', 'backslashreplace')}, which may hold anything"
-        )
-    at = 0
-    while at < len(
-        data
-    ):  # per directory: name, NUL, entries, blank, subtrees, newline, id unless it is invalid
-        line = data.index(b"\n", data.index(b"\0", at))
-        entries, _, _ = data[data.index(b"\0", at) + 1 : line].partition(b" ")
-        at = line + 1
-        if int(entries) >= 0:
-            index.objects.add(data[at : at + _ID])
-            at += _ID
-
-
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
 _ONE_ID = re.compile(r"[0-9a-f]{40}\n?")
 _SYMREF = re.compile(r"ref: refs/[^\s\x00-\x1f]+\n?")
 _PACKED_HEADER = re.compile(r"# pack-refs with:( peeled| fully-peeled| sorted)* ?")
 _PACKED_REF = re.compile(r"([0-9a-f]{40}) (refs/[^\s\x00-\x1f]+)|\^([0-9a-f]{40})")
 _REFLOG = re.compile(
-    r"([0-9a-f]{40}) ([0-9a-f]{40}) [^\n<>]{0,200}<[^\n<>]{0,200}> \d{1,12} [+-]\d{4}(\t[^\n]{0,200})?"
+    r"([0-9a-f]{40}) ([0-9a-f]{40}) [^\n<>]{0,200}<[^\n<>]{0,200}> \d{1,12} [+-]\d{4}"
+    r"(\t[^\n]{0,200})?"
 )
 _SYMREF_DEPTH = 5
 _ZERO = "0" * 40
@@ -125,9 +37,8 @@ _TEMPLATES = Path("/usr/share/git-core/templates")
 _ARCHIVES = (b"PACK\0\0\0", b"# v2 git bundle\n", b"# v3 git bundle\n")
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"PK\3\4", b"\x28\xb5\x2f\xfd")
 
-# Every setting that git itself writes into a new repository, mirrord's, and who commits. Values are as `git config` prints them.
 _BOOLEAN = re.compile(r"true|false")
-_SETTINGS = {
+_SETTINGS = {  # what git itself writes into a new repository, mirrord's, and who commits
     "core.repositoryformatversion": re.compile("0"),
     "core.filemode": _BOOLEAN,
     "core.bare": _BOOLEAN,
@@ -151,7 +62,7 @@ _SETTING_KINDS = {
     "extensions.refstorage": "unreadable",
     "extensions.objectformat": "unreadable",
 }
-_KINDS = {  # of what is never allowed
+_KINDS = {  # of files that are never allowed
     "shallow": "shallow",
     "info/grafts": "graft",
     "reftable": "unreadable",
@@ -162,8 +73,7 @@ _KINDS = {  # of what is never allowed
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
+class Named(NamedTuple):
     """One place that names an object. `kind` is the leak it would be."""
 
     kind: str
@@ -174,6 +84,10 @@ class Named:
 Judgement = Iterator[Named | SealLeak]
 
 
+def leak(kind: str, detail: str) -> SealLeak:
+    return SealLeak(kind=kind, detail=detail)
+
+
 def resolve_head(repository: ForeignRepository) -> str | None:
     """The commit that HEAD names, itself or through a branch."""
     text = read_text(repository.git_dir / "HEAD") or ""
@@ -181,87 +95,76 @@ def resolve_head(repository: ForeignRepository) -> str | None:
         if not text.startswith("ref:"):
             found = _OID.match(text.strip())
             return found[0] if found else None
-        text = _ref_value(repository, text.removeprefix("ref:").strip())
+        ref = text.removeprefix("ref:").strip()
+        if ".." in ref:
+            return None
+        values = (read_text(directory / ref) for directory in repository.directories)
+        loose = next((value for value in values if value is not None), None)
+        packed = (read_text(repository.common_dir / "packed-refs") or "").splitlines()
+        rows = (line.partition(" ") for line in packed)
+        text = next((oid for oid, _, name in rows if name == ref), "") if loose is None else loose
     return None
 
 
-def _ref_value(repository: ForeignRepository, ref: str) -> str:
-    if ".." in ref:
-        return ""
-    for directory in repository.directories:
-        if (value := read_text(directory / ref)) is not None:
-            return value
-    packed = (read_text(repository.common_dir / "packed-refs") or "").splitlines()
-    return next(
-        (oid for oid, _, name in (line.partition(" ") for line in packed) if name == ref), ""
-    )
-
-
 def judge_control(repository: ForeignRepository, private: Path) -> Judgement:
-    """Every object that a file names, and every file that must not be there. `private` is a git directory of ours."""
+    """Every object that a file names, and every file that must not exist.
+
+    `private` is a git directory of ours.
+    """
     if repository.git_dir != repository.common_dir:
-        yield leak(
-            "shared-store",
-            f"this is a linked worktree: its objects are those of {repository.common_dir.resolve()}",
-        )
+        common = repository.common_dir.resolve()
+        yield leak("shared-store", f"this is a linked worktree: its objects are those of {common}")
     if (repository.common_dir / "objects").is_symlink():
         yield leak("shared-store", "objects is a symbolic link")
-    yield from (
-        leak("alternate", f"objects are also read from {line}") for line in repository.alternates
-    )
+    for line in repository.alternates:
+        yield leak("alternate", f"objects are also read from {line}")
     for directory in repository.directories:
         for found in walk(directory, skip=frozenset({"objects"})):
             yield from _judge(found, private)
 
 
 def _judge(found: ForeignFile, private: Path) -> Judgement:
+    where = found.where
     if found.kind == "unreadable":
-        yield leak("unreadable", f"{found.where} cannot be read")
+        yield leak("unreadable", f"{where} cannot be read")
     elif found.kind != "file":
-        yield leak("stray-file", f"{found.where} is a symbolic link, or no regular file")
-    elif form := next((form for pattern, form in _FORMS if pattern.fullmatch(found.where)), None):
+        yield leak("stray-file", f"{where} is a symbolic link, or no regular file")
+    elif form := next((form for pattern, form in _FORMS if pattern.fullmatch(where)), None):
         content = read_bytes(found.path)
         if content is None:
-            yield leak("unreadable", f"{found.where} cannot be read, or is too large")
+            yield leak("unreadable", f"{where} cannot be read, or is too large")
         else:
-            yield from form(found.where, content, private)
-    else:
-        yield from _unknown(found)
-
-
-def _unknown(found: ForeignFile) -> Judgement:
-    """Why a file that must not be there is what it is: the archive, or the objects that it names, say more than its name."""
-    kind = next(
-        (kind for place, kind in _KINDS.items() if f"{found.where}/".startswith(f"{place}/")), None
-    )
-    if kind:
-        yield leak(kind, f"{found.where} is there")
+            yield from form(where, content, private)
+    elif kind := next(
+        (kind for at, kind in _KINDS.items() if f"{where}/".startswith(f"{at}/")), None
+    ):
+        yield leak(kind, f"{where} is there")
+    # the archive that it is, or the objects that it names, say more than its name
     elif read_start(found.path).startswith((*_ARCHIVES, *_COMPRESSED)):
-        yield leak("stray-file", f"{found.where} is a pack, a bundle or an archive")
+        yield leak("stray-file", f"{where} is a pack, a bundle or an archive")
     elif named := sorted(set(_OID.findall(read_text(found.path) or "")) - {_ZERO}):
-        yield leak(
-            "pseudo-ref",
-            f"{found.where} is no part of a sealed repository, and names {', '.join(named[:5])}",
-        )
+        fact = f"is no part of a sealed repository, and names {', '.join(named[:5])}"
+        yield leak("pseudo-ref", f"{where} {fact}")
     else:
-        yield leak("stray-file", f"{found.where} is no part of a sealed repository")
+        yield leak("stray-file", f"{where} is no part of a sealed repository")
 
 
-# -- forms --------------------------------------------------------------------------------------------------------------
+# -- forms -----------------------------------------------------------------------------------------
+
+
+def _text(content: bytes) -> str:
+    return content.decode("utf-8", "surrogateescape")
 
 
 def _ref(where: str, content: bytes, _: Path) -> Judgement:
     """HEAD, ORIG_HEAD and loose refs: one id, or the name of another ref."""
-    text = content.decode("utf-8", "surrogateescape")
-    kind = _ref_kind(where)
+    text, kind = _text(content), _ref_kind(where)
     if _ONE_ID.fullmatch(text):
         if where != "HEAD":  # judged as the commit of the checkout
             yield Named(kind, where, text[:40])
     elif not _SYMREF.fullmatch(text):
-        yield leak(
-            "head" if where == "HEAD" else kind,
-            f"{where} is neither an object id nor the name of a ref",
-        )
+        kind = "head" if where == "HEAD" else kind
+        yield leak(kind, f"{where} is neither an object id nor the name of a ref")
 
 
 def _ref_kind(where: str) -> str:
@@ -272,7 +175,7 @@ def _ref_kind(where: str) -> str:
 
 def _packed_refs(where: str, content: bytes, _: Path) -> Judgement:
     ref = where
-    for number, line in enumerate(content.decode("utf-8", "surrogateescape").splitlines()):
+    for number, line in enumerate(_text(content).splitlines()):
         found = _PACKED_REF.fullmatch(line)
         if found:
             ref = found[2] or ref
@@ -282,12 +185,11 @@ def _packed_refs(where: str, content: bytes, _: Path) -> Judgement:
 
 
 def _reflog(where: str, content: bytes, _: Path) -> Judgement:
-    for line in content.decode("utf-8", "surrogateescape").splitlines():
+    for line in _text(content).splitlines():
         found = _REFLOG.fullmatch(line)
-        if found:
-            yield from (Named("reflog", where, oid) for oid in found.group(1, 2) if oid != _ZERO)
-        else:
-            yield from (Named("reflog", where, oid) for oid in _OID.findall(line) if oid != _ZERO)
+        oids = found.group(1, 2) if found else _OID.findall(line)
+        yield from (Named("reflog", where, oid) for oid in oids if oid != _ZERO)
+        if not found:
             yield leak("reflog", f"{where} has a line that git did not write")
 
 
@@ -298,41 +200,31 @@ def _index(where: str, content: bytes, _: Path) -> Judgement:
         yield leak("index", f"{where} is not exactly an index: {error}")
         return
     yield from (Named("index", where, oid.hex()) for oid in sorted(index.objects))
-    yield from (
-        Named("gitlink", path.decode("utf-8", "surrogateescape"), oid.hex())
-        for path, oid in index.gitlinks.items()
-    )
+    for path, oid in index.gitlinks.items():
+        yield Named("gitlink", _text(path), oid.hex())
 
 
 def _template(where: str, content: bytes, _: Path) -> Judgement:
-    """What `git init` copies: the same bytes, as this host's git has them, or none."""
+    """A file that `git init` copies: the same bytes, as this host's git has them, or none."""
     if content.strip() and content != read_bytes(_TEMPLATES / where):
         yield leak("stray-file", f"{where} is not the one that git brings")
 
 
 def _config(where: str, content: bytes, private: Path) -> Judgement:
-    arguments = ("config", "--file=-", "--no-includes", "--list", "-z")
+    command = ("config", "--file=-", "--no-includes", "--list", "-z")
     try:
-        listed = run_git_sync(
-            *arguments, stdin=content, git_dir=private, doing=f"read {where}"
-        ).stdout
+        listed = run_git_sync(*command, stdin=content, git_dir=private, doing=f"read {where}")
     except (CorruptObjectError, GitFailedError) as error:
         yield leak("unreadable", error.message)
         return
-    settings = [
-        row.partition("\n") for row in listed.decode("utf-8", "surrogateescape").split("\0") if row
-    ]
-    unknown = {
-        key
-        for key, _, value in settings
-        if key not in _SETTINGS or not _SETTINGS[key].fullmatch(value)
-    }
+    unknown = set[str]()
+    for row in filter(None, _text(listed.stdout).split("\0")):
+        key, _, value = row.partition("\n")
+        if key not in _SETTINGS or not _SETTINGS[key].fullmatch(value):
+            unknown.add(key)
     for key in sorted(unknown):
-        kind = next(
-            (kind for prefix, kind in _SETTING_KINDS.items() if key.startswith(prefix)),
-            "configuration",
-        )
-        yield leak(kind, f"configured: {shown(key)}")
+        kinds = (kind for prefix, kind in _SETTING_KINDS.items() if key.startswith(prefix))
+        yield leak(next(kinds, "configuration"), f"configured: {shown(key)}")
     if not unknown and re.search(rb"[#;]", content):
         yield leak("configuration", f"{where} has comments, which may hold anything")
 
@@ -347,11 +239,14 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[[str, bytes, Path], Judgement]], .
 )
 
 
-# -- the working tree ---------------------------------------------------------------------------------------------------
+# -- the working tree ------------------------------------------------------------------------------
 
 
 def judge_work_tree(repository: ForeignRepository) -> Iterator[SealLeak]:
-    """Other repositories, bundles and packs beside the checkout's own files. What else an untracked file holds is not judged."""
+    """Other repositories, bundles and packs beside the checkout's own files.
+
+    What else an untracked file holds is not judged.
+    """
     if repository.work_tree is None:
         return
     try:
@@ -362,18 +257,101 @@ def judge_work_tree(repository: ForeignRepository) -> Iterator[SealLeak]:
         name = found.path.name
         if found.where == ".git" or os.fsencode(found.where) in tracked:
             continue
+        where = f"{shown(found.where)} of the working tree"
         if found.kind == "unreadable":
-            yield leak("unreadable", f"{shown(found.where)} of the working tree cannot be read")
+            yield leak("unreadable", f"{where} cannot be read")
         elif name == ".git" or (name == "HEAD" and (found.path.parent / "objects").is_dir()):
-            yield leak(
-                "nested-repository",
-                f"{shown(found.where)} of the working tree is of another repository",
-            )
+            yield leak("nested-repository", f"{where} is of another repository")
         elif found.kind == "file" and read_start(found.path).startswith(_ARCHIVES):
-            yield leak(
-                "stray-file", f"{shown(found.where)} of the working tree is a pack or a bundle"
-            )
+            yield leak("stray-file", f"{where} is a pack or a bundle")
 
 
-def leak(kind: str, detail: str) -> SealLeak:
-    return SealLeak(kind=kind, detail=detail)
+# -- the index, versions 2 to 4 (gitformat-index) --------------------------------------------------
+#
+# Nothing in the file is left unread: an extension that can hold what no object of the closure
+# holds, or a byte that the format has no use for, is a fault.
+
+_ID_BYTES = 20
+_ENTRY = struct.Struct(">10I20sH")  # ctime, mtime, dev, ino, mode, uid, gid, size; id; flags
+_MODE = 6
+_EXTENDED = 0x4000
+_HARMLESS = {b"EOIE": 24, b"IEOT": None}  # offsets into the index itself
+
+
+@dataclass(slots=True)
+class Index:
+    """`objects` are the raw ids of entries and cached trees, `gitlinks` of submodules by path."""
+
+    paths: set[bytes] = field(default_factory=set)
+    objects: set[bytes] = field(default_factory=set)
+    gitlinks: dict[bytes, bytes] = field(default_factory=dict)
+
+
+def read_index(data: bytes) -> Index:
+    """Raises ValueError, with the fact, where the file is not exactly an index."""
+    if len(data) < 12 + _ID_BYTES or data[:4] != b"DIRC":
+        raise ValueError("it is not an index")
+    version, count = struct.unpack_from(">2I", data, 4)
+    end = len(data) - _ID_BYTES
+    if version not in {2, 3, 4}:
+        raise ValueError(f"its version is {version}")
+    checksum = hashlib.sha1(data[:end], usedforsecurity=False).digest()
+    if data[end:] not in {checksum, bytes(_ID_BYTES)}:
+        raise ValueError("its checksum is wrong")
+    index, at, path = Index(), 12, b""
+    try:
+        for _ in range(count):
+            at, path = _read_entry(data, at, version, path, index)
+        while at < end:
+            name, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "big")
+            _read_extension(name, data[at + 8 : at + 8 + size], index)
+            at += 8 + size
+    except (struct.error, IndexError) as error:
+        raise ValueError("it is truncated") from error
+    if at != end:
+        raise ValueError("an extension is longer than the file")
+    return index
+
+
+def _read_entry(
+    data: bytes, at: int, version: int, before: bytes, index: Index
+) -> tuple[int, bytes]:
+    """Where the next entry begins, and this one's path."""
+    *facts, oid, flags = _ENTRY.unpack_from(data, at)
+    start = at + _ENTRY.size + (2 if version > 2 and flags & _EXTENDED else 0)
+    if version == 4:  # each path is what it shares with the one before, and a rest
+        cut = data[start] & 0x7F
+        while data[start] & 0x80:
+            start += 1
+            cut = ((cut + 1) << 7) | (data[start] & 0x7F)
+        start += 1
+        end = data.index(b"\0", start)
+        path, following = before[: len(before) - cut] + data[start:end], end + 1
+    else:
+        end = data.index(b"\0", start)
+        path, following = data[start:end], end + 8 - (end - at) % 8
+        if data[end:following].strip(b"\0"):
+            raise ValueError("there are bytes between two entries")
+    index.paths.add(path)
+    if facts[_MODE] == 0o160000:
+        index.gitlinks[path] = oid
+    else:
+        index.objects.add(oid)
+    return following, path
+
+
+def _read_extension(name: bytes, data: bytes, index: Index) -> None:
+    if name in _HARMLESS and len(data) == (_HARMLESS[name] or len(data)):
+        return
+    if name != b"TREE":
+        named = name.decode("ascii", "backslashreplace")
+        raise ValueError(f"it has an extension {named}, which may hold anything")
+    at = 0
+    while at < len(data):  # name, NUL, entries, blank, subtrees, newline, id unless it is invalid
+        after_name = data.index(b"\0", at) + 1
+        line = data.index(b"\n", after_name - 1)
+        entries, _, _ = data[after_name:line].partition(b" ")
+        at = line + 1
+        if int(entries) >= 0:
+            index.objects.add(data[at : at + _ID_BYTES])
+            at += _ID_BYTES

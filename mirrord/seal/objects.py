@@ -1,7 +1,8 @@
-"""Read the object stores of a repository: which objects they hold, and what in them is no part of a store.
+"""Read the object stores of a repository: their objects, and what in them is no part of a store.
 
-A list says what may be there: loose objects, packs with their index and reverse index, a commit-graph, `info/packs`. Each is
-believed only after it was checked to the last byte: a name is not a proof, and what follows the end of an object hides there.
+Allowed are loose objects, packs with their index and reverse index, a commit-graph, `info/packs`.
+Each is believed only after it was checked to the last byte: a name is not a proof, and bytes after
+the end of an object are hidden there.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -30,14 +31,19 @@ TIMEOUT = timedelta(hours=1)
 _LOOSE = re.compile(r"([0-9a-f]{2})/([0-9a-f]{38})")
 _PACKED = re.compile(r"pack/pack-[0-9a-f]{40}\.(pack|idx|rev|keep)")
 _GRAPH = re.compile(r"info/commit-graph|info/commit-graphs/graph-[0-9a-f]{40}\.graph")
-_CHAIN = "info/commit-graphs/commit-graph-chain"
+_LISTS = {  # with their form, and the leak where it differs
+    "info/commit-graphs/commit-graph-chain": (
+        re.compile(rb"([0-9a-f]{40}\n)+"), "commit-graph", "commit-graphs",
+    ),
+    "info/packs": (re.compile(rb"(P pack-[0-9a-f]{40}\.pack\n)*\n?"), "stray-file", "packs"),
+}  # fmt: skip
 _ALTERNATES = {"info/alternates", "info/http-alternates"}  # judged by where they lead
 _REV = b"RIDX\0\0\0\1\0\0\0\1"  # version 1, SHA-1
 
 
 @dataclass(slots=True)
 class StoreContents:
-    """`ids` are raw. `graphed` are the commits that each commit-graph names. `leaks` tell of what must not be there."""
+    """`ids` are raw; `graphed` are the commits that each commit-graph names."""
 
     ids: set[bytes] = field(default_factory=set)
     leaks: list[SealLeak] = field(default_factory=list)
@@ -49,19 +55,43 @@ class StoreContents:
 
 
 def read_contents(repository: ForeignRepository, private: Path) -> StoreContents:
-    """Every object in every store. `private` is a git directory of ours whose `storeN` lead to them."""
+    """Every object in every store. `private` is a git directory of ours; its `storeN` lead there."""
     contents = StoreContents()
     for number, store in enumerate(repository.stores):
         files = {found.where: found for found in walk(store)}
         for found in files.values():
             _read_file(found, files.keys(), contents)
-        if not contents.leaks:
-            _verify_graphs(contents, private, private / f"store{number}")
-    _verify_packs(contents, private)
+        if contents.leaks or not contents.graphed:
+            continue
+        directory = private / f"store{number}"
+        command = ("commit-graph", "verify", f"--object-dir={directory}")
+        try:  # git holds the graph's parents, trees and dates against the commits
+            run_git_sync(
+                *command, git_dir=private, timeout=TIMEOUT, doing="verify the commit-graph"
+            )
+        except (CorruptObjectError, GitFailedError) as error:
+            fact = f"a commit-graph does not say what its commits say: {error.message}"
+            contents.leak("commit-graph", fact)
+    if contents.packs:
+        try:
+            _verify_packs(contents.packs, private)
+        except (CorruptObjectError, GitFailedError):
+            for index in contents.packs:
+                try:
+                    _verify_packs([index], private)
+                except (CorruptObjectError, GitFailedError) as error:
+                    fact = f"{index.name} does not say what is in its pack: {error.message}"
+                    contents.leak("damaged", fact)
     return contents
 
 
-def _read_file(found: ForeignFile, names: Iterable[str], contents: StoreContents) -> None:
+def _verify_packs(indexes: Sequence[Path], private: Path) -> None:
+    """git hashes every object of a pack, so its index says what is in it."""
+    command = ("verify-pack", *map(str, indexes))
+    run_git_sync(*command, git_dir=private, timeout=TIMEOUT, doing="verify packs")
+
+
+def _read_file(found: ForeignFile, names: Collection[str], contents: StoreContents) -> None:
     where, path = f"objects/{found.where}", found.path
     if found.kind != "file":
         contents.leak("stray-file", f"{where} is not a regular file")
@@ -73,19 +103,24 @@ def _read_file(found: ForeignFile, names: Iterable[str], contents: StoreContents
     elif packed := _PACKED.fullmatch(found.where):
         _read_packed(packed[1], found, names, contents)
     elif _GRAPH.fullmatch(found.where):
-        contents.graphed[where] = _graphed(path, where, contents)
-    elif found.where == _CHAIN:
-        if not re.fullmatch(rb"([0-9a-f]{40}\n)+", read_bytes(path) or b""):
-            contents.leak("commit-graph", f"{where} is not a list of commit-graphs")
-    elif found.where == "info/packs":
-        if not re.fullmatch(rb"(P pack-[0-9a-f]{40}\.pack\n)*\n?", read_bytes(path) or b"-"):
-            contents.leak("stray-file", f"{where} is not a list of packs")
+        try:  # a graph ends in its checksum as a pack does
+            contents.graphed[where] = graph_commits(path)
+            is_exact = graph_has_known_chunks_only(path) and pack_is_whole(path)
+        except (CorruptObjectError, OSError):
+            is_exact = False
+        if not is_exact:
+            contents.graphed[where] = []
+            contents.leak("commit-graph", f"{where} is not exactly a commit-graph")
+    elif found.where in _LISTS:
+        form, kind, listed = _LISTS[found.where]
+        if not form.fullmatch(read_bytes(path) or b"-"):
+            contents.leak(kind, f"{where} is not a list of {listed}")
     elif found.where not in _ALTERNATES:
         contents.leak("stray-file", f"{where} is no part of a sealed object store")
 
 
 def _read_packed(
-    part: str, found: ForeignFile, names: Iterable[str], contents: StoreContents
+    part: str, found: ForeignFile, names: Collection[str], contents: StoreContents
 ) -> None:
     where, path = f"objects/{found.where}", found.path
     if part == "pack":
@@ -109,7 +144,7 @@ def _read_packed(
 
 
 def _is_reverse_index(path: Path) -> bool:
-    """Whether a .rev holds just what it must: the positions in the index, in the order of the pack."""
+    """Whether a .rev holds just the positions in the index, in the order of the pack."""
     try:
         index, data = PackIndex(path.with_suffix(".idx")), read_bytes(path)
     except (CorruptObjectError, OSError):
@@ -118,57 +153,3 @@ def _is_reverse_index(path: Path) -> bool:
     order = sorted(range(index.count), key=offsets.__getitem__)
     made = _REV + struct.pack(f">{index.count}I", *order) + index.pack_checksum
     return data == made + hashlib.sha1(made, usedforsecurity=False).digest()
-
-
-def _graphed(path: Path, where: str, contents: StoreContents) -> list[bytes]:
-    try:
-        ids = graph_commits(path)
-        if graph_has_known_chunks_only(path) and pack_is_whole(
-            path
-        ):  # a graph ends in its checksum as a pack does
-            return ids
-    except (CorruptObjectError, OSError):
-        pass
-    contents.leak("commit-graph", f"{where} is not exactly a commit-graph")
-    return []
-
-
-def _verify_graphs(contents: StoreContents, private: Path, store: Path) -> None:
-    """Let git hold the graph's parents, trees and dates against the commits."""
-    if not contents.graphed:
-        return
-    try:
-        run_git_sync(
-            "commit-graph",
-            "verify",
-            f"--object-dir={store}",
-            git_dir=private,
-            timeout=TIMEOUT,
-            doing="verify the commit-graph",
-        )
-    except (CorruptObjectError, GitFailedError) as error:
-        contents.leak(
-            "commit-graph", f"a commit-graph does not say what its commits say: {error.message}"
-        )
-
-
-def _verify_packs(contents: StoreContents, private: Path) -> None:
-    """Let git hash every pack; its index then says what is in it."""
-    if not contents.packs:
-        return
-    try:
-        _verify(contents.packs, private)
-    except (CorruptObjectError, GitFailedError):
-        for index in contents.packs:
-            try:
-                _verify([index], private)
-            except (CorruptObjectError, GitFailedError) as error:
-                contents.leak(
-                    "damaged", f"{index.name} does not say what is in its pack: {error.message}"
-                )
-
-
-def _verify(indexes: list[Path], private: Path) -> None:
-    run_git_sync(
-        "verify-pack", *map(str, indexes), git_dir=private, timeout=TIMEOUT, doing="verify packs"
-    )

@@ -1,7 +1,7 @@
-"""Find and read a repository that somebody else made: `.git` directory or file, bare, linked worktree, alternates.
+"""Find and read a repository that somebody else made, with linked worktrees and alternates.
 
-Never runs git on it and never follows a symbolic link below it. Every read is bounded and of regular files only, so that a FIFO,
-a device or a file of a terabyte in a hostile repository cannot hold us.
+Never runs git on it and never follows a symbolic link below it. Every read is bounded and of
+regular files only, so that no FIFO, device or file of a terabyte holds us up.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import PathNotFoundError
 from ..model import shown
 
 READ_LIMIT_BYTES = 256 * 1024**2
 _ALTERNATES_LIMIT = 64
+_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignRepository:
-    """`git_dir` holds HEAD, `common_dir` refs and configuration: another directory in a linked worktree only.
+class ForeignRepository(NamedTuple):
+    """`git_dir` holds HEAD; `common_dir`, another one in a linked worktree, refs and configuration.
 
-    `stores` are its object directories: its own first, then every alternate, alternates of alternates included. `work_tree` is
-    None where only a `.git`, or a bare repository, was named.
+    `stores` are its object directories: its own, then every alternate, those of alternates
+    included. `work_tree` is None where only a `.git`, or a bare repository, was named.
     """
 
     path: Path
@@ -36,14 +36,14 @@ class ForeignRepository:
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        return (
-            (self.git_dir,) if self.git_dir == self.common_dir else (self.git_dir, self.common_dir)
-        )
+        return tuple(dict.fromkeys([self.git_dir, self.common_dir]))
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignFile:
-    """One name in a directory tree. `where` is its path from the top; `kind` is file, directory, link, other or unreadable."""
+class ForeignFile(NamedTuple):
+    """One name below a directory, with its path from there.
+
+    `kind` is file, directory, link, other or unreadable.
+    """
 
     where: str
     path: Path
@@ -51,7 +51,10 @@ class ForeignFile:
 
 
 def locate(path: Path) -> ForeignRepository:
-    """Find the repository at `path`: a working tree, its `.git`, or a bare repository. Raises PathNotFoundError."""
+    """Find the repository at `path`: a working tree, its `.git`, or a bare repository.
+
+    Raises PathNotFoundError.
+    """
     path = path.absolute()
     git_dir = _git_dir(path)
     if git_dir is None:
@@ -82,19 +85,17 @@ def _stores(own: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     stores, written, pending = [own], list[str](), [own]
     while pending and len(written) < _ALTERNATES_LIMIT:
         store = pending.pop()
-        for line in _alternates(store):
+        names = ("info/alternates", "info/http-alternates")
+        lines = [line for name in names for line in (read_text(store / name) or "").splitlines()]
+        for line in lines:
+            if not line or line.startswith("#"):
+                continue
             written.append(line)
             target = store / line
             if target.is_dir() and not any(_same(target, known) for known in stores):
                 stores.append(target)
                 pending.append(target)
     return tuple(stores), tuple(written)
-
-
-def _alternates(store: Path) -> list[str]:
-    names = ("info/alternates", "info/http-alternates")
-    lines = [line for name in names for line in (read_text(store / name) or "").splitlines()]
-    return [line for line in lines if line and not line.startswith("#")]
 
 
 def _same(left: Path, right: Path) -> bool:
@@ -133,9 +134,9 @@ def read_text(path: Path) -> str | None:
 
 
 def walk(top: Path, *, skip: frozenset[str] = frozenset()) -> Iterator[ForeignFile]:
-    """Every name below `top` but directories, which are only entered; those at `skip` are not.
+    """Every name below `top` but directories, which are entered, except those at `skip`.
 
-    Not `os.walk`, which before Python 3.12 recurses, and ends at a depth of 1,000.
+    `os.walk` recurses before Python 3.12, and ends at a depth of 1,000.
     """
     pending = [("", top)]
     while pending:
@@ -148,17 +149,12 @@ def walk(top: Path, *, skip: frozenset[str] = frozenset()) -> Iterator[ForeignFi
             continue
         for entry in found:
             where = f"{above}/{entry.name}" if above else entry.name
-            kind = _kind(entry)
+            try:
+                mode = entry.stat(follow_symlinks=False).st_mode
+                kind = _KINDS.get(stat.S_IFMT(mode), "other")
+            except OSError:
+                kind = "unreadable"
             if kind != "directory":
                 yield ForeignFile(where, Path(entry.path), kind)
             elif where not in skip:
                 pending.append((where, Path(entry.path)))
-
-
-def _kind(entry: os.DirEntry[str]) -> str:
-    try:
-        mode = entry.stat(follow_symlinks=False).st_mode
-    except OSError:
-        return "unreadable"
-    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
-    return kinds.get(stat.S_IFMT(mode), "other")

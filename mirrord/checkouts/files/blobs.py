@@ -1,10 +1,11 @@
-"""What files of several layers hold, kept once: a file with the same bytes and permissions is one file with many links.
+"""Files of layers, kept once: one file with many links for the same bytes and permissions.
 
-Owns `templates/<mirror>/blobs`, which has a link of each regular file of the deltas, named by the id of its bytes and its mode. A
-file that nothing else links to belongs to no layer, and goes. Never trusts a file that it lends: its bytes are hashed first. A
-crash leaves files that no layer has, which `weigh` removes.
+Owns `templates/<mirror>/blobs`, which has a link of each regular file of the deltas, named by the
+id of its bytes and its mode. The bytes of a file are hashed before it is lent. A crash leaves files
+that no layer has, which `weigh` removes.
 
-A link changes the ctime of a file that other layers show already; that is why git is told not to compare it (`gitdirs.CONFIG`).
+A link changes the ctime of a file that other layers show already; that is why git is told not to
+compare it (`stores/store.py:CONFIG`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Blobs:
     def lend(
         self, content: str, writer: TreeWriter, path: bytes, *, executable: bool
     ) -> os.stat_result | None:
-        """Have the file at `path` of a layer, as a link; None where there is none, or none that is sound."""
+        """Link the file at `path` of a layer; None where there is no sound one."""
         source = self._path(content, executable=executable)
         try:
             found = writer.link_file(path, source)
@@ -45,10 +46,8 @@ class Blobs:
             if error.errno not in (errno.ENOENT, errno.EMLINK):
                 raise
             return None
-        if (
-            stat.S_IMODE(found.st_mode) == _MODES[executable]
-            and content_id(*writer.locate(path), found).hex() == content
-        ):
+        has_mode = stat.S_IMODE(found.st_mode) == _MODES[executable]
+        if has_mode and content_id(*writer.locate(path), found).hex() == content:
             return found
         writer.remove(path)
         source.unlink(missing_ok=True)
@@ -57,7 +56,7 @@ class Blobs:
     def keep(
         self, content: str, writer: TreeWriter, path: bytes, *, executable: bool
     ) -> os.stat_result:
-        """Remember a file that was just written; answers its stat, which this changes."""
+        """Share a file that was just written; answers its stat, which this changes."""
         shared = self._path(content, executable=executable)
         with suppress(FileExistsError):
             try:
@@ -68,7 +67,7 @@ class Blobs:
         return writer.get_stat(path)
 
     def weigh(self) -> tuple[int, bool]:
-        """The bytes that the files take; removes those that no layer has. Answers also whether all of these went."""
+        """Remove files that no layer has; the bytes of the rest, and whether all of those went."""
         total, is_clean = 0, True
         with suppress(FileNotFoundError), os.scandir(self._directory) as listed:
             for item in listed:

@@ -1,7 +1,7 @@
 """Proof by content: what is on disk, hashed as git hashes it.
 
-Owns the reading back of a tree that was written, or is to be trusted again. Never believes a stat, an index or a manifest's own
-hash alone: the tree's id is computed from the bytes on disk.
+Never believes a stat, an index or a manifest's own hash alone: the tree's id is computed from the
+bytes on disk.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from ...errors import ProofFailedError
 from ...host.credentials import ActingAs
 from ...host.files import open_child, opened, shown_path
 from .manifest import DIRECTORY, Entry, Manifest
-from .reader import Descent, content_id, open_top
+from .reader import TreeReader, content_id, open_top
 
-_HINT = "another try makes it anew; if it happens again, the disk is failing"
+_HINT = "another try makes it again; if this repeats, the disk is failing"
 
 
 def hash_tree(dest: Path, manifest: Manifest) -> str:
-    """Read every file back and answer git's id of the tree that they make; raises ProofFailedError with the path that is wrong.
+    """Read every file back and answer git's id of the tree that they make.
 
-    A converted file is compared with the bytes that its conversion gave, and stands for its blob.
+    Raises ProofFailedError with the path that differs. A converted file is compared with the bytes
+    that its conversion gave, and stands for its blob.
     """
     files = manifest.files.decoded()
     prove_files(dest, manifest.owner, files, files)
@@ -35,36 +36,33 @@ def prove_files(
     dest: Path, owner: tuple[int, int], files: Mapping[bytes, Entry], paths: Iterable[bytes]
 ) -> None:
     """Compare files on disk with their entries: kind, mode, bytes."""
-    with opened(open_top(dest)) as root, ActingAs(owner) as acting, Descent(root, acting) as reader:
+    with (
+        opened(open_top(dest)) as root,
+        ActingAs(owner) as acting,
+        TreeReader(root, acting) as reader,
+    ):
         for path in paths:
-            if not _is_proven(reader, path, files[path]):
-                raise ProofFailedError(
-                    f"cannot prove {shown_path(path)}: what is on disk is not what git has",
-                    hint=_HINT,
-                )
+            try:
+                if _is_as_recorded(reader, path, files[path]):
+                    continue
+            except OSError:
+                pass
+            raise ProofFailedError(
+                f"cannot prove {shown_path(path)}: what is on disk is not what git has", hint=_HINT
+            )
 
 
-def _is_proven(reader: Descent, path: bytes, entry: Entry) -> bool:
-    try:
-        found = reader.find_stat(path)
-        return found is not None and _is_as_recorded(reader, path, entry, found)
-    except OSError:
-        return False
-
-
-def _is_as_recorded(reader: Descent, path: bytes, entry: Entry, found: os.stat_result) -> bool:
-    if stat.S_IMODE(found.st_mode) != entry.permissions:
+def _is_as_recorded(reader: TreeReader, path: bytes, entry: Entry) -> bool:
+    found = reader.find_stat(path)
+    if found is None or stat.S_IMODE(found.st_mode) != entry.permissions:
         return False
     if entry.is_directory:
-        return stat.S_ISDIR(found.st_mode) and (entry.mode == DIRECTORY or _is_empty(reader, path))
-    if stat.S_ISLNK(found.st_mode) != entry.is_symlink:
-        return False
-    return content_id(*reader.locate(path), found) == entry.content
-
-
-def _is_empty(reader: Descent, path: bytes) -> bool:
-    with opened(open_child(*reader.locate(path))) as fd:
-        return not os.listdir(fd)
+        if entry.mode == DIRECTORY or not stat.S_ISDIR(found.st_mode):
+            return stat.S_ISDIR(found.st_mode)
+        with opened(open_child(*reader.locate(path))) as fd:
+            return not os.listdir(fd)  # a submodule
+    is_link = stat.S_ISLNK(found.st_mode)
+    return is_link == entry.is_symlink and content_id(*reader.locate(path), found) == entry.content
 
 
 def tree_id(manifest: Manifest) -> str:
@@ -77,19 +75,16 @@ def tree_id(manifest: Manifest) -> str:
         entry = files[path]
         above, _, name = path.rpartition(b"/")
         oid = _hash(below[path]) if entry.mode == DIRECTORY else entry.oid
-        below[above].append((_order(name, entry.mode), b"%o %s\0%s" % (entry.mode, name, oid)))
+        below[above].append(_line(name, entry.mode, oid))
     return _hash(below[b""]).hex()
 
 
 def prove_directories(manifest: Manifest, changed: Collection[bytes]) -> None:
-    """Hash the trees of the directories `changed` from the entries in them; raises ProofFailedError where git has another."""
+    """Hash the trees of directories from their entries; ProofFailedError where git has another."""
     files = manifest.files
     for directory, paths in files.children(changed).items():
-        entries = [(path.rpartition(b"/")[2], files[path]) for path in paths]
-        lines = [
-            (_order(name, entry.mode), b"%o %s\0%s" % (entry.mode, name, entry.oid))
-            for name, entry in entries
-        ]
+        entries = ((path.rpartition(b"/")[2], files[path]) for path in paths)
+        lines = [_line(name, entry.mode, entry.oid) for name, entry in entries]
         if _hash(lines) != files[directory].oid:
             raise ProofFailedError(
                 f"cannot prove {shown_path(directory)}: its entries are not what git has",
@@ -97,9 +92,9 @@ def prove_directories(manifest: Manifest, changed: Collection[bytes]) -> None:
             )
 
 
-def _order(name: bytes, mode: int) -> bytes:
-    """git sorts a directory as if its name ended in a slash."""
-    return name + b"/" if mode == DIRECTORY else name
+def _line(name: bytes, mode: int, oid: bytes) -> tuple[bytes, bytes]:
+    """An entry of a tree, and what git sorts it by: a directory as if its name ended in a slash."""
+    return name + b"/" if mode == DIRECTORY else name, b"%o %s\0%s" % (mode, name, oid)
 
 
 def _hash(lines: list[tuple[bytes, bytes]]) -> bytes:

@@ -1,9 +1,9 @@
 """The private record of a tree as the daemon left it, and of the control files below its `.git`.
 
-Owns the form of that record and its file. It lies outside the checkout, so that its user can neither read nor forge it; what
-is on disk is compared with it by `scan.py`. Never touches the tree itself. A torn file is noticed by its checksum and refused:
-the checkout it belongs to is then made again. What was recorded before another boot is read, whatever its stat: trees are not
-flushed, and a file system may bring a file back in its old size without its old bytes.
+It is stored outside the checkout, so that its user can neither read nor forge it. A torn file is
+noticed by its checksum and refused: the checkout is then made again. A manifest of another boot is
+read as one that proves nothing: trees are not flushed, and a file system may bring a file back in
+its old size without its old bytes. Never touches the tree itself.
 """
 
 from __future__ import annotations
@@ -31,23 +31,43 @@ DIRECTORY = 0o040000
 SYMLINK = 0o120000
 SUBMODULE = 0o160000
 NO_OBJECT = bytes(20)
-
-_FIRST, _AFTER_SLASH = b"\1", b"0"
-
+_MAGIC = b"mirrord manifest 5\n"
+_CHECKSUM_BYTES = 20
+_COARSE_RACY_NS = 2 * 10**9  # ext4 with inodes of 128 bytes keeps whole seconds
+_CLOCK_REALTIME_COARSE = 5  # linux/time.h
 _COUNT = struct.Struct("<I")
 _FIXED = struct.Struct("<I20s20sIQQQQII")
-_SEEN = struct.Struct("<44xIQQQQII")
+_STAT = struct.Struct("<44xIQQQQII")
+_FIRST, _AFTER_SLASH = b"\1", b"0"
 
-Seen = tuple[int, int, int, int, int, int, int]
+StatTuple = tuple[int, int, int, int, int, int, int]
+"""mode, size, inode, mtime, ctime, uid and gid: `entry[3:]`."""
 
-look = attrgetter("st_mode", "st_size", "st_ino", "st_mtime_ns", "st_ctime_ns", "st_uid", "st_gid")
-"""The part of a stat that an `Entry` keeps: `entry[3:]` is equal to it where nothing changed."""
+stat_tuple = attrgetter(
+    "st_mode", "st_size", "st_ino", "st_mtime_ns", "st_ctime_ns", "st_uid", "st_gid"
+)
+
+
+def clock_ns() -> int:
+    """The time by the clock that Linux stamps ctimes with, which stands still between its ticks.
+
+    What is changed after this call has a ctime that is not before it (from Linux 6.13 on it may be
+    finer, and is then later).
+    """
+    return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
+
+
+def blob_id(data: bytes) -> bytes:
+    """git's id of a blob, as bytes."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).digest()
 
 
 class Entry(NamedTuple):
-    """One path. `mode` is git's (with the type bits); `oid` is what git's tree names (a blob, a tree, or a submodule's commit;
-    zero for control files), `content` the blob id of the bytes on disk, which differs from `oid` where a file was converted (line
-    ends, encoding); for a symlink the bytes are its target. Zero for directories. The rest is what lstat said, as `look` has it.
+    """One path; the last seven fields are its `StatTuple`.
+
+    `mode` is git's, with the type bits. `oid` is what git's tree names: a blob, a tree, or a
+    submodule's commit; zero for control files. `content` is the blob id of the bytes on disk, which
+    differs from `oid` where a file was converted; of a symlink's target; zero for directories.
     """
 
     mode: int
@@ -76,11 +96,15 @@ class Entry(NamedTuple):
 
     def with_stat(self, found: object) -> Entry:
         """The same object with the stat data of the file that now holds it."""
-        return Entry(self.mode, self.oid, self.content, *look(found))
+        return Entry(self.mode, self.oid, self.content, *stat_tuple(found))
 
 
 class Records(MutableMapping[bytes, Entry]):
-    """A mapping of paths to entries; `copy` and `|` share what was read from the file, where the paths are in order."""
+    """Entries by path, as bytes of the manifest's file; one is decoded when it is asked for.
+
+    A scan of thousands of paths decodes none; moving a tree on decodes and encodes those that
+    differ. `copy` and `|` share the bytes that were read, where the paths are in order.
+    """
 
     __slots__ = ("_fixed", "_fresh", "_names")
 
@@ -90,7 +114,7 @@ class Records(MutableMapping[bytes, Entry]):
         names: list[bytes] | None = None,
         fixed: bytes | memoryview = b"",
     ) -> None:
-        """`names` and `fixed` as they were read; of `entries`, which come later, None is one that is gone."""
+        """`names` and `fixed` were read from a file; `entries` came since, None where removed."""
         self._names = names or []
         self._fixed = fixed
         self._fresh = dict(entries)
@@ -102,12 +126,12 @@ class Records(MutableMapping[bytes, Entry]):
         return cls({}, bytes(data[end:]).split(b"\0")[:count], memoryview(data)[_COUNT.size : end])
 
     def pieces(self) -> list[bytes | memoryview]:
-        """Its bytes: a count, the fixed parts, and the paths, each ended by NUL, which no path can hold."""
+        """Its bytes: a count, the fixed parts, and the paths, each ended by NUL."""
         names: list[bytes] = []
         fixed: list[bytes | memoryview] = []
         size, done = _FIXED.size, 0
         for name in sorted(self._fresh):
-            entry, place = self._fresh[name], self._place(name)
+            entry, place = self._fresh[name], bisect_left(self._names, name)
             names += self._names[done:place]
             fixed.append(self._fixed[done * size : place * size])
             if entry is not None:
@@ -129,15 +153,11 @@ class Records(MutableMapping[bytes, Entry]):
         return both
 
     def __getitem__(self, path: bytes) -> Entry:
-        if path in self._fresh:
-            entry = self._fresh[path]
-        else:
-            place = self._place(path)
-            entry = (
-                Entry._make(_FIXED.unpack_from(self._fixed, place * _FIXED.size))
-                if self._is_at(place, path)
-                else None
-            )
+        entry = self._fresh.get(path)
+        if entry is None and path not in self._fresh:
+            place = bisect_left(self._names, path)
+            if self._is_at(place, path):
+                return Entry._make(_FIXED.unpack_from(self._fixed, place * _FIXED.size))
         if entry is None:
             raise KeyError(path)
         return entry
@@ -159,10 +179,9 @@ class Records(MutableMapping[bytes, Entry]):
         return isinstance(path, bytes) and self._was_read(path)
 
     def decoded(self) -> dict[bytes, Entry]:
-        """All of it at once, for those who go through all."""
-        read = dict(
-            zip(self._names, map(Entry._make, _FIXED.iter_unpack(self._fixed)), strict=True)
-        )
+        """All entries at once."""
+        entries = map(Entry._make, _FIXED.iter_unpack(self._fixed))
+        read = dict(zip(self._names, entries, strict=True))
         for name, entry in self._fresh.items():
             if entry is None:
                 del read[name]
@@ -183,21 +202,19 @@ class Records(MutableMapping[bytes, Entry]):
         return chain(kept, [name for name, entry in self._fresh.items() if entry is not None])
 
     def __len__(self) -> int:
-        gone = sum(1 for entry in self._fresh.values() if entry is None)
-        return len(self._names) + sum(1 for name in self._fresh if not self._was_read(name)) - gone
+        gone = sum(entry is None for entry in self._fresh.values())
+        return len(self._names) + sum(not self._was_read(name) for name in self._fresh) - gone
 
-    def iter_seen(self) -> Iterator[tuple[bytes, Seen]]:
-        """Each path with what lstat said of it, as `look` has it."""
-        read = zip(self._names, _SEEN.iter_unpack(self._fixed), strict=True)
+    def iter_stats(self) -> Iterator[tuple[bytes, StatTuple]]:
+        read = zip(self._names, _STAT.iter_unpack(self._fixed), strict=True)
         if not self._fresh:
             return read
         kept = (each for each in read if each[0] not in self._fresh)
-        return chain(
-            kept, [(name, entry[3:]) for name, entry in self._fresh.items() if entry is not None]
-        )
+        fresh = [(name, entry[3:]) for name, entry in self._fresh.items() if entry is not None]
+        return chain(kept, fresh)
 
     def changed_since(self, before: Records) -> list[bytes]:
-        """The paths that were recorded or removed after `before`, of which these are a copy; all of both, where they are not."""
+        """The paths recorded or removed since this was a copy of `before`; else all of both."""
         if self._names is not before._names:
             return [*self, *(path for path in before if path not in self)]
         old, new = before._fresh, self._fresh
@@ -205,69 +222,45 @@ class Records(MutableMapping[bytes, Entry]):
         return changed + [path for path in old if path not in new]
 
     def recorded_since(self, before: Records) -> list[bytes]:
-        """Of those the ones that are there."""
+        """Of those the ones that exist."""
         return [path for path in self.changed_since(before) if path in self]
 
     def children(self, directories: Collection[bytes]) -> dict[bytes, list[bytes]]:
         """The paths directly below each of some directories."""
-        below = {
-            above: [path for path in self._read_below(above) if path not in self._fresh]
-            for above in directories
-        }
+        below: dict[bytes, list[bytes]] = {}
+        names = self._names
+        for above in directories:
+            found = below[above] = []
+            prefix = above + b"/" if above else b""
+            place = bisect_left(names, prefix or _FIRST)
+            while place < len(names) and names[place].startswith(prefix):
+                name, is_deeper, _ = names[place][len(prefix) :].partition(b"/")
+                if is_deeper:  # pass over its directory: after `a` comes `a.b`, then `a/b`
+                    place = bisect_left(names, prefix + name + _AFTER_SLASH, place)
+                    continue
+                if names[place] not in self._fresh:
+                    found.append(names[place])
+                place += 1
         for path, entry in self._fresh.items():
             above = path.rpartition(b"/")[0]
             if path and entry is not None and above in below:
                 below[above].append(path)
         return below
 
-    def _read_below(self, directory: bytes) -> Iterator[bytes]:
-        """Of what was read. What is deeper is passed over by the directory that it is in: after `a` comes `a.b`, then `a/b`."""
-        names, prefix = self._names, directory + b"/" if directory else b""
-        place = self._place(prefix or _FIRST)
-        while place < len(names) and names[place].startswith(prefix):
-            name, is_deeper, _ = names[place][len(prefix) :].partition(b"/")
-            if is_deeper:
-                place = bisect_left(names, prefix + name + _AFTER_SLASH, place)
-            else:
-                yield names[place]
-                place += 1
-
-    def _place(self, path: bytes) -> int:
-        """Where a path is among those that were read, or would be."""
-        return bisect_left(self._names, path)
-
     def _is_at(self, place: int, path: bytes) -> bool:
         return place < len(self._names) and self._names[place] == path
 
     def _was_read(self, path: bytes) -> bool:
-        return self._is_at(self._place(path), path)
-
-
-_MAGIC = b"mirrord manifest 5\n"
-_CHECKSUM_BYTES = 20
-_COARSE_RACY_NS = 2 * 10**9  # ext4 with inodes of 128 bytes keeps whole seconds
-_CLOCK_REALTIME_COARSE = 5  # linux/time.h
-
-
-def clock_ns() -> int:
-    """The time by the clock that Linux stamps ctimes with, which stands still between its ticks: what is changed after this call
-    has a ctime that is not before it (from Linux 6.13 on it may be finer, and is then later).
-    """
-    return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
-
-
-def blob_id(data: bytes) -> bytes:
-    """git's id of a blob, as bytes."""
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).digest()
+        return self._is_at(bisect_left(self._names, path), path)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """`files` holds every path of the tree, directories and the root (`b""`) included; `control` every path from `.git` down.
+    """`files` are the paths of the tree, its directories and the root (`b""`) included.
 
-    `recorded_ns` is a time by `clock_ns` before everything was looked at: a file whose ctime is not older was perhaps changed
-    afterwards in the same tick of the clock, so a scan reads it. `index` is the checksum of the index that was written
-    from `files`.
+    `control` are the paths from `.git` down. `recorded_ns` is a time by `clock_ns` before all was
+    looked at: a file whose ctime is not older may have been changed afterwards in the same tick of
+    the clock, so a scan reads it. `index` is the checksum of the index written from `files`.
     """
 
     commit: str
@@ -295,7 +288,7 @@ class Manifest:
     @property
     def slack_ns(self) -> int:
         """By how much a ctime may be older than the clock was when it was stamped."""
-        has_fractions = any(seen[4] % 10**9 for _, seen in self.files.iter_seen())
+        has_fractions = any(seen[4] % 10**9 for _, seen in self.files.iter_stats())
         return 0 if has_fractions else _COARSE_RACY_NS
 
     def settled(self, at_ns: int) -> Manifest:
@@ -303,10 +296,10 @@ class Manifest:
         return replace(self, recorded_ns=at_ns)
 
     def save(self, path: Path) -> None:
-        """Replace the file at `path`; private to the daemon. It is there whole or not at all.
+        """Replace the file at `path`, private to the daemon: whole or not at all.
 
-        The former file stays beside it, to be written over the next time: a disk that must free its blocks, or that is to
-        have the new ones before a rename (ext4), holds up whoever waits.
+        The former file stays beside it, to be written over the next time: a disk that must free its
+        blocks, or that is to have the new ones before a rename (ext4), is waited for.
         """
         spare = path.with_name(f"{path.name}.spare")
         fd = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -328,8 +321,9 @@ class Manifest:
             "tree": self.tree,
             "recorded_ns": self.recorded_ns,
             "index": self.index,
+            "boot": boot_id(),
+            "sections": [sum(map(len, section)) for section in sections],
         }
-        header |= {"boot": boot_id(), "sections": [sum(map(len, section)) for section in sections]}
         pieces = [_MAGIC, json.dumps(header).encode(), b"\n", *chain(*sections)]
         digest = hashlib.sha1()
         for piece in pieces:
@@ -338,12 +332,12 @@ class Manifest:
 
     @classmethod
     def load(cls, path: Path) -> Manifest:
-        """Read a saved manifest; raises ProofFailedError where it is not whole, FileNotFoundError where there is none."""
+        """Read a saved manifest; ProofFailedError where torn, FileNotFoundError where absent."""
         return cls.from_bytes(path.read_bytes(), path.name)
 
     @staticmethod
     def is_current(path: Path) -> bool:
-        """Whether there is a manifest in the form that this version writes; says nothing of what is in it."""
+        """Whether there is a manifest in the form of this version; its content is not read."""
         try:
             with path.open("rb") as file:
                 return file.read(len(_MAGIC)) == _MAGIC
@@ -363,8 +357,6 @@ class Manifest:
         files_end = header_end + 1 + header.pop("sections")[0]
         if header.pop("boot") != boot_id():
             header["recorded_ns"] = 0
-        files, control = (
-            Records.from_bytes(body[header_end + 1 : files_end]),
-            Records.from_bytes(body[files_end:]),
-        )
+        files = Records.from_bytes(body[header_end + 1 : files_end])
+        control = Records.from_bytes(body[files_end:])
         return cls(**header, files=files, control=control.decoded())

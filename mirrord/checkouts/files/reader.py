@@ -1,7 +1,8 @@
-"""The way down into a tree that belongs to somebody else: open directories, none of them reached through a link or a mount.
+"""Reading a tree that belongs to somebody else, through directories that no link or mount leads to.
 
-Owns the descriptors on the way to the path that was looked at last, so that neighbours cost no second
-opening, and what a walk through such a tree may cost. Changes nothing. The caller acts as the owner.
+Owns the descriptors on the way to the path that was looked at last, so that neighbours cost no
+second opening, and what a walk through such a tree may cost. Changes nothing. The caller acts as
+the owner.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from ...errors import DiffTooLargeError
@@ -21,22 +21,21 @@ from ...host.credentials import ActingAs
 from ...host.files import (
     find_stat,
     mounted_on,
+    names_in,
     open_child,
     open_directory,
     open_regular,
     opened,
     shown_path,
 )
-from ...host.files import names_in as listed_in
 from ...model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
 
 _CHUNK_BYTES = 1 << 20
-
 _REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
-class Descent:
-    """Directories below `root`, a descriptor that stays the caller's."""
+class TreeReader:
+    """Looks below `root`, an open directory that stays the caller's."""
 
     def __init__(self, root: int, owner: ActingAs) -> None:
         self._root = root
@@ -47,13 +46,12 @@ class Descent:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
+
+    def close(self) -> None:
+        while self._stack:
+            self._pop()
 
     def locate(self, path: bytes) -> tuple[int, bytes]:
         """The open directory of a path, and the name in it.
@@ -87,7 +85,7 @@ class Descent:
     ) -> Iterator[tuple[bytes, os.stat_result]]:
         """Each path from `path` down, a directory before what is in it, in the order of names.
 
-        A directory whose content the owner may not see, or that is too deep, goes to `refused`.
+        A directory that the owner may not read, or that is too deep, goes to `refused`.
         """
         pending = [path]
         while pending:
@@ -98,31 +96,27 @@ class Descent:
             yield here, found
             if stat.S_ISDIR(found.st_mode):
                 try:
-                    pending += [here + b"/" + name for name in self.names_in(here)]
+                    pending += [here + b"/" + name for name in reversed(self.names_in(here))]
                 except FileNotFoundError:
                     continue
                 except (PermissionError, DiffTooLargeError) as error:
                     refused(here, error)
 
-    def leave(self, path: bytes) -> None:
-        """Close what is open at and below `path`, which goes away."""
-        while self._stack and self._stack[-1][0].startswith(path + b"/"):
-            self._pop()
-
-    def close(self) -> None:
-        while self._stack:
-            self._pop()
-
     def names_in(self, path: bytes) -> list[bytes]:
-        """The names in a directory, the last first; raises also DiffTooLargeError for one that is too deep."""
+        """The names in a directory, in order; also DiffTooLargeError for one that is too deep."""
         if path.count(b"/") >= TREE_DEPTH_LIMIT or len(path) >= TREE_PATH_LIMIT_BYTES:
             raise DiffTooLargeError(
-                f"cannot look into {shown_path(path[-200:])}: it is more than {TREE_DEPTH_LIMIT} directories deep,"
-                f" or its path has more than {TREE_PATH_LIMIT_BYTES} bytes",
+                f"cannot look into {shown_path(path[-200:])}: it is more than {TREE_DEPTH_LIMIT}"
+                f" directories deep, or its path has more than {TREE_PATH_LIMIT_BYTES} bytes",
                 hint="remove it, or let a .gitignore name it",
             )
         self._go(path)
-        return sorted(listed_in(self._here_fd), reverse=True)
+        return sorted(names_in(self._here_fd))
+
+    def leave(self, path: bytes) -> None:
+        """Close what is open at and below `path`, which is removed next."""
+        while self._stack and self._stack[-1][0].startswith(path + b"/"):
+            self._pop()
 
     def _go(self, above: bytes) -> None:
         """Make `above` the current directory, reusing what is open."""
@@ -144,7 +138,7 @@ class Descent:
 
 
 def enter(owner: ActingAs, directory: int, path: bytes, name: bytes) -> int:
-    """Open the directory `name`, which is at `path` in the tree; raises what `Descent.locate` raises."""
+    """Open the directory `name`, at `path` in the tree; raises as `TreeReader.locate`."""
     try:
         return owner.open_directory(directory, name)
     except OSError as error:
@@ -155,8 +149,29 @@ def enter(owner: ActingAs, directory: int, path: bytes, name: bytes) -> int:
         raise type(error)(error.errno, error.strerror, path) from error
 
 
+def open_top(root: Path) -> int:
+    """Open the top of a pooled tree; CheckoutBusyError where something is mounted on it."""
+    with opened(open_directory(root.parent)) as above:
+        try:
+            return open_child(above, os.fsencode(root.name))
+        except OSError as error:
+            if error.errno == errno.EXDEV:
+                raise mounted_on(os.fsencode(root)) from error
+            raise
+
+
+def iter_files(root: Path, name: bytes) -> Iterator[bytes]:
+    """Everything at and below a name in a directory of the daemon's own."""
+
+    def refused(path: bytes, error: Exception) -> None:
+        raise error
+
+    with opened(open_directory(root)) as fd, TreeReader(fd, ActingAs(None)) as reader:
+        yield from (path for path, _ in reader.iter_below(name, refused))
+
+
 def content_id(directory: int, name: bytes, found: os.stat_result) -> bytes:
-    """git's blob id of a file's bytes, or of a symbolic link's target; OSError where it is neither."""
+    """git's blob id of a file's bytes or of a link's target; OSError where it is neither."""
     if stat.S_ISLNK(found.st_mode):
         target = os.fsencode(os.readlink(name, dir_fd=directory))
         return hashlib.sha1(b"blob %d\0" % len(target) + target).digest()
@@ -179,24 +194,3 @@ def read_id(fd: int, size: int) -> bytes:
             if left == 1:  # a read that got less than it asked for was at the end
                 break
         return digest.digest()
-
-
-def open_top(root: Path) -> int:
-    """Open the top of a pooled tree; CheckoutBusyError where something is mounted on it."""
-    with opened(open_directory(root.parent)) as above:
-        try:
-            return open_child(above, os.fsencode(root.name))
-        except OSError as error:
-            if error.errno == errno.EXDEV:
-                raise mounted_on(os.fsencode(root)) from error
-            raise
-
-
-def iter_files(root: Path, name: bytes) -> Iterator[bytes]:
-    """Everything at and below a name in a directory of the daemon's own."""
-
-    def refused(path: bytes, error: Exception) -> None:
-        raise error
-
-    with opened(open_directory(root)) as fd, Descent(fd, ActingAs(None)) as descent:
-        yield from (path for path, _ in descent.iter_below(name, refused))

@@ -1,8 +1,8 @@
 """Writing into a tree that belongs to somebody else, and may change under our hands.
 
-Owns every change of a tree on disk. All of it is done as the tree's owner, through open directories that were reached without
-following a link or entering a mount, and a file is always created anew (so no descriptor or hard link of its user's reaches it).
-A crash leaves a tree that differs from its manifest, which a scan finds.
+All of it is done as the tree's owner, through open directories that were reached without following
+a link or entering a mount, and a file is always created, so no descriptor or hard link of its
+user's reaches it. A crash leaves a tree that differs from its manifest, which a scan finds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from ...errors import CheckoutBusyError
@@ -28,7 +27,7 @@ from ...host.files import (
     write_all,
 )
 from ...host.trash import TrashDirectory, remove
-from .reader import Descent, enter
+from .reader import TreeReader, enter
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -36,9 +35,10 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 class TreeWriter:
     """Writes below the directory `root`, a descriptor that stays the caller's.
 
-    New files belong to `owner` (the daemon itself: `ActingAs(None)`) and have `mtime_ns`. Paths are bytes without a leading
-    slash; they must come from a checked tree. `touched` are the directories that were made, mended or written in. What is
-    replaced or removed is put into `trash`, or deleted as the owner may.
+    New files belong to `owner` (the daemon itself: `ActingAs(None)`) and have `mtime_ns`. Paths are
+    bytes without a leading slash; they must come from a checked tree. `touched` are the directories
+    that were made, restored or written in. What is replaced or removed is put into `trash`, or
+    deleted as the owner may.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TreeWriter:
         self.touched: set[bytes] = set()
         self.owner = owner
         self._root = root
-        self._descent = Descent(root, owner)
+        self._reader = TreeReader(root, owner)
         self._mtime = (mtime_ns, mtime_ns)
         self._trash = trash
         self._made: set[bytes] = set()
@@ -55,13 +55,10 @@ class TreeWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._descent.close()
+    def __exit__(self, *failure: object) -> None:
+        self._reader.close()
+
+    # -- files -------------------------------------------------------------------------------------
 
     def write_file(self, path: bytes, data: bytes, *, executable: bool = False) -> os.stat_result:
         """Create or replace a regular file."""
@@ -90,7 +87,7 @@ class TreeWriter:
             return set_owner(directory, name, self.owner.owner, self._mtime[0], maker=maker)
 
     def link_file(self, path: bytes, source: Path) -> os.stat_result:
-        """Make or replace a hard link to a file of the daemon's; the stat of that file. For layers only."""
+        """Make or replace a hard link to a file of ours; the stat of that file. For layers only."""
         directory, name = self._enter(path)
         try:
             os.link(source, name, dst_dir_fd=directory, follow_symlinks=False)
@@ -107,82 +104,6 @@ class TreeWriter:
     def write_whiteout(self, path: bytes) -> None:
         """Hide a name of the overlay layers below. For layers only."""
         make_whiteout(*self.locate(path))
-
-    def make_directory(self, path: bytes) -> None:
-        """Make a directory; one that is there and sound is kept with what is in it, anything else is replaced."""
-        self.touched.add(path)
-        with self.owner:
-            if not path:
-                self._mend(self._root)
-                return
-            directory, name = self._enter(path)
-            try:
-                os.mkdir(name, 0o755, dir_fd=directory)
-                self._adopt(directory, path, name)
-            except FileExistsError:
-                if not self._keep(directory, path, name):
-                    self._clear(directory, path, name)
-                    os.mkdir(name, 0o755, dir_fd=directory)
-                    self._adopt(directory, path, name)
-
-    def make_directories(self, path: bytes) -> None:
-        """Make a directory and those above it, each once; one that is there stays as it is."""
-        parts = path.split(b"/") if path else []
-        with self.owner:
-            for here in (b"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)):
-                if here in self._made:
-                    continue
-                directory, name = self._enter(here)
-                with suppress(FileExistsError):
-                    os.mkdir(name, 0o755, dir_fd=directory)
-                    self._adopt(directory, here, name)
-                self._made.add(here)
-
-    def remove(self, path: bytes) -> None:
-        """Remove whatever is at `path`; nothing there is fine, also where its directory is gone."""
-        with self.owner:
-            try:
-                directory, name = self._descent.locate(path)
-            except FileNotFoundError:
-                return
-            self.touched.add(path.rpartition(b"/")[0])
-            self._clear(directory, path, name)
-
-    def remove_empty_above(self, path: bytes) -> None:
-        """Remove the directories above a removed file that have become empty, as git does."""
-        self._made.clear()
-        with self.owner:
-            while path := path.rpartition(b"/")[0]:
-                try:
-                    directory, name = self._descent.locate(path)
-                    self._descent.leave(path)
-                    os.rmdir(name, dir_fd=directory)
-                except OSError:
-                    return
-
-    def find_stat(self, path: bytes) -> os.stat_result | None:
-        """lstat of a path in the tree; None where there is nothing."""
-        with self.owner:
-            return self._descent.find_stat(path)
-
-    def get_stat(self, path: bytes) -> os.stat_result:
-        """lstat of a path that was just written."""
-        found = self.find_stat(path)
-        if found is None:
-            raise _busy(path)
-        return found
-
-    def locate(self, path: bytes) -> tuple[int, bytes]:
-        """The open directory of a path, and the name in it; CheckoutBusyError where it is gone."""
-        try:
-            return self._descent.locate(path)
-        except FileNotFoundError as error:
-            raise _busy(path) from error
-
-    def _enter(self, path: bytes) -> tuple[int, bytes]:
-        """The same, where something will be changed in that directory."""
-        self.touched.add(path.rpartition(b"/")[0])
-        return self.locate(path)
 
     def _create(self, path: bytes, permissions: int) -> int:
         directory, name = self._enter(path)
@@ -202,10 +123,8 @@ class TreeWriter:
         """Give a file that was just written its owner, time and mode."""
         os.utime(fd, ns=self._mtime)
         found = os.fstat(fd)
-        if (
-            found.st_uid,
-            found.st_gid,
-        ) != self.owner.owner:  # also what a set-gid directory made of it
+        # the group may be one that a set-gid directory gave it
+        if (found.st_uid, found.st_gid) != self.owner.owner:
             os.fchown(fd, *self.owner.owner)
             found = os.fstat(fd)
         if stat.S_IMODE(found.st_mode) != permissions:
@@ -213,17 +132,47 @@ class TreeWriter:
             found = os.fstat(fd)
         return found
 
-    def _clear(self, directory: int, path: bytes, name: bytes) -> None:
-        self._descent.leave(path)
-        self._made.clear()
-        if self._trash is None:
-            remove(directory, name)
-        else:
-            with self.owner.aside():  # what is there may be somebody else's, or locked
-                self._trash.discard(directory, name)
+    # -- directories -------------------------------------------------------------------------------
+
+    def make_directory(self, path: bytes) -> None:
+        """Make a directory; a sound one is kept with what is in it, anything else is replaced."""
+        self.touched.add(path)
+        with self.owner:
+            if not path:
+                self._restore(self._root)
+                return
+            directory, name = self._enter(path)
+            try:
+                os.mkdir(name, 0o755, dir_fd=directory)
+            except FileExistsError:
+                found = find_stat(directory, name)
+                if (
+                    found
+                    and stat.S_ISDIR(found.st_mode)
+                    and (found.st_uid, found.st_gid) == self.owner.owner
+                ):
+                    with opened(self._open(directory, path, name)) as fd:
+                        self._restore(fd)
+                    return
+                self._clear(directory, path, name)
+                os.mkdir(name, 0o755, dir_fd=directory)
+            self._adopt(directory, path, name)
+
+    def make_directories(self, path: bytes) -> None:
+        """Make a directory and those above it, each once; an existing one stays as it is."""
+        parts = path.split(b"/") if path else []
+        with self.owner:
+            for here in (b"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)):
+                if here in self._made:
+                    continue
+                directory, name = self._enter(here)
+                with suppress(FileExistsError):
+                    os.mkdir(name, 0o755, dir_fd=directory)
+                    self._adopt(directory, here, name)
+                self._made.add(here)
 
     def _adopt(self, directory: int, path: bytes, name: bytes) -> None:
-        """Give a directory that we just made its mode and owner, unless somebody put another in its place."""
+        """Give a directory that we just made its mode and owner, unless it was replaced since."""
         with opened(self._open(directory, path, name)) as fd:
             found = os.fstat(fd)
             if found.st_uid != self.owner.maker[0]:
@@ -233,26 +182,13 @@ class TreeWriter:
             if (found.st_uid, found.st_gid) != self.owner.owner:
                 os.fchown(fd, *self.owner.owner)
 
-    def _keep(self, directory: int, path: bytes, name: bytes) -> bool:
-        """Cleanup a directory that is there; False where it is none, or somebody else's."""
-        found = find_stat(directory, name)
-        if (
-            found is None
-            or not stat.S_ISDIR(found.st_mode)
-            or (found.st_uid, found.st_gid) != self.owner.owner
-        ):
-            return False
-        with opened(self._open(directory, path, name)) as fd:
-            self._mend(fd)
-        return True
-
     def _open(self, directory: int, path: bytes, name: bytes) -> int:
         try:
             return enter(self.owner, directory, path, name)
         except FileNotFoundError as error:
             raise _busy(path) from error
 
-    def _mend(self, fd: int) -> None:
+    def _restore(self, fd: int) -> None:
         """Undo what its user did to a directory itself: mode, flags, extended attributes."""
         if is_locked(fd):
             with self.owner.aside():
@@ -261,6 +197,65 @@ class TreeWriter:
             os.removexattr(fd, attribute)
         if stat.S_IMODE(os.fstat(fd).st_mode) != 0o755:
             os.fchmod(fd, 0o755)
+
+    # -- removal -----------------------------------------------------------------------------------
+
+    def remove(self, path: bytes) -> None:
+        """Remove whatever is at `path`; nothing is fine, also where its directory is gone."""
+        with self.owner:
+            try:
+                directory, name = self._reader.locate(path)
+            except FileNotFoundError:
+                return
+            self.touched.add(path.rpartition(b"/")[0])
+            self._clear(directory, path, name)
+
+    def remove_empty_above(self, path: bytes) -> None:
+        """Remove the directories above a removed file that have become empty, as git does."""
+        self._made.clear()
+        with self.owner:
+            while path := path.rpartition(b"/")[0]:
+                try:
+                    directory, name = self._reader.locate(path)
+                    self._reader.leave(path)
+                    os.rmdir(name, dir_fd=directory)
+                except OSError:
+                    return
+
+    def _clear(self, directory: int, path: bytes, name: bytes) -> None:
+        self._reader.leave(path)
+        self._made.clear()
+        if self._trash is None:
+            remove(directory, name)
+        else:
+            with self.owner.aside():  # it may be another's, or locked
+                self._trash.discard(directory, name)
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    def find_stat(self, path: bytes) -> os.stat_result | None:
+        """lstat of a path in the tree; None where there is nothing."""
+        with self.owner:
+            return self._reader.find_stat(path)
+
+    def get_stat(self, path: bytes) -> os.stat_result:
+        """lstat of a path that was just written."""
+        found = self.find_stat(path)
+        if found is None:
+            raise _busy(path)
+        return found
+
+    def locate(self, path: bytes) -> tuple[int, bytes]:
+        """The open directory of a path, and the name in it; CheckoutBusyError where it is gone."""
+        try:
+            return self._reader.locate(path)
+        except FileNotFoundError as error:
+            raise _busy(path) from error
+
+    def _enter(self, path: bytes) -> tuple[int, bytes]:
+        """`locate` where something will be changed in that directory."""
+        self.touched.add(path.rpartition(b"/")[0])
+        return self.locate(path)
 
 
 def _busy(path: bytes) -> CheckoutBusyError:

@@ -18,7 +18,7 @@ from ...errors import CheckoutBusyError
 from ...git.objects.trees import tree_entries
 from ...host.credentials import ActingAs
 from ...host.files import open_directory, opened
-from ..files.reader import Descent
+from ..files.reader import TreeReader
 from ..files.scan import is_control
 from ..patches.diff import denials_named
 
@@ -45,7 +45,7 @@ def changed_paths(
         for top in tops:
             stack.enter_context(opened(top))
         acting = stack.enter_context(ActingAs(owner))
-        merged, written, *below = (stack.enter_context(Descent(top, acting)) for top in tops)
+        merged, written, *below = (stack.enter_context(TreeReader(top, acting)) for top in tops)
         differing, replaced = _walk(written, merged, below)
         for path in replaced:
             differing |= {each for each, _ in merged.iter_below(path, lambda _path, _error: None)}
@@ -59,7 +59,7 @@ def changed_paths(
 
 
 def _walk(
-    written: Descent, merged: Descent, below: Sequence[Descent]
+    written: TreeReader, merged: TreeReader, below: Sequence[TreeReader]
 ) -> tuple[set[bytes], set[bytes]]:
     """The paths that the upper layer changes, and those that replace a directory of the layers."""
     differing: set[bytes] = set()
@@ -87,7 +87,7 @@ def _walk(
     return differing, replaced
 
 
-def _find_below(layers: Sequence[Descent], path: bytes) -> os.stat_result | None:
+def _find_below(layers: Sequence[TreeReader], path: bytes) -> os.stat_result | None:
     """What the layers, top first, have at a path; None for a whiteout too."""
     for layer in layers:
         if found := layer.find_stat(path):

@@ -161,7 +161,7 @@ def _must_fit(paths: Iterable[bytes], error: type[MirrordError]) -> None:
         ):
             raise error(
                 f"cannot write {shown_path(path[:100])}: a path may have {TREE_PATH_LIMIT_BYTES}"
-                f" bytes, {TREE_DEPTH_LIMIT} directories, and {NAME_LIMIT_BYTES} bytes in each name",
+                f" bytes, {TREE_DEPTH_LIMIT} directories, {NAME_LIMIT_BYTES} bytes in each name",
                 hint="nothing was changed",
             )
 

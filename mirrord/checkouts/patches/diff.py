@@ -29,11 +29,10 @@ from ...errors import (
 from ...git.command import GitResult, run_git_sync
 from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, mounted_on, open_directory, opened, shown_path
+from ...host.trash import remove_tree
 from ..files.manifest import SUBMODULE, blob_id
 from ..files.reader import TreeReader
 from ..files.writer import TreeWriter
-from ..pool.dotgit import discard
-from ..worker_calls import Work
 
 FILES_LIMIT = 200_000
 BYTES_LIMIT = 512 * 1024**2
@@ -44,6 +43,17 @@ _CONFIG = "[core]\n\trepositoryformatversion = 0\n\tbare = false\n\tfilemode = t
 _REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
 _LOOKS = 3
 _HINT = "remove it, or let a .gitignore name it"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A checkout as patches see it: `root` is the tree, `scratch` a private directory."""
+
+    root: Path
+    mirror: Path
+    commit: str
+    owner: tuple[int, int]
+    scratch: Path
 
 
 def diff(work: Work, changed: list[bytes], spool: Path) -> bytes | None:
@@ -73,7 +83,7 @@ def diff(work: Work, changed: list[bytes], spool: Path) -> bytes | None:
 @contextmanager
 def staged(work: Work) -> Iterator[Staging]:
     """Open a scratch repository, and remove it at the end."""
-    discard(work.scratch)
+    remove_tree(work.scratch)
     try:
         tree = open_directory(work.root)
     except OSError as error:
@@ -87,7 +97,7 @@ def staged(work: Work) -> Iterator[Staging]:
             with denials_named(work.owner):
                 yield Staging(work, root)
         finally:
-            discard(work.scratch)
+            remove_tree(work.scratch)
 
 
 @contextmanager
@@ -101,7 +111,7 @@ def denials_named(owner: tuple[int, int]) -> Iterator[None]:
         path = shown_path(error.filename)
         raise OwnerDeniedError(
             f"cannot use {path} in the checkout: its owner, uid {owner[0]}, may not",
-            hint="make it accessible to the checkout's owner, remove it, or let a .gitignore name it",
+            hint="make it accessible to the owner, remove it, or let a .gitignore name it",
             path=error.filename.decode(errors="backslashreplace"),
         ) from error
 
@@ -163,9 +173,7 @@ class Staging:
             timeout=_TIMEOUT,
         )
 
-    def add_changes(
-        self, changed: Iterable[bytes], keep_ignored: Callable[[bytes], bool]
-    ) -> None:
+    def add_changes(self, changed: Iterable[bytes], keep_ignored: Callable[[bytes], bool]) -> None:
         """Bring the index to what `git add --all` would make of the checkout.
 
         Ignored files are added where `keep_ignored` says so.
@@ -178,12 +186,14 @@ class Staging:
                 except PermissionError as error:
                     found.unread[path] = error
         ignored = self._ignored(found)
-        for path, error in found.unread.items():
+        for path, reason in found.unread.items():
             if path not in ignored:
-                raise error
+                raise reason
         untracked = [path for path in found.untracked if path not in ignored or keep_ignored(path)]
         files, links = self._copy([*found.tracked, *untracked], self._files)
-        self._update_index("--force-remove", "--stdin", rows={*found.gone, *found.tracked} - {*files, *links})
+        self._update_index(
+            "--force-remove", "--stdin", rows={*found.gone, *found.tracked} - {*files, *links}
+        )
         self._update_index("--add", "--replace", "--stdin", rows=files)
         rows = [b"120000 %s 0\t%s" % (self._store(to), path) for path, to in links.items()]
         self._update_index("--replace", "--index-info", rows=rows)
@@ -251,7 +261,7 @@ class Staging:
             )
 
     def _is_out_of_bounds(self, path: bytes) -> bool:
-        """In some `.git`, or in a submodule: a nested repository gives its files, not its history."""
+        """In some `.git`, or a submodule: a nested repository gives its files, not its history."""
         parts = path.split(b"/")
         if any(part.lower() == b".git" for part in parts):
             return True

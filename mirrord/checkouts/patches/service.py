@@ -1,50 +1,41 @@
-"""Changes of a checkout as patches: out, in, and files of other commits. The daemon's half of `apply.py`.
+"""Diff, apply and restore, as the daemon calls them.
 
-Owns who may name the instance's own patches and other commits: only a checkout with the grader view. The work itself runs in
-workers, in a private directory beside the tree that is removed at its end and at the next use.
+Owns who may name the instance's own patches and other commits: only a checkout with the grader
+view. The work runs in workers, in a private directory that is removed at its end and the next use.
 """
 
 from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Protocol
 
 import anyio
 
 from ...datasets.service import Datasets
 from ...errors import AccessError, CommitNotFoundError, InvalidRequestError
 from ...git.workers import Workers
-from ...mirrors.quarantine import Quarantine
-from ...model import CommitId, MirrorName, View, parse_commit, shown
-from ...protocol import Pin, RestorePaths
+from ...mirrors.service import Mirrors
+from ...model import View, parse_commit, shown
+from ...protocol import RestorePaths
 from ..backend import DIFF_TIMEOUT
 from ..leases import Lease
 from .apply import apply, restore
 from .diff import Work, diff
 
 
-class Pinned(Protocol):
-    """Where mirrors are, and which of their commits are pinned."""
-
-    @property
-    def quarantine(self) -> Quarantine: ...
-
-    def path(self, name: MirrorName) -> Path: ...
-
-    async def list_pins(self, name: MirrorName | None = None) -> list[Pin]: ...
-
-
 class Patches:
     """Diff, apply and restore for one lease at a time; the caller holds its lock."""
 
-    def __init__(self, *, workers: Workers, mirrors: Pinned, instances: Datasets) -> None:
+    def __init__(self, *, workers: Workers, mirrors: Mirrors, instances: Datasets) -> None:
         self._workers = workers
         self._mirrors = mirrors
         self._instances = instances
 
     async def diff(self, lease: Lease, changed: list[bytes]) -> bytes | Path:
-        """The patch from the base commit to the tree, a long one as a file. `changed` are all paths that may differ."""
+        """The patch from the base commit to the tree, a long one as a file.
+
+        `changed` are all paths that may differ.
+        """
         quarantine = self._mirrors.quarantine
         spool = quarantine.root / f"diff-{secrets.token_hex(8)}"
         try:
@@ -60,7 +51,10 @@ class Patches:
     async def apply(
         self, lease: Lease, changed: list[bytes], patch: bytes | Path, *, reverse: bool
     ) -> list[str]:
-        """Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError; then nothing was changed."""
+        """Apply a patch; the paths that it wrote or removed.
+
+        Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError; nothing changed.
+        """
         paths = await self._workers.run(
             apply, self._work(lease), changed, patch, reverse, timeout=DIFF_TIMEOUT
         )
@@ -117,4 +111,3 @@ def _must_grade(lease: Lease, what: str) -> None:
             f"cannot {what}: the checkout has the agent's view",
             hint="ask for a checkout with --view grader",
         )
-

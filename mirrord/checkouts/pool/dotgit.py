@@ -22,7 +22,7 @@ from ...host.credentials import ActingAs
 from ...host.files import opened
 from ...host.trash import TrashDirectory
 from ..files.manifest import DIRECTORY, NO_OBJECT, Entry, Manifest, blob_id
-from ..files.reader import Descent, file_id, open_top
+from ..files.reader import TreeReader, file_id, open_top
 from ..files.scan import Changes, is_control
 from ..files.writer import TreeWriter
 
@@ -90,7 +90,7 @@ def read_index(tree: Path, manifest: Manifest) -> bytes:
         with (
             opened(open_top(tree)) as root,
             ActingAs(manifest.owner) as owner,
-            Descent(root, owner) as descent,
+            TreeReader(root, owner) as descent,
             opened(owner.open_regular(*descent.locate(_INDEX))) as fd,
         ):
             return os.read(fd, entry.size)

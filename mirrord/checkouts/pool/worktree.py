@@ -20,7 +20,7 @@ from ...host.trash import TrashDirectory, remove_tree
 from ...protocol import Proof
 from ..backend import must_prove
 from ..files.hashing import hash_tree, prove_directories
-from ..files.index import Former, index_bytes, spliced_index
+from ..files.index import PreviousIndex, index_bytes, spliced_index
 from ..files.manifest import DIRECTORY, Entry, Manifest, clock_ns
 from ..files.reader import open_top
 from ..files.scan import Changes, examine, is_control, scan
@@ -158,7 +158,7 @@ def _bring(
         elif manifest is begun and dotgit.has_index(manifest, found):
             manifest = dotgit.write_store(paths.tree, manifest, found, store, None, trash)
         else:
-            previous = Former.proven(begun, dotgit.read_index(paths.tree, begun))
+            previous = PreviousIndex.proven(begun, dotgit.read_index(paths.tree, begun))
             index = spliced_index(previous, manifest) if previous else index_bytes(manifest)
             manifest = dotgit.write_store(paths.tree, manifest, found, store, index, trash)
         control = [

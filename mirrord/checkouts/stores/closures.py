@@ -29,7 +29,7 @@ from ...errors import (
     OutOfMemoryError,
 )
 from ...git.command import Git
-from ...git.objects import first_parents, pack_increment, resolve
+from ...git.objects.commits import first_parents, pack_increment, resolve
 from ...git.packs import has_both_ends
 from ...git.turns import Turns
 from ...git.workers import Workers
@@ -78,9 +78,10 @@ class Commits:
         """Facts of hashed bytes; raises CommitNotFoundError, CommitUnservableError."""
         found = self._known.get((name.key, commit))
         try:
-            found = found or await self._workers.run(
-                resolve, self._mirrors_path(name), commit, timeout=_QUICK_TIMEOUT
-            )
+            if found is None:
+                found = await self._workers.run(
+                    resolve, self._mirrors_path(name), commit, timeout=_QUICK_TIMEOUT
+                )
         except CommitNotFoundError as error:
             raise _not_found(f"cannot find commit {commit}", name, commit) from error
         except CorruptObjectError as error:

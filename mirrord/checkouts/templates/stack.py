@@ -17,7 +17,7 @@ from ...host.files import open_directory, opened, shown_path
 from ..files.hashing import hash_tree, prove_files, tree_id
 from ..files.index import index_bytes
 from ..files.manifest import Manifest, Records
-from ..files.reader import Descent, iter_files
+from ..files.reader import TreeReader, iter_files
 from .layers import Layer, files_path, index_path
 
 _HINT = "it will be built again"
@@ -107,7 +107,7 @@ def prove_delta(files: Path, manifest: Manifest, whiteouts: Sequence[bytes]) -> 
     """Its files by content, its directories and whiteouts by kind, and that it has nothing else."""
     plain = [path for path, entry in manifest.files.items() if not entry.is_directory]
     prove_files(files, manifest.owner, manifest.files, plain)
-    with opened(open_directory(files)) as root, Descent(root, ActingAs(None)) as reader:
+    with opened(open_directory(files)) as root, TreeReader(root, ActingAs(None)) as reader:
         for path in (path for path, entry in manifest.files.items() if entry.is_directory):
             found = reader.find_stat(path)
             if found is None or found.st_mode != stat.S_IFDIR | 0o755:

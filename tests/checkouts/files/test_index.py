@@ -11,7 +11,7 @@ import pytest
 from gitrepos import ENV, Upstream, git
 from trees import awkward, tree_of
 
-from mirrord.checkouts.files.index import Former, index_bytes, spliced_index
+from mirrord.checkouts.files.index import PreviousIndex, index_bytes, spliced_index
 from mirrord.checkouts.files.manifest import Manifest
 from mirrord.checkouts.files.scan import Changes
 from mirrord.checkouts.files.tree import materialise, move, repair
@@ -117,15 +117,15 @@ def test_an_index_that_was_altered_is_not_spliced(make_upstream: Make, tmp_path:
     manifest = materialise(upstream.path / ".git", awkward(upstream)[0], tmp_path / "tree")
     index = index_bytes(manifest)
     manifest = replace(manifest, index=index[-20:].hex())
-    assert Former.proven(manifest, index)
+    assert PreviousIndex.proven(manifest, index)
     for altered in (
         b"",
         index[:-21] + index[-20:],
         index[:100] + b"x" + index[101:],
         index.replace(b"plain.txt", b"plaim.txt"),
     ):
-        assert Former.proven(manifest, altered) is None
+        assert PreviousIndex.proven(manifest, altered) is None
 
 
-def former(manifest: Manifest) -> Former:
-    return Former(manifest, index_bytes(manifest))
+def former(manifest: Manifest) -> PreviousIndex:
+    return PreviousIndex(manifest, index_bytes(manifest))

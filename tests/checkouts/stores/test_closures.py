@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -29,11 +29,12 @@ from mirrord.checkouts.stores.closures import Closures, Commits
 from mirrord.checkouts.stores.packer import Packer, PackFile, check_written
 from mirrord.checkouts.stores.store import BUILDING, remove_leftovers
 from mirrord.errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError
-from mirrord.git.children import Command
+from mirrord.git import command, process
 from mirrord.git.command import Git
 from mirrord.git.packs import PackIndex
+from mirrord.git.process import Process
 from mirrord.git.workers import Workers
-from mirrord.host.trash import Remains
+from mirrord.host.trash import Trash
 from mirrord.model import CommitId, MirrorName
 
 NAME = MirrorName("owner", "name")
@@ -65,7 +66,7 @@ class Site:
                     workers=workers,
                     packer=Packer(git, workers),
                     commits=Commits(workers, lambda name: self.mirror),
-                    remains=Remains(),
+                    trash=Trash(),
                     deferred=afterwards,
                     mirrors_path=lambda name: self.mirror,
                     recorded=self._recorded,
@@ -343,7 +344,7 @@ def test_a_lying_commit_graph_does_not_change_what_is_packed(site: Site) -> None
 def test_leftovers_of_a_killed_build_are_removed(tmp_path: Path) -> None:
     (tmp_path / f"{BUILDING}abc/x").mkdir(parents=True)
     (tmp_path / ("1" * 40)).mkdir()
-    assert remove_leftovers(tmp_path, Remains()) == 1
+    assert remove_leftovers(tmp_path, Trash()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["1" * 40]
 
 
@@ -373,19 +374,14 @@ def test_a_large_pack_is_copied_only_from_packs_that_are_whole(
 
 def count_processes(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
     """Note the command of every git that is started from here on."""
-    start = Command.start
+    start = process.start
+    known = ("rev-list", "pack-objects", "verify-pack", "cat-file")
 
-    def counted(command: Command) -> subprocess.Popen[bytes]:
-        started.append(
-            next(
-                word
-                for word in command.argv
-                if word in ("rev-list", "pack-objects", "verify-pack", "cat-file")
-            )
-        )
-        return start(command)
+    def counted(argv: Sequence[str], *rest: Any) -> Process:
+        started.append(next(word for word in argv if word in known))
+        return start(argv, *rest)
 
-    monkeypatch.setattr(Command, "start", counted)
+    monkeypatch.setattr(command, "start", counted)
 
 
 def test_the_first_closure_costs_two_processes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from gitrepos import Upstream
 from templatelab import Store, assert_equals_commit, run
 
 from mirrord.checkouts.stores.store import SHARED, remove_unused, unshare, write_shared
-from mirrord.host.trash import Remains
+from mirrord.host.trash import Trash
 
 
 def kept(directory: Path) -> list[Path]:
@@ -46,12 +46,12 @@ def test_it_goes_with_the_last_that_has_it(tmp_path: Path) -> None:
     unshare(tmp_path, tmp_path / "a")
     assert len(kept(tmp_path)) == 1
     (tmp_path / "a").unlink()
-    assert remove_unused(tmp_path, Remains()) == 0
+    assert remove_unused(tmp_path, Trash()) == 0
     unshare(tmp_path, tmp_path / "b")
     assert kept(tmp_path) == []
     write_shared(tmp_path, tmp_path / "d", b"same")
     (tmp_path / "d").unlink()
-    assert remove_unused(tmp_path, Remains()) == 1
+    assert remove_unused(tmp_path, Trash()) == 1
     assert kept(tmp_path) == []
 
 
