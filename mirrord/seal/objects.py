@@ -55,7 +55,7 @@ class StoreContents:
 
 
 def read_contents(repository: ForeignRepository, private: Path) -> StoreContents:
-    """Every object in every store. `private` is a git directory of ours; its `storeN` lead there."""
+    """Every object in every store; `storeN` in `private`, a git directory of ours, lead there."""
     contents = StoreContents()
     for number, store in enumerate(repository.stores):
         files = {found.where: found for found in walk(store)}

@@ -21,7 +21,7 @@ from gitrepos import Upstream, git
 from mountlab import mounted_below
 
 from mirrord.checkouts.patches import apply as patches
-from mirrord.checkouts.patches.diff import Work, staged
+from mirrord.checkouts.patches.diff import PatchJob, staged
 from mirrord.errors import (
     CheckoutBusyError,
     DiffTooLargeError,
@@ -116,10 +116,10 @@ def reset(service: Service, checkout: Checkout) -> Any:
     return service.call(service.checkouts.reset, checkout.id, ResetCheckout(), USER_PEER)
 
 
-def work(service: Service, checkout: Checkout) -> Work:
+def work(service: Service, checkout: Checkout) -> PatchJob:
     """What a worker is told of a checkout."""
     root = Path(checkout.path)
-    return Work(root, service.mirror, checkout.commit, (USER, USER), service.state / "scratch")
+    return PatchJob(root, service.mirror, checkout.commit, (USER, USER), service.state / "scratch")
 
 
 # -- links ------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from ...host.files import open_directory, open_regular, opened, shown_path
 from ...model import NAME_LIMIT_BYTES, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
 from ..files.reader import TreeReader
 from ..files.writer import TreeWriter
-from .diff import Staging, Work, staged
+from .diff import PatchJob, Staging, staged
 
 _OUTSIDE = re.compile(r"invalid path|beyond a symbolic link|outside repository")
 _INVALID = re.compile(
@@ -47,13 +47,13 @@ class _Step(NamedTuple):
     mode: str | None
 
 
-def apply(work: Work, changed: list[bytes], patch: bytes | Path, reverse: bool) -> list[bytes]:
+def apply(job: PatchJob, changed: list[bytes], patch: bytes | Path, reverse: bool) -> list[bytes]:
     """Apply a patch to the files as they are; the paths that it wrote or removed.
 
     Where it does not fit, nothing changes.
     """
     patch = patch.read_bytes() if isinstance(patch, Path) else patch
-    with staged(work) as staging:
+    with staged(job) as staging:
         staging.add_changes(changed, keep_ignored=lambda path: path in patch)
         before = staging.write_tree()
         if not patch.endswith(b"\n"):  # as in datasets; git calls it corrupt
@@ -73,13 +73,13 @@ def apply(work: Work, changed: list[bytes], patch: bytes | Path, reverse: bool) 
         return _write(staging, steps)
 
 
-def restore(work: Work, commit: str, paths: list[bytes]) -> list[bytes]:
+def restore(job: PatchJob, commit: str, paths: list[bytes]) -> list[bytes]:
     """Write the files of `commit` at `paths`, files or directories, into the checkout.
 
     Answers the paths that were written.
     """
     wanted = [_checked(path) for path in paths]
-    with staged(work) as staging:
+    with staged(job) as staging:
         command = ("ls-tree", "-r", "-z", "--full-tree", commit, "--", *map(os.fsdecode, wanted))
         listing = staging.run(*command).stdout
         lines = listing.split(b"\0")[:-1]

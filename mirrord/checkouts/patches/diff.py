@@ -46,7 +46,7 @@ _HINT = "remove it, or let a .gitignore name it"
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PatchJob:
     """A checkout as patches see it: `root` is the tree, `scratch` a private directory."""
 
     root: Path
@@ -56,16 +56,16 @@ class Work:
     scratch: Path
 
 
-def diff(work: Work, changed: list[bytes], spool: Path) -> bytes | None:
+def diff(job: PatchJob, changed: list[bytes], spool: Path) -> bytes | None:
     """The patch from the base commit to the checkout as `git add --all` would see it.
 
     A long one is left in `spool`.
     """
-    with staged(work) as staging:
+    with staged(job) as staging:
         staging.add_changes(changed, keep_ignored=lambda path: False)
         staging.run(
             "diff-index", "--cached", "--binary", "--full-index", "-M", "--no-ext-diff",
-            "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/", work.commit, into=spool,
+            "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/", job.commit, into=spool,
         )  # fmt: skip
         size = spool.stat().st_size
         if size > PATCH_LIMIT_BYTES:
@@ -81,23 +81,23 @@ def diff(work: Work, changed: list[bytes], spool: Path) -> bytes | None:
 
 
 @contextmanager
-def staged(work: Work) -> Iterator[Staging]:
+def staged(job: PatchJob) -> Iterator[Staging]:
     """Open a scratch repository, and remove it at the end."""
-    remove_tree(work.scratch)
+    remove_tree(job.scratch)
     try:
-        tree = open_directory(work.root)
+        tree = open_directory(job.root)
     except OSError as error:
         raise CheckoutBusyError(
             f"cannot open the checkout's directory: {error.strerror}",
             hint="it was replaced or removed; reset the checkout",
         ) from error
     with opened(tree) as root, full_disk_named("a private copy of the checkout"):
-        work.scratch.mkdir(mode=0o700)
+        job.scratch.mkdir(mode=0o700)
         try:
-            with denials_named(work.owner):
-                yield Staging(work, root)
+            with denials_named(job.owner):
+                yield Staging(job, root)
         finally:
-            remove_tree(work.scratch)
+            remove_tree(job.scratch)
 
 
 @contextmanager
@@ -132,21 +132,21 @@ class _Found:
 class Staging:
     """A scratch repository; `root` is the open tree of the checkout."""
 
-    def __init__(self, work: Work, root: int) -> None:
-        self.work = work
+    def __init__(self, job: PatchJob, root: int) -> None:
+        self.job = job
         self.root = root
-        self.owner = ActingAs(work.owner)
-        self.git_dir = work.scratch / "git"
-        self._rules = work.scratch / "rules"
-        self._files = work.scratch / "files"
+        self.owner = ActingAs(job.owner)
+        self.git_dir = job.scratch / "git"
+        self._rules = job.scratch / "rules"
+        self._files = job.scratch / "files"
         self._bytes_left = BYTES_LIMIT
         objects = self.git_dir / "objects/info"
         for directory in (objects, self.git_dir / "refs", self._rules, self._files):
             directory.mkdir(parents=True)
         (self.git_dir / "HEAD").write_text("ref: refs/heads/none\n")
         (self.git_dir / "config").write_text(_CONFIG)
-        (objects / "alternates").write_text(f"{work.mirror}/objects\n")
-        self.run("read-tree", work.commit)
+        (objects / "alternates").write_text(f"{job.mirror}/objects\n")
+        self.run("read-tree", job.commit)
         listed = self.run("ls-files", "--stage", "-z").stdout.split(b"\0")[:-1]
         self._base = {line.partition(b"\t")[2]: int(line[:6], 8) for line in listed}
         self._directories: set[bytes] = set()
@@ -203,7 +203,7 @@ class Staging:
 
     def check_out(self, paths: Collection[bytes]) -> Path:
         """Write files of the index into a private directory, converted as a checkout does it."""
-        out = self.work.scratch / "out"
+        out = self.job.scratch / "out"
         out.mkdir()
         self.run("checkout-index", "-f", "-z", "--stdin", stdin=_joined(paths), files=out)
         return out

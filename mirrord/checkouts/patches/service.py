@@ -20,7 +20,7 @@ from ...protocol import RestorePaths
 from ..backend import DIFF_TIMEOUT
 from ..leases import Lease
 from .apply import apply, restore
-from .diff import Work, diff
+from .diff import PatchJob, diff
 
 
 class Patches:
@@ -40,7 +40,7 @@ class Patches:
         spool = quarantine.root / f"diff-{secrets.token_hex(8)}"
         try:
             patch = await self._workers.run(
-                diff, self._work(lease), changed, spool, timeout=DIFF_TIMEOUT
+                diff, self._job(lease), changed, spool, timeout=DIFF_TIMEOUT
             )
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -56,7 +56,7 @@ class Patches:
         Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError; nothing changed.
         """
         paths = await self._workers.run(
-            apply, self._work(lease), changed, patch, reverse, timeout=DIFF_TIMEOUT
+            apply, self._job(lease), changed, patch, reverse, timeout=DIFF_TIMEOUT
         )
         return [path.decode(errors="backslashreplace") for path in paths]
 
@@ -75,7 +75,7 @@ class Patches:
             )
         wanted = [path.encode(errors="surrogateescape") for path in request.paths]
         paths = await self._workers.run(
-            restore, self._work(lease), commit, wanted, timeout=DIFF_TIMEOUT
+            restore, self._job(lease), commit, wanted, timeout=DIFF_TIMEOUT
         )
         return [path.decode(errors="backslashreplace") for path in paths]
 
@@ -95,8 +95,8 @@ class Patches:
             fact, hint = "no such name", "the names are @patch and @test_patch"
         raise InvalidRequestError(f"cannot apply {shown(named)}: {fact}", hint=hint)
 
-    def _work(self, lease: Lease) -> Work:
-        return Work(
+    def _job(self, lease: Lease) -> PatchJob:
+        return PatchJob(
             root=lease.tree_path,
             mirror=self._mirrors.path(lease.mirror),
             commit=lease.commit,

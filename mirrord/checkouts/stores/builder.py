@@ -30,8 +30,8 @@ from ...host.trash import Trash, new_trash
 from ...mirrors.coalesce import Coalescer
 from ...model import CommitId, History, MirrorName, Resolved
 from ..deferred import Deferred
-from .closures import Closures, Commits, Recorded, nothing_recorded
-from .packer import Packer, PackFile, together, write_graph
+from .closures import Closures, Recorded, nothing_recorded
+from .packer import PackFile, together, write_graph
 from .store import (
     CONFIG,
     GRAPH,
@@ -85,10 +85,8 @@ class StoreBuilder:
         mirrors_path: Callable[[MirrorName], Path],
         recorded: Recorded = nothing_recorded,
     ) -> None:
-        self.commits = Commits(workers, mirrors_path)
         self._store = state_dir / "templates"
         self._git = git
-        self._packer = Packer(git, workers)
         self._tags = Tags(git)
         self._trash = trash
         self._deferred = Deferred()
@@ -97,13 +95,12 @@ class StoreBuilder:
             store=self._store,
             git=git,
             workers=workers,
-            packer=self._packer,
-            commits=self.commits,
             trash=self._trash,
             deferred=self._deferred,
             mirrors_path=mirrors_path,
             recorded=recorded,
         )
+        self.commits = self._closures.commits
         self._found: dict[tuple[str, CommitId, History], SealedStore] = {}
         self._builds: Coalescer[SealedStore] = Coalescer()
         self._stores: dict[str, dict[Path, tuple[SealedStore, float]]] = {}
@@ -293,7 +290,7 @@ class StoreBuilder:
         file = scratch / "objects" / head[:2] / head[2:]
         file.parent.mkdir(parents=True)
         file.write_bytes(zlib.compress(body))
-        pack = await self._packer.pack_range(
+        pack = await self._closures.packer.pack_range(
             self._mirrors_path(name), head, None, into=scratch, extra=scratch / "objects"
         )
         return _Contents(head, found.tree, [pack], [])

@@ -2,7 +2,7 @@
 
 The layers of a chain (`chains.py`) together are exactly the closure of the commit at its end. A
 layer of a few commits is made by a worker that walks them without a process of git
-(`git/objects/increments.py`), a longer one by git (`packer.py`); layers that only neighbours will
+(`git/objects/commits.py`), a longer one by git (`packer.py`); layers that only neighbours will
 need are made after the answer. Owns `templates/<mirror>/packs/`, a cache: a layer is built in a
 temporary directory and renamed after those it stands on.
 """
@@ -103,8 +103,6 @@ class Closures:
         store: Path,
         git: Git,
         workers: Workers,
-        packer: Packer,
-        commits: Commits,
         trash: Trash,
         deferred: Deferred,
         mirrors_path: Callable[[MirrorName], Path],
@@ -113,8 +111,8 @@ class Closures:
         self._store = store
         self._git = git
         self._workers = workers
-        self._packer = packer
-        self._commits = commits
+        self.packer = Packer(git, workers)
+        self.commits = Commits(workers, mirrors_path)
         self._trash = trash
         self._deferred = deferred
         self._mirrors_path = mirrors_path
@@ -241,7 +239,7 @@ class Closures:
         quick = quick or not is_waypoint(step.depth)
         mirror = self._mirrors_path(name)
         async with self._packing.turn():
-            packed = await self._packer.pack_range(
+            packed = await self.packer.pack_range(
                 mirror, step.commit, step.base, into=place, quick=quick
             )
         count, size = packed.object_count, packed.size_bytes
@@ -275,7 +273,7 @@ class Closures:
     async def _line_to_base(self, name: MirrorName, commit: CommitId) -> list[CommitId]:
         """First parents from `commit` back to one that has a layer, or to the root to be packed."""
         known = self._known(name)
-        near: Sequence[CommitId] = (await self._commits.get(name, commit)).line
+        near: Sequence[CommitId] = (await self.commits.get(name, commit)).line
         found = self._to_known(name, near)
         if found is None and len(near) == NEAR:
             mirror = self._mirrors_path(name)

@@ -25,8 +25,8 @@ from mirrord.checkouts.stores.chains import (
     plan,
     previous,
 )
-from mirrord.checkouts.stores.closures import Closures, Commits
-from mirrord.checkouts.stores.packer import Packer, PackFile, check_written
+from mirrord.checkouts.stores.closures import Closures
+from mirrord.checkouts.stores.packer import PackFile, check_written
 from mirrord.checkouts.stores.store import BUILDING, remove_leftovers
 from mirrord.errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError
 from mirrord.git import command, process
@@ -64,8 +64,6 @@ class Site:
                     store=self.root / "templates",
                     git=git,
                     workers=workers,
-                    packer=Packer(git, workers),
-                    commits=Commits(workers, lambda name: self.mirror),
                     trash=Trash(),
                     deferred=afterwards,
                     mirrors_path=lambda name: self.mirror,
