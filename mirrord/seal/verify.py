@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CorruptObjectError, GitFailedError
-from ..git.batch import object_info_sync, read_objects_sync
+from ..git.batch import read_objects_sync
 from ..git.command import run_git_sync
 from ..git.environment import UNTRUSTING
 from ..model import CommitId, parse_commit
@@ -130,7 +130,8 @@ def _is_squashed(private: Path, git_dir: Path, head: str, base: CommitId) -> boo
     """Whether `head` has the tree of `base`, no parents, no header or message to hide more in."""
     try:
         (commit,) = read_objects_sync(private, [head], doing=f"read {head}")
-        (tree,) = object_info_sync(git_dir, [f"{base}^{{tree}}"], doing=f"read {base}")
+        tree_name = f"{base}^{{tree}}"
+        (tree,) = read_objects_sync(git_dir, (), info=[tree_name], doing=f"read {base}")
     except (CorruptObjectError, GitFailedError):
         return False
     found = _SQUASHED.fullmatch(commit.data) if commit.kind == "commit" else None
@@ -183,15 +184,16 @@ def _object_leaks(private: Path, outside: set[bytes]) -> Iterator[SealLeak]:
     """One leak per type of object, with a few examples."""
     oids = [oid.hex() for oid in sorted(outside)]
     try:
-        kinds = [each.kind for each in object_info_sync(private, oids, doing="look at objects")]
+        found = list(read_objects_sync(private, (), info=oids, doing="look at objects"))
+        kinds = [each.kind for each in found]
     except (CorruptObjectError, GitFailedError):
         kinds = ["object"] * len(oids)
     by_type: dict[str, list[str]] = {}
     for oid, kind in zip(oids, kinds, strict=True):
         by_type.setdefault(kind if kind in _TYPES else "object", []).append(oid)
-    for kind, found in sorted(by_type.items()):
-        examples = ", ".join(found[:_EXAMPLES])
-        fact = f"{len(found)} of type {kind} outside the closure, such as {examples}"
+    for kind, some in sorted(by_type.items()):
+        examples = ", ".join(some[:_EXAMPLES])
+        fact = f"{len(some)} of type {kind} outside the closure, such as {examples}"
         yield leak("object", fact)
 
 
