@@ -40,7 +40,7 @@ Graph = dict[str, tuple[str, ...]]
 def look_up(
     git_dir: Path, names: Iterable[str], read: Collection[str] = ()
 ) -> dict[str, BatchObject]:
-    """What `names` lead to, with bytes what `read` does: what is there and git can read."""
+    """The objects that `names` and `read` lead to, the latter with bytes, where git has them."""
     found = read_objects_sync(
         git_dir, read, info=sorted(set(names)),
         options=UNTRUSTING, timeout=TIMEOUT, bisect=True, doing="look up objects",
@@ -250,7 +250,7 @@ class Missing(NamedTuple):
 
 
 def find_missing(stand_in: Path, tips: Collection[str]) -> Missing:
-    """Exactly what is missing of the closures of `tips`, as far as what is there tells.
+    """Exactly the objects that are missing of the closures of `tips`, as far as known ones tell.
 
     git alone cannot say: its walk ends at the first missing commit (2.39). So the commits are put
     together from those that are there, and the trees of all of them are walked at once. What is

@@ -151,7 +151,7 @@ def unkept(
 ) -> dict[str, str]:
     """Kept refs for commits of records that no ref of upstream and no kept one leads to.
 
-    Empty while something is missing or damaged: then nobody can tell what leads to what.
+    Empty while an object is missing or damaged: then ancestry is unknown.
     """
     lasting = {oid for ref, oid in refs.items() if not ref.startswith(PINS)}
     past = {oid for recorded, _ in records for oid in theirs(recorded).values()} - lasting

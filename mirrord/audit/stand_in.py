@@ -28,7 +28,7 @@ def readable(git_dir: Path, found: RefFiles, strange: Collection[BadFile]) -> It
     with tempfile.TemporaryDirectory(prefix="mirrord-stand-in-") as directory:
         stand_in = Path(directory)
         if any(bad.kind in _IN_THE_WAY for bad in strange):
-            # git reads through a symbolic link; that it is one is a finding, and hits nobody yet
+            # git reads through a symbolic link; a finding that hits no commit yet
             unread = [bad for bad in strange if not is_readable_link(git_dir / bad.path)]
             make_stand_in(git_dir, unread, found.refs, stand_in, link=os.symlink)
         else:  # as one link, that follows when the mirror is packed meanwhile

@@ -1,4 +1,4 @@
-"""The heal: object by object, from whoever has them, and nothing is destroyed first."""
+"""Heals: mirrors are repaired object by object, from any donor, and nothing is destroyed first."""
 
 from .service import Heals
 

@@ -210,7 +210,7 @@ class Donors:
     # -- packs that earlier heals took out ---------------------------------------------------------
 
     def damaged_packs(self) -> list[Donor]:
-        """The latest first: what nobody had then may be there, as a delta on a later donor's."""
+        """The latest first: each may hold a missing object as a delta on what a donor has now."""
         directory = self.mirrors.quarantine.root / DAMAGED / str(self.row.name)
         packs = sorted(directory.glob("*/objects/pack/pack-*.pack"), reverse=True)
         return [

@@ -3,8 +3,8 @@
 All but the last step happens in a stand-in below the quarantine, so a cancelled or killed heal
 leaves the mirror as it was. A damaged pack goes once its intact objects are in the stand-in: git
 may read a damaged object from it before a good copy elsewhere. It stays in quarantine, as a donor
-of later heals. Other bad files that hold something needed that nobody has stay where they are. The
-caller holds the mirror's lock.
+of later heals. Other bad files stay in place while they may hold a needed object that no donor
+has. The caller holds the mirror's lock.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ class MirrorRepair:
             plan_refs, self.stand_in, found, branch, record, timeout=TIMEOUT
         )
         if known & missing.all:
-            lost = f"record {record} was lost, and nobody has it"
-            self.history = f"{lost}; it goes on from what is here"
+            lost = f"record {record} was lost, and no donor has it"
+            self.history = f"{lost}; continued from what is here"
         if plan.restore or known & missing.all:
             missing = await self._collect({*self.recorded, *plan.refs(found).values()})
         refs = plan.refs(found)
         if plan.lines:
             await self._write_history(refs, plan, plan.lines, "joined by a heal")
-            self.history = "it was moved back, and goes on from both of its lines"
+            self.history = "it was moved back; continued from both of its lines"
         elif refs and (
             HISTORY not in refs or (missing and await self._missing({refs[HISTORY]}))
         ):  # the records are not whole, and no donor but a bundle has them
@@ -184,7 +184,7 @@ class MirrorRepair:
             self.salvaged[_LINKED] = Donor("what symbolic links lead to", partial(lend, linked))
 
     async def _collect(self, tips: Collection[str]) -> Missing:
-        """Ask donors for what is missing, in rounds while it gets less; answers what nobody had."""
+        """Ask donors for what is missing, in rounds while it gets less; answers the rest."""
         missing = await self._missing(tips)
         donors = list(self.salvaged.values())
         if missing:
@@ -244,13 +244,13 @@ class MirrorRepair:
         name = bundle.name if bundle else None
         log.warning("history.lost", mirror=str(self.name), record=refs.get(HISTORY), bundle=name)
         parents, why = [record] if record else [], BEGUN_ANEW
-        self.history = "its records were lost, and no bundle has them; it begins anew"
+        self.history = "its records were lost, and no bundle has them; a new one was begun"
         if bundle:
             kept = {f"{KEPT}{oid}": oid for oid in bundle.contents.kept}
             plan.restore |= {ref: oid for ref, oid in kept.items() if ref not in refs}
             why = "continued by a heal"
             since = f"{at:%Y-%m-%d} in {name}"
-            self.history = f"its records were lost; it goes on from those of {since}"
+            self.history = f"its records were lost; continued from those of {since}"
         await self._write_history({**refs, **plan.restore}, plan, parents, why)
 
     async def _write_history(
@@ -269,7 +269,7 @@ class MirrorRepair:
     # -- files that go -----------------------------------------------------------------------------
 
     def _may_go(self, bad: BadFile, unhealed: Collection[str]) -> bool:
-        """Not a file that may hold something needed that nobody has, but for salvaged packs."""
+        """Whether a file holds no needed object that no donor has, or its objects were salvaged."""
         if not unhealed or bad.kind in {FileKind.DERIVED, FileKind.PLANTED}:
             return True
         if bad.kind is FileKind.LAYOUT:
@@ -291,7 +291,7 @@ class MirrorRepair:
         return bad
 
     def _outdated(self, going: Collection[BadFile], missing: Missing) -> Iterator[BadFile]:
-        """What git derived from packs that go and commits that nobody has; it can do so again."""
+        """Files that git derived from packs that go, or from lost commits; git makes them again."""
         listed = {bad.path for bad in going}
         objects = self.git_dir / "objects"
         files: list[Path] = []
@@ -304,4 +304,4 @@ class MirrorRepair:
         for file in files:
             path = str(file.relative_to(self.git_dir))
             if file.is_file() and path not in listed:
-                yield BadFile(path, FileKind.DERIVED, "it names what goes, or what nobody has")
+                yield BadFile(path, FileKind.DERIVED, "it names packs that go, or lost commits")

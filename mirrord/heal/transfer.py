@@ -1,8 +1,8 @@
 """Move objects into a heal's stand-in: from donors what is missing, from damaged packs the rest.
 
-A donor lists and packs exactly what is missing, and `index-pack` computes every id anew: a donor
-that lies gives something that nobody asked for, and the pack is thrown away. Never writes to a
-mirror, and only reads damaged packs.
+A donor lists and packs exactly what is missing, and `index-pack` hashes every object again: a pack
+with any other object than those asked for is thrown away. Never writes to a mirror, and only reads
+damaged packs.
 """
 
 from __future__ import annotations

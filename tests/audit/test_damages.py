@@ -411,7 +411,9 @@ def must_be_found(found: Audit, kind: FindingKind, hit: set[str], level: AuditLe
 
 
 def must_have_refs(it: Furnished, damage: str, *, begins_anew: bool) -> None:
-    """As before, but for a history whose records nobody has, and for kept refs of what was moved by hand."""
+    """As before, but for a history whose records nobody has, and for kept refs of what was moved by
+    hand.
+    """
     now = refs_of(it.mirror)
     wanted = {ref: oid for ref, oid in it.refs.items() if ref != HISTORY or not begins_anew}
     assert {ref: now.get(ref) for ref in wanted} == wanted

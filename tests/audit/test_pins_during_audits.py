@@ -1,4 +1,6 @@
-"""Datasets and pins that come and go while an audit or a heal is at work: nobody's pin comes back, nobody's is lost."""
+"""Datasets and pins that come and go while an audit or a heal is at work: nobody's pin comes back,
+nobody's is lost.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def lose_a_blob(house: House) -> None:
 async def heal_while(
     house: House, change: Callable[[], Coroutine[Any, Any, object]], when: str
 ) -> Audit:
-    """Heal a lost blob; `change` happens before the heal begins, or is asked for while it has the mirror."""
+    """Heal a lost blob; `change` happens before the heal begins, or is asked for while it has the
+    mirror.
+    """
     lose_a_blob(house)
 
     async def repair(judged: Judged, progress: ProgressSink | None) -> Repair:
@@ -162,7 +166,9 @@ async def test_a_pin_removed_by_a_person_during_a_heal_stays_removed(
 async def test_an_audit_asks_what_is_recorded_when_it_comes_to_a_mirror(
     house: House, datasets: Datasets
 ) -> None:
-    """A dataset that was removed since the audit began affects no instance, and no pin of it is made again."""
+    """A dataset that was removed since the audit began affects no instance, and no pin of it is
+    made again.
+    """
     upstream = Upstream(house.root / "other")
     await house.mirrors.add(OTHER.repo)
     rows = house.root / "more.jsonl"

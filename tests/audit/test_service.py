@@ -1,4 +1,6 @@
-"""The audit against real damage: it says what cannot be served, whom it hits, and nothing where nothing is wrong."""
+"""The audit against real damage: it says what cannot be served, whom it hits, and nothing where
+nothing is wrong.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ DEEP_LEVELS = [AuditLevel.CLOSURE, AuditLevel.CONTENT]
 
 
 class Site:
-    """A bare repository with ten commits in a line, a side branch off the fifth, and a pin for each."""
+    """A bare repository with ten commits in a line, a side branch off the fifth, and a pin for
+    each.
+    """
 
     def __init__(self, root: Path) -> None:
         upstream = Upstream(root / "upstream")
@@ -175,7 +179,9 @@ def test_a_missing_commit_hidden_by_a_commit_graph_is_found(site: Site, level: A
 def test_a_missing_blob_hits_the_commits_that_have_it_in_their_past(
     site: Site, level: AuditLevel
 ) -> None:
-    """It came with the third commit: the first two are whole, everything after is not, the side branch included."""
+    """It came with the third commit: the first two are whole, everything after is not, the side
+    branch included.
+    """
     site.explode()
     blob = site.git("rev-parse", f"{site.line[2]}:docs/page2.txt")
     site.loose(blob).unlink()
@@ -203,7 +209,9 @@ def test_holes_in_two_branches_are_told_apart(site: Site, level: AuditLevel) -> 
 
 @pytest.mark.parametrize("kind", ["blob", "tree", "commit"])
 def test_swapped_loose_objects_are_corrupt(site: Site, kind: str) -> None:
-    """A valid object under another's name passes every existence check and rev-list --verify-objects; not this one."""
+    """A valid object under another's name passes every existence check and rev-list --verify-
+    objects; not this one.
+    """
     site.explode()
     name = {"blob": ":docs/page7.txt", "tree": ":docs", "commit": ""}[kind]
     victim = site.git("rev-parse", f"{site.line[7]}{name}")
@@ -240,7 +248,9 @@ def test_altered_bytes_in_a_pack_are_corrupt(site: Site) -> None:
 
 @pytest.mark.parametrize("level", ALL_LEVELS)
 def test_a_pack_that_is_not_its_indexs_is_of_no_use(site: Site, level: AuditLevel) -> None:
-    """git does not open a pack that ends with another checksum than its index names: every object of it is missing."""
+    """git does not open a pack that ends with another checksum than its index names: every object
+    of it is missing.
+    """
     data = bytearray(site.pack.read_bytes())
     data[-1] ^= 0xFF
     site.pack.chmod(0o644)
@@ -632,7 +642,9 @@ def test_slips_that_real_histories_have_are_no_damage(site: Site) -> None:
 def test_an_undamaged_mirror_is_walked_or_hashed_once(
     site: Site, monkeypatch: pytest.MonkeyPatch, level: AuditLevel
 ) -> None:
-    """One long git, one look-up, and one walk of commits for their reach, which is not done again while refs stay."""
+    """One long git, one look-up, and one walk of commits for their reach, which is not done again
+    while refs stay.
+    """
     started: list[str] = []
     real = git_command.run_git_sync
 

@@ -1,4 +1,6 @@
-"""Bundles as donors of a heal: of this mirror and of others, whole and incremental, damaged and hostile, dropped and sent."""
+"""Bundles as donors of a heal: of this mirror and of others, whole and incremental, damaged and
+hostile, dropped and sent.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def told(audit: Audit) -> str:
 
 
 def test_a_bundle_repairs_every_kind_of_hole(furnished: Furnished) -> None:
-    """Upstream is away; tips, trees, blobs, a tag, and what only bundles have: records of the ref history and a kept tip."""
+    """Upstream is away; tips, trees, blobs, a tag, and what only bundles have: records of the ref
+    history and a kept tip.
+    """
     kept = next(ref for ref in furnished.refs if "/kept/" in ref)
 
     async def body(house: House) -> None:
@@ -75,7 +79,9 @@ def test_a_bundle_of_another_repository_is_a_donor(furnished: Furnished, tmp_pat
 
 
 def test_an_incremental_bundle_is_a_donor_on_top_of_the_mirror(furnished: Furnished) -> None:
-    """Its pack is thin: deltas against what the mirror has. What came before its record it does not have."""
+    """Its pack is thin: deltas against what the mirror has. What came before its record it does not
+    have.
+    """
 
     async def body(house: House) -> None:
         records = await list_records(house.mirrors.repository(house.name))
@@ -95,7 +101,9 @@ def test_an_incremental_bundle_is_a_donor_on_top_of_the_mirror(furnished: Furnis
 
 
 def test_incremental_bundles_follow_the_one_they_build_on(furnished: Furnished) -> None:
-    """Both commits of a line are lost: the later bundle can be opened when the earlier one has given."""
+    """Both commits of a line are lost: the later bundle can be opened when the earlier one has
+    given.
+    """
 
     async def body(house: House) -> None:
         records = await list_records(house.mirrors.repository(house.name))
@@ -185,7 +193,7 @@ def test_a_lost_ref_history_goes_on_from_the_newest_bundle(
         )
         healed = await house.heal()
         assert (healed.counts, healed.findings) == SOUND
-        assert ("goes on from" in healed.repairs[0].history) != is_known
+        assert ("continued from" in healed.repairs[0].history) != is_known
         after = await list_records(house.mirrors.repository(house.name))
         old = after if is_known else after[1:]
         assert [record.id for record in old] == [record.id for record in records]
@@ -202,7 +210,7 @@ def test_a_ref_history_that_nobody_has_begins_anew_and_says_so(furnished: Furnis
         furnished.lose("refs/mirrord/history~1:refs", "refs/mirrord/history~1")
         healed = await house.heal()
         assert (healed.counts, healed.findings) == SOUND
-        assert "begins anew" in healed.repairs[0].history
+        assert "new one was begun" in healed.repairs[0].history
         (record,) = await list_records(house.mirrors.repository(house.name))
         assert record.summary.startswith("begun anew by a heal")
 
@@ -252,7 +260,9 @@ def test_a_lent_bundle_is_a_donor_for_its_time(furnished: Furnished, tmp_path: P
 
 
 def test_the_command_line_sends_a_bundle(tmp_path: Path) -> None:
-    """As content through the socket; nothing of it stays, and a bad one ends before anything starts."""
+    """As content through the socket; nothing of it stays, and a bad one ends before anything
+    starts.
+    """
     upstream = Upstream(tmp_path / "demo+project")
     commits = upstream.history(3)
     text = f'[upstream]\nurl = "file://{tmp_path}/{{owner}}+{{name}}"\n'

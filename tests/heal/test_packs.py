@@ -1,4 +1,6 @@
-"""Heals of packs with more damage than the donors of the day can mend: what can be had is served, and no byte is lost."""
+"""Heals of packs with more damage than the donors of the day can mend: what can be had is served,
+and no byte is lost.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def place_of(pack: Path, oid: str) -> int:
 
 
 def disguise(pack: Path, oid: str) -> None:
-    """Have the pack call a blob a tree, and a tree a blob: its bytes unpack, and git gives them without a complaint."""
+    """Have the pack call a blob a tree, and a tree a blob: its bytes unpack, and git gives them
+    without a complaint.
+    """
     data, at = bytearray(pack.read_bytes()), place_of(pack, oid)
     assert data[at] & _TYPE in {_BLOB, _TREE}
     data[at] ^= _BLOB ^ _TREE
@@ -101,7 +105,9 @@ def users_of(house: House, oid: str) -> set[str]:
 def test_an_object_that_nobody_has_keeps_no_other_from_being_healed(
     furnished: Furnished, tmp_path: Path, harm: Callable[[Path, str], None]
 ) -> None:
-    """Two damaged objects in one pack, a donor for one: that one is served again, the other is told, all bytes are kept."""
+    """Two damaged objects in one pack, a donor for one: that one is served again, the other is
+    told, all bytes are kept.
+    """
     had, lacked = furnished.object(HAD), furnished.object(LACKED)
 
     async def body(house: House) -> None:
@@ -144,7 +150,9 @@ def test_an_object_that_nobody_has_keeps_no_other_from_being_healed(
 def test_a_pack_in_quarantine_gives_its_deltas_when_somebody_has_what_they_build_on(
     furnished: Furnished, tmp_path: Path, harm: Callable[[Path, str], None]
 ) -> None:
-    """Trees as deltas on a damaged one that nobody has at first; the donor that comes has that one, and none of the others."""
+    """Trees as deltas on a damaged one that nobody has at first; the donor that comes has that one,
+    and none of the others.
+    """
     base = furnished.object(f"{kept_tip(furnished)}:docs")
     tree = furnished.object("main:docs")
 
@@ -212,7 +220,9 @@ def built_on(pack: Path, base: str) -> list[str]:
 def test_a_donor_with_a_damaged_copy_and_a_good_one_gives_the_good_one(
     furnished: Furnished,
 ) -> None:
-    """A fork whose pack is damaged and which has the object loose as well: git copies from packs first, and unchecked."""
+    """A fork whose pack is damaged and which has the object loose as well: git copies from packs
+    first, and unchecked.
+    """
     lost = furnished.object(LACKED)
     pack_everything(furnished)
 

@@ -1,4 +1,6 @@
-"""The heal against real damage, with real donors: git fsck and the audit are the judges, and no bad byte is ever thrown away."""
+"""The heal against real damage, with real donors: git fsck and the audit are the judges, and no bad
+byte is ever thrown away.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,9 @@ LOSES_HISTORY = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_found_and_healed(furnished: Furnished, fault: str) -> None:
-    """By audit first; afterwards git, the audit and every ref are as before, and the bad bytes are in quarantine."""
+    """By audit first; afterwards git, the audit and every ref are as before, and the bad bytes are
+    in quarantine.
+    """
     FAULTS[fault](furnished)
     before = snapshot(furnished.mirror)
 
@@ -245,7 +249,9 @@ HOLES = {
 
 @pytest.mark.parametrize("donor", ["fallback", "fork", "closure packs", "intact part"])
 def test_each_donor_alone_repairs_every_kind_of_hole(furnished: Furnished, donor: str) -> None:
-    """Upstream is away; all holes at once, and for the intact part the bytes of the lost objects in a damaged pack only."""
+    """Upstream is away; all holes at once, and for the intact part the bytes of the lost objects in
+    a damaged pack only.
+    """
 
     async def body(house: House) -> None:
         try:
@@ -276,7 +282,9 @@ def test_each_donor_alone_repairs_every_kind_of_hole(furnished: Furnished, donor
 
 
 def test_what_nobody_has_stays_as_it_was_and_is_tried_again(furnished: Furnished) -> None:
-    """A damaged blob without a donor: the file stays, the instances are named, and a donor that comes back heals it later."""
+    """A damaged blob without a donor: the file stays, the instances are named, and a donor that
+    comes back heals it later.
+    """
 
     async def body(house: House) -> None:
         path = loose_blob(furnished)
@@ -322,7 +330,9 @@ def test_what_was_left_open_is_tried_at_once_after_a_start(furnished: Furnished)
 
 
 def test_a_donor_that_lies_is_not_believed(furnished: Furnished) -> None:
-    """A closure pack whose index gives the lost blob's name to other bytes: nothing of it comes in, upstream heals."""
+    """A closure pack whose index gives the lost blob's name to other bytes: nothing of it comes in,
+    upstream heals.
+    """
 
     async def body(house: House) -> None:
         closure_packs(house)
@@ -383,7 +393,9 @@ if __name__ == "__main__":
 
 
 def test_a_kill_before_each_change_loses_nothing(tmp_path: Path, furnished: Furnished) -> None:
-    """A damaged pack, a lost HEAD, a bad ref and a deleted pin at once; killed at each step in turn, and healed by the next."""
+    """A damaged pack, a lost HEAD, a bad ref and a deleted pin at once; killed at each step in
+    turn, and healed by the next.
+    """
     flip(furnished.pack())
     (furnished.mirror / "HEAD").unlink()
     write(furnished.mirror / "refs/heads/main", b"")
