@@ -66,7 +66,9 @@ def test_what_shares_a_cause_is_left_out_at_once() -> None:
 
 
 def test_single_items_are_tried_beside_each_other_where_there_is_a_lane() -> None:
-    """And one after the other where nobody else gives one up; nothing waits for a lane when all is done."""
+    """And one after the other where nobody else gives one up; nothing waits for a lane when all is
+    done.
+    """
     most: dict[int, int] = {}
 
     async def main(lanes: int) -> None:

@@ -62,7 +62,9 @@ def _bomb(times: int) -> tuple[str, bytes]:
 
 
 def test_a_pack_bomb_ends_within_its_memory(tmp_path: Path) -> None:
-    """A few kilobytes that unpack to more than git may allocate are refused; a small one of the kind is taken."""
+    """A few kilobytes that unpack to more than git may allocate are refused; a small one of the
+    kind is taken.
+    """
     repository = Repository(
         Git(home=tmp_path / "home"), MirrorName("a", "b"), tmp_path / "repository"
     )

@@ -33,7 +33,9 @@ NAME = "demo__project"
 
 
 class Pair:
-    """Two daemons that know nothing of each other; the first has a mirror of everything that a bundle carries."""
+    """Two daemons that know nothing of each other; the first has a mirror of everything that a
+    bundle carries.
+    """
 
     def __init__(self, one: Daemon, other: Daemon, upstream: Upstream, root: Path) -> None:
         self.one, self.other, self.upstream, self.root = one, other, upstream, root
@@ -75,7 +77,9 @@ class Source(NamedTuple):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
-    """A daemon whose mirror has all that a bundle carries: pins of a dataset and of a person, a kept tip, a history."""
+    """A daemon whose mirror has all that a bundle carries: pins of a dataset and of a person, a
+    kept tip, a history.
+    """
     root = tmp_path_factory.mktemp("source")
     upstream = Upstream(root / "demo+project")
     commits = upstream.history(4)
@@ -114,7 +118,9 @@ def pair(tmp_path: Path, source: Source) -> Iterator[Pair]:
 
 
 def test_a_bundle_restores_the_whole_mirror_elsewhere(pair: Pair) -> None:
-    """Every ref, pins with owner and reason, kept tips, the ref history, the dataset's instances; and an audit finds nothing."""
+    """Every ref, pins with owner and reason, kept tips, the ref history, the dataset's instances;
+    and an audit finds nothing.
+    """
     made = pair.bundle()
     assert made.size_bytes == pair.file.stat().st_size
     assert pair.file.stat().st_mode & 0o777 == 0o600
@@ -159,7 +165,9 @@ def test_a_bundle_of_what_is_there_adds_no_pack(pair: Pair) -> None:
 
 
 def test_what_was_restored_survives_a_restart(pair: Pair) -> None:
-    """Pins of datasets are dropped at a start when no dataset records their commits: these are recorded."""
+    """Pins of datasets are dropped at a start when no dataset records their commits: these are
+    recorded.
+    """
     pair.bundle()
     pair.take()
     before = pair.refs(pair.other)
@@ -170,7 +178,9 @@ def test_what_was_restored_survives_a_restart(pair: Pair) -> None:
 
 @pytest.mark.parametrize("moment", ["import.checking", "import.moving", "import.ended"])
 def test_a_kill_in_an_import_leaves_what_the_same_import_finishes(pair: Pair, moment: str) -> None:
-    """Killed while objects are checked, while rows are, or at the end: no half mirror, and nothing is lost."""
+    """Killed while objects are checked, while rows are, or at the end: no half mirror, and nothing
+    is lost.
+    """
     pair.bundle()
     signs: dict[str, Callable[[], bool]] = {
         "import.checking": lambda: any(
@@ -202,7 +212,9 @@ def test_a_kill_in_an_import_leaves_what_the_same_import_finishes(pair: Pair, mo
 
 
 def test_an_import_makes_a_mirror_that_was_registered_and_never_synced(pair: Pair) -> None:
-    """As a crash of the first import leaves one: it knows its branch and when its upstream was last seen."""
+    """As a crash of the first import leaves one: it knows its branch and when its upstream was last
+    seen.
+    """
     pair.bundle()
     pair.other.json(
         "POST",
@@ -230,7 +242,7 @@ def test_plain_git_reads_a_bundle(pair: Pair) -> None:
 
 
 def test_an_incremental_bundle_holds_what_is_new(pair: Pair) -> None:
-    """It is small, needs the first one, and brings the other mirror to the same refs and history."""
+    """It is small, needs the first one, and brings the other mirror to the same refs and records."""
     first = pair.bundle()
     pair.upstream.commit({"large": os.urandom(1000)})
     pair.upstream.git("branch", "feature")
@@ -256,7 +268,9 @@ def _objects_in(file: Path) -> list[str]:
 
 
 def test_a_mirror_that_went_on_is_not_moved_back(pair: Pair) -> None:
-    """Newer tips stay, tips that differ are kept, pins are added; the same bundle again changes nothing."""
+    """Newer tips stay, tips that differ are kept, pins are added; the same bundle again changes
+    nothing.
+    """
     pair.bundle()
     ours = Upstream(pair.root / "ours")
     ours.git(
@@ -304,7 +318,7 @@ def test_a_tip_that_differs_is_kept_beside(pair: Pair) -> None:
 
 
 def test_pins_of_a_dataset_that_differs_go_to_who_imports(pair: Pair, source: Source) -> None:
-    """The other dataset of that name stays what it is, and no pin is lost, not by a restart either."""
+    """The other dataset of that name stays as it is, and no pin is lost, nor by a restart."""
     pair.bundle()
     other = pair.root / "tiny.jsonl"
     other.write_text(source.dataset.read_text().splitlines()[0] + "\n")
@@ -324,7 +338,7 @@ def test_pins_of_a_dataset_that_differs_go_to_who_imports(pair: Pair, source: So
         assert pinned <= {pin.commit for pin in client.list_pins()}
 
 
-# -- bad files --------------------------------------------------------------------------------------------------------
+# -- bad files -------------------------------------------------------------------------------------
 
 
 def _truncated(raw: bytes) -> bytes:
@@ -396,7 +410,9 @@ def _hand_made(at: Path, refs: dict[str, str], *extra: str) -> Path:
 
 
 def test_a_hostile_bundle_plants_nothing(pair: Pair) -> None:
-    """Replace refs, names that climb out, pins that lie, others of our names: all left out; a hostile tree refuses the whole."""
+    """Replace refs, names that climb out, pins that lie, others of our names: all left out; a
+    hostile tree refuses the whole.
+    """
     upstream = pair.upstream
     tip, old = upstream.git("rev-parse", "main"), upstream.git("rev-parse", "main~1")
     refs = {
@@ -423,7 +439,9 @@ def test_a_hostile_bundle_plants_nothing(pair: Pair) -> None:
 
 
 def test_records_that_lie_change_nothing(pair: Pair) -> None:
-    """A row that is none, a dataset with a bad name, a URL that starts a program, a history that is none, a later format."""
+    """A row that is none, a dataset with a bad name, a URL that starts a program, a history that is
+    none, a later format.
+    """
     upstream = pair.upstream
     good = {
         "name": "d",
@@ -478,7 +496,7 @@ def test_a_bundle_of_plain_git_becomes_a_mirror(pair: Pair) -> None:
         assert client.get_mirror("some/thing").default_branch == "main"
 
 
-# -- out --------------------------------------------------------------------------------------------------------------
+# -- out -------------------------------------------------------------------------------------------
 
 
 def test_a_mirror_that_lacks_objects_is_no_bundle(pair: Pair) -> None:

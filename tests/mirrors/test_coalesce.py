@@ -41,7 +41,9 @@ def test_callers_share_progress_and_the_last_one_cancels() -> None:
 
 
 def test_callers_after_the_work_was_closed_share_the_next_run() -> None:
-    """Whatever was seen before one asked is nobody's answer; the end of all cancels those that wait and those that fly."""
+    """Whatever was seen before one asked is nobody's answer; the end of all cancels those that wait
+    and those that fly.
+    """
 
     async def main() -> None:
         coalescer: Coalescer[int] = Coalescer()

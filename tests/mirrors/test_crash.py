@@ -36,7 +36,7 @@ if __name__ == "__main__":
 def test_a_kill_in_a_sync_leaves_the_old_state_or_the_new_one(
     tmp_path: Path, make_upstream: Callable[..., Upstream], requests: int, first: bool
 ) -> None:
-    """Killed while it asks, while objects come, or after; for a first clone and for a later sync."""
+    """Killed while it asks, while objects come, or after; for a first clone and a later sync."""
     upstream = make_upstream("owner+name")
     upstream.history(3)
     with serving(upstream.path.parent) as forge:
@@ -87,7 +87,9 @@ def test_a_kill_in_a_sync_leaves_the_old_state_or_the_new_one(
 def test_a_full_disk_stops_the_sync_and_harms_nothing(
     tmp_path: Path, make_upstream: Callable[..., Upstream]
 ) -> None:
-    """What was there is served on, nothing is left of the attempt, and with space the sync goes through."""
+    """What was there is served on, nothing is left of the attempt, and with space the sync goes
+    through.
+    """
     upstream = make_upstream("owner+name")
     old = upstream.history(2)[-1]
     state = tmp_path / "state"

@@ -1,4 +1,6 @@
-"""First and later syncs of an upstream that has many refs and a damaged object that a quarter of them reach."""
+"""First and later syncs of an upstream that has many refs and a damaged object that a quarter of
+them reach.
+"""
 
 from __future__ import annotations
 
@@ -173,7 +175,9 @@ def asked(forge: Forge) -> int:
 def test_all_that_is_whole_arrives_in_a_few_steps(
     site: Site, tmp_path: Path, strike: Callable[[Callable[[Path], None]], Case], damage: str
 ) -> None:
-    """A step for the refs, one that fails, one for the history, a few more; and a later sync asks once for what was lost."""
+    """A step for the refs, one that fails, one for the history, a few more; and a later sync asks
+    once for what was lost.
+    """
     case = strike(DAMAGES[damage])
     config = (site.mirror.path / "config").read_bytes()
     with serving(tmp_path / "upstreams") as forge:

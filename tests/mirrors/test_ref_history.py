@@ -1,4 +1,6 @@
-"""The ref history by hand: what upstream looked like at a time, who moved, what was lost and what is kept."""
+"""The ref history by hand: what upstream looked like at a time, who moved, what was lost and what
+is kept.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ DAYS = ("2024-01-01T12:00:00Z", "2024-02-01T12:00:00Z", "2024-03-01T12:00:00Z")
 
 
 class Told:
-    """A mirror with three records, a month apart: first sight; a force push and a deleted tag; a new branch."""
+    """A mirror with three records, a month apart: first sight; a force push and a deleted tag; a
+    new branch.
+    """
 
     def __init__(self, it: House, upstream: Upstream) -> None:
         self.it, self.upstream = it, upstream
@@ -103,7 +107,9 @@ def test_the_log_says_when_and_what(tmp_path: Path, upstream: Upstream) -> None:
 def test_a_time_names_the_record_that_stood_then(
     tmp_path: Path, upstream: Upstream, at: str, number: int
 ) -> None:
-    """Times without a zone are UTC; `latest` is the newest. The record's refs are those of upstream at that time."""
+    """Times without a zone are UTC; `latest` is the newest. The record's refs are those of upstream
+    at that time.
+    """
 
     async def check(it: Told) -> None:
         diff = await it.it.mirrors.refs_diff(NAME, at, at)
@@ -115,7 +121,9 @@ def test_a_time_names_the_record_that_stood_then(
 
 
 def test_a_diff_tells_who_moved_and_what_is_kept(tmp_path: Path, upstream: Upstream) -> None:
-    """Forward moves lose nothing; a forced one and a deletion do, and the old tips are held by kept refs."""
+    """Forward moves lose nothing; a forced one and a deletion do, and the old tips are held by kept
+    refs.
+    """
 
     async def check(it: Told) -> None:
         diff = await it.it.mirrors.refs_diff(NAME, it.records[0][:10], it.records[1])
@@ -137,7 +145,9 @@ def test_a_diff_tells_who_moved_and_what_is_kept(tmp_path: Path, upstream: Upstr
 
 
 def test_refs_are_put_back_and_forth(tmp_path: Path, upstream: Upstream) -> None:
-    """By a time; the figures follow; the restore is itself a record, and can be undone; the next sync follows upstream."""
+    """By a time; the figures follow; the restore is itself a record, and can be undone; the next
+    sync follows upstream.
+    """
 
     async def check(it: Told) -> None:
         mirrors = it.it.mirrors

@@ -29,7 +29,8 @@ def test_a_name_that_is_also_a_directory_is_taken_and_what_is_below_is_told() ->
 
 
 _HOSTILE = (
-    "a..b", "a.lock", "a.lock/b", "a\x7f", "a b", "a~1", "a^", "a:b", "a?", "a[", "a\\b", "a@{1}", "a//b", "a/.b", "a.", "a/",
+    "a..b", "a.lock", "a.lock/b", "a\x7f", "a b", "a~1", "a^", "a:b", "a?", "a[", "a\\b", "a@{1}",
+    "a//b", "a/.b", "a.", "a/",
     "x" * 241,
 )  # fmt: skip
 
@@ -46,8 +47,10 @@ def test_a_hostile_name_is_a_fault(name: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [f"{A}\trefs/mirrord/pins/person/0/{A}", f"{A}\trefs/replace/{B}", f"{A}\trefs/stash", f"{A}\trefs/bisect/bad", f"{A}\tHEAD",
-     f"{A}\trefs/tags/v1^{{}}", "0\trefs/heads/x", f"{A}g\trefs/heads/x", f"{A} refs/heads/x", "", "\t"],
+    [f"{A}\trefs/mirrord/pins/person/0/{A}", f"{A}\trefs/replace/{B}", f"{A}\trefs/stash",
+     f"{A}\trefs/bisect/bad", f"{A}\tHEAD",
+     f"{A}\trefs/tags/v1^{{}}", "0\trefs/heads/x", f"{A}g\trefs/heads/x", f"{A} refs/heads/x", "",
+     "\t"],
 )  # fmt: skip
 def test_what_is_not_a_ref_of_theirs_is_not_seen(line: str) -> None:
     """Not even where the patterns name everything."""
@@ -63,7 +66,7 @@ def test_a_head_that_is_not_offered_is_none() -> None:
 
 
 def test_an_offer_holds_what_was_asked_for() -> None:
-    """Peeled tags, other namespaces, ours and hostile names stay out; a hostile name is reported."""
+    """Peeled tags, other namespaces, ours and hostile names stay out; a hostile one is reported."""
     oid = "a" * 40
     taken = ["refs/heads/main", "refs/pull/1/head", "refs/tags/v1"]
     left = ["refs/tags/v1^{}", "refs/pull/1/merge", "refs/mirrord/history", "refs/replace/x"]
@@ -81,7 +84,8 @@ def test_an_offer_holds_what_was_asked_for() -> None:
 @pytest.mark.parametrize(
     "ref",
     [
-        "refs/heads/x.lock", "refs/heads/.x", "refs/heads/x y", "refs/heads/x:", "refs/heads//x", "refs/heads/@{",
+        "refs/heads/x.lock", "refs/heads/.x", "refs/heads/x y", "refs/heads/x:", "refs/heads//x",
+        "refs/heads/@{",
         "refs/heads/x/", "refs/heads/" + "x" * 300, "heads/x", "refs/heads/x\x7f",
     ],
 )  # fmt: skip

@@ -1,4 +1,6 @@
-"""The mirrors of a daemon, through the class the rest of it uses: real catalog, real git, real HTTP."""
+"""The mirrors of a daemon, through the class the rest of it uses: real catalog, real git, real
+HTTP.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def test_a_mirror_is_added_synced_and_found_in_any_spelling(
 def test_a_mirror_is_made_by_one_git_with_all_that_protects_it(
     house: Builder, tmp_path: Path
 ) -> None:
-    """A process for each key of the configuration was most of what a first sync of a small repository cost."""
+    """A process for each key of the configuration was most of what a first sync of a small
+    repository cost.
+    """
 
     async def body(_: House) -> None:
         repository = Repository(Git(home=tmp_path / "home"), NAME, tmp_path / "made")
@@ -255,7 +259,7 @@ def test_removal_waits_for_nobody_to_need_the_mirror(house: Builder, upstream: U
     house.run(body)
 
 
-# -- commits by id ----------------------------------------------------------------------------------------------------
+# -- commits by id ---------------------------------------------------------------------------------
 
 
 def test_a_commit_that_no_ref_brings_is_fetched_by_id(house: Builder, upstream: Upstream) -> None:
@@ -363,7 +367,7 @@ def test_old_refs_are_put_back_and_nothing_is_lost(house: Builder, upstream: Ups
     house.run(body)
 
 
-# -- over HTTP --------------------------------------------------------------------------------------------------------
+# -- over HTTP -------------------------------------------------------------------------------------
 
 
 def test_http_with_a_password_works_and_shows_it_nowhere(house: Builder, forge: Forge) -> None:

@@ -1,4 +1,6 @@
-"""What killed gits leave in a mirror: found by name and holder, finished or removed, and never in the way of the next one."""
+"""What killed gits leave in a mirror: found by name and holder, finished or removed, and never in
+the way of the next one.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from mirrord.model import CommitId
 
 _LEFT = (
     "packed-refs.new", "packed-refs.lock", "refs/heads/main.lock", "objects/pack/tmp_pack_a1B2c3",
-    "objects/pack/.tmp-77-pack-x.idx", "objects/pack/multi-pack-index.lock", "objects/info/packs_a1B2c3",
+    "objects/pack/.tmp-77-pack-x.idx", "objects/pack/multi-pack-index.lock",
+    "objects/info/packs_a1B2c3",
     "objects/info/commit-graphs/tmp_graph_a1B2c3",
 )  # fmt: skip
 
@@ -69,7 +72,9 @@ def test_what_a_process_holds_stays(mirror: Path) -> None:
 def test_a_pack_of_a_repack_that_died_just_now_is_not_in_the_way(
     house: Builder, mirror: Path
 ) -> None:
-    """Its name says which process it was; one that lives may be about to rename it, and holds nothing open then."""
+    """Its name says which process it was; one that lives may be about to rename it, and holds
+    nothing open then.
+    """
 
     async def body(it: House) -> None:
         command = ["git", "-C", str(mirror), "cat-file", "--batch-check"]
@@ -140,7 +145,9 @@ def test_a_pin_does_not_write_over_the_journal_of_a_killed_sync(
 
 
 def test_a_pack_without_an_index_is_indexed_at_a_start(house: Builder, mirror: Path) -> None:
-    """A kill between the two renames leaves that; git does not see such a pack, and an audit calls it damage."""
+    """A kill between the two renames leaves that; git does not see such a pack, and an audit calls
+    it damage.
+    """
     for index in (mirror / "objects/pack").glob("*.idx"):
         index.unlink()
 

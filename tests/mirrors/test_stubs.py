@@ -75,8 +75,11 @@ def test_a_mirror_that_lost_a_part_is_no_stub(house: Builder, tmp_path: Path) ->
 def test_a_name_that_upstream_never_had_is_not_asked_for_by_the_clock(
     tmp_path: Path, upstream: Upstream
 ) -> None:
-    """The list says so; one that was synced once is asked for at every turn, and a person may always ask."""
-    text = f'[upstream]\nurl = "file://{upstream.path.parent}/{{owner}}+{{name}}"\n[sync]\ninterval = "1s"\njitter = "0s"\n'
+    """The list says so; one that was synced once is asked for at every turn, and a person may
+    always ask.
+    """
+    text = f'[upstream]\nurl = "file://{upstream.path.parent}/{{owner}}+{{name}}"\n'
+    text += '[sync]\ninterval = "1s"\njitter = "0s"\n'
     with daemon(text) as running, Client(running.socket) as client:
         for repo in ("owner/name", "owner/nmae"):
             with suppress(UpstreamNotFoundError):

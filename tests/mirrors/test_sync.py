@@ -191,7 +191,7 @@ def test_pull_request_heads_come_when_configured(site: Site) -> None:
     assert "refs/pull/1/merge" not in site.refs()
 
 
-# -- ref history ------------------------------------------------------------------------------------------------------
+# -- ref history -----------------------------------------------------------------------------------
 
 
 def test_each_change_is_recorded(site: Site) -> None:
@@ -218,7 +218,7 @@ def test_each_change_is_recorded(site: Site) -> None:
     anyio.run(body)
 
 
-# -- bad upstreams ----------------------------------------------------------------------------------------------------
+# -- bad upstreams ---------------------------------------------------------------------------------
 
 
 def test_a_damaged_ref_does_not_block_the_rest(site: Site) -> None:
@@ -241,7 +241,9 @@ def test_a_damaged_ref_does_not_block_the_rest(site: Site) -> None:
 
 
 def test_a_connection_that_breaks_once_is_no_fault_of_the_only_new_object(site: Site) -> None:
-    """It is asked for again at once: blamed, its refs would stay behind until the next sync, while the others move."""
+    """It is asked for again at once: blamed, its refs would stay behind until the next sync, while
+    the others move.
+    """
     with serving(site.upstream.path.parent) as forge:
         url = f"{forge.url}/{site.upstream.path.name}/.git"
         site.sync(url=url)
@@ -319,7 +321,7 @@ def test_a_plain_path_is_an_upstream(site: Site) -> None:
     assert site.sync(url=str(site.upstream.path)).changed
 
 
-# -- transactions -----------------------------------------------------------------------------------------------------
+# -- transactions ----------------------------------------------------------------------------------
 
 
 def test_a_refused_transaction_moves_nothing(site: Site) -> None:

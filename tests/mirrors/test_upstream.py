@@ -41,9 +41,12 @@ def test_an_upstream_is_split_from_its_secrets(
 @pytest.mark.parametrize(
     "text",
     [
-        "", "relative/path", "../up", "ext::sh -c evil", "ext::evil", "fd::3", "--upload-pack=evil", "ftp://host/x", "https://",
-        "https:///x", "https://host:port/x", "ssh://-oProxyCommand=evil/x", "ssh://-evil@host/x", "-host:path", "git@host:-path",
-        "https://host/a b", "https://host/a\nb", "file://other/x", "file:x", "https:x", "x" * 5000, "https://ho st/x",
+        "", "relative/path", "../up", "ext::sh -c evil", "ext::evil", "fd::3",
+        "--upload-pack=evil", "ftp://host/x", "https://",
+        "https:///x", "https://host:port/x", "ssh://-oProxyCommand=evil/x", "ssh://-evil@host/x",
+        "-host:path", "git@host:-path",
+        "https://host/a b", "https://host/a\nb", "file://other/x", "file:x", "https:x", "x" * 5000,
+        "https://ho st/x",
     ],
 )  # fmt: skip
 def test_what_is_no_upstream_is_refused(text: str) -> None:

@@ -39,7 +39,9 @@ def forge(upstream: Upstream) -> Iterator[Forge]:
 
 
 class Story:
-    """One mirror whose tips are all recorded, what happens to its upstream, and what has to stand afterwards."""
+    """One mirror whose tips are all recorded, what happens to its upstream, and what has to stand
+    afterwards.
+    """
 
     def __init__(self, it: House, upstream: Upstream, forge: Forge) -> None:
         self.it, self.upstream, self.forge = it, upstream, forge
@@ -120,7 +122,7 @@ def test_what_a_mirror_does_not_follow_changes_nothing(
     misfortune: Misfortune,
     error: type[MirrordError],
 ) -> None:
-    """The refs stay; the problem is the mirror's, with what to do; and asking again says it again."""
+    """The refs stay; the row has the problem and what to do; and asking again says it again."""
 
     async def body(it: House) -> None:
         story = Story(it, upstream, forge)
@@ -138,7 +140,9 @@ def test_what_a_mirror_does_not_follow_changes_nothing(
 
 
 def test_the_last_branch_is_guarded_however_few_refs_there_are() -> None:
-    """One ref of four is not most of them; but nobody would have a `main`. A branch that is only damaged is not gone."""
+    """One ref of four is not most of them; but nobody would have a `main`. A branch that is only
+    damaged is not gone.
+    """
     tags = {f"refs/tags/v{n}": f"{n}" * 40 for n in range(3)}
     before = {"refs/heads/main": "a" * 40, **tags}
     with pytest.raises(UpstreamLossError, match="no branch any more"):
@@ -158,7 +162,9 @@ def test_the_last_branch_is_guarded_however_few_refs_there_are() -> None:
 def test_an_accepted_loss_is_followed_and_kept(
     house: Builder, upstream: Upstream, forge: Forge, misfortune: Misfortune
 ) -> None:
-    """Once a person said so: the refs are upstream's, all that it left is kept, the record says that it was accepted."""
+    """Once a person said so: the refs are upstream's, all that it left is kept, the record says
+    that it was accepted.
+    """
 
     async def body(it: House) -> None:
         story = Story(it, upstream, forge)
