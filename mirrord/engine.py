@@ -313,7 +313,7 @@ class Engine:
         return watches
 
     async def _import_watched(self, path: Path) -> None:
-        """Import a file. One that cannot be imported is a warning for as long as it exists."""
+        """Import a file; a refused file is a warning while it exists."""
         ended = await self.operations.wait(self.work.import_watched(path).id)
         if ended.error is None:
             self._refused_files.pop(path, None)

@@ -7,17 +7,18 @@ the bounds, so that requests can still open files.
 
 from __future__ import annotations
 
-import asyncio
 import resource
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 
 from ..errors import TooManyConnectionsError
 from ..host.peers import Peer, Role
 from ..telemetry import Seldom
+
+if TYPE_CHECKING:
+    from .server import HttpConnection
 
 MAX_CONNECTIONS = 4096
 RESERVED_CONNECTIONS = 64
@@ -31,25 +32,6 @@ _FILES_LEFT = 128  # at least: of an idle daemon, its workers, and a few request
 log = structlog.get_logger()
 
 
-class Connection(Protocol):
-    peer: Peer
-    transport: asyncio.Transport
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request on it is being answered."""
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the client hung up."""
-
-    def shed(self) -> None:
-        """Close it, to give its place to another user."""
-
-    def ending_with_client(self) -> AbstractContextManager[None]:
-        """Cancel the work inside when the client hangs up, as our CancelledError."""
-
-
 class Connections:
     """All connections of a daemon. Belongs to one event loop."""
 
@@ -59,9 +41,9 @@ class Connections:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         allowed = files - max(_FILES_LEFT, files // 4)
         self._most = max(RESERVED_CONNECTIONS + 1, min(MAX_CONNECTIONS, allowed))
-        self._of: dict[int, dict[Connection, None]] = {}  # the oldest first
+        self._of: dict[int, dict[HttpConnection, None]] = {}  # the oldest first
         self._strangers: set[int] = set()
-        self._users: dict[Connection, int] = {}
+        self._users: dict[HttpConnection, int] = {}
         self._refusals = Seldom()
 
     @property
@@ -71,7 +53,7 @@ class Connections:
         fact = f"the limit on open files is low: at most {self._most} connections are taken"
         return [f"{fact}; raise LimitNOFILE= of the unit, or ulimit -n"]
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: HttpConnection) -> None:
         """Count a connection. Raises TooManyConnectionsError; logs a line per user and minute."""
         uid, role = self._user_of(connection.peer.uid), self._role(connection.peer)
         if not self._has_room(uid, role):
@@ -88,7 +70,7 @@ class Connections:
         self._users[connection] = uid
         (self._strangers.add if role is Role.STRANGER else self._strangers.discard)(uid)
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: HttpConnection) -> None:
         """Stop counting a connection; again is fine."""
         uid = self._users.pop(connection, None)
         if uid is not None:

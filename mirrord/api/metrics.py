@@ -41,7 +41,7 @@ GAUGES = {
     "disk_free_bytes": "Free bytes of the file system that holds the state directory.",
     "start_time_seconds": "When the daemon started, in seconds since 1970.",
 }
-"""What `Engine.figures` answers."""
+"""Names and help of the gauges that `Engine.figures` reads."""
 
 
 class Metrics:

@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -31,8 +32,10 @@ from ..errors import BodyTooLargeError, InvalidRequestError, LimitReachedError
 from ..host.files import full_disk_named, write_all
 from ..host.peers import Peer, Role
 from ..mirrors.quarantine import Quarantine
-from .connections import Connection
 from .metrics import Metrics
+
+if TYPE_CHECKING:
+    from .server import HttpConnection
 
 JSON_LIMIT_BYTES = 1024**2
 PATCH_LIMIT_BYTES = 64 * 1024**2
@@ -68,8 +71,8 @@ class Call:
         return None if self.is_admin else self.peer.uid
 
     @property
-    def connection(self) -> Connection:
-        connection: Connection = self.request.state.connection
+    def connection(self) -> HttpConnection:
+        connection: HttpConnection = self.request.state.connection
         return connection
 
 

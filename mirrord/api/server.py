@@ -44,7 +44,7 @@ class Server:
     def __init__(self, application: Application) -> None:
         self._config = Config(
             application,
-            http=Protocol,
+            http=HttpConnection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -64,7 +64,9 @@ class Server:
         """Accept connections from a bound Unix socket."""
         self._listeners.append(
             await asyncio.get_running_loop().create_unix_server(
-                lambda: Protocol(self, self._config, self._state), sock=listener, backlog=_BACKLOG
+                lambda: HttpConnection(self, self._config, self._state),
+                sock=listener,
+                backlog=_BACKLOG,
             )
         )
 
@@ -92,8 +94,8 @@ class Server:
                 connection.transport.abort()
 
 
-class Protocol(HttpToolsProtocol):
-    """One connection; requests find it as `request.state.connection`."""
+class HttpConnection(HttpToolsProtocol):
+    """One client's connection; requests find it as `request.state.connection`."""
 
     peer: Peer
 
@@ -141,6 +143,7 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
+        """Whether no request on it is being answered."""
         return self.cycle is None or bool(self.cycle.response_complete)
 
     @property
@@ -149,6 +152,7 @@ class Protocol(HttpToolsProtocol):
         return self.transport.is_closing()
 
     def shed(self) -> None:
+        """Close it, to give its place to another user."""
         log.debug("connection.shed", uid=self.peer.uid)
         self.transport.abort()
 

@@ -28,8 +28,8 @@ OPEN, OWNER, MEMBER, ADMIN = Role
 class Endpoint:
     """One row of the table.
 
-    What the handler takes and answers is in its annotations: `query` and `body` are read into their
-    classes, a message or a list of one is encoded as JSON, None is no content. `answer` documents
+    The handler's annotations say the rest: `query` and `body` are read into their classes, a
+    message or a list of one is encoded as JSON, None is no content. `answer` documents
     a handler that makes its response itself, `upload` is the media type of a body that it streams.
     `early` endpoints answer before the engine is open, the others wait for it. `interruptible` ones
     are cancelled when their client hangs up, as every GET is; the rest are finished all the same.
@@ -89,7 +89,7 @@ class Endpoint:
 
     @property
     def errors(self) -> list[type[errors.MirrordError]]:
-        """What it may answer instead: whole families, without codes about other nouns."""
+        """The errors it may answer with: whole families, without codes about other nouns."""
         families: list[type[errors.MirrordError]] = [
             *(errors.UsageError, errors.ResourceError),
             *(errors.IntegrityError, errors.InternalError),

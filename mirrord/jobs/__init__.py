@@ -1,1 +1,1 @@
-"""What carries background work: operations, events, the schedule, watched files."""
+"""The carriers of background work: operations, events, the schedule, watched files."""

@@ -1,1 +1,1 @@
-"""What each endpoint does: a few lines between a checked request and the engine. By subject."""
+"""The handlers: a few lines each between a checked request and the engine, by subject."""
