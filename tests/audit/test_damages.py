@@ -36,7 +36,7 @@ class Damage(NamedTuple):
     first: AuditLevel = QUICK
 
 
-# -- objects, packs, and what git derives from them -------------------------------------------------------------------
+# -- objects, packs, and what git derives from them ------------------------------------------------
 
 
 def as_directory(path: Path) -> None:
@@ -221,7 +221,7 @@ def borrow(it: Furnished) -> set[str]:
     return {oid}
 
 
-# -- configuration, HEAD and refs -------------------------------------------------------------------------------------
+# -- configuration, HEAD and refs ------------------------------------------------------------------
 
 
 def configure(text: str) -> Callable[[Furnished], None]:

@@ -340,7 +340,7 @@ def test_many_commits_take_few_processes(site: Site, monkeypatch: pytest.MonkeyP
     assert count < 12
 
 
-# -- the service ------------------------------------------------------------------------------------------------------
+# -- the service -----------------------------------------------------------------------------------
 
 
 def with_daemon(
@@ -450,7 +450,7 @@ def drop_object(mirror: Path, oid: str) -> None:
         shutil.rmtree(directory)
 
 
-# -- interrupted, and gone on with ------------------------------------------------------------------------------------
+# -- interrupted, and gone on with -----------------------------------------------------------------
 
 
 async def mirrors_of(daemon: Daemon, upstream: Upstream, count: int) -> list[str]:
@@ -563,7 +563,7 @@ def test_a_mirror_that_cannot_be_judged_keeps_no_other_waiting(
     with_daemon(tmp_path, upstream, body)
 
 
-# -- what else is found -----------------------------------------------------------------------------------------------
+# -- what else is found ----------------------------------------------------------------------------
 
 
 def test_a_hole_behind_what_only_a_person_pinned_is_found(

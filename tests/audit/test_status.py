@@ -30,7 +30,7 @@ from mirrord.protocol import StartAudit
 ALL = ["owner__name-0", "owner__name-1", "owner__name-2"]
 
 
-# -- exit statuses ----------------------------------------------------------------------------------------------------
+# -- exit statuses ---------------------------------------------------------------------------------
 
 
 def call(running: Daemon, *words: str) -> tuple[int, str, str]:
@@ -120,7 +120,7 @@ def test_a_finding_that_is_accepted_is_told_and_no_failure(running: Daemon) -> N
     assert not (mirror / "hooks/post-update").exists()
 
 
-# -- a mirror that is gone --------------------------------------------------------------------------------------------
+# -- a mirror that is gone -------------------------------------------------------------------------
 
 
 def as_file(mirror: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_mirror_that_nobody_has_stays_gone_and_says_so(furnished: Furnished) -
     furnished.live(body)
 
 
-# -- what is told, once and rightly -----------------------------------------------------------------------------------
+# -- what is told, once and rightly ----------------------------------------------------------------
 
 
 def test_a_sync_does_not_follow_upstream_with_a_foreign_configuration(furnished: Furnished) -> None:

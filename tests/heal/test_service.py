@@ -24,7 +24,7 @@ from mirrord.protocol import Audit, StartAudit
 FORK = MirrorName("fork", "name")
 
 
-# -- what is done to it -----------------------------------------------------------------------------------------------
+# -- what is done to it ----------------------------------------------------------------------------
 
 
 def derived(it: Furnished, pattern: str) -> Path:
@@ -207,7 +207,7 @@ def test_pins_of_persons_come_back(furnished: Furnished) -> None:
     furnished.live(body)
 
 
-# -- donors -----------------------------------------------------------------------------------------------------------
+# -- donors ----------------------------------------------------------------------------------------
 
 
 def a_fallback(house: House) -> str:
@@ -346,7 +346,7 @@ def test_a_donor_that_lies_is_not_believed(furnished: Furnished) -> None:
     furnished.live(body)
 
 
-# -- no damage ------------------------------------------------------------------------------------------------------
+# -- no damage -------------------------------------------------------------------------------------
 
 
 def test_an_undamaged_mirror_raises_no_alarm_and_is_not_touched(furnished: Furnished) -> None:
@@ -365,7 +365,7 @@ def test_an_undamaged_mirror_raises_no_alarm_and_is_not_touched(furnished: Furni
     furnished.live(body)
 
 
-# -- crashes ----------------------------------------------------------------------------------------------------------
+# -- crashes ---------------------------------------------------------------------------------------
 
 _HEAL = """
 import os, signal, sys
