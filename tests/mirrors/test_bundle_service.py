@@ -242,7 +242,7 @@ def test_plain_git_reads_a_bundle(pair: Pair) -> None:
 
 
 def test_an_incremental_bundle_holds_what_is_new(pair: Pair) -> None:
-    """It is small, needs the first one, and brings the other mirror to the same refs and records."""
+    """It is small, needs the first one, and brings the other mirror to the same refs."""
     first = pair.bundle()
     pair.upstream.commit({"large": os.urandom(1000)})
     pair.upstream.git("branch", "feature")
