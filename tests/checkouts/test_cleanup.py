@@ -1,4 +1,6 @@
-"""What failed because of the disk is put right while the daemon runs: nothing that a start would mend waits for one."""
+"""What failed because of the disk is put right while the daemon runs: nothing that a start would
+mend waits for one.
+"""
 
 from __future__ import annotations
 

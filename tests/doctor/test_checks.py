@@ -87,7 +87,9 @@ def test_a_socket_path_that_is_too_long_fails(tmp_path: Path) -> None:
 def test_it_is_judged_what_the_daemons_user_may_and_not_who_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Anybody may ask how root's daemon is: that its socket's directory is not his is as it should be."""
+    """Anybody may ask how root's daemon is: that its socket's directory is not his is as it should
+    be.
+    """
     state = tmp_path / "state"
     state.mkdir()
     monkeypatch.setattr(os, "access", lambda *_: False)
@@ -109,9 +111,15 @@ def test_it_is_tried_whether_a_command_can_be_confined(tmp_path: Path) -> None:
     ):
         script = f"from mirrord.host import namespaces; {before}\nprint(namespaces.find_obstacle())"
         asked = subprocess.run(
-            [*anyone.python(), "-c", script], user=65534, group=65534, extra_groups=[], cwd="/",
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            [*anyone.python(), "-c", script],
+            user=65534,
+            group=65534,
+            extra_groups=[],
+            cwd="/",
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert asked.stdout == f"{said}\n"
 
 

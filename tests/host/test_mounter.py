@@ -1,4 +1,6 @@
-"""The mount service as the privilege boundary it is: a real process, real mounts, and a daemon's user that may be hostile."""
+"""The mount service as the privilege boundary it is: a real process, real mounts, and a daemon's
+user that may be hostile.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ from mirrord.host.mounting import LocalMounter, OverlayOrder, RemoteMounter, cho
 
 DAEMON, USER, STRANGER = 23456, (12345, 12346), 34567
 NAME = "a" * 16
-CONNECT = "import json, socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect(sys.argv[1]); "
+CONNECT = (
+    "import json, socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET);"
+    " s.connect(sys.argv[1]); "
+)
 
 pytestmark = pytest.mark.skipif(not mounts.may_mount(), reason="mounting needs CAP_SYS_ADMIN")
 
@@ -52,7 +57,10 @@ class Service:
         self.start()
 
     def start(self) -> None:
-        script = f"import sys; from mirrord.host import mounter, mounts; mounts.KERNEL = {self.kernel}; sys.exit(mounter.main())"
+        script = (
+            "import sys; from mirrord.host import mounter, mounts;"
+            f" mounts.KERNEL = {self.kernel}; sys.exit(mounter.main())"
+        )
         command = [sys.executable, "-I", "-c", script, "--state-dir", str(self.lab.state)]
         self.socket.unlink(missing_ok=True)
         self.process = subprocess.Popen(
@@ -116,7 +124,9 @@ def mounter(service: Service) -> Iterator[RemoteMounter]:
 
 
 def overlays(lab: Lab) -> list[str]:
-    """What is mounted besides the directories that the service bound over themselves, and its views for owners."""
+    """What is mounted besides the directories that the service bound over themselves, and its views
+    for owners.
+    """
     paths = [Path(path) for path in mounted_below(lab.state)]
     return [
         str(path)
@@ -129,16 +139,25 @@ def as_uid(uid: int, script: str, *args: str) -> str:
     """Run Python as somebody with no capabilities."""
     command = [*anyone.python(), "-c", script, *args]
     done = subprocess.run(
-        command, user=uid, group=uid, extra_groups=[], capture_output=True, text=True, check=False, env={}
-    )  # fmt: skip
+        command,
+        user=uid,
+        group=uid,
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={},
+    )
     return done.stdout + done.stderr
 
 
-# -- what it is for -----------------------------------------------------------------------------------------------------
+# -- what it is for --------------------------------------------------------------------------------
 
 
 def test_the_daemons_user_mounts_and_unmounts(lab: Lab, service: Service) -> None:
-    """A process without any capability reads its mount before anybody sees it, and can delete all that it left."""
+    """A process without any capability reads its mount before anybody sees it, and can delete all
+    that it left.
+    """
     order = lab.checkout()
     script = """
 import os, shutil, sys
@@ -173,11 +192,16 @@ shutil.rmtree(layer)
 
 
 def test_a_clients_files_are_the_clients(lab: Lab, mounter: RemoteMounter) -> None:
-    """The service shows the daemon's layers as another user's, and what that user writes is its own."""
+    """The service shows the daemon's layers as another user's, and what that user writes is its
+    own.
+    """
     order = lab.checkout(USER)
     lab.mount(mounter, order)
     tree = lab.tree(order)
-    script = "import os, sys; os.chdir(sys.argv[1]); print(os.stat('README').st_uid); open('README', 'w').write('mine')"
+    script = (
+        "import os, sys; os.chdir(sys.argv[1]); print(os.stat('README').st_uid);"
+        " open('README', 'w').write('mine')"
+    )
     assert as_uid(USER[0], script, str(tree)) == f"{USER[0]}\n"
     assert (lab.upper(order) / "README").stat().st_uid == USER[0]
     assert (lab.template / "README").read_text() == "below\n"
@@ -186,7 +210,9 @@ def test_a_clients_files_are_the_clients(lab: Lab, mounter: RemoteMounter) -> No
 
 
 def test_one_that_was_restarted_goes_on(lab: Lab, service: Service, mounter: RemoteMounter) -> None:
-    """It keeps nothing; a client connects again, and what was mounted is still there to be unmounted."""
+    """It keeps nothing; a client connects again, and what was mounted is still there to be
+    unmounted.
+    """
     order = lab.checkout()
     lab.mount(mounter, order)
     service.stop()
@@ -198,7 +224,9 @@ def test_one_that_was_restarted_goes_on(lab: Lab, service: Service, mounter: Rem
 def test_views_for_owners_go_with_the_service(
     lab: Lab, service: Service, mounter: RemoteMounter
 ) -> None:
-    """Those of one that was killed with its next, and of one that is stopped at once; what was mounted keeps what it lies on."""
+    """Those of one that was killed with its next, and of one that is stopped at once; what was
+    mounted keeps what it lies on.
+    """
     views = []
     orders = [lab.checkout(USER) for _ in range(3)]
     for order, end in zip(orders, (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM), strict=True):
@@ -229,7 +257,9 @@ def test_no_link_is_followed_to_where_views_are(
 
 
 def test_asking_for_what_is_not_there(lab: Lab, mounter: RemoteMounter) -> None:
-    """Unmounting nothing is fine; mounting what is gone is FileNotFoundError, as it is without the service."""
+    """Unmounting nothing is fine; mounting what is gone is FileNotFoundError, as it is without the
+    service.
+    """
     mounter.umount(NAME)
     with pytest.raises(FileNotFoundError):
         mounter.make(OverlayOrder(NAME, "layer", (TREE,), None))
@@ -254,13 +284,14 @@ def test_no_answer_is_a_backend_that_is_unavailable(lab: Lab, service: Service) 
 def test_a_process_that_may_mount_does_it_itself(lab: Lab) -> None:
     """The service is for those that may not, or whose mounts nobody would see."""
     assert isinstance(choose_mounter(lab.state, lab.state / "mount.sock"), LocalMounter)
-    script = "import sys; from pathlib import Path; from mirrord.host.mounting import choose_mounter as c; "
+    script = "import sys; from pathlib import Path; "
+    script += "from mirrord.host.mounting import choose_mounter as c; "
     there = as_uid(DAEMON, script + "print(c(Path('/'), Path('/proc/self')))")
     assert "RemoteMounter" in there
     assert "BackendUnavailableError" in as_uid(DAEMON, script + "c(Path('/'), Path('/nothing'))")
 
 
-# -- who may ask ----------------------------------------------------------------------------------------------------------
+# -- who may ask -----------------------------------------------------------------------------------
 
 
 def test_only_the_daemons_user_may_connect(service: Service) -> None:
@@ -276,7 +307,8 @@ def test_a_refusal_is_the_same_error_at_the_client(service: Service, lab: Lab) -
     service.socket.chmod(0o666)
     script = (
         CONNECT
-        + "from mirrord.errors import from_problem; print(type(from_problem(json.loads(s.recv(4096))['problem'])).__name__)"
+        + "from mirrord.errors import from_problem; "
+        + "print(type(from_problem(json.loads(s.recv(4096))['problem'])).__name__)"
     )
     assert as_uid(STRANGER, script, str(service.socket)) == f"{AccessError.__name__}\n"
 
@@ -309,7 +341,7 @@ def _is_answered(service: Service) -> bool:
         return False
 
 
-# -- what may be asked ------------------------------------------------------------------------------------------------------
+# -- what may be asked -----------------------------------------------------------------------------
 
 
 BAD_OWNERS: list[object] = [
@@ -330,17 +362,54 @@ HOSTILE: list[object] = [
     *(
         {"request": "make", "checkout": name, "upper": "layer", "layers": [TREE], "owner": None}
         for name in (
-            "", ".", "..", "../checkouts", f"{NAME}/../{NAME}", f"/{NAME}", f"{NAME}/tree", NAME.upper(), NAME[:-1], NAME + "a",
-            f"{NAME}\n", f"{NAME}\0", "1" * 16, ".warm-x", f".trash-{NAME}",
-            f".next-.next-{NAME}", ".next-", f"x.next-{NAME}", None, 1, [NAME], {"a": NAME},
+            "",
+            ".",
+            "..",
+            "../checkouts",
+            f"{NAME}/../{NAME}",
+            f"/{NAME}",
+            f"{NAME}/tree",
+            NAME.upper(),
+            NAME[:-1],
+            NAME + "a",
+            f"{NAME}\n",
+            f"{NAME}\0",
+            "1" * 16,
+            ".warm-x",
+            f".trash-{NAME}",
+            f".next-.next-{NAME}",
+            ".next-",
+            f"x.next-{NAME}",
+            None,
+            1,
+            [NAME],
+            {"a": NAME},
         )
     ),
     *(
         {"request": "make", "checkout": NAME, "upper": "layer", "layers": layers, "owner": None}
         for layers in (
-            [], None, 7, "x", [None], [["x"]], ["/etc"], ["../../../etc"], ["."], [""], ["psf__requests"], [TREE + "/.."],
-            [TREE + "/../../../../../etc"], ["../templates/" + TREE], [TREE + ":/etc"], [TREE + ",upperdir=/etc"],
-            ["..__../trees/" + "1" * 40 + "/files"], ["a/../trees/" + "1" * 40 + "/files"], [TREE] * 65, [TREE + "\n"], {TREE: 1},
+            [],
+            None,
+            7,
+            "x",
+            [None],
+            [["x"]],
+            ["/etc"],
+            ["../../../etc"],
+            ["."],
+            [""],
+            ["psf__requests"],
+            [TREE + "/.."],
+            [TREE + "/../../../../../etc"],
+            ["../templates/" + TREE],
+            [TREE + ":/etc"],
+            [TREE + ",upperdir=/etc"],
+            ["..__../trees/" + "1" * 40 + "/files"],
+            ["a/../trees/" + "1" * 40 + "/files"],
+            [TREE] * 65,
+            [TREE + "\n"],
+            {TREE: 1},
         )
     ),
     *(
@@ -354,11 +423,35 @@ HOSTILE: list[object] = [
     *(
         {"request": kind, "checkout": name}
         for kind in ("umount", "attach", "replace")
-        for name in ("", ".", "..", "../leases", f"{NAME}/..", f"{NAME}/tree", "/", f"{NAME}\n", f"{NAME}\0", "a" * 256, None, 1)
+        for name in (
+            "",
+            ".",
+            "..",
+            "../leases",
+            f"{NAME}/..",
+            f"{NAME}/tree",
+            "/",
+            f"{NAME}\n",
+            f"{NAME}\0",
+            "a" * 256,
+            None,
+            1,
+        )
     ),
-    *({"request": kind} for kind in cast("tuple[Any, ...]", ("make", "attach", "replace", "umount", "mount", "", None, "exec", 1, ["make"], {}))),
-    {}, [], None, 1, "mount", [{"request": "umount"}],
-]  # fmt: skip
+    *(
+        {"request": kind}
+        for kind in cast(
+            "tuple[Any, ...]",
+            ("make", "attach", "replace", "umount", "mount", "", None, "exec", 1, ["make"], {}),
+        )
+    ),
+    {},
+    [],
+    None,
+    1,
+    "mount",
+    [{"request": "umount"}],
+]
 
 
 def test_nothing_else_may_be_asked(lab: Lab, service: Service) -> None:
@@ -432,13 +525,18 @@ def test_only_the_daemons_files_are_shown_as_anybodys(
         mounter.make(order)
 
 
-RUN = "import os, subprocess, sys; print(subprocess.run([sys.argv[1], '-u'], capture_output=True, text=True).stdout)"
+RUN = (
+    "import os, subprocess, sys;"
+    " print(subprocess.run([sys.argv[1], '-u'], capture_output=True, text=True).stdout)"
+)
 
 
 def test_no_set_id_bit_counts_that_a_daemon_smuggles_in(
     lab: Lab, service: Service, mounter: RemoteMounter
 ) -> None:
-    """A set-uid template seems the victim's, and opening it for writing copies it up as such: neither copy has an effect."""
+    """A set-uid template seems the victim's, and opening it for writing copies it up as such:
+    neither copy has an effect.
+    """
     program = lab.template / "id"
     shutil.copy("/usr/bin/id", program)
     os.chown(program, DAEMON, DAEMON)
@@ -460,7 +558,9 @@ def test_no_set_id_bit_counts_that_a_daemon_smuggles_in(
 
 
 def test_mounts_of_others_are_not_shown(lab: Lab, service: Service, mounter: RemoteMounter) -> None:
-    """Only what the service made itself, for that checkout, and once; what is left over goes with the connection."""
+    """Only what the service made itself, for that checkout, and once; what is left over goes with
+    the connection.
+    """
     order = lab.checkout()
     with opened(mounter.make(order)) as mount:
         with pytest.raises(FileNotFoundError):
@@ -489,7 +589,9 @@ PLACES += [f"leases/{{0}}{end}" for end in ("", "/layer", "/layer/upper", "/laye
 
 @pytest.mark.parametrize("place", PLACES)
 def test_no_link_is_followed(lab: Lab, mounter: RemoteMounter, place: str) -> None:
-    """The daemon's user can put a link anywhere in its state; the service does not go there, not even within it."""
+    """The daemon's user can put a link anywhere in its state; the service does not go there, not
+    even within it.
+    """
     order = lab.checkout(layers=(TREE,))
     path = lab.state / place.format(order.checkout)
     moved = path.with_name("moved")
@@ -512,7 +614,9 @@ def test_no_link_is_followed_to_an_unmount(lab: Lab, mounter: RemoteMounter) -> 
 
 
 def test_a_race_with_links_leads_nowhere(lab: Lab, mounter: RemoteMounter) -> None:
-    """A tree that turns into a link and back, all the time, is mounted on or is not; what the link names never is."""
+    """A tree that turns into a link and back, all the time, is mounted on or is not; what the link
+    names never is.
+    """
     victim = lab.state / "victim"
     victim.mkdir()
     order = lab.checkout(layers=(TREE,))
@@ -557,7 +661,9 @@ def _fresh_work(lab: Lab, order: OverlayOrder) -> None:
 
 
 def test_what_is_given_back_is_only_what_overlayfs_made(lab: Lab, mounter: RemoteMounter) -> None:
-    """A link in the place of a work directory does not make the service give away what it points at."""
+    """A link in the place of a work directory does not make the service give away what it points
+    at.
+    """
     order = lab.checkout(layers=(TREE,))
     target = lab.state / "roots"
     (target / "incompat/volatile").mkdir(parents=True)

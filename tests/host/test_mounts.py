@@ -121,7 +121,9 @@ def test_a_path_may_have_any_character(lab: Lab, name: str) -> None:
 
 
 def test_the_table_of_mounts_says_nothing_but_the_checkout(lab: Lab, mounter: LocalMounter) -> None:
-    """Anybody may read it: no commit, no owner, no path but that of a directory which nobody else enters."""
+    """Anybody may read it: no commit, no owner, no path but that of a directory which nobody else
+    enters.
+    """
     order = lab.checkout(USER)
     lab.mount(mounter, order)
     (line,) = [
@@ -145,7 +147,7 @@ def test_the_table_of_mounts_says_nothing_but_the_checkout(lab: Lab, mounter: Lo
 
 
 def test_an_idmapped_layer_belongs_to_the_client(lab: Lab, mounter: LocalMounter) -> None:
-    """The client owns, changes and deletes what the layer's owner made; the layer stays as it was."""
+    """The client owns, changes and deletes what the layer's owner made; the layer stays."""
     order = lab.checkout(USER)
     lab.mount(mounter, order)
     tree = lab.tree(order)
@@ -169,7 +171,7 @@ def test_an_idmapped_layer_belongs_to_the_client(lab: Lab, mounter: LocalMounter
 def test_an_idmapped_layer_is_nowhere_to_be_found_and_for_reading(
     lab: Lab, kernel: tuple[int, ...]
 ) -> None:
-    """No path leads to it but root's, and nobody writes into templates by way of it, root included."""
+    """No path leads to it but root's, and nobody writes into templates by it, root included."""
     mapped = MappedTemplates(str(lab.state / "idmaps"))
     with (
         opened(os.open(lab.state / "templates", os.O_PATH)) as templates,
@@ -219,7 +221,9 @@ def test_what_was_left_attached_goes_with_the_next_start(lab: Lab, kernel: tuple
 
 
 def test_what_one_owner_uses_is_not_taken_from_under_it(lab: Lab) -> None:
-    """Neither where many others come, nor where the templates are replaced: each view lasts as long as its descriptor."""
+    """Neither where many others come, nor where the templates are replaced: each view lasts as long
+    as its descriptor.
+    """
     mapped = MappedTemplates(str(lab.state / "idmaps"))
     with (
         opened(os.open(lab.state / "templates", os.O_PATH)) as templates,
@@ -260,7 +264,9 @@ def test_templates_that_were_replaced_are_seen_anew(lab: Lab, mounter: LocalMoun
 
 
 def slave_of(directory: Path, at: Path) -> subprocess.Popen[str]:
-    """A shell in a mount namespace of its own, as a container has it: `directory` is bound there with rslave."""
+    """A shell in a mount namespace of its own, as a container has it: `directory` is bound there
+    with rslave.
+    """
     at.mkdir()
     enter = f"mount --rbind {directory} {at} && echo ready && exec sh"
     command = ["unshare", "--mount", "--propagation", "slave", "sh", "-c", enter]
@@ -273,7 +279,9 @@ def slave_of(directory: Path, at: Path) -> subprocess.Popen[str]:
 def test_an_overlay_is_replaced_in_one_step_for_all_who_see_it(
     lab: Lab, mounter: LocalMounter, tmp_path: Path
 ) -> None:
-    """A container that bound the directory follows, and what it writes lands in the new layer; nothing is left stacked."""
+    """A container that bound the directory follows, and what it writes lands in the new layer;
+    nothing is left stacked.
+    """
     mounter.open()
     first = lab.checkout()
     lab.mount(mounter, first)
@@ -287,7 +295,8 @@ def test_an_overlay_is_replaced_in_one_step_for_all_who_see_it(
                 mounts.replace(mount, str(tree))
             (lab.upper(other) / "from").write_text(f"{turn}")
             print(
-                f"cat {tmp_path}/container/tree/from; echo; echo {turn} >{tmp_path}/container/tree/mine; echo",
+                f"cat {tmp_path}/container/tree/from; echo;"
+                f" echo {turn} >{tmp_path}/container/tree/mine; echo",
                 file=shell.stdin,
                 flush=True,
             )
@@ -316,7 +325,9 @@ def test_what_nobody_mounted_is_replaced_too(lab: Lab, mounter: LocalMounter) ->
 def test_what_clients_write_is_bound_without_set_id_bits_and_devices(
     lab: Lab, mounter: LocalMounter
 ) -> None:
-    """Once, however often a daemon starts; it propagates; and it goes where nothing uses it any more."""
+    """Once, however often a daemon starts; it propagates; and it goes where nothing uses it any
+    more.
+    """
     for _ in range(2):
         LocalMounter(lab.state).open()
     bound = [str(lab.state / name) for name in ("leases", "checkouts")]
@@ -365,7 +376,9 @@ def test_everything_at_a_place_is_unmounted(lab: Lab, mounter: LocalMounter) -> 
 
 
 def test_what_is_gone_is_told_apart_from_what_is_refused(lab: Lab, mounter: LocalMounter) -> None:
-    """A layer that is missing can be made again; directories that no overlay can be made of are the host's matter."""
+    """A layer that is missing can be made again; directories that no overlay can be made of are the
+    host's matter.
+    """
     order = lab.checkout()
     with pytest.raises(FileNotFoundError):
         mounter.make(OverlayOrder(order.checkout, "layer", (GIT, TREE.replace("1", "3")), None))
@@ -401,11 +414,18 @@ def test_a_descent_follows_no_link(lab: Lab) -> None:
 def test_a_process_knows_what_it_may_do() -> None:
     """The tests run with all capabilities, an ordinary process with none."""
     assert has_capabilities(Capability.SYS_ADMIN, Capability.CHOWN)
-    script = "from mirrord.host.processes import may_give_files_away; from mirrord.host.mounts import may_mount; "
+    script = "from mirrord.host.processes import may_give_files_away; "
+    script += "from mirrord.host.mounts import may_mount; "
     done = subprocess.run(
         [*anyone.python(), "-c", f"{script} print(may_give_files_away(), may_mount())"],
-        user=USER[0], group=USER[1], extra_groups=[], capture_output=True, text=True, check=True, env={},
-    )  # fmt: skip
+        user=USER[0],
+        group=USER[1],
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={},
+    )
     assert done.stdout.split() == ["False", "False"]
 
 

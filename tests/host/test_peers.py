@@ -22,7 +22,9 @@ def settings(**access: object) -> Settings:
 
 
 def test_a_peer_is_known_by_the_kernel(tmp_path: Path) -> None:
-    """Uid, gid, pid and supplementary groups of a process of another user, as it was when it connected."""
+    """Uid, gid, pid and supplementary groups of a process of another user, as it was when it
+    connected.
+    """
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -113,7 +115,9 @@ def test_a_refresh_takes_new_settings() -> None:
 
 
 def test_subordinate_uids_count_as_their_user(tmp_path: Path) -> None:
-    """A user with 65,536 of them is one user; those of root and of names that are not known are users of their own."""
+    """A user with 65,536 of them is one user; those of root and of names that are not known are
+    users of their own.
+    """
     file = tmp_path / "subuid"
     file.write_text(
         "nobody:100000:65536\n1234:200000:10\nroot:300000:10\nno-such-user:400000:10\n:x:\n1234:5\n"
