@@ -19,6 +19,8 @@ from gitrepos import Upstream, git
 
 from mirrord import Client
 
+pytestmark = pytest.mark.root
+
 GROUP = 1  # daemon, on every Debian
 MEMBER, AGENT, OTHER = 34501, 34502, 34503
 _ACCESS = '[access]\ngroup = "daemon"\n'

@@ -201,6 +201,7 @@ def test_64_clients_at_once_all_get_their_answers(running: Daemon) -> None:
     assert not failures
 
 
+@pytest.mark.root
 def test_a_stranger_may_ask_for_health_and_nothing_else(running: Daemon) -> None:
     """Every other endpoint answers not-allowed before it looks at anything."""
     answers = as_nobody(running.socket, [(e.method, e.path) for e in ENDPOINTS])

@@ -18,6 +18,8 @@ from mirrord.host.peers import Peer
 from mirrord.model import Backend, History
 from mirrord.protocol import Checkout, ResetAnswer, ResetCheckout, StartCheckout
 
+pytestmark = pytest.mark.root
+
 HOSTILE = {
     "staged edits": "echo x >>README; git rm -q --cached src/main.py; git add -A",
     "ignored files": "mkdir build; echo 1 >build/out.o; echo 2 >a.o; echo 3 >src/b.o",

@@ -37,7 +37,7 @@ from mirrord.host.trash import remove
 from mirrord.model import TREE_DEPTH_LIMIT, Backend
 from mirrord.protocol import Checkout, ResetCheckout, StartCheckout
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: other owners, mounts")
+pytestmark = pytest.mark.root
 
 _RACER = Path(__file__).parents[1] / "support/racer.py"
 _NEW = b"--- /dev/null\n+++ b/%s\n@@ -0,0 +1 @@\n+x\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -26,7 +25,7 @@ _SENDS = ("write", "writev", "sendto", "sendmsg")
 _LINE = re.compile(r"(?P<thread>\d+) +(?P<name>\w+)\((?P<arguments>.*)")
 
 pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root"),
+    pytest.mark.root,
     pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not on this machine"),
 ]
 

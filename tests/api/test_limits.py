@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from daemons import Daemon, daemon
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def small_disk() -> Iterator[Daemon]:

@@ -296,6 +296,7 @@ def test_a_dataset_is_sent_with_its_name_or_that_of_its_file(world: World) -> No
     world.daemon.request("DELETE", "/v1/datasets/streamed")
 
 
+@pytest.mark.root
 def test_a_member_uses_checkouts_and_no_more(
     as_member: Callable[..., list[tuple[int, str]]],
 ) -> None:
@@ -308,6 +309,7 @@ def test_a_member_uses_checkouts_and_no_more(
     assert [status for status, _ in as_member(*_ADMINISTRATION)] == [403] * len(_ADMINISTRATION)
 
 
+@pytest.mark.root
 def test_a_member_is_shown_nothing_that_tells_an_answer(
     world: World, as_member: Callable[..., list[tuple[int, str]]]
 ) -> None:

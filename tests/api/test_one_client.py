@@ -20,7 +20,7 @@ from waiting import until
 
 from mirrord.jobs.events import FOLLOWERS_OF_USER
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
+pytestmark = pytest.mark.root
 
 ALICE, BOB = 61001, 61002
 MEMBERS, GROUP = (61003, 61004), 61000

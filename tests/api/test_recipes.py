@@ -16,7 +16,7 @@ from anyone import BARE_PYTHON, python
 from daemons import Daemon, daemon
 from gitrepos import Upstream
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may be somebody else")
+pytestmark = pytest.mark.root
 
 AGENT, HARNESS, GROUP = 34521, 34522, 34523
 RUN_AGENT = f"""#!{BARE_PYTHON}

@@ -23,6 +23,8 @@ from mirrord.mirrors.repository import CONFIGURATION, HISTORY
 from mirrord.model import AuditLevel, CommitId, FindingKind
 from mirrord.protocol import Audit, StartAudit
 
+pytestmark = pytest.mark.slow
+
 ALL = {"owner__name-0", "owner__name-1", "owner__name-2"}
 QUICK, CLOSURE, CONTENT = AuditLevel
 LEVELS = list(AuditLevel)

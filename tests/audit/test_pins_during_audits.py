@@ -22,7 +22,7 @@ from mirrord.datasets.service import Datasets
 from mirrord.model import AuditLevel, CommitId, MirrorName
 from mirrord.protocol import Audit, ProgressSink, Repair, StartAudit
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 OTHER = MirrorName("owner", "other")
 PERSON = "person/7"

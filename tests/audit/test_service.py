@@ -30,6 +30,8 @@ from mirrord.mirrors.repository import CONFIGURATION
 from mirrord.model import AuditLevel, CommitId, CommitState, FindingKind, MirrorName, Reach
 from mirrord.protocol import Audit, StartAudit
 
+pytestmark = pytest.mark.slow
+
 GIT_USERS = (
     "audit.connectivity",
     "audit.fsck",

@@ -44,6 +44,8 @@ from mirrord.model import (
 )
 from mirrord.protocol import Audit, RowFault
 
+pytestmark = pytest.mark.slow
+
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone.utc)
 REQUESTS = MirrorName("psf", "Requests")
 POSTGRESQL = (

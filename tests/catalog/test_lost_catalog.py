@@ -16,6 +16,8 @@ import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
 
+pytestmark = pytest.mark.slow
+
 
 class World:
     """Two datasets of two commits and a person's pin; the catalog was copied before the second."""

@@ -138,6 +138,7 @@ def test_an_unpin_that_failed_half_way_leaves_the_pin_with_its_reason(
     house.run(body)
 
 
+@pytest.mark.root
 def test_a_mirror_that_cannot_be_moved_away_is_not_removed(house: Builder, tmp_path: Path) -> None:
     """It keeps its row, and with it its URL."""
     mirror = tmp_path / "state/mirrors" / str(NAME)
@@ -155,6 +156,7 @@ def test_a_mirror_that_cannot_be_moved_away_is_not_removed(house: Builder, tmp_p
 # -- directories ---------------------------------------------------------------------------------
 
 
+@pytest.mark.root
 def test_what_quarantine_cannot_remove_goes_later(tmp_path: Path) -> None:
     async def body() -> None:
         trash = Trash()
@@ -173,6 +175,7 @@ def test_what_quarantine_cannot_remove_goes_later(tmp_path: Path) -> None:
     anyio.run(body)
 
 
+@pytest.mark.root
 def test_an_upload_that_was_cut_off_and_does_not_go_goes_later(tmp_path: Path) -> None:
     """Its client hears of the upload, not of our disk."""
 
@@ -276,6 +279,7 @@ def test_stale_pins_go_without_a_restart(upstream: Upstream) -> None:
         assert it.json("GET", "/v1/pins") == []
 
 
+@pytest.mark.root
 def test_a_checkout_that_could_not_be_removed_goes_without_a_restart() -> None:
     """One that a crash left half-made, with something mounted in it."""
     with daemon() as it:

@@ -185,7 +185,7 @@ def who_may(directory: Path, what: str) -> list[int]:
     ]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs other users")
+@pytest.mark.root
 def test_a_checkouts_directory_is_for_its_owner_alone() -> None:
     """Another uid of the same group can neither enter nor list nor look below it; the owner can
     pass, not list or write.

@@ -23,6 +23,8 @@ from mirrord.errors import (
 from mirrord.model import CommitId, View
 from mirrord.protocol import Checkout, RestorePaths, StartCheckout
 
+pytestmark = pytest.mark.root
+
 CHANGES = {
     "tracked": "echo x >>README; printf 'print(9)\\n' >src/main.py",
     "untracked": "mkdir -p new/dir; echo 1 >new/dir/f; echo 2 >top",

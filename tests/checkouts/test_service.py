@@ -32,6 +32,8 @@ from mirrord.host.peers import Peer
 from mirrord.model import Backend, History, View
 from mirrord.protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, StartCheckout
 
+pytestmark = pytest.mark.root
+
 OTHER_PEER = Peer(uid=USER + 1, gid=USER + 1, pid=1)
 
 

@@ -19,7 +19,7 @@ from gitrepos import Upstream
 
 from mirrord.cli.execute import _forwarding
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may be somebody else")
+pytestmark = pytest.mark.root
 
 GROUP = 1  # daemon, on every Debian
 MEMBER, AGENT, SUBUID, SUBGID = 34511, 34512, 210003, 410003

@@ -24,6 +24,8 @@ from verbs import ARGUMENTS, NEEDS_NO_DAEMON
 
 from mirrord.cli.table import VERBS, Verb
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = str(Path(sys.executable).parent / "mirrord")
 STARTS = {"script": [SCRIPT], "module": [sys.executable, "-P", "-m", "mirrord"]}
 PROGRAMS = (
@@ -229,6 +231,7 @@ def test_a_repository_that_is_looked_at_runs_nothing(
     assert "in the closure of" in done.stdout, done.stderr
 
 
+@pytest.mark.root
 def test_no_configuration_is_read_from_where_a_user_stands(trap: Trap) -> None:
     """A relative XDG_CONFIG_HOME is none."""
     trap.directory.chmod(0o755)

@@ -519,6 +519,7 @@ def leased(path: Path) -> Iterator[Any]:
         yield server
 
 
+@pytest.mark.root
 def test_exec_runs_in_the_checkout_and_ends_as_the_command(
     leased: Any, path: Path, tmp_path: Path
 ) -> None:
@@ -534,6 +535,7 @@ def test_exec_runs_in_the_checkout_and_ends_as_the_command(
     assert leased.asked[-1] == ("DELETE", CHECKOUT)
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_exec_forwards_signals_and_releases(
     number: signal.Signals, leased: Any, path: Path, lone_process: list[subprocess.Popen[bytes]]
@@ -554,6 +556,7 @@ def test_exec_forwards_signals_and_releases(
     assert leased.asked[-1] == ("DELETE", CHECKOUT)
 
 
+@pytest.mark.root
 def test_exec_of_a_command_that_does_not_exist_releases(
     leased: Any, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,6 +104,7 @@ def test_a_socket_path_that_the_kernel_refuses_is_wrong_usage(tmp_path: Path) ->
         client.status()
 
 
+@pytest.mark.root
 def test_no_permission_for_the_socket_is_not_allowed(path: Path) -> None:
     """Said by the kernel, before the daemon hears of it."""
     code = f"from mirrord import Client, errors\ntry: Client({str(path)!r}).status()\nexcept errors.AccessError as e: print(e.hint)"

@@ -16,6 +16,8 @@ import pytest
 
 import mirrord
 
+pytestmark = pytest.mark.slow
+
 PROJECT = Path(__file__).parents[2]
 MOST_BYTES = 1_000_000
 

@@ -23,6 +23,8 @@ from gitrepos import Upstream
 
 from mirrord import AsyncClient, CheckoutNotFoundError, Client
 
+pytestmark = pytest.mark.slow
+
 TTL = 1.0
 LONGER = 2.5
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import tempfile
 import time
@@ -15,7 +14,7 @@ import pytest
 from daemons import Daemon
 from gitrepos import Upstream
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+pytestmark = pytest.mark.root
 
 _REFUSED = {"disk-full", "disk-failed"}
 

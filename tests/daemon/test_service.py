@@ -18,6 +18,8 @@ import pytest
 from anyone import NOBODY
 from daemons import Daemon, daemon
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
@@ -132,7 +134,7 @@ def test_after_kill_9_it_starts_again_over_the_stale_socket() -> None:
         assert running.get("/v1/health")[0] == 200
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+@pytest.mark.root
 @pytest.mark.parametrize("inodes", [10, 11])
 def test_a_disk_without_room_for_a_start_is_said_and_ends_with_7(inodes: int) -> None:
     """No traceback; what is there stays as it is, for a start with room."""
@@ -150,7 +152,7 @@ def test_a_disk_without_room_for_a_start_is_said_and_ends_with_7(inodes: int) ->
         assert "cannot start the daemon: No space left on device" in log
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+@pytest.mark.root
 @pytest.mark.parametrize("inodes", [13, 16, 19, 400])
 def test_a_disk_with_or_without_room_can_be_unmounted_after_a_stop(inodes: int) -> None:
     """What was bound over itself, and what was tried there, is gone where no checkout is held."""

@@ -14,6 +14,8 @@ import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
 
+pytestmark = pytest.mark.slow
+
 
 def _mirrord(running: Daemon, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "mirrord", "--socket", str(running.socket), *words]

@@ -33,6 +33,8 @@ from mirrord.git.workers import Workers
 from mirrord.model import CommitId, CommitRole, Direction, utc_now
 from mirrord.protocol import Progress
 
+pytestmark = pytest.mark.slow
+
 ABSENT = "d" * 40
 
 

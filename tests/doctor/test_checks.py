@@ -44,6 +44,7 @@ def test_nothing_is_changed(tmp_path: Path) -> None:
     assert not [path for path in read_overlays() if Path(path).is_relative_to(tmp_path)]
 
 
+@pytest.mark.root
 def test_an_overlay_is_tried_and_not_guessed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +84,7 @@ def test_a_socket_path_that_is_too_long_fails(tmp_path: Path) -> None:
     assert _checks(tmp_path, Path("/" + "x" * 150))["socket"].verdict == "fail"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be somebody else")
+@pytest.mark.root
 def test_it_is_judged_what_the_daemons_user_may_and_not_who_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +101,7 @@ def test_it_is_judged_what_the_daemons_user_may_and_not_who_asks(
     assert _checks(state, tmp_path / "s")["socket"].verdict == "fail"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be somebody else")
+@pytest.mark.root
 def test_it_is_tried_whether_a_command_can_be_confined(tmp_path: Path) -> None:
     """By root and by a user; not where the kernel allows no user namespaces."""
     assert _checks(tmp_path)["exec"].verdict == "ok"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,9 +18,7 @@ from faults.lab import Lab, laboratory
 from faults.operations import OPERATIONS
 from faults.power import cut_power
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0, reason="faults are made with mounts, which only root may make"
-)
+pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 _STEPS = (
     ("first clone", "`mirrors/o__first*` in place"),

@@ -22,6 +22,8 @@ from mirrord.mirrors.repository import HISTORY
 from mirrord.model import AuditLevel, CommitState
 from mirrord.protocol import Audit, StartAudit
 
+pytestmark = pytest.mark.slow
+
 HOLES = (
     "main",
     "main~1",

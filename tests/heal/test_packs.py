@@ -17,6 +17,8 @@ from heallab import Furnished, House, snapshot, write
 from mirrord.model import AuditLevel, CommitState, MirrorName
 from mirrord.protocol import Audit, StartAudit
 
+pytestmark = pytest.mark.slow
+
 FORK = MirrorName("fork", "name")
 HAD, LACKED = "main:docs/page2.txt", "main:docs/page1.txt"
 _BLOB, _TREE = 3 << 4, 2 << 4

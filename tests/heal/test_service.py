@@ -21,6 +21,8 @@ from mirrord.mirrors.repository import HISTORY
 from mirrord.model import AuditLevel, CommitState, MirrorName
 from mirrord.protocol import Audit, StartAudit
 
+pytestmark = pytest.mark.slow
+
 FORK = MirrorName("fork", "name")
 
 

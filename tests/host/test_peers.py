@@ -21,6 +21,7 @@ def settings(**access: object) -> Settings:
     return Settings(access=AccessSettings.model_validate(access))
 
 
+@pytest.mark.root
 def test_a_peer_is_known_by_the_kernel(tmp_path: Path) -> None:
     """Uid, gid, pid and supplementary groups of a process of another user, as it was when it
     connected.

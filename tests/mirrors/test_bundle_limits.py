@@ -23,6 +23,8 @@ from mirrord.mirrors.bundles.format import header_bytes, unbundle
 from mirrord.mirrors.repository import Repository
 from mirrord.model import MirrorName
 
+pytestmark = pytest.mark.slow
+
 CONFIG = "[checkouts]\nprewarm = false\n"
 _COPY = 0xFFFFFF
 
@@ -122,6 +124,7 @@ def _packing(running: Daemon) -> list[str]:
     return [line for line in listing.stdout.splitlines() if "pack-objects" in line]
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("room_mib", [12, 44], ids=["while it is sent", "while it is indexed"])
 def test_a_full_disk_refuses_a_bundle_and_harms_nothing(tmp_path: Path, room_mib: int) -> None:
     """An error that says so, no mirror, nothing left; and with space the same file is taken."""

@@ -29,6 +29,8 @@ from mirrord.mirrors.bundles.format import header_bytes, read_header
 from mirrord.model import View
 from mirrord.protocol import Progress
 
+pytestmark = pytest.mark.slow
+
 NAME = "demo__project"
 
 

@@ -19,6 +19,8 @@ from mirrorlab import NAME, Builder, House
 from mirrord.errors import DiskFullError
 from mirrord.mirrors.quarantine import held_files
 
+pytestmark = pytest.mark.slow
+
 _SYNC = """
 import sys; sys.path.insert(0, {tests!r})
 from pathlib import Path
@@ -84,6 +86,7 @@ def test_a_kill_in_a_sync_leaves_the_old_state_or_the_new_one(
         assert not list((tmp_path / "state/quarantine").iterdir())
 
 
+@pytest.mark.root
 def test_a_full_disk_stops_the_sync_and_harms_nothing(
     tmp_path: Path, make_upstream: Callable[..., Upstream]
 ) -> None:

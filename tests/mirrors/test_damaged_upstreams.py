@@ -26,6 +26,8 @@ from mirrord.mirrors.upstream import parse_upstream
 from mirrord.model import MirrorName
 from mirrord.protocol import Synced
 
+pytestmark = pytest.mark.slow
+
 COMMITS = 60
 STRUCK = 44
 """The commit whose objects are damaged; everything on it reaches them."""

@@ -24,6 +24,8 @@ from mirrord.mirrors.sync import must_not_vanish
 from mirrord.model import CommitId
 from mirrord.protocol import RefFault, RefRecord, Synced
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def upstream(make_upstream: Callable[..., Upstream]) -> Upstream:

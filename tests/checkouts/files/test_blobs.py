@@ -10,7 +10,7 @@ import pytest
 from gitrepos import Upstream
 from templatelab import Store, assert_equals_commit, disk_bytes, run
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+pytestmark = pytest.mark.root
 
 
 def test_a_file_of_several_layers_is_on_disk_once(

@@ -24,9 +24,7 @@ from mirrord.host.trash import TrashDirectory
 
 OWNER = (1234, 1234)
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0, reason="needs root: other owners, the immutable flag"
-)
+pytestmark = pytest.mark.root
 
 
 class Checkout:

@@ -31,7 +31,7 @@ from mirrord.host.trash import remove
 Make = Callable[[str], Upstream]
 NOW = 1_600_000_000 * 10**9
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: other owners")
+as_root = pytest.mark.root
 
 
 def git_dir(upstream: Upstream) -> Path:

@@ -32,7 +32,7 @@ from mirrord.host.peers import Peer
 from mirrord.model import Backend, CommitId, History, View, new_checkout_id, utc_now
 from mirrord.protocol import Checkout, Proof, ResetCheckout, StartCheckout
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+pytestmark = pytest.mark.root
 
 
 @pytest.fixture(scope="module", params=KERNELS, ids=str)

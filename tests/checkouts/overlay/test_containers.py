@@ -23,7 +23,7 @@ OWNER, OTHER, NOBODY = 12345, 23456, 65534
 BACKENDS = ("overlay", "pool")
 
 pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs other users and mounts"),
+    pytest.mark.root,
     pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not on this machine"),
 ]
 

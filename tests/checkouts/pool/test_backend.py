@@ -27,6 +27,8 @@ from mirrord.checkouts.pool import worktree as pooled
 from mirrord.checkouts.pool.worktree import PoolPaths
 from mirrord.model import History
 
+pytestmark = pytest.mark.root
+
 
 @pytest.fixture
 def run_pool(make_upstream: Callable[[str], Upstream]) -> Callable[..., None]:

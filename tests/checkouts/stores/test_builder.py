@@ -22,6 +22,8 @@ from mirrord.host.trash import Trash
 from mirrord.model import CommitId, History, MirrorName
 from mirrord.seal.verify import verify_seal
 
+pytestmark = pytest.mark.slow
+
 NAME = MirrorName("owner", "name")
 ABSENT = CommitId("1" * 40)
 

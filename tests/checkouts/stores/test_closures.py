@@ -37,6 +37,8 @@ from mirrord.git.workers import Workers
 from mirrord.host.trash import Trash
 from mirrord.model import CommitId, MirrorName
 
+pytestmark = pytest.mark.slow
+
 NAME = MirrorName("owner", "name")
 
 

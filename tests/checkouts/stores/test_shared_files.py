@@ -72,7 +72,7 @@ def test_a_file_with_all_the_links_there_can_be_is_written_again(
     assert not (tmp_path / "a").samefile(tmp_path / "b")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+@pytest.mark.root
 def test_sealed_stores_share_their_control_files(
     make_upstream: Callable[[str], Upstream], tmp_path: Path
 ) -> None:

@@ -16,6 +16,8 @@ import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
 
+pytestmark = pytest.mark.root
+
 
 class World:
     """A daemon with one mirror."""

@@ -15,7 +15,7 @@ from templatelab import NAME, Store, assert_equals_commit, disk_bytes, run
 from mirrord.errors import CheckoutBusyError
 from mirrord.model import CommitId, History
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+pytestmark = pytest.mark.root
 
 
 def record(store: Store, commit: str) -> Path:

@@ -22,7 +22,7 @@ from mirrord.checkouts.templates.layers import read_record
 from mirrord.errors import CommitNotFoundError, CommitUnservableError
 from mirrord.git.workers import Workers
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+pytestmark = pytest.mark.root
 
 
 def test_a_keyframe_and_a_delta_show_their_commits(
