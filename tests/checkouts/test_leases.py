@@ -13,7 +13,7 @@ import pytest
 from checkoutlab import passable_directory
 
 from mirrord.checkouts.leases import Directories, Lease, Leases, LeaseState
-from mirrord.errors import CheckoutNotFoundError
+from mirrord.errors import CheckoutNotFoundError, DiskFullError
 from mirrord.host.trash import TRASH_PREFIX
 from mirrord.model import Backend, CommitId, History, MirrorName, View, new_checkout_id, utc_now
 
@@ -222,7 +222,7 @@ def test_a_change_that_cannot_be_written_leaves_nothing(leases: Leases) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
     try:
-        with pytest.raises(OSError, match="too large"):
+        with pytest.raises(DiskFullError, match="too large"):
             leases.save(replace(lease, commit=CommitId("c" * 40)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
