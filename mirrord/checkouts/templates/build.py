@@ -18,38 +18,24 @@ from ...git.objects.repository import Objects, open_objects
 from ...git.objects.trees import TreeChange, changes
 from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, open_directory, opened
+from ..files import tree as worktree
 from ..files.blobs import Blobs
-from ..files.hashing import hash_tree, tree_id
+from ..files.index import index_bytes
 from ..files.manifest import Manifest
-from ..files.tree import (
-    conversions_for,
-    is_attributes,
-    materialise,
-    mtime_for,
-    reconverted,
-    recorded,
-    root_entry,
-    share_entries,
-    unrecorded,
-)
 from ..files.writer import TreeWriter
-from .layers import NEAR, Layer, blobs_path, chain_of, write_record
-from .stack import (
-    laid_on,
+from .layers import (
+    NEAR,
+    Layer,
+    blobs_path,
+    chain_of,
     parents,
-    prove_delta,
-    prove_nothing_else,
-    prove_tree_id,
+    prove_files_of,
     read_manifest,
-    write_index,
+    write_record,
 )
 
 DEPTH_MAX = 16
-_DELTA_SHARE = 2  # a delta on a whole tree may be at most half of it
-_DEPTH_RATIO = 1.2  # and that much less with each layer that it lies on
-_DEPTH_COST_BYTES = 64 * 1024  # the price of one more layer to look names up in
 _BLOCK_BYTES = 4096
-_FIRST_SHARED = 2  # links: ours, and that among the shared files
 
 
 def build_layer(
@@ -63,33 +49,35 @@ def build_layer(
     """
     with open_objects(git_dir) as objects, full_disk_named(f"a template of {commit[:12]}"):
         info = read_commit(objects, commit)
-        files = temporary / "files"
         temporary.mkdir(mode=0o700)
         there = [layer for layer in known if (trees / layer.name).is_dir()]
-        base = _choose_base(objects, info, there, Blobs(blobs_path(trees)))
-        removed: list[bytes] = []
+        shared = Blobs(blobs_path(trees))
+        base = _choose_base(objects, info, there, shared)
+        below, removed = None, list[bytes]()
         if base is None:
-            whole = manifest = materialise(git_dir, info.commit, files)
-            prove_tree_id(hash_tree(files, manifest), info.tree)
-            prove_nothing_else(files, set(manifest.files))
+            manifest = worktree.materialise(git_dir, info.commit, temporary / "files")
         else:
             below = read_manifest(trees, chain_of(base, {layer.tree: layer for layer in known}))
             steps = list(changes(objects, base.tree, info.tree))
             hidden, removed = _gone(steps)
-            files.mkdir(mode=0o755)
-            manifest = _write_delta(objects, info, trees, files, below, steps, hidden)
-            prove_delta(files, manifest, hidden)
-            whole = laid_on(below, manifest, removed)
-            prove_tree_id(tree_id(whole), info.tree)
+            manifest = _write_delta(
+                objects, info, temporary / "files", shared, below, steps, hidden
+            )
+        whole = prove_files_of(temporary, manifest, info.tree, below, removed)
         manifest.save(temporary / "manifest")
         own_bytes, shared_bytes = _weigh(temporary)
+        index, above = index_bytes(whole), temporary / "index"
+        (above / ".git").mkdir(parents=True)
+        (above / ".git" / "index").write_bytes(index)
+        for path, mode in ((above, 0o755), (above / ".git", 0o755), (above / ".git/index", 0o644)):
+            path.chmod(mode)
         layer = Layer(
             tree=info.tree,
             base=base.tree if base else None,
             commit=info.commit,
             time=info.time,
             depth=base.depth + 1 if base else 1,
-            size_bytes=own_bytes + write_index(whole, temporary),
+            size_bytes=own_bytes + len(index),
             shared_bytes=shared_bytes if base else 0,
             whole_bytes=base.whole_bytes if base else own_bytes,
             removed=tuple(path.decode("latin-1") for path in removed),
@@ -104,8 +92,9 @@ def _choose_base(
     """The layer that costs least to build on, of the few nearest in time of each depth; None where
     a whole tree is better.
 
-    Less may be built on a deeper layer: there is room below for near trees, and wide steps start
-    high.
+    A delta on a whole tree may be at most half of it, and a fifth less with each layer that it lies
+    on: there is room below for near trees, and wide steps start high. One more layer to look names
+    up in costs as much as 64 KiB.
     """
     best: tuple[int, Layer] | None = None
     seen: Counter[int] = Counter()
@@ -113,8 +102,8 @@ def _choose_base(
         if layer.depth >= DEPTH_MAX or seen[layer.depth] >= NEAR:
             continue
         seen[layer.depth] += 1
-        penalty = layer.depth * _DEPTH_COST_BYTES
-        limit = int(layer.whole_bytes / (_DELTA_SHARE * _DEPTH_RATIO ** (layer.depth - 1)))
+        penalty = layer.depth * 64 * 1024
+        limit = int(layer.whole_bytes / (2 * 1.2 ** (layer.depth - 1)))
         if best is not None:
             limit = min(limit, best[0] - penalty - 1)
         cost = _find_cost(objects, layer.tree, info.tree, limit, shared)
@@ -124,17 +113,14 @@ def _choose_base(
 
 
 def _find_cost(objects: Objects, old: str, new: str, limit: int, shared: Blobs) -> int | None:
-    """The cost of a delta: the disk space of files that no layer has, and a block for each name.
-    None over `limit`.
+    """The disk space of the files of a delta that no layer has, and a block for each name; None
+    over `limit`.
 
     A directory takes a block. Another link to a shared file takes none, but about the time in which
     one is written; whiteouts are few.
     """
     total = 0
-    for step in changes(objects, old, new):
-        entry = step.new
-        if entry is None:
-            continue
+    for entry in (step.new for step in changes(objects, old, new) if step.new):
         total += _BLOCK_BYTES
         is_file = not entry.is_tree and not entry.is_submodule
         if is_file and not shared.has(entry.oid, executable=entry.is_executable):
@@ -164,28 +150,28 @@ def _gone(steps: Sequence[TreeChange]) -> tuple[list[bytes], list[bytes]]:
 def _write_delta(
     objects: Objects,
     info: CommitInfo,
-    trees: Path,
     files: Path,
+    shared: Blobs,
     below: Manifest,
     steps: Sequence[TreeChange],
     hidden: Sequence[bytes],
 ) -> Manifest:
-    """Write changed files, directories and whiteouts into `files`."""
+    """Write changed files, directories and whiteouts into the new directory `files`."""
     new = [step.new for step in steps if step.new]
     kept = below.files.copy()
     for path in {step.path for step in steps if step.old}:
         del kept[path]
-    after = conversions_for(
-        objects, info.commit, kept | {entry.path: unrecorded(entry) for entry in new}
+    after = worktree.conversions_for(
+        objects, info.commit, kept | {entry.path: worktree.unrecorded(entry) for entry in new}
     )
-    if any(is_attributes(step.path) for step in steps):
-        new += reconverted(objects, below, after, kept)
-    directories = {
-        entry.path: unrecorded(entry) for entry in new if entry.is_tree or entry.is_submodule
-    }
+    if any(worktree.is_attributes(step.path) for step in steps):
+        new += worktree.reconverted(objects, below, after, kept)
+    entries = {b"": worktree.root_entry(info.tree)}
+    entries |= {e.path: worktree.unrecorded(e) for e in new if e.is_tree or e.is_submodule}
+    files.mkdir(mode=0o755)
     with (
         opened(open_directory(files)) as root,
-        TreeWriter(root, ActingAs(None), mtime_ns=mtime_for(info.time)) as writer,
+        TreeWriter(root, ActingAs(None), mtime_ns=worktree.mtime_for(info.time)) as writer,
     ):
 
         def make_directories(paths: Iterable[bytes]) -> None:
@@ -194,10 +180,12 @@ def _write_delta(
                 writer.make_directory(directory)
 
         writer.make_directory(b"")
-        make_directories([*(entry.path for entry in new), *(path + b"/" for path in directories)])
-        plain = [entry for entry in new if entry.path not in directories]
-        written = share_entries(objects, after, plain, writer, Blobs(blobs_path(trees)))
-        manifest = recorded(info, {b"": root_entry(info.tree), **directories, **written}, writer)
+        make_directories(
+            [*(entry.path for entry in new), *(path + b"/" for path in filter(None, entries))]
+        )
+        plain = [entry for entry in new if entry.path not in entries]
+        entries |= worktree.share_entries(objects, after, plain, writer, shared)
+        manifest = worktree.recorded(info, entries, writer)
         make_directories(hidden)
         for path in hidden:
             writer.write_whiteout(path)
@@ -212,6 +200,6 @@ def _weigh(layer: Path) -> tuple[int, int]:
             found = os.lstat(os.path.join(above, name))
             if not stat.S_ISREG(found.st_mode) or found.st_nlink == 1:
                 own += found.st_blocks * 512
-            elif found.st_nlink == _FIRST_SHARED:
+            elif found.st_nlink == 2:  # ours, and that among the shared files
                 shared += found.st_blocks * 512
     return own, shared

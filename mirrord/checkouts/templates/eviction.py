@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from operator import itemgetter
 from pathlib import Path
 
@@ -24,8 +23,7 @@ from ..stores.builder import StoreBuilder
 from ..stores.store import SealedStore, note_uses
 from .registry import MirrorTemplates, TemplateRegistry
 
-_FULL_SHARE = 0.9
-_NEW = timedelta(minutes=10)  # a younger layer without a store may have one that is being built
+_NEW_S = 600.0  # a younger layer without a store may have one that is being built
 _STORE_BYTES = 64 * 1024  # directories and small files of a store, a block each
 
 
@@ -48,7 +46,7 @@ class Eviction:
     async def is_full(self) -> bool:
         """Whether little is left of `template_bytes`."""
         used = sum(each.size_bytes for each in await self._inventories())
-        return used > self._settings().checkouts.template_bytes * _FULL_SHARE
+        return used > self._settings().checkouts.template_bytes * 0.9
 
     async def evict(self) -> set[Path]:
         """Evict what is over the bounds; answers the stores that went."""
@@ -72,7 +70,7 @@ class Eviction:
             is_late = used_at < oldest and len(each.stores) > 1
             if not is_late and sum(e.size_bytes for e in inventories) <= settings.template_bytes:
                 continue
-            async with self._registry.lock(each.templates):
+            async with each.templates.changes.turn():
                 is_used = each.templates.used_at.get(path, 0.0) > used_at
                 if is_used or path in self._registry.held:
                     continue
@@ -94,12 +92,11 @@ class Eviction:
 
     async def _evict_strays(self, inventory: _Inventory) -> None:
         """Evict layers without a store: of a build that failed, or of a store that is gone."""
-        templates = inventory.templates
-        before = time.time() - _NEW.total_seconds()
+        templates, before = inventory.templates, time.time() - _NEW_S
         for tree in [tree for tree in templates.layers if not inventory.needed[tree]]:
-            async with self._registry.lock(templates):
-                known = tree in templates.layers
-                if known and templates.used_at.get(templates.files(tree), 0.0) < before:
+            async with templates.changes.turn():
+                files = templates.files.get(tree)
+                if files is not None and templates.used_at.get(files, 0.0) < before:
                     self._retire_layers(inventory, tree)
         await self._registry.sweep()
 
@@ -111,7 +108,7 @@ class Eviction:
             and tree in templates.layers
             and not inventory.needed[tree]
             and not templates.layers.carries(tree)
-            and templates.files(tree) not in self._registry.held
+            and templates.files[tree] not in self._registry.held
         ):
             base = templates.layers[tree].base
             self._registry.retire(templates, tree)
@@ -119,12 +116,11 @@ class Eviction:
 
     async def _inventories(self) -> list[_Inventory]:
         await self._registry.weigh()
-        return [
-            await anyio.to_thread.run_sync(
-                _Inventory, name, self._registry.get(name), await self._gitdirs.stores(name)
-            )
-            for name in self._registry.names()
-        ]
+        found = []
+        for name in self._registry.names():
+            templates, stores = self._registry.get(name), await self._gitdirs.stores(name)
+            found.append(await anyio.to_thread.run_sync(_Inventory, name, templates, stores))
+        return found
 
 
 class _Inventory:
@@ -143,9 +139,8 @@ class _Inventory:
         self.templates = templates
         self.stores = {store.path: store for store, _ in stores}
         self.all_stores = frozenset(self.stores)
-        self.used_at = {
-            store.path: max(at, templates.used_at.get(store.path, 0.0)) for store, at in stores
-        }
+        last = templates.used_at
+        self.used_at = {store.path: max(at, last.get(store.path, 0.0)) for store, at in stores}
         self.needed: Counter[str | None] = Counter()
         self._packs_bytes = 0
         for store, _ in stores:

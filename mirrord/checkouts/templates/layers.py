@@ -1,24 +1,32 @@
-"""The layers of overlay templates: one as its record says, and the index of those a mirror has.
+"""The layers of overlay templates: their records, which ones a mirror has, and their proof.
 
 A layer is `trees/<tree>` (a keyframe: a whole tree) or `trees/<tree>@<base tree>` (a delta), with
-`layer.json`, `files` and `index` for overlayfs, and the private manifest. Loads no libgit2: the
-daemon keeps the records in memory, workers build the layers.
+`layer.json`, `files` and `index` for overlayfs, and the private manifest. The daemon keeps the
+records in memory; workers build and prove the layers.
 """
 
 from __future__ import annotations
 
 import heapq
 import json
+import os
+import stat
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
+from ...errors import ProofFailedError
+from ...host.credentials import ActingAs
+from ...host.files import open_directory, opened, shown_path
 from ...host.processes import boot_id
-
-NEAR = 2
+from ..files.hashing import hash_tree, prove_files, tree_id
+from ..files.index import index_bytes
+from ..files.manifest import Manifest, Records
+from ..files.reader import TreeReader, iter_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +56,17 @@ class Layer:
         return [path.encode("latin-1") for path in self.removed]
 
 
-def files_path(trees: Path, layer: Layer) -> Path:
-    """The directory of files, for overlayfs."""
-    return trees / layer.name / "files"
-
-
-def index_path(layer: Path) -> Path:
-    """The directory of a layer with `.git/index`: one more for overlayfs, on top."""
-    return layer / "index"
-
-
-def blobs_path(trees: Path) -> Path:
-    """The files that layers share."""
-    return trees.parent / "blobs"
-
-
 def chain_of(layer: Layer, layers: Mapping[str, Layer]) -> list[Layer]:
     """The layer and those below it, top first; KeyError where one is gone."""
     chain = [layer]
     while (base := chain[-1].base) is not None:
         chain.append(layers[base])
     return chain
+
+
+def blobs_path(trees: Path) -> Path:
+    """The files that layers share."""
+    return trees.parent / "blobs"
 
 
 def write_record(directory: Path, layer: Layer) -> None:
@@ -90,6 +88,11 @@ def read_record(directory: Path) -> tuple[Layer, bool] | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return (layer, proven) if layer.name == directory.name else None
+
+
+# -- the layers there are --------------------------------------------------------------------------
+
+NEAR = 2
 
 
 class LayerIndex(dict[str, Layer]):
@@ -160,3 +163,102 @@ class LayerIndex(dict[str, Layer]):
             for tree in islice(whole, NEAR):
                 found |= {each.tree: each for each in chain_of(self[tree], self)}
         return list(found.values())
+
+
+# -- a stack of layers as one tree -----------------------------------------------------------------
+
+
+def read_manifest(trees: Path, chain: Sequence[Layer]) -> Manifest:
+    """The manifest of the tree that a chain of layers, top first, shows when mounted.
+
+    Do not change it: it is kept for the next call.
+    """
+    # tells a layer from one that was built again in its place
+    found = ((trees / layer.name / "manifest").stat() for layer in chain)
+    return _read_manifest(trees, tuple(chain), tuple((s.st_ino, s.st_mtime_ns) for s in found))
+
+
+@lru_cache(maxsize=4)
+def _read_manifest(
+    trees: Path, chain: tuple[Layer, ...], written: tuple[tuple[int, int], ...]
+) -> Manifest:
+    manifest = Manifest.load(trees / chain[0].name / "manifest")
+    if len(chain) == 1:
+        return manifest
+    return _laid_on(_read_manifest(trees, chain[1:], written[1:]), manifest, chain[0].whiteouts)
+
+
+def _laid_on(below: Manifest, delta: Manifest, removed: Sequence[bytes]) -> Manifest:
+    """The manifest of a delta over that of its base, without the `removed` paths of that."""
+    files, gone = below.files, set(removed)
+    if gone:
+        inside = tuple(path + b"/" for path in gone)
+        files = Records(
+            {
+                path: entry
+                for path, entry in files.items()
+                if path not in gone and not path.startswith(inside)
+            }
+        )
+    return Manifest(delta.commit, delta.tree, delta.recorded_ns, files | delta.files)
+
+
+def parents(path: bytes) -> list[bytes]:
+    """The directories above a path, top first, without the root."""
+    parts = path.split(b"/")[:-1]
+    return [b"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+
+
+def verify_layer(trees: Path, chain: Sequence[Layer]) -> None:
+    """Read the top layer of a chain and compare it with its record; raises ProofFailedError."""
+    layer, directory = chain[0], trees / chain[0].name
+    try:
+        manifest = Manifest.load(directory / "manifest")
+        below = read_manifest(trees, chain[1:]) if layer.base else None
+        whole = prove_files_of(directory, manifest, layer.tree, below, layer.whiteouts)
+        above = directory / "index"
+        index = above / ".git" / "index"
+        is_alone = set(above.rglob("*")) == {index.parent, index}
+        if not is_alone or index.read_bytes() != index_bytes(whole):
+            raise _unproven("the index", "its bytes changed")
+    except OSError as error:
+        raise _unproven(f"template layer {layer.name}", f"{error}") from error
+
+
+def prove_files_of(
+    layer: Path, manifest: Manifest, tree: str, below: Manifest | None, removed: Sequence[bytes]
+) -> Manifest:
+    """Prove that a layer's directory has what its manifest says and nothing else, and that it shows
+    `tree` on what is `below`; answers the manifest of both. Raises ProofFailedError.
+    """
+    files, expected = layer / "files", set(manifest.files)
+    if below is None:
+        whole, found_tree = manifest, hash_tree(files, manifest)
+    else:
+        whole = _laid_on(below, manifest, removed)
+        found_tree = tree_id(whole)
+        directories = [path for path, entry in manifest.files.items() if entry.is_directory]
+        whiteouts = [path for path in removed if path not in expected]
+        prove_files(files, manifest.owner, manifest.files, expected.difference(directories))
+        with opened(open_directory(files)) as root, TreeReader(root, ActingAs(None)) as reader:
+            for path in directories:
+                found = reader.find_stat(path)
+                if found is None or found.st_mode != stat.S_IFDIR | 0o755:
+                    raise _unproven(shown_path(path), "it is no directory")
+            for path in whiteouts:  # overlayfs: a character device 0/0
+                found = reader.find_stat(path)
+                if found is None or not stat.S_ISCHR(found.st_mode) or found.st_rdev != 0:
+                    raise _unproven(shown_path(path), "its whiteout is missing")
+        expected.update(whiteouts)
+        expected.update({parent for path in expected for parent in parents(path)})
+    if found_tree != tree:
+        raise _unproven(f"tree {tree}", f"what was written hashes to {found_tree}")
+    for name in os.listdir(os.fsencode(files)):
+        for path in iter_files(files, name):
+            if path not in expected:
+                raise _unproven(shown_path(path), "it does not belong there")
+    return whole
+
+
+def _unproven(subject: str, fact: str) -> ProofFailedError:
+    return ProofFailedError(f"cannot prove {subject}: {fact}", hint="it will be built again")

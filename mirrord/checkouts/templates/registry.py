@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,31 +27,33 @@ from ...host.trash import TRASH_PREFIX, Trash, new_trash
 from ...model import MirrorName
 from ..files.blobs import Blobs
 from ..files.manifest import Manifest
-from .layers import Layer, LayerIndex, blobs_path, chain_of, files_path, index_path, read_record
-from .stack import verify_layer
+from .layers import Layer, LayerIndex, blobs_path, chain_of, read_record, verify_layer
+
+log = structlog.get_logger()
 
 _BUILDING = ".building-"
 _TIMEOUT = timedelta(minutes=10)
-
-log = structlog.get_logger()
 
 
 @dataclass
 class MirrorTemplates:
     """One mirror's layers. `unproven` are trees whose layer was proven in an earlier boot only.
 
+    `files` are the directories for overlayfs by tree: one path for all templates that show it.
     `shared_bytes`, the size of the files that layers share, is a guess until it `is_weighed`.
-    `used_at` has the time when a sealed store was used, or a layer made.
+    `used_at` has the time when a sealed store was used, or a layer made. Take a turn of `changes`
+    before changing layers.
     """
 
     directory: Path
     trash: Trash
     layers: LayerIndex = field(default_factory=LayerIndex)
+    files: dict[str, Path] = field(default_factory=dict)
     unproven: set[str] = field(default_factory=set)
     used_at: dict[Path, float] = field(default_factory=dict)
     shared_bytes: int = 0
     is_weighed: bool = False
-    _files: dict[str, Path] = field(default_factory=dict)  # one path for all templates that show it
+    changes: Turns = field(default_factory=Turns)
 
     @property
     def trees(self) -> Path:
@@ -66,34 +68,25 @@ class MirrorTemplates:
         if not self.trees.is_dir():
             return
         for path in sorted(self.trees.iterdir()):
-            record = read_record(path)
-            is_whole = (
-                (path / "files").is_dir()
-                and (index_path(path) / ".git" / "index").is_file()
-                and Manifest.is_current(path / "manifest")
-            )
             if path.name.startswith((_BUILDING, TRASH_PREFIX)):
                 self.trash.remove(path)
-            elif record is None or not is_whole:
+            elif (
+                (record := read_record(path))
+                and (path / "files").is_dir()
+                and (path / "index/.git/index").is_file()
+                and Manifest.is_current(path / "manifest")
+            ):
+                layer, is_proven = record
+                self._enter(layer, (path / "layer.json").stat().st_mtime)
+                if not is_proven:
+                    self.unproven.add(layer.tree)
+            else:
                 with suppress(OSError):
                     self.trash.discard(path)
-            else:
-                layer, proven = record
-                self.layers.add(layer)
-                self.used_at[self.files(layer.tree)] = (path / "layer.json").stat().st_mtime
-                if not proven:
-                    self.unproven.add(layer.tree)
-
-    def files(self, tree: str) -> Path:
-        """The directory of a layer's files, for overlayfs."""
-        found = self._files.get(tree)
-        if found is None:
-            found = self._files[tree] = files_path(self.trees, self.layers[tree])
-        return found
 
     def index(self, tree: str) -> Path:
-        """The directory with the index of a layer and those below it."""
-        return index_path(self.trees / self.layers[tree].name)
+        """The directory with the index of a layer and those below it: one more for overlayfs."""
+        return self.trees / self.layers[tree].name / "index"
 
     def chain(self, tree: str) -> list[Layer]:
         """A layer and those it lies on, top first; KeyError where one is gone."""
@@ -110,19 +103,21 @@ class MirrorTemplates:
         with suppress(OSError):
             self.trash.discard(target)
         built.rename(target)
-        self.layers.add(layer)
-        self._files.pop(layer.tree, None)
+        self._enter(layer, time.time())
         self.shared_bytes += layer.shared_bytes
         self.unproven.discard(layer.tree)
-        self.used_at[self.files(layer.tree)] = time.time()
+
+    def _enter(self, layer: Layer, used_at: float) -> None:
+        self.layers.add(layer)
+        self.files[layer.tree] = files = self.trees / layer.name / "files"
+        self.used_at[files] = used_at
 
     def remove(self, tree: str) -> Path:
         """Remove a layer from the books; answers the path of its files."""
-        files = self.files(tree)
         self.shared_bytes -= self.layers.remove(tree).shared_bytes
         self.is_weighed = False
-        self._files.pop(tree, None)
         self.unproven.discard(tree)
+        files = self.files.pop(tree)
         self.used_at.pop(files, None)
         return files
 
@@ -130,8 +125,7 @@ class MirrorTemplates:
 class TemplateRegistry:
     """The layers of all mirrors, below `store`. Belongs to the event loop's thread.
 
-    `held` counts the checkouts that use a directory. Take a mirror's lock before changing its
-    layers.
+    `held` counts the checkouts that use a directory.
     """
 
     def __init__(self, store: Path, workers: Workers, trash: Trash) -> None:
@@ -140,7 +134,6 @@ class TemplateRegistry:
         self._store = store
         self._workers = workers
         self._mirrors: dict[str, MirrorTemplates] = {}
-        self._locks: dict[str, Turns] = {}
         self._retired: dict[Path, Path] = {}
 
     async def open(self) -> None:
@@ -163,19 +156,15 @@ class TemplateRegistry:
             found = self._mirrors[name.key] = MirrorTemplates(self._store / str(name), self._trash)
         return found
 
-    def lock(self, templates: MirrorTemplates) -> AbstractAsyncContextManager[None]:
-        return self._locks.setdefault(templates.directory.name.lower(), Turns()).turn()
-
     async def weigh(self) -> None:
         """Weigh the shared files where layers went, or an earlier daemon left some; remove those
         that no layer has.
         """
         for each in list(self._mirrors.values()):
             if not each.is_weighed:
-                async with self.lock(each):
-                    each.shared_bytes, each.is_weighed = await anyio.to_thread.run_sync(
-                        Blobs(blobs_path(each.trees)).weigh
-                    )
+                async with each.changes.turn():
+                    weigh = Blobs(blobs_path(each.trees)).weigh
+                    each.shared_bytes, each.is_weighed = await anyio.to_thread.run_sync(weigh)
 
     def drop(self, paths: Iterable[Path]) -> None:
         """Count one checkout less that holds these."""
@@ -198,19 +187,18 @@ class TemplateRegistry:
     async def sweep(self) -> None:
         """Delete the retired layers that no checkout holds."""
         free = [path for path, files in self._retired.items() if files not in self.held]
-        self._retired = {p: files for p, files in self._retired.items() if p not in free}
+        for path in free:
+            del self._retired[path]
         for path in free:
             await anyio.to_thread.run_sync(self._trash.remove, path)
 
     async def is_sound(self, templates: MirrorTemplates, tree: str) -> bool:
         """Read a layer again and compare it with its record."""
         try:
-            await self._workers.run(
-                verify_layer, templates.trees, templates.chain(tree), timeout=_TIMEOUT
-            )
+            chain = templates.chain(tree)
+            await self._workers.run(verify_layer, templates.trees, chain, timeout=_TIMEOUT)
         except (IntegrityError, NotFoundError, KeyError) as error:  # KeyError: its base is gone
-            log.warning(
-                "template.refused", mirror=templates.directory.name, tree=tree, error=str(error)
-            )
+            mirror = templates.directory.name
+            log.warning("template.refused", mirror=mirror, tree=tree, error=str(error))
             return False
         return True

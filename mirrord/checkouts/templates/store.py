@@ -11,32 +11,33 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import anyio.to_thread
-import structlog
 
 from ...config import Settings
 from ...errors import CheckoutBusyError, IntegrityError, MirrordError
+from ...git.packs import pack_is_whole
 from ...git.workers import Workers
+from ...host.processes import lower_priority
 from ...host.trash import Trash
 from ...jobs.events import Events
 from ...mirrors.coalesce import Coalescer
 from ...model import CommitId, History, MirrorName
 from ..stores.builder import StoreBuilder
 from ..stores.packer import together
+from ..stores.store import is_as_built, read_records
 from .build import build_layer
 from .eviction import Eviction
-from .layers import Layer, write_record
+from .layers import write_record
 from .registry import MirrorTemplates, TemplateRegistry
-from .scrub import scrub
 
-_TIMEOUT = timedelta(minutes=10)
-
-log = structlog.get_logger()
+_BUILD_TIMEOUT = timedelta(minutes=10)
+_SCRUB_TIMEOUT = timedelta(hours=1)
 
 
 class Template(NamedTuple):
@@ -71,12 +72,10 @@ class Templates:
         self._events = events
         self._registry = TemplateRegistry(state_dir / "templates", workers, trash)
         self._eviction = Eviction(settings, self._registry, gitdirs, events)
+        self.open = self._registry.open
+        self.is_full = self._eviction.is_full
         self._found: dict[tuple[str, CommitId, History], Template] = {}
         self._builds: Coalescer[Template] = Coalescer()
-
-    async def open(self) -> None:
-        """Find the templates on disk; remove what a killed build left."""
-        await self._registry.open()
 
     async def close(self) -> None:
         """Cancel what is being built."""
@@ -125,8 +124,7 @@ class Templates:
                 )
             if templates.layers.is_whole(tree, templates.unproven):
                 break  # else evicted while the store was built
-        chain = templates.chain(tree)
-        files = (templates.files(layer.tree) for layer in chain)
+        files = (templates.files[layer.tree] for layer in templates.chain(tree))
         layers = (templates.index(tree), store.path, *files)
         template = Template(name, commit, history, store.head, tree, layers)
         self._found[name.key, commit, history] = template
@@ -136,7 +134,7 @@ class Templates:
         self, name: MirrorName, templates: MirrorTemplates, commit: CommitId, tree: str
     ) -> None:
         """Have the layer of a commit's tree, and those below it, proven and on disk."""
-        async with self._registry.lock(templates):
+        async with templates.changes.turn():
             if tree in templates.layers and await self._is_usable(templates, tree):
                 return
             await self._registry.sweep()
@@ -144,21 +142,15 @@ class Templates:
             near = templates.layers.near(commit_time, templates.unproven)
             path, mirror = templates.new_path(), self._mirrors_path(name)
             try:
-                layer: Layer = await self._workers.run(
-                    build_layer, mirror, commit, templates.trees, path, near, timeout=_TIMEOUT
+                layer = await self._workers.run(
+                    build_layer, mirror, commit, templates.trees, path, near, timeout=_BUILD_TIMEOUT
                 )
                 templates.add(path, layer)
             finally:
                 if path.exists():
                     await anyio.to_thread.run_sync(self._trash.remove, path)
-        self._events.publish(
-            "template.built",
-            mirror=str(name),
-            commit=commit,
-            tree=layer.tree,
-            base=layer.base,
-            size_bytes=layer.size_bytes,
-        )
+        facts = {"tree": layer.tree, "base": layer.base, "size_bytes": layer.size_bytes}
+        self._events.publish("template.built", mirror=str(name), commit=commit, **facts)
 
     async def _is_usable(self, templates: MirrorTemplates, tree: str) -> bool:
         """Whether a layer exists and is proven; proves those of earlier boots, retires bad ones."""
@@ -169,7 +161,7 @@ class Templates:
             return False
         for layer in reversed(chain):
             index = templates.index(layer.tree) / ".git" / "index"
-            is_good = templates.files(layer.tree).is_dir() and index.is_file()
+            is_good = templates.files[layer.tree].is_dir() and index.is_file()
             if is_good and layer.tree in templates.unproven:
                 is_good = await self._registry.is_sound(templates, layer.tree)
                 if is_good:
@@ -194,15 +186,11 @@ class Templates:
     def _note_use(self, template: Template) -> None:
         self._registry.get(template.mirror).used_at[template.layers[1]] = time.time()
 
-    # -- keeping within bounds ---------------------------------------------------------------------
+    # -- removing ----------------------------------------------------------------------------------
 
     def size_bytes(self) -> int:
         """The size of trees and their indexes, without packs."""
         return sum(self._registry.get(name).size_bytes for name in self._registry.names())
-
-    async def is_full(self) -> bool:
-        """Whether little is left of `template_bytes`, so that building more would evict soon."""
-        return await self._eviction.is_full()
 
     async def evict(self) -> int:
         """Evict what is over the bounds, never what a checkout holds; answers how many went."""
@@ -213,19 +201,11 @@ class Templates:
             }
         return len(evicted)
 
-    async def scrub(self) -> int:
-        """Prove everything by content, and discard damaged parts; answers how many there were."""
-        return sum([len(await self.scrub_mirror(name)) for name in self._registry.names()])
-
-    async def scrub_mirror(self, name: MirrorName) -> dict[str, str]:
-        """Scrub one mirror; answers the damaged parts, with what became of them."""
-        return await scrub(name, self._registry, self._gitdirs, self._workers, self._events)
-
     async def forget(self, name: MirrorName) -> None:
         """Remove a removed mirror's templates; CheckoutBusyError while a checkout holds one."""
         templates = self._registry.get(name)
-        async with self._registry.lock(templates):
-            if any(templates.files(tree) in self._registry.held for tree in templates.layers):
+        async with templates.changes.turn():
+            if any(files in self._registry.held for files in templates.files.values()):
                 raise CheckoutBusyError(
                     f"cannot remove the templates of {name}: a checkout uses them",
                     hint="release its checkouts",
@@ -236,3 +216,87 @@ class Templates:
             await self._gitdirs.forget(name)
             self._found = {key: each for key, each in self._found.items() if key[0] != name.key}
         await self._registry.weigh()  # removes the shared files
+
+    # -- proving by content again ------------------------------------------------------------------
+
+    async def scrub(self) -> int:
+        """Prove everything by content, and discard damaged parts; answers how many there were."""
+        return sum([len(await self.scrub_mirror(name)) for name in self._registry.names()])
+
+    async def scrub_mirror(self, name: MirrorName) -> dict[str, str]:
+        """Prove one mirror's layers, stores and packs; answers the damaged parts, with what became
+        of them: the next checkout builds them again, but a part that a checkout holds stays until
+        its release.
+        """
+        templates, found = self._registry.get(name), dict[str, str]()
+        rebuilt = "it is out of use, and the next checkout builds it again"
+        for tree in list(templates.layers):
+            if tree in templates.layers and not await self._registry.is_sound(templates, tree):
+                self._events.publish("template.damaged", mirror=str(name), tree=tree)
+                async with templates.changes.turn():
+                    self._registry.retire(templates, tree)
+                found[f"template {tree}"] = f"checksum mismatch; {rebuilt}"
+
+        async def discard(bad: Path) -> str:
+            """Discard the closure layer or the store that a bad file is in."""
+            kind, stem, *_ = bad.relative_to(templates.directory).parts
+            place = templates.directory / kind / stem
+            if place in self._registry.held:
+                return "checksum mismatch; a checkout holds it: release that, and scrub again"
+            history, _, commit = stem.partition("-")
+            store = None
+            if kind == "gits":  # None: the index was bad, too
+                store = self._gitdirs.find(name, CommitId(commit), History(history))
+            await self._gitdirs.remove(self._gitdirs.discard(store) if store else place)
+            return f"checksum mismatch; {rebuilt}"
+
+        directory, run = templates.directory, self._workers.run
+        for pack in await run(find_bad_packs, directory, timeout=_SCRUB_TIMEOUT):
+            self._events.publish("closure.damaged", mirror=str(name), pack=pack.name)
+            found[f"closure pack {pack.name}"] = await discard(pack)
+        for path in await run(find_bad_stores, directory, name, timeout=_SCRUB_TIMEOUT):
+            self._events.publish("store.damaged", mirror=str(name), store=path.name)
+            found[f"sealed store {path.name}"] = await discard(path)
+        await self._registry.sweep()
+        return found
+
+
+def find_bad_packs(directory: Path) -> list[Path]:
+    """Packs and indexes of one mirror's stores with another checksum than they end with, or without
+    their other half. Runs in a worker. A file of many links is read once, and named at each.
+    """
+
+    def find() -> list[Path]:
+        sound: dict[int, bool] = {}
+        bad = []
+        for pattern in ("packs/*/pack-*", "gits/*/.git/objects/pack/pack-*"):
+            for file in sorted(directory.glob(pattern)):
+                with suppress(FileNotFoundError):
+                    inode = file.stat().st_ino
+                    if inode not in sound:
+                        sound[inode] = pack_is_whole(file)
+                    if not sound[inode]:
+                        bad.append(file)
+        for record in directory.glob("packs/[!.]*/layer.json"):
+            layer = record.parent
+            stems = {file.with_suffix("") for file in layer.glob("pack-*")} or {layer / "pack"}
+            packs = [stem.with_suffix(".pack") for stem in sorted(stems)]
+            bad += [p for p in packs if not (p.exists() and p.with_suffix(".idx").exists())]
+        return bad
+
+    with ThreadPoolExecutor(1, initializer=lower_priority) as thread:
+        return thread.submit(find).result()
+
+
+def find_bad_stores(directory: Path, name: MirrorName) -> list[Path]:
+    """Stores of one mirror with changed control files or without one of their packs.
+
+    Looked at twice, because one may be built again meanwhile. Runs in a worker.
+    """
+
+    def altered() -> set[Path]:
+        records = read_records(directory / "gits", name)
+        return {path for path, (at, _) in records.items() if path.exists() and not is_as_built(at)}
+
+    found = altered()
+    return sorted(found & altered()) if found else []
