@@ -1,0 +1,190 @@
+"""The commands and snippets that the documents show run, and print what they show where that is stable."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from daemons import Daemon, daemon
+from gitrepos import Upstream
+
+import mirrord
+
+PROJECT = Path(__file__).parents[2]
+BASES = ("6366d3dd190a9e58ca582955cddf7e2ac5f32dcc", "147c8511ddbfa5e8f71bbf5c18ede0c4ceb3bba4")
+"""The commits of the documents; the tests' upstream has others."""
+
+NOT_RUN = {
+    "make setup": "the tests run in the environment that it makes",
+    "mirrord serve": "the tests have a daemon with an upstream of their own",
+    'export PATH="$PWD/.venv/bin:$PATH"': "the session has a PATH of its own",
+    "python3 -m venv harness": "tests/client/test_packaging.py installs the client",
+    "harness/bin/python": "it needs that environment",
+}
+_END = "-- end of command --"
+
+
+class World:
+    """A daemon that knows the documents' instances, and a directory to run their commands in."""
+
+    def __init__(self, running: Daemon, bases: list[str], directory: Path) -> None:
+        self.running = running
+        self.bases = bases
+        self.directory = directory
+        self.environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "MIRRORD_SOCKET": str(running.socket),
+            "GIT_PAGER": "cat",
+        }
+
+    def localized(self, text: str) -> str:
+        """A document's text with the commits of our upstream."""
+        for theirs, ours in zip(BASES, self.bases, strict=True):
+            text = text.replace(theirs, ours).replace(theirs[:7], ours[:7])
+        return text
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    root = tmp_path_factory.mktemp("documents")
+    upstream = Upstream(root / "psf" / "requests")
+    setup = [f"# line {number}" for number in range(1, 58)] + ["setup("]
+    setup += ["    classifiers=(", "", "    ),", ")"]
+    upstream.write({"setup.py": "\n".join(setup) + "\n"})
+    (upstream.path / "setup.py").chmod(0o755)
+    upstream.git("add", "--all")
+    upstream.git("commit", "--quiet", "--message", "history update")
+    bases = [upstream.commit({"VERSION": f"{v}\n"}, f"v{v}") for v in ("2.3.0", "2.31.0")]
+    upstream.commit({"VERSION": "later\n"})
+    directory = root / "session"
+    directory.mkdir()
+    with daemon(f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n') as running:
+        yield World(running, bases, directory)
+
+
+def blocks(document: str, language: str) -> list[str]:
+    text = (PROJECT / document).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+class Shell:
+    """One bash that keeps its directory and variables between commands."""
+
+    def __init__(self, world: World) -> None:
+        self._bash = subprocess.Popen(
+            ["bash"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=world.environment,
+            cwd=world.directory,
+            text=True,
+        )
+
+    def run(self, command: str) -> str:
+        """What a command printed; its status must be 0."""
+        assert self._bash.stdin is not None
+        assert self._bash.stdout is not None
+        self._bash.stdin.write(f"{command}\necho; echo '{_END}' $?\n")
+        self._bash.stdin.flush()
+        printed: list[str] = []
+        while not (line := self._bash.stdout.readline()).startswith(_END):
+            assert line, f"the shell ended in {command!r}: {printed}"
+            printed.append(line)
+        text = "".join(printed).removesuffix("\n")
+        assert line.split()[-1] == "0", f"{command!r} failed: {text}"
+        return text
+
+    def close(self) -> None:
+        self._bash.communicate(timeout=30)
+
+
+def session(block: str) -> Iterator[tuple[str, str]]:
+    """Commands and what they print, of a `console` block; a here-document belongs to its command."""
+    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        first, _, rest = part.partition("\n")
+        if here := re.search(r"<<'(\w+)'$", first):
+            body, _, rest = rest.partition(f"{here[1]}\n")
+            first = f"{first}\n{body}{here[1]}"
+        yield first, rest
+
+
+def stable(text: str) -> str:
+    """Without what differs from machine to machine: paths of checkouts, blob ids, numbers of objects."""
+    text = re.sub(r"\S*/checkouts/[a-z2-7]{16}/tree", "TREE", text)
+    text = re.sub(r"^[0-9a-f]{7} ", "ID ", text, flags=re.MULTILINE)
+    text = re.sub(r"^index [0-9a-f]{40}\.\.[0-9a-f]{40}", "index A..B", text, flags=re.MULTILINE)
+    text = re.sub(r"(checked (?:index|control files)) [0-9a-f]{64}", r"\1 HASH", text)
+    text = re.sub(r"objects \d+ hashed", "objects N hashed", text)
+    return re.sub(r"\d[\d,]* objects present, [\d,]+ in", "N objects present, N in", text)
+
+
+def is_run(command: str) -> bool:
+    return not any(command.startswith(prefix) for prefix in NOT_RUN)
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/bundles.md"])
+def test_a_session_prints_what_it_shows(world: World, document: str) -> None:
+    if document != "README.md":
+        subprocess.run(
+            ["mirrord", "mirror", "add", "psf/requests"], env=world.environment, check=True
+        )
+    shell = Shell(world)
+    shown_tree, tree = "", ""
+    try:
+        for block in blocks(document, "console"):
+            for command, shown in session(world.localized(block)):
+                if not is_run(command):
+                    continue
+                printed = shell.run(command.replace(shown_tree, tree) if tree else command)
+                if command.startswith("mirrord checkout "):
+                    shown_tree, tree = shown.strip(), printed.strip()
+                if shown:
+                    assert stable(printed) == stable(shown), command
+    finally:
+        shell.close()
+
+
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/installation.md"])
+def test_commands_run(world: World, document: str) -> None:
+    shell = Shell(world)
+    try:
+        for block in blocks(document, "sh"):
+            for command in filter(is_run, block.splitlines()):
+                at_project = (
+                    f"cd {PROJECT} && {command}" if command.startswith(".venv") else command
+                )
+                shell.run(at_project)
+    finally:
+        shell.close()
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/client.md"])
+def test_snippets_run(world: World, document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one namespace each, with an agent that changes a file."""
+    monkeypatch.chdir(world.directory)
+    monkeypatch.setenv("MIRRORD_SOCKET", str(world.running.socket))
+    rows = [
+        f'{{"instance_id": "psf__requests-v{v}", "repo": "psf/requests", "base_commit": "{base}"}}\n'
+        for v, base in zip(("2.3.0", "2.31.0"), world.bases, strict=True)
+    ]
+    (world.directory / "releases.jsonl").write_text("".join(rows))
+    with mirrord.Client() as client:
+        client.wait(client.import_dataset("releases.jsonl"))
+    patches: list[bytes] = []
+    snippets = blocks(document, "python")
+    assert snippets
+    for snippet in snippets:
+        names: dict[str, object] = {"run_agent": lambda path: (path / "new").write_text("work\n")}
+        exec(compile(snippet, document, "exec"), names)
+        patches += [names["patch"]] if isinstance(names.get("patch"), bytes) else []
+    assert patches
+    assert all(b"+work" in patch for patch in patches)
+    with mirrord.Client() as client:
+        assert client.list_checkouts() == []

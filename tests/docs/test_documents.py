@@ -1,0 +1,68 @@
+"""The documents name what exists: error codes, formats, modules, links."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mirrord.datasets.formats import format_infos
+from mirrord.errors import MirrordError, iter_errors
+
+PROJECT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*PROJECT.glob("*.md"), *(PROJECT / "docs").glob("*.md")])
+
+
+def rows_of(document: str, columns: int) -> list[list[str]]:
+    """The cells of all rows of a document's tables with so many columns."""
+    lines = (PROJECT / "docs" / document).read_text().splitlines()
+    tables = (
+        [cell.strip() for cell in line[1:-1].split(" | ")] for line in lines if line[:1] == "|"
+    )
+    return [cells for cells in tables if len(cells) == columns]
+
+
+def test_every_error_code_is_documented_with_its_statuses() -> None:
+    documented = {
+        (cells[0].strip("`"), int(cells[1]), int(cells[2]))
+        for cells in rows_of("errors.md", 5)
+        if cells[1].isdigit()
+    }
+    known = {(each.code, each.http_status, each.exit_status) for each in iter_errors(MirrordError)}
+    assert documented == known
+
+
+def test_every_format_is_documented() -> None:
+    documented = {cells[0].strip("`"): cells[1] for cells in rows_of("formats.md", 3)[1:]}
+    assert {info.name: info.title for info in format_infos()} == documented
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    """To a file, and to a heading of it."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path).resolve() if path else document
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+            assert anchor in slugs, target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_modules_and_files_that_are_named_exist(document: Path) -> None:
+    """`a/b.py`, and `a/{b,c}.py` for several; below mirrord/ or the project."""
+    if document.name == "CHANGELOG.md":  # it names what is gone
+        return
+    for name in re.findall(r"`([\w./{},-]+\.(?:py|md|toml|lock|svg))`", document.read_text()):
+        braces = re.fullmatch(r"(.*)\{(.*)\}(.*)", name)
+        names = (
+            [name] if not braces else [f"{braces[1]}{n}{braces[3]}" for n in braces[2].split(",")]
+        )
+        for each in names:
+            places = (PROJECT / each, PROJECT / "mirrord" / each, PROJECT / "docs" / each)
+            assert any(place.exists() for place in places) or "/" not in each, each
