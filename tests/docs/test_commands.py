@@ -1,4 +1,6 @@
-"""The commands and snippets that the documents show run, and print what they show where that is stable."""
+"""Run the commands and snippets that the documents show; compare what they print where that is
+stable.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,7 @@ class Shell:
 
 
 def session(block: str) -> Iterator[tuple[str, str]]:
-    """Commands and what they print, of a `console` block; a here-document belongs to its command."""
+    """Commands of a `console` block and what they print; a here-document is part of its command."""
     for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
         first, _, rest = part.partition("\n")
         if here := re.search(r"<<'(\w+)'$", first):
@@ -116,7 +118,7 @@ def session(block: str) -> Iterator[tuple[str, str]]:
 
 
 def stable(text: str) -> str:
-    """Without what differs from machine to machine: paths of checkouts, blob ids, numbers of objects."""
+    """Drop what differs between machines: paths of checkouts, blob ids, numbers of objects."""
     text = re.sub(r"\S*/checkouts/[a-z2-7]{16}/tree", "TREE", text)
     text = re.sub(r"^[0-9a-f]{7} ", "ID ", text, flags=re.MULTILINE)
     text = re.sub(r"^index [0-9a-f]{40}\.\.[0-9a-f]{40}", "index A..B", text, flags=re.MULTILINE)
@@ -171,7 +173,8 @@ def test_snippets_run(world: World, document: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(world.directory)
     monkeypatch.setenv("MIRRORD_SOCKET", str(world.running.socket))
     rows = [
-        f'{{"instance_id": "psf__requests-v{v}", "repo": "psf/requests", "base_commit": "{base}"}}\n'
+        f'{{"instance_id": "psf__requests-v{v}", "repo": "psf/requests",'
+        f' "base_commit": "{base}"}}\n'
         for v, base in zip(("2.3.0", "2.31.0"), world.bases, strict=True)
     ]
     (world.directory / "releases.jsonl").write_text("".join(rows))
@@ -183,7 +186,8 @@ def test_snippets_run(world: World, document: str, monkeypatch: pytest.MonkeyPat
     for snippet in snippets:
         names: dict[str, object] = {"run_agent": lambda path: (path / "new").write_text("work\n")}
         exec(compile(snippet, document, "exec"), names)
-        patches += [names["patch"]] if isinstance(names.get("patch"), bytes) else []
+        if isinstance(patch := names.get("patch"), bytes):
+            patches.append(patch)
     assert patches
     assert all(b"+work" in patch for patch in patches)
     with mirrord.Client() as client:
