@@ -18,6 +18,8 @@ from gitrepos import Upstream, git
 
 from mirrord.protocol import RESULTS
 
+pytestmark = pytest.mark.slow
+
 
 class World:
     """A daemon, one upstream, and a dataset of its first commits."""

@@ -27,6 +27,8 @@ from mirrord.mirrors.repository import CONFIGURATION, HISTORY
 from mirrord.model import AuditLevel, CommitState, FindingKind
 from mirrord.protocol import StartAudit
 
+pytestmark = pytest.mark.slow
+
 ALL = ["owner__name-0", "owner__name-1", "owner__name-2"]
 
 

@@ -24,6 +24,8 @@ from mirrord import Client
 from mirrord.host.peers import peer_of
 from mirrord.host.pidfds import open_by_number, process_of
 
+pytestmark = pytest.mark.slow
+
 HOLDER = """
 import json, socket, sys, time
 def ask(body):

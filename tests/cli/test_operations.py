@@ -18,6 +18,8 @@ import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
 
+pytestmark = pytest.mark.slow
+
 
 class Site(NamedTuple):
     """A daemon, an upstream that answers, and one that never does until it is closed."""

@@ -28,6 +28,8 @@ from mirrord.cli.main import run
 from mirrord.errors import AccessError, InstanceAmbiguousError, NoDaemonError
 from mirrord.model import View
 
+pytestmark = pytest.mark.slow
+
 
 class Ran(NamedTuple):
     status: int

@@ -22,6 +22,8 @@ from httpserver import Handler, Route, serving
 
 from mirrord import AsyncClient, Client, errors
 
+pytestmark = pytest.mark.slow
+
 HEALTH = b'{"status": "ok", "reasons": [], "version": "1"}'
 OK: dict[tuple[str, str], Route] = {("GET", "/v1/health"): lambda h: h.answer(HEALTH)}
 RELOADED = b'{"applied": [], "refused": []}'

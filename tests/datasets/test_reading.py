@@ -648,6 +648,7 @@ print(result.row_count, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - be
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("container", ["lines", "array", "parquet"])
 def test_a_large_file_is_read_in_bounded_memory(tmp_path: Path, container: str) -> None:
     """50 MB of rows; what grows is ids and commits."""
@@ -691,6 +692,7 @@ def test_reading_json_loads_no_pyarrow(case: Case) -> None:
 # -- bombs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_dictionary_that_stands_for_gigabytes_is_refused(tmp_path: Path) -> None:
     """One value of 40 MiB for each of 64 rows: the reader holds one row, and stops at the bound."""
     bomb = pyarrow.table(
@@ -729,6 +731,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", [b"[" * 1024, b'{"instance_id": "a", "patch": "' + b"x" * 1024], ids=["nested", "long"]
 )

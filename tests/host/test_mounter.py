@@ -44,7 +44,10 @@ CONNECT = (
     " s.connect(sys.argv[1]); "
 )
 
-pytestmark = pytest.mark.skipif(not mounts.may_mount(), reason="mounting needs CAP_SYS_ADMIN")
+pytestmark = [
+    pytest.mark.skipif(not mounts.may_mount(), reason="mounting needs CAP_SYS_ADMIN"),
+    pytest.mark.root,
+]
 
 
 class Service:

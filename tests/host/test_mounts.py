@@ -22,7 +22,10 @@ from mirrord.host.trash import remove_tree
 
 USER = (12345, 12346)
 
-pytestmark = pytest.mark.skipif(not mounts.may_mount(), reason="mounting needs CAP_SYS_ADMIN")
+pytestmark = [
+    pytest.mark.skipif(not mounts.may_mount(), reason="mounting needs CAP_SYS_ADMIN"),
+    pytest.mark.root,
+]
 
 
 @pytest.fixture(autouse=True, params=KERNELS, ids=str)

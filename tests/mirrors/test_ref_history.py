@@ -15,6 +15,8 @@ from mirrord.errors import InvalidRequestError, NotFoundError
 from mirrord.mirrors.history import read_refs
 from mirrord.mirrors.repository import HISTORY
 
+pytestmark = pytest.mark.slow
+
 DAYS = ("2024-01-01T12:00:00Z", "2024-02-01T12:00:00Z", "2024-03-01T12:00:00Z")
 
 

@@ -33,6 +33,8 @@ from mirrord.mirrors.repository import Repository
 from mirrord.model import CommitId
 from mirrord.protocol import Progress
 
+pytestmark = pytest.mark.slow
+
 SECRET = "s3cretpassword"
 
 

@@ -16,6 +16,8 @@ from gitrepos import ENV, Upstream, git
 from mirrord.errors import InvalidCommitError, PathNotFoundError
 from mirrord.seal.verify import verify_seal
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def upstream(tmp_path: Path) -> Upstream:

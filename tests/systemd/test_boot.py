@@ -19,7 +19,11 @@ import pytest
 from gitrepos import Upstream
 
 REASON = nspawn.why_not() or installed.why_not()
-pytestmark = [pytest.mark.skipif(bool(REASON), reason=REASON), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.skipif(bool(REASON), reason=REASON),
+    pytest.mark.timeout(240),
+    pytest.mark.root,
+]
 
 UNITS = Path(__file__).parents[2] / "systemd"
 STATE = "/var/lib/mirrord"
