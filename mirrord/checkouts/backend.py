@@ -1,8 +1,8 @@
 """The contract of a backend: `pool/backend.py` and `overlay/backend.py` keep it, for every method.
 
-- **Cancel.** The caller may be cancelled at any await. A part of `create` stays below the two
-- **Cancel.** The caller may be cancelled at any await. `create` then leaves its part below the two
-  its tree as they were, or the lease RESETTING.
+- **Cancel.** The caller may be cancelled at any await. What `create` had begun stays below the two
+  directories of the lease, where `take_down` finds it. A `reset` that ends early leaves lease and
+  tree as they were, or the lease RESETTING.
 - **Crash.** After a kill -9 at any moment, `adopt` (with lease.json) or `take_down` (without) is
   enough; a backend keeps nothing in memory that it cannot find again.
 - **Disk full.** ENOSPC and EDQUOT raise DiskFullError; the caller removes a half-made checkout.
