@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import platform
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,27 +20,15 @@ from .files import open_child, open_regular
 from .processes import Capability, Owner, die_with_parent, dies_with_parent
 
 _SYS_SETGROUPS = 116 if platform.machine() == "x86_64" else 159  # asm-generic/unistd.h
-_CAPABILITY_VERSION = 0x20080522  # linux/capability.h
-_UNCHANGED = 2**32 - 1  # (uid_t) -1 changes nothing, and so asks
-_ACL = "system.posix_acl_access"
-_READ, _READ_AND_ENTER = 0o4, 0o5
+# linux/capability.h: version 3, this thread; for capabilities below 32, then for the others, those
+# effective, permitted and inheritable
+_CAP_HEADER = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0), 8)
+_CAP_SETS = struct.Struct("=6I")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 for _call in (_libc.setfsuid, _libc.setfsgid):
     _call.argtypes = [ctypes.c_uint]
     _call.restype = ctypes.c_uint
-
-
-class _Header(ctypes.Structure):
-    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
-
-
-class _Set(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_uint32) for name in ("effective", "permitted", "inheritable"))
-
-
-_Sets = _Set * 2
-_THIS_THREAD = _Header(_CAPABILITY_VERSION, 0)
 
 
 class ActingAs:
@@ -54,12 +43,12 @@ class ActingAs:
     def __init__(self, owner: Owner | None) -> None:
         me = (os.geteuid(), os.getegid())
         self.owner = owner or me
-        self._mine = _Sets()
-        _must(_libc.capget(ctypes.byref(_THIS_THREAD), self._mine))
-        may_change = all(
-            self._mine[each // 32].effective >> each % 32 & 1
-            for each in (Capability.SETUID, Capability.SETGID)
-        )
+        sets = ctypes.create_string_buffer(_CAP_SETS.size)
+        _must(_libc.capget(_CAP_HEADER, sets))
+        self._mine = _CAP_SETS.unpack(sets)
+        self._none = 0, *self._mine[1:3], 0, *self._mine[4:]
+        wanted = 1 << Capability.SETUID | 1 << Capability.SETGID
+        may_change = self._mine[0] & wanted == wanted
         self._changes = self.owner != me and may_change
         self._drops = owner is not None and (self._changes or owner == me)
         self.maker = self.owner if self._changes else me
@@ -93,11 +82,11 @@ class ActingAs:
 
     def open_directory(self, directory: int, name: bytes) -> int:
         """Open a directory in an open one; PermissionError where the owner may not read it."""
-        return self._admitted(open_child(directory, name), name, _READ_AND_ENTER)
+        return self._admitted(open_child(directory, name), name, 0o5)
 
     def open_regular(self, directory: int, name: bytes) -> int:
         """Open a regular file for reading; PermissionError where the owner may not."""
-        return self._admitted(open_regular(directory, name), name, _READ)
+        return self._admitted(open_regular(directory, name), name, 0o4)
 
     def _admitted(self, fd: int, name: bytes, bits: int) -> int:
         """The descriptor, where the kernel said that the owner may, or else where its mode does."""
@@ -108,7 +97,8 @@ class ActingAs:
             return fd
         # the mask of an access list, which a mode shows as its group's bits, says too little
         group = 3 if found.st_gid == self.owner[1] else 0
-        if _ACL not in os.listxattr(fd) and found.st_mode >> group & bits == bits:
+        has_list = "system.posix_acl_access" in os.listxattr(fd)
+        if not has_list and found.st_mode >> group & bits == bits:
             return fd
         os.close(fd)
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
@@ -122,32 +112,25 @@ class ActingAs:
                 if _fs_ids() != self.owner:
                     raise ResourceError(f"cannot act as uid {self.owner[0]}: the kernel refuses")
             if self._drops:
-                _set_effective(self._mine, none=True)
-            self._stay_tied()
+                _must(_libc.capset(_CAP_HEADER, _CAP_SETS.pack(*self._none)))
+            if self._parent is not None:
+                # a change of fsuid or fsgid takes away a worker's signal that its parent died
+                die_with_parent(self._parent)
         except BaseException:
             self._become_self()
             raise
 
     def _become_self(self) -> None:
         if self._drops:
-            _set_effective(self._mine, none=False)
+            _must(_libc.capset(_CAP_HEADER, _CAP_SETS.pack(*self._mine)))
         if self._changes:
             _libc.setfsuid(self._me[0])
             _libc.setfsgid(self._me[1])
             _set_groups(self._groups)
             if _fs_ids() != self._me:
                 raise ResourceError("cannot act as the daemon again: the kernel refuses")
-            self._stay_tied()
-
-    def _stay_tied(self) -> None:
-        # a change of fsuid or fsgid takes away a worker's signal that its parent died
-        if self._parent is not None:
-            die_with_parent(self._parent)
-
-
-def _set_effective(mine: ctypes.Array[_Set], *, none: bool) -> None:
-    sets = (_Set(0 if none else one.effective, one.permitted, one.inheritable) for one in mine)
-    _must(_libc.capset(ctypes.byref(_THIS_THREAD), _Sets(*sets)))
+            if self._parent is not None:
+                die_with_parent(self._parent)
 
 
 def _set_groups(groups: list[int]) -> None:
@@ -156,12 +139,10 @@ def _set_groups(groups: list[int]) -> None:
 
 
 def _fs_ids() -> Owner:
-    return int(_libc.setfsuid(_UNCHANGED)), int(_libc.setfsgid(_UNCHANGED))
+    return int(_libc.setfsuid(-1)), int(_libc.setfsgid(-1))  # which change nothing, and so ask
 
 
 def _must(result: int) -> None:
     if result != 0:
-        number = ctypes.get_errno()
-        raise ResourceError(
-            f"cannot change what a thread acts as: {os.strerror(number)}", errno=number
-        )
+        reason = os.strerror(number := ctypes.get_errno())
+        raise ResourceError(f"cannot change what a thread acts as: {reason}", errno=number)

@@ -29,24 +29,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import (
-    AccessError,
-    BackendUnavailableError,
-    InvalidRequestError,
-    MirrordError,
-    ResourceError,
-)
+from .. import errors
 from . import mounts
 from .files import open_directory, open_regular, opened
-from .mounting import (
-    BOUND,
-    IDMAPS,
-    MESSAGE_MAX_BYTES,
-    PROBE_LAYER,
-    MappedTemplates,
-    OverlayOrder,
-    bind_once,
-)
+from .mounting import BOUND, IDMAPS, MESSAGE_MAX_BYTES, PROBE_LAYER, MappedTemplates, OverlayOrder
 from .processes import Owner
 from .systemd import Notifier, take_sockets
 
@@ -59,13 +45,8 @@ _ID = "[0-9a-f]{40}"
 _LAYER = re.compile(rf"{_MIRROR}/(trees/{_ID}(@{_ID})?/(files|index)|gits/(sealed|squashed)-{_ID})")
 _LAYERS_MAX = 64
 _PENDING_MAX = 64
-_LEASES = (b"lease.json.new", b"resetting.json", b"lease.json")
-_LEASE_MAX_BYTES = 64 * 1024
-_LOGIN_DEFS = Path("/etc/login.defs")
-_ORDINARY_MIN = 1000  # where login.defs says nothing
 _ID_MAX = 2**32 - 2
 _CONNECTIONS_MAX = 64
-_PEERCRED = struct.Struct("3i")
 
 
 class GuardedMounter:
@@ -77,12 +58,10 @@ class GuardedMounter:
                 directory.mkdir(mode=0o700)
                 os.chown(directory, *daemon)
         for name in BOUND:
-            bind_once(str(state_dir / name))
-        self._state = open_directory(state_dir)
-        self._daemon = daemon
-        self._mapped = MappedTemplates(
-            f"{mounts.descriptor_path(self._state)}/{IDMAPS}", stored=daemon
-        )
+            mounts.bind_once(str(state_dir / name))
+        self._state, self._daemon = open_directory(state_dir), daemon
+        place = f"{mounts.descriptor_path(self._state)}/{IDMAPS}"
+        self._mapped = MappedTemplates(place, stored=daemon)
         self._pending: dict[str, int] = {}
 
     def make(self, order: OverlayOrder) -> int:
@@ -102,7 +81,10 @@ class GuardedMounter:
                 for layer in order.layers
             ]
             mount = mounts.make_overlay(lower, upper, work)
-            self._give_back(work)
+            # for the daemon to remove
+            for path in ("work/incompat/volatile", "work/incompat", "work"):
+                with suppress(FileNotFoundError), opened(mounts.open_beneath(work, path)) as made:
+                    os.chown(mounts.descriptor_path(made), self._daemon[0], -1)
         self._forget(order.checkout)
         self._pending[order.checkout] = mount
         if len(self._pending) > _PENDING_MAX:
@@ -140,18 +122,20 @@ class GuardedMounter:
 
     def _must_be_leased(self, private: int, order: OverlayOrder) -> None:
         """The lease of that checkout, or the one being written, must name the same owner."""
-        for name in _LEASES:
+        for name in (b"lease.json.new", b"resetting.json", b"lease.json"):
             with suppress(FileNotFoundError), opened(open_regular(private, name)) as file:
-                lease = json.loads(os.read(file, _LEASE_MAX_BYTES))
+                lease = json.loads(os.read(file, 64 * 1024))
                 if (lease["owner_uid"], lease["owner_gid"]) == order.owner:
                     return
-        raise AccessError(f"cannot mount checkout {order.checkout}: it is not leased to that user")
+        raise errors.AccessError(
+            f"cannot mount checkout {order.checkout}: it is not leased to that user"
+        )
 
     def _must_be_ordinary(self, owner: Owner) -> None:
         """Files written in a checkout are its owner's: never root's, the daemon's, or a group's."""
         uid, gid = owner
         if uid == self._daemon[0] or not _is_ordinary(uid, gid):
-            raise BackendUnavailableError(
+            raise errors.BackendUnavailableError(
                 f"cannot give checkouts to uid {uid}, gid {gid}: only to ordinary users, with a"
                 " group of theirs",
                 hint="the pool backend serves the others",
@@ -161,7 +145,7 @@ class GuardedMounter:
         """A directory given away would let its new owner's files seem another's."""
         found = os.fstat(templates)
         if (found.st_uid, found.st_gid) != self._daemon:
-            raise AccessError(
+            raise errors.AccessError(
                 f"cannot mount: templates belong to uid {found.st_uid}, gid {found.st_gid}, not to"
                 " the daemon",
                 hint=f"chown them to {self._daemon[0]}:{self._daemon[1]}",
@@ -169,12 +153,6 @@ class GuardedMounter:
 
     def _open(self, stack: ExitStack, path: str) -> int:
         return stack.enter_context(opened(mounts.open_beneath(self._state, path)))
-
-    def _give_back(self, work: int) -> None:
-        """Give the daemon what overlayfs made in its work directory, for it to remove."""
-        for path in ("work/incompat/volatile", "work/incompat", "work"):
-            with suppress(FileNotFoundError), opened(mounts.open_beneath(work, path)) as directory:
-                os.chown(mounts.descriptor_path(directory), self._daemon[0], -1)
 
 
 def _is_ordinary(uid: int, gid: int) -> bool:
@@ -194,10 +172,11 @@ def _is_ordinary(uid: int, gid: int) -> bool:
 
 def _smallest(name: str) -> int:
     with suppress(OSError, ValueError):
-        for line in _LOGIN_DEFS.read_text(encoding="utf-8", errors="replace").splitlines():
+        text = Path("/etc/login.defs").read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines():
             if line.split()[:1] == [name]:
                 return max(1, int(line.split()[1]))
-    return _ORDINARY_MIN
+    return 1000
 
 
 # -- requests -------------------------------------------------------------------------------------
@@ -207,14 +186,15 @@ def answer(mounter: GuardedMounter, message: bytes) -> tuple[dict[str, Any], lis
     """Do one request; `{}` and the descriptors that go with it, or the problem."""
     try:
         return {}, _perform(mounter, json.loads(message))
-    except MirrordError as error:
+    except errors.MirrordError as error:
         problem = error.problem()
     except FileNotFoundError as error:
         problem = {"code": "gone", "detail": str(error), "errno": error.errno or errno.ENOENT}
     except OSError as error:
-        problem = ResourceError(f"cannot mount: {error.strerror}", errno=error.errno).problem()
+        fact = f"cannot mount: {error.strerror}"
+        problem = errors.ResourceError(fact, errno=error.errno).problem()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        problem = InvalidRequestError(f"cannot read the request: {error!r}").problem()
+        problem = errors.InvalidRequestError(f"cannot read the request: {error!r}").problem()
     return {"problem": problem}, []
 
 
@@ -223,11 +203,10 @@ def _perform(mounter: GuardedMounter, request: Mapping[str, Any]) -> list[int]:
         case "make":
             owner, layers = request["owner"], request["layers"]
             if owner is not None:
-                if not isinstance(owner, list) or len(owner) != 2:
+                uid, gid = owner  # TypeError and ValueError refuse what is no pair
+                if not all(type(each) is int and 0 <= each <= _ID_MAX for each in (uid, gid)):
                     raise ValueError(owner)
-                if not all(type(each) is int and 0 <= each <= _ID_MAX for each in owner):
-                    raise ValueError(owner)
-                owner = owner[0], owner[1]
+                owner = uid, gid
             if not isinstance(layers, list) or not 0 < len(layers) <= _LAYERS_MAX:
                 raise ValueError(layers)
             order = OverlayOrder(
@@ -257,53 +236,41 @@ def _matching(pattern: re.Pattern[str], value: object) -> str:
 # -- serving --------------------------------------------------------------------------------------
 
 
-class Service:
-    """Answers the connections of one user, one request at a time."""
+def serve(listener: socket.socket, mounter: GuardedMounter, user: int) -> None:
+    """Answer the connections of one user and root, one request at a time, for ever."""
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            connection = cast("socket.socket", key.fileobj)
+            if connection is listener:
+                with suppress(OSError):  # it left before we came
+                    _accept(listener, user, selector)
+                continue
+            try:
+                message = connection.recv(MESSAGE_MAX_BYTES)
+            except OSError:
+                message = b""
+            if not message or not _send(connection, *answer(mounter, message)):
+                selector.unregister(connection)
+                connection.close()
+                mounter.forget_all()
 
-    def __init__(self, listener: socket.socket, mounter: GuardedMounter, uid: int) -> None:
-        self._listener = listener
-        self._mounter = mounter
-        self._uid = uid
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
 
-    def run(self) -> None:
-        while True:
-            for key, _ in self._selector.select():
-                connection = cast("socket.socket", key.fileobj)
-                if connection is self._listener:
-                    self._accept()
-                else:
-                    self._serve(connection)
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # it left before we came
-            return
-        connection.setblocking(False)
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
-        _, uid, _ = _PEERCRED.unpack(raw)
-        if uid in (0, self._uid) and len(self._selector.get_map()) <= _CONNECTIONS_MAX:
-            self._selector.register(connection, selectors.EVENT_READ)
-            return
-        refusal = AccessError(
-            f"cannot mount for uid {uid}: only for the daemon's user, {_CONNECTIONS_MAX} at a time"
-        )
-        # the journal reads stderr
-        print(f"<4>connection.refused uid={uid}", file=sys.stderr, flush=True)  # noqa: T201
-        _send(connection, {"problem": refusal.problem()}, [])
-        connection.close()
-
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            message = connection.recv(MESSAGE_MAX_BYTES)
-        except OSError:
-            message = b""
-        if not message or not _send(connection, *answer(self._mounter, message)):
-            self._selector.unregister(connection)
-            connection.close()
-            self._mounter.forget_all()
+def _accept(listener: socket.socket, user: int, selector: selectors.BaseSelector) -> None:
+    connection, _ = listener.accept()
+    connection.setblocking(False)
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", raw)
+    if uid in (0, user) and len(selector.get_map()) <= _CONNECTIONS_MAX:
+        selector.register(connection, selectors.EVENT_READ)
+        return
+    # the journal reads stderr
+    print(f"<4>connection.refused uid={uid}", file=sys.stderr, flush=True)  # noqa: T201
+    limits = f"only for the daemon's user, {_CONNECTIONS_MAX} at a time"
+    refusal = errors.AccessError(f"cannot mount for uid {uid}: {limits}")
+    _send(connection, {"problem": refusal.problem()}, [])
+    connection.close()
 
 
 def _send(connection: socket.socket, reply: Mapping[str, Any], descriptors: list[int]) -> bool:
@@ -331,14 +298,11 @@ def listen(path: Path, uid: int) -> socket.socket:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM; 2 when started wrongly."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mirrord.host.mounter", description="mounts checkouts for another process"
-    )
+    about = "mounts checkouts for another process"
+    parser = argparse.ArgumentParser(prog="python -m mirrord.host.mounter", description=about)
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--user", required=True, help="the daemon's user: a name or a uid")
-    parser.add_argument(
-        "--socket", type=Path, help="where to listen, unless systemd gives a socket"
-    )
+    parser.add_argument("--socket", type=Path, help="listen here, unless systemd gives a socket")
     options = parser.parse_args(arguments)
     user, daemon = options.user, None
     with suppress(KeyError):
@@ -352,12 +316,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         listener = sockets[0] if sockets else listen(options.socket, daemon[0])
         mounter = GuardedMounter(options.state_dir, daemon)
-    except (OSError, MirrordError) as error:
+    except (OSError, errors.MirrordError) as error:
         parser.error(f"cannot serve: {error}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     Notifier.from_environment().ready("mounts checkouts")
     try:
-        Service(listener, mounter, daemon[0]).run()
+        serve(listener, mounter, daemon[0])
     finally:
         mounter.close()
     return 0

@@ -18,9 +18,10 @@ from . import files
 from .files import opened
 from .processes import Capability, has_capabilities
 
+DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+HARMLESS = os.ST_NOSUID | os.ST_NODEV
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8  # linux/mount.h, linux/fs.h
-_OPEN_TREE_CLONE = 1
-_OPEN_TREE_CLOEXEC = os.O_CLOEXEC
+_OPEN_TREE_CLONE, _OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
 _MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_BENEATH = 0x4, 0x200
 _FSOPEN_CLOEXEC = _FSMOUNT_CLOEXEC = 1
 _FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
@@ -37,7 +38,6 @@ KERNEL = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[
 
 _STACKED_MAX = 8
 _STRING_MAX = 255  # of a value for fsconfig(2)
-
 # redirect_dir: rename(2) of a directory below must not give EXDEV, which git mv does not survive.
 # volatile: an unmount would else flush the whole file system.
 # The rest would make files mean something only together with one mount.
@@ -61,15 +61,13 @@ def make_overlay(lower: Sequence[int], upper: int, work: int) -> int:
     `work` must never have been used before. The kernel shows the directories to everybody in
     /proc/self/mountinfo, by the names that it was given: those of descriptors say nothing.
     """
-    with opened(
-        _syscall("open", "the overlay file system", _SYS_FSOPEN, b"overlay", _FSOPEN_CLOEXEC)
-    ) as context:
-        _set_string(context, "source", "mirrord")
-        _set_string(context, "upperdir", descriptor_path(upper))
-        _set_string(context, "workdir", descriptor_path(work))
+    with opened(_open_kind(b"overlay")) as context:
+        _configure(context, _FSCONFIG_SET_STRING, "source", "mirrord")
+        _configure(context, _FSCONFIG_SET_STRING, "upperdir", descriptor_path(upper))
+        _configure(context, _FSCONFIG_SET_STRING, "workdir", descriptor_path(work))
         for key, value in _OVERLAY_OPTIONS.items():
-            _set_string(context, key, value)
-        _configure(context, _FSCONFIG_SET_FLAG, b"volatile", None)
+            _configure(context, _FSCONFIG_SET_STRING, key, value)
+        _configure(context, _FSCONFIG_SET_FLAG, "volatile")
         _create_over(context, lower)
         flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
         return _syscall("mount", "an overlay", _SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, flags)
@@ -85,8 +83,8 @@ def _create_over(context: int, lower: Sequence[int]) -> None:
     """
     if KERNEL >= (6, 7):
         for each in lower:
-            _set_string(context, "lowerdir+", descriptor_path(each))
-        _configure(context, _FSCONFIG_CMD_CREATE, None, None)
+            _configure(context, _FSCONFIG_SET_STRING, "lowerdir+", descriptor_path(each))
+        _configure(context, _FSCONFIG_CMD_CREATE)
         return
     joined = ":".join(map(str, lower))
     if len(joined) > _STRING_MAX:
@@ -102,8 +100,8 @@ def _create_over(context: int, lower: Sequence[int]) -> None:
             if _libc.unshare(_CLONE_FS):
                 raise _refused("leave", "the working directory", ctypes.get_errno())
             os.chdir("/proc/self/fd")
-            _set_string(context, "lowerdir", joined)
-            _configure(context, _FSCONFIG_CMD_CREATE, None, None)
+            _configure(context, _FSCONFIG_SET_STRING, "lowerdir", joined)
+            _configure(context, _FSCONFIG_CMD_CREATE)
         except BaseException as error:  # noqa: BLE001  (the caller's thread raises it)
             failed.append(error)
 
@@ -114,14 +112,10 @@ def _create_over(context: int, lower: Sequence[int]) -> None:
         raise failed[0]
 
 
-def takes_detached_layers() -> bool:
-    """Whether a layer may be in a mount that is attached nowhere."""
-    return KERNEL >= (6, 15)
-
-
-def attach(mount: int, target: str) -> None:
+def attach(mount: int, target: str, how: int = 0) -> None:
     """Make a detached mount visible at `target`."""
-    _move(mount, target)
+    how |= _MOVE_MOUNT_F_EMPTY_PATH
+    _syscall("mount at", target, _SYS_MOVE_MOUNT, mount, b"", _AT_FDCWD, os.fsencode(target), how)
 
 
 def replace(mount: int, target: str) -> None:
@@ -132,12 +126,12 @@ def replace(mount: int, target: str) -> None:
     below.
     """
     try:
-        _move(mount, target, _MOVE_MOUNT_BENEATH)
+        attach(mount, target, _MOVE_MOUNT_BENEATH)
     except BackendUnavailableError as error:  # EINVAL: an older kernel, or nothing is mounted there
         if error.facts.get("errno") != errno.EINVAL:
             raise
         umount(target)
-        _move(mount, target)
+        attach(mount, target)
     else:
         _unmount(target)
 
@@ -153,9 +147,9 @@ def umount(target: str) -> None:
     )
 
 
-def umount_unused(target: str) -> bool:
-    """Unmount `target` unless it is in use or mounted in; answers whether it is gone."""
-    return bool(_libc.umount2(os.fsencode(target), _UMOUNT_NOFOLLOW) == 0)
+def umount_unused(target: str) -> None:
+    """Unmount `target` unless it is in use or mounted in."""
+    _libc.umount2(os.fsencode(target), _UMOUNT_NOFOLLOW)
 
 
 def clone_idmapped(source: int, userns: int) -> int:
@@ -178,18 +172,14 @@ def mount_private(target: str) -> int:
 
     What is attached in it is visible in no other namespace, and goes with it.
     """
-    with opened(
-        _syscall("open", "a file system in memory", _SYS_FSOPEN, b"tmpfs", _FSOPEN_CLOEXEC)
-    ) as context:
-        _set_string(context, "source", "mirrord")
-        _set_string(context, "mode", "0700")
-        _configure(context, _FSCONFIG_CMD_CREATE, None, None)
+    with opened(_open_kind(b"tmpfs")) as context:
+        _configure(context, _FSCONFIG_SET_STRING, "source", "mirrord")
+        _configure(context, _FSCONFIG_SET_STRING, "mode", "0700")
+        _configure(context, _FSCONFIG_CMD_CREATE)
         flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV | _MOUNT_ATTR_NOEXEC
-        root = _syscall(
-            "mount", "a file system in memory", _SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, flags
-        )
+        root = _syscall("mount", "a tmpfs", _SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, flags)
     try:
-        _move(root, target)
+        attach(root, target)
         # it became shared if the mount around it is
         _set_attributes(root, _MountAttr(propagation=_MS_PRIVATE))
     except BaseException:
@@ -198,15 +188,22 @@ def mount_private(target: str) -> int:
     return root
 
 
-def bind_over(directory: int, target: str) -> None:
-    """Bind a directory over itself, at its path: without set-id bits and devices, and shared.
+def bind_once(path: str) -> None:
+    """Bind a directory over itself, unless an earlier process did: without set-id bits and devices.
 
     Shared even where no systemd made / so: or containers could not follow with `rslave`.
     """
-    with opened(_clone(directory)) as clone:
-        flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
-        _set_attributes(clone, _MountAttr(attr_set=flags, propagation=_MS_SHARED))
-        _move(clone, target)
+    with (
+        opened(os.open(os.path.dirname(path), DIRECTORY)) as above,
+        opened(os.open(path, DIRECTORY)) as directory,
+    ):
+        is_mount = mount_id(above) != mount_id(directory)
+        if is_mount and os.fstatvfs(directory).f_flag & HARMLESS == HARMLESS:
+            return
+        with opened(_clone(directory)) as clone:
+            flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
+            _set_attributes(clone, _MountAttr(attr_set=flags, propagation=_MS_SHARED))
+            attach(clone, path)
 
 
 def mount_id(fd: int) -> int:
@@ -244,27 +241,17 @@ def mounts_below(directory: str) -> list[str]:
     return [point for point in points if point == top or point.startswith(f"{top}/")]
 
 
-def is_private_namespace() -> bool:
-    """Whether this is not the mount namespace of pid 1, so that nobody outside sees its mounts.
-
-    False where this process may not look at pid 1: then its clients are in the same sandbox.
-    """
-    try:
-        return os.stat("/proc/self/ns/mnt").st_ino != os.stat("/proc/1/ns/mnt").st_ino
-    except (PermissionError, FileNotFoundError):
-        return False
-
-
 def may_mount() -> bool:
     """Whether this process has CAP_SYS_ADMIN."""
     return has_capabilities(Capability.SYS_ADMIN)
 
 
-def _set_string(context: int, key: str, value: str) -> None:
-    _configure(context, _FSCONFIG_SET_STRING, key.encode(), value.encode())
+def _open_kind(kind: bytes) -> int:
+    return _syscall("open", f"file system {kind.decode()}", _SYS_FSOPEN, kind, _FSOPEN_CLOEXEC)
 
 
-def _configure(context: int, command: int, key: bytes | None, value: bytes | None) -> None:
+def _configure(context: int, command: int, *key_and_value: str) -> None:
+    key, value = (*map(str.encode, key_and_value), None, None)[:2]
     _syscall("mount", "an overlay", _SYS_FSCONFIG, context, command, key, value, 0)
 
 
@@ -275,21 +262,14 @@ def _clone(directory: int) -> int:
 
 def _set_attributes(mount: int, attributes: _MountAttr) -> None:
     size, how = ctypes.c_size_t(ctypes.sizeof(attributes)), ctypes.byref(attributes)
-    number = _SYS_MOUNT_SETATTR
-    _syscall("set up", "a mount", number, mount, b"", _AT_EMPTY_PATH, how, size)
-
-
-def _move(mount: int, target: str, how: int = 0) -> None:
-    flags = _MOVE_MOUNT_F_EMPTY_PATH | how
-    _syscall("mount at", target, _SYS_MOVE_MOUNT, mount, b"", _AT_FDCWD, os.fsencode(target), flags)
+    _syscall("set up", "a mount", _SYS_MOUNT_SETATTR, mount, b"", _AT_EMPTY_PATH, how, size)
 
 
 def _unmount(target: str) -> bool:
     """Take the topmost mount away; False where there is none."""
     if _libc.umount2(os.fsencode(target), _MNT_DETACH | _UMOUNT_NOFOLLOW) == 0:
         return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOENT):
+    if (number := ctypes.get_errno()) in (errno.EINVAL, errno.ENOENT):
         return False
     raise _refused("unmount", target, number)
 
@@ -301,12 +281,9 @@ def _syscall(verb: str, noun: str, number: int, *arguments: object) -> int:
     return result
 
 
-_NEEDS_ROOT = (
-    "mounting needs CAP_SYS_ADMIN: run the daemon as root, or beside mirrord-mount.service"
-)
+_NEEDS_ROOT = "mounting needs CAP_SYS_ADMIN: run the daemon as root, or with mirrord-mount.service"
 _HINTS = {
-    errno.EPERM: _NEEDS_ROOT,
-    errno.EACCES: _NEEDS_ROOT,
+    **dict.fromkeys((errno.EPERM, errno.EACCES), _NEEDS_ROOT),
     errno.ENODEV: "load the overlay module with `modprobe overlay`",
     errno.ENOSYS: "this needs a newer kernel; the pool backend serves without it",
     errno.EOPNOTSUPP: "this file system lacks a feature: put state_dir on ext4, xfs or btrfs",
@@ -317,16 +294,15 @@ _HINTS = {
 
 def _refused(verb: str, noun: str, number: int) -> MirrordError | OSError:
     """What an errno of a mount call means."""
-    message, reason = f"cannot {verb} {noun}", os.strerror(number)
+    fact = f"cannot {verb} {noun}: {os.strerror(number)}"
     if number in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ESTALE):
-        return FileNotFoundError(number, f"{message}: {reason}", noun)
+        return FileNotFoundError(number, fact, noun)
     if number in (errno.ENOSPC, errno.EDQUOT):
         # the kernel says ENOSPC to one mount too many
-        hint = "free some space, or raise fs.mount-max"
-        return DiskFullError(f"{message}: {reason}", hint=hint, errno=number)
+        return DiskFullError(fact, hint="free some space, or raise fs.mount-max", errno=number)
     if number in _HINTS:
-        return BackendUnavailableError(f"{message}: {reason}", hint=_HINTS[number], errno=number)
-    return ResourceError(f"{message}: {reason}", hint="the kernel's log may say more", errno=number)
+        return BackendUnavailableError(fact, hint=_HINTS[number], errno=number)
+    return ResourceError(fact, hint="the kernel's log may say more", errno=number)
 
 
 def unescape(field: bytes) -> str:

@@ -112,8 +112,8 @@ class Confinement(NamedTuple):
             os.setresgid(gid, gid, gid)
             os.setresuid(uid, uid, uid)
         # sg(1) would give the group back
-        if self.hidden and _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
-            raise _failed("give up new privileges")
+        if self.hidden:
+            _must(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "give up new privileges")
         os.chdir(self.directory)  # last: its owner alone may enter
         die_with_parent(self.parent_pid)  # after the uid has changed, which would undo it
 
@@ -142,9 +142,9 @@ def _enter_own() -> None:
     """Enter a mount namespace; without root, by way of a user namespace with this user alone."""
     uid, gid = os.getuid(), os.getgid()
     if os.geteuid() == 0:
-        _unshare(_CLONE_NEWNS)
+        _must(_libc.unshare(_CLONE_NEWNS), "make a namespace")
         return
-    _unshare(_CLONE_NEWNS | _CLONE_NEWUSER)
+    _must(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWUSER), "make a namespace")
     Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1", encoding="ascii")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1", encoding="ascii")
@@ -170,14 +170,13 @@ def _enter_subordinate(owner: Owner) -> None:
         ]
         os._exit(int(any(done)))
     try:
-        _unshare(_CLONE_NEWNS | _CLONE_NEWUSER)
+        _must(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWUSER), "make a namespace")
     finally:
         os.close(writing)
         _, status = os.waitpid(helper, 0)
     if status:
-        raise PermissionError(
-            1, f"cannot become uid {owner[0]} gid {owner[1]}: newuidmap or newgidmap failed"
-        )
+        fact = f"cannot become uid {owner[0]} gid {owner[1]}: newuidmap or newgidmap failed"
+        raise PermissionError(errno.EPERM, fact)
 
 
 def _hide(socket: Path) -> None:
@@ -193,20 +192,15 @@ def _hide(socket: Path) -> None:
         _mount("/dev/null", str(socket), None, _MS_BIND)
 
 
-def _unshare(flags: int) -> None:
-    if _libc.unshare(flags):
-        raise _failed("make a namespace")
-
-
 def _mount(source: str | None, target: str, kind: str | None, flags: int) -> None:
     arguments = (None if text is None else os.fsencode(text) for text in (source, target, kind))
-    if _libc.mount(*arguments, flags, None):
-        raise _failed(f"hide {target}")
+    _must(_libc.mount(*arguments, flags, None), f"hide {target}")
 
 
-def _failed(what: str) -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, f"cannot {what}: {os.strerror(number)}")
+def _must(result: int, step: str) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot {step}: {os.strerror(number)}")
 
 
 # -- of other processes ---------------------------------------------------------------------------
@@ -221,10 +215,8 @@ class Visible(IntEnum):
 
 
 class _Mount(NamedTuple):
-    """`root` is the directory of the file system `device` that is seen at `at`."""
-
     device: bytes
-    root: str
+    root: str  # the directory of that file system which is seen at `at`
     at: str
     groups: frozenset[bytes]
 

@@ -29,7 +29,6 @@ from .processes import Owner
 _SO_PEERGROUPS = 59  # Linux 4.13; not in Python's socket module
 _CREDENTIALS = struct.Struct("3i")
 _REMEMBERED_S = 60.0
-_NO_UID = 1 << 32
 _SUBUID, _SUBGID = Path("/etc/subuid"), Path("/etc/subgid")
 
 log = structlog.get_logger()
@@ -86,8 +85,7 @@ class Access:
         own_uid: int | None = None,
         subuid: Path = _SUBUID,
     ) -> None:
-        self._settings = settings
-        self._subuid = subuid
+        self._settings, self._subuid = settings, subuid
         self._own_uid = os.geteuid() if own_uid is None else own_uid
         self._logged: frozenset[str] = frozenset()
         self.refresh()
@@ -108,7 +106,7 @@ class Access:
 
     def user_of(self, uid: int) -> int:
         """The user of a subordinate uid, so that a user with 65,536 of them counts once."""
-        at = bisect_right(self._subuids, (uid, _NO_UID, 0)) - 1
+        at = bisect_right(self._subuids, (uid, 1 << 32, 0)) - 1
         first, count, user = self._subuids[at] if at >= 0 else (0, 0, 0)
         return user if first <= uid < first + count else uid
 
@@ -116,12 +114,10 @@ class Access:
     def warnings(self) -> list[str]:
         """Names in the settings that this host does not know."""
         access = self._settings().access
+        group = f"the group {access.group} does not exist: only administrators are admitted"
         unknown = [name for name in access.admins if _find_uid(name) is None]
-        warnings = [f"the administrator {name} does not exist" for name in unknown]
-        if self._group is None:
-            group = f"the group {access.group} does not exist: only administrators are admitted"
-            warnings.insert(0, group)
-        return warnings
+        admins = [f"the administrator {name} does not exist" for name in unknown]
+        return admins if self._group is not None else [group, *admins]
 
     def refresh(self) -> None:
         """Look the names up again, and log those once that this host does not know."""
@@ -155,9 +151,7 @@ class Owners:
         subuid: Path = _SUBUID,
         subgid: Path = _SUBGID,
     ) -> None:
-        self._settings = settings
-        self._access = access
-        self._files = subuid, subgid
+        self._settings, self._access, self._files = settings, access, (subuid, subgid)
         self._known: dict[tuple[int, int | None], Owner | None] = {}
         self._known_since = time.monotonic()
 
@@ -165,12 +159,18 @@ class Owners:
         """The uid and gid of the checkout that `peer` asks for. Raises AccessError."""
         if owner is None or owner == peer.uid:
             return peer.uid, peer.gid
-        found = None
+        key: tuple[int, int | None] | None = None
+        look_up: Callable[[], Owner | None] = partial(self._of_member, owner, peer)
         if self._access.role(peer) is Role.ADMIN:
-            found = await self._remembered((owner, None), partial(_of_anybody, owner))
+            key, look_up = (owner, None), partial(_of_anybody, owner)
         elif self._settings().access.owners == "subuid" and not self._access.is_admin(owner):
-            found = await self._remembered((owner, peer.uid), partial(self._of_member, owner, peer))
-        if found is None:
+            key = owner, peer.uid
+        if time.monotonic() - self._known_since > _REMEMBERED_S or len(self._known) > 10_000:
+            self._known.clear()
+            self._known_since = time.monotonic()
+        if key is not None and key not in self._known:
+            self._known[key] = await anyio.to_thread.run_sync(look_up)
+        if key is None or (found := self._known[key]) is None:
             raise AccessError(
                 f"cannot make a checkout for uid {owner}: you may not ask for that uid",
                 hint='administrators may ask for any; with [access] owners = "subuid" a member '
@@ -178,16 +178,6 @@ class Owners:
                 owner=owner,
             )
         return found
-
-    async def _remembered(
-        self, key: tuple[int, int | None], find: Callable[[], Owner | None]
-    ) -> Owner | None:
-        if time.monotonic() - self._known_since > _REMEMBERED_S or len(self._known) > 10_000:
-            self._known.clear()
-            self._known_since = time.monotonic()
-        if key not in self._known:
-            self._known[key] = await anyio.to_thread.run_sync(find)
-        return self._known[key]
 
     def _of_member(self, owner: int, peer: Peer) -> Owner | None:
         """With the gid at the same place of /etc/subgid, as user namespaces map it, or its own."""
@@ -228,10 +218,9 @@ def iter_subids(file: Path) -> Iterator[tuple[int, int, int]]:
         return
     for line in lines:
         name, *numbers = line.split(":")
-        if len(numbers) == 2 and all(number.isdecimal() for number in numbers):
-            user = _find_uid(name)
-            if user is not None:
-                yield int(numbers[0]), int(numbers[1]), user
+        is_whole = len(numbers) == 2 and all(number.isdecimal() for number in numbers)
+        if is_whole and (user := _find_uid(name)) is not None:
+            yield int(numbers[0]), int(numbers[1]), user
 
 
 def _find_uid(name: str | int) -> int | None:

@@ -23,7 +23,6 @@ from .peers import Peer
 from .processes import boot_id
 
 _SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Process(NamedTuple):
@@ -78,7 +77,7 @@ def _started_s(pid: int) -> float:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return 0.0
-    return int(stat.rpartition(")")[2].split()[19]) / _TICKS_PER_S
+    return int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
 
 
 class ProcessWatch:

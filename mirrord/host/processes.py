@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import ResourceError
 
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
-_YIELDING = 15
+
 Owner = tuple[int, int]
 """A uid with its gid."""
 
@@ -65,7 +65,7 @@ def lower_priority() -> None:
     also the last of its best-effort class (ionice(1)). Only root can undo it: call it in a thread
     that ends.
     """
-    os.setpriority(os.PRIO_PROCESS, 0, _YIELDING)
+    os.setpriority(os.PRIO_PROCESS, 0, 15)
 
 
 def search_path() -> str:
