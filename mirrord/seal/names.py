@@ -12,7 +12,6 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
 from ..model import shown
 from ..protocol import SealLeak
-from .repository import ForeignFile, ForeignRepository, read_bytes, read_start, read_text, walk
+from .repository import ForeignFile, ForeignRepository, read_bytes, read_text, walk
 
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
 _ONE_ID = re.compile(r"[0-9a-f]{40}\n?")
@@ -37,21 +36,13 @@ _TEMPLATES = Path("/usr/share/git-core/templates")
 _ARCHIVES = (b"PACK\0\0\0", b"# v2 git bundle\n", b"# v3 git bundle\n")
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"PK\3\4", b"\x28\xb5\x2f\xfd")
 
-_BOOLEAN = re.compile(r"true|false")
-_SETTINGS = {  # what git itself writes into a new repository, mirrord's, and who commits
-    "core.repositoryformatversion": re.compile("0"),
-    "core.filemode": _BOOLEAN,
-    "core.bare": _BOOLEAN,
-    "core.logallrefupdates": re.compile("true|false|always"),
-    "core.ignorecase": _BOOLEAN,
-    "core.symlinks": _BOOLEAN,
-    "core.precomposeunicode": _BOOLEAN,
-    "core.trustctime": _BOOLEAN,
-    "core.checkstat": re.compile("default|minimal"),
-    "gc.auto": re.compile(r"\d{1,6}"),
-    "user.name": re.compile(r"[^\n]{0,100}"),
-    "user.email": re.compile(r"[^\n]{0,100}"),
-}
+# each with its value: what git itself writes into a new repository, mirrord's, and who commits
+_SETTING = re.compile(
+    r"core\.repositoryformatversion\n0"
+    r"|core\.(?:filemode|bare|ignorecase|symlinks|precomposeunicode|trustctime)\n(?:true|false)"
+    r"|core\.logallrefupdates\n(?:true|false|always)|core\.checkstat\n(?:default|minimal)"
+    r"|gc\.auto\n\d{1,6}|user\.(?:name|email)\n[^\n]{0,100}"
+)
 _SETTING_KINDS = {
     "remote.": "remote",
     "url.": "remote",
@@ -140,13 +131,17 @@ def _judge(found: ForeignFile, private: Path) -> Judgement:
     ):
         yield leak(kind, f"{where} is there")
     # the archive that it is, or the objects that it names, say more than its name
-    elif read_start(found.path).startswith((*_ARCHIVES, *_COMPRESSED)):
+    elif _starts_with(found, *_ARCHIVES, *_COMPRESSED):
         yield leak("stray-file", f"{where} is a pack, a bundle or an archive")
     elif named := sorted(set(_OID.findall(read_text(found.path) or "")) - {_ZERO}):
         fact = f"is no part of a sealed repository, and names {', '.join(named[:5])}"
         yield leak("pseudo-ref", f"{where} {fact}")
     else:
         yield leak("stray-file", f"{where} is no part of a sealed repository")
+
+
+def _starts_with(found: ForeignFile, *marks: bytes) -> bool:
+    return (read_bytes(found.path, start=16) or b"").startswith(marks)
 
 
 # -- forms -----------------------------------------------------------------------------------------
@@ -195,7 +190,7 @@ def _reflog(where: str, content: bytes, _: Path) -> Judgement:
 
 def _index(where: str, content: bytes, _: Path) -> Judgement:
     try:
-        index = read_index(content)
+        index = _read_index(content)
     except ValueError as error:
         yield leak("index", f"{where} is not exactly an index: {error}")
         return
@@ -220,7 +215,7 @@ def _config(where: str, content: bytes, private: Path) -> Judgement:
     unknown = set[str]()
     for row in filter(None, _text(listed.stdout).split("\0")):
         key, _, value = row.partition("\n")
-        if key not in _SETTINGS or not _SETTINGS[key].fullmatch(value):
+        if not _SETTING.fullmatch(f"{key}\n{value}"):
             unknown.add(key)
     for key in sorted(unknown):
         kinds = (kind for prefix, kind in _SETTING_KINDS.items() if key.startswith(prefix))
@@ -250,7 +245,7 @@ def judge_work_tree(repository: ForeignRepository) -> Iterator[SealLeak]:
     if repository.work_tree is None:
         return
     try:
-        tracked = read_index(read_bytes(repository.git_dir / "index") or b"").paths
+        tracked = _read_index(read_bytes(repository.git_dir / "index") or b"").paths
     except ValueError:
         tracked = set()
     for found in walk(repository.work_tree, skip=frozenset({".git"})):
@@ -262,7 +257,7 @@ def judge_work_tree(repository: ForeignRepository) -> Iterator[SealLeak]:
             yield leak("unreadable", f"{where} cannot be read")
         elif name == ".git" or (name == "HEAD" and (found.path.parent / "objects").is_dir()):
             yield leak("nested-repository", f"{where} is of another repository")
-        elif found.kind == "file" and read_start(found.path).startswith(_ARCHIVES):
+        elif found.kind == "file" and _starts_with(found, *_ARCHIVES):
             yield leak("stray-file", f"{where} is a pack or a bundle")
 
 
@@ -278,16 +273,15 @@ _EXTENDED = 0x4000
 _HARMLESS = {b"EOIE": 24, b"IEOT": None}  # offsets into the index itself
 
 
-@dataclass(slots=True)
-class Index:
+class Index(NamedTuple):
     """`objects` are the raw ids of entries and cached trees, `gitlinks` of submodules by path."""
 
-    paths: set[bytes] = field(default_factory=set)
-    objects: set[bytes] = field(default_factory=set)
-    gitlinks: dict[bytes, bytes] = field(default_factory=dict)
+    paths: set[bytes]
+    objects: set[bytes]
+    gitlinks: dict[bytes, bytes]
 
 
-def read_index(data: bytes) -> Index:
+def _read_index(data: bytes) -> Index:
     """Raises ValueError, with the fact, where the file is not exactly an index."""
     if len(data) < 12 + _ID_BYTES or data[:4] != b"DIRC":
         raise ValueError("it is not an index")
@@ -298,7 +292,7 @@ def read_index(data: bytes) -> Index:
     checksum = hashlib.sha1(data[:end], usedforsecurity=False).digest()
     if data[end:] not in {checksum, bytes(_ID_BYTES)}:
         raise ValueError("its checksum is wrong")
-    index, at, path = Index(), 12, b""
+    index, at, path = Index(set(), set(), {}), 12, b""
     try:
         for _ in range(count):
             at, path = _read_entry(data, at, version, path, index)

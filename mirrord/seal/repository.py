@@ -1,19 +1,30 @@
-"""Find and read a repository that somebody else made, with linked worktrees and alternates.
+"""Find and read a repository that somebody else made: its files, and the objects of its stores.
 
-Never runs git on it and never follows a symbolic link below it. Every read is bounded and of
-regular files only, so that no FIFO, device or file of a terabyte holds us up.
+Never runs git on it, and follows no symbolic link below it. Every read is bounded and of regular
+files only, so that no FIFO, device or file of a terabyte holds us up. What a store holds is
+believed only after it was checked to the last byte: a name is no proof, and bytes after the end of
+an object are hidden there.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import stat
-from collections.abc import Iterator
+import struct
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import PathNotFoundError
+from ..errors import CorruptObjectError, GitFailedError, PathNotFoundError
+from ..git.command import run_git_sync
+from ..git.packs import PackIndex, graph_commits, loose_digest, pack_is_whole
 from ..model import shown
+from ..protocol import SealLeak
 
 READ_LIMIT_BYTES = 256 * 1024**2
 _ALTERNATES_LIMIT = 64
@@ -40,14 +51,11 @@ class ForeignRepository(NamedTuple):
 
 
 class ForeignFile(NamedTuple):
-    """One name below a directory, with its path from there.
-
-    `kind` is file, directory, link, other or unreadable.
-    """
+    """One name below a directory, with its path from there."""
 
     where: str
     path: Path
-    kind: str
+    kind: str  # file, directory, link, other or unreadable
 
 
 def locate(path: Path) -> ForeignRepository:
@@ -105,27 +113,18 @@ def _same(left: Path, right: Path) -> bool:
         return False
 
 
-def read_bytes(path: Path) -> bytes | None:
-    """The content of a regular file that is not too large; None for anything else."""
-    return _read(path, READ_LIMIT_BYTES, READ_LIMIT_BYTES)
-
-
-def read_start(path: Path, count: int = 16) -> bytes:
-    """The first bytes of a regular file of any size; nothing for anything else."""
-    return _read(path, count, None) or b""
-
-
-def _read(path: Path, count: int, limit_bytes: int | None) -> bytes | None:
+def read_bytes(path: Path, *, start: int = 0) -> bytes | None:
+    """A regular file that is not too large, or the `start` of one of any size; None for others."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    except OSError:
+    except (OSError, ValueError):  # a NUL in its name
         return None
     facts = os.fstat(descriptor)
-    if not stat.S_ISREG(facts.st_mode) or (limit_bytes is not None and facts.st_size > limit_bytes):
+    if not stat.S_ISREG(facts.st_mode) or (not start and facts.st_size > READ_LIMIT_BYTES):
         os.close(descriptor)
         return None
     with os.fdopen(descriptor, "rb") as file:
-        return file.read(count)
+        return file.read(start or READ_LIMIT_BYTES)
 
 
 def read_text(path: Path) -> str | None:
@@ -158,3 +157,122 @@ def walk(top: Path, *, skip: frozenset[str] = frozenset()) -> Iterator[ForeignFi
                 yield ForeignFile(where, Path(entry.path), kind)
             elif where not in skip:
                 pending.append((where, Path(entry.path)))
+
+
+# -- object stores ---------------------------------------------------------------------------------
+
+TIMEOUT = timedelta(hours=1)
+_LOOSE = re.compile(r"([0-9a-f]{2})/([0-9a-f]{38})")
+_PACKED = re.compile(r"pack/pack-[0-9a-f]{40}\.(pack|idx|rev|keep)")
+_GRAPH = re.compile(r"info/commit-graph|info/commit-graphs/graph-[0-9a-f]{40}\.graph")
+_LISTS = {  # with their form, and the leak where it differs
+    "info/commit-graphs/commit-graph-chain": (
+        re.compile(rb"([0-9a-f]{40}\n)+"), "commit-graph", "commit-graphs",
+    ),
+    "info/packs": (re.compile(rb"(P pack-[0-9a-f]{40}\.pack\n)*\n?"), "stray-file", "packs"),
+}  # fmt: skip
+_ALTERNATES = {"info/alternates", "info/http-alternates"}  # judged by where they lead
+_REV = b"RIDX\0\0\0\1\0\0\0\1"  # version 1, SHA-1
+
+
+@dataclass(slots=True)
+class StoreContents:
+    """`ids` are raw, `packs` indexes; `graphed` are the commits that each commit-graph names."""
+
+    ids: set[bytes] = field(default_factory=set)
+    leaks: list[SealLeak] = field(default_factory=list)
+    packs: list[Path] = field(default_factory=list)
+    graphed: dict[str, list[bytes]] = field(default_factory=dict)
+
+    def leak(self, kind: str, detail: str) -> None:
+        self.leaks.append(SealLeak(kind=kind, detail=detail))
+
+
+def read_contents(repository: ForeignRepository, private: Path) -> StoreContents:
+    """Every object in every store; `storeN` in `private`, a git directory of ours, lead there."""
+    contents = StoreContents()
+    for number, store in enumerate(repository.stores):
+        files = {found.where: found for found in walk(store)}
+        for found in files.values():
+            _read_file(found, files.keys(), contents)
+        if contents.leaks or not contents.graphed:
+            continue
+        directory = private / f"store{number}"
+        command = ("commit-graph", "verify", f"--object-dir={directory}")
+        doing = "verify the commit-graph"
+        try:  # git holds the graph's parents, trees and dates against the commits
+            run_git_sync(*command, git_dir=private, timeout=TIMEOUT, doing=doing)
+        except (CorruptObjectError, GitFailedError) as error:
+            fact = f"a commit-graph does not say what its commits say: {error.message}"
+            contents.leak("commit-graph", fact)
+    # git hashes every object of a pack, so its index says what is in it; one alone where all fail
+    pending = [contents.packs] if contents.packs else []
+    while pending:
+        indexes = pending.pop()
+        verify = ("verify-pack", *map(str, indexes))
+        try:
+            run_git_sync(*verify, git_dir=private, timeout=TIMEOUT, doing="verify packs")
+        except (CorruptObjectError, GitFailedError) as error:
+            if len(indexes) > 1:
+                pending = [[index] for index in reversed(indexes)]
+                continue
+            fact = f"{indexes[0].name} does not say what is in its pack: {error.message}"
+            contents.leak("damaged", fact)
+    return contents
+
+
+def _read_file(found: ForeignFile, names: Collection[str], contents: StoreContents) -> None:
+    where, path = f"objects/{found.where}", found.path
+    if found.kind != "file":
+        contents.leak("stray-file", f"{where} is not a regular file")
+    elif loose := _LOOSE.fullmatch(found.where):
+        oid = loose[1] + loose[2]
+        contents.ids.add(bytes.fromhex(oid))
+        if loose_digest(path) != oid:
+            contents.leak("damaged", f"the bytes of loose object {oid} are not what its name says")
+    elif packed := _PACKED.fullmatch(found.where):
+        _read_packed(packed[1], found, names, contents)
+    elif _GRAPH.fullmatch(found.where):
+        contents.graphed[where] = []
+        try:  # a graph ends in its checksum as a pack does
+            if not pack_is_whole(path):
+                raise CorruptObjectError(f"cannot read {where}: checksum mismatch")
+            contents.graphed[where] = graph_commits(path)
+        except (CorruptObjectError, OSError):
+            contents.leak("commit-graph", f"{where} is not exactly a commit-graph")
+    elif found.where in _LISTS:
+        form, kind, listed = _LISTS[found.where]
+        if not form.fullmatch(read_bytes(path) or b"-"):
+            contents.leak(kind, f"{where} is not a list of {listed}")
+    elif found.where not in _ALTERNATES:
+        contents.leak("stray-file", f"{where} is no part of a sealed object store")
+
+
+def _read_packed(
+    part: str, found: ForeignFile, names: Collection[str], contents: StoreContents
+) -> None:
+    where, path = f"objects/{found.where}", found.path
+    if part == "pack":
+        if found.where.removesuffix("pack") + "idx" not in names:
+            fact = "has no index: git does not see its objects, but anybody can index it"
+            contents.leak("stray-file", f"{where} {fact}")
+    elif found.where.removesuffix(part) + "pack" not in names:
+        contents.leak("stray-file", f"{where} has no pack")
+    elif part == "keep":
+        if path.stat().st_size:
+            contents.leak("stray-file", f"{where} is not empty")
+    elif part == "rev":  # just the positions in the index, in the order of the pack
+        with suppress(CorruptObjectError, OSError):
+            index, data = PackIndex(path.with_suffix(".idx")), read_bytes(path)
+            offsets = list(index.offsets())
+            order = sorted(range(index.count), key=offsets.__getitem__)
+            made = _REV + struct.pack(f">{index.count}I", *order) + index.pack_checksum
+            if data == made + hashlib.sha1(made, usedforsecurity=False).digest():
+                return
+        contents.leak("damaged", f"{where} is not the reverse index of its pack")
+    else:
+        try:
+            contents.ids.update(PackIndex(path))
+            contents.packs.append(path)
+        except (CorruptObjectError, OSError) as error:
+            contents.leak("damaged", f"{path.name} cannot be read: {error}")

@@ -2,8 +2,8 @@
 
 Works on repositories that others made, and runs nothing of theirs: files are read here, git runs
 only in a private directory that borrows their objects. A list names what may exist and in which
-form (`names.py`, `objects.py`); all else is a leak. It judges the seal as of now: commits that an
-agent made are outside the closure too.
+form (`names.py`, `repository.py`); all else is a leak. It judges the seal as of now: commits that
+an agent made are outside the closure too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import re
 import tempfile
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +23,7 @@ from ..git.environment import UNTRUSTING
 from ..model import CommitId, parse_commit
 from ..protocol import SealLeak, SealReport
 from .names import Named, judge_control, judge_work_tree, leak, resolve_head
-from .objects import TIMEOUT, StoreContents, read_contents
-from .repository import ForeignRepository, locate, read_bytes, walk
+from .repository import TIMEOUT, ForeignRepository, locate, read_bytes, read_contents, walk
 
 _EXAMPLES = 5
 _TYPES = {"commit", "tree", "blob", "tag"}
@@ -58,14 +58,11 @@ def verify_seal(path: Path, base: str, mirror: Path | None = None) -> SealReport
         closure = _closure(private, mirror, commit, head)
         judged = list(judge_control(repository, private))
         names = [each for each in judged if isinstance(each, Named)]
-        names += [
-            Named("commit-graph", file, oid.hex())
-            for file, ids in contents.graphed.items()
-            for oid in ids
-        ]
+        for file, ids in contents.graphed.items():
+            names += [Named("commit-graph", file, oid.hex()) for oid in ids]
         allowed = closure.ids | _tag_objects(private, names, closure)
         leaks = [
-            *_closure_leaks(head, commit, closure, contents),
+            *_closure_leaks(head, commit, closure, contents.ids),
             *_object_leaks(private, contents.ids - allowed),
             *_name_leaks(names, allowed),
             *_gitlink_leaks(private, names, head),
@@ -109,18 +106,15 @@ def _closure(private: Path, mirror: Path | None, base: CommitId, head: str | Non
     tip, git_dir, squashed = str(base), mirror or private, False
     if head is not None and head != base and _is_squashed(private, git_dir, head, base):
         tip, git_dir, squashed = head, private, True
-    listing = private / "closure"
-    complete = False
+    listing, complete, doing = private / "closure", False, f"walk {tip}"
     for options in ((), ("--missing=allow-any",)):
-        command = (*_WALK, *options, tip)
-        try:
+        walk_of = (*_WALK, *options, tip)
+        with suppress(CorruptObjectError, GitFailedError):
             run_git_sync(
-                *command, git_dir=git_dir, stdout_path=listing, timeout=TIMEOUT, doing=f"walk {tip}"
+                *walk_of, git_dir=git_dir, stdout_path=listing, timeout=TIMEOUT, doing=doing
             )
             complete = not options
             break
-        except (CorruptObjectError, GitFailedError):
-            complete = False
     with listing.open("rb") as file:
         ids = {bytes.fromhex(line[:40].decode()) for line in file}
     return _Closure(ids, complete, squashed)
@@ -167,14 +161,14 @@ def _tag_objects(private: Path, names: Collection[Named], closure: _Closure) -> 
 
 
 def _closure_leaks(
-    head: str | None, base: CommitId, closure: _Closure, contents: StoreContents
+    head: str | None, base: CommitId, closure: _Closure, present: set[bytes]
 ) -> Iterator[SealLeak]:
     if head != base and not closure.squashed:
         hint = ""
-        if not closure.ids and bytes.fromhex(base) not in contents.ids:
+        if not closure.ids and bytes.fromhex(base) not in present:
             hint = "; it is not known here: for a squashed checkout name its mirror (--mirror)"
         yield leak("head", f"HEAD is {head or 'unreadable or unborn'}, not {base}{hint}")
-    missing = closure.ids - contents.ids
+    missing = closure.ids - present
     if missing or not closure.complete:
         count = f"{len(missing)} objects" if missing else "an object"
         yield leak("incomplete", f"{count} of the closure of {base} cannot be read here")
@@ -185,16 +179,13 @@ def _object_leaks(private: Path, outside: set[bytes]) -> Iterator[SealLeak]:
     oids = [oid.hex() for oid in sorted(outside)]
     try:
         found = list(read_objects_sync(private, (), info=oids, doing="look at objects"))
-        kinds = [each.kind for each in found]
+        kinds = [each.kind if each.kind in _TYPES else "object" for each in found]
     except (CorruptObjectError, GitFailedError):
         kinds = ["object"] * len(oids)
-    by_type: dict[str, list[str]] = {}
-    for oid, kind in zip(oids, kinds, strict=True):
-        by_type.setdefault(kind if kind in _TYPES else "object", []).append(oid)
-    for kind, some in sorted(by_type.items()):
+    for kind in sorted(set(kinds)):
+        some = [oid for oid, its in zip(oids, kinds, strict=True) if its == kind]
         examples = ", ".join(some[:_EXAMPLES])
-        fact = f"{len(some)} of type {kind} outside the closure, such as {examples}"
-        yield leak("object", fact)
+        yield leak("object", f"{len(some)} of type {kind} outside the closure, such as {examples}")
 
 
 def _name_leaks(names: Collection[Named], allowed: set[bytes]) -> Iterator[SealLeak]:

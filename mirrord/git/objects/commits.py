@@ -13,8 +13,7 @@ from pygit2.enums import ObjectType
 
 from ...errors import CommitNotFoundError, CorruptObjectError
 from ...model import NEAR, CommitId, Resolved, shown
-from ..pack_writer import Packed, PackObject, write_pack
-from ..packs import PackIndex
+from ..packs import Packed, PackIndex, PackObject, write_pack
 from .repository import Objects, open_objects
 
 _COMMITISH = re.compile(

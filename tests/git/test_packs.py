@@ -11,8 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mirrord.errors import CorruptObjectError
-from mirrord.git.pack_writer import KINDS, Packed, PackObject, delta, patched, write_pack
-from mirrord.git.packs import PackIndex
+from mirrord.git.packs import KINDS, Packed, PackIndex, PackObject, delta, patched, write_pack
 
 _BLOB = 3
 
