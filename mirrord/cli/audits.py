@@ -7,19 +7,18 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ..errors import UsageError
+from ..errors import IntegrityError, UsageError
 from ..model import AuditLevel
+from .operations import finish, started, watching
 from .output import cell, count
 from .parameters import Argument, NoWait, Option
-from .progress import finish, watching
 from .session import Session
 
 if TYPE_CHECKING:
     from .. import Client
-    from ..protocol import Audit, Finding, Operation, Repair
+    from ..protocol import Audit, Operation, Repair
 
 Names = Annotated[list[str] | None, Argument(metavar="[NAME]...", help="Mirrors; default: all.")]
-_INTEGRITY = 8
 
 
 def audit(
@@ -34,20 +33,30 @@ def audit(
 
     Status 8 when a finding is neither healed nor accepted by `audit.accept`.
     """
+    heal = False if no_heal else None
     with session.client() as client:
-        operation = client.start_audit(
-            *names or (), dataset=dataset, level=level, heal=False if no_heal else None
-        )
-        if no_wait:
-            session.answer(operation, lambda: [f"operation {operation.id} {operation.state}"])
-            return
-        ended = finish(session, client, operation)
-        found = client.get_audit(str((ended.result or {})["id"]))
-    for line in _repairs(found):
-        session.note(line)
-    session.answer(found, lambda: _findings(found))
+        operation = client.start_audit(*names or (), dataset=dataset, level=level, heal=heal)
+        found = _finished(session, client, operation, no_wait)
+    if found:
+        for line in _repairs(found):
+            session.note(line)
+        session.answer(found, lambda: _findings(found))
+        _end(found)
+
+
+def _finished(
+    session: Session, client: Client, operation: Operation, no_wait: bool
+) -> Audit | None:
+    if no_wait:
+        session.answer(operation, lambda: started(operation))
+        return None
+    ended = finish(session, client, operation)
+    return client.get_audit(str((ended.result or {})["id"]))
+
+
+def _end(found: Audit) -> None:
     if found.open_count:
-        raise SystemExit(_INTEGRITY)
+        raise SystemExit(IntegrityError.exit_status)
 
 
 def _repairs(found: Audit) -> Iterator[str]:
@@ -56,8 +65,11 @@ def _repairs(found: Audit) -> Iterator[str]:
 
 
 def _findings(found: Audit) -> Iterator[str]:
-    for finding in found.findings:
-        yield cell(_finding(finding))
+    for f in found.findings:
+        commit = f" {f.commit}" if f.commit else ""
+        instances = f" ({', '.join(f.instances)})" if f.instances else ""
+        kind = f"{f.kind}{', accepted' if f.accepted else ''}{instances}"
+        yield cell(f"{f.mirror}{commit} {kind}: {f.detail or 'no detail'}")
     states = ", ".join(f"{number:,} {state}" for state, number in found.counts.items() if number)
     total = sum(found.counts.values())
     unserved = f"; {count(len(found.affected), 'instance')} cannot be served"
@@ -68,14 +80,6 @@ def _findings(found: Audit) -> Iterator[str]:
     healed = f"; {found.healed} of them healed" if found.healed else ""
     scope = f"{count(total, 'recorded commit')} in {count(len(found.mirrors), 'mirror')}"
     yield f"{scope} at level {found.level}: {states or 'nothing'}{healed}{affected}{is_open}"
-
-
-def _finding(finding: Finding) -> str:
-    commit = f" {finding.commit}" if finding.commit else ""
-    instances = f" ({', '.join(finding.instances)})" if finding.instances else ""
-    accepted = ", accepted" if finding.accepted else ""
-    kind = f"{finding.kind}{accepted}{instances}"
-    return f"{finding.mirror}{commit} {kind}: {finding.detail or 'no detail'}"
 
 
 def _repair(repair: Repair) -> Iterator[str]:
@@ -112,27 +116,19 @@ def heal(
 
     Bundles in the directory bundles/ of the daemon's state are used without being named.
     """
-    with session.client() as client:
-        operation = _start_heal(session, client, names or [], bundle)
-        if no_wait:
-            session.answer(operation, lambda: [f"operation {operation.id} {operation.state}"])
-            return
-        ended = finish(session, client, operation)
-        found = client.get_audit(str((ended.result or {})["id"]))
-    session.answer(found, lambda: chain(_repairs(found), _findings(found)))
-    if found.open_count:
-        raise SystemExit(_INTEGRITY)
-
-
-def _start_heal(
-    session: Session, client: Client, names: list[str], bundle: Path | None
-) -> Operation:
-    if bundle is None:
-        return client.start_heal(*names)
-    if len(names) != 1:
-        fact = f"{len(names)} mirrors are named"
+    mirrors = names or []
+    if bundle and len(mirrors) != 1:
+        fact = f"{len(mirrors)} mirrors are named"
         raise UsageError(f"cannot heal with {bundle}: {fact}", hint="name the one it is for")
-    if not bundle.is_file():
+    if bundle and not bundle.is_file():
         raise UsageError(f"cannot heal with {bundle}: it is not a file", hint="name a bundle file")
-    with watching(session, f"sending {bundle.name}") as watch:
-        return client.heal_with_bundle(names[0], bundle, progress=watch)
+    with session.client() as client:
+        if bundle is None:
+            operation = client.start_heal(*names or ())
+        else:
+            with watching(session, f"sending {bundle.name}") as watch:
+                operation = client.heal_with_bundle(mirrors[0], bundle, progress=watch)
+        found = _finished(session, client, operation, no_wait)
+    if found:
+        session.answer(found, lambda: chain(_repairs(found), _findings(found)))
+        _end(found)

@@ -28,14 +28,14 @@ from .session import Session, read_file
 if TYPE_CHECKING:
     from .. import Client
 
-Id = Annotated[
-    str,
-    Argument(metavar="ID", help="A checkout: its id, its path, or a path inside it such as '.'."),
-]
-Dataset = Annotated[
-    str | None,
-    Option(metavar="NAME", help="Whose instance, where datasets record the id differently."),
-]
+_ID_HELP = "A checkout: its id, its path, or a path inside it such as '.'."
+Id = Annotated[str, Argument(metavar="ID", help=_ID_HELP)]
+_DATASET_HELP = "Whose instance, where datasets record the id differently."
+Dataset = Annotated[str | None, Option(metavar="NAME", help=_DATASET_HELP)]
+_PATCH_HELP = (
+    "A file, - for standard input, or @patch or @test_patch of the instance (grader view)."
+)
+PatchArgument = Annotated[str, Argument(metavar="PATCH", help=_PATCH_HELP)]
 _CHECKOUT_ID = re.compile(r"[a-z2-7]{16}")
 _COMMIT = re.compile(r"[0-9a-fA-F]{40}")
 
@@ -114,14 +114,7 @@ def diff(session: Session, checkout_id: Id) -> None:
 def apply(
     session: Session,
     checkout_id: Id,
-    patch: Annotated[
-        str,
-        Argument(
-            metavar="PATCH",
-            help="A file, - for standard input, or @patch or @test_patch of the instance "
-            "(grader view).",
-        ),
-    ],
+    patch: PatchArgument,
     reverse: Annotated[bool, Option("--reverse", "-R", help="Apply it in reverse.")] = False,
 ) -> None:
     """Applies all of it or nothing."""
@@ -191,11 +184,7 @@ def find_id(client: Client, text: str) -> str:
                 return part
         except CheckoutNotFoundError:
             continue
-    hint = "see `mirrord checkouts`"
+    message = f"cannot find the checkout of {shown(str(path))}: no held checkout has this path"
     if not path.exists() and "/" not in text:
-        fact = "it is neither an id nor a path"
-        raise CheckoutNotFoundError(f"cannot find checkout {shown(text)}: {fact}", hint=hint)
-    fact = "no held checkout has this path"
-    raise CheckoutNotFoundError(
-        f"cannot find the checkout of {shown(str(path))}: {fact}", hint=hint
-    )
+        message = f"cannot find checkout {shown(text)}: it is neither an id nor a path"
+    raise CheckoutNotFoundError(message, hint="see `mirrord checkouts`")

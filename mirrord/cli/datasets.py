@@ -6,30 +6,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import UsageError
+from ..errors import IntegrityError, UsageError
+from .operations import finish, started, watching
 from .output import count, facts, short, table
 from .parameters import Argument, NoWait, Option
-from .progress import finish, watching
 from .session import Session
 
 if TYPE_CHECKING:
     from ..protocol import Dataset, Operation
 
 Name = Annotated[str, Argument(help="The dataset's name.")]
+_NAME_HELP = "What to call the dataset; default: the file's name."
+NameOption = Annotated[str | None, Option(help=_NAME_HELP)]
+_FORMAT_HELP = "See `mirrord dataset formats`; default: found by the columns."
+FormatOption = Annotated[str | None, Option("--format", help=_FORMAT_HELP)]
 _SHOWN_IDS = 10
-_UNSERVABLE = 8
 
 
-def import_file(
+def add(
     session: Session,
     file: Annotated[Path, Argument(help="jsonl, json or parquet.")],
-    name: Annotated[
-        str | None, Option(help="What to call the dataset; default: the file's name.")
-    ] = None,
-    format_name: Annotated[
-        str | None,
-        Option("--format", help="See `mirrord dataset formats`; default: found by the columns."),
-    ] = None,
+    name: NameOption = None,
+    format_name: FormatOption = None,
     no_wait: NoWait = False,
 ) -> None:
     """Invalid rows are reported and skipped. Importing a changed file again prints what changed.
@@ -48,12 +46,12 @@ def import_file(
         for text in _complaints(result):
             session.note(text)
     if (result.get("dataset") or {}).get("unpinned"):
-        raise SystemExit(_UNSERVABLE)
+        raise SystemExit(IntegrityError.exit_status)
 
 
 def _imported(operation: Operation) -> Iterator[str]:
     if operation.result is None:
-        yield f"operation {operation.id} {operation.state}"
+        yield from started(operation)
         return
     dataset, change = operation.result["dataset"], operation.result.get("change") or {}
     instances = f"{count(dataset['instance_count'], 'instance')} of format {dataset['format']}"
@@ -102,29 +100,20 @@ def show(session: Session, name: Name) -> None:
 
 def _described(dataset: Dataset) -> Iterator[str]:
     rules = ", ".join(f"{rule} {times}" for rule, times in dataset.rules.items())
-    yield from facts(
-        [
-            ("dataset", dataset.name),
-            ("format", dataset.format),
-            ("source", dataset.source),
-            ("sha256", dataset.sha256),
-            ("instances", dataset.instance_count),
-            ("commits", dataset.commit_count),
-            ("mirrors", ", ".join(dataset.mirrors)),
-            ("rules", rules or None),
-            ("imported", dataset.imported_at),
-        ]
-    )
+    known: dict[str, object] = {"dataset": dataset.name, "format": dataset.format}
+    known |= {"source": dataset.source, "sha256": dataset.sha256}
+    known |= {"instances": dataset.instance_count, "commits": dataset.commit_count}
+    known |= {"mirrors": ", ".join(dataset.mirrors), "rules": rules or None}
+    yield from facts({**known, "imported": dataset.imported_at}.items())
     if dataset.faults:
         yield ""
         bad = [(f"{each.file}:{each.line}", each.instance, each.reason) for each in dataset.faults]
         yield from table(("BAD ROW", "INSTANCE", "REASON"), bad)
     if dataset.unpinned:
         yield ""
-        unpinned = (
-            (u.mirror, short(u.commit), _ids(u.instances), u.reason) for u in dataset.unpinned
-        )
-        yield from table(("MIRROR", "UNPINNED", "INSTANCES", "REASON"), unpinned)
+        lacking = dataset.unpinned
+        rows = [(u.mirror, short(u.commit), _ids(u.instances), u.reason) for u in lacking]
+        yield from table(("MIRROR", "UNPINNED", "INSTANCES", "REASON"), rows)
 
 
 def _ids(instances: list[str]) -> str:

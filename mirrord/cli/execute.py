@@ -20,15 +20,9 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import (
-    BackendUnavailableError,
-    MirrordError,
-    NotFoundError,
-    ProcessGoneError,
-    UsageError,
-)
+from .. import errors
 from ..host.namespaces import Confinement
 from ..model import Bind, View
 from .parameters import (
@@ -78,22 +72,15 @@ def execute(
             patch.open("ab").close()  # better now than after hours of the command
         except OSError as error:
             hint = "name another file with --diff"
-            raise UsageError(f"cannot write {diff}: {error.strerror}", hint=hint) from error
+            raise errors.UsageError(f"cannot write {diff}: {error.strerror}", hint=hint) from error
     uid = read_owner(owner)
     with session.client() as client:
-        take = partial(
-            client.checkout,
-            instance,
-            history=history,
-            view=view,
-            backend=backend,
-            ttl=_LEASE,
-            owner=uid,
-            auto_renew=False,
-        )
+        wanted: dict[str, Any] = {"history": history, "view": view, "backend": backend}
+        wanted |= {"ttl": _LEASE, "owner": uid, "auto_renew": False}
+        take = partial(client.checkout, instance, **wanted)
         try:
             checkout = take(bind=Bind.PROCESS)
-        except ProcessGoneError:  # the daemon cannot see this process
+        except errors.ProcessGoneError:  # the daemon cannot see this process
             checkout = take()
         with checkout:
             lease = checkout.lease
@@ -142,7 +129,7 @@ def _start(
     def enter() -> None:
         try:
             confinement.enter()
-        except (OSError, MirrordError) as error:
+        except (OSError, errors.MirrordError) as error:
             os.write(writing, str(getattr(error, "strerror", None) or error).encode())
             raise
 
@@ -150,12 +137,14 @@ def _start(
         return subprocess.Popen(command, env=environment, preexec_fn=enter)  # noqa: PLW1509
     except FileNotFoundError as error:
         hint = "write mirrord exec INSTANCE -- COMMAND..."
-        raise NotFoundError(f"cannot run {command[0]}: no such command", hint=hint) from error
+        raise errors.NotFoundError(
+            f"cannot run {command[0]}: no such command", hint=hint
+        ) from error
     except OSError as error:
-        raise UsageError(f"cannot run {command[0]}: {error.strerror}") from error
+        raise errors.UsageError(f"cannot run {command[0]}: {error.strerror}") from error
     except subprocess.SubprocessError as error:
         fact = os.read(reading, 4096).decode(errors="replace")
-        raise BackendUnavailableError(
+        raise errors.BackendUnavailableError(
             f"cannot run {command[0]} without access to the daemon: {fact}",
             hint="it needs user namespaces (see docs/security.md), for --owner newuidmap and a "
             "range in /etc/subuid and /etc/subgid, or root; --keep-access leaves the socket "
@@ -208,7 +197,7 @@ def _renewing(session: Session, checkout: Checkout) -> Iterator[None]:
         while not ended.wait(_LEASE.total_seconds() / 3):
             try:
                 checkout.renew(_LEASE)
-            except MirrordError as error:
+            except errors.MirrordError as error:
                 session.fail(error)
 
     thread = threading.Thread(target=renew, name="renew", daemon=True)

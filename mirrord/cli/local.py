@@ -11,15 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from .. import config, places
+from .. import config, errors, places
 from ..doctor import Check, examine
-from ..errors import (
-    AccessError,
-    InvalidConfigError,
-    MirrorNotFoundError,
-    NoDaemonError,
-    PathNotFoundError,
-)
 from ..layout import Layout
 from ..model import History, MirrorName, parse_commit
 from ..seal.verify import verify_seal as verify
@@ -32,7 +25,6 @@ if TYPE_CHECKING:
     from ..config import Settings
     from ..protocol import SealReport
 
-_RESOURCE, _LEAK = 7, 8
 _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 
 
@@ -43,7 +35,7 @@ def config_check(
     ] = None,
 ) -> None:
     """Reports every fault at once, each with its key and line."""
-    path = file or session.config_path() or places.find_path()
+    path = file or _config_path(session)
     settings = config.load(path)
     text = f"{path}: no faults" if path else "no configuration file: the defaults are in use"
     session.answer(_without_secrets(settings), lambda: [text])
@@ -54,21 +46,25 @@ def config_show(session: Session) -> None:
 
     The output is TOML for a configuration file, with --json an object. Secrets in URLs are masked.
     """
-    named = session.config_path()
+    named = Path(session.config) if session.config else None
     try:
         with session.client() as client:
             found = client.configuration()
-    except (NoDaemonError, AccessError, InvalidConfigError):  # config.load reports its faults
-        found = None
+    except (errors.NoDaemonError, errors.AccessError, errors.InvalidConfigError):
+        found = None  # config.load reports an invalid file
     if found and (named is None or found.path == str(named.absolute())):
         values = found.settings
         source = f"in effect; read from {found.path or 'no file: the defaults'}"
     else:
-        path = named or places.find_path()
+        path = _config_path(session)
         values = _without_secrets(config.load(path))
         source = f"no daemon answers: from {path or 'no file: the defaults'}"
     session.answer(values, lambda: _toml(values))
     session.note(source)
+
+
+def _config_path(session: Session) -> Path | None:
+    return Path(session.config) if session.config else places.find_path()
 
 
 def _without_secrets(settings: Settings) -> dict[str, Any]:
@@ -96,14 +92,14 @@ def _toml(values: dict[str, Any]) -> Iterator[str]:
 
 def doctor(session: Session) -> None:
     """Changes nothing. Status 7 when something that mirrord needs is missing."""
-    checks = examine(config.load(session.config_path() or places.find_path()))
+    checks = examine(config.load(_config_path(session)))
     if session.json:
         session.print_json([check._asdict() for check in checks])
     else:
         for line in _checked(checks):
             print_line(line)
     if any(check.verdict == "fail" for check in checks):
-        raise SystemExit(_RESOURCE)
+        raise SystemExit(errors.ResourceError.exit_status)
 
 
 def _checked(checks: list[Check]) -> Iterator[str]:
@@ -128,13 +124,13 @@ def verify_seal(
 ) -> None:
     """Status 8 when it leaks. Never uses the repository's own configuration or hooks."""
     if not path.exists():
-        raise PathNotFoundError(f"cannot verify {path}: no such path")
+        raise errors.PathNotFoundError(f"cannot verify {path}: no such path")
     base_commit = parse_commit(base)
     known_by = _mirror_of(path.resolve()) if mirror is None else _mirror_path(session, mirror)
     report = verify(path.absolute(), base_commit, known_by)
     session.answer(report, lambda: _judged(report))
     if not report.sealed:
-        raise SystemExit(_LEAK)
+        raise SystemExit(errors.IntegrityError.exit_status)
 
 
 def _mirror_of(path: Path) -> Path | None:
@@ -162,17 +158,16 @@ def _mirror_of(path: Path) -> Path | None:
 def _mirror_path(session: Session, named: str) -> Path:
     if Path(named).is_dir():
         return Path(named).absolute()
-    mirrors = config.load(session.config_path() or places.find_path()).state_dir / "mirrors"
+    mirrors = config.load(_config_path(session)).state_dir / "mirrors"
     key = MirrorName.parse(named).key
     hint = "give the repository's path"
     try:
         found = [entry for entry in mirrors.iterdir() if entry.name.lower() == key]
     except OSError as error:
-        raise MirrorNotFoundError(
-            f"cannot read the mirrors in {mirrors}: {error.strerror}", hint=hint
-        ) from error
+        fact = f"cannot read the mirrors in {mirrors}: {error.strerror}"
+        raise errors.MirrorNotFoundError(fact, hint=hint) from error
     if not found:
-        raise MirrorNotFoundError(f"cannot find mirror {named}: not in {mirrors}", hint=hint)
+        raise errors.MirrorNotFoundError(f"cannot find mirror {named}: not in {mirrors}", hint=hint)
     return found[0]
 
 

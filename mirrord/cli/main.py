@@ -1,8 +1,7 @@
 """One call of the command line, from arguments to exit status.
 
 The table of verbs becomes a tree of click's commands; a verb's module is loaded when it is called.
-Parameters are read from the verb's function: `Annotated[type, Argument(…) or Option(…)]`. Every
-verb takes the shared options, before or after its name. Every failure of any verb ends in `run`.
+Every verb takes the shared options, before or after its name. Every failure ends in `run`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
@@ -126,16 +125,6 @@ class _Command(click.Command):
 
 
 class _Group(click.Group):
-    def __init__(self, name: str, summary: str, epilog: str | None = None) -> None:
-        super().__init__(
-            name,
-            help=summary,
-            epilog=epilog,
-            params=list(_SHARED),
-            no_args_is_help=True,
-            context_settings=_SETTINGS,
-        )
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the table's order
 
@@ -143,18 +132,19 @@ class _Group(click.Group):
 def build() -> click.Group:
     """The whole command line."""
     summary = "Git-native mirrors and sealed checkouts, served by one daemon per machine."
-    root = _Group("mirrord", summary, f"\b\nExit status:\n{exit_lines(EXIT_STATUSES)}")
-    version = click.version_option(
-        __version__, message="mirrord %(version)s", help="Print the version."
-    )
-    version(root)
+    settings: dict[str, Any] = {"no_args_is_help": True, "context_settings": _SETTINGS}
+    epilog = f"\b\nExit status:\n{exit_lines(EXIT_STATUSES)}"
+    root = _Group("mirrord", help=summary, epilog=epilog, params=[*_SHARED], **settings)
+    message = "mirrord %(version)s"
+    click.version_option(__version__, message=message, help="Print the version.")(root)
     for verb in VERBS:
         parent, _, leaf = verb.name.rpartition(" ")
         if parent and parent not in root.commands:
-            root.add_command(_Group(parent, GROUPS[parent]))
-        group = root.commands[parent] if parent else root
-        assert isinstance(group, click.Group)
-        group.add_command(_Command(verb), leaf)
+            group = _Group(parent, help=GROUPS[parent], params=[*_SHARED], **settings)
+            root.add_command(group)
+        above = root.commands[parent] if parent else root
+        assert isinstance(above, click.Group)
+        above.add_command(_Command(verb), leaf)
     return root
 
 
@@ -177,35 +167,34 @@ class _Argument(click.Argument):
         return self.metavar or (self.name or "").upper()
 
 
-def _parameters(function: Callable[..., None]) -> list[click.Parameter]:
-    """The parameters of a verb in order, without the session, its first."""
+def _parameters(function: Callable[..., None]) -> Iterator[click.Parameter]:
+    """A verb's parameters in order, without the session, its first.
+
+    They are `Annotated[type, Argument(…) or Option(…)]`; the type is str, Path, bool, a StrEnum, a
+    list of them, or one of them or None.
+    """
     hints = get_type_hints(function, include_extras=True)
-    given = list(inspect.signature(function).parameters.values())[1:]
-    return [_parameter(each, hints[each.name]) for each in given]
-
-
-def _parameter(given: inspect.Parameter, hint: Any) -> click.Parameter:
-    """Types: str, Path, bool, a StrEnum, a list of them, or one of them or None."""
-    annotated, described = get_args(hint)
-    optional = (each for each in get_args(annotated) if get_args(annotated)[-1:] == (NoneType,))
-    kind = next(optional, annotated)
-    is_list = get_origin(kind) is list
-    one = get_args(kind)[0] if is_list else kind
-    if issubclass(one, StrEnum):
-        value_type: click.ParamType[Any] = _Choice(one)
-    else:
-        value_type = click.types.FuncParamType(Path) if one is Path else click.STRING
-    common: dict[str, Any] = {"metavar": described.metavar, "help": described.help}
-    if given.default is inspect.Parameter.empty:
-        common["required"] = True
-    else:
-        common |= {"required": False, "default": getattr(given.default, "value", given.default)}
-    if isinstance(described, Argument):
-        return _Argument([given.name], type=value_type, nargs=-1 if is_list else 1, **common)
-    return click.Option(
-        [given.name, *(described.flags or [f"--{given.name.replace('_', '-')}"])],
-        type=None if kind is bool else value_type,
-        is_flag=kind is bool,
-        show_default=bool(common.get("default")),
-        **common,
-    )
+    for given in list(inspect.signature(function).parameters.values())[1:]:
+        kind, described = get_args(hints[given.name])
+        if get_args(kind)[-1:] == (NoneType,):
+            kind = get_args(kind)[0]
+        is_list = get_origin(kind) is list
+        one = get_args(kind)[0] if is_list else kind
+        if issubclass(one, StrEnum):
+            value_type: click.ParamType[Any] = _Choice(one)
+        else:
+            value_type = click.types.FuncParamType(Path) if one is Path else click.STRING
+        common: dict[str, Any] = {"metavar": described.metavar, "help": described.help}
+        common["required"] = given.default is inspect.Parameter.empty
+        if not common["required"]:
+            common["default"] = getattr(given.default, "value", given.default)
+        if isinstance(described, Argument):
+            nargs = -1 if is_list else 1
+            yield _Argument([given.name], type=value_type, nargs=nargs, **common)
+            continue
+        flags = described.flags or [f"--{given.name.replace('_', '-')}"]
+        if kind is bool:
+            common |= {"is_flag": True}
+        else:
+            common |= {"type": value_type, "show_default": bool(common.get("default"))}
+        yield click.Option([given.name, *flags], **common)

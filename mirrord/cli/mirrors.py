@@ -1,32 +1,34 @@
-"""`mirrord mirror …`, `refs …`, `pin`, `unpin` and `pins`."""
+"""`mirrord mirror …`, `refs …`, `bundle …`, `pin`, `unpin` and `pins`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ..errors import IntegrityError, MirrordError, UsageError, from_problem
 from ..protocol import RefDiff
+from .operations import finish, finish_all, started, watching
 from .output import count, facts, short, size, table
 from .parameters import Argument, MirrorArgument, NoWait, Option
-from .progress import finish, finish_all
 from .session import Session
 
 if TYPE_CHECKING:
     from .. import Client
     from ..protocol import Mirror, Operation
 
+_REPOS_HELP = "owner/name; the upstream is the configured one."
+Repos = Annotated[list[str], Argument(metavar="REPO...", help=_REPOS_HELP)]
 RecordArgument = Annotated[str, Argument(help="A record: its id, or a time in ISO 8601.")]
+_LOSS_HELP = "Follow an upstream that lost most of its refs; the mirror keeps them."
+AcceptLoss = Annotated[bool, Option("--accept-loss", help=_LOSS_HELP)]
 CommitArgument = Annotated[str, Argument(help="A full commit id.")]
 
 
 def add(
     session: Session,
-    repos: Annotated[
-        list[str],
-        Argument(metavar="REPO...", help="owner/name; the upstream is the configured one."),
-    ],
+    repos: Repos,
     url: Annotated[str | None, Option(help="Another upstream for this one REPO.")] = None,
     no_wait: NoWait = False,
 ) -> None:
@@ -41,13 +43,7 @@ def add(
 def sync(
     session: Session,
     names: Annotated[list[str] | None, Argument(metavar="[NAME]...", help="Default: all.")] = None,
-    accept_loss: Annotated[
-        bool,
-        Option(
-            "--accept-loss",
-            help="Follow an upstream that lost most of its refs; the mirror keeps them.",
-        ),
-    ] = False,
+    accept_loss: AcceptLoss = False,
     no_wait: NoWait = False,
 ) -> None:
     """One sync runs per mirror; requests during it share its result."""
@@ -131,8 +127,8 @@ def _described(mirror: Mirror) -> Iterator[str]:
             ("size", size(mirror.size_bytes)),
             ("synced", mirror.synced_at),
             ("attempted", mirror.attempted_at),
-            ("problem", mirror.error.detail if mirror.error else None),
-            ("hint", mirror.error.hint if mirror.error else None),
+            ("problem", mirror.error and mirror.error.detail),
+            ("hint", mirror.error and mirror.error.hint),
         ]
     )
     if mirror.ref_faults:
@@ -215,12 +211,8 @@ def refs_restore(
         operation = client.restore_refs(name, at)
         ended = operation if no_wait else finish(session, client, operation)
 
-    def shown() -> Iterable[str]:
-        if ended.result is None:
-            return [f"operation {ended.id} {ended.state}"]
-        return _changes(RefDiff.from_json(ended.result))
-
-    session.answer(ended, shown)
+    result = ended.result
+    session.answer(ended, lambda: _changes(RefDiff.from_json(result)) if result else started(ended))
 
 
 def _changes(found: RefDiff) -> Iterator[str]:
@@ -229,3 +221,71 @@ def _changes(found: RefDiff) -> Iterator[str]:
         for each in found.changes
     ]
     return table(("CHANGE", "OLD", "NEW", "OLD TIP", "REF"), rows)
+
+
+# -- bundles
+
+
+def bundle(
+    session: Session,
+    name: MirrorArgument,
+    file: Annotated[Path, Argument(help="The file to write; it appears when it is whole.")],
+    since: Annotated[
+        str | None,
+        Option(metavar="RECORD", help="Only what is newer than this record: id, time, or latest."),
+    ] = None,
+) -> None:
+    """The file holds refs, pins, kept refs, ref history, and the dataset rows of the mirror.
+
+    The rows include patches: keep it as private as the mirror. git can verify, clone and fetch from
+    it. Prints the record that the next --since can name.
+    """
+    if not file.parent.is_dir():
+        fact = f"there is no directory {file.parent}"
+        raise UsageError(f"cannot write {file}: {fact}", hint="make it first")
+    with session.client() as client, watching(session, f"bundling {name}") as watch:
+        made = client.create_bundle(name, file, since=since, progress=watch)
+    known: dict[str, object] = {
+        "file": made.file,
+        "mirror": made.mirror,
+        "size": size(made.size_bytes),
+    }
+    known |= {"record": made.record, "since": made.since}
+    session.answer(made, lambda: facts(known.items()))
+
+
+def bundle_import(
+    session: Session,
+    file: Annotated[Path, Argument(help="A bundle of mirrord, or of git.")],
+    mirror: Annotated[
+        str | None,
+        Option(metavar="NAME", help="Into this mirror; default: the one that the bundle names."),
+    ] = None,
+    no_wait: NoWait = False,
+) -> None:
+    """Makes a missing mirror. In an existing one refs are added or fast-forwarded.
+
+    Refs of the bundle that differ otherwise become kept refs. A damaged or hostile file changes
+    nothing.
+    """
+    if not file.is_file():
+        raise UsageError(f"cannot import {file}: it is not a file", hint="name a bundle file")
+    with session.client() as client:
+        with watching(session, f"sending {file.name}") as watch:
+            operation = client.import_bundle(file, mirror=mirror, progress=watch)
+        ended = operation if no_wait else finish(session, client, operation)
+    session.answer(ended, lambda: _imported(ended))
+
+
+def _imported(operation: Operation) -> Iterator[str]:
+    result = operation.result
+    if result is None:
+        yield from started(operation)
+        return
+    made = "made" if result["created"] else "added to"
+    counts = f"{len(result['kept'])} kept, {count(result['pins'], 'pin')}"
+    yield f"{made} mirror {result['mirror']}: {result['summary']}, {counts}"
+    for name, rows in result["datasets"].items():
+        yield f"dataset {name}: {count(rows, 'instance')} added"
+    for name in result["datasets_refused"]:
+        yield f"dataset {name}: another dataset has this name; its pins are yours now"

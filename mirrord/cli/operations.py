@@ -1,22 +1,97 @@
-"""`mirrord operations …`: background work of the daemon, whoever started it."""
+"""Waiting for operations of the daemon, with a bar on a terminal, and `mirrord operations …`."""
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated
 
+from ..errors import MirrordError, OperationNotFoundError
 from .output import cell, facts, table
 from .parameters import Argument, Option
-from .progress import amount, finish
 from .session import Session, plain, print_line
 
 if TYPE_CHECKING:
-    from ..protocol import Operation
+    from .. import Client
+    from ..protocol import Operation, Progress
 
-Id = Annotated[
-    str, Argument(metavar="ID", help="An operation's id, as `mirrord operations list` shows it.")
-]
+_ID_HELP = "An operation's id, as `mirrord operations list` shows it."
+Id = Annotated[str, Argument(metavar="ID", help=_ID_HELP)]
+
+
+@contextmanager
+def watching(session: Session, title: str) -> Iterator[Callable[[Progress], None]]:
+    """A bar on a terminal, nothing elsewhere; yields the function that takes progress."""
+    if session.json or not sys.stderr.isatty():
+        yield lambda progress: None
+        return
+    rich = importlib.import_module("rich.progress")  # 60 ms that only a terminal pays
+    console = importlib.import_module("rich.console").Console(stderr=True)
+    columns = (
+        rich.TextColumn("{task.description}", markup=False),
+        rich.BarColumn(),
+        rich.TextColumn("{task.fields[units]}", markup=False),
+        rich.TimeElapsedColumn(),
+    )
+    with rich.Progress(*columns, console=console, transient=True) as display:
+        task = display.add_task(title, total=None, units="")
+        yield lambda progress: display.update(
+            task, completed=progress.done, total=progress.total or None, units=amount(progress)
+        )
+
+
+def amount(progress: Progress) -> str:
+    """`120/3,000 objects note`, as far as it is known."""
+    total = f"/{progress.total:,}" if progress.total else ""
+    done = f"{progress.done:,}{total} {progress.unit}" if progress.unit else ""
+    return f"{done} {progress.note}".strip()
+
+
+def finish(session: Session, client: Client, operation: Operation) -> Operation:
+    """Wait for an operation; raises its error. Ctrl-C ends the waiting, not the work."""
+    try:
+        with watching(session, f"{operation.kind} {operation.subject}") as watch:
+            return client.wait(operation, progress=lambda found: watch(found.progress))
+    except KeyboardInterrupt:
+        _print_continues(operation)
+        raise
+
+
+def finish_all(
+    session: Session, client: Client, operations: list[Operation]
+) -> tuple[list[Operation], int]:
+    """Wait for all; returns all as they ended, and the exit status of the first failure."""
+    ended, status = [], 0
+    for number, operation in enumerate(operations, 1):
+        try:
+            ended.append(finish(session, client, operation))
+        except MirrordError as error:
+            session.fail(error)
+            status = status or error.exit_status
+            with suppress(OperationNotFoundError):  # the daemon was restarted
+                ended.append(client.get_operation(operation.id))
+        except KeyboardInterrupt:
+            for other in operations[number:]:
+                _print_continues(other)
+            raise
+    return ended, status
+
+
+def _print_continues(operation: Operation) -> None:
+    again = f"`mirrord operations wait {operation.id}` waits for it"
+    end = f"`mirrord operations cancel {operation.id}` ends it"
+    print(f"operation {operation.id} continues: {again}, {end}", file=sys.stderr)
+
+
+def started(operation: Operation) -> list[str]:
+    """The answer for an operation that still runs."""
+    return [f"operation {operation.id} {operation.state}"]
+
+
+# -- verbs
 
 
 def list_all(
@@ -25,9 +100,7 @@ def list_all(
 ) -> None:
     """Lists your own; an administrator sees everybody's. A restart clears the list."""
     with session.client() as client:
-        known = [
-            each for each in client.list_operations() if not running or each.state == "running"
-        ]
+        known = [o for o in client.list_operations() if not running or o.state == "running"]
     session.answer(known, lambda: rows(known))
 
 
@@ -52,8 +125,8 @@ def show(session: Session, operation_id: Id) -> None:
         ("progress", amount(found.progress) or None),
         ("started", found.started_at),
         ("ended", found.finished_at),
-        ("problem", found.error.detail if found.error else None),
-        ("hint", found.error.hint if found.error else None),
+        ("problem", found.error and found.error.detail),
+        ("hint", found.error and found.error.hint),
     ]
     session.answer(found, lambda: facts(pairs))
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 from ..errors import AccessError, MirrordError, NoDaemonError, UsageError
 from ..model import Direction, View
 from ..protocol import Progress
+from .operations import watching
 from .output import count, seconds, size, table
 from .parameters import Argument, Option
-from .progress import watching
 from .session import Session, print_line
 
 if TYPE_CHECKING:
@@ -24,25 +23,13 @@ T = TypeVar("T")
 _FAILED = 8
 
 
-class Step(NamedTuple):
-    """One step of a rehearsal: the seconds it took, or why it failed."""
-
-    name: str
-    seconds: float
-    error: MirrordError | None = None
-
-
 class Row(NamedTuple):
-    """One instance, as far as it got."""
+    """One instance, as far as it got: the seconds of each step, and the step that failed."""
 
     instance: str
-    steps: list[Step]
-    patch_bytes: int = 0
-
-    @property
-    def failure(self) -> tuple[str, MirrordError] | None:
-        failed = ((step.name, step.error) for step in self.steps if step.error)
-        return next(failed, None)
+    seconds: dict[str, float]
+    failure: tuple[str, MirrordError] | None
+    patch_bytes: int
 
     @property
     def status(self) -> int:
@@ -88,35 +75,36 @@ def rehearse(
 
 def _rehearse(client: Client, instance: str, dataset: str | None) -> Row:
     """The first failure ends the row, because each step needs those before it."""
-    steps: list[Step] = []
+    took: dict[str, float] = {}
+    failures: list[tuple[str, MirrordError]] = []
 
-    def timed(name: str, work: Callable[[], T]) -> T:
+    def timed(name: str, work: Callable[..., T], *args: Any, **options: Any) -> T:
         began = time.perf_counter()
         try:
-            result = work()
+            return work(*args, **options)
         except MirrordError as error:
-            steps.append(Step(name, time.perf_counter() - began, error))
+            failures.append((name, error))
             raise
-        steps.append(Step(name, time.perf_counter() - began))
-        return result
+        finally:
+            took[name] = time.perf_counter() - began
 
     known: dict[str, Any] = {"view": View.GRADER, "dataset": dataset}
     checkout: Checkout | None = None
     patch = b""
-    with suppress(MirrordError):  # the last step holds it
-        row = timed("instance", partial(client.get_instance, instance, **known))
-        checkout = timed("checkout", partial(client.checkout, instance, **known))
+    with suppress(MirrordError):  # `failures` has it
+        row = timed("instance", client.get_instance, instance, **known)
+        checkout = timed("checkout", client.checkout, instance, **known)
         if row.test_patch:
-            timed("@test_patch", partial(checkout.apply, "@test_patch", reverse=False))
+            timed("@test_patch", checkout.apply, "@test_patch")
         if row.patch:  # a patch that introduces the bug is the gold patch in reverse
             is_reverse = row.direction is Direction.REVERSE
-            timed("@patch", partial(checkout.apply, "@patch", reverse=is_reverse))
+            timed("@patch", checkout.apply, "@patch", reverse=is_reverse)
         patch = timed("diff", checkout.diff)
         timed("reset", checkout.reset)
     if checkout is not None:
         with suppress(MirrordError):
             timed("release", checkout.release)
-    return Row(instance, steps, len(patch))
+    return Row(instance, took, next(iter(failures), None), len(patch))
 
 
 def _answer(session: Session, rows: list[Row]) -> None:
@@ -124,20 +112,14 @@ def _answer(session: Session, rows: list[Row]) -> None:
     cells = []
     for row in rows:
         step, error = row.failure or (None, None)
-        took = {each.name: seconds(each.seconds) for each in row.steps}
+        took = {name: seconds(duration) for name, duration in row.seconds.items()}
         why = f"{step}: {error.message}" if error else None
         times = (took.get("checkout"), took.get("reset"), size(row.patch_bytes))
         cells.append((row.instance, "failed" if error else "ok", *times, why))
-        answers.append(
-            {
-                "instance": row.instance,
-                "ok": error is None,
-                "seconds": {each.name: round(each.seconds, 6) for each in row.steps},
-                "diff_bytes": row.patch_bytes,
-                "failed_step": step,
-                "error": error.problem() if error else None,
-            }
-        )
+        answer: dict[str, Any] = {"instance": row.instance, "ok": error is None}
+        answer["seconds"] = {name: round(duration, 6) for name, duration in row.seconds.items()}
+        answer |= {"diff_bytes": row.patch_bytes, "failed_step": step}
+        answers.append({**answer, "error": error.problem() if error else None})
     if session.json:
         session.print_json(answers)
         return

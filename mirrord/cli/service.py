@@ -14,7 +14,7 @@ from ..errors import NoDaemonError
 from . import operations
 from .output import count, facts, size, table, when
 from .parameters import Option, read_duration
-from .session import Session, plain, print_line
+from .session import Session, print_line
 
 if TYPE_CHECKING:
     from ..protocol import Event, Operation, Status
@@ -58,6 +58,7 @@ def status(
 def _described(found: Status, running: list[Operation]) -> Iterator[str]:
     reasons = f": {'; '.join(found.health.reasons)}" if found.health.reasons else ""
     since = f"pid {found.pid}, uid {found.uid}, since {when(found.started_at)}"
+    held = f"{found.checkout_count} of at most {found.checkout_max}, backend {found.backend}"
     queued = f"{found.operations_queued} waiting for their turn"
     yield from facts(
         [
@@ -65,10 +66,7 @@ def _described(found: Status, running: list[Operation]) -> Iterator[str]:
             ("health", f"{found.health.status}{reasons}"),
             ("state", found.state_dir),
             ("configuration", found.config_path or "defaults"),
-            (
-                "checkouts",
-                f"{found.checkout_count} of at most {found.checkout_max}, backend {found.backend}",
-            ),
+            ("checkouts", held),
             ("operations", f"{found.operations_running} running, {queued}"),
             ("last audit", _last_audit(found)),
         ]
@@ -78,10 +76,10 @@ def _described(found: Status, running: list[Operation]) -> Iterator[str]:
         yield from operations.rows(running)
     if found.mirrors:
         yield ""
-        mirrors = (
+        mirrors = [
             (m.name, m.state, m.ref_count, m.pin_count, size(m.size_bytes), m.synced_at)
             for m in found.mirrors
-        )
+        ]
         yield from table(("MIRROR", "STATE", "REFS", "PINS", "SIZE", "SYNCED"), mirrors)
     if found.datasets:
         yield ""
@@ -136,12 +134,10 @@ def events(
 
 
 def _event_line(event: Event) -> str:
-    fields = (f"{name}={_field(value)}" for name, value in plain(event)["fields"].items())
-    return " ".join([when(event.at), event.name, *fields])
-
-
-def _field(value: object) -> str:
-    """A word stays a word; anything else becomes JSON, so that a line splits at its spaces."""
-    if isinstance(value, str) and value and value.isprintable() and " " not in value:
-        return value
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    words = [when(event.at), event.name]
+    for name, value in event.to_json()["fields"].items():
+        # a word stays a word; anything else becomes JSON, so that a line splits at its spaces
+        is_word = isinstance(value, str) and value and value.isprintable() and " " not in value
+        said = value if is_word else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        words.append(f"{name}={said}")
+    return " ".join(words)

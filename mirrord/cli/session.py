@@ -33,10 +33,6 @@ class Session:
         """A client of the named daemon. Loads the client's libraries."""
         return mirrord.Client(self.socket, config=self.config)
 
-    def config_path(self) -> Path | None:
-        """The configuration file named on the command line; None for the usual places."""
-        return None if self.config is None else Path(self.config)
-
     def answer(
         self,
         answer: Message | Sequence[Message] | dict[str, Any] | None,

@@ -9,15 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import (
-    AccessError,
-    DeadlineError,
-    InvalidRequestError,
-    MirrordError,
-    NoDaemonError,
-    UsageError,
-    from_problem,
-)
+from .. import errors
 from ..protocol import Answer, Event, MalformedError, Request
 from ..units import parse_duration
 from .http import BrokenError, GarbledError, LateError, RefusedError, Response
@@ -25,11 +17,6 @@ from .http import Request as HttpRequest
 
 A = TypeVar("A", bound=Answer)
 Q = TypeVar("Q", bound=Request)
-
-_START = (
-    "start it with `mirrord serve` or `systemctl start mirrord`, or name its socket with --socket "
-    "or MIRRORD_SOCKET"
-)
 
 _REFUSALS = {
     errno.ENOENT: "there is no such socket",
@@ -46,7 +33,7 @@ def message(kind: type[Q], **fields: Any) -> Q:
         return kind.from_json(fields)
     except MalformedError as error:
         hint = "see the method's signature"
-        raise InvalidRequestError(f"cannot ask the daemon: {error}", hint=hint) from error
+        raise errors.InvalidRequestError(f"cannot ask the daemon: {error}", hint=hint) from error
 
 
 def read_one(response: Response, kind: type[A]) -> A:
@@ -75,7 +62,7 @@ def is_error(response: Response, accepted: tuple[int, ...]) -> bool:
     return response.status >= 400 and (is_problem or response.status not in accepted)
 
 
-def problem_of(response: Response) -> MirrordError:
+def problem_of(response: Response) -> errors.MirrordError:
     """The error of an answer of 400 and above, as the class that the daemon raised."""
     try:
         problem = json.loads(response.body)
@@ -83,57 +70,58 @@ def problem_of(response: Response) -> MirrordError:
         return _not_mirrord(response, str(error))
     if not isinstance(problem, dict) or "code" not in problem:
         return _not_mirrord(response, "an error without a code")
-    return from_problem({"status": response.status, **problem})
+    return errors.from_problem({"status": response.status, **problem})
 
 
-def _not_mirrord(response: Response, why: str) -> NoDaemonError:
+def _not_mirrord(response: Response, why: str) -> errors.NoDaemonError:
     fact = f"status {response.status} and not a message of mirrord"
     return _garbled(response.head.request, fact, why)
 
 
-def _garbled(request: HttpRequest, fact: str, why: str) -> NoDaemonError:
-    return NoDaemonError(
+def _garbled(request: HttpRequest, fact: str, why: str) -> errors.NoDaemonError:
+    return errors.NoDaemonError(
         f"cannot read the answer to {request}: {fact}",
         hint="does mirrord listen at this socket, in the same version as this client?",
         reason=why[:500],
     )
 
 
-def failure_of(error: BrokenError, request: HttpRequest, path: Path) -> MirrordError:
+def failure_of(error: BrokenError, request: HttpRequest, path: Path) -> errors.MirrordError:
     """The error for an answer that did not come."""
     if isinstance(error, RefusedError):
         return _unreachable(error.__cause__, path)
     if isinstance(error, LateError):
-        return DeadlineError(
+        return errors.DeadlineError(
             f"cannot wait for the answer to {request}: the daemon at {path} took longer than this "
             "client allows",
             hint="give the client a longer timeout; the request may still succeed",
         )
     if isinstance(error, GarbledError):
         return _garbled(request, "it is not HTTP/1.1", str(error))
-    return NoDaemonError(
+    return errors.NoDaemonError(
         f"cannot read the answer to {request}: the daemon at {path} closed the connection",
         hint="it stopped or crashed, see its log; the request may or may not have succeeded",
     )
 
 
-def _unreachable(cause: BaseException | None, path: Path) -> MirrordError:
+def _unreachable(cause: BaseException | None, path: Path) -> errors.MirrordError:
     number = cause.errno if isinstance(cause, OSError) else None
     if number in (errno.EACCES, errno.EPERM):
-        return AccessError(
+        return errors.AccessError(
             f"cannot connect to {path}: permission denied",
             hint="only root, the daemon's user and members of the group in [access] may; see `id` "
             "and config.toml",
             socket=str(path),
         )
     if number is None and "too long" in str(cause):  # raised by CPython before the kernel is asked
-        return UsageError(
+        return errors.UsageError(
             f"cannot connect to {path}: the path is longer than 107 bytes",
             hint="choose a shorter socket path",
         )
-    return NoDaemonError(
+    return errors.NoDaemonError(
         f"cannot reach the daemon at {path}: {_REFUSALS.get(number or 0) or cause}",
-        hint=_START,
+        hint="start it with `mirrord serve` or `systemctl start mirrord`, or name its socket with"
+        " --socket or MIRRORD_SOCKET",
         socket=str(path),
     )
 
@@ -158,7 +146,7 @@ def seconds_of(duration: timedelta | float | str | None) -> float | None:
     try:
         read = parse_duration(duration) if isinstance(duration, str) else duration
     except ValueError as error:
-        raise UsageError(f"cannot read a ttl: {error}") from error
+        raise errors.UsageError(f"cannot read a ttl: {error}") from error
     return read.total_seconds() if isinstance(read, timedelta) else read
 
 
@@ -184,7 +172,7 @@ def _read(data: bytes) -> Event:
     try:
         return Event.from_json(json.loads(data))
     except ValueError as error:
-        raise NoDaemonError(
+        raise errors.NoDaemonError(
             "cannot read an event: not a message of mirrord",
             hint="use a client of the daemon's version",
             reason=str(error)[:500],

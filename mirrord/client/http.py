@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
+from ..protocol import API
+
 HEAD_LIMIT_BYTES = 64 * 1024
-_NO_BODY = (204, 304)
 
 
 class BrokenError(Exception):
@@ -74,11 +75,12 @@ class Response:
 
 
 def target(path: str, query: Mapping[str, object]) -> str:
-    """A path and its query, without the parameters that are None."""
-    given = {name: value for name, value in query.items() if value is not None}
+    """A path below the API's, unless it is absolute; and its query, without what is None."""
+    path = path if path.startswith("/") else f"{API}/{path}"
     pairs = {
         name: str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in given.items()
+        for name, value in query.items()
+        if value is not None
     }
     return f"{path}?{urlencode(pairs, errors='surrogateescape')}" if pairs else path
 
@@ -90,11 +92,10 @@ def read_head(request: Request, data: bytes) -> Head:
     if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
         raise GarbledError(f"it begins with {first[:40]!r}")
     status = int(rest[:3])
-    headers = {
-        name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
-    }
+    pairs = (line.partition(":") for line in lines)
+    headers = {name.lower(): value.strip() for name, _, value in pairs}
     is_chunked = headers.get("transfer-encoding", "").lower() == "chunked"
-    has_body = request.method != "HEAD" and status not in _NO_BODY and status >= 200
+    has_body = request.method != "HEAD" and status not in {204, 304} and status >= 200
     declared = headers.get("content-length")
     if has_body and not is_chunked and declared is not None and not declared.isdigit():
         raise GarbledError(f"a body of length {declared[:40]!r}")

@@ -7,8 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .primitives_sync import CHUNK_BYTES, whole_file
 
@@ -32,14 +31,9 @@ class Pending(Generic[H]):
         self._handle = await self._awaitable
         return self._handle
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: Any) -> None:
         if self._handle is not None:
-            await self._handle.__aexit__(kind, error, traceback)
+            await self._handle.__aexit__(*raised)
 
 
 async def async_pause(seconds: float) -> None:

@@ -11,9 +11,6 @@ from collections.abc import Awaitable, Callable
 
 from ..catalog import InstanceRow
 
-_ROW_OVERHEAD_BYTES = 1000
-_LIMIT_BYTES = 16 * 1024**2
-
 
 class InstanceCache:
     """Evicts the least recently used instance over its limit."""
@@ -22,7 +19,7 @@ class InstanceCache:
         self,
         load: Callable[[str, str | None], Awaitable[InstanceRow | None]],
         *,
-        limit_bytes: int = _LIMIT_BYTES,
+        limit_bytes: int = 16 * 1024**2,
     ) -> None:
         self._load = load
         self._limit_bytes = limit_bytes
@@ -57,4 +54,4 @@ class InstanceCache:
 
 def _size_bytes(row: InstanceRow) -> int:
     tests = sum(len(test) + 60 for test in (*row.fail_to_pass, *row.pass_to_pass))
-    return _ROW_OVERHEAD_BYTES + len(row.patch or "") + len(row.test_patch or "") + tests
+    return 1000 + len(row.patch or "") + len(row.test_patch or "") + tests

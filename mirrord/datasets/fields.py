@@ -17,20 +17,10 @@ from typing import Any
 from ..errors import InvalidCommitError, InvalidNameError
 from ..model import CommitId, MirrorName, parse_commit, shown
 
-ID_LIMIT = 500
-"""The longest instance id that a request can ask for."""
-
-_LITERAL_LIMIT = 4 * 1024**2
 _URL = re.compile(r"(?:https?|ssh|git)://(?:[^@/]*@)?[^/]+/|git@[^:/]+:")
 _ABBREVIATED = re.compile(r"[0-9a-fA-F]{4,39}")
-_KINDS = {
-    "bool": "true or false",
-    "int": "a number",
-    "float": "a number",
-    "list": "a list",
-    "dict": "an object",
-    "bytes": "binary",
-}
+_KINDS = {"bool": "true or false", "int": "a number", "float": "a number"}
+_KINDS |= {"list": "a list", "dict": "an object", "bytes": "binary"}
 
 
 class RowError(Exception):
@@ -54,9 +44,8 @@ class Fields:
         text = self._required(name)
         if not text.isprintable() or text != text.strip():
             raise RowError(f"{name} {shown(text)} has control characters or outer spaces")
-        if len(text) > ID_LIMIT:
-            fact = f"is {len(text)} characters long; {ID_LIMIT} are allowed"
-            raise RowError(f"{name} {shown(text)} {fact}")
+        if len(text) > 500:  # a request can ask for no longer one
+            raise RowError(f"{name} {shown(text)} is {len(text)} characters long; 500 are allowed")
         return text
 
     def mirror(self, name: str = "repo") -> MirrorName:
@@ -111,7 +100,7 @@ class Fields:
             return value
         except (ValueError, RecursionError):
             pass
-        if len(text) > _LITERAL_LIMIT:
+        if len(text) > 4 * 1024**2:
             return None
         try:
             with warnings.catch_warnings():

@@ -65,12 +65,11 @@ def row_of(
 
 def _with_environment(fields: Fields) -> InstanceRow:
     """The commit that the environment is built at is a second pin; some rows leave it empty."""
-    further: tuple[tuple[CommitId, CommitRole], ...] = ()
-    if fields.has("environment_setup_commit"):
-        further = ((fields.commit("environment_setup_commit"), CommitRole.ENVIRONMENT),)
-    else:
+    if not fields.has("environment_setup_commit"):
         fields.count("environment_setup_commit: none")
-    return row_of(fields, further=further)
+        return row_of(fields)
+    environment = fields.commit("environment_setup_commit")
+    return row_of(fields, further=((environment, CommitRole.ENVIRONMENT),))
 
 
 def _multimodal(fields: Fields) -> InstanceRow:
@@ -89,10 +88,6 @@ def _has(*columns: str) -> Callable[[RawFields], bool]:
 def _is_smith(row: RawFields) -> bool:
     has_name = "image_name" in row or str(row.get("repo", "")).startswith("swesmith/")
     return has_name and "base_commit" not in row
-
-
-def _is_rebench(row: RawFields) -> bool:
-    return any(column in row for column in ("install_config", "FAIL_TO_FAIL", "PASS_TO_FAIL"))
 
 
 def _is_multilingual(row: RawFields) -> bool:
@@ -132,7 +127,7 @@ FORMATS = (
         "swe-rebench",
         "SWE-rebench, SWE-bench-extra",
         "install_config, FAIL_TO_FAIL or PASS_TO_FAIL",
-        _is_rebench,
+        lambda row: any(c in row for c in ("install_config", "FAIL_TO_FAIL", "PASS_TO_FAIL")),
         _with_environment,
     ),
     DatasetFormat(
@@ -162,25 +157,19 @@ FORMATS = (
 )
 
 COLUMNS = (
-    "instance_id",
-    "repo",
-    "base_commit",
-    "environment_setup_commit",
-    "patch",
-    "test_patch",
-    "FAIL_TO_PASS",
-    "PASS_TO_PASS",
-    "fail_to_pass",
-    "pass_to_pass",
-    "created_at",
+    *("instance_id", "repo", "base_commit", "environment_setup_commit", "patch", "test_patch"),
+    *("FAIL_TO_PASS", "PASS_TO_PASS", "fail_to_pass", "pass_to_pass", "created_at"),
 )
 """All columns whose values a normaliser or a test reads: Parquet files are read for no others."""
 
 
 def format_infos() -> list[FormatInfo]:
     """The formats that `dataset formats` lists: those with a normaliser."""
-    known = [each for each in FORMATS if each.normalise]
-    return [FormatInfo(name=f.name, title=f.title, detected_by=f.detected_by) for f in known]
+    return [
+        FormatInfo(name=f.name, title=f.title, detected_by=f.detected_by)
+        for f in FORMATS
+        if f.normalise
+    ]
 
 
 def choose_format(
@@ -192,7 +181,16 @@ def choose_format(
     InvalidDatasetError.
     """
     detected = (each for row in rows for each in FORMATS if each.detects(row))
-    found = _named(asked) if asked else next(detected, None)
+    by_name = {each.name: each for each in FORMATS}
+    found = by_name.get(asked.lower()) if asked else next(detected, None)
+    if asked and found is None:
+        close = difflib.get_close_matches(asked.lower(), by_name, n=1)
+        guess = f"did you mean {close[0]}? " if close else ""
+        readable = ", ".join(each.name for each in FORMATS if each.normalise)
+        raise InvalidDatasetError(
+            f"cannot read format {shown(asked)}: no format has that name",
+            hint=f"{guess}mirrord reads {readable}",
+        )
     if found is None:
         columns = ", ".join(shown(str(column), 40) for column in list(rows[0])[:12])
         raise InvalidDatasetError(
@@ -212,16 +210,3 @@ def choose_format(
             format=found.name,
         )
     return found.name, found.normalise
-
-
-def _named(asked: str) -> DatasetFormat:
-    by_name = {each.name: each for each in FORMATS}
-    if found := by_name.get(asked.lower()):
-        return found
-    close = difflib.get_close_matches(asked.lower(), by_name, n=1)
-    guess = f"did you mean {close[0]}? " if close else ""
-    readable = ", ".join(each.name for each in FORMATS if each.normalise)
-    raise InvalidDatasetError(
-        f"cannot read format {shown(asked)}: no format has that name",
-        hint=f"{guess}mirrord reads {readable}",
-    )

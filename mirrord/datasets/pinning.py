@@ -7,15 +7,20 @@ crash the whole is done again.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import anyio
 import structlog
 
 from ..catalog import EVERY, Catalog, PinRow
 from ..errors import MirrordError, StoppingError
+from ..host.files import sync_directory
+from ..mirrors.quarantine import SPOOL_PREFIX
 from ..mirrors.service import Mirrors
+from ..mirrors.transaction import write_durably
 from ..model import CommitId, DatasetName, MirrorName
 from ..protocol import Progress, ProgressSink
 
@@ -53,8 +58,7 @@ class Pinner:
     ) -> dict[str, Refused]:
         """Pin every commit possible; answers the others by mirror key.
 
-        `commits` have their pin's reason. Progress counts commits done of all; its note is the last
-        mirror's.
+        `commits` have their pin's reason. Progress counts commits; its note is the last mirror's.
         """
         total, done = sum(map(len, commits.values())), 0
         slots = anyio.Semaphore(self._concurrency())
@@ -68,10 +72,9 @@ class Pinner:
             nonlocal done
             name = names[key]
 
-            def pass_on(progress: Progress) -> None:
-                of_total = f"/{progress.total}" if progress.total else ""
-                what = progress.note or progress.unit
-                report(f"{name.repo}: {what} {progress.done}{of_total}")
+            def pass_on(step: Progress) -> None:
+                of_total = f"/{step.total}" if step.total else ""
+                report(f"{name.repo}: {step.note or step.unit} {step.done}{of_total}")
 
             async with slots:
                 try:
@@ -134,3 +137,40 @@ class Pinner:
                 log.warning("pins.left", **facts, detail=str(error))
                 is_done = False
         return is_done
+
+
+# -- the journal of an import or removal, in `quarantine/dataset-*`: the dataset's pins before --
+#
+# It tells a killed import from a lost catalog: both leave pins in a mirror that no dataset records.
+# It is on disk before the first pin is made or removed, and goes with its directory. So a start
+# keeps the pins that a journal lists, and removes other pins of its dataset.
+
+_FILE = "pins-before.json"
+
+PinKeys = frozenset[tuple[str, str]]
+"""Mirror key and commit of each pin."""
+
+
+def pin_key(row: PinRow) -> tuple[str, str]:
+    return row.mirror.key, str(row.commit)
+
+
+def write_journal(directory: Path, owner: str, before: PinKeys) -> None:
+    """Record durably which pins an owner has."""
+    content = json.dumps({"owner": owner, "pins": sorted(before)}).encode()
+    write_durably(directory / _FILE, content)
+    sync_directory(directory.parent)
+
+
+def read_journals(quarantine: Path) -> dict[str, PinKeys]:
+    """The owners of pins whose work was killed, each with the pins that all its journals list."""
+    found: dict[str, PinKeys] = {}
+    for path in quarantine.glob(f"{SPOOL_PREFIX}*/{_FILE}"):
+        try:
+            facts = json.loads(path.read_bytes())
+            owner, pins = facts["owner"], frozenset((key, commit) for key, commit in facts["pins"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("journal.unreadable", path=str(path), error=str(error))  # its pins stay
+            continue
+        found[owner] = found.get(owner, pins) & pins
+    return found

@@ -27,8 +27,6 @@ from .readers import RawRow, iter_rows
 FAULTS_KEPT = 1000
 """Faults that are listed; all are counted."""
 
-_PROBED_ROWS = 20
-_SHOWN_ID = 200
 _NO_OBJECT = "it is not an object"
 
 
@@ -54,13 +52,12 @@ def read_dataset(path: Path, source: str, asked_format: str | None, spool: Path)
     """
     try:
         rows = iter_rows(path, source)
-        first = list(islice(rows, _PROBED_ROWS))
+        first = list(islice(rows, 20))
         values = [row.value for row in first if row.value is not None]
         if not values:
             faulty = chain(first, islice(rows, FAULTS_KEPT))
-            raise _unusable(
-                source, [_row_fault(source, row, row.fault or _NO_OBJECT) for row in faulty]
-            )
+            faults = [_row_fault(source, row, row.fault or _NO_OBJECT) for row in faulty]
+            raise _unusable(source, faults)
         name, normalise = choose_format(source, asked_format, values)
         with spool.open("xb") as out:
             result = _normalise_rows(chain(first, rows), source, ReadResult(name), normalise, out)
@@ -133,7 +130,7 @@ def _row_fault(source: str, raw: RawRow, reason: str) -> RowFault:
     identity = (raw.value or {}).get("instance_id")
     known = None
     if isinstance(identity, str) and identity:
-        known = identity[:_SHOWN_ID].encode("utf-8", "replace").decode()
+        known = identity[:200].encode("utf-8", "replace").decode()
     return RowFault(file=source, line=raw.line, instance=known, reason=reason)
 
 

@@ -38,13 +38,9 @@ from ..model import (
 )
 from ..protocol import Dataset, Instance, ProgressSink, RecordedCommit
 from .cache import InstanceCache
-from .import_journal import PinKeys, pin_key, read_journals, write_journal
-from .pinning import Pinner, in_short, owner_of
+from .pinning import PinKeys, Pinner, in_short, owner_of, pin_key, read_journals, write_journal
 from .reading import ReadResult, read_dataset
 
-_READ_TIMEOUT = timedelta(hours=1)
-_SHOWN_AMBIGUOUS = 1000
-_BASE_COMMITS_LIMIT = 100_000
 _SUFFIXES = re.compile(r"(?:\.(?:jsonl|ndjson|json|parquet|gz|zst))+$", re.IGNORECASE)
 
 log = structlog.get_logger()
@@ -143,7 +139,7 @@ class Datasets:
             spool = directory / "rows.jsonl"
             label = Path(source).name or source
             read = await self._workers.run(
-                read_dataset, path, label, format, spool, timeout=_READ_TIMEOUT
+                read_dataset, path, label, format, spool, timeout=timedelta(hours=1)
             )
             return await self._replace(dataset, read, source, spool, progress)
 
@@ -180,21 +176,15 @@ class Datasets:
             self._forget()
         await self._remove_stale_pins(owner)
         ambiguous = await self._catalog.list_ambiguous(dataset)
-        self._changed(
-            "dataset.imported",
-            dataset,
-            added=len(change.added),
-            changed=len(change.changed),
-            removed=len(change.removed),
-            faults=read.fault_count,
-            ambiguous=len(ambiguous),
-            unpinned=sum(map(len, refused.values())),
-        )
+        counts = {kind: len(getattr(change, kind)) for kind in ("added", "changed", "removed")}
+        counts |= {"faults": read.fault_count, "ambiguous": len(ambiguous)}
+        unpinned = sum(map(len, refused.values()))
+        self._changed("dataset.imported", dataset, **counts, unpinned=unpinned)
         taken = await self.get(dataset)
         return {
             "dataset": taken.to_json(),
             "change": change.to_json(),
-            "ambiguous": [instance.to_json() for instance in ambiguous[:_SHOWN_AMBIGUOUS]],
+            "ambiguous": [instance.to_json() for instance in ambiguous[:1000]],
             "ambiguous_count": len(ambiguous),
         }
 
@@ -271,7 +261,7 @@ class Datasets:
         if found is None:
             found = await self._catalog.find_base_commit(name.key, digits)
             # None is not kept: anybody can ask for that without end
-            if found is not None and len(known) < _BASE_COMMITS_LIMIT:
+            if found is not None and len(known) < 100_000:
                 known[name.key, digits] = found  # lost if a change replaced the dict meanwhile
         return found
 

@@ -387,11 +387,9 @@ def test_rehearse_tells_a_row_that_fails_from_one_that_could_not_be_tried(
     assert ran.status == 8, ran
     assert "@patch: cannot apply the patch" in ran.out
     assert world.run("dataset", "remove", "broken").status == 0
-    refused = [
-        rehearse.Step("instance", 0.1, error)
-        for error in (AccessError("cannot"), NoDaemonError("cannot"))
-    ]
-    assert [rehearse.Row("x", [step]).status for step in refused] == [3, 9]
+    refused = (AccessError("cannot"), NoDaemonError("cannot"))
+    rows = [rehearse.Row("x", {"instance": 0.1}, ("instance", error), 0) for error in refused]
+    assert [row.status for row in rows] == [3, 9]
 
 
 def test_exec_leaves_the_patch_and_no_checkout(world: World, tmp_path: Path) -> None:

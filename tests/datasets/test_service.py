@@ -19,7 +19,7 @@ from gitrepos import Upstream, git
 
 from mirrord.catalog import PinRow
 from mirrord.datasets.cache import InstanceCache
-from mirrord.datasets.import_journal import write_journal
+from mirrord.datasets.pinning import write_journal
 from mirrord.datasets.service import name_from
 from mirrord.errors import (
     DatasetNotFoundError,

@@ -7,7 +7,6 @@ import threading
 import time
 from datetime import datetime, timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 from weakref import WeakValueDictionary
 
@@ -129,12 +128,7 @@ class AsyncCheckout:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, _kind: object, error: BaseException | None, _at: object) -> None:
         try:
             await async_to_end(self.release())
         except MirrordError as failure:
@@ -213,12 +207,8 @@ class AsyncRenewal:
         except MirrordError as error:
             if identity not in self._due:
                 return  # released meanwhile
-            log.warning(
-                "cannot renew checkout %s, which expires at %s: %s",
-                identity,
-                checkout.expires_at,
-                error,
-            )
+            message = "cannot renew checkout %s, which expires at %s: %s"
+            log.warning(message, identity, checkout.expires_at, error)
             if isinstance(error, CheckoutNotFoundError) or checkout.expires_at <= utc_now():
                 self.drop(identity)
             self.move(identity, checkout.expires_at)

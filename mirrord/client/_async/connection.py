@@ -19,21 +19,9 @@ from typing import Self
 
 from ... import protocol
 from ...errors import StoppingError
-from ...protocol import API
+from .. import http
 from ..answers import body_of, failure_of, is_error, problem_of, retry_pauses
-from ..http import (
-    HEAD_LIMIT_BYTES,
-    BrokenError,
-    GarbledError,
-    Head,
-    LateError,
-    RefusedError,
-    Request,
-    Response,
-    chunk_size,
-    read_head,
-    target,
-)
+from ..http import BrokenError, Head, LateError, RefusedError, Request, Response
 from ..primitives_async import async_pause, async_receive, async_send
 
 _CONNECT_SECONDS = 10.0
@@ -42,7 +30,6 @@ _READ_BYTES = 256 * 1024
 # Less than the daemon's 75: we never write into a connection that it is closing.
 _KEEP_SECONDS = 60.0
 _KEEP_MOST = 256
-_ERROR = 400
 
 
 class AsyncConnection:
@@ -80,7 +67,7 @@ class AsyncConnection:
         """Send, and read the whole answer; raises its error unless its status is accepted."""
         kind = "application/octet-stream" if body is None else "application/json"
         headers = {} if body is None and content is None else {"content-type": kind}
-        request = Request(method, _target(path, query), headers)
+        request = Request(method, http.target(path, query), headers)
         sent = content if body is None else body_of(body)
         pauses = retry_pauses(self._patience_seconds)
         while True:
@@ -104,14 +91,14 @@ class AsyncConnection:
         self, path: str, *, headers: dict[str, str] | None = None, **query: object
     ) -> AsyncGenerator[tuple[Head, AsyncGenerator[bytes]]]:
         """The head of an answer, and its body as it comes, however slowly; never sent again."""
-        request = Request("GET", _target(path, query), headers or {})
+        request = Request("GET", http.target(path, query), headers or {})
         channel = None
         try:
             channel = await self._take()
             await channel.send(request, None, None)
             head = await channel.read_head(request)
             self._reached = True
-            if head.status >= _ERROR:
+            if head.status >= 400:
                 raise problem_of(await channel.read_rest(head))
             yield head, channel.iter_body(head)
         except BrokenError as error:
@@ -152,10 +139,6 @@ class AsyncConnection:
             self._idle.append(channel)
         else:
             channel.close()
-
-
-def _target(path: str, query: dict[str, object]) -> str:
-    return target(path if path.startswith("/") else f"{API}/{path}", query)
 
 
 class AsyncChannel:
@@ -256,14 +239,12 @@ class AsyncChannel:
     # -- the answer
 
     async def read_head(self, request: Request) -> Head:
-        """The head of the answer to a request that was sent."""
         while True:
-            head = read_head(request, await self._until(b"\r\n\r\n"))
+            head = http.read_head(request, await self._until(b"\r\n\r\n"))
             if head.status >= 200:  # 1xx announce the real one
                 return head
 
     async def read_rest(self, head: Head) -> Response:
-        """The whole answer, after its head."""
         if head.length is not None:
             while len(self._buffer) < head.length:
                 await self._fill()
@@ -272,9 +253,8 @@ class AsyncChannel:
         return Response(head, b"".join([piece async for piece in self.iter_body(head)]))
 
     async def iter_body(self, head: Head) -> AsyncGenerator[bytes]:
-        """The pieces of the body, as they come."""
         if head.is_chunked:
-            while size := chunk_size(await self._until(b"\r\n")):
+            while size := http.chunk_size(await self._until(b"\r\n")):
                 async for piece in self._iter_exactly(size):
                     yield piece
                 await self._until(b"\r\n")
@@ -307,8 +287,8 @@ class AsyncChannel:
 
     async def _until(self, end: bytes) -> bytes:
         while (at := self._buffer.find(end)) < 0:
-            if len(self._buffer) > HEAD_LIMIT_BYTES:
-                raise GarbledError(f"a head of more than {HEAD_LIMIT_BYTES} bytes")
+            if len(self._buffer) > http.HEAD_LIMIT_BYTES:
+                raise http.GarbledError(f"a head of more than {http.HEAD_LIMIT_BYTES} bytes")
             await self._fill()
         found = bytes(self._buffer[:at])
         del self._buffer[: at + len(end)]

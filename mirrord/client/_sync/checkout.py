@@ -8,7 +8,6 @@ import threading
 import time
 from datetime import datetime, timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 from weakref import WeakValueDictionary
 
@@ -130,12 +129,7 @@ class Checkout:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _at: object) -> None:
         try:
             self.release()
         except MirrordError as failure:
@@ -214,12 +208,8 @@ class Renewal:
         except MirrordError as error:
             if identity not in self._due:
                 return  # released meanwhile
-            log.warning(
-                "cannot renew checkout %s, which expires at %s: %s",
-                identity,
-                checkout.expires_at,
-                error,
-            )
+            message = "cannot renew checkout %s, which expires at %s: %s"
+            log.warning(message, identity, checkout.expires_at, error)
             if isinstance(error, CheckoutNotFoundError) or checkout.expires_at <= utc_now():
                 self.drop(identity)
             self.move(identity, checkout.expires_at)

@@ -8,18 +8,10 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
-from ... import protocol
-from ...errors import (
-    CancelledError,
-    DeadlineError,
-    NoDaemonError,
-    OperationNotFoundError,
-    from_problem,
-)
+from ... import errors, protocol
 from ...model import AuditLevel, Backend, Bind, History, View
 from ...places import socket_path
 from ..answers import EventReader, message, read_list, read_one, retry_pauses, seconds_of
@@ -30,7 +22,6 @@ from .connection import Connection
 A = TypeVar("A", bound=protocol.Answer)
 ReportProgress = Callable[[protocol.Progress], None]
 
-_UNAVAILABLE = 503
 _POLL_SECONDS = 0.25
 
 
@@ -58,12 +49,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -74,6 +60,9 @@ class Client:
     def _one(self, kind: type[A], method: str, path: str, **request: Any) -> A:
         return read_one(self._connection.request(method, path, **request), kind)
 
+    def _start(self, method: str, path: str, **request: Any) -> protocol.Operation:
+        return self._one(protocol.Operation, method, path, **request)
+
     def _list(self, kind: type[A], method: str, path: str, **request: Any) -> list[A]:
         return read_list(self._connection.request(method, path, **request), kind)
 
@@ -81,7 +70,7 @@ class Client:
 
     def health(self) -> protocol.Health:
         """Whether the daemon can serve; `degraded` comes with reasons and is no error."""
-        return self._one(protocol.Health, "GET", "health", accepted=(_UNAVAILABLE,))
+        return self._one(protocol.Health, "GET", "health", accepted=(503,))
 
     def status(self) -> protocol.Status:
         return self._one(protocol.Status, "GET", "status")
@@ -109,12 +98,12 @@ class Client:
     def add_mirror(self, repo: str, url: str | None = None) -> protocol.Operation:
         """Add a mirror and sync it for the first time."""
         body = message(protocol.AddMirror, repo=repo, url=url)
-        return self._one(protocol.Operation, "POST", "mirrors", body=body)
+        return self._start("POST", "mirrors", body=body)
 
     def sync_mirror(self, name: str, *, accept_loss: bool = False) -> protocol.Operation:
         """Sync a mirror; `accept_loss` follows an upstream that lost most of its refs."""
         body = message(protocol.SyncMirror, accept_loss=accept_loss)
-        return self._one(protocol.Operation, "POST", f"mirrors/{_mirror(name)}/sync", body=body)
+        return self._start("POST", f"mirrors/{_mirror(name)}/sync", body=body)
 
     def remove_mirror(self, name: str) -> None:
         self._connection.request("DELETE", f"mirrors/{_mirror(name)}")
@@ -125,14 +114,13 @@ class Client:
 
     def diff_refs(self, name: str, a: str, b: str) -> protocol.RefDiff:
         """The changes between two records of the ref history."""
-        return self._one(protocol.RefDiff, "GET", f"mirrors/{_mirror(name)}/refs/diff", a=a, b=b)
+        path = f"mirrors/{_mirror(name)}/refs/diff"
+        return self._one(protocol.RefDiff, "GET", path, a=a, b=b)
 
     def restore_refs(self, name: str, at: str) -> protocol.Operation:
         """Put the mirror's refs back to a record of its history; the replaced tips are kept."""
         body = message(protocol.RestoreRefs, at=at)
-        return self._one(
-            protocol.Operation, "POST", f"mirrors/{_mirror(name)}/refs/restore", body=body
-        )
+        return self._start("POST", f"mirrors/{_mirror(name)}/refs/restore", body=body)
 
     # -- bundles
 
@@ -171,7 +159,7 @@ class Client:
     ) -> protocol.Operation:
         """Stream a bundle to the daemon, into the mirror it names or into `mirror`."""
         content = _upload(Path(file), progress)
-        return self._one(protocol.Operation, "POST", "bundles", content=content, mirror=mirror)
+        return self._start("POST", "bundles", content=content, mirror=mirror)
 
     # -- pins
 
@@ -185,9 +173,8 @@ class Client:
 
     def unpin(self, mirror: str, commit: str, owner: str | None = None) -> None:
         """Remove your own pin, or as an administrator that of `owner`."""
-        self._connection.request(
-            "DELETE", f"pins/{_mirror(mirror)}/{quote(commit, safe='')}", owner=owner
-        )
+        path = f"pins/{_mirror(mirror)}/{_quoted(commit)}"
+        self._connection.request("DELETE", path, owner=owner)
 
     # -- datasets
 
@@ -195,7 +182,7 @@ class Client:
         return self._list(protocol.Dataset, "GET", "datasets")
 
     def get_dataset(self, name: str) -> protocol.Dataset:
-        return self._one(protocol.Dataset, "GET", f"datasets/{quote(name, safe='')}")
+        return self._one(protocol.Dataset, "GET", f"datasets/{_quoted(name)}")
 
     def import_dataset(
         self,
@@ -207,19 +194,12 @@ class Client:
     ) -> protocol.Operation:
         """Stream a dataset file to the daemon, which mirrors, fetches and pins what it records."""
         content = _upload(Path(file), progress)
-        return self._one(
-            protocol.Operation,
-            "POST",
-            "datasets",
-            content=content,
-            filename=Path(file).name,
-            name=name,
-            format=format,
-        )
+        query = {"filename": Path(file).name, "name": name, "format": format}
+        return self._start("POST", "datasets", content=content, **query)
 
     def remove_dataset(self, name: str) -> None:
         """Remove a dataset, and the pins that nobody else owns."""
-        self._connection.request("DELETE", f"datasets/{quote(name, safe='')}")
+        self._connection.request("DELETE", f"datasets/{_quoted(name)}")
 
     def list_formats(self) -> list[protocol.FormatInfo]:
         return self._list(protocol.FormatInfo, "GET", "datasets/formats")
@@ -232,7 +212,7 @@ class Client:
         self, instance: str, *, view: View = View.AGENT, dataset: str | None = None
     ) -> protocol.Instance:
         """One instance; its patches only in the grader view, with the right to see them."""
-        path = f"instances/{quote(instance, safe='')}"
+        path = f"instances/{_quoted(instance)}"
         return self._one(protocol.Instance, "GET", path, view=view.value, dataset=dataset)
 
     # -- audits and heals
@@ -248,31 +228,25 @@ class Client:
         body = message(
             protocol.StartAudit, mirrors=list(mirrors), dataset=dataset, level=level, heal=heal
         )
-        return self._one(protocol.Operation, "POST", "audits", body=body)
+        return self._start("POST", "audits", body=body)
 
     def list_audits(self) -> list[protocol.Audit]:
         return self._list(protocol.Audit, "GET", "audits")
 
     def get_audit(self, audit: str) -> protocol.Audit:
-        return self._one(protocol.Audit, "GET", f"audits/{quote(audit, safe='')}")
+        return self._one(protocol.Audit, "GET", f"audits/{_quoted(audit)}")
 
     def start_heal(self, *mirrors: str) -> protocol.Operation:
         """Audit all content of these mirrors, or of all, repair what is found, and audit again."""
         body = message(protocol.StartHeal, mirrors=list(mirrors))
-        return self._one(protocol.Operation, "POST", "heals", body=body)
+        return self._start("POST", "heals", body=body)
 
     def heal_with_bundle(
-        self,
-        mirror: str,
-        file: Path | str,
-        *,
-        progress: ReportProgress | None = None,
+        self, mirror: str, file: Path | str, *, progress: ReportProgress | None = None
     ) -> protocol.Operation:
         """Heal one mirror with a bundle, of any repository, as one more donor."""
         content = _upload(Path(file), progress)
-        return self._one(
-            protocol.Operation, "POST", f"mirrors/{_mirror(mirror)}/heal", content=content
-        )
+        return self._start("POST", f"mirrors/{_mirror(mirror)}/heal", content=content)
 
     # -- checkouts
 
@@ -343,14 +317,15 @@ class Client:
         dataset: str | None = None,
     ) -> protocol.ResetAnswer:
         body = message(protocol.ResetCheckout, instance=instance, commit=commit, dataset=dataset)
-        return self._one(protocol.ResetAnswer, "POST", f"{_checkout(checkout)}/reset", body=body)
+        path = f"{_checkout(checkout)}/reset"
+        return self._one(protocol.ResetAnswer, "POST", path, body=body)
 
     def renew_checkout(
         self, checkout: str, ttl: timedelta | float | str | None = None
     ) -> protocol.Checkout:
         body = message(protocol.RenewCheckout, ttl=seconds_of(ttl))
-        answer = self._connection.request("POST", f"{_checkout(checkout)}/renew", body=body)
-        lease = read_one(answer, protocol.Checkout)
+        path = f"{_checkout(checkout)}/renew"
+        lease = self._one(protocol.Checkout, "POST", path, body=body)
         self._renewal.move(lease.id, lease.expires_at)
         return lease
 
@@ -364,20 +339,13 @@ class Client:
         named = patch if isinstance(patch, str) and patch.startswith("@") else None
         content = patch.encode("utf-8", "surrogateescape") if isinstance(patch, str) else patch
         path = f"{_checkout(checkout)}/apply"
-        return self._one(
-            protocol.Checkout,
-            "POST",
-            path,
-            content=None if named else content,
-            reverse=reverse,
-            named=named,
-        )
+        request = {"content": None if named else content, "reverse": reverse, "named": named}
+        return self._one(protocol.Checkout, "POST", path, **request)
 
     def restore_paths(self, checkout: str, commit: str, *paths: str) -> list[str]:
         body = message(protocol.RestorePaths, commit=commit, paths=list(paths))
-        return (
-            self._one(protocol.RestoreAnswer, "POST", f"{_checkout(checkout)}/restore", body=body)
-        ).paths
+        path = f"{_checkout(checkout)}/restore"
+        return (self._one(protocol.RestoreAnswer, "POST", path, body=body)).paths
 
     def release_checkout(self, checkout: str) -> None:
         self._renewal.drop(checkout)
@@ -389,10 +357,10 @@ class Client:
         return self._list(protocol.Operation, "GET", "operations")
 
     def get_operation(self, operation: str) -> protocol.Operation:
-        return self._one(protocol.Operation, "GET", f"operations/{quote(operation, safe='')}")
+        return self._one(protocol.Operation, "GET", f"operations/{_quoted(operation)}")
 
     def cancel_operation(self, operation: str) -> protocol.Operation:
-        return self._one(protocol.Operation, "DELETE", f"operations/{quote(operation, safe='')}")
+        return self._one(protocol.Operation, "DELETE", f"operations/{_quoted(operation)}")
 
     def wait(
         self,
@@ -413,10 +381,10 @@ class Client:
         while True:
             try:
                 found = self.get_operation(identity)
-            except OperationNotFoundError as error:
+            except errors.OperationNotFoundError as error:
                 if not known:
                     raise
-                raise CancelledError(
+                raise errors.CancelledError(
                     f"cannot finish operation {identity}: the daemon was restarted while it ran",
                     hint="start it again",
                     operation=identity,
@@ -427,18 +395,16 @@ class Client:
             if found.state != "running":
                 break
             if deadline and time.monotonic() > deadline:
-                raise DeadlineError(
+                raise errors.DeadlineError(
                     f"cannot wait longer for operation {identity}: it still runs",
                     hint="it continues; wait again",
                 )
             pause(next(pauses, _POLL_SECONDS))
         if found.error is not None:
-            raise from_problem(found.error.to_json())
+            raise errors.from_problem(found.error.to_json())
         if found.state == "cancelled":
-            fact = "it was cancelled"
-            raise CancelledError(
-                f"cannot finish {found.kind} of {found.subject}: {fact}", operation=found.id
-            )
+            message = f"cannot finish {found.kind} of {found.subject}: it was cancelled"
+            raise errors.CancelledError(message, operation=found.id)
         return found
 
     def events(
@@ -460,12 +426,12 @@ class Client:
                         yield event
                 if not follow:
                     return
-            except NoDaemonError:
+            except errors.NoDaemonError:
                 if last is None or not follow:
                     raise
             if (seconds := next(pauses, None)) is None:
-                fact = f"the daemon at {self.socket} went away"
-                raise NoDaemonError(f"cannot follow events: {fact}", hint="see its log")
+                message = f"cannot follow events: the daemon at {self.socket} went away"
+                raise errors.NoDaemonError(message, hint="see its log")
             pause(seconds)
 
     def _stream_events(
@@ -479,13 +445,17 @@ class Client:
                     yield event
 
 
+def _quoted(name: str) -> str:
+    return quote(name, safe="")
+
+
 def _mirror(name: str) -> str:
     """A mirror's name in any spelling, as one segment of a path; the daemon judges it."""
-    return quote(name.replace("/", "__", 1), safe="")
+    return _quoted(name.replace("/", "__", 1))
 
 
 def _checkout(checkout: str) -> str:
-    return f"checkouts/{quote(checkout, safe='')}"
+    return f"checkouts/{_quoted(checkout)}"
 
 
 def _upload(path: Path, progress: ReportProgress | None) -> Iterator[bytes]:
