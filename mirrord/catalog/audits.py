@@ -9,14 +9,13 @@ from ..protocol import Audit, AuditPart
 from .database import upsert
 from .schema import JudgementRow, audits, judgements
 
-_KEPT = 200  # a daily audit of everything, and some by hand, for about half a year
-
 
 def put_audit(connection: Connection, audit: Audit) -> None:
     """Record an audit; delete old ones that no judgement belongs to."""
     row = {"id": audit.id, "finished_at": audit.finished_at, "document": audit.to_json()}
     upsert(connection, audits, [row])
-    newest = select(audits.c.id).order_by(audits.c.finished_at.desc(), audits.c.id).limit(_KEPT)
+    # 200: a daily audit of everything, and some by hand, for about half a year
+    newest = select(audits.c.id).order_by(audits.c.finished_at.desc(), audits.c.id).limit(200)
     kept = {
         *connection.execute(newest).scalars(),
         *connection.execute(select(judgements.c.audit_id)).scalars(),

@@ -29,7 +29,6 @@ Query = Callable[Concatenate[Connection, P], T]
 Method = Callable[Concatenate["Catalog", P], Coroutine[Any, Any, T]]
 
 _THREADS = 4
-_LONG = timedelta(hours=1)
 
 
 def _reads(query: Query[P, T]) -> Method[P, T]:
@@ -165,5 +164,5 @@ class Catalog:
                 hint="make room; nothing was changed",
             )
         if self._workers is not None:
-            return await self._workers.run(work, *args, timeout=_LONG, **kwargs)
+            return await self._workers.run(work, *args, timeout=timedelta(hours=1), **kwargs)
         return await anyio.to_thread.run_sync(partial(work, *args, **kwargs))

@@ -58,22 +58,13 @@ _PRAGMAS = {
     Mode.FROZEN: ("foreign_keys = ON",),
 }
 _BUSY_TIMEOUT_S = 60  # the longest write is a dataset of some 100,000 rows
-_SHRINK_TIMEOUT_MS = 1000
-_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
-_LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
-_NO_ROOM = {
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_FULL,
-}
-_PG_DISK_FULL = "53100"
+_NO_ROOM = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
+_NO_ROOM |= {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL}
 _MISTAKES = {"ProgrammingError", "IntegrityError", "DataError", "NotSupportedError"}
 _DAMAGED_HINT = (
     "stop the daemon, move the file away and start again: mirrors and pins are read back from the"
     " mirrors, datasets need a new import; `sqlite3 FILE .recover` may save more"
 )
-_UNWRITABLE = {Mode.SHARED: {sqlite3.SQLITE_FULL}, Mode.ALONE: _NO_ROOM, Mode.FROZEN: _NO_ROOM}
 
 
 class Database:
@@ -87,7 +78,15 @@ class Database:
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self.mode = Mode.SHARED
         if self.is_sqlite:
-            _create_private(Path(str(self.url.database)))
+            path = Path(str(self.url.database))
+            if not path.exists():  # SQLite gives its -wal and -shm files the mode of this one
+                try:
+                    os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+                except OSError as error:
+                    raise errors.ResourceError(
+                        f"cannot open the catalog {path}: {error.strerror}",
+                        hint="the state directory must exist and be writable by the daemon's user",
+                    ) from error
             self._engine, self.mode = _open_sqlite(self.url)
         else:
             self._engine = create_engine(
@@ -118,7 +117,7 @@ class Database:
         large write."""
         if self.is_sqlite and self.mode is not Mode.FROZEN:
             with suppress(DBAPIError), self._engine.connect() as connection:
-                connection.exec_driver_sql(f"PRAGMA busy_timeout = {_SHRINK_TIMEOUT_MS}")
+                connection.exec_driver_sql("PRAGMA busy_timeout = 1000")
                 connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def reopen(self) -> None:
@@ -131,42 +130,35 @@ class Database:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
+        """Raise failures as MirrordErrors; a wrong statement, which is a bug, as it is."""
         try:
             yield
         except DBAPIError as error:
-            if (translated := self._translate(error)) is None:
-                raise
-            raise translated from error
-
-    def _translate(self, error: DBAPIError) -> errors.MirrordError | None:
-        """The failure as a MirrordError; None for a wrong statement, which is a bug."""
-        code = _sqlite_code(error)
-        fact = str(error.orig).strip().partition("\n")[0]
-        if code == sqlite3.SQLITE_READONLY and is_read_only(Path(self.label).parent):
-            self.mode = Mode.FROZEN  # SQLite opened it read-only: the next write has to reopen it
-            return errors.DiskFailedError(
-                f"cannot write the catalog {self.label}: its file system is read-only",
-                hint="check dmesg; the daemon still serves what it has",
-            )
-        if code in _UNWRITABLE[self.mode] or getattr(error.orig, "sqlstate", None) == _PG_DISK_FULL:
-            return errors.DiskFullError(
-                f"cannot write the catalog {self.label}: {fact}",
-                hint="make room; nothing was changed",
-            )
-        if code in _DAMAGED:
-            message = f"cannot read the catalog {self.label}: {fact}"
-            return errors.CorruptCatalogError(message, hint=_DAMAGED_HINT)
-        if code in _LOCKED:
-            return errors.ResourceError(
-                f"cannot write the catalog {self.label}: {fact}",
-                hint="another program holds a lock on it; try again, or find it with `fuser`",
-            )
-        if code or isinstance(error.orig, OSError) or type(error).__name__ not in _MISTAKES:
-            return errors.ResourceError(
-                f"cannot use the catalog {self.label}: {fact}",
-                hint="check that the database is up, its disk has room, and this user may write it",
-            )
-        return None
+            code, kind = _sqlite_code(error), type(error).__name__
+            fact = str(error.orig).strip().partition("\n")[0]
+            cannot_write = f"cannot write the catalog {self.label}"
+            is_full = getattr(error.orig, "sqlstate", None) == "53100"  # of PostgreSQL
+            if code == sqlite3.SQLITE_READONLY and is_read_only(Path(self.label).parent):
+                self.mode = Mode.FROZEN  # SQLite opened it read-only: the next write reopens it
+                hint = "check dmesg; the daemon still serves what it has"
+                message = f"{cannot_write}: its file system is read-only"
+                raise errors.DiskFailedError(message, hint=hint) from error
+            if is_full or code in ({sqlite3.SQLITE_FULL} if self.mode is Mode.SHARED else _NO_ROOM):
+                hint = "make room; nothing was changed"
+                raise errors.DiskFullError(f"{cannot_write}: {fact}", hint=hint) from error
+            if code in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
+                message = f"cannot read the catalog {self.label}: {fact}"
+                raise errors.CorruptCatalogError(message, hint=_DAMAGED_HINT) from error
+            if code in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
+                hint = "another program holds a lock on it; try again, or find it with `fuser`"
+                raise errors.ResourceError(f"{cannot_write}: {fact}", hint=hint) from error
+            if code or isinstance(error.orig, OSError) or kind not in _MISTAKES:
+                hint = (
+                    "check that the database is up, its disk has room, and this user may write it"
+                )
+                message = f"cannot use the catalog {self.label}: {fact}"
+                raise errors.ResourceError(message, hint=hint) from error
+            raise
 
 
 def upsert(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -197,19 +189,6 @@ def _parse_place(place: str | Path) -> URL:
             hint="write postgresql+psycopg://user@host/name, or the path of a SQLite file",
         ) from error
     return url
-
-
-def _create_private(path: Path) -> None:
-    """SQLite gives its -wal and -shm files the mode of the database file."""
-    if path.exists():
-        return
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-    except OSError as error:
-        raise errors.ResourceError(
-            f"cannot open the catalog {path}: {error.strerror}",
-            hint="the state directory must exist and be writable by the daemon's user",
-        ) from error
 
 
 def _open_sqlite(url: URL) -> tuple[Engine, Mode]:

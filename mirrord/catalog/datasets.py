@@ -48,14 +48,9 @@ def list_datasets(connection: Connection) -> list[Dataset]:
 def summarise_datasets(connection: Connection) -> list[DatasetSummary]:
     """Every dataset by its counts alone, for `status`."""
     rows = connection.execute(select(datasets).order_by(datasets.c.name)).mappings().all()
+    same = ("name", "format", "fault_count", "imported_at")
     return [
-        DatasetSummary(
-            name=row["name"],
-            format=row["format"],
-            fault_count=row["fault_count"],
-            imported_at=row["imported_at"],
-            **_counts(connection, row["id"]),
-        )
+        DatasetSummary(**{name: row[name] for name in same}, **_counts(connection, row["id"]))
         for row in rows
     ]
 
@@ -76,22 +71,17 @@ def put_refused(connection: Connection, name: str, key: str, refused: dict[str, 
 def _dataset(connection: Connection, row: RowMapping, limit: int) -> Dataset:
     names = select(recorded.c.mirror_name).where(recorded.c.dataset_id == row["id"]).distinct()
     by_key = {name.lower(): name for name in connection.execute(names).scalars()}
+    same = ("name", "format", "source", "sha256", "fault_count", "rules", "imported_at")
     return Dataset(
-        name=row["name"],
-        format=row["format"],
-        source=row["source"],
-        sha256=row["sha256"],
+        **{name: row[name] for name in same},
         mirrors=sorted(by_key.values()),
         unpinned=_list_unpinned(connection, row, limit),
-        fault_count=row["fault_count"],
         faults=[RowFault.from_json(fault) for fault in row["faults"][:limit]],
-        rules=row["rules"],
-        imported_at=row["imported_at"],
         **_counts(connection, row["id"]),
     )
 
 
-def _counts(connection: Connection, dataset_id: int) -> dict[str, int]:
+def _counts(connection: Connection, dataset_id: int) -> dict[str, Any]:
     commits = select(recorded.c.mirror_key, recorded.c.commit_id).distinct()
     mine = commits.where(recorded.c.dataset_id == dataset_id)
     known_by = recorded.c.dataset_id == datasets.c.id
@@ -107,17 +97,12 @@ def _counts(connection: Connection, dataset_id: int) -> dict[str, int]:
 
 
 def _list_unpinned(connection: Connection, row: RowMapping, limit: int) -> list[UnpinnedCommit]:
-    columns = (
-        recorded.c.mirror_key,
-        recorded.c.commit_id,
-        recorded.c.mirror_name,
-        recorded.c.instance_id,
-    )
+    order = (recorded.c.mirror_key, recorded.c.commit_id)
     query = (
-        select(*columns)
+        select(*order, recorded.c.mirror_name, recorded.c.instance_id)
         .join(datasets, recorded.c.dataset_id == datasets.c.id)
         .where(recorded.c.dataset_id == row["id"], _UNPINNED)
-        .order_by(*columns[:2])
+        .order_by(*order)
     )
     found: dict[tuple[str, str], tuple[str, set[str]]] = {}
     for key, commit, name, instance in connection.execute(query):
@@ -126,11 +111,10 @@ def _list_unpinned(connection: Connection, row: RowMapping, limit: int) -> list[
         found.setdefault((key, commit), (name, set()))[1].add(instance)
     unpinned = []
     for (key, commit), (name, ids) in found.items():
-        reasons = row["refused"].get(key, {})
-        reason = reasons.get(commit) or reasons.get(EVERY) or _NOT_YET
-        unpinned.append(
-            UnpinnedCommit(mirror=name, commit=commit, instances=sorted(ids), reason=reason)
-        )
+        why = row["refused"].get(key, {})
+        reason = why.get(commit) or why.get(EVERY) or _NOT_YET
+        made = UnpinnedCommit(mirror=name, commit=commit, instances=sorted(ids), reason=reason)
+        unpinned.append(made)
     return unpinned
 
 

@@ -13,14 +13,12 @@ from ..model import CommitId, MirrorName
 from .database import upsert
 from .schema import MirrorRow, PinRow, datasets, judgements, mirrors, pins, recorded
 
-_BATCH = 500  # rows a statement; SQLite takes 32766 variables
-
 T = TypeVar("T")
 
 
-def in_batches(values: Iterable[T], size: int = _BATCH) -> Iterator[list[T]]:
+def in_batches(values: Iterable[T]) -> Iterator[list[T]]:
     iterator = iter(values)
-    while batch := list(islice(iterator, size)):
+    while batch := list(islice(iterator, 500)):  # SQLite takes 32766 variables a statement
         yield batch
 
 

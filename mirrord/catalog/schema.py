@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -36,6 +37,7 @@ class UtcTime(sa.TypeDecorator[datetime]):
         return aware.astimezone(timezone.utc)  # type: ignore[no-any-return]
 
 
+_cascade = partial(sa.ForeignKey, ondelete="CASCADE")
 metadata = sa.MetaData()
 
 version = sa.Table(
@@ -64,9 +66,7 @@ mirrors = sa.Table(
 pins = sa.Table(
     "pins",
     metadata,
-    sa.Column(
-        "mirror_key", sa.Text, sa.ForeignKey("mirrors.key", ondelete="CASCADE"), primary_key=True
-    ),
+    sa.Column("mirror_key", sa.Text, _cascade("mirrors.key"), primary_key=True),
     sa.Column("commit_id", sa.String(40), primary_key=True),
     sa.Column("owner", sa.Text, primary_key=True),
     sa.Column("reason", sa.Text, nullable=False),
@@ -92,9 +92,7 @@ datasets = sa.Table(
 instances = sa.Table(
     "instances",
     metadata,
-    sa.Column(
-        "dataset_id", sa.Integer, sa.ForeignKey("datasets.id", ondelete="CASCADE"), primary_key=True
-    ),
+    sa.Column("dataset_id", sa.Integer, _cascade("datasets.id"), primary_key=True),
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("mirror_name", sa.Text, nullable=False),
     sa.Column("base_commit", sa.String(40), nullable=False),

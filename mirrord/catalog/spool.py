@@ -23,11 +23,7 @@ from .datasets import iter_instances
 from .mirrors import in_batches
 from .schema import DatasetHead, InstanceRow, datasets, instances, recorded
 
-_BATCH_BYTES = 4 * 1024**2
-_BATCH_ROWS = 500
-
-Spooled = tuple[bytes, dict[str, Any]]
-"""The hash of a line, and its values."""
+Spooled = tuple[bytes, dict[str, Any]]  # the hash of a line, and its values
 
 
 def spooled(row: InstanceRow) -> bytes:
@@ -155,7 +151,7 @@ def _iter_batches(spool: Path) -> Iterator[list[Spooled]]:
         for line in lines:
             batch.append((hashlib.sha256(line).digest(), json.loads(line)))
             size += len(line)
-            if size >= _BATCH_BYTES or len(batch) >= _BATCH_ROWS:
+            if size >= 4 * 1024**2 or len(batch) >= 500:
                 yield batch
                 batch, size = [], 0
     if batch:
