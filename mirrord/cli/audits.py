@@ -15,7 +15,6 @@ from .parameters import Argument, NoWait, Option
 from .session import Session
 
 if TYPE_CHECKING:
-    from .. import Client
     from ..protocol import Audit, Operation, Repair
 
 Names = Annotated[list[str] | None, Argument(metavar="[NAME]...", help="Mirrors; default: all.")]
@@ -34,24 +33,21 @@ def audit(
     Status 8 when a finding is neither healed nor accepted by `audit.accept`.
     """
     heal = False if no_heal else None
-    with session.client() as client:
-        operation = client.start_audit(*names or (), dataset=dataset, level=level, heal=heal)
-        found = _finished(session, client, operation, no_wait)
+    operation = session.client.start_audit(*names or (), dataset=dataset, level=level, heal=heal)
+    found = _finished(session, operation, no_wait)
     if found:
         for line in _repairs(found):
             session.note(line)
-        session.answer(found, lambda: _findings(found))
+        session.answer(found, _findings(found))
         _end(found)
 
 
-def _finished(
-    session: Session, client: Client, operation: Operation, no_wait: bool
-) -> Audit | None:
+def _finished(session: Session, operation: Operation, no_wait: bool) -> Audit | None:
     if no_wait:
-        session.answer(operation, lambda: started(operation))
+        session.answer(operation, started(operation))
         return None
-    ended = finish(session, client, operation)
-    return client.get_audit(str((ended.result or {})["id"]))
+    ended = finish(session, operation)
+    return session.client.get_audit(str((ended.result or {})["id"]))
 
 
 def _end(found: Audit) -> None:
@@ -122,13 +118,12 @@ def heal(
         raise UsageError(f"cannot heal with {bundle}: {fact}", hint="name the one it is for")
     if bundle and not bundle.is_file():
         raise UsageError(f"cannot heal with {bundle}: it is not a file", hint="name a bundle file")
-    with session.client() as client:
-        if bundle is None:
-            operation = client.start_heal(*names or ())
-        else:
-            with watching(session, f"sending {bundle.name}") as watch:
-                operation = client.heal_with_bundle(mirrors[0], bundle, progress=watch)
-        found = _finished(session, client, operation, no_wait)
+    if bundle is None:
+        operation = session.client.start_heal(*names or ())
+    else:
+        with watching(session, f"sending {bundle.name}") as watch:
+            operation = session.client.heal_with_bundle(mirrors[0], bundle, progress=watch)
+    found = _finished(session, operation, no_wait)
     if found:
-        session.answer(found, lambda: chain(_repairs(found), _findings(found)))
+        session.answer(found, chain(_repairs(found), _findings(found)))
         _end(found)

@@ -6,7 +6,7 @@ import base64
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from ..errors import CheckoutNotFoundError, InstanceNotFoundError
 from ..model import View, shown
@@ -24,9 +24,6 @@ from .parameters import (
     read_owner,
 )
 from .session import Session, read_file
-
-if TYPE_CHECKING:
-    from .. import Client
 
 _ID_HELP = "A checkout: its id, its path, or a path inside it such as '.'."
 Id = Annotated[str, Argument(metavar="ID", help=_ID_HELP)]
@@ -55,18 +52,17 @@ def checkout(
     With --owner, for another user: administrators may name anybody, members their own uids of
     /etc/subuid.
     """
-    with session.client() as client:
-        handle = client.checkout(
-            instance,
-            dataset=dataset,
-            history=history,
-            view=view,
-            backend=backend,
-            ttl=read_duration(ttl, "--ttl"),
-            owner=read_owner(owner),
-            auto_renew=False,
-        )
-    session.answer(handle.lease, lambda: [handle.lease.path])
+    handle = session.client.checkout(
+        instance,
+        dataset=dataset,
+        history=history,
+        view=view,
+        backend=backend,
+        ttl=read_duration(ttl, "--ttl"),
+        owner=read_owner(owner),
+        auto_renew=False,
+    )
+    session.answer(handle.lease, [handle.lease.path])
 
 
 def reset(
@@ -79,18 +75,18 @@ def reset(
     dataset: Dataset = None,
 ) -> None:
     """Prints the path. It is proven first: tree and .git equal the template's."""
-    with session.client() as client:
-        found = find_id(client, checkout_id)
-        if to is None or dataset is not None:
-            answer = client.reset_checkout(found, to, dataset=dataset)
-        elif _COMMIT.fullmatch(to):
+    client = session.client
+    found = find_id(session, checkout_id)
+    if to is None or dataset is not None:
+        answer = client.reset_checkout(found, to, dataset=dataset)
+    elif _COMMIT.fullmatch(to):
+        answer = client.reset_checkout(found, commit=to)
+    else:
+        try:
+            answer = client.reset_checkout(found, to)
+        except InstanceNotFoundError:
             answer = client.reset_checkout(found, commit=to)
-        else:
-            try:
-                answer = client.reset_checkout(found, to)
-            except InstanceNotFoundError:
-                answer = client.reset_checkout(found, commit=to)
-    session.answer(answer, lambda: [answer.path])
+    session.answer(answer, [answer.path])
 
 
 def diff(session: Session, checkout_id: Id) -> None:
@@ -98,8 +94,7 @@ def diff(session: Session, checkout_id: Id) -> None:
 
     With --json the patch is a string, in base64 where it is not UTF-8.
     """
-    with session.client() as client:
-        patch = client.diff_checkout(find_id(client, checkout_id))
+    patch = session.client.diff_checkout(find_id(session, checkout_id))
     if not session.json:
         sys.stdout.buffer.write(patch)
         sys.stdout.buffer.flush()
@@ -118,11 +113,10 @@ def apply(
     reverse: Annotated[bool, Option("--reverse", "-R", help="Apply it in reverse.")] = False,
 ) -> None:
     """Applies all of it or nothing."""
-    with session.client() as client:
-        found = find_id(client, checkout_id)
-        content = patch if patch.startswith("@") else read_file(patch)
-        answer = client.apply_patch(found, content, reverse=reverse)
-    session.answer(answer, lambda: [answer.path])
+    found = find_id(session, checkout_id)
+    content = patch if patch.startswith("@") else read_file(patch)
+    answer = session.client.apply_patch(found, content, reverse=reverse)
+    session.answer(answer, [answer.path])
 
 
 def restore(
@@ -135,9 +129,8 @@ def restore(
     commit: Annotated[str, Option(metavar="SHA", help="A pinned commit.")],
 ) -> None:
     """Needs a checkout of the grader view."""
-    with session.client() as client:
-        written = client.restore_paths(find_id(client, checkout_id), commit, *paths)
-    session.answer({"paths": written}, lambda: written)
+    written = session.client.restore_paths(find_id(session, checkout_id), commit, *paths)
+    session.answer({"paths": written}, written)
 
 
 def release(
@@ -145,32 +138,31 @@ def release(
     checkout_ids: Annotated[list[str], Argument(metavar="ID...", help="Ids or paths.")],
 ) -> None:
     """Unsaved changes are lost; save them with `mirrord diff` first."""
-    with session.client() as client:
-        session.each(checkout_ids, lambda one: client.release_checkout(find_id(client, one)))
-    session.answer(None, list)
+    session.each(checkout_ids, lambda one: session.client.release_checkout(find_id(session, one)))
+    session.answer(None, [])
 
 
 def renew(session: Session, checkout_id: Id, ttl: Ttl = None) -> None:
     """Prints the new deadline."""
-    with session.client() as client:
-        answer = client.renew_checkout(find_id(client, checkout_id), read_duration(ttl, "--ttl"))
-    session.answer(answer, lambda: [when(answer.expires_at)])
+    answer = session.client.renew_checkout(
+        find_id(session, checkout_id), read_duration(ttl, "--ttl")
+    )
+    session.answer(answer, [when(answer.expires_at)])
 
 
 def list_all(session: Session) -> None:
     """Lists your own; an administrator sees everybody's."""
-    with session.client() as client:
-        held = client.list_checkouts()
+    held = session.client.list_checkouts()
     rows = []
     for c in held:
         kind = (c.history, c.view, c.backend)
         place = (str(c.owner_uid), c.expires_at, c.path)
         rows.append((c.id, c.instance, c.mirror, short(c.commit), *kind, *place))
     columns = ["ID", "INSTANCE", "MIRROR", "COMMIT", "HISTORY", "VIEW", "BACKEND"]
-    session.answer(held, lambda: table([*columns, "UID", "EXPIRES", "PATH"], rows))
+    session.answer(held, table([*columns, "UID", "EXPIRES", "PATH"], rows))
 
 
-def find_id(client: Client, text: str) -> str:
+def find_id(session: Session, text: str) -> str:
     """The id that `text` is, or that of the checkout whose path it is or lies below.
 
     The daemon has the last word on a path.
@@ -180,7 +172,7 @@ def find_id(client: Client, text: str) -> str:
     path = Path(text).resolve()
     for part in filter(_CHECKOUT_ID.fullmatch, path.parts):
         try:
-            if path.is_relative_to(Path(client.get_checkout(part).path).resolve()):
+            if path.is_relative_to(Path(session.client.get_checkout(part).path).resolve()):
                 return part
         except CheckoutNotFoundError:
             continue

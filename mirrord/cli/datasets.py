@@ -37,14 +37,15 @@ def add(
     if not file.is_file():
         hint = "name a jsonl, json or parquet file"
         raise UsageError(f"cannot import {file}: it is not a file", hint=hint)
-    with session.client() as client:
-        with watching(session, f"sending {file.name}") as watch:
-            operation = client.import_dataset(file, name=name, format=format_name, progress=watch)
-        ended = operation if no_wait else finish(session, client, operation)
-        session.answer(ended, lambda: _imported(ended))
-        result = ended.result or {}
-        for text in _complaints(result):
-            session.note(text)
+    with watching(session, f"sending {file.name}") as watch:
+        operation = session.client.import_dataset(
+            file, name=name, format=format_name, progress=watch
+        )
+    ended = operation if no_wait else finish(session, operation)
+    session.answer(ended, _imported(ended))
+    result = ended.result or {}
+    for text in _complaints(result):
+        session.note(text)
     if (result.get("dataset") or {}).get("unpinned"):
         raise SystemExit(IntegrityError.exit_status)
 
@@ -82,20 +83,18 @@ def _complaints(result: dict[str, Any]) -> Iterator[str]:
 
 
 def list_all(session: Session) -> None:
-    with session.client() as client:
-        found = client.list_datasets()
+    found = session.client.list_datasets()
     rows = []
     for d in found:
         counts = (d.instance_count, d.commit_count, len(d.mirrors), d.fault_count, d.unpinned_count)
         rows.append((d.name, d.format, *counts, d.imported_at))
     columns = ["DATASET", "FORMAT", "INSTANCES", "COMMITS", "MIRRORS"]
-    session.answer(found, lambda: table([*columns, "BAD ROWS", "UNPINNED", "IMPORTED"], rows))
+    session.answer(found, table([*columns, "BAD ROWS", "UNPINNED", "IMPORTED"], rows))
 
 
 def show(session: Session, name: Name) -> None:
-    with session.client() as client:
-        dataset = client.get_dataset(name)
-    session.answer(dataset, lambda: _described(dataset))
+    dataset = session.client.get_dataset(name)
+    session.answer(dataset, _described(dataset))
 
 
 def _described(dataset: Dataset) -> Iterator[str]:
@@ -123,14 +122,12 @@ def _ids(instances: list[str]) -> str:
 
 def remove(session: Session, name: Name) -> None:
     """Mirrors stay, and so do the pins that another dataset or a person owns."""
-    with session.client() as client:
-        client.remove_dataset(name)
-    session.answer(None, list)
+    session.client.remove_dataset(name)
+    session.answer(None, [])
     session.note(f"removed dataset {name}")
 
 
 def formats(session: Session) -> None:
-    with session.client() as client:
-        known = client.list_formats()
+    known = session.client.list_formats()
     rows = [(each.name, each.title, each.detected_by) for each in known]
-    session.answer(known, lambda: table(("FORMAT", "TITLE", "DETECTED BY"), rows))
+    session.answer(known, table(("FORMAT", "TITLE", "DETECTED BY"), rows))

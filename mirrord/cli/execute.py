@@ -74,29 +74,29 @@ def execute(
             hint = "name another file with --diff"
             raise errors.UsageError(f"cannot write {diff}: {error.strerror}", hint=hint) from error
     uid = read_owner(owner)
-    with session.client() as client:
-        wanted: dict[str, Any] = {"history": history, "view": view, "backend": backend}
-        wanted |= {"ttl": _LEASE, "owner": uid, "auto_renew": False}
-        take = partial(client.checkout, instance, **wanted)
-        try:
-            checkout = take(bind=Bind.PROCESS)
-        except errors.ProcessGoneError:  # the daemon cannot see this process
-            checkout = take()
-        with checkout:
-            lease = checkout.lease
-            is_other = lease.owner_uid != os.getuid()
-            become = (lease.owner_uid, lease.owner_gid) if is_other else None
-            hidden = None if keep_access else client.socket.resolve()
-            _tell(session, become, hidden)
-            confinement = Confinement(os.getpid(), checkout.path, become, hidden)
-            with _forwarding() as forward_to:
-                # Started before there is a second thread: the child runs Python before its exec.
-                process = _start(checkout, command, confinement)
-                forward_to(process)
-                with _renewing(session, checkout):
-                    status = process.wait()
-            if patch is not None:
-                patch.write_bytes(checkout.diff())
+    client = session.client
+    wanted: dict[str, Any] = {"history": history, "view": view, "backend": backend}
+    wanted |= {"ttl": _LEASE, "owner": uid, "auto_renew": False}
+    take = partial(client.checkout, instance, **wanted)
+    try:
+        checkout = take(bind=Bind.PROCESS)
+    except errors.ProcessGoneError:  # the daemon cannot see this process
+        checkout = take()
+    with checkout:
+        lease = checkout.lease
+        is_other = lease.owner_uid != os.getuid()
+        become = (lease.owner_uid, lease.owner_gid) if is_other else None
+        hidden = None if keep_access else client.socket.resolve()
+        _tell(session, become, hidden)
+        confinement = Confinement(os.getpid(), checkout.path, become, hidden)
+        with _forwarding() as forward_to:
+            # Started before there is a second thread: the child runs Python before its exec.
+            process = _start(checkout, command, confinement)
+            forward_to(process)
+            with _renewing(session, checkout):
+                status = process.wait()
+        if patch is not None:
+            patch.write_bytes(checkout.diff())
     raise SystemExit(status if status >= 0 else 128 - status)
 
 

@@ -38,7 +38,7 @@ def config_check(
     path = file or _config_path(session)
     settings = config.load(path)
     text = f"{path}: no faults" if path else "no configuration file: the defaults are in use"
-    session.answer(_without_secrets(settings), lambda: [text])
+    session.answer(_without_secrets(settings), [text])
 
 
 def config_show(session: Session) -> None:
@@ -48,8 +48,7 @@ def config_show(session: Session) -> None:
     """
     named = Path(session.config) if session.config else None
     try:
-        with session.client() as client:
-            found = client.configuration()
+        found = session.client.configuration()
     except (errors.NoDaemonError, errors.AccessError, errors.InvalidConfigError):
         found = None  # config.load reports an invalid file
     if found and (named is None or found.path == str(named.absolute())):
@@ -59,7 +58,7 @@ def config_show(session: Session) -> None:
         path = _config_path(session)
         values = _without_secrets(config.load(path))
         source = f"no daemon answers: from {path or 'no file: the defaults'}"
-    session.answer(values, lambda: _toml(values))
+    session.answer(values, _toml(values))
     session.note(source)
 
 
@@ -128,7 +127,7 @@ def verify_seal(
     base_commit = parse_commit(base)
     known_by = _mirror_of(path.resolve()) if mirror is None else _mirror_path(session, mirror)
     report = verify(path.absolute(), base_commit, known_by)
-    session.answer(report, lambda: _judged(report))
+    session.answer(report, _judged(report))
     if not report.sealed:
         raise SystemExit(errors.IntegrityError.exit_status)
 

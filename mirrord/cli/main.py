@@ -76,6 +76,8 @@ def run(args: Sequence[str] | None = None) -> int:
         if session.debug:
             sys.excepthook(*sys.exc_info())
         return failure.exit_status
+    finally:
+        session.close()
     return 0
 
 

@@ -15,7 +15,6 @@ from .parameters import Argument, MirrorArgument, NoWait, Option
 from .session import Session
 
 if TYPE_CHECKING:
-    from .. import Client
     from ..protocol import Mirror, Operation
 
 _REPOS_HELP = "owner/name; the upstream is the configured one."
@@ -36,8 +35,7 @@ def add(
     if url and len(repos) > 1:
         hint = "add them one by one, each with its own --url"
         raise UsageError("cannot give several mirrors one URL", hint=hint)
-    with session.client() as client:
-        _run(session, client, (partial(client.add_mirror, repo, url) for repo in repos), no_wait)
+    _run(session, (partial(session.client.add_mirror, repo, url) for repo in repos), no_wait)
 
 
 def sync(
@@ -50,15 +48,13 @@ def sync(
     if accept_loss and not names:
         hint = "name those whose upstream you looked at"
         raise UsageError("cannot accept the loss of every mirror", hint=hint)
-    with session.client() as client:
-        wanted = names or [mirror.name for mirror in client.list_mirrors()]
-        starts = (partial(client.sync_mirror, name, accept_loss=accept_loss) for name in wanted)
-        _run(session, client, starts, no_wait)
+    client = session.client
+    wanted = names or [mirror.name for mirror in client.list_mirrors()]
+    starts = (partial(client.sync_mirror, name, accept_loss=accept_loss) for name in wanted)
+    _run(session, starts, no_wait)
 
 
-def _run(
-    session: Session, client: Client, starts: Iterable[Callable[[], Operation]], no_wait: bool
-) -> None:
+def _run(session: Session, starts: Iterable[Callable[[], Operation]], no_wait: bool) -> None:
     """Start all, wait for all; print the mirrors, or the operations that still run."""
     operations: list[Operation] = []
     status = 0
@@ -69,7 +65,7 @@ def _run(
             session.fail(error)
             status = status or error.exit_status
     if not no_wait:
-        operations, failed = finish_all(session, client, operations)
+        operations, failed = finish_all(session, operations)
         status = status or failed
 
     def shown() -> Iterator[str]:
@@ -78,9 +74,11 @@ def _run(
             yield from table(("OPERATION", "KIND", "SUBJECT", "STATE"), rows)
         elif operations:
             subjects = {operation.subject.lower() for operation in operations}
-            yield from _lines(m for m in client.list_mirrors() if m.name.lower() in subjects)
+            yield from _lines(
+                m for m in session.client.list_mirrors() if m.name.lower() in subjects
+            )
 
-    session.answer(operations, shown)
+    session.answer(operations, shown())
     for operation in operations:
         if to := (operation.result or {}).get("redirected_to"):
             keeps = "the mirror keeps its URL until it is removed and added again"
@@ -90,9 +88,8 @@ def _run(
 
 
 def list_all(session: Session) -> None:
-    with session.client() as client:
-        mirrors = client.list_mirrors()
-    session.answer(mirrors, lambda: _lines(mirrors))
+    mirrors = session.client.list_mirrors()
+    session.answer(mirrors, _lines(mirrors))
 
 
 def _lines(mirrors: Iterable[Mirror]) -> Iterator[str]:
@@ -107,9 +104,8 @@ def _lines(mirrors: Iterable[Mirror]) -> Iterator[str]:
 
 def show(session: Session, name: MirrorArgument) -> None:
     """Status 8 when git cannot open the mirror."""
-    with session.client() as client:
-        mirror = client.get_mirror(name)
-    session.answer(mirror, lambda: _described(mirror))
+    mirror = session.client.get_mirror(name)
+    session.answer(mirror, _described(mirror))
     if mirror.error and isinstance(from_problem({"code": mirror.error.code}), IntegrityError):
         raise SystemExit(IntegrityError.exit_status)
 
@@ -139,9 +135,8 @@ def _described(mirror: Mirror) -> Iterator[str]:
 
 def remove(session: Session, name: MirrorArgument) -> None:
     """A mirror with pins or checkouts is refused: remove the datasets first."""
-    with session.client() as client:
-        client.remove_mirror(name)
-    session.answer(None, list)
+    session.client.remove_mirror(name)
+    session.answer(None, [])
     session.note(f"removed mirror {name}")
 
 
@@ -155,9 +150,8 @@ def pin(
     reason: Annotated[str, Option(help="Why; shown in `mirrord pins`.")] = "",
 ) -> None:
     """Fetches the commit when the mirror lacks it, and pins it once its closure is verified."""
-    with session.client() as client:
-        made = client.pin(name, commit, reason)
-    session.answer(made, lambda: [f"pinned {made.commit} of {made.mirror} for {made.owner}"])
+    made = session.client.pin(name, commit, reason)
+    session.answer(made, [f"pinned {made.commit} of {made.mirror} for {made.owner}"])
 
 
 def unpin(
@@ -170,9 +164,8 @@ def unpin(
     ] = None,
 ) -> None:
     """A pin of another owner keeps the commit alive."""
-    with session.client() as client:
-        client.unpin(name, commit, owner)
-    session.answer(None, list)
+    session.client.unpin(name, commit, owner)
+    session.answer(None, [])
     session.note(f"unpinned {commit} of {name}")
 
 
@@ -180,10 +173,9 @@ def pins(
     session: Session,
     name: Annotated[str | None, Argument(metavar="[NAME]", help="Default: all mirrors.")] = None,
 ) -> None:
-    with session.client() as client:
-        found = client.list_pins(name)
+    found = session.client.list_pins(name)
     rows = [(each.mirror, each.commit, each.owner, each.created_at, each.reason) for each in found]
-    session.answer(found, lambda: table(("MIRROR", "COMMIT", "OWNER", "SINCE", "REASON"), rows))
+    session.answer(found, table(("MIRROR", "COMMIT", "OWNER", "SINCE", "REASON"), rows))
 
 
 # -- the ref history
@@ -191,28 +183,25 @@ def pins(
 
 def refs_log(session: Session, name: MirrorArgument) -> None:
     """Newest first; each sync that changed something makes a record."""
-    with session.client() as client:
-        records = client.log_refs(name)
+    records = session.client.log_refs(name)
     rows = [(record.id, record.at, record.ref_count, record.summary) for record in records]
-    session.answer(records, lambda: table(("RECORD", "AT", "REFS", "SUMMARY"), rows))
+    session.answer(records, table(("RECORD", "AT", "REFS", "SUMMARY"), rows))
 
 
 def refs_diff(session: Session, name: MirrorArgument, a: RecordArgument, b: RecordArgument) -> None:
-    with session.client() as client:
-        found = client.diff_refs(name, a, b)
-    session.answer(found, lambda: _changes(found))
+    found = session.client.diff_refs(name, a, b)
+    session.answer(found, _changes(found))
 
 
 def refs_restore(
     session: Session, name: MirrorArgument, at: RecordArgument, no_wait: NoWait = False
 ) -> None:
     """Prints the moved refs. Their old tips are kept; the next sync follows upstream again."""
-    with session.client() as client:
-        operation = client.restore_refs(name, at)
-        ended = operation if no_wait else finish(session, client, operation)
+    operation = session.client.restore_refs(name, at)
+    ended = operation if no_wait else finish(session, operation)
 
     result = ended.result
-    session.answer(ended, lambda: _changes(RefDiff.from_json(result)) if result else started(ended))
+    session.answer(ended, _changes(RefDiff.from_json(result)) if result else started(ended))
 
 
 def _changes(found: RefDiff) -> Iterator[str]:
@@ -243,15 +232,15 @@ def bundle(
     if not file.parent.is_dir():
         fact = f"there is no directory {file.parent}"
         raise UsageError(f"cannot write {file}: {fact}", hint="make it first")
-    with session.client() as client, watching(session, f"bundling {name}") as watch:
-        made = client.create_bundle(name, file, since=since, progress=watch)
+    with watching(session, f"bundling {name}") as watch:
+        made = session.client.create_bundle(name, file, since=since, progress=watch)
     known: dict[str, object] = {
         "file": made.file,
         "mirror": made.mirror,
         "size": size(made.size_bytes),
     }
     known |= {"record": made.record, "since": made.since}
-    session.answer(made, lambda: facts(known.items()))
+    session.answer(made, facts(known.items()))
 
 
 def bundle_import(
@@ -270,11 +259,10 @@ def bundle_import(
     """
     if not file.is_file():
         raise UsageError(f"cannot import {file}: it is not a file", hint="name a bundle file")
-    with session.client() as client:
-        with watching(session, f"sending {file.name}") as watch:
-            operation = client.import_bundle(file, mirror=mirror, progress=watch)
-        ended = operation if no_wait else finish(session, client, operation)
-    session.answer(ended, lambda: _imported(ended))
+    with watching(session, f"sending {file.name}") as watch:
+        operation = session.client.import_bundle(file, mirror=mirror, progress=watch)
+    ended = operation if no_wait else finish(session, operation)
+    session.answer(ended, _imported(ended))
 
 
 def _imported(operation: Operation) -> Iterator[str]:

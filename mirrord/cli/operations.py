@@ -15,7 +15,6 @@ from .parameters import Argument, Option
 from .session import Session, plain, print_line
 
 if TYPE_CHECKING:
-    from .. import Client
     from ..protocol import Operation, Progress
 
 _ID_HELP = "An operation's id, as `mirrord operations list` shows it."
@@ -50,29 +49,27 @@ def amount(progress: Progress) -> str:
     return f"{done} {progress.note}".strip()
 
 
-def finish(session: Session, client: Client, operation: Operation) -> Operation:
+def finish(session: Session, operation: Operation) -> Operation:
     """Wait for an operation; raises its error. Ctrl-C ends the waiting, not the work."""
     try:
         with watching(session, f"{operation.kind} {operation.subject}") as watch:
-            return client.wait(operation, progress=lambda found: watch(found.progress))
+            return session.client.wait(operation, progress=lambda found: watch(found.progress))
     except KeyboardInterrupt:
         _print_continues(operation)
         raise
 
 
-def finish_all(
-    session: Session, client: Client, operations: list[Operation]
-) -> tuple[list[Operation], int]:
+def finish_all(session: Session, operations: list[Operation]) -> tuple[list[Operation], int]:
     """Wait for all; returns all as they ended, and the exit status of the first failure."""
     ended, status = [], 0
     for number, operation in enumerate(operations, 1):
         try:
-            ended.append(finish(session, client, operation))
+            ended.append(finish(session, operation))
         except MirrordError as error:
             session.fail(error)
             status = status or error.exit_status
             with suppress(OperationNotFoundError):  # the daemon was restarted
-                ended.append(client.get_operation(operation.id))
+                ended.append(session.client.get_operation(operation.id))
         except KeyboardInterrupt:
             for other in operations[number:]:
                 _print_continues(other)
@@ -99,9 +96,8 @@ def list_all(
     running: Annotated[bool, Option("--running", help="Only those that have not ended.")] = False,
 ) -> None:
     """Lists your own; an administrator sees everybody's. A restart clears the list."""
-    with session.client() as client:
-        known = [o for o in client.list_operations() if not running or o.state == "running"]
-    session.answer(known, lambda: rows(known))
+    known = [o for o in session.client.list_operations() if not running or o.state == "running"]
+    session.answer(known, rows(known))
 
 
 def rows(operations: Iterable[Operation]) -> Iterator[str]:
@@ -115,8 +111,7 @@ def rows(operations: Iterable[Operation]) -> Iterator[str]:
 
 def show(session: Session, operation_id: Id) -> None:
     """With --json, shows its result too."""
-    with session.client() as client:
-        found = client.get_operation(operation_id)
+    found = session.client.get_operation(operation_id)
     pairs = [
         ("operation", found.id),
         ("kind", found.kind),
@@ -128,7 +123,7 @@ def show(session: Session, operation_id: Id) -> None:
         ("problem", found.error and found.error.detail),
         ("hint", found.error and found.error.hint),
     ]
-    session.answer(found, lambda: facts(pairs))
+    session.answer(found, facts(pairs))
 
 
 def watch(session: Session, operation_id: Id) -> None:
@@ -142,8 +137,7 @@ def watch(session: Session, operation_id: Id) -> None:
             printed = line
             print_line(line)
 
-    with session.client() as client:
-        client.wait(operation_id, progress=show_change)
+    session.client.wait(operation_id, progress=show_change)
 
 
 def _line(found: Operation) -> str:
@@ -153,13 +147,11 @@ def _line(found: Operation) -> str:
 
 def wait(session: Session, operation_id: Id) -> None:
     """Ends with the status of the verb that started it."""
-    with session.client() as client:
-        ended = finish(session, client, client.get_operation(operation_id))
-    session.answer(ended, lambda: [_line(ended)])
+    ended = finish(session, session.client.get_operation(operation_id))
+    session.answer(ended, [_line(ended)])
 
 
 def cancel(session: Session, operation_id: Id) -> None:
     """Finished parts stay: mirrors, pins and rows."""
-    with session.client() as client:
-        found = client.cancel_operation(operation_id)
-    session.answer(found, lambda: [_line(found)])
+    found = session.client.cancel_operation(operation_id)
+    session.answer(found, [_line(found)])

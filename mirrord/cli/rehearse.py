@@ -56,18 +56,18 @@ def rehearse(
     Patches go in the dataset's direction. One line each; status 8 when a row fails, another status
     where it could not be tried.
     """
-    with session.client() as client:
-        wanted = list(instances or ())
-        if dataset or not wanted:
-            wanted += [found.id for found in client.list_instances(dataset)]
-        if not wanted:
-            hint = "import a dataset first, or name instances"
-            raise UsageError("cannot rehearse: there are no instances", hint=hint)
-        rows = []
-        with watching(session, "rehearse") as watch:
-            for number, instance in enumerate(wanted):
-                watch(Progress(done=number, total=len(wanted), unit="instances", note=instance))
-                rows.append(_rehearse(client, instance, dataset))
+    client = session.client
+    wanted = list(instances or ())
+    if dataset or not wanted:
+        wanted += [found.id for found in client.list_instances(dataset)]
+    if not wanted:
+        hint = "import a dataset first, or name instances"
+        raise UsageError("cannot rehearse: there are no instances", hint=hint)
+    rows = []
+    with watching(session, "rehearse") as watch:
+        for number, instance in enumerate(wanted):
+            watch(Progress(done=number, total=len(wanted), unit="instances", note=instance))
+            rows.append(_rehearse(client, instance, dataset))
     _answer(session, rows)
     if statuses := {row.status for row in rows} - {0}:
         raise SystemExit(_FAILED if _FAILED in statuses else min(statuses))

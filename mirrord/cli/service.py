@@ -39,20 +39,20 @@ def status(
         Option(metavar="DURATION", help="Wait so long for a starting daemon, such as 30s."),
     ] = None,
 ) -> None:
-    with session.client() as client:
-        patience = read_duration(wait, "--wait") or timedelta()
-        deadline = time.monotonic() + patience.total_seconds()
-        while True:
-            try:
-                found = client.status()
-                break
-            except NoDaemonError:
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(_ASK_AGAIN_S)
-        known = client.list_operations() if found.operations_running else []
-        running = [each for each in known if each.state == "running"]
-    session.answer(found, lambda: _described(found, running))
+    client = session.client
+    patience = read_duration(wait, "--wait") or timedelta()
+    deadline = time.monotonic() + patience.total_seconds()
+    while True:
+        try:
+            found = client.status()
+            break
+        except NoDaemonError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_ASK_AGAIN_S)
+    known = client.list_operations() if found.operations_running else []
+    running = [each for each in known if each.state == "running"]
+    session.answer(found, _described(found, running))
 
 
 def _described(found: Status, running: list[Operation]) -> Iterator[str]:
@@ -111,9 +111,8 @@ def reload(session: Session) -> None:
 
     An invalid file changes nothing: status 2.
     """
-    with session.client() as client:
-        answer = client.reload()
-    session.answer(answer, lambda: answer.applied)
+    answer = session.client.reload()
+    session.answer(answer, answer.applied)
     for key in answer.refused:
         session.note(f"{key} needs a restart")
 
@@ -127,10 +126,9 @@ def events(
     after: Annotated[str | None, Option(metavar="BOOT:ID", help="Start after this event.")] = None,
 ) -> None:
     """Prints those since the daemon's start. With --json, one object per line."""
-    with session.client() as client:
-        for event in client.events(after=after, follow=follow):
-            as_json = json.dumps(event.to_json(), ensure_ascii=False)
-            print_line(as_json if session.json else _event_line(event))
+    for event in session.client.events(after=after, follow=follow):
+        as_json = json.dumps(event.to_json(), ensure_ascii=False)
+        print_line(as_json if session.json else _event_line(event))
 
 
 def _event_line(event: Event) -> str:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,20 +30,23 @@ class Session:
     socket: str | None = None
     debug: bool = False
 
+    @cached_property
     def client(self) -> mirrord.Client:
-        """A client of the named daemon. Loads the client's libraries."""
+        """A client of the named daemon, which `close` closes. Loads the client's libraries."""
         return mirrord.Client(self.socket, config=self.config)
 
+    def close(self) -> None:
+        if "client" in self.__dict__:
+            self.client.close()
+
     def answer(
-        self,
-        answer: Message | Sequence[Message] | dict[str, Any] | None,
-        shown: Callable[[], Iterable[str]],
+        self, answer: Message | Sequence[Message] | dict[str, Any] | None, shown: Iterable[str]
     ) -> None:
-        """Print an answer: the API's JSON with --json, else the lines that `shown` makes of it."""
+        """Print an answer: the API's JSON with --json, else the lines for people."""
         if self.json:
             self.print_json(plain(answer))
             return
-        for line in shown():
+        for line in shown:
             print_line(line)
 
     def print_json(self, value: Any) -> None:

@@ -273,7 +273,7 @@ def test_a_bug_is_told_in_short_and_with_debug_in_full(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Status 1."""
-    monkeypatch.setattr("mirrord.cli.session.Session.client", lambda self: 1 // 0)
+    monkeypatch.setattr("mirrord.cli.session.Session.client", property(lambda self: 1 // 0))
     assert run(["status"]) == 1
     assert "Traceback" not in capsys.readouterr().err
     assert run(["status", "--debug"]) == 1
