@@ -7,7 +7,7 @@ over one client made 49 requests a second.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import urlencode
 
 from ..protocol import API
@@ -31,8 +31,7 @@ class GarbledError(BrokenError):
     """The answer is not HTTP/1.1."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """A request before its body. `target` is quoted already."""
 
     method: str
@@ -49,8 +48,7 @@ class Request:
         return text.encode("ascii")
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """The head of an answer. `length` is None for a body in chunks or to the connection's end."""
 
     request: Request
@@ -62,8 +60,7 @@ class Head:
     """Whether the connection can carry no further request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
+class Response(NamedTuple):
     """A whole answer."""
 
     head: Head

@@ -9,18 +9,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from ..model import (
-    AuditLevel,
-    Backend,
-    Bind,
-    CommitRole,
-    CommitState,
-    Direction,
-    FindingKind,
-    History,
-    Reach,
-    View,
-)
+from .. import model
 from .codec import API as API
 from .codec import Answer as Answer
 from .codec import Bounds as Bounds
@@ -202,7 +191,7 @@ class AmbiguousInstance(Answer):
 
 class RecordedCommit(Answer):
     commit: str
-    role: CommitRole
+    role: model.CommitRole
 
 
 class Instance(Answer):
@@ -213,7 +202,7 @@ class Instance(Answer):
     mirror: str
     repo: str
     base_commit: str
-    direction: Direction | None = None
+    direction: model.Direction | None = None
     commits: list[RecordedCommit] | None = None
     patch: str | None = None
     test_patch: str | None = None
@@ -241,7 +230,7 @@ class StartAudit(Request):
 
     mirrors: list[Repo] = []
     dataset: str | None = None
-    level: AuditLevel | None = None
+    level: model.AuditLevel | None = None
     heal: bool | None = None
 
 
@@ -256,12 +245,12 @@ class Finding(Answer):
     """
 
     mirror: str
-    kind: FindingKind
+    kind: model.FindingKind
     subject: str = ""
     accepted: bool = False
     commit: str = ""
-    state: CommitState
-    reach: Reach | None = None
+    state: model.CommitState
+    reach: model.Reach | None = None
     instances: list[str] = []
     objects: list[str] = []
     detail: str = ""
@@ -292,8 +281,8 @@ class AuditPart(Answer):
     """One mirror in an audit."""
 
     mirror: str
-    counts: dict[CommitState, int]
-    reach: dict[Reach, int] = {}
+    counts: dict[model.CommitState, int]
+    reach: dict[model.Reach, int] = {}
     findings: list[Finding]
     affected: list[str] = []
     healed: int = 0
@@ -310,14 +299,14 @@ class Audit(Answer):
     """
 
     id: str
-    level: AuditLevel
+    level: model.AuditLevel
     mirrors: list[str]
     left: list[str] = []
     dataset: str | None = None
     started_at: datetime
     finished_at: datetime
-    counts: dict[CommitState, int]
-    reach: dict[Reach, int] = {}
+    counts: dict[model.CommitState, int]
+    reach: dict[model.Reach, int] = {}
     findings: list[Finding]
     open_count: int
     affected: list[str] = []
@@ -327,9 +316,9 @@ class Audit(Answer):
 
 class AuditSummary(Answer):
     id: str
-    level: AuditLevel
+    level: model.AuditLevel
     finished_at: datetime
-    counts: dict[CommitState, int]
+    counts: dict[model.CommitState, int]
     affected_count: int
     finding_count: int
     open_count: int
@@ -350,12 +339,12 @@ class StartCheckout(Request):
     mirror: Repo | None = None
     commit: Word | None = None
     dataset: Word | None = None
-    history: History | None = None
-    view: View = View.AGENT
-    backend: Backend | None = None
+    history: model.History | None = None
+    view: model.View = model.View.AGENT
+    backend: model.Backend | None = None
     ttl: Ttl | None = None
     owner: OwnerUid | None = None
-    bind: Bind = Bind.LEASE
+    bind: model.Bind = model.Bind.LEASE
 
 
 class ResetCheckout(Request):
@@ -393,13 +382,13 @@ class Checkout(Answer):
     commit: str
     tree: str
     instance: str | None = None
-    history: History
-    view: View
-    backend: Backend
+    history: model.History
+    view: model.View
+    backend: model.Backend
     owner_uid: int
     owner_gid: int
     taken_by: int
-    bind: Bind = Bind.LEASE
+    bind: model.Bind = model.Bind.LEASE
     created_at: datetime
     expires_at: datetime
     timings: dict[str, float] = {}
@@ -566,7 +555,7 @@ class Status(Answer):
     started_at: datetime
     state_dir: str
     config_path: str | None
-    backend: Backend
+    backend: model.Backend
     health: Health
     mirrors: list[Mirror]
     datasets: list[DatasetSummary]

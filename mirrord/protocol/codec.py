@@ -8,24 +8,14 @@ answers ignore them, so that an older client reads a newer daemon.
 from __future__ import annotations
 
 import json
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass, field, fields
 from datetime import datetime
 from enum import StrEnum
 from inspect import get_annotations
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    Self,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Literal, Self, Union
 
 from ..units import parse_duration
 
@@ -43,7 +33,7 @@ class MalformedError(ValueError):
         return ": ".join(filter(None, [".".join(map(str, self.place)), self.args[0]]))
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 class Message:
     """A subclass is a frozen dataclass; a list or dict as a default is copied for each message.
 
@@ -96,7 +86,7 @@ class Message:
         if not isinstance(value, dict):
             raise MalformedError("Input should be an object")
         if cls not in _readers:
-            hints = get_type_hints(cls)
+            hints = typing.get_type_hints(cls)
             _readers[cls] = {name: _reader(hints[name]) for name in cls._names}
         read = {
             name: _read_at(name, reader, value[name])
@@ -167,14 +157,8 @@ def to_bytes(value: Any) -> bytes:
 
 _Reader = Callable[[Any], Any]
 _readers: dict[type[Message], dict[str, _Reader]] = {}
-_KINDS = {
-    list: "an array",
-    dict: "an object",
-    str: "a string",
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-}
+_KINDS: dict[type, str] = {list: "an array", dict: "an object", str: "a string"}
+_KINDS |= {bool: "true or false", int: "an integer", float: "a number"}
 
 
 def _read_at(place: str | int, reader: _Reader, value: Any) -> Any:
@@ -186,7 +170,7 @@ def _read_at(place: str | int, reader: _Reader, value: Any) -> Any:
 
 def _reader(kind: Any) -> _Reader:
     """Make the function that reads values of one type of those that messages use."""
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return lambda value: value
     if origin is list:
@@ -281,23 +265,9 @@ class SecondsBounds(Bounds):
 Repo = Annotated[str, Bounds(min_length=1, max_length=400)]
 Text = Annotated[str, Bounds(max_length=2000)]
 Word = Annotated[str, Bounds(min_length=1, max_length=500)]
-Ttl = Annotated[
-    float,
-    SecondsBounds(
-        strict=True,
-        gt=0,
-        le=366 * 86400,
-        description="how long the lease lives unless renewed: seconds, or a duration such as 90s,"
-        " 30m or 2h",
-    ),
-]
-OwnerUid = Annotated[
-    int,
-    Bounds(
-        strict=True,
-        ge=0,
-        lt=2**32 - 1,
-        description="the uid whose checkout it is, where the asker may ask for that one;"
-        " default: the asker's own",
-    ),
-]
+_TTL = "how long the lease lives unless renewed: seconds, or a duration such as 90s, 30m or 2h"
+Ttl = Annotated[float, SecondsBounds(strict=True, gt=0, le=366 * 86400, description=_TTL)]
+_OWNER = (
+    "the uid whose checkout it is, where the asker may ask for that one; default: the asker's own"
+)
+OwnerUid = Annotated[int, Bounds(strict=True, ge=0, lt=2**32 - 1, description=_OWNER)]
