@@ -10,19 +10,9 @@ from typing import Annotated
 
 from ..errors import CheckoutNotFoundError, InstanceNotFoundError
 from ..model import View, shown
+from . import parameters
 from .output import short, table, when
-from .parameters import (
-    Argument,
-    BackendOption,
-    HistoryOption,
-    InstanceArgument,
-    Option,
-    OwnerOption,
-    Ttl,
-    ViewOption,
-    read_duration,
-    read_owner,
-)
+from .parameters import Argument, Option
 from .session import Session, read_file
 
 _ID_HELP = "A checkout: its id, its path, or a path inside it such as '.'."
@@ -39,13 +29,13 @@ _COMMIT = re.compile(r"[0-9a-fA-F]{40}")
 
 def checkout(
     session: Session,
-    instance: InstanceArgument,
+    instance: parameters.InstanceArgument,
     dataset: Dataset = None,
-    history: HistoryOption = None,
-    view: ViewOption = View.AGENT,
-    backend: BackendOption = None,
-    ttl: Ttl = None,
-    owner: OwnerOption = None,
+    history: parameters.HistoryOption = None,
+    view: parameters.ViewOption = View.AGENT,
+    backend: parameters.BackendOption = None,
+    ttl: parameters.Ttl = None,
+    owner: parameters.OwnerOption = None,
 ) -> None:
     """Release it when you are done; the daemon releases it at its deadline.
 
@@ -58,8 +48,8 @@ def checkout(
         history=history,
         view=view,
         backend=backend,
-        ttl=read_duration(ttl, "--ttl"),
-        owner=read_owner(owner),
+        ttl=parameters.read_duration(ttl, "--ttl"),
+        owner=parameters.read_owner(owner),
         auto_renew=False,
     )
     session.answer(handle.lease, [handle.lease.path])
@@ -142,10 +132,10 @@ def release(
     session.answer(None, [])
 
 
-def renew(session: Session, checkout_id: Id, ttl: Ttl = None) -> None:
+def renew(session: Session, checkout_id: Id, ttl: parameters.Ttl = None) -> None:
     """Prints the new deadline."""
     answer = session.client.renew_checkout(
-        find_id(session, checkout_id), read_duration(ttl, "--ttl")
+        find_id(session, checkout_id), parameters.read_duration(ttl, "--ttl")
     )
     session.answer(answer, [when(answer.expires_at)])
 

@@ -25,16 +25,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from .. import errors
 from ..host.namespaces import Confinement
 from ..model import Bind, View
-from .parameters import (
-    Argument,
-    BackendOption,
-    HistoryOption,
-    InstanceArgument,
-    Option,
-    OwnerOption,
-    ViewOption,
-    read_owner,
-)
+from . import parameters
+from .parameters import Argument, Option
 from .session import Session
 
 if TYPE_CHECKING:
@@ -46,17 +38,17 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 def execute(
     session: Session,
-    instance: InstanceArgument,
+    instance: parameters.InstanceArgument,
     command: Annotated[
         list[str], Argument(metavar="COMMAND...", help="After --; runs in the checkout's tree.")
     ],
     diff: Annotated[
         Path | None, Option(metavar="FILE", help="Write the patch of its changes to FILE.")
     ] = None,
-    history: HistoryOption = None,
-    view: ViewOption = View.AGENT,
-    backend: BackendOption = None,
-    owner: OwnerOption = None,
+    history: parameters.HistoryOption = None,
+    view: parameters.ViewOption = View.AGENT,
+    backend: parameters.BackendOption = None,
+    owner: parameters.OwnerOption = None,
     keep_access: Annotated[
         bool, Option("--keep-access", help="Leave the daemon's socket within the command's reach.")
     ] = False,
@@ -73,7 +65,7 @@ def execute(
         except OSError as error:
             hint = "name another file with --diff"
             raise errors.UsageError(f"cannot write {diff}: {error.strerror}", hint=hint) from error
-    uid = read_owner(owner)
+    uid = parameters.read_owner(owner)
     client = session.client
     wanted: dict[str, Any] = {"history": history, "view": view, "backend": backend}
     wanted |= {"ttl": _LEASE, "owner": uid, "auto_renew": False}
