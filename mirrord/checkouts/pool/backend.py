@@ -1,8 +1,7 @@
 """The portable backend: real working trees that move between commits by what differs.
 
-Needs no mount. Released trees are kept warm, only for the same uid: a descriptor that is still open
-somewhere would otherwise be a file that two clients share. A restart removes them, as directories
-without a lease. What is done to one tree is in `worktree.py`, in workers.
+Released trees are kept warm, only for the same uid: a descriptor that is still open somewhere would
+otherwise be a file that two clients share. A restart removes them, as directories without a lease.
 """
 
 from __future__ import annotations
@@ -31,12 +30,10 @@ from ..stores.builder import StoreBuilder
 from . import dotgit, worktree
 from .worktree import PoolPaths
 
-_TIMEOUT = timedelta(minutes=10)
-_WARM_PREFIX = ".warm-"
-_WARM_EACH_MAX = 4  # of one owner and mirror
-_WARM_MAX = 32
-
 log = structlog.get_logger()
+
+_TIMEOUT = timedelta(minutes=10)
+_WARM_EACH_MAX, _WARM_MAX = 4, 32  # of one owner and mirror; in all
 
 
 class PoolBackend:
@@ -79,7 +76,7 @@ class PoolBackend:
             tree, timings = await self._workers.run(
                 worktree.make, paths, lease.commit, lease.tree, warm, timeout=_TIMEOUT
             )
-        return tree, {"seal": round(sealed_s, 6), **timings}
+        return tree, {"seal": round(sealed_s, 6)} | timings
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
         """In place: the lease is RESETTING before anything is touched, and a failure is final."""
@@ -111,7 +108,20 @@ class PoolBackend:
                 dotgit.remove_worktree, self._mirrors_path(lease.mirror), lease.id
             )
         is_mounted = bool(await anyio.to_thread.run_sync(mounts_below, str(directories.public)))
-        return lease is not None and not is_mounted and self._keep(directories, lease)
+        if self._closed or is_mounted or lease is None or lease.state is not LeaseState.LIVE:
+            return False
+        kept = self._warm[lease.owner_uid, lease.mirror.key]
+        has_room = len(kept) < _WARM_EACH_MAX and sum(map(len, self._warm.values())) < _WARM_MAX
+        if not has_room or not (directories.private / "manifest").exists():
+            return False
+        warm = directories.renamed(f".warm-{lease.id}")
+        try:
+            directories.private.rename(warm.private)
+            directories.public.rename(warm.public)
+        except OSError:
+            return False
+        kept.append(warm)
+        return True
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:
         paths = await self._paths(lease)
@@ -132,23 +142,3 @@ class PoolBackend:
         finally:
             if trash.exists():
                 self._trash.add(trash)
-
-    def _keep(self, directories: Directories, lease: Lease) -> bool:
-        """Keep a released tree for its owner's next checkout, unless there are enough."""
-        kept = self._warm[lease.owner_uid, lease.mirror.key]
-        if (
-            self._closed
-            or lease.state is not LeaseState.LIVE
-            or len(kept) >= _WARM_EACH_MAX
-            or sum(map(len, self._warm.values())) >= _WARM_MAX
-            or not (directories.private / "manifest").exists()
-        ):
-            return False
-        warm = directories.renamed(f"{_WARM_PREFIX}{lease.id}")
-        try:
-            directories.private.rename(warm.private)
-            directories.public.rename(warm.public)
-        except OSError:
-            return False
-        kept.append(warm)
-        return True

@@ -12,8 +12,8 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import MutableMapping
-from contextlib import suppress
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,9 +28,6 @@ from ..files.writer import TreeWriter
 
 _GIT = b".git"
 _INDEX = b".git/index"
-_PACKS = b".git/objects/pack/"
-_FILE = 0o100000
-_WORKTREE_PREFIX = "mirrord-"
 
 
 class DotGit(NamedTuple):
@@ -60,7 +57,7 @@ def read_store(source: Path) -> DotGit:
         store.directories.append(directory)
         for name in sorted(names):
             path, file = directory + b"/" + os.fsencode(name), Path(above, name)
-            if path.startswith(_PACKS):
+            if path.startswith(b".git/objects/pack/"):
                 store.packs[path] = file
             elif path != _INDEX:
                 store.contents[path] = file.read_bytes()
@@ -114,11 +111,7 @@ def write_store(
     wanted = {*store.directories, *store.contents, *store.packs, _INDEX}
     unchanged = _unchanged(manifest, found)
     control = {path: entry for path, entry in unchanged.items() if path in wanted}
-    owner, now_ns = ActingAs(manifest.owner), time.time_ns()
-    with (
-        opened(open_top(tree)) as root,
-        TreeWriter(root, owner, mtime_ns=now_ns, trash=trash) as writer,
-    ):
+    with _opened(tree, manifest, trash) as writer:
         if unchanged:
             gone = [path for path in found.extra if is_control(path)]
             for path in (*gone, *sorted(unchanged.keys() - wanted, reverse=True)):
@@ -141,7 +134,7 @@ def write_store(
                     copied = writer.copy_file(path, source.fileno(), permissions=0o444)
                     control[path] = _record(file_id(source.fileno()), copied)
         files = manifest.files.copy()
-        with owner:
+        with writer.owner:
             for path in writer.touched:
                 where: MutableMapping[bytes, Entry] = control if is_control(path) else files
                 if path in where:
@@ -152,8 +145,18 @@ def write_store(
     return replace(manifest, files=files, control=control, index=checksum)
 
 
+@contextmanager
+def _opened(tree: Path, manifest: Manifest, trash: TrashDirectory) -> Iterator[TreeWriter]:
+    owner, now_ns = ActingAs(manifest.owner), time.time_ns()
+    with (
+        opened(open_top(tree)) as root,
+        TreeWriter(root, owner, mtime_ns=now_ns, trash=trash) as writer,
+    ):
+        yield writer
+
+
 def _record(content: bytes, found: os.stat_result) -> Entry:
-    return Entry(_FILE, NO_OBJECT, content, 0, 0, 0, 0, 0, 0, 0).with_stat(found)
+    return Entry(0o100000, NO_OBJECT, content, 0, 0, 0, 0, 0, 0, 0).with_stat(found)
 
 
 # -- worktrees of the mirror, for trusted callers who may see all of it ----------------------------
@@ -176,11 +179,7 @@ def link_worktree(
     (admin / "gitdir").write_text(f"{directory}/tree/.git\n")
     (admin / "HEAD").write_text(f"{manifest.commit}\n")
     (admin / "index").write_bytes(index)
-    owner, now_ns = ActingAs(manifest.owner), time.time_ns()
-    with (
-        opened(open_top(directory / "tree")) as root,
-        TreeWriter(root, owner, mtime_ns=now_ns, trash=trash) as writer,
-    ):
+    with _opened(directory / "tree", manifest, trash) as writer:
         writer.remove(_GIT)
         name = f"gitdir: {admin}\n".encode()
         control = {_GIT: _record(blob_id(name), writer.write_file(_GIT, name))}
@@ -197,7 +196,7 @@ def remove_worktree(mirror: Path, checkout: str) -> None:
 def prune_worktrees(mirrors: Path) -> int:
     """Remove the records of worktrees whose checkout is gone; answers how many."""
     count = 0
-    for admin in list(mirrors.glob(f"*/worktrees/{_WORKTREE_PREFIX}*")):
+    for admin in list(mirrors.glob("*/worktrees/mirrord-*")):
         try:
             is_alive = Path((admin / "gitdir").read_text().strip()).parent.parent.exists()
         except OSError:
@@ -209,4 +208,4 @@ def prune_worktrees(mirrors: Path) -> int:
 
 
 def _admin(mirror: Path, checkout: str) -> Path:
-    return mirror / "worktrees" / f"{_WORKTREE_PREFIX}{checkout}"
+    return mirror / "worktrees" / f"mirrord-{checkout}"

@@ -63,11 +63,11 @@ def make(
     timings: dict[str, float] = {}
     with full_disk_named(f"checkout {paths.directory.name}"):
         if warm is not None:
-            with _timed(timings, "take"):
-                is_taken = _take(warm, paths)
-            if is_taken:
-                # CheckoutBusyError: something was mounted in it since its release
-                with suppress(CheckoutBusyError), _timed(timings, "reset"):
+            # FileNotFoundError: it is gone. CheckoutBusyError: it was mounted in since its release.
+            with suppress(FileNotFoundError, CheckoutBusyError):
+                with _timed(timings, "take"):
+                    _take(warm, paths)
+                with _timed(timings, "reset"):
                     return make_clean(paths, commit, tree).tree, timings
         with closing(TrashDirectory(paths.trash)) as trash:
             with _timed(timings, "tree"):
@@ -231,18 +231,15 @@ def _has_top(paths: PoolPaths) -> bool:
     return (found.st_uid, found.st_gid) == paths.owner
 
 
-def _take(warm: Directories, paths: PoolPaths) -> bool:
-    """Move a kept tree and its manifest into a new checkout; False where they are gone."""
+def _take(warm: Directories, paths: PoolPaths) -> None:
+    """Move a kept tree and its manifest into a new checkout."""
     try:
         (warm.private / "manifest").rename(paths.manifest)
         (warm.public / "tree").rename(paths.tree)
-    except FileNotFoundError:
-        return False
     finally:
-        for directory in (warm.public, warm.private):
+        for directory in warm:
             with suppress(OSError, CheckoutBusyError):
                 remove_tree(directory)
-    return True
 
 
 @contextmanager
