@@ -8,19 +8,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import anyio.to_thread
 
+from .. import errors
 from ..config import Settings
-from ..errors import (
-    AccessError,
-    BackendUnavailableError,
-    InvalidRequestError,
-    TooManyCheckoutsError,
-    TtlTooLongError,
-)
 from ..host.namespaces import Visible, shares_mounts, visible_to
 from ..host.peers import Access, Peer, Role
 from ..host.processes import Owner, may_give_files_away
@@ -31,21 +24,20 @@ from .resolve import Naming
 
 
 class Admission:
-    """Judges peers by the settings and the leases there are. `directory` holds the checkouts."""
+    """Judges peers by the settings and the leases there are."""
 
     def __init__(
         self,
         settings: Callable[[], Settings],
         access: Access,
         leases: Leases,
-        directory: Path,
         *,
         has_overlay: bool,
     ) -> None:
         self._settings = settings
         self._access = access
         self._leases = leases
-        self._directory = directory
+        self._directory = leases.public
         self._has_overlay = has_overlay
         self._visible: WeakKeyDictionary[Peer, Visible] = WeakKeyDictionary()
         self._may_give_files_away = may_give_files_away()
@@ -56,7 +48,7 @@ class Admission:
     def must_be_admin(self, peer: Peer, what: str) -> None:
         """A grader's checkout may be owned by a plain uid, which runs what the agent wrote."""
         if not self._access.is_admin(peer.uid):
-            raise AccessError(
+            raise errors.AccessError(
                 f"cannot {what}: only administrators may",
                 hint="see access.admins in the configuration",
             )
@@ -66,13 +58,13 @@ class Admission:
         if view is View.GRADER:
             self.must_be_admin(peer, "check out with the grader view")
         if owner[0] != os.geteuid() and not self._may_give_files_away:
-            raise AccessError(
+            raise errors.AccessError(
                 f"cannot make a checkout for uid {owner[0]}: this daemon runs as uid"
                 f" {os.geteuid()} and cannot give files away",
                 hint="run the daemon as root, or by systemd/mirrord.service, to serve other users",
             )
         if history is History.LINKED and (peer.uid != os.geteuid() or owner[0] != peer.uid):
-            raise AccessError(
+            raise errors.AccessError(
                 "cannot link a checkout to the mirror: only the daemon's own user can read mirrors",
                 hint="ask for sealed or squashed",
             )
@@ -93,7 +85,7 @@ class Admission:
         if length <= longest or self._access.is_admin(peer.uid):
             return length
         if asked:
-            raise TtlTooLongError(
+            raise errors.TtlTooLongError(
                 f"cannot hold a checkout for {format_duration(length)}:"
                 f" {format_duration(longest)} is the longest",
                 hint="ask for less and renew, or raise access.ttl_max",
@@ -115,18 +107,13 @@ class Admission:
         else:
             for uid in (taken_by, owner_uid):
                 if leases.held_by[uid] >= most_each:
-                    raise TooManyCheckoutsError(
-                        f"cannot make another checkout: uid {uid} has {most_each}",
-                        hint="release some, or raise access.max_per_user",
-                        max=most_each,
-                        uid=uid,
-                    )
+                    message = f"cannot make another checkout: uid {uid} has {most_each}"
+                    hint = "release some, or raise access.max_per_user"
+                    raise errors.TooManyCheckoutsError(message, hint=hint, max=most_each, uid=uid)
         if held >= most:
-            raise TooManyCheckoutsError(
-                f"cannot make another checkout: {most} are held",
-                hint="release some, or raise checkouts.max",
-                max=most,
-            )
+            message = f"cannot make another checkout: {most} are held"
+            hint = "release some, or raise checkouts.max"
+            raise errors.TooManyCheckoutsError(message, hint=hint, max=most)
         leases.add(taken_by, owner_uid)
         try:
             yield
@@ -153,26 +140,24 @@ class Admission:
         if (wanted is Backend.AUTO and visible is Visible.NOTHING) or (
             wanted is Backend.OVERLAY and visible < Visible.MOUNTS
         ):
-            raise BackendUnavailableError(
+            raise errors.BackendUnavailableError(
                 "cannot make a checkout: the mount namespace of the asking process does not show"
                 f" {'mounts in ' if visible is Visible.FILES else ''}{self._directory}",
                 hint=f"mount {self._directory} there with propagation rslave,"
                 " or ask for the backend pool",
             )
-        is_linked = history is History.LINKED
         if wanted is Backend.POOL or visible is Visible.FILES:
             return [Backend.POOL]
+        if self._has_overlay and history is not History.LINKED:
+            return [Backend.OVERLAY, Backend.POOL] if wanted is Backend.AUTO else [Backend.OVERLAY]
         if wanted is Backend.AUTO:
-            overlay = [Backend.OVERLAY] if self._has_overlay and not is_linked else []
-            return [*overlay, Backend.POOL]
-        if is_linked:
-            raise InvalidRequestError(
+            return [Backend.POOL]
+        if history is History.LINKED:
+            raise errors.InvalidRequestError(
                 "cannot link an overlay checkout to a mirror",
                 hint="use the backend pool with linked",
             )
-        if not self._has_overlay:
-            raise BackendUnavailableError(
-                "cannot use the overlay backend: this host does not allow it",
-                hint="see `mirrord doctor`",
-            )
-        return [Backend.OVERLAY]
+        raise errors.BackendUnavailableError(
+            "cannot use the overlay backend: this host does not allow it",
+            hint="see `mirrord doctor`",
+        )

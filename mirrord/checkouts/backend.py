@@ -1,8 +1,8 @@
 """The contract of a backend: `pool/backend.py` and `overlay/backend.py` keep it, for every method.
 
 - **Cancel.** The caller may be cancelled at any await. What `create` had begun stays below the two
-  directories of the lease, where `take_down` finds it. A `reset` that ends early leaves lease and
-  tree as they were, or the lease RESETTING.
+  directories of the lease, where `take_down` finds it. A `reset` that ends early leaves the lease
+  and its tree as they were, or the lease RESETTING.
 - **Crash.** After a kill -9 at any moment, `adopt` (with lease.json) or `take_down` (without) is
   enough; a backend keeps nothing in memory that it cannot find again.
 - **Disk full.** ENOSPC and EDQUOT raise DiskFullError; the caller removes a half-made checkout.
@@ -65,9 +65,8 @@ class CheckoutBackend(Protocol):
         ones.
 
         They were renamed to `.trash-<id>`: paths in `lease` still have the old name. `lease` is
-        None
-        when nobody knows it. A process that sits inside must not prevent it. True where nothing is
-        left to remove; otherwise the caller has both directories removed in the background.
+        None when nobody knows it. A process that sits inside must not prevent it. True where
+        nothing is left to remove; otherwise the caller removes both directories in the background.
         """
         ...
 

@@ -25,7 +25,6 @@ from ..host.pidfds import Process
 from ..host.trash import TRASH_PREFIX
 from ..model import Backend, CheckoutId, CommitId, History, MirrorName, View, shown
 
-_PRIVATE = 0o700
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 _PLAIN = ("id", "commit", "tree", "instance", "owner_uid", "owner_gid", "taken_by")
 
@@ -103,12 +102,12 @@ def resetting(lease: Lease) -> Lease:
 class Leases:
     """The leases of a state directory. Each call is a few system calls on the event loop's thread.
 
-    `count` is the number of checkouts, those being made included; `held_by` counts them by uid, as
-    owner or taker, `taken_by` by taker.
+    `public` holds the checkouts. `count` is their number, those being made included; `held_by`
+    counts them by uid, as owner or taker, `taken_by` by taker.
     """
 
     def __init__(self, state_dir: Path) -> None:
-        self._public = state_dir / "checkouts"
+        self.public = state_dir / "checkouts"
         self._private = state_dir / "leases"
         self._live: dict[CheckoutId, Lease] = {}
         self.count = 0
@@ -117,10 +116,10 @@ class Leases:
 
     def open(self) -> tuple[list[Lease], list[Directories]]:
         """Read the leases of an earlier daemon; answers them, and the directories without one."""
-        self._public.mkdir(mode=0o711, parents=True, exist_ok=True)
-        self._private.mkdir(mode=_PRIVATE, exist_ok=True)
+        self.public.mkdir(mode=0o711, parents=True, exist_ok=True)
+        self._private.mkdir(mode=0o700, exist_ok=True)
         trash = []
-        for name in sorted({*os.listdir(self._public), *os.listdir(self._private)}):
+        for name in sorted({*os.listdir(self.public), *os.listdir(self._private)}):
             found = self.directories(name)
             lease = _read(found, LeaseState.LIVE) or _read(found, LeaseState.RESETTING)
             if lease is None:
@@ -137,7 +136,7 @@ class Leases:
         return iter(sorted(self._live.values(), key=lambda lease: lease.created_at))
 
     def directories(self, name: str) -> Directories:
-        return Directories(self._public / name, self._private / name)
+        return Directories(self.public / name, self._private / name)
 
     def add(self, taken_by: int, owner_uid: int, n: int = 1) -> None:
         """Count one checkout more, or with `n` -1 one less."""
@@ -149,9 +148,9 @@ class Leases:
     def begin(self, lease: Lease) -> None:
         """Make the directories of a new checkout, with the file that `put` turns into its lease."""
         with full_disk_named(f"the lease of checkout {lease.id}"):
-            os.mkdir(lease.private, _PRIVATE)
+            os.mkdir(lease.private, 0o700)
             _write(f"{lease.private}/{lease.state}.new", lease)
-            os.mkdir(lease.directory, _PRIVATE)
+            os.mkdir(lease.directory, 0o700)
             if lease.owner_uid not in (0, os.geteuid()):
                 admit(str(lease.directory), lease.owner_uid)
 
@@ -162,10 +161,9 @@ class Leases:
         """Find the lease by its id, or by any path into its checkout."""
         name = text
         if text.startswith("/"):
-            parts, above = Path(os.path.normpath(text)).parts, self._public.parts
-            if parts[: len(above)] != above or len(parts) == len(above):
-                raise not_found(text)
-            name = parts[len(above)]
+            path = Path(os.path.normpath(text))
+            if path.is_relative_to(self.public) and path != self.public:
+                name = path.relative_to(self.public).parts[0]
         lease = self._live.get(CheckoutId(name))
         if lease is None:
             raise not_found(text)
@@ -229,12 +227,9 @@ def not_found(text: str) -> CheckoutNotFoundError:
 
 def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
     # Not `asdict`, which copies deeply: a third of the processor time of a checkout.
-    facts = {name: getattr(lease, name) for name in _PLAIN} | {
+    facts = {name: getattr(lease, name) for name in (*_PLAIN, "history", "view", "backend")} | {
         "mirror": str(lease.mirror),
         "dataset": lease.dataset,
-        "history": lease.history,
-        "view": lease.view,
-        "backend": lease.backend,
         "created_at": lease.created_at.isoformat(),
         "expires_at": lease.expires_at.isoformat(),
         "bound_to": [lease.bound_to.pid, lease.bound_to.mark] if lease.bound_to else None,

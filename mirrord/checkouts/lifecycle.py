@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import anyio
 import structlog
@@ -23,8 +22,6 @@ from ..protocol import Proof
 from .backend import CheckoutBackend
 from .leases import Directories, Lease, Leases, LeaseState, resetting
 
-_PATIENCE_S = 30.0
-
 log = structlog.get_logger()
 
 
@@ -32,9 +29,9 @@ class Lifecycle:
     """Leases with their trees, and a lock for each: work on one checkout runs in sequence."""
 
     def __init__(
-        self, state_dir: Path, backends: Iterable[CheckoutBackend], events: Events, trash: Trash
+        self, leases: Leases, backends: Iterable[CheckoutBackend], events: Events, trash: Trash
     ) -> None:
-        self.leases = Leases(state_dir)
+        self._leases = leases
         self._trash = trash
         self._backends = {backend.name: backend for backend in backends}
         self._events = events
@@ -43,11 +40,11 @@ class Lifecycle:
 
     async def open(self) -> None:
         """Adopt the leases of an earlier daemon; remove half-made and released checkouts."""
-        leases, trash = self.leases.open()
+        leases, trash = self._leases.open()
         for backend in self._backends.values():
             await backend.open()
         for directories in trash:
-            self._remove(self.leases.discard(directories), None)
+            self._remove(self._leases.discard(directories), None)
         for lease in leases:
             found = self._backends.get(lease.backend)
             if found is None or not await found.adopt(lease):
@@ -57,12 +54,8 @@ class Lifecycle:
                 task = asyncio.get_running_loop().create_task(self._finish_reset(lease))
                 self._finishing.add(task)
                 task.add_done_callback(self._finishing.discard)
-        log.info(
-            "checkouts.adopted",
-            count=len(self.leases),
-            lost=len(leases) - len(self.leases),
-            trash=len(trash),
-        )
+        count, lost = len(self._leases), len(leases) - len(self._leases)
+        log.info("checkouts.adopted", count=count, lost=lost, trash=len(trash))
 
     async def close(self) -> None:
         """Stop. Checkouts stay: leases outlive the daemon."""
@@ -80,7 +73,7 @@ class Lifecycle:
         try:
             lock.acquire_nowait()
         except anyio.WouldBlock:
-            with anyio.move_on_after(_PATIENCE_S) as waiting:
+            with anyio.move_on_after(30.0) as waiting:
                 await lock.acquire()
             if waiting.cancelled_caught:
                 raise CheckoutBusyError(
@@ -122,9 +115,9 @@ class Lifecycle:
         self, draft: Callable[..., Lease], name: Backend
     ) -> tuple[Lease, dict[str, float]]:
         checkout = new_checkout_id()
-        lease = draft(id=checkout, directories=self.leases.directories(checkout), backend=name)
+        lease = draft(id=checkout, directories=self._leases.directories(checkout), backend=name)
         try:
-            self.leases.begin(lease)
+            self._leases.begin(lease)
             tree, timings = await self._backends[name].create(lease)
             if tree != lease.tree:
                 raise ProofFailedError(
@@ -133,10 +126,11 @@ class Lifecycle:
                     wanted=lease.tree,
                     seen=tree,
                 )
-            self.leases.put(lease)
+            self._leases.put(lease)
         except BaseException as error:
+            if isinstance(error, ProofFailedError):
+                self._report(lease, error)
             half_made = resetting(lease)
-            self._report(half_made, error)
             try:
                 self.end(half_made)
             except OSError:  # a disk that does not even rename: remove it under its present name
@@ -147,7 +141,7 @@ class Lifecycle:
     async def make_clean(self, to: Lease) -> Proof:
         """Bring a checkout to what the lease `to` says; the caller holds its lock."""
         try:
-            return await self.backend_of(to).reset(to, self.leases)
+            return await self.backend_of(to).reset(to, self._leases)
         except ProofFailedError as error:
             self._report(to, error)
             self.end(resetting(to))
@@ -155,15 +149,15 @@ class Lifecycle:
 
     def end(self, lease: Lease) -> None:
         """End the lease at once; its files are removed in the background."""
-        self._remove(self.leases.release(lease), lease)
+        self._remove(self._leases.release(lease), lease)
         self._locks.pop(lease.id, None)
 
     def _remove(self, directories: Directories, lease: Lease | None) -> None:
         """By the lease's backend; by each where nobody knows it."""
         known = self._backends.get(lease.backend) if lease else None
-        backends = [known] if known else list(self._backends.values())
 
         async def take_down() -> bool:
+            backends = [known] if known else self._backends.values()
             return any([await backend.take_down(directories, lease) for backend in backends])
 
         self._trash.add(directories.private, directories.public, take_down=take_down)
@@ -177,15 +171,7 @@ class Lifecycle:
             except (MirrordError, OSError):
                 self.end(lease)
 
-    def _report(self, lease: Lease, error: BaseException) -> None:
-        """Publish a failed proof; the caller hears of other errors."""
-        if isinstance(error, ProofFailedError):
-            self._events.publish(
-                "proof.failed",
-                checkout=lease.id,
-                mirror=str(lease.mirror),
-                commit=lease.commit,
-                owner_uid=lease.owner_uid,
-                taken_by=lease.taken_by,
-                detail=error.message,
-            )
+    def _report(self, lease: Lease, error: ProofFailedError) -> None:
+        facts = {name: getattr(lease, name) for name in ("commit", "owner_uid", "taken_by")}
+        facts |= {"checkout": lease.id, "mirror": str(lease.mirror), "detail": error.message}
+        self._events.publish("proof.failed", **facts)

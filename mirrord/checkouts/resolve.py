@@ -12,23 +12,14 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
-from ..catalog import InstanceRow
+from .. import errors
 from ..datasets.service import Datasets
-from ..errors import (
-    AccessError,
-    CommitNotFoundError,
-    CommitUnservableError,
-    InstanceNotFoundError,
-    InvalidRequestError,
-    MirrorNotFoundError,
-)
 from ..mirrors.service import Mirrors
 from ..model import CommitId, MirrorName, Resolved, shown
 from ..protocol import ResetCheckout, StartCheckout
 from .leases import Lease
 
 _REMEMBERED = 100_000
-_DIGITS = re.compile(r"[0-9a-f]{4,40}")
 
 
 class Naming(Enum):
@@ -45,12 +36,13 @@ class Naming(Enum):
 
 
 class ResolvedRequest(NamedTuple):
-    """`instance` is None for a checkout of a bare commit."""
+    """`instance` is None for a checkout of a bare commit, `dataset` is the instance's."""
 
     mirror: MirrorName
     commit: CommitId
     tree: str
-    instance: InstanceRow | None = None
+    instance: str | None = None
+    dataset: str | None = None
 
 
 class Resolver:
@@ -69,10 +61,9 @@ class Resolver:
         """Raises AccessError, InvalidRequestError, InstanceNotFoundError, MirrorNotFoundError,
         CommitNotFoundError, CommitUnservableError.
         """
-        by_commit = request.mirror is not None and request.commit is not None
-        by_neither = request.mirror is None and request.commit is None
-        if not (by_neither if request.instance is not None else by_commit):
-            raise InvalidRequestError(
+        is_named = request.instance is not None
+        if (request.mirror is None) != is_named or (request.commit is None) != is_named:
+            raise errors.InvalidRequestError(
                 "cannot tell what to check out: the request names too little or too much",
                 hint="name an instance, or NAME@COMMIT, or a mirror and a commit",
             )
@@ -82,13 +73,25 @@ class Resolver:
         else:
             row = await self._datasets.find_instance(request.instance, request.dataset)
             if row is not None:
-                return await self._resolve_instance(row)
+                try:
+                    found = await self._resolve_commit(row.mirror, row.base_commit)
+                except (errors.CommitNotFoundError, errors.MirrorNotFoundError) as error:
+                    sync = f"run `mirrord mirror sync {row.mirror}`"
+                    raise errors.CommitUnservableError(
+                        f"cannot serve instance {row.id}: {row.mirror} does not have its base"
+                        f" commit {row.base_commit}",
+                        hint=f"{sync}, then `mirrord audit {row.mirror}`",
+                        instance=row.id,
+                        mirror=str(row.mirror),
+                        commit=row.base_commit,
+                    ) from error
+                return found._replace(instance=row.id, dataset=row.dataset)
             name, _, commitish = request.instance.partition("@")
             if request.dataset or not commitish:
                 fact = "no dataset has it"
                 if request.dataset:
                     fact = f"dataset {shown(request.dataset)} has no such instance"
-                raise InstanceNotFoundError(
+                raise errors.InstanceNotFoundError(
                     f"cannot find instance {shown(request.instance)}: {fact}",
                     hint="see `mirrord dataset list`, or write NAME@COMMIT",
                 )
@@ -99,45 +102,33 @@ class Resolver:
     ) -> ResolvedRequest:
         """The target of a reset, within the lease's mirror; the instance stays unless named."""
         if request.instance is not None and request.commit is not None:
-            raise InvalidRequestError(
+            raise errors.InvalidRequestError(
                 "cannot reset to an instance and a commit at the same time", hint="name one of them"
             )
         _must_name_an_instance(request)
         if naming is Naming.NOTHING and (request.instance or request.commit):
-            raise AccessError(
+            raise errors.AccessError(
                 "cannot reset to another commit: only members of the access group may",
                 hint="reset without one: to clean, at the commit it is at",
             )
         if request.commit is not None:
             return await self._resolve_name(lease.mirror, request.commit, naming)
         if request.instance is None:
-            row = None
+            found = ResolvedRequest(lease.mirror, lease.commit, lease.tree)
             if lease.instance:
                 row = await self._datasets.find_instance(lease.instance, lease.dataset)
-            return ResolvedRequest(lease.mirror, lease.commit, lease.tree, row)
+                if row is not None:
+                    found = found._replace(instance=row.id, dataset=row.dataset)
+            return found
         start = StartCheckout(instance=request.instance, dataset=request.dataset)
         found = await self.resolve_start(start, naming)
         if found.mirror.key != lease.mirror.key:
-            raise InvalidRequestError(
+            raise errors.InvalidRequestError(
                 f"cannot reset to {shown(request.instance)}: it is of {found.mirror},"
                 f" the checkout of {lease.mirror}",
                 hint="release this checkout and ask for another",
             )
         return found
-
-    async def _resolve_instance(self, row: InstanceRow) -> ResolvedRequest:
-        try:
-            found = await self._resolve_commit(row.mirror, row.base_commit)
-        except (CommitNotFoundError, MirrorNotFoundError) as error:
-            raise CommitUnservableError(
-                f"cannot serve instance {row.id}: {row.mirror} does not have its base commit"
-                f" {row.base_commit}",
-                hint=f"run `mirrord mirror sync {row.mirror}`, then `mirrord audit {row.mirror}`",
-                instance=row.id,
-                mirror=str(row.mirror),
-                commit=row.base_commit,
-            ) from error
-        return found._replace(instance=row)
 
     async def _resolve_name(
         self, name: MirrorName, commitish: str, naming: Naming
@@ -145,12 +136,12 @@ class Resolver:
         if naming is Naming.ANYTHING:
             return await self._resolve_commit(name, commitish)
         digits = commitish.lower()
-        if _DIGITS.fullmatch(digits):
+        if re.fullmatch(r"[0-9a-f]{4,40}", digits):
             base = await self._datasets.find_base_commit(name, digits)
             if base is not None:
                 return await self._resolve_commit(name, base)
         if naming is not Naming.PUBLIC:
-            raise AccessError(
+            raise errors.AccessError(
                 f"cannot check out {shown(commitish)} of {name}: it is not the id of the base"
                 " commit of an instance",
                 hint='[access] commits = "recorded" of the configuration lets members name'
@@ -179,7 +170,7 @@ class Resolver:
 
 def _must_name_an_instance(request: StartCheckout | ResetCheckout) -> None:
     if request.dataset is not None and request.instance is None:
-        raise InvalidRequestError(
+        raise errors.InvalidRequestError(
             "cannot check out of a dataset without an instance",
             hint="name one of its instances, or leave the dataset out",
         )

@@ -1,7 +1,7 @@
 """The service of checkouts: hands them out, makes them clean or moves them on, takes them back.
 
 A checkout answers to its owner, to the uid that took it, and to administrators; for others it does
-not exist. Limits and rights are in `admission.py`, the order of files and leases in `lifecycle.py`.
+not exist.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import anyio.to_thread
 
+from .. import protocol
 from ..config import Settings
 from ..datasets.service import Datasets
 from ..errors import CheckoutBusyError, StoppingError
@@ -29,18 +30,9 @@ from ..host.trash import Trash
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
 from ..model import Backend, Bind, History, utc_now
-from ..protocol import (
-    Checkout,
-    RenewCheckout,
-    ResetAnswer,
-    ResetCheckout,
-    RestoreAnswer,
-    RestorePaths,
-    StartCheckout,
-)
 from .admission import Admission
 from .backend import CheckoutBackend
-from .leases import Lease, LeaseState, not_found
+from .leases import Lease, Leases, LeaseState, not_found
 from .lifecycle import Lifecycle
 from .patches.service import Patches
 from .pool.backend import PoolBackend
@@ -74,31 +66,18 @@ class Checkouts:
         trash: Trash,
         clock: Callable[[], datetime] = utc_now,
     ) -> None:
-        pool = PoolBackend(
-            state_dir=state_dir,
-            workers=workers,
-            gitdirs=gitdirs,
-            mirrors_path=mirrors.path,
-            trash=trash,
-        )
+        pool = PoolBackend(state_dir, workers, gitdirs, mirrors.path, trash)
         self._settings = settings
         self._owners = Owners(settings, access)
         self._events = events
         self._trash = trash
         self._clock = clock
         self._resolver = Resolver(datasets, mirrors, gitdirs.commits.learn)
-        self._revisions = Patches(workers=workers, mirrors=mirrors, instances=datasets)
-        self._lifecycle = Lifecycle(
-            state_dir, [overlay, pool] if overlay else [pool], events, trash
-        )
-        self._leases = self._lifecycle.leases
-        self._admission = Admission(
-            settings,
-            access,
-            self._leases,
-            state_dir / "checkouts",
-            has_overlay=overlay is not None,
-        )
+        self._patches = Patches(workers=workers, mirrors=mirrors, instances=datasets)
+        backends = [overlay, pool] if overlay else [pool]
+        self._leases = Leases(state_dir)
+        self._lifecycle = Lifecycle(self._leases, backends, events, trash)
+        self._admission = Admission(settings, access, self._leases, has_overlay=bool(overlay))
         self._closing = False
         self._process_ended = asyncio.Event()
         self._processes = ProcessWatch(self._process_ended.set)
@@ -137,8 +116,8 @@ class Checkouts:
     # -- requests ----------------------------------------------------------------------------------
 
     async def checkout(
-        self, request: StartCheckout, peer: Peer, process: Process | None = None
-    ) -> Checkout:
+        self, request: protocol.StartCheckout, peer: Peer, process: Process | None = None
+    ) -> protocol.Checkout:
         """Hand out a new checkout, owned by the peer's uid or by another that it may ask for.
 
         It ends with `process`, if one is given.
@@ -156,11 +135,7 @@ class Checkouts:
         now = self._clock()
         draft = partial(
             Lease,
-            mirror=found.mirror,
-            commit=found.commit,
-            tree=found.tree,
-            instance=found.instance.id if found.instance else None,
-            dataset=found.instance.dataset if found.instance else None,
+            **found._asdict(),
             history=history,
             view=request.view,
             owner_uid=owner[0],
@@ -173,45 +148,43 @@ class Checkouts:
         with self._admission.counted(peer.uid, owner[0]):
             lease, timings = await self._lifecycle.make(draft, backends)
         if process is not None:
-            self._bind(lease, process)
+            try:
+                if not self._processes.hold(process):  # it ended meanwhile
+                    raise process_gone(process.pid)
+            except BaseException:
+                self._lifecycle.end(lease)
+                raise
         timings = {"resolve": round(resolved_s, 6), **timings}
         timings["total"] = round(time.perf_counter() - began, 6)
         self._publish("checkout.made", lease, duration_s=timings["total"])
-        return Checkout(**_members(lease, timings))
+        return protocol.Checkout(**_members(lease, timings))
 
-    async def reset(self, checkout: str, request: ResetCheckout, peer: Peer) -> ResetAnswer:
+    async def reset(
+        self, checkout: str, request: protocol.ResetCheckout, peer: Peer
+    ) -> protocol.ResetAnswer:
         """Bring a checkout to clean, or to another commit of its mirror, with proof."""
         began = time.perf_counter()
         async with self._held(checkout, peer) as lease:
             naming = self._admission.naming(peer)
             found = await self._resolver.resolve_reset(request, lease, naming)
-            lease = replace(
-                lease,
-                commit=found.commit,
-                tree=found.tree,
-                instance=found.instance.id if found.instance else None,
-                dataset=found.instance.dataset if found.instance else None,
-                state=LeaseState.LIVE,
-            )
+            facts = found._asdict() | {"mirror": lease.mirror}
+            lease = replace(lease, **facts, state=LeaseState.LIVE)
             proof = await self._lifecycle.make_clean(lease)
         duration_s = round(time.perf_counter() - began, 6)
-        self._publish(
-            "checkout.reset",
-            lease,
-            duration_s=duration_s,
-            restored=proof.files_restored,
-            removed=proof.files_removed,
-        )
-        return ResetAnswer(**_members(lease, {"total": duration_s}), proof=proof)
+        counts = {"restored": proof.files_restored, "removed": proof.files_removed}
+        self._publish("checkout.reset", lease, duration_s=duration_s, **counts)
+        return protocol.ResetAnswer(**_members(lease, {"total": duration_s}), proof=proof)
 
-    async def renew(self, checkout: str, request: RenewCheckout, peer: Peer) -> Checkout:
+    async def renew(
+        self, checkout: str, request: protocol.RenewCheckout, peer: Peer
+    ) -> protocol.Checkout:
         """Move the deadline to the time to live from now; it may come closer."""
         async with self._held(checkout, peer) as lease:
             expires_at = self._clock() + self._admission.ttl(request.ttl, peer)
             lease = replace(lease, expires_at=expires_at)
             await anyio.to_thread.run_sync(self._leases.prepare, lease)  # flushed: see leases.py
             self._leases.put(lease)
-        return Checkout(**_members(lease, {}))
+        return protocol.Checkout(**_members(lease, {}))
 
     async def release(self, checkout: str, peer: Peer) -> None:
         """End a lease. The checkout is gone at once; its files are deleted in the background."""
@@ -220,13 +193,13 @@ class Checkouts:
         self._publish("checkout.released", lease)
         await self._trash.keep_up()
 
-    async def get(self, checkout: str, peer: Peer) -> Checkout:
-        return Checkout(**_members(self._get(checkout, peer), {}))
+    async def get(self, checkout: str, peer: Peer) -> protocol.Checkout:
+        return protocol.Checkout(**_members(self._get(checkout, peer), {}))
 
-    async def list(self, peer: Peer) -> list[Checkout]:
+    async def list(self, peer: Peer) -> list[protocol.Checkout]:
         """The checkouts that the peer owns or took, oldest first; all for an administrator."""
         seen = (lease for lease in self._leases if self._admission.may_see(lease, peer))
-        return [Checkout(**_members(lease, {})) for lease in seen]
+        return [protocol.Checkout(**_members(lease, {})) for lease in seen]
 
     def must_be_usable(self, checkout: str, peer: Peer) -> None:
         """Raise what `diff` and `apply` would raise at once."""
@@ -240,7 +213,7 @@ class Checkouts:
         async with self._held(checkout, peer) as lease:
             _must_be_whole(lease)
             changed = await self._lifecycle.backend_of(lease).changed_paths(lease)
-            return await self._revisions.diff(lease, changed)
+            return await self._patches.diff(lease, changed)
 
     async def apply(
         self,
@@ -250,7 +223,7 @@ class Checkouts:
         patch: bytes | Path | None,
         named: str | None = None,
         reverse: bool = False,
-    ) -> Checkout:
+    ) -> protocol.Checkout:
         """Apply a patch to the files, all of it or nothing; without one the instance's own
         `@patch` or `@test_patch` (grader view).
         """
@@ -258,19 +231,21 @@ class Checkouts:
             _must_be_whole(lease)
             if patch is None:
                 self._admission.must_be_admin(peer, "apply the instance's own patch")
-                patch = await self._revisions.named_patch(lease, named or "")
+                patch = await self._patches.named_patch(lease, named or "")
             changed = await self._lifecycle.backend_of(lease).changed_paths(lease)
-            paths = await self._revisions.apply(lease, changed, patch, reverse=reverse)
+            paths = await self._patches.apply(lease, changed, patch, reverse=reverse)
         self._publish("checkout.patched", lease, files=len(paths), reverse=reverse)
-        return Checkout(**_members(lease, {}))
+        return protocol.Checkout(**_members(lease, {}))
 
-    async def restore(self, checkout: str, peer: Peer, request: RestorePaths) -> RestoreAnswer:
+    async def restore(
+        self, checkout: str, peer: Peer, request: protocol.RestorePaths
+    ) -> protocol.RestoreAnswer:
         """Write files of a pinned commit into the checkout (grader view)."""
         async with self._held(checkout, peer) as lease:
             _must_be_whole(lease)
-            paths = await self._revisions.restore(lease, request)
+            paths = await self._patches.restore(lease, request)
         self._publish("checkout.restored", lease, files=len(paths))
-        return RestoreAnswer(paths=paths)
+        return protocol.RestoreAnswer(paths=paths)
 
     # -- the end of leases -------------------------------------------------------------------------
 
@@ -281,13 +256,18 @@ class Checkouts:
         if self._closing:
             return 0
         self._processes.keep_only({lease.bound_to for lease in self._leases if lease.bound_to})
+
+        def is_over(lease: Lease) -> bool:
+            is_orphaned = lease.bound_to is not None and lease.bound_to not in self._processes
+            return is_orphaned or lease.expires_at <= self._clock()
+
         count = 0
-        for lease in [lease for lease in self._leases if self._is_over(lease)]:
+        for lease in filter(is_over, self._leases):
             if self._lifecycle.is_locked(lease.id):
                 continue
             async with self._lifecycle.locked(lease.id):
                 current = self._leases.find(lease.id)
-                if current is None or not self._is_over(current):
+                if current is None or not is_over(current):
                     continue
                 self._lifecycle.end(current)
             self._publish("checkout.expired", current)
@@ -295,24 +275,11 @@ class Checkouts:
             count += 1
         return count
 
-    def _is_over(self, lease: Lease) -> bool:
-        is_orphaned = lease.bound_to is not None and lease.bound_to not in self._processes
-        return is_orphaned or lease.expires_at <= self._clock()
-
     async def _expire_when_processes_end(self) -> None:
         while True:
             await self._process_ended.wait()
             self._process_ended.clear()
             await self.expire()
-
-    def _bind(self, lease: Lease, process: Process) -> None:
-        """Have the lease end with the process, which may have ended meanwhile."""
-        try:
-            if not self._processes.hold(process):
-                raise process_gone(process.pid)
-        except BaseException:
-            self._lifecycle.end(lease)
-            raise
 
     # -- one lease at a time -----------------------------------------------------------------------
 
@@ -335,9 +302,8 @@ class Checkouts:
 
     def _must_be_open(self) -> None:
         if self._closing:
-            raise StoppingError(
-                "cannot work on checkouts: the daemon is stopping", hint="try again in a moment"
-            )
+            message = "cannot work on checkouts: the daemon is stopping"
+            raise StoppingError(message, hint="try again in a moment")
 
     def _publish(self, name: str, lease: Lease, **fields: Any) -> None:
         for plain in ("commit", "instance", "owner_uid", "taken_by"):

@@ -107,12 +107,9 @@ async def running_pool(state: Path, upstream: Upstream) -> AsyncIterator[Pool]:
         mirrors_path=lambda name: state / "mirrors" / str(name),
         trash=Trash(),
     )
+    trash = Trash()
     backend = PoolBackend(
-        state_dir=state,
-        workers=workers,
-        gitdirs=gitdirs,
-        mirrors_path=lambda name: state / "mirrors" / str(name),
-        trash=(trash := Trash()),
+        state, workers, gitdirs, lambda name: state / "mirrors" / str(name), trash
     )
     await backend.open()
     try:

@@ -23,13 +23,10 @@ from ...model import MirrorName, new_checkout_id
 from ..templates.store import Templates
 from .backend import OverlayBackend
 
-_NOBODY: Owner = (65534, 65534)
-
 log = structlog.get_logger()
 
 
 async def find_overlay(
-    *,
     state_dir: Path,
     service: Path,
     templates: Templates,
@@ -52,14 +49,9 @@ async def find_overlay(
         log.warning("overlay.unprobed", reason=str(error))  # held checkouts need it now
     if unmapped:
         log.warning("owners.unmapped", reason=unmapped)
+    can_map = not unmapped
     return OverlayBackend(
-        state_dir=state_dir,
-        mounter=mounter,
-        templates=templates,
-        workers=workers,
-        mirrors_path=mirrors_path,
-        may_map_owners=not unmapped,
-        trash=trash,
+        state_dir, mounter, templates, workers, mirrors_path, trash, may_map_owners=can_map
     )
 
 
@@ -73,7 +65,7 @@ def try_overlay(state_dir: Path, mounter: Mounter) -> str:
     try:
         _try_as(state_dir, mounter, None)
         try:
-            _try_as(state_dir, mounter, _NOBODY)
+            _try_as(state_dir, mounter, (65534, 65534))
         except (MirrordError, OSError) as error:
             return str(error)
         return ""
@@ -102,13 +94,11 @@ def _try_as(state_dir: Path, mounter: Mounter, mapped: Owner | None) -> None:
             found = (tree / "directory" / "file").stat()
             (tree / "directory").rename(tree / "renamed")
         except OSError as error:
-            raise BackendUnavailableError(
-                f"cannot use an overlay in {public.parent}: {error.strerror}"
-            ) from error
+            message = f"cannot use an overlay in {public.parent}: {error.strerror}"
+            raise BackendUnavailableError(message) from error
         if (found.st_uid, found.st_gid) != owner:
-            raise BackendUnavailableError(
-                f"cannot give files to uid {owner[0]}: they are seen as uid {found.st_uid}'s"
-            )
+            fact = f"they are seen as uid {found.st_uid}'s"
+            raise BackendUnavailableError(f"cannot give files to uid {owner[0]}: {fact}")
     finally:
         mounter.umount(name)
         remove_tree(public)

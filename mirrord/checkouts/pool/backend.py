@@ -43,7 +43,6 @@ class PoolBackend:
 
     def __init__(
         self,
-        *,
         state_dir: Path,
         workers: Workers,
         gitdirs: StoreBuilder,
