@@ -44,26 +44,23 @@ class Deferred:
 
     def begin(self, key: tuple[str, Hashable], work: Callable[[], Awaitable[None]]) -> None:
         """Defer `work`; once per key, its kind and its object, until it is done."""
+
+        async def perform() -> None:
+            Askers().bind()
+            if answered := _answered.get():
+                await answered.wait()
+            try:
+                async with self._turn:
+                    with low_priority():
+                        await work()
+            except (MirrordError, OSError) as error:  # its mirror or store may be gone
+                log.info("deferred.failed", kind=key[0], which=str(key[1]), error=str(error))
+
         if key not in self._tasks:
-            task = asyncio.get_running_loop().create_task(self._perform(key, work))
-            self._tasks[key] = task
+            self._tasks[key] = task = asyncio.get_running_loop().create_task(perform())
             task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
     async def close(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _perform(
-        self, key: tuple[str, Hashable], work: Callable[[], Awaitable[None]]
-    ) -> None:
-        Askers().bind()
-        if answered := _answered.get():
-            await answered.wait()
-        try:
-            async with self._turn:
-                with low_priority():
-                    await work()
-        except (MirrordError, OSError) as error:  # its mirror or store may be gone
-            log.info("deferred.failed", kind=key[0], which=str(key[1]), error=str(error))
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)

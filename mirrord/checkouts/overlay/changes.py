@@ -8,7 +8,6 @@ as much as was changed. Follows no link, enters no mount, and looks as the check
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from ...host.files import open_directory, opened
 from ..files.reader import TreeReader
 from ..files.scan import is_control
 from ..patches.diff import denials_named
+from ..templates.layers import parents
 
 
 def changed_paths(
@@ -51,9 +51,7 @@ def changed_paths(
             differing |= {each for each, _ in merged.iter_below(path, lambda _path, _error: None)}
     if replaced:
         for entry in tree_entries(mirror, tree_id):
-            parts = entry.path.split(b"/")
-            above = {b"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
-            if not above.isdisjoint(replaced):
+            if not replaced.isdisjoint(parents(entry.path + b"/")):
                 differing.add(entry.path)
     return sorted(path for path in differing | replaced if not is_control(path))
 
@@ -77,7 +75,9 @@ def _walk(
             if is_control(path):
                 continue
             found, seen = written.find_stat(path), merged.find_stat(path)
-            hidden = _find_below(below, path)
+            hidden = next(filter(None, (layer.find_stat(path) for layer in below)), None)
+            if hidden is not None and stat.S_ISCHR(hidden.st_mode):  # a whiteout
+                hidden = None
             if found is None or hidden is None or not stat.S_ISDIR(hidden.st_mode):
                 differing.add(path)
             elif seen is None or not stat.S_ISDIR(found.st_mode) or seen.st_ino != hidden.st_ino:
@@ -85,11 +85,3 @@ def _walk(
             else:
                 pending.append(path)
     return differing, replaced
-
-
-def _find_below(layers: Sequence[TreeReader], path: bytes) -> os.stat_result | None:
-    """What the layers, top first, have at a path; None for a whiteout too."""
-    for layer in layers:
-        if found := layer.find_stat(path):
-            return None if stat.S_ISCHR(found.st_mode) else found
-    return None
