@@ -16,12 +16,7 @@ from anyio import to_thread
 
 from ..catalog import Catalog, MirrorRow
 from ..config import Settings
-from ..errors import (
-    AccessError,
-    CommitNotFoundError,
-    MirrordError,
-    UpstreamError,
-)
+from ..errors import AccessError, CommitNotFoundError, MirrordError, UpstreamError
 from ..git.command import Git
 from ..git.errors import masked_url
 from ..git.objects.commits import resolve
@@ -29,15 +24,7 @@ from ..git.workers import Workers
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
-from ..protocol import (
-    QUEUED,
-    Pin,
-    Progress,
-    ProgressSink,
-    RefDiff,
-    RefRecord,
-    Synced,
-)
+from ..protocol import QUEUED, Pin, Progress, ProgressSink, RefDiff, RefRecord, Synced
 from . import history
 from .coalesce import Coalescer, SharedWork
 from .fetch import Fetcher
