@@ -4,7 +4,7 @@ Every git gets an empty environment, an explicit repository, safe configuration 
 files, its own process group, a deadline and a bound on its output; its stderr becomes one of our
 errors. No secret of a URL is on a command line, in an error or in a log. The group is killed when
 the deadline passes or the caller is cancelled; git dies with the daemon, and the next start cleans
-up after its children (`mirrors/stale_files.py`).
+up after its children (`mirrors/maintenance.py`).
 """
 
 from __future__ import annotations

@@ -15,40 +15,20 @@ from typing import TypeVar
 
 import anyio
 
-from ..errors import (
-    DiskFullError,
-    GitKilledError,
-    MirrordError,
-    UpstreamAuthError,
-    UpstreamEmptyError,
-    UpstreamNotFoundError,
-    UpstreamThrottledError,
-    UpstreamTimeoutError,
-)
+from .. import errors
+from ..errors import MirrordError, UpstreamThrottledError
 
 T = TypeVar("T")
-Attempt = Callable[[Sequence[T]], Awaitable[None]]
 Lane = Callable[[], AbstractAsyncContextManager[object]]
 
 _LANES = 4
 _SMALL = 8
 _PATIENT = 3  # after so many failures with a known cause, the rest is halved even so
 
-_WHOLE_UPSTREAM = (
-    UpstreamAuthError, UpstreamNotFoundError, UpstreamThrottledError, UpstreamTimeoutError,
-    UpstreamEmptyError, DiskFullError, GitKilledError,
-)  # fmt: skip
-_CONNECTION = re.compile(
-    r"could not resolve|failed to connect|couldn't connect|unable to connect|unable to access"
-    r"|connection (refused|reset)|no route to host|network is unreachable|returned error: 5"
-    r"|SSL (certificate|connect|routines)",
-    re.IGNORECASE,
-)
-
 
 async def find_bad(
     items: Sequence[T],
-    attempt: Attempt[T],
+    attempt: Callable[[Sequence[T]], Awaitable[None]],
     *,
     is_theirs: Callable[[MirrordError], bool],
     budget: int,
@@ -70,18 +50,25 @@ async def find_bad(
     failures = alone = 0
     any_whole = False
 
+    async def ask(group: Sequence[T]) -> MirrordError | None:
+        try:
+            await attempt(group)
+        except MirrordError as error:
+            if not is_theirs(error):
+                raise
+            return error
+        return None
+
     async def note(group: Sequence[T], error: MirrordError) -> None:
         nonlocal failures, alone
         failures, alone = failures + 1, alone + (len(group) == 1)
-        blamed = {
-            *(group if len(group) == 1 else ()),
-            *(await blame(error, group) if blame else ()),
-        }
+        blamed = set(group) if len(group) == 1 else set[T]()
+        blamed.update(await blame(error, group) if blame else ())
         bad.update({item: error for item in items if item in blamed and item not in bad})
 
     while waiting:
         group = [item for item in waiting.pop() if item not in bad]
-        error = await _try(group, attempt, is_theirs) if group else None
+        error = await ask(group) if group else None
         if error is None:
             any_whole = any_whole or bool(group)
             continue
@@ -94,7 +81,7 @@ async def find_bad(
         elif len(rest) < len(group) and failures <= _PATIENT:
             waiting.append(rest)
         elif arranged is None and len(rest) <= _SMALL:
-            found = await _try_each(rest, attempt, is_theirs, lane)
+            found = await _ask_each(rest, ask, lane)
             any_whole = any_whole or len(found) < len(rest)
             for item, why in found.items():
                 await note([item], why)
@@ -106,29 +93,16 @@ async def find_bad(
     return bad
 
 
-async def _try(
-    group: Sequence[T], attempt: Attempt[T], is_theirs: Callable[[MirrordError], bool]
-) -> MirrordError | None:
-    try:
-        await attempt(group)
-    except MirrordError as error:
-        if not is_theirs(error):
-            raise
-        return error
-    return None
-
-
-async def _try_each(
-    items: Sequence[T], attempt: Attempt[T], is_theirs: Callable[[MirrordError], bool], lane: Lane
+async def _ask_each(
+    items: Sequence[T], ask: Callable[[Sequence[T]], Awaitable[MirrordError | None]], lane: Lane
 ) -> dict[T, MirrordError]:
-    """Try items in the caller's own lane, helped by others for as long as there are free lanes."""
-    queue, failed = list(items), dict[T, MirrordError]()
-    idle: set[anyio.CancelScope] = set()
+    """Ask in the caller's own lane, helped by others for as long as there are free lanes."""
+    queue, failed, idle = list(items), dict[T, MirrordError](), set[anyio.CancelScope]()
 
     async def work() -> None:
         while queue:
             item = queue.pop(0)
-            if error := await _try([item], attempt, is_theirs):
+            if error := await ask([item]):
                 failed[item] = error
 
     async def help_out() -> None:
@@ -152,6 +126,19 @@ async def _try_each(
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from group
     return failed
+
+
+_WHOLE_UPSTREAM = (
+    errors.UpstreamAuthError, errors.UpstreamNotFoundError, errors.UpstreamThrottledError,
+    errors.UpstreamTimeoutError, errors.UpstreamEmptyError, errors.DiskFullError,
+    errors.GitKilledError,
+)  # fmt: skip
+_CONNECTION = re.compile(
+    r"could not resolve|failed to connect|couldn't connect|unable to connect|unable to access"
+    r"|connection (refused|reset)|no route to host|network is unreachable|returned error: 5"
+    r"|SSL (certificate|connect|routines)",
+    re.IGNORECASE,
+)
 
 
 def blames_objects(error: MirrordError) -> bool:

@@ -30,7 +30,7 @@ class SharedWork(Generic[T]):
     askers: Askers = field(default_factory=Askers)
     sinks: list[ProgressSink] = field(default_factory=list)
     callers: int = 0
-    task: asyncio.Task[T] | None = None
+    task: asyncio.Task[T] = field(init=False)
 
     def report(self, progress: Progress) -> None:
         for sink in self.sinks:
@@ -50,19 +50,17 @@ class Coalescer(Generic[T]):
     async def join(self, key: str, run: Run[T], progress: ProgressSink | None = None) -> T:
         """Wait for the open work of that key, or begin it with `run`."""
         work = self._open.get(key) or self._begin(key, run)
-        task = work.task
-        assert task is not None
+        sinks = [progress] if progress else []
         work.callers += 1
-        if progress is not None:
-            work.sinks.append(progress)
+        work.sinks += sinks
         try:
             with work.askers.joined(Askers.present()):
-                return await asyncio.shield(task)
+                return await asyncio.shield(work.task)
         finally:
             work.callers -= 1
-            if progress is not None:
-                work.sinks.remove(progress)
-            if not work.callers and not task.done():
+            for sink in sinks:
+                work.sinks.remove(sink)
+            if not work.callers and not work.task.done():
                 await self._cancel(work)
 
     def _begin(self, key: str, run: Run[T]) -> SharedWork[T]:
@@ -92,8 +90,6 @@ class Coalescer(Generic[T]):
 
     async def _cancel(self, work: SharedWork[T]) -> None:
         work.close()
-        if work.task is None:
-            return
         work.task.cancel()
         with anyio.CancelScope(shield=True), contextlib.suppress(BaseException):
             await asyncio.wait([work.task])

@@ -40,11 +40,10 @@ from ..model import MirrorName, shown, utc_now
 from ..protocol import Mirror, Problem, RefFault
 from .fetch import unmark
 from .history import columns_of
-from .maintenance import repair_incomplete_packs
+from .maintenance import remove_stale_files, repair_incomplete_packs
 from .pins import Pins, adopt_pins, stands_alone
 from .quarantine import Quarantine
 from .repository import Repository
-from .stale_files import remove_stale_files
 from .transaction import recover
 from .upstream import default_url, parse_upstream
 

@@ -1,4 +1,4 @@
-"""Maintenance of a mirror: packs, commit-graph, multi-pack index, refs, stale files.
+"""Maintenance of a mirror: packs, commit-graph, refs, and files that killed gits left.
 
 Never drops an object that a ref reaches: git refuses to repack when one is missing. Unreachable
 objects are kept in a cruft pack and expire thirty days after they were last written, so an object
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,52 +23,41 @@ from anyio import to_thread
 from ..errors import MirrordError
 from ..git.command import low_priority
 from ..git.packs import PackIndex
-from ..protocol import Progress
+from ..protocol import ProgressSink
+from .quarantine import held_files
 from .repository import Repository
-from .stale_files import remove_stale_files
-
-_FULL_EVERY = timedelta(days=30)
-_MANY_PACKS = 20
-_OLD = timedelta(hours=1)
-_DEADLINE = timedelta(hours=6)
-_STAMP = "mirrord-repacked"
 
 log = structlog.get_logger()
 
 
-async def maintain(
-    repository: Repository, progress: Callable[[Progress], None] | None = None
-) -> None:
+async def maintain(repository: Repository, progress: ProgressSink | None = None) -> None:
     """Pack what is due. The caller holds the mirror's lock.
 
     A full repack comes now and then; otherwise packs are halved in a geometric series, which costs
     as much as there is new.
     """
-    stamp = repository.path / _STAMP
+    stamp, deadline = repository.path / "mirrord-repacked", timedelta(hours=6)
 
     def needs_full() -> bool:
         packs = sum(1 for _ in (repository.objects / "pack").glob("*.pack"))
         age = time.time() - stamp.stat().st_mtime if stamp.exists() else math.inf
-        return packs > 1 and (packs > _MANY_PACKS or age > _FULL_EVERY.total_seconds())
+        return packs > 1 and (packs > 20 or age > timedelta(days=30).total_seconds())
 
-    await to_thread.run_sync(remove_stale_files, repository.path, _OLD)
+    await to_thread.run_sync(remove_stale_files, repository.path, timedelta(hours=1))
     try:
         await repository.pack_refs()
         full = await to_thread.run_sync(needs_full)
+        how = ("--cruft", "--cruft-expiration=30.days.ago") if full else ("--geometric=2",)
         with low_priority():
-            how = ("--cruft", "--cruft-expiration=30.days.ago") if full else ("--geometric=2",)
             await repository.run(
                 "repack", "-d", "--write-midx", "--no-write-bitmap-index", *how,
-                timeout=_DEADLINE,
-                progress=progress,
-                doing=f"pack mirror {repository.name}",
+                timeout=deadline, progress=progress, doing=f"pack mirror {repository.name}",
             )  # fmt: skip
             # whole after a full repack, so that it names no expired commit; else a layer
             split = "--split=replace" if full else "--split"
             await repository.run(
                 "commit-graph", "write", "--reachable", "--changed-paths", split,
-                timeout=_DEADLINE,
-                doing=f"write the commit-graph of mirror {repository.name}",
+                timeout=deadline, doing=f"write the commit-graph of mirror {repository.name}",
             )  # fmt: skip
     finally:
         with anyio.CancelScope(shield=True):
@@ -99,9 +90,8 @@ async def repair_incomplete_packs(repository: Repository) -> None:
         except MirrordError as error:  # damaged: the audit reports it
             log.warning("pack.refused", mirror=mirror, pack=pack.name, detail=error.message)
     for stem in sorted(indexes - packs):
-        index = stem.with_suffix(".idx")
         try:
-            ids = await to_thread.run_sync(lambda index: list(PackIndex(index)), index)
+            ids = await to_thread.run_sync(lambda path: list(PackIndex(path)), Path(f"{stem}.idx"))
             lost = await repository.absent(oid.hex() for oid in ids)
         except (MirrordError, OSError) as error:
             log.warning("pack.lost", mirror=mirror, pack=stem.name, detail=str(error))
@@ -114,14 +104,72 @@ async def repair_incomplete_packs(repository: Repository) -> None:
             log.info("stale_file.removed", path=str(file.relative_to(repository.path.parent)))
 
 
+# -- stale files ------------------------------------------------------------------------------
+
+_STALE = re.compile(
+    r"tmp_(pack|idx|rev|obj|midx|graph|bitmap)_\w+|.*\.lock|gc\.pid|mirrord-transaction\.new"
+    r"|packed-refs\.new"  # while there is one, git (2.39) deletes and packs no ref
+    r"|(refs|packs)_\w{6}"  # of update-server-info, which repack runs
+)
+# a finished pack of `git repack`, which opens none of them and renames them all
+_OF_PROCESS = re.compile(r"\.tmp-(\d+)-pack-.*")
+_REUSED_S = 3600.0  # by then the number may be another process's
+
+
+def remove_stale_files(path: Path, age: timedelta) -> int:
+    """Remove locks and temporary files that no process holds; answers how many were found.
+
+    They are at least `age` old. That may be nothing where no git of ours can be running: at a
+    start, or under the mirror's lock after its git died. Where the name tells the process that made
+    a file, it counts whether that lives. The locks of linked worktrees are their owners'.
+    """
+    now, found = time.time(), list[Path]()
+    for directory, below, files in os.walk(path):
+        if directory == str(path) and "worktrees" in below:
+            below.remove("worktrees")
+        for name in files:
+            file, maker = Path(directory, name), _OF_PROCESS.fullmatch(name)
+            if maker and not _is_running_git(maker[1]):
+                found.append(file)
+            elif maker or _STALE.fullmatch(name):
+                oldest = now - (_REUSED_S if maker else age.total_seconds())
+                with suppress(FileNotFoundError):
+                    if file.lstat().st_mtime <= oldest:
+                        found.append(file)
+    held = held_files(path) if found else set()
+    for file in found:
+        if file not in held:
+            file.unlink(missing_ok=True)
+            log.info("stale_file.removed", path=str(file.relative_to(path.parent)))
+    return len(found)
+
+
+def _is_running_git(process: str) -> bool:
+    try:
+        name, state = Path("/proc", process, "stat").read_text().partition("(")[2].rsplit(") ", 1)
+    except OSError:
+        return False
+    # a container without an init keeps dead processes
+    return name.startswith("git") and state[0] not in "ZX"
+
+
+@asynccontextmanager
+async def stale_files_removed_on_failure(path: Path) -> AsyncIterator[None]:
+    """Remove stale files where the block fails or is cancelled. The caller holds the lock."""
+    try:
+        yield
+    except BaseException:
+        with anyio.CancelScope(shield=True):
+            await to_thread.run_sync(remove_stale_files, path, timedelta())
+        raise
+
+
 def size_bytes(path: Path) -> int:
     """The disk that a directory takes, hard links counted once."""
     sizes: dict[int, int] = {}
     for directory, _, files in os.walk(path):
         for name in files:
-            try:
+            with suppress(FileNotFoundError):
                 stat = os.lstat(os.path.join(directory, name))
-            except FileNotFoundError:
-                continue
-            sizes[stat.st_ino] = stat.st_blocks * 512
+                sizes[stat.st_ino] = stat.st_blocks * 512
     return sum(sizes.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
@@ -20,16 +20,13 @@ from anyio import to_thread
 from ..errors import DiskFullError
 from ..host.files import free_bytes, full_disk_named, sync_directory
 from ..host.trash import Trash, new_trash, try_to_remove
-from ..protocol import Progress
+from ..protocol import Progress, ProgressSink
 
 DAMAGED = "damaged"
 SPOOL_PREFIX = "dataset-"
 # A pack can unpack to a thousand times its size, and git (2.39) bounds none of it on a fetch: each
 # git that takes objects in gets a limit of memory and streams big files.
 STREAM_BIG_FILES = ("-c", "core.bigFileThreshold=64m", "-c", "pack.windowMemory=256m")
-_RESERVE_BYTES = 1024**3
-_RESERVE_SHARE = 100
-_LAST = {".idx": 1}  # git finds a pack by its index, so that is moved last
 
 log = structlog.get_logger()
 
@@ -87,25 +84,22 @@ class Quarantine:
                 for path in found
                 if path.name != DAMAGED and not path.name.startswith(SPOOL_PREFIX)
             }
+
+        def remove(path: Path) -> bool:
+            if any(path == file or path in file.parents for file in held):
+                log.warning("quarantine.held", path=path.name)
+                return False
+            removed = try_to_remove(path)
+            if removed:
+                log.info("quarantine.cleaned", path=path.name)
+            else:
+                log.warning("removal.failed", path=path.name)
+            return removed
+
         if unused := self._left - self._active:
-            self._left -= unused - await to_thread.run_sync(_clean, self.root, unused)
+            held = await to_thread.run_sync(held_files, self.root)
+            self._left -= set(await to_thread.run_sync(lambda: list(filter(remove, unused))))
         return not self._left
-
-
-def _clean(root: Path, left: Collection[Path]) -> set[Path]:
-    """Remove what no process holds; answers the rest."""
-    held = held_files(root)
-    kept = set()
-    for path in left:
-        if any(path == file or path in file.parents for file in held):
-            kept.add(path)
-            log.warning("quarantine.held", path=path.name)
-        elif try_to_remove(path):
-            log.info("quarantine.cleaned", path=path.name)
-        else:
-            kept.add(path)
-            log.warning("removal.failed", path=path.name)
-    return kept
 
 
 def held_files(root: Path) -> set[Path]:
@@ -127,28 +121,24 @@ def accept_objects(source: Path, destination: Path) -> None:
     Objects that the other has stay as they are.
     """
 
-    def move(file: Path, target: Path) -> None:
-        if not target.exists():
-            file.rename(target)
+    def accept(files: Iterable[Path], directory: Path) -> None:
+        directory.mkdir(exist_ok=True)
+        for file in files:
+            target = directory / file.name
+            if not target.exists():
+                file.rename(target)
+        sync_directory(directory)
 
-    packs = source / "pack"
-    if packs.is_dir():
-        (destination / "pack").mkdir(exist_ok=True)
-        for file in sorted(packs.iterdir(), key=lambda f: (_LAST.get(f.suffix, 0), f.name)):
-            if file.name.startswith("pack-") and file.suffix != ".keep":
-                move(file, destination / "pack" / file.name)
-        sync_directory(destination / "pack")
+    if (source / "pack").is_dir():
+        packs = (source / "pack").glob("pack-*")
+        # git finds a pack by its index, so that is moved last
+        ordered = sorted(packs, key=lambda file: (file.suffix == ".idx", file.name))
+        accept((file for file in ordered if file.suffix != ".keep"), destination / "pack")
     for fan in source.glob("[0-9a-f][0-9a-f]"):
-        (destination / fan.name).mkdir(exist_ok=True)
-        for file in fan.iterdir():
-            if len(file.name) == 38:
-                move(file, destination / fan.name / file.name)
-        sync_directory(destination / fan.name)
+        accept((file for file in fan.iterdir() if len(file.name) == 38), destination / fan.name)
 
 
-def within_disk(
-    path: Path, sink: Callable[[Progress], None] | None, doing: str
-) -> Callable[[Progress], None]:
+def within_disk(path: Path, sink: ProgressSink | None, doing: str) -> ProgressSink:
     """A sink that passes progress on, and raises DiskFullError when `path` gets to the reserve.
 
     The reserve is a hundredth of the disk, at most a GiB: checkouts and the catalog need it.
@@ -156,7 +146,7 @@ def within_disk(
 
     def watch(progress: Progress) -> None:
         disk = os.statvfs(path)
-        reserve = min(_RESERVE_BYTES, disk.f_blocks * disk.f_frsize // _RESERVE_SHARE)
+        reserve = min(1024**3, disk.f_blocks * disk.f_frsize // 100)
         if free_bytes(path) < reserve:
             raise DiskFullError(
                 f"cannot {doing}: the disk is nearly full",

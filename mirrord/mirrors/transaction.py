@@ -16,9 +16,9 @@ import structlog
 from anyio import to_thread
 
 from ..host.files import full_disk_named, sync_directory
+from .maintenance import remove_stale_files, stale_files_removed_on_failure
 from .refs import directories_of
 from .repository import Repository
-from .stale_files import remove_stale_files, removed_on_failure
 
 JOURNAL = "mirrord-transaction"
 _MANY = 50  # from here on one flushed packed-refs is cheaper than a flush for every loose ref
@@ -52,7 +52,7 @@ async def commit(repository: Repository, moves: Moves, head: str | None = None) 
     text = journal_text(moves, head)
     before = await repository.all_refs()
     try:
-        async with removed_on_failure(repository.path):
+        async with stale_files_removed_on_failure(repository.path):
             await to_thread.run_sync(write_durably, journal, text.encode())
             if moves:
                 await _apply(repository, moves)

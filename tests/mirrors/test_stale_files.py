@@ -14,7 +14,7 @@ import pytest
 from gitrepos import Upstream, git
 from mirrorlab import NAME, Builder, House
 
-from mirrord.mirrors.stale_files import remove_stale_files
+from mirrord.mirrors.maintenance import remove_stale_files
 from mirrord.model import CommitId
 
 _LEFT = (

@@ -25,12 +25,11 @@ from ...jobs.events import Events
 from ...model import CommitId, MirrorName, utc_now
 from ...protocol import BundleImported, ProgressSink
 from ..history import columns_of, find_record, list_records, read_refs
-from ..maintenance import size_bytes
+from ..maintenance import remove_stale_files, size_bytes
 from ..quarantine import accept_objects
 from ..refs import summarise, theirs
 from ..repository import HISTORY, KEPT, PINS, Refs, Repository
 from ..service import Mirrors
-from ..stale_files import remove_stale_files
 from ..transaction import commit
 from .format import (
     BundleRecords,
