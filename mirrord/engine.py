@@ -126,9 +126,7 @@ class Engine:
         )
         self._closing.push_async_callback(self.mirrors.close)
         await self.mirrors.open()
-        self.bundles = Bundles(
-            mirrors=self.mirrors, catalog=self.catalog, git=self.git, events=self.events
-        )
+        self.bundles = Bundles(self.mirrors)
         # datasets drop stale pins when they open, which needs mirrors in line with the catalog
         self.datasets = Datasets(
             settings=self.settings,

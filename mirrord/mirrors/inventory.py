@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import InitVar, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,19 +19,10 @@ import anyio
 import structlog
 from anyio import to_thread
 
+from .. import errors
 from ..catalog import Catalog, MirrorRow
 from ..config import Settings
-from ..errors import (
-    DamagedMirrorError,
-    GitFailedError,
-    InvalidNameError,
-    MirrordError,
-    MirrorExistsError,
-    MirrorInUseError,
-    MirrorNotFoundError,
-    StoppingError,
-    UpstreamError,
-)
+from ..errors import DamagedMirrorError, InvalidNameError, MirrordError
 from ..git.command import Git
 from ..git.errors import masked_url
 from ..host.files import host_error, sync_directory
@@ -47,30 +39,24 @@ from .repository import Repository
 from .transaction import recover
 from .upstream import default_url, parse_upstream
 
-_AT_ONCE = 4
-
 log = structlog.get_logger()
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Inventory:
     """All mirrors. Its methods take the locks they need; `lock` is for others' work on objects."""
 
-    def __init__(
-        self,
-        *,
-        settings: Callable[[], Settings],
-        git: Git,
-        catalog: Catalog,
-        events: Events,
-        trash: Trash,
-    ) -> None:
-        self._settings = settings
-        self._git = git
-        self._catalog = catalog
-        self._events = events
-        self._root = settings().state_dir / "mirrors"
-        self.quarantine = Quarantine(settings().state_dir / "quarantine", trash)
-        self.pins = Pins(catalog)
+    settings: Callable[[], Settings]
+    git: Git
+    catalog: Catalog
+    events: Events
+    trash: InitVar[Trash]
+
+    def __post_init__(self, trash: Trash) -> None:
+        state = self.settings().state_dir
+        self._root = state / "mirrors"
+        self.quarantine = Quarantine(state / "quarantine", trash)
+        self.pins = Pins(self.catalog)
         self._names: dict[str, MirrorName] = {}
         self._unsynced: dict[str, str] = {}  # why the last sync failed
         self._locks: dict[str, anyio.Lock] = {}
@@ -84,13 +70,13 @@ class Inventory:
         for directory in (self._root, self.quarantine.root):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self.quarantine.clean()
-        rows = {row.name.key: row for row in await self._catalog.list_mirrors()}
+        rows = {row.name.key: row for row in await self.catalog.list_mirrors()}
         gone = dict(rows)
-        limiter = anyio.CapacityLimiter(_AT_ONCE)
+        limiter = anyio.CapacityLimiter(4)
         async with anyio.create_task_group() as tasks:
             for path in sorted(self._root.iterdir()):
                 # work on a removed mirror may leave a directory: adopted, it would be damaged
-                if Repository(self._git, MirrorName("", path.name), path).is_stub():
+                if Repository(self.git, MirrorName("", path.name), path).is_stub():
                     log.warning("mirror.stub_removed", path=path.name)
                     await self.quarantine.discard(path)
                     continue
@@ -101,48 +87,43 @@ class Inventory:
                     continue
                 gone.pop(name.key, None)
                 if name.key not in rows:
-                    url = default_url(self._settings(), name)
-                    await self._catalog.put_mirror(
-                        MirrorRow(name=name, url=url, added_at=utc_now())
-                    )
+                    url = default_url(self.settings(), name)
+                    row = MirrorRow(name=name, url=url, added_at=utc_now())
+                    await self.catalog.put_mirror(row)
                     log.warning("mirror.adopted", mirror=str(name))
                 tasks.start_soon(self._reconcile_at_start, name, limiter)
         for row in gone.values():  # never synced, or deleted by hand: the next sync clones it
-            for pin in await self._catalog.list_pins(row.name.key):
+            for pin in await self.catalog.list_pins(row.name.key):
                 if not stands_alone(pin):
-                    await self._catalog.delete_pins(row.name.key, [pin.commit], pin.owner)
+                    await self.catalog.delete_pins(row.name.key, [pin.commit], pin.owner)
             if row.synced_at is not None:
                 log.warning("mirror.gone", mirror=str(row.name))
                 state = dict.fromkeys(("synced_at", "ref_count", "kept_count", "size_bytes"))
-                await self._catalog.update_mirror(row.name.key, **state)
-        listed = await self._catalog.list_mirrors()
+                await self.catalog.update_mirror(row.name.key, **state)
+        listed = await self.catalog.list_mirrors()
         self._names = {row.name.key: row.name for row in listed}
         self._unsynced = {row.name.key: str(row.error["detail"]) for row in listed if row.error}
 
     async def _reconcile_at_start(self, name: MirrorName, limiter: anyio.CapacityLimiter) -> None:
-        problem: MirrordError | None = None
-        fact = None
+        damage = (DamagedMirrorError, errors.GitFailedError, NotADirectoryError, IsADirectoryError)
         try:
             async with limiter:
                 await self._reconcile(self.repository(name))
-                return
-        except (DamagedMirrorError, GitFailedError) as error:
-            fact = error.message.partition(": ")[2]
-        except (NotADirectoryError, IsADirectoryError) as error:
-            fact = str(error.strerror)
-        except MirrordError as error:
-            problem = error
-        except OSError as error:
-            problem = host_error(error, f"open mirror {name}")
+        except (MirrordError, OSError) as error:
+            problem: MirrordError | None
+            if isinstance(error, OSError):
+                problem, fact = host_error(error, f"open mirror {name}"), error.strerror
+            else:
+                problem, fact = error, error.message.partition(": ")[2]
+            if isinstance(error, damage):
+                hint = f"`mirrord heal {name}` repairs it"
+                problem = DamagedMirrorError(f"cannot open mirror {name}: {fact}", hint=hint)
             if problem is None:
                 raise
-        if problem is None:
-            problem = DamagedMirrorError(
-                f"cannot open mirror {name}: {fact}", hint=f"`mirrord heal {name}` repairs it"
-            )
-        self._unclean[name.key] = name
-        await self._catalog.update_mirror(name.key, error=problem.problem())
-        log.warning("mirror.damaged", mirror=str(name), code=problem.code, detail=problem.message)
+            self._unclean[name.key] = name
+            await self.catalog.update_mirror(name.key, error=problem.problem())
+            facts = {"code": problem.code, "detail": problem.message}
+            log.warning("mirror.damaged", mirror=str(name), **facts)
 
     async def _reconcile(self, repository: Repository) -> None:
         """Finish what was interrupted in one mirror, and bring its rows in line.
@@ -157,10 +138,10 @@ class Inventory:
         await repair_incomplete_packs(repository)
         await recover(repository)
         await unmark(repository)
-        await adopt_pins(self._catalog, repository)
-        row = await self._catalog.find_mirror(key)
+        await adopt_pins(self.catalog, repository)
+        row = await self.catalog.find_mirror(key)
         if row is not None and row.history is None:
-            await self._catalog.update_mirror(key, **await columns_of(repository, None))
+            await self.catalog.update_mirror(key, **await columns_of(repository, None))
 
     def get_name(self, text: str) -> MirrorName:
         """The name of a mirror by any spelling, from memory; raises MirrorNotFoundError."""
@@ -171,7 +152,7 @@ class Inventory:
 
     async def get(self, text: str) -> MirrorRow:
         """A mirror by any spelling; raises MirrorNotFoundError."""
-        found = await self._catalog.find_mirror(self.get_name(text).key)
+        found = await self.catalog.find_mirror(self.get_name(text).key)
         if found is None:
             raise _not_found(text)
         return found
@@ -182,7 +163,7 @@ class Inventory:
 
     def repository(self, name: MirrorName) -> Repository:
         """The repository of a mirror, which may not exist yet."""
-        return Repository(self._git, name, self.path(name))
+        return Repository(self.git, name, self.path(name))
 
     @asynccontextmanager
     async def lock(self, name: MirrorName) -> AsyncIterator[None]:
@@ -194,7 +175,7 @@ class Inventory:
         async with self._locks.setdefault(name.key, anyio.Lock()):
             try:
                 yield
-            except UpstreamError:
+            except errors.UpstreamError:
                 raise
             except BaseException:
                 self._unclean[name.key] = name
@@ -214,20 +195,20 @@ class Inventory:
                     if self.path(name).exists():
                         await self._reconcile(self.repository(name))
                         log.info("mirror.reconciled", mirror=str(name))
-            except StoppingError:
+            except errors.StoppingError:
                 raise
             except (MirrordError, OSError) as error:
                 log.warning("mirror.cleanup_pending", mirror=str(name), detail=str(error))
         return cleaned and not self._unclean
 
     async def list(self) -> builtins.list[Mirror]:
-        counts = await self._catalog.count_pins()
-        rows = await self._catalog.list_mirrors()
+        counts = await self.catalog.count_pins()
+        rows = await self.catalog.list_mirrors()
         return [_shown(row, counts.get(row.name.key, 0)) for row in rows]
 
     async def describe(self, name: MirrorName) -> Mirror:
         row = await self.get(str(name))
-        return _shown(row, (await self._catalog.count_pins()).get(row.name.key, 0))
+        return _shown(row, (await self.catalog.count_pins()).get(row.name.key, 0))
 
     async def add(self, repo: str, url: str | None = None) -> MirrorRow:
         """Register a mirror, or answer the row that exists; the first sync fills it.
@@ -235,17 +216,17 @@ class Inventory:
         Raises InvalidNameError, InvalidUrlError, MirrorExistsError when it has another URL.
         """
         name = MirrorName.parse(repo)
-        upstream = parse_upstream(url or default_url(self._settings(), name))
+        upstream = parse_upstream(url or default_url(self.settings(), name))
         async with self.lock(name):
-            found = await self._catalog.find_mirror(name.key)
+            found = await self.catalog.find_mirror(name.key)
             if found is None:
                 row = MirrorRow(name=name, url=upstream.url, added_at=utc_now())
-                await self._catalog.put_mirror(row)
+                await self.catalog.put_mirror(row)
                 self._names[name.key] = name
-                self._events.publish("mirror.added", mirror=str(name), url=upstream.shown)
+                self.events.publish("mirror.added", mirror=str(name), url=upstream.shown)
                 return row
         if url is not None and found.url != upstream.url:
-            raise MirrorExistsError(
+            raise errors.MirrorExistsError(
                 f"cannot add mirror {name}: it exists with another upstream",
                 hint=f"remove it first, or sync it as it is: `mirrord mirror show {found.name}`",
                 mirror=str(found.name),
@@ -255,35 +236,31 @@ class Inventory:
     async def remove(self, name: MirrorName) -> None:
         """Delete a mirror; raises MirrorInUseError while something needs it."""
         row = await self.get(str(name))
+        path = self.path(row.name)
         async with self.lock(row.name):
-            await self._must_be_unused(row)
-            path = self.path(row.name)
-            await self._catalog.delete_mirror(row.name.key)
+            recorded = await self.catalog.list_recorded(row.name.key)
+            pinned = await self.catalog.list_pins(row.name.key)
+            used = [f"dataset {one} records it" for one in sorted({it.dataset for it in recorded})]
+            used += [f"{owner} pins it" for owner in sorted({pin.owner for pin in pinned})]
+            if (path / "worktrees").is_dir() and any((path / "worktrees").iterdir()):
+                used.append("a linked checkout uses it")
+            if used:
+                raise errors.MirrorInUseError(
+                    f"cannot remove mirror {row.name}: {used[0]}",
+                    hint="remove the dataset, the pins and the linked checkouts first",
+                    mirror=str(row.name),
+                    used_by=used,
+                )
+            await self.catalog.delete_mirror(row.name.key)
             try:
                 if path.exists():
                     await self.quarantine.discard(path)
             except OSError:  # the disk refuses: it is not removed
-                await self._catalog.put_mirror(row)
+                await self.catalog.put_mirror(row)
                 raise
             self._names.pop(row.name.key, None)
             self._unsynced.pop(row.name.key, None)
-        self._events.publish("mirror.removed", mirror=str(row.name))
-
-    async def _must_be_unused(self, row: MirrorRow) -> None:
-        recorded = await self._catalog.list_recorded(row.name.key)
-        pinned = await self._catalog.list_pins(row.name.key)
-        worktrees = self.path(row.name) / "worktrees"
-        used = [f"dataset {name} records it" for name in sorted({it.dataset for it in recorded})]
-        used += [f"{owner} pins it" for owner in sorted({pin.owner for pin in pinned})]
-        if worktrees.is_dir() and any(worktrees.iterdir()):
-            used.append("a linked checkout uses it")
-        if used:
-            raise MirrorInUseError(
-                f"cannot remove mirror {row.name}: {used[0]}",
-                hint="remove the dataset, the pins and the linked checkouts first",
-                mirror=str(row.name),
-                used_by=used,
-            )
+        self.events.publish("mirror.removed", mirror=str(row.name))
 
     async def make_empty(self, name: MirrorName) -> None:
         """Put an empty repository in the place of a lost mirror, for a heal to fill."""
@@ -294,7 +271,7 @@ class Inventory:
     async def _building(self, name: MirrorName) -> AsyncIterator[Repository]:
         """A new repository in quarantine, renamed into its place when the block succeeds."""
         async with self.quarantine.directory("clone") as directory:
-            building = Repository(self._git, name, directory / "repository")
+            building = Repository(self.git, name, directory / "repository")
             await building.create()
             yield building
             building.path.rename(self.path(name))
@@ -320,7 +297,7 @@ def _shown(row: MirrorRow, pin_count: int) -> Mirror:
     )
 
 
-def _not_found(text: str) -> MirrorNotFoundError:
-    return MirrorNotFoundError(
+def _not_found(text: str) -> errors.MirrorNotFoundError:
+    return errors.MirrorNotFoundError(
         f"cannot find mirror {shown(text)}: nobody added it", hint="`mirrord mirror list` shows all"
     )

@@ -5,24 +5,22 @@ A first clone is built in quarantine and renamed, so a mirror that exists is com
 
 from __future__ import annotations
 
-import builtins
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
-import structlog
 from anyio import to_thread
 
-from ..catalog import Catalog, MirrorRow
-from ..config import Settings
+from ..catalog import MirrorRow
 from ..errors import AccessError, CommitNotFoundError, MirrordError, UpstreamError
-from ..git.command import Git
 from ..git.errors import masked_url
 from ..git.objects.commits import resolve
 from ..git.workers import Workers
 from ..host.trash import Trash
-from ..jobs.events import Events
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..protocol import QUEUED, Pin, Progress, ProgressSink, RefDiff, RefRecord, Synced
 from . import history
@@ -36,27 +34,16 @@ from .repository import Repository
 from .sync import move_refs, sync
 from .upstream import Hosts, Upstream, parse_upstream, upstream_url
 
-_RESOLVE_TIMEOUT = timedelta(seconds=30)
 
-log = structlog.get_logger()
-
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class Mirrors(Inventory):
     """All mirrors, with the operations on them."""
 
-    def __init__(
-        self,
-        *,
-        settings: Callable[[], Settings],
-        git: Git,
-        workers: Workers,
-        catalog: Catalog,
-        events: Events,
-        trash: Trash,
-    ) -> None:
-        super().__init__(settings=settings, git=git, catalog=catalog, events=events, trash=trash)
-        self._workers = workers
-        self._hosts = Hosts(concurrency=lambda: settings().sync.concurrency)
+    workers: Workers
+
+    def __post_init__(self, trash: Trash) -> None:
+        super().__post_init__(trash)
+        self._hosts = Hosts(concurrency=lambda: self.settings().sync.concurrency)
         self._syncs: Coalescer[Synced] = Coalescer()
 
     async def close(self) -> None:
@@ -83,47 +70,38 @@ class Mirrors(Inventory):
         self, name: MirrorName, work: SharedWork[Synced], *, accept_loss: bool
     ) -> Synced:
         started_at = utc_now()
-
-        async def run(row: MirrorRow, repository: Repository, *, accept_loss: bool) -> Synced:
-            fetcher = self._fetcher(repository, parse_upstream(row.url), work.report)
-            known = {str(fault["commit"]): str(fault["reason"]) for fault in row.ref_faults}
-            patterns = self._settings().upstream.refs
-            return await sync(fetcher, patterns, known_faults=known, accept_loss=accept_loss)
-
         work.report(Progress(unit="syncs", note=QUEUED))
         try:
             async with self.lock(name):
                 row = await self.get(str(name))
-                mirror = self.repository(row.name)
+                mirror, upstream = self.repository(row.name), parse_upstream(row.url)
                 if await to_thread.run_sync(mirror.is_stub):
                     await self.quarantine.discard(mirror.path)
-                if mirror.path.exists():
+                if exists := mirror.path.exists():
                     await mirror.must_be_ours()
-                async with self._hosts.turn(parse_upstream(row.url).host):
+                async with self._hosts.turn(upstream.host):
                     work.close()
                     work.report(Progress(unit="syncs", note="ask upstream for its refs"))
-                    if mirror.path.exists():
-                        result = await run(row, mirror, accept_loss=accept_loss)
-                    else:
-                        async with self._building(row.name) as building:
-                            result = await run(row, building, accept_loss=False)
+                    place = nullcontext(mirror) if exists else self._building(row.name)
+                    async with place as repository:
+                        result = await sync(
+                            self._fetcher(repository, upstream, work.report),
+                            self.settings().upstream.refs,
+                            known_faults={it["commit"]: it["reason"] for it in row.ref_faults},
+                            accept_loss=accept_loss and exists,
+                        )
                 await self._record(row, result)
         except MirrordError as error:
             problem = error.problem()
-            await self._catalog.update_mirror(name.key, attempted_at=started_at, error=problem)
+            await self.catalog.update_mirror(name.key, attempted_at=started_at, error=problem)
             self._unsynced[name.key] = error.message
-            self._events.publish(
-                "mirror.failed", mirror=str(name), code=error.code, detail=error.message
-            )
+            fact = {"code": error.code, "detail": error.message}
+            self.events.publish("mirror.failed", mirror=str(name), **fact)
             raise
-        if result.redirected_to:
-            self._events.publish(
-                "mirror.redirected",
-                mirror=str(row.name),
-                url=masked_url(row.url),
-                to=result.redirected_to,
-            )
-        self._events.publish(
+        if to := result.redirected_to:
+            url = masked_url(row.url)
+            self.events.publish("mirror.redirected", mirror=str(row.name), url=url, to=to)
+        self.events.publish(
             "mirror.synced",
             mirror=str(row.name),
             changed=result.changed,
@@ -139,7 +117,7 @@ class Mirrors(Inventory):
         columns = {"ref_count": result.ref_count, "kept_count": result.kept_count}
         if result.changed or row.history is None:
             columns = await history.columns_of(self.repository(row.name), row.history)
-        await self._catalog.update_mirror(
+        await self.catalog.update_mirror(
             row.name.key,
             **columns,
             default_branch=result.default_branch,
@@ -150,7 +128,7 @@ class Mirrors(Inventory):
             ref_faults=[fault.to_json() for fault in result.faults],
         )
 
-    def outages(self) -> builtins.list[str]:
+    def outages(self) -> list[str]:
         """Why nothing is up to date: the last sync of every mirror failed."""
         if not self._names or not self._names.keys() <= self._unsynced.keys():
             return []
@@ -169,8 +147,8 @@ class Mirrors(Inventory):
             await repository.must_be_ours()
             await maintain(repository, progress)
         size = await to_thread.run_sync(size_bytes, repository.path)
-        await self._catalog.update_mirror(row.name.key, size_bytes=size)
-        self._events.publish("mirror.maintained", mirror=str(row.name), size_bytes=size)
+        await self.catalog.update_mirror(row.name.key, size_bytes=size)
+        self.events.publish("mirror.maintained", mirror=str(row.name), size_bytes=size)
 
     async def _synced(self, name: MirrorName, progress: ProgressSink | None = None) -> MirrorRow:
         """The row of a mirror that is on disk; syncs one that is not, unless a sync is running."""
@@ -187,10 +165,8 @@ class Mirrors(Inventory):
     async def resolve(self, name: MirrorName, commitish: str) -> Resolved:
         """The commit of a branch, tag or id; raises CommitNotFoundError."""
         row = await self._synced(name)
-        found: Resolved = await self._workers.run(
-            resolve, self.path(row.name), commitish, timeout=_RESOLVE_TIMEOUT
-        )
-        return found
+        timeout = timedelta(seconds=30)
+        return await self.workers.run(resolve, self.path(row.name), commitish, timeout=timeout)
 
     async def resolve_public(self, name: MirrorName, commitish: str) -> Resolved:
         """The commit of a name that is not ours, where a ref that follows upstream reaches it.
@@ -215,9 +191,9 @@ class Mirrors(Inventory):
             )
         return found
 
-    def upstreams(self, row: MirrorRow) -> builtins.list[Upstream]:
+    def upstreams(self, row: MirrorRow) -> list[Upstream]:
         """The upstream of a mirror, then its fallbacks."""
-        fallbacks = self._settings().upstream.fallbacks
+        fallbacks = self.settings().upstream.fallbacks
         urls = [row.url, *(upstream_url(template, row.name) for template in fallbacks)]
         return [parse_upstream(url) for url in urls]
 
@@ -252,7 +228,7 @@ class Mirrors(Inventory):
         progress: ProgressSink | None = None,
     ) -> dict[CommitId, str]:
         """Fetch objects by id into a repository; answers those that did not come, with reasons."""
-        fetcher = self._fetcher(Repository(self._git, row.name, path), upstream, progress)
+        fetcher = self._fetcher(Repository(self.git, row.name, path), upstream, progress)
         try:
             async with self._hosts.turn(upstream.host):
                 failed = await fetcher.fetch(sorted(oids))
@@ -263,14 +239,9 @@ class Mirrors(Inventory):
     def _fetcher(
         self, repository: Repository, upstream: Upstream, progress: ProgressSink | None
     ) -> Fetcher:
-        return Fetcher(
-            repository,
-            upstream,
-            self.quarantine,
-            self._settings().upstream.timeout,
-            progress,
-            lambda: self._hosts.turn(upstream.host),
-        )
+        quiet = self.settings().upstream.timeout
+        lane = partial(self._hosts.turn, upstream.host)
+        return Fetcher(repository, upstream, self.quarantine, quiet, progress, lane)
 
     # -- pins -----------------------------------------------------------------------------------
 
@@ -285,13 +256,8 @@ class Mirrors(Inventory):
             await repository.must_be_ours()
             refused = await self.pins.add(repository, commits, owner, reason)
         if pinned := set(commits) - refused.keys():
-            self._events.publish(
-                "commits.pinned",
-                mirror=str(row.name),
-                owner=owner,
-                count=len(pinned),
-                refused=len(refused),
-            )
+            counts = {"count": len(pinned), "refused": len(refused)}
+            self.events.publish("commits.pinned", mirror=str(row.name), owner=owner, **counts)
         return refused
 
     async def unpin(self, name: MirrorName, commits: Collection[CommitId], *, owner: str) -> None:
@@ -300,7 +266,7 @@ class Mirrors(Inventory):
         row = await self.get(str(name))
         async with self.lock(row.name):
             await self.pins.remove(self.repository(row.name), commits, owner)
-        self._events.publish(
+        self.events.publish(
             "commits.unpinned", mirror=str(row.name), owner=owner, count=len(commits)
         )
 
@@ -309,10 +275,9 @@ class Mirrors(Inventory):
         async with self.lock(name):
             lost, refused = await self.pins.restore(self.repository(name))
         if lost:
-            self._events.publish("pins.restored", mirror=str(name), count=lost, refused=refused)
+            self.events.publish("pins.restored", mirror=str(name), count=lost, refused=refused)
 
-    async def list_pins(self, name: MirrorName | None = None) -> builtins.list[Pin]:
-        rows = await self._catalog.list_pins(name.key if name else None)
+    async def list_pins(self, name: MirrorName | None = None) -> list[Pin]:
         return [
             Pin(
                 mirror=str(row.mirror),
@@ -321,25 +286,23 @@ class Mirrors(Inventory):
                 reason=row.reason,
                 created_at=row.created_at,
             )
-            for row in rows
+            for row in await self.catalog.list_pins(name.key if name else None)
         ]
 
     # -- ref history ----------------------------------------------------------------------------
 
-    async def refs_log(self, name: MirrorName) -> builtins.list[RefRecord]:
+    async def refs_log(self, name: MirrorName) -> list[RefRecord]:
         """The newest first."""
-        row = await self._synced(name)
-        return await history.list_records(self.repository(row.name))
+        return await history.list_records(self.repository((await self._synced(name)).name))
 
     async def refs_diff(self, name: MirrorName, a: str, b: str) -> RefDiff:
         """The changes between two records, each named by id or time."""
-        row = await self._synced(name)
-        repository = self.repository(row.name)
+        repository = self.repository((await self._synced(name)).name)
         old = await history.find_record(repository, a)
         new = await history.find_record(repository, b)
         refs = await repository.all_refs()
         changes = await history.diff_records(repository, old.id, new.id, refs)
-        return RefDiff(mirror=str(row.name), a=old.id, b=new.id, changes=changes)
+        return RefDiff(mirror=str(repository.name), a=old.id, b=new.id, changes=changes)
 
     async def refs_restore(
         self, name: MirrorName, at: str, progress: ProgressSink | None = None
@@ -356,8 +319,7 @@ class Mirrors(Inventory):
             refs, head = await history.read_refs(repository, record.id)
             changes = await move_refs(repository, refs, head, why=f"restore {record.id[:12]}")
             columns = await history.columns_of(repository, row.history)
-            await self._catalog.update_mirror(row.name.key, **columns)
-        self._events.publish(
-            "refs.restored", mirror=str(row.name), at=record.id, changes=len(changes)
-        )
+            await self.catalog.update_mirror(row.name.key, **columns)
+        fact = {"at": record.id, "changes": len(changes)}
+        self.events.publish("refs.restored", mirror=str(row.name), **fact)
         return RefDiff(mirror=str(row.name), a=before.id, b=record.id, changes=changes)

@@ -59,12 +59,7 @@ class Daemon:
             trash=Trash(),
         )
         await self.mirrors.open()
-        self.bundles = Bundles(
-            mirrors=self.mirrors,
-            catalog=self.catalog,
-            git=Git(home=self.state_dir / "home"),
-            events=self.events,
-        )
+        self.bundles = Bundles(self.mirrors)
         self.heals = self.make_heals(step)
         self.audits = Audits(
             settings=lambda: self.settings,

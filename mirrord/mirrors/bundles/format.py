@@ -8,7 +8,7 @@ never hold a secret: a URL that cannot be shown whole is left out. Moves no ref 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Iterable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -30,26 +30,19 @@ from ...git.errors import masked_url
 from ...host.files import full_disk_named
 from ...host.processes import memory_limit_bytes
 from ...model import MirrorName, parse_dataset_name, shown
-from ...protocol import Dataset, Progress, RowFault
+from ...protocol import Dataset, ProgressSink, RowFault
 from ..quarantine import STREAM_BIG_FILES, within_disk
 from ..repository import Refs, Repository
 from ..upstream import parse_upstream
 
-_VERSIONS = {b"# v2 git bundle\n": 2, b"# v3 git bundle\n": 3}
-_PLAIN = b"@object-format=sha1\n"
-_MAX_LINE = 8192
-_MAX_LINES = 10_000_000
 _PREREQUISITE = re.compile(r"-([0-9a-f]{40})(?: .*)?")
 _REF = re.compile(r"([0-9a-f]{40}) (\S.*)")
-_DEADLINE = timedelta(hours=6)
-_SILENCE = timedelta(hours=1)
-_MIRROR_FILE = "mirror.json"
 _FORMAT = 1
 
 Spools = dict[str, tuple[DatasetHead, Path]]
 """By dataset: its head, and its checked rows as the catalog takes them."""
 
-# -- header -----------------------------------------------------------------------------------
+# -- header and pack ----------------------------------------------------------------------------
 
 
 class BundleHeader(NamedTuple):
@@ -62,79 +55,51 @@ class BundleHeader(NamedTuple):
 
 def header_bytes(prerequisites: Iterable[str], refs: Refs) -> bytes:
     """The header of a bundle as git writes it; the pack follows."""
-    lines = [
-        "# v2 git bundle",
-        *(f"-{oid} " for oid in sorted(prerequisites)),
-        *(f"{oid} {ref}" for ref, oid in sorted(refs.items())),
-        "",
-    ]
-    return lines_of(lines)
+    builds_on = (f"-{oid} " for oid in sorted(prerequisites))
+    named = (f"{oid} {ref}" for ref, oid in sorted(refs.items()))
+    return lines_of(["# v2 git bundle", *builds_on, *named, ""])
 
 
 def read_header(path: Path) -> BundleHeader:
     """Read the header of a bundle file; raises InvalidBundleError."""
+
+    def refused(fact: str) -> InvalidBundleError:
+        return InvalidBundleError(
+            f"cannot read the bundle: {fact}",
+            hint="make it with `mirrord bundle create`, or with `git bundle create` of git 2.x",
+        )
+
     prerequisites: list[str] = []
     refs: Refs = {}
     with path.open("rb") as file:
-        version = _VERSIONS.get(file.readline(_MAX_LINE))
-        if version is None:
-            raise _refused("it does not begin like a git bundle")
-        for _ in range(_MAX_LINES):
-            raw = file.readline(_MAX_LINE)
+        signature = file.readline(8192)
+        if signature not in {b"# v2 git bundle\n", b"# v3 git bundle\n"}:
+            raise refused("it does not begin like a git bundle")
+        for _ in range(10_000_000):
+            raw = file.readline(8192)
             if raw == b"\n":
                 break
             if not raw.endswith(b"\n"):
-                raise _refused("it ends in the middle of its head")
+                raise refused("it ends in the middle of its head")
             line = raw[:-1].decode("utf-8", "surrogateescape")
-            if version == 3 and raw.startswith(b"@"):
-                if raw != _PLAIN:
-                    raise _refused(f"it needs {shown(line)}, which mirrors do not have")
+            if b"v3" in signature and raw.startswith(b"@"):
+                if line != "@object-format=sha1":
+                    raise refused(f"it needs {shown(line)}, which mirrors do not have")
             elif found := _PREREQUISITE.fullmatch(line):
                 prerequisites.append(found[1])
             elif found := _REF.fullmatch(line):
                 refs[found[2]] = found[1]
             else:
-                raise _refused(f"{shown(line)} is no line of a bundle's head")
+                raise refused(f"{shown(line)} is no line of a bundle's head")
         else:
-            raise _refused("it holds too many refs")
+            raise refused("it holds too many refs")
         if not refs:
-            raise _refused("it holds no refs")
+            raise refused("it holds no refs")
         return BundleHeader(tuple(prerequisites), refs, file.tell())
 
 
-def _refused(fact: str) -> InvalidBundleError:
-    return InvalidBundleError(
-        f"cannot read the bundle: {fact}",
-        hint="make it with `mirrord bundle create`, or with `git bundle create` of git 2.x",
-    )
-
-
-# -- pack -------------------------------------------------------------------------------------
-
-
-async def stream_bundle(
-    repository: Repository, objects: Path, refs: Refs, prerequisites: frozenset[str]
-) -> AsyncGenerator[bytes]:
-    """A bundle of all that `refs` reach and `prerequisites` do not.
-
-    `objects` holds objects that are not in the mirror. git counts before it writes, so a missing
-    object is an error before the second piece; it waits while the reader does.
-    """
-    yield header_bytes(prerequisites, refs)
-    async with repository.git.stream(
-        "pack-objects", "--revs", "--stdout", "--thin", "--delta-base-offset", "-q",
-        git_dir=repository.path,
-        stdin=lines_of([*sorted({*refs.values()}), *(f"^{oid}" for oid in sorted(prerequisites))]),
-        quarantine_objects=objects,
-        quiet_timeout=_SILENCE,
-        doing=f"bundle mirror {repository.name}",
-    ) as pack:  # fmt: skip
-        async for chunk in pack:
-            yield chunk
-
-
 async def unbundle(
-    repository: Repository, path: Path, progress: Callable[[Progress], None] | None = None
+    repository: Repository, path: Path, progress: ProgressSink | None = None
 ) -> BundleHeader:
     """Add the objects of a bundle file to `repository`, each checked; answers its header.
 
@@ -161,7 +126,7 @@ async def index_bundle(
     path: Path,
     header: BundleHeader,
     *options: str,
-    progress: Callable[[Progress], None] | None = None,
+    progress: ProgressSink | None = None,
     doing: str,
 ) -> None:
     """Add the objects of a bundle file to `repository`, each hashed, within bounds.
@@ -173,7 +138,7 @@ async def index_bundle(
         await repository.run(
             *STREAM_BIG_FILES, "index-pack", "--stdin", "--fix-thin", *options, "-v",
             stdin=pack,
-            timeout=_DEADLINE,
+            timeout=timedelta(hours=6),
             memory_bytes=memory_limit_bytes(),
             progress=within_disk(repository.path, progress, doing),
             doing=doing,
@@ -184,26 +149,23 @@ async def verify_closures(repository: Repository, refs: Refs) -> None:
     """Prove that everything the refs of a bundle reach is there; raises InvalidBundleError."""
     try:
         if absent := await repository.absent(refs.values()):
-            raise InvalidBundleError(
-                f"cannot import the bundle: {min(absent)} is named by it and not in it"
-            )
+            fact = f"{min(absent)} is named by it and not in it"
+            raise InvalidBundleError(f"cannot import the bundle: {fact}")
         await repository.verify_closure(sorted(set(refs.values())))
     except (GitFailedError, CorruptObjectError) as error:
         raise _bad(error, "it names commits whose objects are not in it: get it again") from error
 
 
-def _bad(error: MirrordError, hint: str) -> InvalidBundleError:
-    fact = error.message.partition(": ")[2] or error.message
-    return InvalidBundleError(
-        f"cannot import the bundle: {fact}", hint=f"nothing was changed; {hint}"
-    )
+def _bad(error: MirrordError, advice: str) -> InvalidBundleError:
+    fact, hint = error.message.partition(": ")[2] or error.message, f"nothing was changed; {advice}"
+    return InvalidBundleError(f"cannot import the bundle: {fact}", hint=hint)
 
 
 # -- records ----------------------------------------------------------------------------------
 
 
 class _Stored(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, from_attributes=True)
 
 
 class BundledPin(_Stored):
@@ -222,8 +184,8 @@ class BundledDataset(_Stored):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     imported_at: datetime
     fault_count: int = 0
-    faults: tuple[RowFault, ...] = ()
-    rules: dict[str, int] = Field(default_factory=dict)
+    faults: list[RowFault] = []
+    rules: dict[str, int] = {}
 
 
 class BundleRecords(_Stored):
@@ -240,19 +202,14 @@ class BundleRecords(_Stored):
 def records_of(row: MirrorRow, pins: list[PinRow], datasets: list[Dataset]) -> BundleRecords:
     try:
         bare = parse_upstream(row.url).remote.url
-        url = bare if masked_url(bare) == bare else None
     except InvalidUrlError:
-        url = None
+        bare = None
+    ordered = sorted(pins, key=lambda pin: (pin.owner, pin.commit))
     return BundleRecords(
         mirror=str(row.name),
-        url=url,
+        url=bare if bare and masked_url(bare) == bare else None,
         default_branch=row.default_branch,
-        pins=tuple(
-            BundledPin(
-                commit=pin.commit, owner=pin.owner, reason=pin.reason, created_at=pin.created_at
-            )
-            for pin in sorted(pins, key=lambda pin: (pin.owner, pin.commit))
-        ),
+        pins=tuple(map(BundledPin.model_validate, ordered)),
         datasets=tuple(BundledDataset.model_validate(dataset.to_json()) for dataset in datasets),
     )
 
@@ -272,7 +229,7 @@ async def write_records(
         return made.lines[0]
 
     files: dict[str, bytes | Path] = {f"dataset-{name}.jsonl": path for name, path in rows.items()}
-    files[_MIRROR_FILE] = records.model_dump_json(indent=1).encode()
+    files["mirror.json"] = records.model_dump_json(indent=1).encode()
     entries = [
         f"100644 blob {await write('hash-object', '-w', '--stdin', stdin=content)}\t{name}"
         for name, content in sorted(files.items())
@@ -283,24 +240,18 @@ async def write_records(
 
 async def read_records(repository: Repository, commit: str) -> BundleRecords:
     """Raises InvalidBundleError."""
-    doing = "read a bundle's records"
-    found = await repository.run(
-        "cat-file", "blob", f"{commit}:{_MIRROR_FILE}", ok=(0, 128), doing=doing
-    )
+    words = ("cat-file", "blob", f"{commit}:mirror.json")
+    found = await repository.run(*words, ok=(0, 128), doing="read a bundle's records")
+    failure = "cannot read the records of the bundle"
     try:
         records = BundleRecords.model_validate_json(found.stdout)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise InvalidBundleError(
-            f"cannot read the records of the bundle: {first['msg']}",
-            hint="it was not made by `mirrord bundle create`",
-        ) from error
+        fact = error.errors(include_url=False)[0]["msg"]
+        hint = "it was not made by `mirrord bundle create`"
+        raise InvalidBundleError(f"{failure}: {fact}", hint=hint) from error
     if records.format > _FORMAT:
-        raise InvalidBundleError(
-            f"cannot read the records of the bundle: their format is {records.format}, and this"
-            f" mirrord reads up to {_FORMAT}",
-            hint="use a newer mirrord",
-        )
+        fact = f"their format is {records.format}, and this mirrord reads up to {_FORMAT}"
+        raise InvalidBundleError(f"{failure}: {fact}", hint="use a newer mirrord")
     return records
 
 
@@ -311,44 +262,29 @@ async def spool_datasets(scratch: Repository, commit: str | None, records: Bundl
     """
     if commit is None or MirrorName.parse(records.mirror).key != scratch.name.key:
         return {}
-    directory = scratch.path.parent
+    raw = scratch.path.parent / "rows.raw"
     spools: Spools = {}
+
+    def check_rows(spool: Path) -> None:
+        with full_disk_named("quarantine"), raw.open("rb") as lines, spool.open("wb") as out:
+            for number, line in enumerate(lines, 1):
+                try:
+                    row = unspooled(line)
+                except (ValueError, KeyError, TypeError, MirrordError) as error:
+                    fact = f"row {number} of a dataset is none: {error}"
+                    raise InvalidBundleError(f"cannot import the bundle: {fact}") from error
+                if row.mirror.key == scratch.name.key:
+                    out.write(spooled(row))
+
     for number, dataset in enumerate(records.datasets):
-        raw, spool = directory / "rows.raw", directory / f"rows-{number}.jsonl"
-        found = await scratch.run(
-            "cat-file", "blob", f"{commit}:dataset-{dataset.name}.jsonl",
-            stdout_path=raw,
-            ok=(0, 128),
-            doing="read a bundle's records",
-        )  # fmt: skip
+        words = ("cat-file", "blob", f"{commit}:dataset-{dataset.name}.jsonl")
+        doing = "read a bundle's records"
+        found = await scratch.run(*words, stdout_path=raw, ok=(0, 128), doing=doing)
         if found.status != 0:
-            raise InvalidBundleError(
-                f"cannot import the bundle: the rows of dataset {dataset.name} are not in it"
-            )
-        await to_thread.run_sync(_check_rows, raw, spool, scratch.name)
-        head = DatasetHead(
-            name=parse_dataset_name(dataset.name),
-            format=dataset.format,
-            source=dataset.source,
-            sha256=dataset.sha256,
-            imported_at=dataset.imported_at,
-            fault_count=dataset.fault_count,
-            faults=list(dataset.faults),
-            rules=dataset.rules,
-            refused={},
-        )
-        spools[dataset.name] = (head, spool)
+            fact = f"the rows of dataset {dataset.name} are not in it"
+            raise InvalidBundleError(f"cannot import the bundle: {fact}")
+        spool = raw.with_name(f"rows-{number}.jsonl")
+        await to_thread.run_sync(check_rows, spool)
+        known = dict(dataset) | {"name": parse_dataset_name(dataset.name), "refused": {}}
+        spools[dataset.name] = DatasetHead(**known), spool
     return spools
-
-
-def _check_rows(raw: Path, spool: Path, name: MirrorName) -> None:
-    with full_disk_named("quarantine"), raw.open("rb") as lines, spool.open("wb") as out:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = unspooled(line)
-            except (ValueError, KeyError, TypeError, MirrordError) as error:
-                raise InvalidBundleError(
-                    f"cannot import the bundle: row {number} of a dataset is none: {error}"
-                ) from error
-            if row.mirror.key == name.key:
-                out.write(spooled(row))

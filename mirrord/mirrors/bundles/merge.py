@@ -8,7 +8,7 @@ history is continued; one that had to begin anew is joined with the bundle's old
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ...errors import InvalidBundleError, MirrordError
 from ...model import CommitId, MirrorName
@@ -96,17 +96,14 @@ async def plan_merge(
             if not await repository.is_ancestor(oid, now):
                 plan.kept.append(oid)
         else:
-            plan.changes.append(
-                RefChange(ref=ref, kind="forwarded" if now else "created", old=now, new=oid)
-            )
+            kind: Literal["forwarded", "created"] = "forwarded" if now else "created"
+            plan.changes.append(RefChange(ref=ref, kind=kind, old=now, new=oid))
             plan.moves[ref] = (now, oid)
             plan.target[ref] = oid
             above.update(directories_of(ref, 2))
     created = {f"{KEPT}{oid}": oid for oid in sorted({*bundle.kept, *plan.kept})}
     created |= {pin_ref(owner, commit): commit for owner, commit in pins}
-    for ref, oid in created.items():
-        if ref not in present:
-            plan.moves[ref] = (None, oid)
+    plan.moves |= {ref: (None, oid) for ref, oid in created.items() if ref not in present}
     await _plan_history(repository, plan, present, bundle.history, head)
     return plan
 
@@ -118,14 +115,17 @@ async def _plan_history(
     parents = [own] if own else []
     if offered and (own is None or await repository.is_ancestor(own, offered)):
         parents = [offered]
-    elif offered and own and await _began_after(repository, own, offered):
-        parents = [offered, own]
+    elif offered and own:
+        first = (await list_records(repository, EVERY_RECORD, start=own))[-1]
+        last = (await list_records(repository, limit=1, start=offered))[0]
+        if first.summary.startswith(BEGUN_ANEW) and last.at <= first.at:
+            parents = [offered, own]
     kept = await read_kept(repository, own)
     named = [*present, *plan.moves]
     kept |= {ref.removeprefix(KEPT) for ref in named if ref.startswith(KEPT)}
-    wanted = (plan.target, head if head in plan.target else None, kept)
     tip = parents[0] if len(parents) == 1 else None
     if tip:
+        wanted = (plan.target, head if head in plan.target else None, kept)
         said = (*await read_refs(repository, tip), await read_kept(repository, tip))
     if not tip or said != wanted:
         tip = await write_record(
@@ -135,20 +135,12 @@ async def _plan_history(
         plan.moves[HISTORY] = (own, tip)
 
 
-async def _began_after(repository: Repository, own: str, offered: str) -> bool:
-    """Whether our history began anew after the last of the offered records."""
-    first = (await list_records(repository, EVERY_RECORD, start=own))[-1]
-    last = (await list_records(repository, limit=1, start=offered))[0]
-    return first.summary.startswith(BEGUN_ANEW) and last.at <= first.at
-
-
 async def must_be_history(repository: Repository, offered: str) -> None:
     """Refuse a ref history that could not be read later; raises InvalidBundleError."""
     try:
         await list_records(repository, start=offered)
         await read_refs(repository, offered)
     except (MirrordError, ValueError) as error:
-        raise InvalidBundleError(
-            "cannot import the bundle: its ref history is not one",
-            hint="nothing was changed; make the bundle again",
-        ) from error
+        hint = "nothing was changed; make the bundle again"
+        fact = "its ref history is not one"
+        raise InvalidBundleError(f"cannot import the bundle: {fact}", hint=hint) from error

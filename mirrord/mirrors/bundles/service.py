@@ -16,12 +16,11 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from ...catalog import Catalog, MirrorRow, PinRow
+from ...catalog import MirrorRow, PinRow
 from ...errors import InvalidBundleError, MirrorNotFoundError
-from ...git.command import Git
+from ...git.batch import lines_of
 from ...git.packs import PackIndex
 from ...host.files import full_disk_named, sync_directory, sync_tree
-from ...jobs.events import Events
 from ...model import CommitId, MirrorName, utc_now
 from ...protocol import BundleImported, ProgressSink
 from ..history import columns_of, find_record, list_records, read_refs
@@ -31,18 +30,7 @@ from ..refs import summarise, theirs
 from ..repository import HISTORY, KEPT, PINS, Refs, Repository
 from ..service import Mirrors
 from ..transaction import commit
-from .format import (
-    BundleRecords,
-    Spools,
-    read_header,
-    read_records,
-    records_of,
-    spool_datasets,
-    stream_bundle,
-    unbundle,
-    verify_closures,
-    write_records,
-)
+from . import format as file_format
 from .merge import RECORDS, BundleRefs, MergePlan, must_be_history, plan_merge, sort_refs
 
 
@@ -55,14 +43,11 @@ class Outgoing:
     content: AsyncGenerator[bytes]
 
 
+@dataclass(frozen=True, slots=True)
 class Bundles:
     """Reads and writes mirrors through `Mirrors` and its locks."""
 
-    def __init__(self, *, mirrors: Mirrors, catalog: Catalog, git: Git, events: Events) -> None:
-        self._mirrors = mirrors
-        self._catalog = catalog
-        self._git = git
-        self._events = events
+    mirrors: Mirrors
 
     # -- out ------------------------------------------------------------------------------------
 
@@ -72,19 +57,16 @@ class Bundles:
         The content must be read or closed. It is read without the mirror's lock: nothing that a ref
         reaches is ever dropped.
         """
-        row = await self._mirrors.get(name)
-        repository = self._mirrors.repository(row.name)
+        row = await self.mirrors.get(name)
+        repository = self.mirrors.repository(row.name)
         if not repository.path.exists():
             raise MirrorNotFoundError(
                 f"cannot bundle mirror {row.name}: it was never synced", hint="sync it first"
             )
         present = await repository.all_refs()
         # all refs but the marks of a running fetch
-        ours = {
-            ref: oid
-            for ref, oid in present.items()
-            if ref == HISTORY or ref.startswith((KEPT, PINS))
-        }
+        ours = {ref: oid for ref, oid in present.items() if ref.startswith((KEPT, PINS))}
+        ours |= {HISTORY: present[HISTORY]} if HISTORY in present else {}
         prerequisites: set[str] = set()
         if since:  # the reader has all that the refs of that record reach, and the record
             record = await find_record(repository, since)
@@ -108,27 +90,41 @@ class Bundles:
         self, row: MirrorRow, repository: Repository, refs: Refs, prerequisites: frozenset[str]
     ) -> AsyncGenerator[bytes]:
         key = row.name.key
-        async with self._mirrors.quarantine.directory("bundle") as directory:
+        async with self.mirrors.quarantine.directory("bundle") as directory:
             objects = directory / "objects"
             objects.mkdir()
-            recorded = await self._catalog.list_recorded(key)
+            recorded = await self.mirrors.catalog.list_recorded(key)
             datasets, rows = [], {}
             for name in sorted({each.dataset for each in recorded}):
-                if dataset := await self._catalog.find_dataset(name):
+                if dataset := await self.mirrors.catalog.find_dataset(name):
                     datasets.append(dataset)
                     rows[name] = directory / f"{name}.jsonl"
-                    await self._catalog.spool_rows(name, key, rows[name])
-            records = records_of(row, await self._catalog.list_pins(key), datasets)
-            stored = await write_records(repository, objects, records, rows)
+                    await self.mirrors.catalog.spool_rows(name, key, rows[name])
+            records = file_format.records_of(
+                row, await self.mirrors.catalog.list_pins(key), datasets
+            )
+            stored = await file_format.write_records(repository, objects, records, rows)
             head = refs.get(await repository.head() or "")
             refs = refs | {f"{RECORDS}{row.name}": stored} | ({"HEAD": head} if head else {})
-            size = 0
-            async for chunk in stream_bundle(repository, objects, refs, prerequisites):
-                size += len(chunk)
-                yield chunk
-        self._events.publish(
-            "bundle.created", mirror=str(row.name), refs=len(refs), size_bytes=size
-        )
+            header = file_format.header_bytes(prerequisites, refs)
+            size = len(header)
+            yield header
+            # git counts before it writes, so a missing object is an error before the next piece; it
+            # waits while the reader does
+            tips = [*sorted({*refs.values()}), *(f"^{oid}" for oid in sorted(prerequisites))]
+            async with self.mirrors.git.stream(
+                "pack-objects", "--revs", "--stdout", "--thin", "--delta-base-offset", "-q",
+                git_dir=repository.path,
+                stdin=lines_of(tips),
+                quarantine_objects=objects,
+                quiet_timeout=timedelta(hours=1),
+                doing=f"bundle mirror {repository.name}",
+            ) as pack:  # fmt: skip
+                async for chunk in pack:
+                    size += len(chunk)
+                    yield chunk
+        made = {"refs": len(refs), "size_bytes": size}
+        self.mirrors.events.publish("bundle.created", mirror=str(row.name), **made)
 
     # -- in -------------------------------------------------------------------------------------
 
@@ -145,10 +141,10 @@ class Bundles:
         Raises InvalidBundleError where it is damaged, hostile, names no mirror, or builds on
         missing commits.
         """
-        quarantine = self._mirrors.quarantine
+        catalog, quarantine = self.mirrors.catalog, self.mirrors.quarantine
         with quarantine.holding(path):
             async with quarantine.directory("import") as directory:
-                bundle = sort_refs((await to_thread.run_sync(read_header, path)).refs)
+                bundle = sort_refs((await to_thread.run_sync(file_format.read_header, path)).refs)
                 text = mirror or bundle.mirror
                 if text is None:
                     raise InvalidBundleError(
@@ -156,34 +152,33 @@ class Bundles:
                         hint="say it with --mirror owner/name",
                     )
                 name = MirrorName.parse(text)
-                if found := await self._catalog.find_mirror(name.key):
+                if found := await catalog.find_mirror(name.key):
                     name = found.name
-                scratch = Repository(self._git, name, directory / "repository")
+                scratch = Repository(self.mirrors.git, name, directory / "repository")
                 await scratch.create()
-                if self._mirrors.path(name).exists():
-                    borrowed = self._mirrors.repository(name).objects
+                if self.mirrors.path(name).exists():
                     alternates = scratch.objects / "info/alternates"
+                    borrowed = self.mirrors.repository(name).objects
                     alternates.write_text(f"{borrowed}\n", encoding="utf-8")
-                await unbundle(scratch, path, progress)
-                await verify_closures(scratch, bundle.tips)
+                await file_format.unbundle(scratch, path, progress)
+                await file_format.verify_closures(scratch, bundle.tips)
                 if bundle.history is not None:
                     await must_be_history(scratch, bundle.history)
-                records = BundleRecords(mirror=str(name))
+                records = file_format.BundleRecords(mirror=str(name))
                 if bundle.records:
-                    records = await read_records(scratch, bundle.records)
-                spools = await spool_datasets(scratch, bundle.records, records)
+                    records = await file_format.read_records(scratch, bundle.records)
+                spools = await file_format.spool_datasets(scratch, bundle.records, records)
                 result = await self._take(scratch, bundle, records, spools, owner_uid)
-        self._events.publish(
-            "bundle.imported", mirror=result.mirror, created=result.created, pins=result.pins
-        )
+        counts = {"created": result.created, "pins": result.pins}
+        self.mirrors.events.publish("bundle.imported", mirror=result.mirror, **counts)
         return result
 
     async def _take(
         self,
         scratch: Repository,
         bundle: BundleRefs,
-        records: BundleRecords,
-        spools: Spools,
+        records: file_format.BundleRecords,
+        spools: file_format.Spools,
         owner_uid: int,
     ) -> BundleImported:
         """Change the mirror, once all is proven.
@@ -191,21 +186,20 @@ class Bundles:
         The catalog goes first: rows without pins are reported, pins without rows would be dropped.
         """
         name = scratch.name
-        found = await self._catalog.find_mirror(name.key)
+        found = await self.mirrors.catalog.find_mirror(name.key)
         if found is None:
-            await self._mirrors.add(str(name), records.url)
+            await self.mirrors.add(str(name), records.url)
         # or a crash ended its first import after it was registered
         is_new = found is None or found.synced_at is None
-        async with self._mirrors.lock(name):
+        async with self.mirrors.lock(name):
             restored: dict[str, int] = {}
             for dataset, (head, spool) in spools.items():
-                added = await self._catalog.merge_dataset(head, spool)
-                if added is not None:
+                if (added := await self.mirrors.catalog.merge_dataset(head, spool)) is not None:
                     restored[dataset] = added
             pins, taken_over = _pin_rows(name, bundle, records, restored, owner_uid)
             plan = await self._move(scratch, bundle, pins, records)
-            await self._catalog.put_pins(pins)
-            await self._mirrors.pins.remove_unrecorded(self._mirrors.repository(name), pins)
+            await self.mirrors.catalog.put_pins(pins)
+            await self.mirrors.pins.remove_unrecorded(self.mirrors.repository(name), pins)
             await self._record(name, is_new=is_new)
         return BundleImported(
             mirror=str(name),
@@ -219,11 +213,15 @@ class Bundles:
         )
 
     async def _move(
-        self, scratch: Repository, bundle: BundleRefs, pins: list[PinRow], records: BundleRecords
+        self,
+        scratch: Repository,
+        bundle: BundleRefs,
+        pins: list[PinRow],
+        records: file_format.BundleRecords,
     ) -> MergePlan:
         """Rename a new repository into place, or move its objects and refs into the mirror."""
         owners = [(pin.owner, pin.commit) for pin in pins]
-        repository = self._mirrors.repository(scratch.name)
+        repository = self.mirrors.repository(scratch.name)
         if not repository.path.exists():
             branch = records.default_branch
             head = f"refs/heads/{branch}" if branch else bundle.head
@@ -247,26 +245,25 @@ class Bundles:
         return plan
 
     async def _record(self, name: MirrorName, *, is_new: bool) -> None:
-        repository = self._mirrors.repository(name)
-        row = await self._mirrors.get(str(name))
-        columns = await columns_of(repository, row.history)
+        repository = self.mirrors.repository(name)
+        columns = await columns_of(repository, (await self.mirrors.get(str(name))).history)
         columns["size_bytes"] = await to_thread.run_sync(size_bytes, repository.path)
         if is_new:
             head = await repository.head()
             newest = await list_records(repository, limit=1)
-            is_there = head in await repository.all_refs()
+            is_born = head in await repository.all_refs()
             columns["default_branch"] = (
-                head.removeprefix("refs/heads/") if head and is_there else None
+                head.removeprefix("refs/heads/") if head and is_born else None
             )
             # when the bundle's mirror was synced last
             columns["synced_at"] = newest[0].at if newest else utc_now()
-        await self._catalog.update_mirror(name.key, **columns)
+        await self.mirrors.catalog.update_mirror(name.key, **columns)
 
 
 def _pin_rows(
     name: MirrorName,
     bundle: BundleRefs,
-    records: BundleRecords,
+    records: file_format.BundleRecords,
     restored: dict[str, int],
     owner_uid: int,
 ) -> tuple[list[PinRow], int]:
