@@ -23,11 +23,8 @@ from .repository import HISTORY, KEPT, Refs, Repository
 BEGUN_ANEW = "begun anew by a heal"
 """The subject of a first record whose predecessors were lost and in no bundle."""
 EVERY_RECORD = 1_000_000
-_MAX_RECORDS = 1000
 
 _OID = re.compile(r"[0-9a-f]{40}")
-_ID = re.compile(r"[0-9a-f]{7,40}")
-_FORMAT = "--format=%H%x00%ct%x00%s%x00%(trailers:key=Refs,valueonly)"
 
 
 async def write_record(
@@ -57,13 +54,14 @@ async def write_record(
 
 
 async def list_records(
-    repository: Repository, limit: int = _MAX_RECORDS, start: str = HISTORY
+    repository: Repository, limit: int = 1000, start: str = HISTORY
 ) -> list[RefRecord]:
     """The newest records first."""
     if start == HISTORY and HISTORY not in await repository.all_refs():
         return []
     listing = await repository.run(
-        "log", "-z", f"--max-count={limit}", "--topo-order", _FORMAT, start, "--",
+        "log", "-z", f"--max-count={limit}", "--topo-order",
+        "--format=%H%x00%ct%x00%s%x00%(trailers:key=Refs,valueonly)", start, "--",
         doing=f"read the ref history of mirror {repository.name}",
     )  # fmt: skip
     fields = iter(listing.stdout.decode("utf-8", "replace").split("\0"))
@@ -88,12 +86,13 @@ async def find_record(repository: Repository, at: str) -> RefRecord:
         return records[0]
     hint = "`mirrord refs log NAME` lists them"
     failure = f"cannot find ref record {shown(at)} of mirror {repository.name}"
-    if _ID.fullmatch(at):
-        found = [record for record in records if record.id.startswith(at)]
-        if len(found) == 1:
-            return found[0]
-        fact = "several match" if found else "there is none"
-        raise NotFoundError(f"{failure}: {fact}", hint=hint)
+    if re.fullmatch(r"[0-9a-f]{7,40}", at):
+        match [record for record in records if record.id.startswith(at)]:
+            case [record]:
+                return record
+            case found:
+                fact = "several match" if found else "there is none"
+                raise NotFoundError(f"{failure}: {fact}", hint=hint)
     try:
         moment = datetime.fromisoformat(at)
     except ValueError as error:
@@ -103,13 +102,10 @@ async def find_record(repository: Repository, at: str) -> RefRecord:
         ) from error
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=timezone.utc)
-    before = [record for record in records if record.at <= moment]
-    if before:
+    if before := [record for record in records if record.at <= moment]:
         return max(before, key=lambda record: record.at)
-    fact = (
-        f"the first one is of {records[-1].at:%Y-%m-%dT%H:%M:%SZ}" if records else "there is none"
-    )
-    raise NotFoundError(f"{failure}: {fact}", hint=hint)
+    first = f"the first one is of {records[-1].at:%Y-%m-%dT%H:%M:%SZ}" if records else ""
+    raise NotFoundError(f"{failure}: {first or 'there is none'}", hint=hint)
 
 
 async def read_refs(repository: Repository, record: str) -> tuple[Refs, str | None]:
@@ -156,12 +152,12 @@ async def columns_of(repository: Repository, known: str | None) -> dict[str, Any
     """
     refs = await repository.all_refs()
     tip = refs.get(HISTORY)
-    is_lost = known not in {None, tip} and not (
-        tip and await repository.is_ancestor(str(known), tip)
-    )
-    kept_count = sum(ref.startswith(KEPT) for ref in refs)
-    history = known if is_lost else tip
-    return {"ref_count": len(theirs(refs)), "kept_count": kept_count, "history": history}
+    is_lost = known and known != tip and not (tip and await repository.is_ancestor(known, tip))
+    return {
+        "ref_count": len(theirs(refs)),
+        "kept_count": sum(ref.startswith(KEPT) for ref in refs),
+        "history": known if is_lost else tip,
+    }
 
 
 async def diff_records(repository: Repository, a: str, b: str, kept: Refs) -> list[RefChange]:

@@ -17,7 +17,7 @@ import anyio
 import structlog
 
 from ..catalog import Catalog, PinRow
-from ..errors import GitFailedError, InvalidRequestError, ResourceError
+from ..errors import GitFailedError, InvalidRequestError, MirrordError, ResourceError
 from ..git.batch import object_info
 from ..model import CommitId, shown, utc_now
 from .bisect import find_bad
@@ -25,8 +25,7 @@ from .repository import PINS, Refs, Repository
 from .transaction import commit, recover
 
 _OWNER = re.compile(r"dataset/[A-Za-z0-9][A-Za-z0-9._-]{0,99}|person/\d{1,10}")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_FAILURES = 400
+_PIN = re.compile(rf"({_OWNER.pattern})/[0-9a-f]{{40}}")
 
 ADOPTED = "found in the mirror"
 """The reason of a pin that the catalog did not know: a crash, or a catalog that is lost or old."""
@@ -42,9 +41,8 @@ def stands_alone(row: PinRow) -> bool:
 def check_owner(owner: str) -> None:
     """Refuse an owner that is neither `dataset/NAME` nor `person/UID`."""
     if not _OWNER.fullmatch(owner) or ".." in owner or owner.endswith((".lock", ".")):
-        raise InvalidRequestError(
-            f"cannot pin for {shown(owner)}: an owner is dataset/NAME or person/UID"
-        )
+        fact = "an owner is dataset/NAME or person/UID"
+        raise InvalidRequestError(f"cannot pin for {shown(owner)}: {fact}")
 
 
 def pin_ref(owner: str, commit_id: str) -> str:
@@ -53,9 +51,7 @@ def pin_ref(owner: str, commit_id: str) -> str:
 
 def is_pin(ref: str) -> bool:
     """Whether a ref has the name of a pin."""
-    owner, _, commit_id = ref.removeprefix(PINS).rpartition("/")
-    named_well = _OWNER.fullmatch(owner) and _COMMIT.fullmatch(commit_id)
-    return ref.startswith(PINS) and bool(named_well)
+    return ref.startswith(PINS) and bool(_PIN.fullmatch(ref.removeprefix(PINS)))
 
 
 def read_pins(refs: Refs) -> list[tuple[str, CommitId]]:
@@ -78,13 +74,12 @@ async def verify_commits(
             refused[CommitId(found.name)] = f"commit {found.name} is not in the mirror"
         elif found.kind != "commit":
             refused[CommitId(found.name)] = f"{found.name} is a {found.kind}, not a commit"
-    failed = await find_bad(
-        sorted(set(commits) - refused.keys()),
-        repository.verify_closure,
-        is_theirs=lambda it: isinstance(it, GitFailedError) or not isinstance(it, ResourceError),
-        budget=_FAILURES,
-        hopeless=_FAILURES,
-    )
+
+    def is_theirs(error: MirrordError) -> bool:
+        return isinstance(error, GitFailedError) or not isinstance(error, ResourceError)
+
+    present, verify = sorted(set(commits) - refused.keys()), repository.verify_closure
+    failed = await find_bad(present, verify, is_theirs=is_theirs, budget=400, hopeless=400)
     return refused | {oid: error.message for oid, error in failed.items()}
 
 
@@ -93,11 +88,8 @@ async def adopt_pins(catalog: Catalog, repository: Repository) -> None:
     there = set(read_pins(await repository.all_refs()))
     rows = {(row.owner, row.commit) for row in await catalog.list_pins(repository.name.key)}
     now = utc_now()
-    adopted = [
-        PinRow(repository.name, commit_id, owner, ADOPTED, now)
-        for owner, commit_id in sorted(there - rows)
-    ]
-    if adopted:
+    new = sorted(there - rows)
+    if adopted := [PinRow(repository.name, oid, owner, ADOPTED, now) for owner, oid in new]:
         await catalog.put_pins(adopted)
         owners = sorted({row.owner for row in adopted})
         log.warning("pins.adopted", mirror=str(repository.name), count=len(adopted), owners=owners)
@@ -221,13 +213,8 @@ class Pins:
         try:
             await self._settle(repository, pending)
         except Exception as error:  # noqa: BLE001 the caller raises the error that came first
-            log.warning(
-                "pins.pending",
-                mirror=str(repository.name),
-                owner=pending.owner,
-                count=len(pending.commits),
-                detail=str(error),
-            )
+            facts = {"owner": pending.owner, "count": len(pending.commits), "detail": str(error)}
+            log.warning("pins.pending", mirror=str(repository.name), **facts)
             self._pending.setdefault(repository.name.key, []).append(pending)
 
     async def _settle(self, repository: Repository, pending: _Pending) -> None:
@@ -237,8 +224,7 @@ class Pins:
         listed = await self._catalog.list_pins(repository.name.key, owner=owner)
         without_row = pending.commits - {row.commit for row in listed}
         hollow = {commit_id for commit_id in without_row if pin_ref(owner, commit_id) in refs}
-        back = [row for row in pending.rows if row.commit in hollow]
-        if back:
+        if back := [row for row in pending.rows if row.commit in hollow]:
             await self._catalog.put_pins(back)
         await _delete_refs(repository, hollow - {row.commit for row in back}, owner)
 

@@ -47,13 +47,8 @@ CONFIGURATION = """\
 _SECTION = re.compile(r"\[([A-Za-z]+)\]")
 _ENTRY = re.compile(r"\t([A-Za-z]+) = ([\w./-]+)")
 _CONTENT = (
-    "HEAD",
-    "packed-refs",
-    "refs/*/**/*",
-    "worktrees/*",
-    "*/[0-9a-f][0-9a-f]/*",
-    "**/pack-*",
-)
+    "HEAD", "packed-refs", "refs/*/**/*", "worktrees/*", "*/[0-9a-f][0-9a-f]/*", "**/pack-*",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +73,8 @@ class Repository:
 
     async def create(self) -> None:
         """Make an empty repository at `path`, flushed: git (2.39) does not flush HEAD or config."""
-        doing = f"create mirror {self.name}"
-        where = ("--object-format=sha1", str(self.path))
-        await self.git.run("init", "--quiet", "--bare", *where, doing=doing)
+        words = ("init", "--quiet", "--bare", "--object-format=sha1", str(self.path))
+        await self.git.run(*words, doing=f"create mirror {self.name}")
 
         def configure() -> None:
             (self.path / "config").write_text(CONFIGURATION, encoding="ascii")
@@ -89,17 +83,23 @@ class Repository:
         await to_thread.run_sync(configure)
 
     async def must_be_ours(self) -> None:
-        """Refuse to change a mirror that git cannot open, or opens as something else; raises
-        DamagedMirrorError.
+        """Raise DamagedMirrorError where git cannot open a mirror, or opens it as something else.
 
         `extensions.objectFormat = sha256` alone makes git (2.39) see no tag, and a sync would
         drop them all; a promisor remote makes it accept holes.
         """
-        if fact := await to_thread.run_sync(_find_fault, self.path):
-            raise DamagedMirrorError(
-                f"cannot use mirror {self.name}: {fact}",
-                hint=f"`mirrord heal {self.name}` repairs it",
-            )
+
+        def find_fault() -> str | None:
+            kinds = {"objects": Path.is_dir, "refs": Path.is_dir, "HEAD": Path.is_file}
+            for name, is_right in kinds.items():
+                if not is_right(self.path / name):
+                    return f"its {name} is lost, or something else"
+            changed = changed_settings(self.path / "config")
+            return f"its configuration was changed: {changed[0]}" if changed else None
+
+        if fact := await to_thread.run_sync(find_fault):
+            hint = f"`mirrord heal {self.name}` repairs it"
+            raise DamagedMirrorError(f"cannot use mirror {self.name}: {fact}", hint=hint)
 
     async def all_refs(self) -> Refs:
         """Every ref, ours included."""
@@ -168,14 +168,6 @@ class Repository:
             stdin=lines_of(commits),
             doing=f"verify the closure in mirror {self.name}",
         )  # fmt: skip
-
-
-def _find_fault(path: Path) -> str | None:
-    for name, is_right in (("objects", Path.is_dir), ("refs", Path.is_dir), ("HEAD", Path.is_file)):
-        if not is_right(path / name):
-            return f"its {name} is lost, or something else"
-    changed = changed_settings(path / "config")
-    return f"its configuration was changed: {changed[0]}" if changed else None
 
 
 def changed_settings(config: Path) -> list[str]:

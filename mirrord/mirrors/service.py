@@ -317,7 +317,8 @@ class Mirrors(Inventory):
             record = await history.find_record(repository, at)
             before = await history.find_record(repository, "latest")
             refs, head = await history.read_refs(repository, record.id)
-            changes = await move_refs(repository, refs, head, why=f"restore {record.id[:12]}")
+            present, why = await repository.all_refs(), f"restore {record.id[:12]}"
+            changes, _ = await move_refs(repository, present, refs, head, why=why)
             columns = await history.columns_of(repository, row.history)
             await self.catalog.update_mirror(row.name.key, **columns)
         fact = {"at": record.id, "changes": len(changes)}

@@ -18,10 +18,6 @@ from .refs import Offer, compare, directories_of, summarise, theirs
 from .repository import HISTORY, KEPT, Refs, Repository
 from .transaction import Moves, commit, recover
 
-_SHOWN_CHANGES = 1000
-_USUAL_HEADS = ("refs/heads/main", "refs/heads/master")
-_FEW = 10  # a small project that tidies up is no accident
-
 
 async def sync(
     fetcher: Fetcher,
@@ -55,13 +51,11 @@ async def sync(
     target = {ref: oid for ref, oid in offer.refs.items() if oid not in failed}
     # a ref whose new objects did not come stays where it is, unless another took its place
     above = {directory for ref in target for directory in directories_of(ref)}
-    staying = [ref for ref, oid in offer.refs.items() if oid in failed and ref in old]
-    for ref in staying:
+    for ref in (ref for ref, oid in offer.refs.items() if oid in failed and ref in old):
         if ref not in above and target.keys().isdisjoint(directories_of(ref)):
             target[ref] = old[ref]
-    changes = await classify(repository, compare(old, target))
     why = "sync, loss accepted" if accept_loss else "sync"
-    head = await _move(repository, target, offer.head, present, changes, why=why)
+    changes, head = await move_refs(repository, present, target, offer.head, why=why)
     kept = {ref for ref in present if ref.startswith(KEPT)}
     kept |= {f"{KEPT}{change.old}" for change in changes if change.kept}
     return Synced(
@@ -71,7 +65,7 @@ async def sync(
         ref_count=len(target),
         kept_count=len(kept),
         default_branch=head.removeprefix("refs/heads/") if head else None,
-        changes=changes[:_SHOWN_CHANGES],
+        changes=changes[:1000],
         faults=[*offer.faults, *faults],
         redirected_to=offer.redirected_to,
     )
@@ -108,7 +102,8 @@ def must_not_vanish(name: MirrorName, old: Refs, offer: Offer) -> None:
     faulty = {fault.ref for fault in offer.faults}
     gone = [ref for ref in old if ref not in offer.refs and ref not in faulty]
     has_branches = any(ref.startswith("refs/heads/") for ref in [*offer.refs, *faulty])
-    if len(gone) > _FEW and 2 * len(gone) > len(old):
+    # a small project that tidies up is no accident
+    if len(gone) > 10 and 2 * len(gone) > len(old):
         fact = f"{len(gone)} of its {len(old)} refs are gone from upstream"
     elif not has_branches and any(ref.startswith("refs/heads/") for ref in old):
         fact = "upstream has no branch any more"
@@ -125,34 +120,20 @@ def must_not_vanish(name: MirrorName, old: Refs, offer: Offer) -> None:
 
 
 async def move_refs(
-    repository: Repository, target: Refs, head: str | None, *, why: str
-) -> list[RefChange]:
-    """Move the refs that follow upstream to `target`, and keep the tips that they leave."""
-    present = await repository.all_refs()
-    changes = await classify(repository, compare(theirs(present), target))
-    await _move(repository, target, head, present, changes, why=why)
-    return changes
+    repository: Repository, present: Refs, target: Refs, wanted_head: str | None, *, why: str
+) -> tuple[list[RefChange], str | None]:
+    """Move the refs that follow upstream, and HEAD, to `target`, in one transaction.
 
-
-async def _move(
-    repository: Repository,
-    target: Refs,
-    wanted_head: str | None,
-    present: Refs,
-    changes: Sequence[RefChange],
-    *,
-    why: str,
-) -> str | None:
-    """Move the refs and HEAD, keep the tips that they leave and record it, in one transaction.
-
-    Answers the target of HEAD: upstream's default branch, or else one that exists.
+    Keeps the tips that they leave, and records the move; writes nothing where nothing moves.
+    Answers the changes, and the target of HEAD: the wanted one, or else one that exists.
     """
+    changes = await classify(repository, compare(theirs(present), target))
     now = await repository.head()
     branches = (ref for ref in sorted(target) if ref.startswith("refs/heads/"))
-    choices = (wanted_head, now, *_USUAL_HEADS, *branches)
+    choices = (wanted_head, now, "refs/heads/main", "refs/heads/master", *branches)
     head = next((ref for ref in choices if ref in target), None)
     if not changes and head in {None, now}:
-        return head
+        return changes, head
     moves: Moves = {change.ref: (change.old, change.new) for change in changes}
     left = {f"{KEPT}{change.old}": change.old for change in changes if change.kept and change.old}
     moves |= {ref: (None, oid) for ref, oid in left.items() if ref not in present}
@@ -167,4 +148,4 @@ async def _move(
     )
     moves[HISTORY] = (parent, record)
     await commit(repository, moves, head if head != now else None)
-    return head
+    return changes, head

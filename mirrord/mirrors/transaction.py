@@ -21,7 +21,6 @@ from .refs import directories_of
 from .repository import Repository
 
 JOURNAL = "mirrord-transaction"
-_MANY = 50  # from here on one flushed packed-refs is cheaper than a flush for every loose ref
 
 Moves = dict[str, tuple[str | None, str | None]]
 """Ref to (old, new); None stands for absent."""
@@ -113,7 +112,7 @@ async def _apply(repository: Repository, moves: Moves) -> None:
 
 
 async def _update(repository: Repository, moves: Moves) -> None:
-    many = len(moves) >= _MANY
+    many = len(moves) >= 50  # one flushed packed-refs is cheaper then than a flush for each ref
     done = await repository.run(
         *(("-c", "core.fsync=none") if many else ()), "update-ref", "--stdin",
         stdin=f"start\n{journal_text(moves)}prepare\ncommit\n".encode(),

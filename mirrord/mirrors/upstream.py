@@ -30,12 +30,8 @@ _SCHEMES = {"https", "http", "ssh", "git", "file"}
 _SCP = re.compile(r"(?:[A-Za-z0-9._-]+@)?([A-Za-z0-9][A-Za-z0-9.-]*):(?!/?/)([^\s].*)")
 _HELPER = re.compile(r"[A-Za-z0-9+.-]*::")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9A-Fa-f:.]+\]|[0-9A-Fa-f:.]+")
-_CONTROL = re.compile(r"[\x00-\x20\x7f]")
 _LOCAL = "local"
-
-_FIRST_PAUSE, _LONGEST_PAUSE = timedelta(seconds=30), timedelta(hours=1)
-_LONGEST_ASKED_S = 86400.0
-_SPREAD = 0.2
+_SPREAD = 0.2  # of pauses
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,7 @@ def default_url(settings: Settings, name: MirrorName) -> str:
 
 def parse_upstream(text: str) -> Upstream:
     """Read an upstream URL or path; raises InvalidUrlError."""
-    if not text or len(text) > 4000 or _CONTROL.search(text):
+    if not text or len(text) > 4000 or re.search(r"[\x00-\x20\x7f]", text):
         raise _refused(text, "it is empty, too long, or has blanks or control characters")
     if text.startswith("-") or _HELPER.match(text):
         raise _refused(text, "it names an option or a program")
@@ -148,7 +144,8 @@ class Hosts:
     async def turn(self, name: str) -> AsyncIterator[None]:
         """Hold one connection to a host; raises UpstreamThrottledError during its pause."""
         if name not in self._hosts:
-            pauses = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, spread=_SPREAD, chance=self._chance)
+            first, longest = timedelta(seconds=30), timedelta(hours=1)
+            pauses = Backoff(first, longest, spread=_SPREAD, chance=self._chance)
             self._hosts[name] = _Host(anyio.CapacityLimiter(1), pauses)
         host = self._hosts[name]
         host.limiter.total_tokens = self._concurrency()
@@ -166,8 +163,7 @@ class Hosts:
             except UpstreamThrottledError as error:
                 pause = host.backoff.next().total_seconds()
                 if (asked := error.facts.get("retry_after_s")) is not None:
-                    asked_s = min(float(asked), _LONGEST_ASKED_S)
-                    pause = asked_s * (1 + _SPREAD * self._chance())
+                    pause = min(float(asked), 86400.0) * (1 + _SPREAD * self._chance())
                 host.blocked_until = max(host.blocked_until, self._clock() + pause)
                 raise
             host.backoff.reset()
