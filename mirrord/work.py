@@ -82,7 +82,7 @@ class BackgroundWork:
 
     def restore_refs(self, name: MirrorName, at: str, *, owner_uid: int = 0) -> Operation:
         async def run(progress: ProgressSink) -> Any:
-            return to_json(await self.mirrors.refs_restore(name, at, progress))
+            return to_json(await self.mirrors.refs_restore(name, at))
 
         return self.operations.start("refs.restore", str(name), run, owner_uid=owner_uid)
 

@@ -62,13 +62,10 @@ class Mirrors(Inventory):
         """
         found = self.get_name(str(name))
         key = f"{found.key}{' accepted' if accept_loss else ''}"
-        return await self._syncs.join(
-            key, lambda work: self._sync(found, work, accept_loss=accept_loss), progress
-        )
+        run = partial(self._sync, found, accept_loss)
+        return await self._syncs.join(key, run, progress)
 
-    async def _sync(
-        self, name: MirrorName, work: SharedWork[Synced], *, accept_loss: bool
-    ) -> Synced:
+    async def _sync(self, name: MirrorName, accept_loss: bool, work: SharedWork[Synced]) -> Synced:
         started_at = utc_now()
         work.report(Progress(unit="syncs", note=QUEUED))
         try:
@@ -101,14 +98,9 @@ class Mirrors(Inventory):
         if to := result.redirected_to:
             url = masked_url(row.url)
             self.events.publish("mirror.redirected", mirror=str(row.name), url=url, to=to)
-        self.events.publish(
-            "mirror.synced",
-            mirror=str(row.name),
-            changed=result.changed,
-            summary=result.summary,
-            faults=len(result.faults),
-            duration_s=round((utc_now() - started_at).total_seconds(), 3),
-        )
+        took = round((utc_now() - started_at).total_seconds(), 3)
+        facts = {"summary": result.summary, "faults": len(result.faults), "duration_s": took}
+        self.events.publish("mirror.synced", mirror=str(row.name), changed=result.changed, **facts)
         return result
 
     async def _record(self, row: MirrorRow, result: Synced) -> None:
@@ -210,9 +202,8 @@ class Mirrors(Inventory):
             missing = [CommitId(oid) for oid in sorted(absent)]
             reasons: dict[CommitId, str] = {}
             for upstream in self.upstreams(row) if missing else ():
-                unfetched = await self.fetch_into(
-                    row, self.path(row.name), upstream, missing, progress
-                )
+                path = self.path(row.name)
+                unfetched = await self.fetch_into(row, path, upstream, missing, progress)
                 reasons = {oid: reasons.get(oid, reason) for oid, reason in unfetched.items()}
                 missing = sorted(reasons)
                 if not missing:
@@ -266,9 +257,8 @@ class Mirrors(Inventory):
         row = await self.get(str(name))
         async with self.lock(row.name):
             await self.pins.remove(self.repository(row.name), commits, owner)
-        self.events.publish(
-            "commits.unpinned", mirror=str(row.name), owner=owner, count=len(commits)
-        )
+        fact = {"owner": owner, "count": len(commits)}
+        self.events.publish("commits.unpinned", mirror=str(row.name), **fact)
 
     async def restore_pins(self, name: MirrorName) -> None:
         """Make lost pins again: the catalog's, and those of what datasets record now."""
@@ -304,9 +294,7 @@ class Mirrors(Inventory):
         changes = await history.diff_records(repository, old.id, new.id, refs)
         return RefDiff(mirror=str(repository.name), a=old.id, b=new.id, changes=changes)
 
-    async def refs_restore(
-        self, name: MirrorName, at: str, progress: ProgressSink | None = None
-    ) -> RefDiff:
+    async def refs_restore(self, name: MirrorName, at: str) -> RefDiff:
         """Put the refs back to a record, and keep the tips that they leave.
 
         The next sync follows upstream again.

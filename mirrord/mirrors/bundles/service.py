@@ -60,9 +60,8 @@ class Bundles:
         row = await self.mirrors.get(name)
         repository = self.mirrors.repository(row.name)
         if not repository.path.exists():
-            raise MirrorNotFoundError(
-                f"cannot bundle mirror {row.name}: it was never synced", hint="sync it first"
-            )
+            failure = f"cannot bundle mirror {row.name}: it was never synced"
+            raise MirrorNotFoundError(failure, hint="sync it first")
         present = await repository.all_refs()
         # all refs but the marks of a running fetch
         ours = {ref: oid for ref, oid in present.items() if ref.startswith((KEPT, PINS))}
@@ -164,28 +163,23 @@ class Bundles:
                 await file_format.verify_closures(scratch, bundle.tips)
                 if bundle.history is not None:
                     await must_be_history(scratch, bundle.history)
-                records = file_format.BundleRecords(mirror=str(name))
-                if bundle.records:
-                    records = await file_format.read_records(scratch, bundle.records)
-                spools = await file_format.spool_datasets(scratch, bundle.records, records)
-                result = await self._take(scratch, bundle, records, spools, owner_uid)
+                result = await self._take(scratch, bundle, owner_uid)
         counts = {"created": result.created, "pins": result.pins}
         self.mirrors.events.publish("bundle.imported", mirror=result.mirror, **counts)
         return result
 
     async def _take(
-        self,
-        scratch: Repository,
-        bundle: BundleRefs,
-        records: file_format.BundleRecords,
-        spools: file_format.Spools,
-        owner_uid: int,
+        self, scratch: Repository, bundle: BundleRefs, owner_uid: int
     ) -> BundleImported:
-        """Change the mirror, once all is proven.
+        """Check the records, then change the mirror, all objects of which are proven.
 
         The catalog goes first: rows without pins are reported, pins without rows would be dropped.
         """
         name = scratch.name
+        records = file_format.BundleRecords(mirror=str(name))
+        if bundle.records:
+            records = await file_format.read_records(scratch, bundle.records)
+        spools = await file_format.spool_datasets(scratch, bundle.records, records)
         found = await self.mirrors.catalog.find_mirror(name.key)
         if found is None:
             await self.mirrors.add(str(name), records.url)
@@ -197,7 +191,7 @@ class Bundles:
                 if (added := await self.mirrors.catalog.merge_dataset(head, spool)) is not None:
                     restored[dataset] = added
             pins, taken_over = _pin_rows(name, bundle, records, restored, owner_uid)
-            plan = await self._move(scratch, bundle, pins, records)
+            plan = await self._move(scratch, bundle, pins, records.default_branch)
             await self.mirrors.catalog.put_pins(pins)
             await self.mirrors.pins.remove_unrecorded(self.mirrors.repository(name), pins)
             await self._record(name, is_new=is_new)
@@ -213,17 +207,12 @@ class Bundles:
         )
 
     async def _move(
-        self,
-        scratch: Repository,
-        bundle: BundleRefs,
-        pins: list[PinRow],
-        records: file_format.BundleRecords,
+        self, scratch: Repository, bundle: BundleRefs, pins: list[PinRow], branch: str | None
     ) -> MergePlan:
         """Rename a new repository into place, or move its objects and refs into the mirror."""
         owners = [(pin.owner, pin.commit) for pin in pins]
         repository = self.mirrors.repository(scratch.name)
         if not repository.path.exists():
-            branch = records.default_branch
             head = f"refs/heads/{branch}" if branch else bundle.head
             plan = await plan_merge(scratch, bundle, owners, head)
             await commit(scratch, plan.moves)
