@@ -21,10 +21,6 @@ from ..errors import MirrordError, UpstreamThrottledError
 T = TypeVar("T")
 Lane = Callable[[], AbstractAsyncContextManager[object]]
 
-_LANES = 4
-_SMALL = 8
-_PATIENT = 3  # after so many failures with a known cause, the rest is halved even so
-
 
 async def find_bad(
     items: Sequence[T],
@@ -78,9 +74,9 @@ async def find_bad(
         if failures > budget or (not any_whole and alone >= hopeless):
             untried = "cannot ask for it by itself: too many others failed"
             bad |= dict.fromkeys(rest, type(error)(untried, hint=error.hint))
-        elif len(rest) < len(group) and failures <= _PATIENT:
+        elif len(rest) < len(group) and failures <= 3:  # later, the rest is halved even so
             waiting.append(rest)
-        elif arranged is None and len(rest) <= _SMALL:
+        elif arranged is None and len(rest) <= 8:
             found = await _ask_each(rest, ask, lane)
             any_whole = any_whole or len(found) < len(rest)
             for item, why in found.items():
@@ -118,7 +114,7 @@ async def _ask_each(
 
     try:
         async with anyio.create_task_group() as tasks:
-            for _ in items[1:_LANES]:
+            for _ in items[1:4]:
                 tasks.start_soon(help_out)
             await work()
             for scope in idle:

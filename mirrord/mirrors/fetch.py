@@ -37,8 +37,6 @@ from .repository import Repository
 from .upstream import Upstream
 
 INCOMING = "refs/mirrord/incoming/"
-_REDIRECT = re.compile(r"^warning: redirecting to (\S+)", re.MULTILINE)
-_PARENTLESS = re.compile(r"could not read|parents of commit", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class Fetcher:
                 " `mirrord mirror sync NAME --accept-loss`",
             )
         offer = await to_thread.run_sync(read_offer, answer.lines, patterns)
-        if redirects := _REDIRECT.findall(answer.stderr):
+        if redirects := re.findall(r"(?m)^warning: redirecting to (\S+)", answer.stderr):
             return replace(offer, redirected_to=masked_url(redirects[-1].rstrip("/")))
         return offer
 
@@ -219,7 +217,8 @@ class _Lineage:
                 if error.facts.get("filter_ignored"):
                     return
                 named = set(error.facts.get("objects", ())) - cuts
-                if not _PARENTLESS.search(error.message) or not named:
+                is_parentless = re.search(r"(?i)could not read|parents of commit", error.message)
+                if not is_parentless or not named:
                     del filters[0]
                     continue
             cuts |= named  # upstream then does not look for the parents of these

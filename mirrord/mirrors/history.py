@@ -24,8 +24,6 @@ BEGUN_ANEW = "begun anew by a heal"
 """The subject of a first record whose predecessors were lost and in no bundle."""
 EVERY_RECORD = 1_000_000
 
-_OID = re.compile(r"[0-9a-f]{40}")
-
 
 async def write_record(
     repository: Repository,
@@ -133,13 +131,14 @@ def parse_record(text: bytes) -> tuple[Refs, str | None]:
 
     Names that a mirror may not have are left out: a record may have come in a bundle.
     """
+    is_oid = re.compile(r"[0-9a-f]{40}").fullmatch
     refs: Refs = {}
     head = None
     for line in text.decode("utf-8", "surrogateescape").split("\n"):
         oid, _, ref = line.partition(" ")
         if oid == "@":
             head = ref.removeprefix("HEAD ")
-        elif _OID.fullmatch(oid) and (is_followed(ref) or ref == f"{KEPT}{oid}"):
+        elif is_oid(oid) and (is_followed(ref) or ref == f"{KEPT}{oid}"):
             refs[ref] = oid
     return refs, head
 

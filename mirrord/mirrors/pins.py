@@ -24,9 +24,6 @@ from .bisect import find_bad
 from .repository import PINS, Refs, Repository
 from .transaction import commit, recover
 
-_OWNER = re.compile(r"dataset/[A-Za-z0-9][A-Za-z0-9._-]{0,99}|person/\d{1,10}")
-_PIN = re.compile(rf"({_OWNER.pattern})/[0-9a-f]{{40}}")
-
 ADOPTED = "found in the mirror"
 """The reason of a pin that the catalog did not know: a crash, or a catalog that is lost or old."""
 
@@ -36,6 +33,10 @@ log = structlog.get_logger()
 def stands_alone(row: PinRow) -> bool:
     """Whether only the pin says that its commit is wanted: a person's, or one that was adopted."""
     return row.owner.startswith("person/") or row.reason == ADOPTED
+
+
+_OWNER = re.compile(r"dataset/[A-Za-z0-9][A-Za-z0-9._-]{0,99}|person/\d{1,10}")
+_PIN = re.compile(rf"({_OWNER.pattern})/[0-9a-f]{{40}}")
 
 
 def check_owner(owner: str) -> None:

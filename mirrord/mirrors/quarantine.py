@@ -24,9 +24,6 @@ from ..protocol import Progress, ProgressSink
 
 DAMAGED = "damaged"
 SPOOL_PREFIX = "dataset-"
-# A pack can unpack to a thousand times its size, and git (2.39) bounds none of it on a fetch: each
-# git that takes objects in gets a limit of memory and streams big files.
-STREAM_BIG_FILES = ("-c", "core.bigFileThreshold=64m", "-c", "pack.windowMemory=256m")
 
 log = structlog.get_logger()
 
@@ -136,6 +133,11 @@ def accept_objects(source: Path, destination: Path) -> None:
         accept((file for file in ordered if file.suffix != ".keep"), destination / "pack")
     for fan in source.glob("[0-9a-f][0-9a-f]"):
         accept((file for file in fan.iterdir() if len(file.name) == 38), destination / fan.name)
+
+
+# A pack can unpack to a thousand times its size, and git (2.39) bounds none of it on a fetch: each
+# git that takes objects in gets a limit of memory and streams big files.
+STREAM_BIG_FILES = ("-c", "core.bigFileThreshold=64m", "-c", "pack.windowMemory=256m")
 
 
 def within_disk(path: Path, sink: ProgressSink | None, doing: str) -> ProgressSink:

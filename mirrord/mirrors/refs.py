@@ -16,8 +16,6 @@ from ..protocol import RefChange, RefFault
 from .repository import OURS, Refs
 
 _NEVER = (OURS, "refs/replace/", "refs/bisect/", "refs/worktree/", "refs/rewritten/", "refs/stash")
-_OID = re.compile(r"[0-9a-f]{40}")
-_BAD_NAME = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|/\.|\.lock(/|$)|\.$|/$|\.\./")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +35,7 @@ def read_offer(lines: Iterable[str], patterns: Sequence[str]) -> Offer:
     """Read `git ls-remote --symref`; a hostile name becomes a fault."""
     parts = ("(.+)".join(map(re.escape, pattern.split("*"))) for pattern in patterns)
     wanted = re.compile("|".join(parts))
+    is_oid = re.compile(r"[0-9a-f]{40}").fullmatch
     refs: Refs = {}
     faults: list[RefFault] = []
     head = None
@@ -45,7 +44,7 @@ def read_offer(lines: Iterable[str], patterns: Sequence[str]) -> Offer:
         if oid.startswith("ref: ") and ref == "HEAD":
             head = oid.removeprefix("ref: ")
         is_wanted = wanted.fullmatch(ref) and not ref.startswith(_NEVER) and not ref.endswith("^{}")
-        if not is_wanted or not _OID.fullmatch(oid):
+        if not is_wanted or not is_oid(oid):
             continue
         if is_safe_ref(ref):
             refs[ref] = oid
@@ -59,6 +58,9 @@ def read_offer(lines: Iterable[str], patterns: Sequence[str]) -> Offer:
 def is_followed(ref: str) -> bool:
     """Whether a ref may follow upstream: a safe name, not ours, with no effect on other objects."""
     return is_safe_ref(ref) and not ref.startswith(_NEVER)
+
+
+_BAD_NAME = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|/\.|\.lock(/|$)|\.$|/$|\.\./")
 
 
 def is_safe_ref(ref: str) -> bool:

@@ -27,25 +27,6 @@ PINS = "refs/mirrord/pins/"
 Refs = dict[str, str]
 """Full ref name to object id."""
 
-CONFIGURATION = """\
-[core]
-	repositoryformatversion = 0
-	filemode = true
-	bare = true
-	logAllRefUpdates = false
-	useReplaceRefs = false
-[gc]
-	auto = 0
-	pruneExpire = never
-[maintenance]
-	auto = false
-[transfer]
-	hideRefs = refs/mirrord
-"""
-"""The whole configuration of every mirror: git's needs, and protection from git run by hand."""
-
-_SECTION = re.compile(r"\[([A-Za-z]+)\]")
-_ENTRY = re.compile(r"\t([A-Za-z]+) = ([\w./-]+)")
 _CONTENT = (
     "HEAD", "packed-refs", "refs/*/**/*", "worktrees/*", "*/[0-9a-f][0-9a-f]/*", "**/pack-*",
 )  # fmt: skip
@@ -168,6 +149,26 @@ class Repository:
             stdin=lines_of(commits),
             doing=f"verify the closure in mirror {self.name}",
         )  # fmt: skip
+
+
+CONFIGURATION = """\
+[core]
+	repositoryformatversion = 0
+	filemode = true
+	bare = true
+	logAllRefUpdates = false
+	useReplaceRefs = false
+[gc]
+	auto = 0
+	pruneExpire = never
+[maintenance]
+	auto = false
+[transfer]
+	hideRefs = refs/mirrord
+"""
+"""The whole configuration of every mirror: git's needs, and protection from git run by hand."""
+_SECTION = re.compile(r"\[([A-Za-z]+)\]")
+_ENTRY = re.compile(r"\t([A-Za-z]+) = ([\w./-]+)")
 
 
 def changed_settings(config: Path) -> list[str]:

@@ -26,12 +26,7 @@ from ..git.errors import masked_url
 from ..model import MirrorName, shown
 from ..units import Backoff
 
-_SCHEMES = {"https", "http", "ssh", "git", "file"}
-_SCP = re.compile(r"(?:[A-Za-z0-9._-]+@)?([A-Za-z0-9][A-Za-z0-9.-]*):(?!/?/)([^\s].*)")
-_HELPER = re.compile(r"[A-Za-z0-9+.-]*::")
-_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9A-Fa-f:.]+\]|[0-9A-Fa-f:.]+")
 _LOCAL = "local"
-_SPREAD = 0.2  # of pauses
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +56,12 @@ def default_url(settings: Settings, name: MirrorName) -> str:
     """The URL of the [[mirror]] table with this name, else the template."""
     own = (m.url for m in settings.mirror if m.url and MirrorName.parse(m.repo).key == name.key)
     return next(own, None) or upstream_url(settings.upstream.url, name)
+
+
+_SCHEMES = {"https", "http", "ssh", "git", "file"}
+_SCP = re.compile(r"(?:[A-Za-z0-9._-]+@)?([A-Za-z0-9][A-Za-z0-9.-]*):(?!/?/)([^\s].*)")
+_HELPER = re.compile(r"[A-Za-z0-9+.-]*::")
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9A-Fa-f:.]+\]|[0-9A-Fa-f:.]+")
 
 
 def parse_upstream(text: str) -> Upstream:
@@ -118,6 +119,9 @@ class _Host:
     limiter: anyio.CapacityLimiter
     backoff: Backoff
     blocked_until: float = -math.inf
+
+
+_SPREAD = 0.2  # of pauses
 
 
 class Hosts:

@@ -35,13 +35,6 @@ from ..quarantine import STREAM_BIG_FILES, within_disk
 from ..repository import Refs, Repository
 from ..upstream import parse_upstream
 
-_PREREQUISITE = re.compile(r"-([0-9a-f]{40})(?: .*)?")
-_REF = re.compile(r"([0-9a-f]{40}) (\S.*)")
-_FORMAT = 1
-
-Spools = dict[str, tuple[DatasetHead, Path]]
-"""By dataset: its head, and its checked rows as the catalog takes them."""
-
 # -- header and pack ----------------------------------------------------------------------------
 
 
@@ -58,6 +51,10 @@ def header_bytes(prerequisites: Iterable[str], refs: Refs) -> bytes:
     builds_on = (f"-{oid} " for oid in sorted(prerequisites))
     named = (f"{oid} {ref}" for ref, oid in sorted(refs.items()))
     return lines_of(["# v2 git bundle", *builds_on, *named, ""])
+
+
+_PREREQUISITE = re.compile(r"-([0-9a-f]{40})(?: .*)?")
+_REF = re.compile(r"([0-9a-f]{40}) (\S.*)")
 
 
 def read_header(path: Path) -> BundleHeader:
@@ -163,6 +160,8 @@ def _bad(error: MirrordError, advice: str) -> InvalidBundleError:
 
 # -- records ----------------------------------------------------------------------------------
 
+_FORMAT = 1
+
 
 class _Stored(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, from_attributes=True)
@@ -253,6 +252,10 @@ async def read_records(repository: Repository, commit: str) -> BundleRecords:
         fact = f"their format is {records.format}, and this mirrord reads up to {_FORMAT}"
         raise InvalidBundleError(f"{failure}: {fact}", hint="use a newer mirrord")
     return records
+
+
+Spools = dict[str, tuple[DatasetHead, Path]]
+"""By dataset: its head, and its checked rows as the catalog takes them."""
 
 
 async def spool_datasets(scratch: Repository, commit: str | None, records: BundleRecords) -> Spools:
