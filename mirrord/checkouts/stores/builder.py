@@ -290,9 +290,8 @@ class StoreBuilder:
         file = scratch / "objects" / head[:2] / head[2:]
         file.parent.mkdir(parents=True)
         file.write_bytes(zlib.compress(body))
-        pack = await self._closures.packer.pack_range(
-            self._mirrors_path(name), head, None, into=scratch, extra=scratch / "objects"
-        )
+        mirror = self._mirrors_path(name)
+        pack = await self._closures.packer.pack_range(mirror, head, None, scratch)
         return _Contents(head, found.tree, [pack], [])
 
 

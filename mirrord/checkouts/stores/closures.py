@@ -1,18 +1,19 @@
 """Closure packs of a mirror, layered along first-parent ancestry: one serves hundreds of commits.
 
-The layers of a chain (`chains.py`) together are exactly the closure of the commit at its end. A
-layer of a few commits is made by a worker that walks them without a process of git
-(`git/objects/commits.py`), a longer one by git (`packer.py`); layers that only neighbours will
-need are made after the answer. Owns `templates/<mirror>/packs/`, a cache: a layer is built in a
-temporary directory and renamed after those it stands on.
+A pack layer is one pack: the closure of its commit without that of its base's commit, so a chain of
+layers is exactly the closure of the commit at its end. Way-points on a grid along the first-parent
+line keep chains short, and neighbours share all but their last layer. A layer of a few commits is
+made by a worker without a process of git (`git/objects/commits.py`), a longer one by git
+(`packer.py`); layers that only neighbours will need are made after the answer. Owns
+`templates/<mirror>/packs/`, a cache: a layer is renamed into place after those it stands on.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,14 +21,8 @@ from pathlib import Path
 import anyio.to_thread
 import structlog
 
-from ...errors import (
-    CommitNotFoundError,
-    CommitUnservableError,
-    CorruptObjectError,
-    DeadlineError,
-    GitFailedError,
-    OutOfMemoryError,
-)
+from ... import errors
+from ...errors import CommitNotFoundError, CorruptObjectError
 from ...git.command import Git
 from ...git.objects.commits import first_parents, pack_increment, resolve
 from ...git.packs import has_both_ends
@@ -36,10 +31,13 @@ from ...git.workers import Workers
 from ...host.trash import Trash
 from ...model import NEAR, CommitId, MirrorName, Resolved
 from ..deferred import Deferred
-from .chains import MARGINS, PackLayer, chain, choose_root, is_short, is_waypoint, plan
 from .packer import TIMEOUT, Packer, PackFile, together, unservable
 from .store import building, publish, remove_all
 
+CHAIN_LIMIT = 48
+STRIDES = (65536, 4096, 256, 32)
+NARROW = 4  # way-points laid ahead for neighbours: so many to a step of the narrowest grid
+MARGINS = (256, 8192)
 _QUICK_TIMEOUT = timedelta(seconds=30)
 _KEPT_COMMITS = 64
 _NEAR = MARGINS[0] + 1  # first parents that a worker looks at before git is asked for more
@@ -83,9 +81,9 @@ class Commits:
                     resolve, self._mirrors_path(name), commit, timeout=_QUICK_TIMEOUT
                 )
         except CommitNotFoundError as error:
-            raise _not_found(f"cannot find commit {commit}", name, commit) from error
+            raise _not_found(f"find commit {commit}", name, commit) from error
         except CorruptObjectError as error:
-            raise CommitUnservableError(
+            raise errors.CommitUnservableError(
                 f"cannot serve commit {commit}: its object is damaged",
                 hint="audit and heal the mirror",
                 commit=commit,
@@ -106,7 +104,7 @@ class Closures:
         trash: Trash,
         deferred: Deferred,
         mirrors_path: Callable[[MirrorName], Path],
-        recorded: Recorded = nothing_recorded,
+        recorded: Recorded,
     ) -> None:
         self._store = store
         self._git = git
@@ -135,13 +133,9 @@ class Closures:
     async def keep_only(
         self, name: MirrorName, needed: Callable[[], Collection[str] | None]
     ) -> None:
-        """Remove the packs without a `needed` name; it is asked while nothing is built.
-
-        None keeps all.
-        """
+        """Remove the packs without a `needed` name, asked while nothing builds: None keeps all."""
         async with self._locks.setdefault(name.key, Turns()).turn():
-            layers = self._known(name)
-            names = needed()
+            layers, names = self._known(name), needed()
             if names is None:
                 return
             gone = [layer.commit for layer in layers.values() if layer.pack not in names]
@@ -188,10 +182,8 @@ class Closures:
             layers.pop(commit, None)
             return False
         lost = [layer for layer in standing if not self._pack_file(name, layer).path.exists()]
-        for layer in lost:
-            layers.pop(layer.commit, None)
-        if lost:
-            layers.pop(commit, None)
+        for gone in [*(layer.commit for layer in lost), commit] if lost else []:
+            layers.pop(gone, None)
         return not lost
 
     # -- building ----------------------------------------------------------------------------------
@@ -203,9 +195,8 @@ class Closures:
         steps = plan(self._known(name), line)
         layers = {**self._known(name), **{step.commit: step for step in steps}}
         with ExitStack() as stack:
-            places = [
-                (step, stack.enter_context(building(directory, self._trash))) for step in steps
-            ]
+            begin = partial(building, directory, self._trash)
+            places = [(step, stack.enter_context(begin())) for step in steps]
             long = [
                 self._pack(name, step, place, quick=step.commit == commit and step.base is not None)
                 for step, place in places
@@ -239,9 +230,7 @@ class Closures:
         quick = quick or not is_waypoint(step.depth)
         mirror = self._mirrors_path(name)
         async with self._packing.turn():
-            packed = await self.packer.pack_range(
-                mirror, step.commit, step.base, into=place, quick=quick
-            )
+            packed = await self.packer.pack_range(mirror, step.commit, step.base, place, quick)
         count, size = packed.object_count, packed.size_bytes
         return replace(step, pack=packed.path.name, object_count=count, size_bytes=size)
 
@@ -256,7 +245,7 @@ class Closures:
             )
         except CorruptObjectError as error:
             raise unservable(step.commit, error) from error
-        except (DeadlineError, OutOfMemoryError):
+        except (errors.DeadlineError, errors.OutOfMemoryError):
             packed = None
         if packed is None:
             return await self._pack(name, step, place)
@@ -281,7 +270,7 @@ class Closures:
                 near = await self._workers.run(
                     first_parents, mirror, commit, _NEAR, timeout=_QUICK_TIMEOUT
                 )
-            except (CorruptObjectError, DeadlineError):
+            except (CorruptObjectError, errors.DeadlineError):
                 near = []  # git says why
             found = self._to_known(name, near)
         if found:
@@ -313,20 +302,135 @@ class Closures:
             done = await self._git.run(
                 *_WALK, *bound, commit, git_dir=path, timeout=TIMEOUT, doing=f"walk {commit}"
             )
-        except (CorruptObjectError, GitFailedError) as error:
+        except (CorruptObjectError, errors.GitFailedError) as error:
             there = await self._git.run(
                 "cat-file", "-e", commit, git_dir=path, ok=range(256), doing=f"look for {commit}"
             )
             if there.status == 0:
                 raise unservable(commit, error) from error
-            raise _not_found(f"cannot pack commit {commit}", name, commit) from error
+            raise _not_found(f"pack commit {commit}", name, commit) from error
         return [CommitId(at) for at in done.lines]
 
 
-def _not_found(failure: str, name: MirrorName, commit: CommitId) -> CommitNotFoundError:
+def _not_found(doing: str, name: MirrorName, commit: CommitId) -> CommitNotFoundError:
     return CommitNotFoundError(
-        f"{failure}: {name} does not have it",
+        f"cannot {doing}: {name} does not have it",
         hint="sync the mirror, or pin the commit so that it is fetched",
         commit=commit,
         mirror=str(name),
     )
+
+
+# -- chains: which layers a commit needs; decided without a look at the disk -----------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PackLayer:
+    """`depth` counts first-parent steps from the root layer, `length` the layers up to this one.
+
+    A layer that is only planned has no pack yet.
+    """
+
+    commit: CommitId
+    base: CommitId | None
+    depth: int
+    length: int
+    pack: str = ""
+    object_count: int = 0
+    size_bytes: int = 0
+
+
+Layers = Mapping[CommitId, PackLayer]
+
+
+def chain(layers: Layers, commit: CommitId) -> list[PackLayer]:
+    """The layers from the root up to `commit`; KeyError where one is missing."""
+    found = [layers[commit]]
+    while (base := found[-1].base) is not None:
+        found.append(layers[base])
+    return found[::-1]
+
+
+def choose_root(known: Layers, line: Sequence[CommitId], recorded: Collection[CommitId]) -> int:
+    """The position on `line`, newest first, of the commit whose whole closure is packed.
+
+    The oldest recorded commit: every later one then shares its pack. Where none is older than the
+    one asked for, some steps below it, so that its older neighbours share too; more of them with
+    each root that was placed too high.
+    """
+    oldest = max((position for position, at in enumerate(line) if at in recorded), default=0)
+    roots = sum(layer.base is None for layer in known.values())
+    return oldest or min(MARGINS[min(roots, len(MARGINS) - 1)], len(line) - 1)
+
+
+def plan(known: Layers, line: Sequence[CommitId], *, ahead: bool = False) -> list[PackLayer]:
+    """The layers to build for the first of `line`, each after those it stands on.
+
+    `line` is first parents, newest first; its last commit has a layer, or becomes a root. `ahead`
+    puts way-points all along it, closer than the grid: fewer objects between two neighbours.
+    """
+    planned: dict[CommitId, PackLayer] = {}
+    layers = dict(known)
+
+    def add(commit: CommitId, base: PackLayer | None, depth: int) -> None:
+        length = base.length + 1 if base else 1
+        on = base.commit if base else None
+        layers[commit] = planned[commit] = PackLayer(commit, on, depth, length)
+
+    def waypoint_at(depth: int) -> PackLayer:
+        """The layer at `depth`: planned, or further down the chain that the line starts with."""
+        if depth in on_line and on_line[depth] in layers:
+            return layers[on_line[depth]]
+        return next(layer for layer in reversed(chain(layers, line[-1])) if layer.depth <= depth)
+
+    if line[-1] not in layers:
+        add(line[-1], None, 0)
+    start = layers[line[-1]].depth
+    end = start + len(line) - 1
+    on_line = {start + steps: at for steps, at in enumerate(reversed(line))}
+    step = max(1, STRIDES[-1] // NARROW)
+    for depth in range(start - start % step + step, end + 1, step) if ahead else grid(start, end):
+        if depth < end and on_line[depth] not in layers:
+            add(
+                on_line[depth],
+                waypoint_at(previous(depth) if is_waypoint(depth) else depth - step),
+                depth,
+            )
+    if line[0] in layers:
+        return list(planned.values())
+    if is_waypoint(end):
+        base = waypoint_at(previous(end))
+    else:  # the nearest below whose chain has room for one more
+        near = (layers[at] for at in line[1:] if at in layers)
+        below = reversed(chain(layers, line[-1]))
+        base = next(layer for layer in (*near, *below) if layer.length < CHAIN_LIMIT)
+    # another commit in just this place is a variant of this one: they should share their parent
+    has_sibling = any(at.base == base.commit and at.depth == end for at in known.values())
+    if base.commit != line[1] and has_sibling:
+        if line[1] not in layers:
+            add(line[1], base, end - 1)
+        base = layers[line[1]]
+    add(line[0], base, end)
+    return list(planned.values())
+
+
+def grid(start: int, end: int) -> Iterator[int]:
+    """Depths of the way-points from `start` to `end`: each stride's after the wider one's last."""
+    for stride in STRIDES:
+        for depth in range(start - start % stride + stride, end + 1, stride):
+            start = depth
+            yield depth
+
+
+def is_short(layers: Layers, layer: PackLayer) -> bool:
+    """Whether a layer is within one step of the narrowest grid of its base: few objects."""
+    return layer.base is not None and layer.depth - layers[layer.base].depth <= STRIDES[-1]
+
+
+def is_waypoint(depth: int) -> bool:
+    return depth % STRIDES[-1] == 0
+
+
+def previous(depth: int) -> int:
+    """The way-point below a way-point."""
+    return depth - next(stride for stride in STRIDES if depth % stride == 0)

@@ -13,7 +13,7 @@ import hashlib
 import io
 import os
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -69,28 +69,24 @@ class Packer:
     def __init__(self, git: Git, workers: Workers) -> None:
         self._git = git
         self._workers = workers
-        self._sources = _WholeFiles()
+        self._whole: dict[tuple[object, ...], None] = {}  # files found whole, until they change
+        self._whole_lock = threading.Lock()
 
     async def pack_range(
-        self,
-        mirror: Path,
-        tip: CommitId,
-        base: CommitId | None,
-        *,
-        into: Path,
-        extra: Path | None = None,
-        quick: bool = False,
+        self, mirror: Path, tip: CommitId, base: CommitId | None, into: Path, quick: bool = False
     ) -> PackFile:
         """Pack the closure of `tip` without the closure of `base` out of the repository `mirror`.
 
-        `extra` is an objects directory that is read too. Raises CommitUnservableError when an
-        object is missing or damaged.
+        An `objects` directory in `into` is read too. Raises CommitUnservableError when an object is
+        missing or damaged.
         """
+        extra = objects if (objects := into / "objects").exists() else None
         stores = [mirror / "objects", *([extra] if extra else [])]
+        sources = stores if base is None else []
         try:
             (pack, listed), _ = await together(
-                self._list_and_write(mirror, tip, base, into=into, extra=extra, quick=quick),
-                self._check_sources(stores if base is None else []),
+                self._list_and_write(mirror, tip, base, into, extra, quick),
+                anyio.to_thread.run_sync(self._check_packs, sources),
             )
             return await self._prove(mirror, pack, listed, stores)
         except (CorruptObjectError, GitFailedError) as error:
@@ -101,7 +97,6 @@ class Packer:
         mirror: Path,
         tip: CommitId,
         base: CommitId | None,
-        *,
         into: Path,
         extra: Path | None,
         quick: bool,
@@ -153,10 +148,6 @@ class Packer:
         listing.unlink()
         return pack, listed
 
-    async def _check_sources(self, stores: Sequence[Path]) -> None:
-        for store in stores:
-            await anyio.to_thread.run_sync(self._sources.check_packs, store)
-
     async def _prove(
         self, mirror: Path, pack: Path, listed: bytes, stores: Sequence[Path]
     ) -> PackFile:
@@ -170,7 +161,7 @@ class Packer:
         disk has what git wrote.
         """
         index = await anyio.to_thread.run_sync(PackIndex, pack.with_suffix(".idx"))
-        if _sha1(index.ids) != listed:
+        if hashlib.sha1(index.ids, usedforsecurity=False).digest() != listed:
             raise CorruptObjectError(
                 f"cannot seal {pack.name}: it does not hold exactly the objects of the closure",
                 hint=HINT,
@@ -178,8 +169,8 @@ class Packer:
         for store in stores:
             await anyio.to_thread.run_sync(_check_loose, store, index)
         if index.count > VERIFIED_WHOLE:
-            await self._check_sources(stores)
-        elif await anyio.to_thread.run_sync(self._sources.are_whole, stores):
+            await anyio.to_thread.run_sync(self._check_packs, stores)
+        elif await anyio.to_thread.run_sync(self._are_whole, stores):
             await anyio.to_thread.run_sync(check_written, index)
         else:
             await self._git.run(
@@ -189,6 +180,28 @@ class Packer:
                 doing=f"verify {pack.name}",
             )  # fmt: skip
         return PackFile(pack, index.count, pack.stat().st_size + index.path.stat().st_size)
+
+    def _check_packs(self, stores: Iterable[Path]) -> None:
+        """Raise CorruptObjectError where a checksum contradicts a pack or index. For threads."""
+        with self._whole_lock:
+            for file in _packs_in(stores):
+                with suppress(FileNotFoundError):  # repacked meanwhile
+                    key = _stamp(file)
+                    if key in self._whole:
+                        continue
+                    if not pack_is_whole(file):
+                        raise CorruptObjectError(
+                            f"cannot pack out of {file.name}: checksum mismatch", hint=HINT
+                        )
+                    while len(self._whole) >= _KEPT_MAX:
+                        self._whole.pop(next(iter(self._whole)), None)
+                    self._whole[key] = None
+
+    def _are_whole(self, stores: Iterable[Path]) -> bool:
+        """Whether all packs in `stores` were found whole as they are now; waits for a check."""
+        with self._whole_lock, suppress(FileNotFoundError):
+            return all(_stamp(file) in self._whole for file in _packs_in(stores))
+        return False
 
 
 async def write_graph(git: Git, trash: Trash, graph: Path, chain: Sequence[PackFile]) -> None:
@@ -244,7 +257,7 @@ def unservable(
 def digest_of_listing(listing: Path) -> bytes:
     """The SHA-1 of all ids that are the lines of a file, sorted and joined."""
     ids = sorted(listing.read_text("ascii").split())
-    return _sha1(bytes.fromhex("".join(ids)))
+    return hashlib.sha1(bytes.fromhex("".join(ids)), usedforsecurity=False).digest()
 
 
 def check_written(index: PackIndex) -> None:
@@ -283,45 +296,12 @@ def _check_loose(store: Path, packed: PackIndex) -> None:
                 )
 
 
-class _WholeFiles:
-    """The packs and indexes that were read and found whole, until they change. For threads."""
-
-    def __init__(self) -> None:
-        self._whole: dict[tuple[object, ...], None] = {}
-        self._lock = threading.Lock()
-
-    def check_packs(self, store: Path) -> None:
-        """Raise CorruptObjectError for a pack or index in `store` that its checksum contradicts."""
-        with self._lock:
-            for file in _packs_in(store):
-                with suppress(FileNotFoundError):  # repacked meanwhile
-                    key = _stamp(file)
-                    if key in self._whole:
-                        continue
-                    if not pack_is_whole(file):
-                        raise CorruptObjectError(
-                            f"cannot pack out of {file.name}: checksum mismatch", hint=HINT
-                        )
-                    while len(self._whole) >= _KEPT_MAX:
-                        self._whole.pop(next(iter(self._whole)), None)
-                    self._whole[key] = None
-
-    def are_whole(self, stores: Sequence[Path]) -> bool:
-        """Whether all packs in `stores` were found whole as they are now; waits for a check."""
-        with self._lock, suppress(FileNotFoundError):
-            return all(_stamp(file) in self._whole for store in stores for file in _packs_in(store))
-        return False
-
-
-def _packs_in(store: Path) -> Iterator[Path]:
-    for kind in ("pack", "idx"):
-        yield from (store / "pack").glob(f"pack-*.{kind}")
+def _packs_in(stores: Iterable[Path]) -> Iterator[Path]:
+    for store in stores:
+        for kind in ("pack", "idx"):
+            yield from (store / "pack").glob(f"pack-*.{kind}")
 
 
 def _stamp(file: Path) -> tuple[object, ...]:
     found = file.stat()
     return str(file), found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _sha1(data: bytes) -> bytes:
-    return hashlib.sha1(data, usedforsecurity=False).digest()
