@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
-import structlog
 
 from . import __version__, config, telemetry
 from .audit.service import Audits
@@ -38,20 +37,14 @@ from .host.peers import Access
 from .host.trash import Trash, remove_trees
 from .jobs.events import Events
 from .jobs.operations import Operations
-from .jobs.schedule import Schedule
 from .jobs.watch import Watch, is_complete_name, signature_of
 from .layout import Layout
 from .mirrors.bundles.service import Bundles
 from .mirrors.service import Mirrors
 from .model import Backend, CommitId, CommitState, History, MirrorName, utc_now
 from .protocol import AuditSummary, Configuration, ReloadAnswer, Status
-from .timetable import Cleanup, Timetable
+from .timetable import Cleanup, Schedule, Timetable
 from .work import BackgroundWork, Prewarm
-
-log = structlog.get_logger()
-
-_REMOVAL_TIMEOUT = timedelta(minutes=10)
-_CONFIG_QUIET = timedelta(seconds=0.2)
 
 
 class Engine:
@@ -66,10 +59,9 @@ class Engine:
         self._settings = settings
         self._config_path = config_path
         self._load = load
-        self._opened = asyncio.Event()
+        self._opened, self._closing = asyncio.Event(), AsyncExitStack()
         self._refused_files: dict[Path, str] = {}
         self._config_fault: str | None = None
-        self._closing = AsyncExitStack()
         self.started_at = utc_now()
         self.layout = Layout(settings.state_dir)
         self.access = Access(self.settings)
@@ -86,8 +78,7 @@ class Engine:
         return self._opened.is_set()
 
     async def wait_until_open(self) -> None:
-        if not self._opened.is_set():
-            await self._opened.wait()
+        await self._opened.wait()
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -98,9 +89,8 @@ class Engine:
         await self._open_audits()
         await self._open_jobs()
         self._opened.set()
-        self.events.publish(
-            "daemon.opened", duration_s=(utc_now() - self.started_at).total_seconds()
-        )
+        duration_s = (utc_now() - self.started_at).total_seconds()
+        self.events.publish("daemon.opened", duration_s=duration_s)
 
     async def close(self) -> None:
         """Close what was opened, in reverse."""
@@ -117,24 +107,17 @@ class Engine:
         self._closing.push_async_callback(self.catalog.close)
         self.trash = Trash(self._remove_in_worker)
         self.mirrors = Mirrors(
-            settings=self.settings,
-            git=self.git,
-            workers=self.workers,
-            catalog=self.catalog,
-            events=self.events,
-            trash=self.trash,
-        )
+            settings=self.settings, git=self.git, workers=self.workers, catalog=self.catalog,
+            events=self.events, trash=self.trash,
+        )  # fmt: skip
         self._closing.push_async_callback(self.mirrors.close)
         await self.mirrors.open()
         self.bundles = Bundles(self.mirrors)
         # datasets drop stale pins when they open, which needs mirrors in line with the catalog
         self.datasets = Datasets(
-            settings=self.settings,
-            catalog=self.catalog,
-            mirrors=self.mirrors,
-            workers=self.workers,
-            events=self.events,
-        )
+            settings=self.settings, catalog=self.catalog, mirrors=self.mirrors,
+            workers=self.workers, events=self.events,
+        )  # fmt: skip
         await self.datasets.open()
         self.health.warn_by(self.datasets.warnings)
         self.health.warn_by(self._file_warnings)
@@ -144,52 +127,38 @@ class Engine:
     async def _remove_in_worker(self, paths: list[Path]) -> dict[Path, str]:
         """Remove trees that clients wrote to, in batches that count for no user."""
         Askers(HOUSEKEEPING).bind()
-        return await self.workers.run(remove_trees, paths, timeout=_REMOVAL_TIMEOUT)
+        return await self.workers.run(remove_trees, paths, timeout=timedelta(minutes=10))
 
     async def _open_checkouts(self) -> None:
         """Stores and templates, then the checkouts that an earlier daemon left."""
+
+        async def recorded(name: MirrorName) -> set[CommitId]:
+            return {row.commit for row in await self.catalog.list_recorded(name.key)}
+
         self.gitdirs = StoreBuilder(
-            state_dir=self.layout.root,
-            git=self.git,
-            workers=self.workers,
-            mirrors_path=self.mirrors.path,
-            trash=self.trash,
-            recorded=self._recorded_commits,
-        )
+            state_dir=self.layout.root, git=self.git, workers=self.workers,
+            mirrors_path=self.mirrors.path, trash=self.trash, recorded=recorded,
+        )  # fmt: skip
         self._closing.push_async_callback(self.gitdirs.close)
         await self.gitdirs.open()
         self.templates = Templates(
-            settings=self.settings,
-            state_dir=self.layout.root,
-            workers=self.workers,
-            mirrors_path=self.mirrors.path,
-            gitdirs=self.gitdirs,
-            events=self.events,
+            settings=self.settings, state_dir=self.layout.root, workers=self.workers,
+            mirrors_path=self.mirrors.path, gitdirs=self.gitdirs, events=self.events,
             trash=self.trash,
-        )
+        )  # fmt: skip
         self._closing.push_async_callback(self.templates.close)
         await self.templates.open()
         overlay = await find_overlay(
-            state_dir=self.layout.root,
-            service=self._settings.socket.parent / "mount.sock",
-            templates=self.templates,
-            workers=self.workers,
-            mirrors_path=self.mirrors.path,
+            state_dir=self.layout.root, service=self._settings.socket.parent / "mount.sock",
+            templates=self.templates, workers=self.workers, mirrors_path=self.mirrors.path,
             trash=self.trash,
-        )
+        )  # fmt: skip
         # leases are adopted once the templates under their trees are known
         self.checkouts = Checkouts(
-            settings=self.settings,
-            state_dir=self.layout.root,
-            workers=self.workers,
-            mirrors=self.mirrors,
-            datasets=self.datasets,
-            gitdirs=self.gitdirs,
-            overlay=overlay,
-            access=self.access,
-            events=self.events,
-            trash=self.trash,
-        )
+            settings=self.settings, state_dir=self.layout.root, workers=self.workers,
+            mirrors=self.mirrors, datasets=self.datasets, gitdirs=self.gitdirs, overlay=overlay,
+            access=self.access, events=self.events, trash=self.trash,
+        )  # fmt: skip
         self._closing.push_async_callback(self.checkouts.close)
         await self.checkouts.open()
         try:
@@ -200,59 +169,34 @@ class Engine:
 
     async def _open_audits(self) -> None:
         self.heals = Heals(
-            settings=self.settings,
-            mirrors=self.mirrors,
-            catalog=self.catalog,
-            git=self.git,
-            workers=self.workers,
-            events=self.events,
+            self.settings, self.mirrors, self.catalog, self.git, self.workers, self.events
         )
         await self.heals.open()
         # an audit that may heal passes its findings to the heals, and has templates scrubbed
         self.audits = Audits(
-            settings=self.settings,
-            mirrors=self.mirrors,
-            catalog=self.catalog,
-            workers=self.workers,
-            events=self.events,
-            repair=self.heals.repair,
-            scrub=self.templates.scrub_mirror,
-        )
+            self.settings, self.mirrors, self.catalog, self.workers, self.events,
+            repair=self.heals.repair, scrub=self.templates.scrub_mirror,
+        )  # fmt: skip
 
     async def _open_jobs(self) -> None:
         """Last, because jobs use everything: configured mirrors, the clock, the watched files."""
         prewarm = Prewarm(
-            settings=self.settings,
-            catalog=self.catalog,
-            operations=self.operations,
-            prepare=self._prepare,
-            oldest_first=self.gitdirs.oldest_first,
-            room=self.templates,
-        )
+            self.settings, self.catalog, self.operations, self._prepare,
+            self.gitdirs.oldest_first, self.templates.is_full,
+        )  # fmt: skip
         self.datasets.on_change(prewarm.start)
         self.work = BackgroundWork(
-            operations=self.operations,
-            mirrors=self.mirrors,
-            bundles=self.bundles,
-            datasets=self.datasets,
-            audits=self.audits,
-            heals=self.heals,
-            templates=self.templates,
-            gitdirs=self.gitdirs,
-            prewarm=prewarm,
-            on_mirrors_changed=self._mirrors_changed,
-        )
+            self.operations, self.mirrors, self.bundles, self.datasets, self.audits, self.heals,
+            self.templates, self.gitdirs, prewarm,
+            on_mirrors_changed=lambda: self.schedule.reconcile(),  # noqa: PLW0108 - made below
+        )  # fmt: skip
         watches = await self._watches()
+        # datasets drop pins that mirrors adopt
+        cleanup = Cleanup([self.mirrors.clean_up, self.datasets.clean_up, self.trash.retry])
         jobs = Timetable(
-            settings=self.settings,
-            started_at=self.started_at,
-            catalog=self.catalog,
-            checkouts=self.checkouts,
-            work=self.work,
-            # datasets drop pins that mirrors adopt
-            cleanup=Cleanup([self.mirrors.clean_up, self.datasets.clean_up, self.trash.retry]),
-            watches=watches,
-        )
+            self.settings, self.started_at, self.catalog, self.checkouts, self.work, cleanup,
+            watches,
+        )  # fmt: skip
         self.schedule = Schedule(jobs.table)
         await self._add_configured_mirrors()
         self._closing.push_async_callback(self.schedule.close)
@@ -268,12 +212,6 @@ class Engine:
             await self.templates.ensure(name, commit, history)
         else:
             await self.gitdirs.ensure(name, commit, history)
-
-    async def _mirrors_changed(self) -> None:
-        await self.schedule.reconcile()
-
-    async def _recorded_commits(self, name: MirrorName) -> set[CommitId]:
-        return {row.commit for row in await self.catalog.list_recorded(name.key)}
 
     async def _add_configured_mirrors(self) -> None:
         """Add what can be added; refusals are published."""
@@ -296,18 +234,15 @@ class Engine:
                 signature = await anyio.to_thread.run_sync(signature_of, path)
                 if signature and signature.changed_at < dataset.imported_at.timestamp():
                     known[path] = signature  # imported since it last changed
-            places = {self.layout.datasets: is_complete_name}
-            watches.append(Watch(places, self._import_watched, known=known))
+            watches.append(
+                Watch({self.layout.datasets: is_complete_name}, self._import_watched, known=known)
+            )
         if file := self._config_path:
             signature = await anyio.to_thread.run_sync(signature_of, file)
-            watches.append(
-                Watch(
-                    {file.parent: file.name.__eq__},
-                    lambda _: self.reload(),
-                    known={file: signature} if signature else {},
-                    quiet=_CONFIG_QUIET,
-                )
-            )
+            known = {file: signature} if signature else {}
+            places = {file.parent: file.name.__eq__}
+            quiet = timedelta(seconds=0.2)
+            watches.append(Watch(places, lambda _: self.reload(), known=known, quiet=quiet))
         return watches
 
     async def _import_watched(self, path: Path) -> None:
@@ -322,11 +257,8 @@ class Engine:
             )
 
     def _file_warnings(self) -> list[str]:
-        return [
-            f"{path.name} in datasets: {fact}"
-            for path, fact in self._refused_files.items()
-            if path.exists()
-        ]
+        refused = self._refused_files.items()
+        return [f"{path.name} in datasets: {fact}" for path, fact in refused if path.exists()]
 
     # -- the whole --------------------------------------------------------------------------------
 
@@ -355,29 +287,20 @@ class Engine:
 
     def configuration(self) -> Configuration:
         path = str(self._config_path) if self._config_path else None
-        return Configuration(
-            path=path, settings=json.loads(telemetry.masked(self._settings.model_dump_json()))
-        )
+        settings = json.loads(telemetry.masked(self._settings.model_dump_json()))
+        return Configuration(path=path, settings=settings)
 
     async def status(self) -> Status:
         summaries = [
             AuditSummary(
-                id=audit.id,
-                level=audit.level,
-                finished_at=audit.finished_at,
-                counts=audit.counts,
-                affected_count=len(audit.affected),
-                finding_count=len(audit.findings),
-                open_count=audit.open_count,
-                left_count=len(audit.left),
+                id=audit.id, level=audit.level, finished_at=audit.finished_at, counts=audit.counts,
+                affected_count=len(audit.affected), finding_count=len(audit.findings),
+                open_count=audit.open_count, left_count=len(audit.left),
             )
             for audit in await self.audits.list(1)
-        ]
+        ]  # fmt: skip
         return Status(
-            version=__version__,
-            pid=os.getpid(),
-            uid=os.geteuid(),
-            started_at=self.started_at,
+            version=__version__, pid=os.getpid(), uid=os.geteuid(), started_at=self.started_at,
             state_dir=str(self.layout.root),
             config_path=str(self._config_path) if self._config_path else None,
             backend=self.backend,
@@ -390,7 +313,7 @@ class Engine:
             operations_queued=self.operations.queued_count,
             last_audit=summaries[0] if summaries else None,
             jobs=self.schedule.states(),
-        )
+        )  # fmt: skip
 
     async def figures(self) -> dict[str, float]:
         """The gauges of the metrics."""

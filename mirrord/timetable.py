@@ -1,39 +1,158 @@
-"""The jobs that run by the clock, how often, and what each does: the table the schedule keeps to.
+"""The jobs that run by the clock: what each does and how often, run by apscheduler on the loop.
 
-Intervals come from the settings in force whenever the table is read; zero switches a job off.
+A late job runs once, not dropped and not doubled, and never beside itself. Intervals come from the
+settings in force, zero switches a job off. They count from what was recorded, not from the start: a
+daemon restarted every hour still syncs every six. A failure is kept for `status`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
+from zlib import crc32
 
 import anyio.to_thread
+import structlog
+from apscheduler.schedulers.asyncio import AsyncIOScheduler
+from apscheduler.triggers.interval import IntervalTrigger
 
 from .catalog import Catalog
 from .checkouts.service import Checkouts
 from .config import Settings
 from .errors import MirrordError, UpstreamAuthError, UpstreamNotFoundError, from_problem
 from .host.processes import trim_memory
-from .jobs.schedule import Job
 from .jobs.watch import Watch
 from .model import AuditLevel, MirrorName, utc_now
-from .protocol import Audit, Operation, StartAudit
+from .protocol import Audit, JobState, Operation, StartAudit
 from .units import Backoff
 from .work import BackgroundWork
 
-_EXPIRE = timedelta(seconds=2)
+log = structlog.get_logger()
+
 CLEANUP_INTERVAL = timedelta(seconds=5)
-_LONGEST_CLEANUP_PAUSE = timedelta(minutes=3)
-_EVICT = timedelta(minutes=5)
 _MINUTE = timedelta(minutes=1)
-_MAINTENANCE_RETRY = timedelta(minutes=10)
 _NEVER_FOUND_INTERVAL = timedelta(days=7)
+# forges ask for a password where a repository does not exist
 _NEVER_FOUND = {UpstreamNotFoundError.code, UpstreamAuthError.code}
-"""Forges ask for a password where a repository does not exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`run` every `interval` (zero: never) from `since` on; None is now.
+
+    After a failure it runs again after `retry` (zero: at its next turn), twice that, and so on.
+    """
+
+    name: str
+    interval: timedelta
+    run: Callable[[], Awaitable[object]]
+    jitter: timedelta = timedelta()
+    since: datetime | None = None
+    retry: timedelta = timedelta()
+
+
+@dataclass(slots=True)
+class _Planned:
+    job: Job
+    backoff: Backoff
+    last_at: datetime | None = None
+    last_error: str | None = None
+
+
+class Schedule:
+    """Keeps apscheduler's jobs equal to the table that `jobs` answers."""
+
+    def __init__(
+        self, jobs: Callable[[], Awaitable[list[Job]]], *, soon: timedelta = timedelta(seconds=2)
+    ) -> None:
+        self._jobs = jobs
+        self._soon = soon
+        self._planned: dict[str, _Planned] = {}
+        self._reconciling = asyncio.Lock()
+        self._scheduler = AsyncIOScheduler(
+            timezone="UTC",
+            job_defaults={"misfire_grace_time": None, "coalesce": True, "max_instances": 1},
+        )
+
+    async def open(self) -> None:
+        self._scheduler.start()
+        await self.reconcile()
+
+    async def close(self) -> None:
+        """Start nothing more. Running work belongs to the operations."""
+        self._scheduler.shutdown(wait=False)
+
+    async def reconcile(self) -> None:
+        """Add new jobs, plan those with another interval again, drop those that are gone."""
+        async with self._reconciling:
+            table = {job.name: job for job in await self._jobs() if job.interval}
+            for name in self._planned.keys() - table.keys():
+                self._scheduler.remove_job(name)
+                del self._planned[name]
+            for name, job in table.items():
+                known = self._planned.get(name)
+                if known and (known.job.interval, known.job.jitter) == (job.interval, job.jitter):
+                    continue
+                planned = _Planned(job, Backoff(job.retry, job.retry * 2**16))
+                if known:
+                    planned.last_at, planned.last_error = known.last_at, known.last_error
+                self._planned[name] = planned
+                jitter = min(job.jitter, job.interval / 2).total_seconds()
+                self._scheduler.add_job(
+                    self._run,
+                    IntervalTrigger(seconds=job.interval.total_seconds(), jitter=jitter or None),
+                    args=[name],
+                    id=name,
+                    next_run_time=self._first_time(job),
+                    replace_existing=True,
+                )
+
+    def states(self) -> list[JobState]:
+        """Every job, with its next time."""
+        return [
+            JobState(
+                name=name, next_at=self._next_at(name), last_at=each.last_at,
+                last_error=each.last_error,
+            )
+            for name, each in sorted(self._planned.items())
+        ]  # fmt: skip
+
+    async def _run(self, name: str) -> None:
+        planned = self._planned.get(name)
+        if planned is None:
+            return
+        planned.last_at = utc_now()
+        try:
+            await planned.job.run()
+            planned.last_error = None
+            planned.backoff.reset()
+        except MirrordError as error:
+            planned.last_error = error.message
+            # No earlier than upstream asks for, and no later than the next turn.
+            asked = timedelta(seconds=error.facts.get("retry_after_s") or 0)
+            retry_at = utc_now() + max(planned.backoff.next(), asked)
+            next_at = self._next_at(name)
+            if planned.job.retry and next_at and retry_at < next_at:
+                self._scheduler.modify_job(name, next_run_time=retry_at)
+        except Exception:
+            planned.last_error = "an unexpected error; the daemon's log has the details"
+            log.exception("job.crashed", job=name)
+
+    def _next_at(self, name: str) -> datetime | None:
+        found = self._scheduler.get_job(name)
+        return found.next_run_time if found else None
+
+    def _first_time(self, job: Job) -> datetime:
+        """An interval after `since`. An overdue job runs soon, spread over the jitter."""
+        now = utc_now()
+        if job.since is None:
+            return now + min(job.interval, self._soon)
+        spread = job.jitter / 10 * (crc32(job.name.encode()) % 100 / 100)
+        return max(job.since + job.interval, now + self._soon + spread)
 
 
 class Cleanup:
@@ -49,7 +168,7 @@ class Cleanup:
     ) -> None:
         self._parts = parts
         self._clock = clock
-        self._backoff = Backoff(CLEANUP_INTERVAL, _LONGEST_CLEANUP_PAUSE)
+        self._backoff = Backoff(CLEANUP_INTERVAL, timedelta(minutes=3))
         self._not_before = 0.0
 
     async def retry(self) -> None:
@@ -61,7 +180,7 @@ class Cleanup:
             self._not_before = self._clock() + self._backoff.next().total_seconds()
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class Timetable:
     """Builds the table from the mirrors there are and from when things last happened."""
 
@@ -78,11 +197,8 @@ class Timetable:
         sync, audit = settings.sync, settings.audit
         mirrors = await self.catalog.list_mirrors()
         names = {str(row.name) for row in mirrors}
-        whole = [
-            each
-            for each in await self.catalog.list_audits()
-            if names <= set(each.mirrors) and not each.left
-        ]
+        audits = await self.catalog.list_audits()
+        whole = [each for each in audits if names <= set(each.mirrors) and not each.left]
         content = [each for each in whole if each.level is AuditLevel.CONTENT]
 
         async def auditing(
@@ -98,41 +214,32 @@ class Timetable:
             """First an eighth of the interval after the start: some daemons restart every day."""
             return started - interval * 7 / 8
 
+        def regular(name: str, interval: timedelta, run: Callable[[], Awaitable[object]]) -> Job:
+            return Job(name, interval, run, since=started)
+
         upkeep, scrub = settings.maintenance.interval, audit.content_interval
+        scrubbing = Job("templates.scrub", scrub, self.work.templates.scrub, since=early(scrub))
+        maintaining = Job(
+            "maintenance", upkeep, self._maintain, since=early(upkeep), retry=timedelta(minutes=10)
+        )
+        trim = partial(anyio.to_thread.run_sync, trim_memory)
         return [
             *(
-                Job(
-                    f"sync/{row.name}",
-                    sync.interval,
-                    partial(self._sync, row.name),
-                    sync.jitter,
-                    row.attempted_at,
-                    _MINUTE,
-                )
+                Job(f"sync/{row.name}", sync.interval, partial(self._sync, row.name),
+                    sync.jitter, row.attempted_at, _MINUTE)
                 for row in mirrors
             ),
             await auditing("audit", audit.interval, None, whole),
             await auditing("audit.content", audit.content_interval, AuditLevel.CONTENT, content),
-            Job(
-                "maintenance",
-                upkeep,
-                self._maintain,
-                since=early(upkeep),
-                retry=_MAINTENANCE_RETRY,
-            ),
-            Job("templates.scrub", scrub, self.work.templates.scrub, since=early(scrub)),
-            Job("checkouts.expire", _EXPIRE, self.checkouts.expire, since=started),
-            Job("cleanup.retry", CLEANUP_INTERVAL, self.cleanup.retry, since=started),
-            Job("templates.evict", _EVICT, self._evict, since=started),
-            Job("watch.look", _MINUTE, self._look, since=started),
-            Job(
-                "memory.trim",
-                _MINUTE,
-                partial(anyio.to_thread.run_sync, trim_memory),
-                since=started,
-            ),
-            Job("heals.retry", _MINUTE, self._retry_heals, since=started),
-        ]
+            maintaining,
+            scrubbing,
+            regular("checkouts.expire", timedelta(seconds=2), self.checkouts.expire),
+            regular("cleanup.retry", CLEANUP_INTERVAL, self.cleanup.retry),
+            regular("templates.evict", timedelta(minutes=5), self._evict),
+            regular("watch.look", _MINUTE, self._look),
+            regular("memory.trim", _MINUTE, trim),
+            regular("heals.retry", _MINUTE, self._retry_heals),
+        ]  # fmt: skip
 
     async def _sync(self, name: MirrorName) -> None:
         """Sync. A mirror never synced and unknown upstream is probably a mistyped name: it is tried
@@ -161,9 +268,8 @@ class Timetable:
 
     async def _retry_heals(self) -> None:
         """Heal what no donor had the last time, in the mirrors that are due."""
-        due = [
-            str(name) for name in self.work.heals.due() if await self.catalog.find_mirror(name.key)
-        ]
+        names = self.work.heals.due()
+        due = [str(name) for name in names if await self.catalog.find_mirror(name.key)]
         if due and self.settings().audit.heal:
             request = StartAudit(mirrors=due, level=AuditLevel.CONTENT, heal=True)
             ended = await self._finish(await self.work.audit(request, kind="heal"))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 import anyio
 import structlog
@@ -24,19 +24,17 @@ from .datasets.service import Datasets
 from .errors import DiskFullError, MirrordError
 from .git.command import low_priority
 from .heal import Heals
-from .jobs.operations import Operations
+from .jobs.operations import Operations, Work
 from .mirrors.bundles.format import read_header
 from .mirrors.bundles.service import Bundles
 from .mirrors.service import Mirrors
 from .model import AuditLevel, CommitId, CommitRole, DatasetName, History, MirrorName
-from .protocol import Operation, Progress, ProgressSink, StartAudit, to_json
+from .protocol import Message, Operation, Progress, ProgressSink, StartAudit
 
 log = structlog.get_logger()
 
-_LOOK_EVERY = 16  # commits between two looks at the room for templates
 
-
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class BackgroundWork:
     """Starts operations. `on_mirrors_changed` is called after a mirror was added or removed."""
 
@@ -50,8 +48,6 @@ class BackgroundWork:
     gitdirs: StoreBuilder
     prewarm: Prewarm
     on_mirrors_changed: Callable[[], Awaitable[None]]
-
-    # -- mirrors ----------------------------------------------------------------------------------
 
     async def add_mirror(self, repo: str, url: str | None, *, owner_uid: int = 0) -> Operation:
         """Register a mirror and sync it for the first time."""
@@ -67,22 +63,20 @@ class BackgroundWork:
         accept_loss: bool = False,
         owner_uid: int = 0,
     ) -> Operation:
-        async def run(progress: ProgressSink) -> dict[str, Any]:
+        async def run(progress: ProgressSink) -> Message:
             result = await self.mirrors.sync(name, progress, accept_loss=accept_loss)
             pinned = await self.datasets.repin(name)  # commits that upstream lacked the last time
-            return replace(result, pinned=pinned).to_json()
+            return replace(result, pinned=pinned)
 
         return self.operations.start(kind, str(name), run, owner_uid=owner_uid)
 
     def maintain(self, name: MirrorName) -> Operation:
-        async def run(progress: ProgressSink) -> None:
-            await self.mirrors.maintain(name, progress)
-
+        run = partial(self.mirrors.maintain, name)
         return self.operations.start("mirror.maintain", str(name), run)
 
     def restore_refs(self, name: MirrorName, at: str, *, owner_uid: int = 0) -> Operation:
-        async def run(progress: ProgressSink) -> Any:
-            return to_json(await self.mirrors.refs_restore(name, at))
+        async def run(_: ProgressSink) -> object:
+            return await self.mirrors.refs_restore(name, at)
 
         return self.operations.start("refs.restore", str(name), run, owner_uid=owner_uid)
 
@@ -91,13 +85,13 @@ class BackgroundWork:
     ) -> Operation:
         """Import a bundle file of ours, and remove the file."""
 
-        async def run(progress: ProgressSink) -> dict[str, Any]:
+        async def run(progress: ProgressSink) -> Message:
             result = await self.bundles.import_file(
                 path, mirror=mirror, owner_uid=owner_uid, progress=progress
             )
             self.datasets.rows_changed(result.datasets)
             await self.on_mirrors_changed()
-            return result.to_json()
+            return result
 
         return await self._start_with(path, "bundle.import", mirror or "a bundle", run, owner_uid)
 
@@ -109,8 +103,6 @@ class BackgroundWork:
             await self.gitdirs.forget(name)
         await self.on_mirrors_changed()
 
-    # -- datasets ---------------------------------------------------------------------------------
-
     async def import_upload(
         self,
         path: Path,
@@ -121,18 +113,12 @@ class BackgroundWork:
         owner_uid: int = 0,
     ) -> Operation:
         """Import a dataset file of ours, and remove the file."""
-
-        async def run(progress: ProgressSink) -> Any:
-            return await self._import(path, name, format_name, filename, progress)
-
+        run = partial(self._import, path, name, format_name, filename)
         return await self._start_with(path, "dataset.import", name or filename, run, owner_uid)
 
     def import_watched(self, path: Path) -> Operation:
         """Import a file of the watched directory, which stays where it is."""
-
-        async def run(progress: ProgressSink) -> Any:
-            return await self._import(path, None, None, path.name, progress)
-
+        run = partial(self._import, path, None, None, path.name)
         return self.operations.start("dataset.import", path.name, run)
 
     async def _import(
@@ -142,14 +128,12 @@ class BackgroundWork:
         format_name: str | None,
         source: str,
         progress: ProgressSink,
-    ) -> Any:
+    ) -> object:
         result = await self.datasets.import_file(
             path, name=name, format=format_name, source=source, progress=progress
         )
         await self.on_mirrors_changed()
-        return to_json(result)
-
-    # -- audits -----------------------------------------------------------------------------------
+        return result
 
     async def audit(
         self, request: StartAudit, *, kind: str = "audit", resume: bool = False, owner_uid: int = 0
@@ -161,11 +145,8 @@ class BackgroundWork:
         names = [(await self.mirrors.get(text)).name for text in request.mirrors]
         if request.dataset:
             await self.datasets.get(request.dataset)
-
-        async def run(progress: ProgressSink) -> Any:
-            return to_json(await self.audits.run(request, progress, resume=resume))
-
         subject = ", ".join(map(str, names)) or request.dataset or "everything recorded"
+        run = partial(self.audits.run, request, resume=resume)
         return self.operations.start(kind, subject, run, owner_uid=owner_uid)
 
     async def heal_with(self, bundle: Path, mirror: str, *, owner_uid: int = 0) -> Operation:
@@ -173,39 +154,36 @@ class BackgroundWork:
 
         Raises MirrorNotFoundError and InvalidBundleError.
         """
-        try:
+        async with self._removed_on_error(bundle):
             name = (await self.mirrors.get(mirror)).name
             await anyio.to_thread.run_sync(read_header, bundle)
-        except BaseException:
-            await self.mirrors.quarantine.remove(bundle)
-            raise
         request = StartAudit(mirrors=[str(name)], level=AuditLevel.CONTENT, heal=True)
 
-        async def run(progress: ProgressSink) -> Any:
+        async def run(progress: ProgressSink) -> object:
             with self.mirrors.quarantine.holding(bundle), self.heals.lending(bundle):
-                return to_json(await self.audits.run(request, progress))
+                return await self.audits.run(request, progress)
 
         return await self._start_with(bundle, "heal", str(name), run, owner_uid)
 
     async def _start_with(
-        self,
-        path: Path,
-        kind: str,
-        subject: str,
-        run: Callable[[ProgressSink], Awaitable[Any]],
-        owner_uid: int,
+        self, path: Path, kind: str, subject: str, run: Work, owner_uid: int
     ) -> Operation:
         """Start work on a file of ours, removed at its end or if it cannot begin."""
 
-        async def run_and_remove(progress: ProgressSink) -> Any:
+        async def run_and_remove(progress: ProgressSink) -> object:
             try:
                 return await run(progress)
             finally:
                 with anyio.CancelScope(shield=True):
                     await self.mirrors.quarantine.remove(path)
 
-        try:
+        async with self._removed_on_error(path):
             return self.operations.start(kind, subject, run_and_remove, owner_uid=owner_uid)
+
+    @asynccontextmanager
+    async def _removed_on_error(self, path: Path) -> AsyncIterator[None]:
+        try:
+            yield
         except BaseException:
             await self.mirrors.quarantine.remove(path)
             raise
@@ -214,14 +192,10 @@ class BackgroundWork:
 # -- templates before anybody asks ----------------------------------------------------------------
 
 _Commits = list[tuple[MirrorName, CommitId]]
+_LOOK_EVERY = 16  # commits between two looks at the room for templates
 
 
-class Room(Protocol):
-    async def is_full(self) -> bool:
-        """Whether making more templates would soon evict some."""
-
-
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class Prewarm:
     """Prepares the base commits of an imported dataset, where the settings ask for it.
 
@@ -229,7 +203,7 @@ class Prewarm:
     oldest first, so that each is built on the ones before. A commit that fails is counted and
     skipped: its checkout gets the error. It stops before it would evict templates in use and
     resumes at that commit when there is room, so nothing evicted is prepared again. A killed
-    daemon finds what was built.
+    daemon finds what was built. `is_full`: making more templates would soon evict some.
     """
 
     settings: Callable[[], Settings]
@@ -237,7 +211,7 @@ class Prewarm:
     operations: Operations
     prepare: Callable[[MirrorName, CommitId, History], Awaitable[object]]
     oldest_first: Callable[[MirrorName, Collection[CommitId]], Awaitable[Sequence[CommitId]]]
-    room: Room
+    is_full: Callable[[], Awaitable[bool]]
     _unfinished: dict[DatasetName, _Commits] = field(default_factory=dict)
     _preparing: dict[str, anyio.Lock] = field(default_factory=dict)
 
@@ -254,25 +228,20 @@ class Prewarm:
 
     async def resume(self) -> None:
         """Continue with datasets that there was no room for, once there is."""
-        if self._unfinished and not await self.room.is_full():
+        if self._unfinished and not await self.is_full():
             unfinished, self._unfinished = self._unfinished, {}
             for dataset, commits in sorted(unfinished.items()):
                 self._start(dataset, commits)
 
     def _start(self, dataset: DatasetName, commits: _Commits | None) -> None:
         checkouts = self.settings().checkouts
-        if (
-            checkouts.prewarm
-            and checkouts.history is not History.LINKED
-            and not self.operations.is_stopping
-        ):
-            self.operations.start(
-                "prewarm", dataset, lambda progress: self._run(dataset, commits, progress)
-            )
+        is_wanted = checkouts.prewarm and checkouts.history is not History.LINKED
+        if is_wanted and not self.operations.is_stopping:
+            self.operations.start("prewarm", dataset, partial(self._run, dataset, commits))
 
     async def _run(
         self, dataset: DatasetName, commits: _Commits | None, progress: ProgressSink
-    ) -> dict[str, Any]:
+    ) -> dict[str, int]:
         history = self.settings().checkouts.history
         if commits is None:  # all base commits, mirror by mirror
             bases: dict[str, tuple[MirrorName, set[CommitId]]] = {}
@@ -287,7 +256,7 @@ class Prewarm:
         total, prepared, failed = len(commits), 0, 0
         for number, (name, commit) in enumerate(commits):
             progress(Progress(done=number, total=total, unit="commits", note=str(name)))
-            if number % _LOOK_EVERY == 0 and await self.room.is_full():
+            if number % _LOOK_EVERY == 0 and await self.is_full():
                 log.info("prewarm.stopped", dataset=dataset, prepared=prepared, left=total - number)
                 self._unfinished[dataset] = commits[number:]
                 break

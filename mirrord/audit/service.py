@@ -61,7 +61,7 @@ Scrubber = Callable[[MirrorName], Awaitable[Mapping[str, str]]]
 log = structlog.get_logger()
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Audits:
     """Runs audits and remembers them in the catalog.
 

@@ -40,7 +40,7 @@ from .repair import MirrorRepair
 log = structlog.get_logger()
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Heals:
     """Repairs mirrors. `step` is called before each change of a mirror."""
 

@@ -16,25 +16,17 @@ from typing import Any, Literal
 
 import structlog
 
-from ..errors import (
-    CancelledError,
-    InternalError,
-    MirrordError,
-    OperationFinishedError,
-    OperationNotFoundError,
-    StoppingError,
-)
+from .. import errors
 from ..git.turns import Askers
 from ..host.files import host_error
 from ..model import shown, utc_now
-from ..protocol import QUEUED, Operation, Problem, Progress, ProgressSink
+from ..protocol import QUEUED, Operation, Problem, Progress, ProgressSink, to_json
 from .events import Events
 
 log = structlog.get_logger()
 
 _KEPT = 1000
-_KEPT_UNSEEN = 20_000
-"""A client that started thousands asks for one after the other; what nobody asks for is bounded."""
+_KEPT_UNSEEN = 20_000  # a client that started thousands asks for one after the other
 _PROGRESS_INTERVAL_S = 0.25
 _CANCEL_BOUND_S = 5.0
 
@@ -59,6 +51,10 @@ class _Record:
         return replace(self.operation, progress=self.progress)
 
 
+Work = Callable[[ProgressSink], Awaitable[object]]
+"""Answers the result of its operation, a message or JSON values."""
+
+
 class Operations:
     """All work with an id. Belongs to one event loop; progress may come from any thread."""
 
@@ -78,28 +74,17 @@ class Operations:
     def queued_count(self) -> int:
         return sum(self._records[identity].progress.note == QUEUED for identity in self._tasks)
 
-    def start(
-        self,
-        kind: str,
-        subject: str,
-        run: Callable[[ProgressSink], Awaitable[dict[str, Any] | None]],
-        *,
-        owner_uid: int = 0,
-    ) -> Operation:
+    def start(self, kind: str, subject: str, run: Work, *, owner_uid: int = 0) -> Operation:
         """Run `run` in the background. Raises StoppingError once `close` was called."""
         if self.is_stopping:
-            raise StoppingError(
+            raise errors.StoppingError(
                 f"cannot start {kind} {subject}: the daemon is stopping",
                 hint="ask again in a moment",
             )
         operation = Operation(
-            id=secrets.token_hex(8),
-            kind=kind,
-            subject=subject,
-            state="running",
-            progress=Progress(),
-            started_at=self._clock(),
-        )
+            id=secrets.token_hex(8), kind=kind, subject=subject, state="running",
+            progress=Progress(), started_at=self._clock(),
+        )  # fmt: skip
         record = self._records[operation.id] = _Record(operation, owner_uid)
         self._forget_oldest()
         self._publish("operation.started", record)
@@ -131,7 +116,7 @@ class Operations:
         record = self._get(identity, owner_uid)
         task = self._tasks.get(identity)
         if task is None or not record.is_running:
-            raise OperationFinishedError(
+            raise errors.OperationFinishedError(
                 f"cannot cancel operation {identity}: it is {record.operation.state}"
             )
         await asyncio.sleep(0)  # work that has not begun could not clean up
@@ -153,16 +138,15 @@ class Operations:
     def _get(self, identity: str, owner_uid: int | None) -> _Record:
         record = self._records.get(identity)
         if record is None or owner_uid not in {None, record.owner_uid}:
-            raise OperationNotFoundError(
+            raise errors.OperationNotFoundError(
                 f"cannot find operation {shown(identity)}: none since the daemon's start",
                 hint="operations are forgotten at a restart; see GET /v1/operations",
             )
         return record
 
-    async def _perform(
-        self, record: _Record, run: Callable[[ProgressSink], Awaitable[dict[str, Any] | None]]
-    ) -> None:
-        work = f"{record.operation.kind} {record.operation.subject}"
+    async def _perform(self, record: _Record, run: Work) -> None:
+        kind, subject = record.operation.kind, record.operation.subject
+        work = f"{kind} {subject}"
         loop = asyncio.get_running_loop()
 
         def sink(progress: Progress) -> None:
@@ -176,40 +160,31 @@ class Operations:
         Askers().bind()  # background work, whichever user asked for it
         state: Literal["done", "failed", "cancelled"] = "failed"
         result: dict[str, Any] | None = None
-        problem: MirrordError | None = None
+        problem: errors.MirrordError | None = None
         try:
-            result = await run(sink)
+            result = to_json(await run(sink))
             state = "done"
         except asyncio.CancelledError:
             state = "cancelled"
-            problem = CancelledError(f"cannot finish {work}: it was cancelled")
-        except MirrordError as error:
+            problem = errors.CancelledError(f"cannot finish {work}: it was cancelled")
+        except errors.MirrordError as error:
             problem = error
         except Exception as error:
-            log.exception(
-                "operation.crashed", kind=record.operation.kind, subject=record.operation.subject
-            )
-            problem = host_error(error, f"finish {work}") or InternalError(
+            log.exception("operation.crashed", kind=kind, subject=subject)
+            problem = host_error(error, f"finish {work}") or errors.InternalError(
                 f"cannot finish {work}: an unexpected error",
                 hint="this is a bug; the daemon's log has the details",
             )
+        failure = Problem.from_json(problem.problem()) if problem else None
         record.operation = replace(
-            record.operation,
-            state=state,
-            result=result,
-            error=Problem.from_json(problem.problem()) if problem else None,
-            finished_at=self._clock(),
+            record.operation, state=state, result=result, error=failure, finished_at=self._clock()
         )
         self._publish("operation.finished", record)
 
     def _publish(self, name: str, record: _Record) -> None:
         operation = record.operation
-        fields: dict[str, Any] = {
-            "operation": operation.id,
-            "kind": operation.kind,
-            "subject": operation.subject,
-            "state": operation.state,
-        }
+        fields: dict[str, Any] = {"operation": operation.id, "kind": operation.kind}
+        fields |= {"subject": operation.subject, "state": operation.state}
         if name == "operation.progressed":
             if not record.is_running:
                 return

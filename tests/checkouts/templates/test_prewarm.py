@@ -64,7 +64,7 @@ class Site:
                 operations=self.operations,
                 prepare=self._prepare,
                 oldest_first=self.gitdirs.oldest_first,
-                room=self,
+                is_full=self.is_full,
             )
             prewarm.start(DatasetName("tiny"))
             (operation,) = self.operations.list()
@@ -191,6 +191,6 @@ async def test_nothing_starts_where_the_settings_say_no(tmp_path: Path) -> None:
         operations=site.operations,
         prepare=site._prepare,
         oldest_first=site.gitdirs.oldest_first,
-        room=site,
+        is_full=site.is_full,
     ).start(DatasetName("tiny"))
     assert site.operations.list() == []

@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 from mirrord.errors import ResourceError, UpstreamNotFoundError, UpstreamThrottledError
-from mirrord.jobs.schedule import Job, Schedule
 from mirrord.model import utc_now
+from mirrord.timetable import Job, Schedule
 
 pytestmark = pytest.mark.anyio
 
