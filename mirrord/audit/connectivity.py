@@ -1,4 +1,4 @@
-"""Which objects are missing behind commits and refs, and which commits lack some.
+"""Which objects of a repository are missing or damaged, and which commits and refs lack some.
 
 Read by git without its commit-graph and multi-pack index, which can hide a hole. Closures grow with
 ancestry: one walk proves all commits, and where it fails the oldest failing commit is bisected. So
@@ -7,44 +7,42 @@ the number of git processes grows with the damage, not with the commits. Reads o
 
 from __future__ import annotations
 
+import hashlib
 import re
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import CorruptObjectError, GitFailedError
-from ..git.batch import (
-    BatchObject,
-    all_object_ids_sync,
-    lines_of,
-    read_objects_sync,
-)
-from ..git.command import run_git_sync
+from ..git.batch import BatchObject, all_object_ids_sync, lines_of, read_objects_sync
+from ..git.command import GitResult, run_git_sync
 from ..git.environment import UNTRUSTING
 from ..mirrors.repository import HISTORY, PINS
 from ..model import AuditLevel, CommitId, CommitState, FindingKind
-from .fsck import OBJECT_ID, Damage
-from .object_files import TIMEOUT, Defect
+from .object_files import TIMEOUT, BadFile, Defect, FileKind
 
+OBJECT_ID = re.compile(r"\b[0-9a-f]{40}\b")
 _PARENT = re.compile(rb"^parent ([0-9a-f]{40})$", re.MULTILINE)
-_CORRUPT_SIGNS = re.compile(r"is corrupt|inflate|mismatch")
-_EXAMPLES = 10
-_MAX_TIPS = 2000
 
 Graph = dict[str, tuple[str, ...]]
 """Commit to parents, for every commit that can be read."""
+
+read_objects = partial(read_objects_sync, options=UNTRUSTING, timeout=TIMEOUT, bisect=True)
+
+
+def run_git(git_dir: Path, doing: str, *args: str, **more: Any) -> GitResult:
+    """`run_git_sync` without the files that can hide a hole."""
+    return run_git_sync(*UNTRUSTING, *args, git_dir=git_dir, timeout=TIMEOUT, doing=doing, **more)
 
 
 def look_up(
     git_dir: Path, names: Iterable[str], read: Collection[str] = ()
 ) -> dict[str, BatchObject]:
     """The objects that `names` and `read` lead to, the latter with bytes, where git has them."""
-    found = read_objects_sync(
-        git_dir, read, info=sorted(set(names)),
-        options=UNTRUSTING, timeout=TIMEOUT, bisect=True, doing="look up objects",
-    )  # fmt: skip
+    found = read_objects(git_dir, read, info=sorted(set(names)), doing="look up objects")
     return {one.name: one for one in found if one.exists}
 
 
@@ -59,11 +57,9 @@ def object_kinds(git_dir: Path, oids: Iterable[str]) -> dict[str, str]:
 
 def read_graph(git_dir: Path, tips: Collection[str]) -> Graph:
     """Every commit that `tips` lead to; or, where git cannot walk, every commit in the store."""
+    command = ("rev-list", "--parents", "--stdin")
     try:
-        walked = run_git_sync(
-            *UNTRUSTING, "rev-list", "--parents", "--stdin",
-            git_dir=git_dir, stdin=lines_of(sorted(tips)), timeout=TIMEOUT, doing="walk commits",
-        )  # fmt: skip
+        walked = run_git(git_dir, "walk commits", *command, stdin=lines_of(sorted(tips)))
     except (CorruptObjectError, GitFailedError):
         return {commit.oid: parents_in(commit.data) for commit in iter_commits(git_dir)}
     return {oid: tuple(parents) for oid, *parents in map(str.split, walked.lines)}
@@ -73,14 +69,9 @@ def iter_commits(git_dir: Path) -> Iterator[BatchObject]:
     """Every commit in the store that can be read, reachable or not."""
     doing = "read all commits"
     oids = all_object_ids_sync(git_dir, options=UNTRUSTING, timeout=TIMEOUT, doing=doing)
-    known = read_objects_sync(
-        git_dir, (), info=oids, options=UNTRUSTING, timeout=TIMEOUT, doing=doing
-    )
+    known = read_objects(git_dir, (), info=oids, bisect=False, doing=doing)
     commits = [one.oid for one in known if one.kind == "commit"]
-    read = read_objects_sync(
-        git_dir, commits, options=UNTRUSTING, timeout=TIMEOUT, bisect=True, doing=doing
-    )
-    return (commit for commit in read if commit.exists)
+    return (one for one in read_objects(git_dir, commits, doing=doing) if one.exists)
 
 
 def parents_in(commit: bytes) -> tuple[str, ...]:
@@ -114,6 +105,80 @@ def first_absent_ancestor(graph: Graph, commits: Collection[str]) -> dict[str, s
         if blamed:
             absent[oid] = blamed
     return {oid: absent[oid] for oid in commits if oid in absent and oid in graph}
+
+
+# -- damaged objects -------------------------------------------------------------------------------
+
+# What real histories have: wrong authors and dates, odd modes. "broken links" has no such name.
+_HARMLESS = re.compile(
+    r"notice: |(?:error|warning) in (?:commit|tree|tag|blob) [0-9a-f]{40}: [a-z][A-Za-z]+: "
+)
+
+
+class Fsck(NamedTuple):
+    """`named` are the objects in complaints."""
+
+    is_sound: bool
+    named: set[str]
+
+
+class Damage(NamedTuple):
+    """Objects that are not what their ids say, and damaged packs with the reason."""
+
+    objects: set[str]
+    packs: dict[str, str]
+
+
+def run_fsck(git_dir: Path) -> Fsck:
+    """Hash every object once and walk from every ref; again where packs went away meanwhile.
+
+    `rev-list --verify-objects` is no use: git 2.39 hashes neither trees nor most commits in it, and
+    ends with status 0 after a mismatch.
+    """
+    packs = git_dir / "objects/pack"
+    command = ("fsck", "--full", "--no-dangling", "--no-progress", "--no-reflogs")
+    for _ in range(2):
+        before = set(packs.glob("pack-*.pack"))
+        done = run_git(git_dir, "fsck", *command, ok=range(256))
+        said = f"{done.stderr}\n{done.stdout.decode('utf-8', 'replace')}".splitlines()
+        complaints = [line for line in said if line and not _HARMLESS.match(line)]
+        is_sound = not done.status & ~(1 | 4) and not complaints  # an object, and the pack with it
+        if is_sound or before <= set(packs.glob("pack-*.pack")):
+            break
+    return Fsck(is_sound, set(OBJECT_ID.findall("\n".join(complaints))))
+
+
+def find_damage(git_dir: Path, bad_files: Collection[BadFile], named: Collection[str]) -> Damage:
+    """The damage behind an fsck that `named` objects, and behind bad checksums of files.
+
+    Each pack is verified, and each suspect read again by itself: git may have a good copy of it.
+    """
+    packs: dict[str, str] = {}
+    for index in sorted((git_dir / "objects/pack").glob("pack-*.idx")):
+        pack = index.with_suffix(".pack")
+        try:  # the command below `git verify-pack`, which would leave it behind when it is killed
+            run_git_sync(
+                "index-pack", "--verify", str(pack),
+                git_dir=git_dir, timeout=TIMEOUT, doing=f"verify {index.name}",
+            )  # fmt: skip
+        except (CorruptObjectError, GitFailedError) as error:
+            if index.exists():
+                packs[pack.name] = error.message
+    loose = {bad.object_id for bad in bad_files if bad.kind is FileKind.LOOSE}
+    return Damage(unreadable(git_dir, sorted(loose | set(named))), packs)
+
+
+def unreadable(git_dir: Path, oids: Collection[str]) -> set[str]:
+    """Those of `oids` that git cannot read as what they are named; missing ones among them."""
+    listed = list(oids)
+    bad: set[str] = set()
+    for at in range(0, len(listed), 1000):  # their bytes are in memory together
+        for found in read_objects(git_dir, listed[at : at + 1000], doing="read objects"):
+            header = f"{found.kind} {len(found.data)}\0".encode()
+            digest = hashlib.sha1(header + found.data, usedforsecurity=False)
+            if not found.exists or digest.hexdigest() != found.name:
+                bad.add(found.name)
+    return bad
 
 
 # -- commits whose closure is not whole ------------------------------------------------------------
@@ -170,14 +235,15 @@ def _probe(
             _walk(git_dir, commits, proven, "--no-object-names", stdout_path=path)
         except (CorruptObjectError, GitFailedError) as error:
             # corrupt where git names an object that is there, incomplete where it is not
-            named = tuple(dict.fromkeys(OBJECT_ID.findall(error.message)))[:_EXAMPLES]
-            is_corrupt = look_up(git_dir, named) or _CORRUPT_SIGNS.search(error.message)
+            named = tuple(dict.fromkeys(OBJECT_ID.findall(error.message)))[:10]
+            signs = r"is corrupt|inflate|mismatch"
+            is_corrupt = look_up(git_dir, named) or re.search(signs, error.message)
             state = CommitState.CORRUPT if is_corrupt else CommitState.INCOMPLETE
             return Verdict(state, named, error.message)
         hit = sorted(damage.objects.intersection(listing.read().decode().split("\n")))
     if not hit:
         return None
-    return Verdict(CommitState.CORRUPT, tuple(hit[:_EXAMPLES]), f"{len(hit)} damaged objects")
+    return Verdict(CommitState.CORRUPT, tuple(hit[:10]), f"{len(hit)} damaged objects")
 
 
 def find_hole(git_dir: Path, tips: Iterable[str], proven: Iterable[str] = ()) -> str | None:
@@ -193,17 +259,11 @@ def find_hole(git_dir: Path, tips: Iterable[str], proven: Iterable[str] = ()) ->
 
 
 def _walk(
-    git_dir: Path,
-    tips: Iterable[str],
-    proven: Iterable[str],
-    option: str,
-    stdout_path: Path | None = None,
+    git_dir: Path, tips: Iterable[str], proven: Iterable[str], *options: str, **more: Any
 ) -> None:
-    run_git_sync(
-        *UNTRUSTING, "rev-list", "--objects", option, "--stdin",
-        git_dir=git_dir, stdin=lines_of([*tips, *(f"^{oid}" for oid in proven)]),
-        stdout_path=stdout_path, timeout=TIMEOUT, doing="walk closures",
-    )  # fmt: skip
+    names = lines_of([*tips, *(f"^{oid}" for oid in proven)])
+    command = ("rev-list", "--objects", *options, "--stdin")
+    run_git(git_dir, "walk closures", *command, stdin=names, **more)
 
 
 def incomplete_refs(
@@ -263,7 +323,7 @@ def find_missing(stand_in: Path, tips: Collection[str]) -> Missing:
         lost |= {oid for oid, kind in pending.items() if not kind}
         kinds |= {oid: kind for oid, kind in pending.items() if kind}
         tags = [oid for oid, kind in pending.items() if kind == "tag"]
-        read = read_objects_sync(stand_in, tags, timeout=TIMEOUT, doing="read tags")
+        read = read_objects(stand_in, tags, bisect=False, doing="read tags")
         targets = {tag.data[7:47].decode("ascii", "replace") for tag in read}  # after "object "
         pending = object_kinds(stand_in, targets - kinds.keys() - lost)
     if not lost and find_hole(stand_in, kinds) is None:
@@ -273,15 +333,13 @@ def find_missing(stand_in: Path, tips: Collection[str]) -> Missing:
     reached = ancestors(graph, commits)
     present = reached & graph.keys()
     starts = [*present, *(oid for oid, kind in kinds.items() if kind in {"tree", "blob"})]
-    walked = run_git_sync(
-        "rev-list", "--objects", "--no-object-names", "--missing=print", "--no-walk", "--stdin",
-        git_dir=stand_in, stdin=lines_of(starts), timeout=TIMEOUT, doing="walk trees",
-    )  # fmt: skip
+    options = ("--objects", "--no-object-names", "--missing=print", "--no-walk", "--stdin")
+    walked = run_git(stand_in, "walk trees", "rev-list", *options, stdin=lines_of(starts))
     broken = first_absent_ancestor(graph, present)
     sound = {oid for oid in present if oid not in broken}
     latest = sound - {parent for oid in sound for parent in graph[oid]}
     return Missing(
         frozenset(lost | (reached - present)),
         frozenset(line[1:] for line in walked.lines if line.startswith("?")),
-        tuple(sorted(latest)[:_MAX_TIPS]),
+        tuple(sorted(latest)[:2000]),
     )

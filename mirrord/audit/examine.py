@@ -19,19 +19,10 @@ from ..host.processes import lower_priority
 from ..mirrors.pins import is_pin
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS
 from ..model import AuditLevel, CommitId, CommitState, FindingKind, Reach
-from .connectivity import (
-    Verdict,
-    ancestors,
-    find_hole,
-    incomplete_refs,
-    judge_closures,
-    look_up,
-    read_graph,
-)
-from .fsck import Damage, Fsck, find_damage, run_fsck, unreadable
+from . import connectivity
+from .connectivity import Damage, Fsck, Verdict
 from .object_files import BadFile, Defect, find_bad_files, find_lying, find_strange
-from .ref_files import RefFiles, read_ref_files
-from .ref_history import newest_record, read_records, unkept, wrong_refs
+from .refs import RefFiles, read_records, read_ref_files, unkept, wrong_refs
 from .stand_in import readable
 
 _WITH_LOST = "with lost refs "
@@ -100,8 +91,10 @@ def _examine(
         looking = threads.submit(_look_at_files, git_dir, repository, level)
         history = [found.refs[HISTORY]] if HISTORY in found.refs else []
         proving = threads.submit(_prove, repository, [*commits, *history], level)
-        newest = newest_record(found)
-        objects = look_up(repository, _questions(found, commits), read=[newest] if newest else [])
+        values = set(found.refs.values())
+        trees = {f"{oid}^{{tree}}" for oid in commits}
+        names = {*commits, *values, *trees, *(f"{oid}^{{commit}}" for oid in values)}
+        objects = connectivity.look_up(repository, names, read=found.newest_record)
         refs = {
             ref: objects[peeled].oid
             for ref, oid in found.refs.items()
@@ -112,18 +105,18 @@ def _examine(
         is_whole, fsck = proving.result()
         if fsck and (bad_files or not fsck.is_sound):
             bad_files = find_bad_files(git_dir, level)
-            damage = find_damage(repository, bad_files, fsck.named)
+            damage = connectivity.find_damage(repository, bad_files, fsck.named)
         verdicts = _absent(repository, commits, objects)
         doubtful = [oid for oid in commits if oid not in verdicts]
         if is_whole and fsck and not damage.objects:  # that proves what refs reach
             doubtful = [oid for oid in doubtful if reached.by_commit[oid] is Reach.NOTHING]
         elif is_whole and not fsck:
             doubtful = []
-        verdicts |= judge_closures(repository, doubtful, damage)
+        verdicts |= connectivity.judge_closures(repository, doubtful, damage)
         wrong = wrong_refs(repository, git_dir, found, objects, record)
         if not is_whole:
             proven = [oid for oid in commits if oid not in verdicts]
-            wrong = incomplete_refs(repository, found.refs, level, proven) | wrong
+            wrong = connectivity.incomplete_refs(repository, found.refs, level, proven) | wrong
     pinned = {oid for ref, oid in refs.items() if ref.startswith(PINS) and ref.endswith(oid)}
     unpinned = Verdict(CommitState.UNPINNED, detail="no pin keeps it")
     for oid in commits:
@@ -134,8 +127,7 @@ def _examine(
     bad_commits = {oid for oid, verdict in verdicts.items() if verdict.state is not CommitState.OK}
     lost = [ref for ref in pins - found.refs.keys() if ref[-40:] not in bad_commits]
     lost_pin = Defect(FindingKind.PIN_LOST, "it is gone, and the catalog has it")
-    lost_pins = dict.fromkeys(lost, lost_pin)
-    defects = lost_pins | reached.lost | packs | lying | bad | wrong
+    defects = dict.fromkeys(lost, lost_pin) | reached.lost | packs | lying | bad | wrong
     unknown = frozenset(ref for ref in found.refs if ref not in pins and is_pin(ref))
     return Examined(verdicts, reached, defects, unknown)
 
@@ -158,16 +150,10 @@ def _prove(repository: Path, commits: Sequence[str], level: AuditLevel) -> tuple
         case AuditLevel.QUICK:
             return True, None  # it does not look at closures
         case AuditLevel.CLOSURE:
-            return find_hole(repository, commits) is None, None
+            return connectivity.find_hole(repository, commits) is None, None
         case AuditLevel.CONTENT:
-            fsck = run_fsck(repository)
+            fsck = connectivity.run_fsck(repository)
             return fsck.is_sound, fsck
-
-
-def _questions(found: RefFiles, commits: Sequence[CommitId]) -> set[str]:
-    values = set(found.refs.values())
-    trees = (f"{oid}^{{tree}}" for oid in commits)
-    return {*commits, *trees, *values, *(f"{oid}^{{commit}}" for oid in values)}
 
 
 def _absent(
@@ -183,12 +169,9 @@ def _absent(
             without_tree.append(oid)
     incomplete = Verdict(CommitState.INCOMPLETE, (), "its tree is missing")
     verdicts |= dict.fromkeys(without_tree, incomplete)
-    for oid in map(CommitId, unreadable(repository, without_tree)):
+    for oid in map(CommitId, connectivity.unreadable(repository, without_tree)):
         verdicts[oid] = Verdict(CommitState.CORRUPT, (oid,), "it is damaged")
     return verdicts
-
-
-# -- what keeps a commit alive ---------------------------------------------------------------------
 
 
 def _reach_of(
@@ -210,7 +193,7 @@ def _reach_of(
     is_quick = level is AuditLevel.QUICK
     if known and known.key in ({_WITH_LOST + key, key} if is_quick else {_WITH_LOST + key}):
         return known
-    graph = read_graph(repository, set(refs.values()))
+    graph = connectivity.read_graph(repository, set(refs.values()))
     groups: dict[Reach, list[str]] = {reach: [] for reach in Reach}  # best first
     for ref, oid in refs.items():
         groups[_reach_by(ref, found.head)].append(oid)
@@ -218,7 +201,7 @@ def _reach_of(
     by_commit: dict[CommitId, Reach] = {}
     seen: set[str] = set()
     for reach, tips in groups.items():
-        ancestors(graph, tips, seen)
+        connectivity.ancestors(graph, tips, seen)
         by_commit |= {oid: reach for oid in commits if oid in seen and oid not in by_commit}
     by_commit |= {oid: Reach.NOTHING for oid in commits if oid not in by_commit}
     lost: dict[str, Defect] = {}

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any
 
 from ..catalog import MirrorRow, RecordedRow
 from ..model import AuditLevel, CommitState, FindingKind, MirrorName, utc_now
 from ..protocol import Audit, AuditPart, Finding, Repair, StartAudit
 from .examine import Examined
-
-K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +52,14 @@ class AuditRun:
             dataset=request.dataset,
             started_at=self.started_at,
             finished_at=utc_now(),
-            counts=_sum(part.counts for part in parts),
-            reach=_sum(part.reach for part in parts),
+            counts=dict(sum((Counter(part.counts) for part in parts), Counter())),
+            reach=dict(sum((Counter(part.reach) for part in parts), Counter())),
             findings=findings,
             open_count=sum(not finding.accepted for finding in findings),
             affected=sorted({instance for part in parts for instance in part.affected}),
             healed=sum(part.healed for part in parts),
             repairs=[part.repair for part in parts if part.repair],
         )
-
-
-def _sum(counts: Iterable[Mapping[K, int]]) -> dict[K, int]:
-    total: Counter[K] = Counter()
-    for count in counts:
-        total.update(count)
-    return dict(total)
 
 
 def part_of(judged: Judged, stores: Mapping[str, str]) -> AuditPart:
@@ -78,13 +69,9 @@ def part_of(judged: Judged, stores: Mapping[str, str]) -> AuditPart:
     """
     recorded = {row.commit for row in judged.rows}
     verdicts, reach = judged.examined.verdicts, judged.examined.reach
-    findings = [
-        *findings_of(judged),
-        *(
-            _finding(judged, FindingKind.STORE, what, detail=f"{what}: {fate}")
-            for what, fate in sorted(stores.items())
-        ),
-    ]
+    findings = list(findings_of(judged))
+    for what, fate in sorted(stores.items()):
+        findings.append(_finding(judged, FindingKind.STORE, what, detail=f"{what}: {fate}"))
     servable = {CommitState.OK, CommitState.UNPINNED}
     open_ = [finding for finding in findings if not finding.accepted]
     broken = {finding.commit for finding in open_ if finding.state not in servable}
@@ -119,16 +106,10 @@ def findings_of(judged: Judged) -> Iterator[Finding]:
         instances.get(row.commit, set()).add(row.instance)
     for oid, verdict in bad:
         yield _finding(
-            judged,
-            FindingKind(verdict.state),
-            oid,
-            commit=oid,
-            state=verdict.state,
-            reach=judged.examined.reach.get(oid),
-            instances=sorted(instances[oid]),
-            objects=list(verdict.objects),
-            detail=verdict.detail,
-        )
+            judged, FindingKind(verdict.state), oid, commit=oid, state=verdict.state,
+            reach=judged.examined.reach.get(oid), instances=sorted(instances[oid]),
+            objects=list(verdict.objects), detail=verdict.detail,
+        )  # fmt: skip
     for subject, defect in sorted(judged.examined.defects.items()):
         yield _finding(judged, defect.kind, subject, detail=f"{subject}: {defect.reason}")
 

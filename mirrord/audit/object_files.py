@@ -29,8 +29,8 @@ TIMEOUT = timedelta(hours=1)
 """For one git of an audit or a heal; the largest repositories take minutes."""
 CHECKSUM_MISMATCH = "checksum mismatch"
 
+_FAN_OUT = re.compile(r"[0-9a-f]{2}")  # a directory of loose objects
 _LOOSE_NAME = re.compile(r"[0-9a-f]{38}")
-_FAN_OUT = re.compile(r"[0-9a-f]{2}")
 
 
 class FileKind(StrEnum):
@@ -68,6 +68,11 @@ class BadFile(NamedTuple):
         return self.path.removeprefix("objects/pack/")
 
     @property
+    def object_id(self) -> str:
+        """Of a loose object."""
+        return self.path.removeprefix("objects/").replace("/", "")
+
+    @property
     def defect(self) -> Defect:
         names = {"INDEX": "PACK", "LOOSE": "OBJECT", "PACKED_REFS": "REF"}
         return Defect(FindingKind[names.get(self.kind.name, self.kind.name)], self.reason)
@@ -78,21 +83,20 @@ def find_bad_files(git_dir: Path, level: AuditLevel) -> list[BadFile]:
 
     `quick` reads both ends of packs, `closure` hashes what is small, `content` hashes everything.
     """
-    found = set(_look(git_dir, level))
+
+    def look() -> set[BadFile]:
+        objects = git_dir / "objects"
+        found = set(find_strange(git_dir))
+        unopened = {git_dir / bad.path for bad in found}
+        if objects not in unopened:
+            found.update(_packs(objects / "pack", level, unopened))
+            if level is not AuditLevel.QUICK:
+                found.update(_derived(objects, unopened), _loose(objects, level, unopened))
+        return found
+
+    found = look()
     # what looks bad is read twice: files come and go while the mirror is packed
-    return sorted(found & set(_look(git_dir, level))) if found else []
-
-
-def _look(git_dir: Path, level: AuditLevel) -> Iterator[BadFile]:
-    objects = git_dir / "objects"
-    strange = list(find_strange(git_dir))
-    unopened = {git_dir / bad.path for bad in strange}
-    yield from strange
-    if objects not in unopened:
-        yield from _packs(objects / "pack", level, unopened)
-        if level is not AuditLevel.QUICK:
-            yield from _derived(objects, unopened)
-            yield from _loose(objects, level, unopened)
+    return sorted(found & look()) if found else []
 
 
 def _unreadable(error: OSError) -> str:
@@ -117,7 +121,6 @@ def _ends_with_checksum(file: Path) -> bool:
 
 
 # -- layout, and files that no mirror of ours has --------------------------------------------------
-
 
 _PLANTED = {
     "objects/info/alternates": "it lends objects from elsewhere",
@@ -332,6 +335,16 @@ def _names_its_graphs(chain: Path) -> bool:
 
 def find_lying(git_dir: Path) -> dict[str, Defect]:
     """Commit-graphs and a multi-pack index with a right checksum and wrong content."""
+
+    def identity(path: str) -> tuple[object, ...] | None:
+        """Equal while the file stays the same, beside the same packs."""
+        try:
+            found = (git_dir / path).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        packs = sorted(file.name for file in (git_dir / "objects/pack").glob("pack-*.pack"))
+        return found.st_ino, found.st_mtime_ns, found.st_size, *packs
+
     lying = {}
     for path, command in (
         ("objects/info/commit-graph", "commit-graph"),
@@ -339,8 +352,7 @@ def find_lying(git_dir: Path) -> dict[str, Defect]:
         ("objects/pack/multi-pack-index", "multi-pack-index"),
     ):
         for _ in range(3):  # maintenance replaces a file while git verifies it
-            before = _identity(git_dir, path)
-            if before is None:
+            if (before := identity(path)) is None:
                 break
             try:
                 run_git_sync(
@@ -349,22 +361,12 @@ def find_lying(git_dir: Path) -> dict[str, Defect]:
                 )  # fmt: skip
                 break
             except (CorruptObjectError, GitFailedError) as error:
-                if before == _identity(git_dir, path):
+                if before == identity(path):
                     fact = f"it is not what the objects are: {error.message.partition(': ')[2]}"
                     name = path.removeprefix("objects/pack/")
                     lying[name] = Defect(FindingKind.DERIVED, fact)
                     break
     return lying
-
-
-def _identity(git_dir: Path, path: str) -> tuple[object, ...] | None:
-    """Equal while the file stays the same, beside the same packs."""
-    try:
-        found = (git_dir / path).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    packs = sorted(file.name for file in (git_dir / "objects/pack").glob("pack-*.pack"))
-    return found.st_ino, found.st_mtime_ns, found.st_size, *packs
 
 
 # -- loose objects ---------------------------------------------------------------------------------

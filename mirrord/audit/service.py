@@ -19,18 +19,9 @@ from datetime import datetime, timedelta
 import anyio
 import structlog
 
+from .. import errors
 from ..catalog import Catalog, JudgementRow
 from ..config import Settings
-from ..errors import (
-    AuditNotFoundError,
-    CorruptObjectError,
-    DamagedMirrorError,
-    DatasetNotFoundError,
-    DiskFailedError,
-    DiskFullError,
-    MirrordError,
-    StoppingError,
-)
 from ..git.workers import Workers
 from ..jobs.events import Events
 from ..mirrors.pins import stands_alone
@@ -120,7 +111,7 @@ class Audits:
         """Raises AuditNotFoundError."""
         audit = await self.catalog.find_audit(identity)
         if audit is None:
-            raise AuditNotFoundError(
+            raise errors.AuditNotFoundError(
                 f"cannot find audit {shown(identity)}: none has that id", hint="see GET /v1/audits"
             )
         return audit
@@ -132,7 +123,7 @@ class Audits:
     async def _names(self, request: StartAudit) -> Collection[MirrorName]:
         """Mirrors that something is recorded of; a named one, or all of them, without too."""
         if request.dataset and await self.catalog.find_dataset(request.dataset) is None:
-            raise DatasetNotFoundError(
+            raise errors.DatasetNotFoundError(
                 f"cannot audit dataset {shown(request.dataset)}: there is none",
                 hint="see `mirrord dataset list`",
             )
@@ -174,11 +165,11 @@ class Audits:
                 progress(Progress(done=done, total=done + left, unit="mirrors", note=str(name)))
             try:
                 part = await self._judge(name, request, level, progress)
-            except StoppingError:
+            except errors.StoppingError:
                 raise
             except Exception as error:  # a bug costs the one mirror, too
-                if isinstance(error, MirrordError | OSError):
-                    reason = error.message if isinstance(error, MirrordError) else str(error)
+                if isinstance(error, errors.MirrordError | OSError):
+                    reason = error.message if isinstance(error, errors.MirrordError) else str(error)
                     log.warning("audit.failed", mirror=str(name), detail=reason)
                 else:
                     reason = "an unexpected error; the daemon's log has the details"
@@ -296,11 +287,11 @@ class Audits:
         ]
         code = (judged.row.error or {}).get("code")
         if stops:
-            error = DamagedMirrorError(
+            error = errors.DamagedMirrorError(
                 f"cannot use mirror {name}: {stops[0]}", hint=f"`mirrord heal {name}` repairs it"
             )
             await self.catalog.update_mirror(name.key, error=error.problem())
-        elif code in {DamagedMirrorError.code, CorruptObjectError.code}:
+        elif code in {errors.DamagedMirrorError.code, errors.CorruptObjectError.code}:
             await self.catalog.update_mirror(name.key, error=None)
 
 
@@ -323,5 +314,5 @@ def _unless_refused(what: str, name: str) -> Iterator[None]:
     """Answer also what no disk can record: a full one is when an audit matters most."""
     try:
         yield
-    except (DiskFullError, DiskFailedError) as error:
+    except (errors.DiskFullError, errors.DiskFailedError) as error:
         log.warning("audit.unrecorded", what=what, name=name, detail=error.message)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .object_files import BadFile, FileKind
-from .ref_files import RefFiles
+from .refs import RefFiles
 
 _IN_THE_WAY = {FileKind.PACK, FileKind.INDEX, FileKind.LOOSE, FileKind.LAYOUT, FileKind.PLANTED}
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..audit.object_files import BadFile, FileKind
-from ..audit.ref_files import read_packed
+from ..audit.refs import read_packed
 from ..audit.stand_in import packed_refs
 from ..errors import ConflictError
 from ..host.files import full_disk_named, sync_directory

@@ -13,8 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..audit.connectivity import iter_commits, look_up, object_kinds, parents_in, read_graph
-from ..audit.ref_files import RefFiles, oid_in_name
-from ..audit.ref_history import is_record, read_record, read_records, record_ids, unkept
+from ..audit.refs import (
+    RefFiles,
+    is_record,
+    oid_in_name,
+    read_record,
+    read_records,
+    record_ids,
+    unkept,
+)
 from ..mirrors.history import parse_record
 from ..mirrors.repository import HISTORY, KEPT, OURS
 

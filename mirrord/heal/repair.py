@@ -21,7 +21,7 @@ import structlog
 
 from ..audit.connectivity import Missing, find_missing
 from ..audit.object_files import TIMEOUT, BadFile, Defect, FileKind, find_bad_files
-from ..audit.ref_files import RefFiles, read_ref_files
+from ..audit.refs import RefFiles, read_ref_files
 from ..audit.stand_in import borrow_from, is_readable_link, make_repository, make_stand_in
 from ..errors import CorruptObjectError, DiskFullError, GitFailedError, MirrordError, StoppingError
 from ..mirrors.bundles.merge import must_be_history

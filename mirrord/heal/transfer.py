@@ -13,8 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..audit.connectivity import Missing, object_kinds
-from ..audit.fsck import OBJECT_ID, unreadable
+from ..audit.connectivity import OBJECT_ID, Missing, object_kinds, unreadable
 from ..audit.object_files import TIMEOUT
 from ..audit.stand_in import make_repository
 from ..errors import CorruptObjectError, GitFailedError

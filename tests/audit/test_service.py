@@ -21,8 +21,8 @@ from faults.undamaged import rounds as undamaged_rounds
 from gitrepos import Upstream, git
 from heallab import Daemon
 
+from mirrord.audit.connectivity import run_fsck
 from mirrord.audit.examine import Examined, examine
-from mirrord.audit.fsck import run_fsck
 from mirrord.audit.object_files import Defect, find_bad_files
 from mirrord.errors import AuditNotFoundError, DatasetNotFoundError, MirrorNotFoundError
 from mirrord.git import command as git_command
@@ -34,9 +34,7 @@ pytestmark = pytest.mark.slow
 
 GIT_USERS = (
     "audit.connectivity",
-    "audit.fsck",
     "audit.object_files",
-    "audit.ref_history",
     "git.batch",
 )
 ALL_LEVELS = list(AuditLevel)

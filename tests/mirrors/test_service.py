@@ -16,7 +16,7 @@ from forge import Forge, serving
 from gitrepos import ENV, Upstream, git
 from mirrorlab import NAME, Builder, House
 
-from mirrord.audit.ref_files import read_ref_files
+from mirrord.audit.refs import read_ref_files
 from mirrord.errors import (
     CommitNotFoundError,
     InvalidUrlError,

@@ -1,21 +1,31 @@
-"""HEAD, refs and configuration of a mirror, read from their files.
+"""HEAD, refs and configuration of a mirror, read from their files and held against its history.
 
 Without git, which refuses a repository whose HEAD is lost and follows planted files. mirrord alone
-writes them, so any difference from its own writing is a bad file. Reads only, in a worker.
+writes these files, and every move of a ref is in the ref history, in the same transaction. So any
+difference from either was made by somebody else, and so was a history without the record that the
+catalog knows. A tip that upstream left has a kept ref. Reads only, in a worker.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..errors import CorruptObjectError, GitFailedError
+from ..git.batch import BatchObject
 from ..mirrors.fetch import INCOMING
+from ..mirrors.history import parse_record
 from ..mirrors.pins import is_pin
+from ..mirrors.refs import theirs
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS, changed_settings
-from .object_files import BadFile, FileKind, no_directory, no_file
+from ..mirrors.transaction import JOURNAL
+from ..model import FindingKind
+from .connectivity import Graph, ancestors, look_up, object_kinds, read_graph, read_objects, run_git
+from .object_files import BadFile, Defect, FileKind, no_directory, no_file
 
 _VALUE = re.compile(r"([0-9a-f]{40})\n?")
 _SYMBOLIC = re.compile(r"ref: (refs/\S+)\n?")
@@ -33,6 +43,11 @@ class RefFiles:
     refs: dict[str, str] = field(default_factory=dict)
     astray: dict[str, str] = field(default_factory=dict)
     bad: list[BadFile] = field(default_factory=list)
+
+    @property
+    def newest_record(self) -> list[str]:
+        """The newest record of the ref history, as git is asked for its bytes."""
+        return [f"{self.refs[HISTORY]}:refs"] if HISTORY in self.refs else []
 
     def report(self, path: str, kind: FileKind, reason: str) -> None:
         self.bad.append(BadFile(path, kind, reason))
@@ -171,3 +186,130 @@ def _judge_ours(found: RefFiles) -> None:
             found.report(ref, FileKind.PLANTED, "mirrord makes no such ref")
         else:
             found.report(ref, FileKind.REF, f"it names {oid}, not what its name says")
+
+
+# -- refs against the history ----------------------------------------------------------------------
+
+Record = tuple[dict[str, str], str | None]
+"""The refs of a record of the ref history, the kept ones too, and what HEAD named."""
+
+
+def wrong_refs(
+    repository: Path,
+    git_dir: Path,
+    found: RefFiles,
+    objects: Mapping[str, BatchObject],
+    known: str | None,
+) -> dict[str, Defect]:
+    """Defects by ref. `repository` has the objects of `git_dir`, readable for git.
+
+    `objects` are what refs name, with the bytes of the newest record; `known` was once the newest.
+    """
+    defects = _wrong_refs(repository, found, objects, known)
+    if not defects:
+        return {}
+    ends = time.monotonic() + 10  # longer than any transaction: a crash left an older journal
+    while (git_dir / JOURNAL).exists() and time.monotonic() < ends:  # refs are moving now
+        time.sleep(0.1)
+    now = read_ref_files(git_dir)
+    objects = look_up(repository, now.refs.values(), read=now.newest_record)
+    again = _wrong_refs(repository, now, objects, known)
+    defects = {ref: defect for ref, defect in defects.items() if again.get(ref) == defect}
+    reported: dict[str, Defect] = {}
+    for kind in dict.fromkeys(defect.kind for defect in defects.values()):
+        refs = sorted(ref for ref, defect in defects.items() if defect.kind is kind)
+        reported |= {ref: defects[ref] for ref in refs[:10]}
+        if more := refs[10:]:
+            reported[f"{more[0]} and {len(more) - 1} more refs"] = defects[more[0]]
+    return reported
+
+
+def _wrong_refs(
+    repository: Path, found: RefFiles, objects: Mapping[str, BatchObject], known: str | None
+) -> dict[str, Defect]:
+    # the finding of a pin that names nothing is about the commit that it should keep
+    hollow = [ref for ref, oid in found.refs.items() if oid not in objects and PINS not in ref]
+    defects = dict.fromkeys(hollow, Defect(FindingKind.REF, "it names an object that is not here"))
+    broken = {bad.path for bad in found.bad}
+    tip = found.refs.get(HISTORY)
+    if tip is None:
+        if (found.refs or known) and HISTORY not in broken:
+            defects[HISTORY] = Defect(FindingKind.REF_LOST, "it is gone")
+        return defects
+    record = objects.get(f"{tip}:refs")
+    if record is None or record.kind != "blob":
+        return {HISTORY: Defect(FindingKind.REF_MOVED, "it names no record")} | defects
+    past = record_ids(repository, tip) if known not in {None, tip} else None
+    if past is not None and known not in past:
+        defects[HISTORY] = Defect(FindingKind.REF_MOVED, f"it does not lead to record {known}")
+    recorded, head = parse_record(record.data)
+    for ref, oid in recorded.items():
+        if ref in broken or ref in defects:
+            continue
+        value = found.refs.get(ref)
+        if value is None:
+            defects[ref] = Defect(FindingKind.REF_LOST, "it is gone, and the ref history has it")
+        elif value != oid:
+            reason = f"it names {value}, and {oid} in the ref history"
+            defects[ref] = Defect(FindingKind.REF_MOVED, reason)
+    if head in recorded and found.head != head and "HEAD" not in broken:
+        reason = f"it names {found.head}, and {head} in the ref history"
+        defects["HEAD"] = Defect(FindingKind.HEAD, reason)
+    return defects
+
+
+def is_record(repository: Path, oid: str) -> bool:
+    """Whether an object is a record, as far as its form tells."""
+    return bool(look_up(repository, [f"{oid}:refs"]))
+
+
+def record_ids(repository: Path, tip: str) -> set[str] | None:
+    """The records of the history up to `tip`; None where it has holes."""
+    try:
+        return set(run_git(repository, "read the ref history", "rev-list", tip, "--").lines)
+    except (CorruptObjectError, GitFailedError):
+        return None
+
+
+def read_record(repository: Path, record: str) -> Record:
+    """One record of the ref history; nothing where it cannot be read."""
+    return next(iter(_read_records(repository, [record])), ({}, None))
+
+
+def read_records(repository: Path, tip: str) -> list[Record]:
+    """Every record, the newest first, as far as they can be read."""
+    try:
+        walked = run_git(repository, "walk the ref history", "rev-list", "--first-parent", tip)
+    except (CorruptObjectError, GitFailedError):
+        return _read_records(repository, [tip])
+    return _read_records(repository, walked.lines)
+
+
+def _read_records(repository: Path, records: Collection[str]) -> list[Record]:
+    names = [f"{record}:refs" for record in records]
+    blobs = read_objects(repository, names, doing="read ref records")
+    return [parse_record(blob.data) for blob in blobs if blob.exists]
+
+
+def unkept(
+    repository: Path, records: Iterable[Record], refs: Mapping[str, str], graph: Graph | None = None
+) -> dict[str, str]:
+    """Kept refs for commits of records that no ref of upstream and no kept one leads to.
+
+    Empty while an object is missing or damaged: then ancestry is unknown.
+    """
+    lasting = {oid for ref, oid in refs.items() if not ref.startswith(PINS)}
+    past = {oid for recorded, _ in records for oid in theirs(recorded).values()} - lasting
+    if not past:
+        return {}
+    ends = look_up(repository, [f"{oid}^{{}}" for oid in lasting])  # through tags
+    tips = [end.oid for end in ends.values() if end.kind == "commit"]
+    there = {oid for oid, kind in object_kinds(repository, past).items() if kind == "commit"}
+    if graph is None or not there <= graph.keys():
+        graph = read_graph(repository, [*tips, *there])
+    reached = ancestors(graph, tips)
+    if reached - graph.keys() or len(ends) < len(lasting):
+        return {}
+    lost = there - reached
+    inner = {parent for oid in ancestors(graph, lost) for parent in graph.get(oid, ())}
+    return {f"{KEPT}{oid}": oid for oid in sorted(lost - inner)}
