@@ -31,7 +31,7 @@ from .errors import BackendUnavailableError, InvalidConfigError, MirrordError
 from .git.command import Git
 from .git.turns import HOUSEKEEPING, Askers
 from .git.workers import Workers
-from .heal import Heals
+from .heal.service import Heals
 from .health import HealthMonitor
 from .host.peers import Access
 from .host.trash import Trash, remove_trees

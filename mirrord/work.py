@@ -23,7 +23,7 @@ from .config import Settings
 from .datasets.service import Datasets
 from .errors import DiskFullError, MirrordError
 from .git.command import low_priority
-from .heal import Heals
+from .heal.service import Heals
 from .jobs.operations import Operations, Work
 from .mirrors.bundles.format import read_header
 from .mirrors.bundles.service import Bundles

@@ -37,7 +37,6 @@ from ..protocol import ProgressSink
 from .transfer import SALVAGED, may_hold, salvage
 
 _LENT = "the bundle that was sent"
-_CLOSURE_PACKS = ("packs/*/pack-*.pack", "gits/*/.git/objects/pack/pack-*.pack")
 
 
 class Donor(NamedTuple):
@@ -90,33 +89,29 @@ class Donors:
         upstreams = [(f"upstream {one.shown}", one) for one in self.mirrors.upstreams(self.row)]
         bundles = [(file, self.bundle(file)) for file in await self.bundles()]
         dropped = [(file, donor) for file, donor in bundles if donor.name != _LENT]
+        whole = [
+            Donor(f"{name}, fetched whole", partial(self._whole, one, tips))
+            for name, one in upstreams
+        ]
         return [
             *(Donor(f"closure packs of {one}", partial(self._closure_packs, one)) for one in names),
             *(donor for _, donor in bundles if donor.name == _LENT),
             *(Donor(f"mirror {one}", partial(lend, self.mirrors.path(one))) for one in others),
             *(Donor(name, partial(self._by_id, one)) for name, one in upstreams),
             *(donor for file, donor in dropped if file.is_own),
-            *(
-                Donor(f"{name}, fetched whole", partial(self._whole, one, tips))
-                for name, one in upstreams
-            ),
+            *whole,
             *(donor for file, donor in dropped if not file.is_own),
         ]
-
-    # -- closure packs -----------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _closure_packs(
         self, name: MirrorName, missing: Missing
     ) -> AsyncIterator[Path | None]:
-        into = self.work / f"packs-{name}"
-        templates = self.layout.templates / str(name)
+        into, templates = self.work / f"packs-{name}", self.layout.templates / str(name)
         is_there = into.exists() or await anyio.to_thread.run_sync(
             _gather_packs, templates, missing.all, into
         )
         yield into if is_there else None
-
-    # -- upstreams ---------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _by_id(self, upstream: Upstream, missing: Missing) -> AsyncIterator[Path]:
@@ -155,8 +150,6 @@ class Donors:
         unfetched = await self.mirrors.fetch_into(self.row, into, upstream, wanted, self.progress)
         if unfetched:
             self.refusals[f"upstream {upstream.shown}"] = min(unfetched.values())
-
-    # -- bundles -----------------------------------------------------------------------------------
 
     async def bundles(self) -> list[DonorBundle]:
         return await anyio.to_thread.run_sync(self._read_bundles)
@@ -207,8 +200,6 @@ class Donors:
                 building.rename(into)
         yield into
 
-    # -- packs that earlier heals took out ---------------------------------------------------------
-
     def damaged_packs(self) -> list[Donor]:
         """The latest first: each may hold a missing object as a delta on what a donor has now."""
         directory = self.mirrors.quarantine.root / DAMAGED / str(self.row.name)
@@ -232,9 +223,8 @@ class Donors:
                 borrow_from(into, self.stand_in)
                 is_there = True
         except OSError as error:
-            raise CorruptObjectError(
-                f"cannot salvage {pack.name} in quarantine: {error.strerror}"
-            ) from error
+            reason = f"cannot salvage {pack.name} in quarantine: {error.strerror}"
+            raise CorruptObjectError(reason) from error
         yield into if is_there else None
 
 
@@ -246,23 +236,22 @@ async def lend(repository: Path, _missing: Missing) -> AsyncIterator[Path | None
 
 def _gather_packs(templates: Path, wanted: Collection[str], into: Path) -> bool:
     """Link the closure packs that are sound, if one of them has some of what is wanted."""
-    packs = {pack.name: pack for pattern in _CLOSURE_PACKS for pack in templates.glob(pattern)}
-    sound = {pack: index for pack in packs.values() if (index := _sound_index(pack))}
+    patterns = ("packs/*/pack-*.pack", "gits/*/.git/objects/pack/pack-*.pack")
+    packs = {pack.name: pack for pattern in patterns for pack in templates.glob(pattern)}
+    sound: dict[Path, PackIndex] = {}
+    for pack in packs.values():
+        try:
+            index = PackIndex(pack.with_suffix(".idx"))
+            is_sound = index.pack_checksum == pack_trailer(pack)
+            if is_sound and pack_is_whole(pack) and pack_is_whole(index.path):
+                sound[pack] = index
+        except (OSError, CorruptObjectError):
+            continue
     ids = [bytes.fromhex(oid) for oid in wanted]
     if not any(oid in index for index in sound.values() for oid in ids):
         return False
     make_repository(into)
-    for pack in sound:
-        for file in (pack, pack.with_suffix(".idx")):
+    for pack, index in sound.items():
+        for file in (pack, index.path):
             (into / "objects/pack" / file.name).symlink_to(file)
     return True
-
-
-def _sound_index(pack: Path) -> PackIndex | None:
-    path = pack.with_suffix(".idx")
-    try:
-        index = PackIndex(path)
-        is_sound = index.pack_checksum == pack_trailer(pack)
-        return index if is_sound and pack_is_whole(pack) and pack_is_whole(path) else None
-    except (OSError, CorruptObjectError):
-        return None

@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..audit.object_files import BadFile, FileKind
 from ..audit.refs import read_packed
@@ -26,8 +25,6 @@ from ..mirrors.repository import CONFIGURATION
 from ..mirrors.transaction import write_durably
 from ..model import MirrorName, utc_now
 from .ref_plan import RefPlan
-
-_PACK_FILES = (".idx", ".pack", ".rev", ".bitmap")  # git finds a pack by its index
 
 Step = Callable[[str], None]
 """Called before each change of a mirror; tests stop there."""
@@ -50,7 +47,15 @@ class DamagedFiles:
         if not bad_files:
             return
         self.path.mkdir(parents=True, mode=0o700)
-        files = [_described(git_dir, bad) for bad in sorted(bad_files)]
+        files = []
+        for bad in sorted(bad_files):
+            file = git_dir / bad.path
+            facts = bad._asdict() | {"kind": str(bad.kind), "size_bytes": None, "sha256": None}
+            if file.is_file() and not file.is_symlink():
+                with file.open("rb") as stream:
+                    facts["sha256"] = hashlib.file_digest(stream, "sha256").hexdigest()
+                facts["size_bytes"] = file.stat().st_size
+            files.append(facts)
         record = {"mirror": str(name), "at": now.isoformat(), "files": files}
         write_durably(self.path / "record.json", json.dumps(record, indent=1).encode())
         for directory in (own, own.parent, quarantine):
@@ -79,16 +84,6 @@ class DamagedFiles:
         return target
 
 
-def _described(git_dir: Path, bad: BadFile) -> dict[str, Any]:
-    file = git_dir / bad.path
-    facts = bad._asdict() | {"kind": str(bad.kind), "size_bytes": None, "sha256": None}
-    if file.is_file() and not file.is_symlink():
-        with file.open("rb") as stream:
-            facts["sha256"] = hashlib.file_digest(stream, "sha256").hexdigest()
-        facts["size_bytes"] = file.stat().st_size
-    return facts
-
-
 @dataclass(frozen=True, slots=True)
 class Publication:
     """Changes to the mirror at `git_dir`; `work` has the new packs in `objects/pack`."""
@@ -114,7 +109,14 @@ class Publication:
                 (self.git_dir / directory).mkdir(parents=True, exist_ok=True)
             # a multi-pack index goes before the packs that it names
             bad_files = sorted(self.bad_files, key=lambda bad: bad.kind is not FileKind.DERIVED)
-            going = dict.fromkeys(path for bad in bad_files for path in _files_of(bad))
+            going: dict[str, None] = {}
+            for bad in bad_files:
+                if bad.kind in {FileKind.PACK, FileKind.INDEX}:  # with everything of that pack
+                    stem = bad.path.rpartition(".")[0]  # git finds a pack by its index
+                    ends = (".idx", ".pack", ".rev", ".bitmap")
+                    going |= dict.fromkeys(stem + end for end in ends)
+                elif bad.kind is not FileKind.LAYOUT and bad.path.startswith("objects/"):
+                    going[bad.path] = None
             new = self._put_packs(going, damaged)
             for path in going:
                 if path not in new:
@@ -173,11 +175,3 @@ class Publication:
         damaged.link(path)
         new.rename(self.git_dir / path)
         sync_directory(self.git_dir)
-
-
-def _files_of(bad: BadFile) -> list[str]:
-    """The files that go with a bad one: with a pack or its index, everything of that pack."""
-    if bad.kind in {FileKind.PACK, FileKind.INDEX}:
-        return [bad.path.rpartition(".")[0] + suffix for suffix in _PACK_FILES]
-    is_object = bad.kind is not FileKind.LAYOUT and bad.path.startswith("objects/")
-    return [bad.path] if is_object else []

@@ -66,11 +66,9 @@ def plan_refs(
     plan.restore |= {ref: oid for ref, oid in recorded.items() if found.refs.get(ref) != oid}
     # refs that are a directory of a restored one, or below it
     above = {directory for ref in plan.restore for directory in _directories(ref)}
-    in_the_way = {
-        ref
-        for ref in found.refs
-        if ref in above or not plan.restore.keys().isdisjoint(_directories(ref))
-    }
+    restored = plan.restore.keys()
+    below = {ref for ref in found.refs if not restored.isdisjoint(_directories(ref))}
+    in_the_way = below | (above & found.refs.keys())
     plan.drop = (plan.drop | (in_the_way - recorded.keys())) - plan.restore.keys()
 
     refs = plan.refs(found)

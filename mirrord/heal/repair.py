@@ -36,7 +36,7 @@ from .ref_plan import RefPlan, plan_refs
 from .transfer import SALVAGED, Transfer, may_hold, salvage
 
 _NEW_HISTORY = "a new ref history"
-_LINKED = "/linked"  # no pack has such a name
+_PACK_KINDS = {FileKind.PACK, FileKind.INDEX}
 
 log = structlog.get_logger()
 
@@ -135,8 +135,6 @@ class MirrorRepair:
         if self.donors.progress:
             self.donors.progress(Progress(unit="steps", note=f"{self.name}: {note}"))
 
-    # -- objects -----------------------------------------------------------------------------------
-
     async def _find_bad_files(self) -> list[BadFile]:
         found = await self.workers.run(
             find_bad_files, self.git_dir, AuditLevel.CONTENT, timeout=TIMEOUT
@@ -159,8 +157,7 @@ class MirrorRepair:
         The packs are donors afterwards: a delta can be read again when another donor has given what
         it builds on. So are symbolic links in the mirror that lead to objects, before they go.
         """
-        kinds = {FileKind.PACK, FileKind.INDEX}
-        stems = {Path(bad.path).stem for bad in bad_files if bad.kind in kinds}
+        stems = {Path(bad.path).stem for bad in bad_files if bad.kind in _PACK_KINDS}
         packs = [self.git_dir / f"objects/pack/{stem}.pack" for stem in sorted(stems)]
         for number, pack in enumerate(filter(Path.is_file, packs)):
             self._tell(f"salvage {pack.name}")
@@ -178,10 +175,10 @@ class MirrorRepair:
         if links:
             others = [bad for bad in bad_files if bad.path not in links]
             linked = self.work / "linked"
-            await anyio.to_thread.run_sync(
-                partial(make_stand_in, self.git_dir, others, {}, linked, link=os.symlink)
-            )
-            self.salvaged[_LINKED] = Donor("what symbolic links lead to", partial(lend, linked))
+            make = partial(make_stand_in, self.git_dir, others, {}, linked, link=os.symlink)
+            await anyio.to_thread.run_sync(make)
+            donor = Donor("what symbolic links lead to", partial(lend, linked))
+            self.salvaged["/linked"] = donor  # no pack has such a name
 
     async def _collect(self, tips: Collection[str]) -> Missing:
         """Ask donors for what is missing, in rounds while it gets less; answers the rest."""
@@ -221,12 +218,10 @@ class MirrorRepair:
     async def _missing(self, tips: Collection[str]) -> Missing:
         return await self.workers.run(find_missing, self.stand_in, sorted(tips), timeout=TIMEOUT)
 
-    # -- the ref history ---------------------------------------------------------------------------
-
     async def _renew_history(self, refs: Mapping[str, str], plan: RefPlan) -> None:
         """Record the refs as they are, on top of the newest history among the mirror's bundles."""
         stand_in = Repository(self.donors.git, self.name, self.stand_in)
-        found: list[tuple[datetime, str, DonorBundle]] = []
+        best: tuple[datetime, str, DonorBundle] | None = None
         for file in await self.donors.bundles():
             record = file.contents.history
             if record is None or not file.is_own:
@@ -236,21 +231,21 @@ class MirrorRepair:
                 continue
             try:
                 await must_be_history(stand_in, record)
-                newest = (await list_records(stand_in, limit=1, start=record))[0]
-                found.append((newest.at, record, file))
+                at = (await list_records(stand_in, limit=1, start=record))[0].at
+                if best is None or at > best[0]:
+                    best = at, record, file
             except MirrordError:
                 continue
-        at, record, bundle = max(found, key=lambda one: one[0], default=(None, None, None))
-        name = bundle.name if bundle else None
+        name = best[2].name if best else None
         log.warning("history.lost", mirror=str(self.name), record=refs.get(HISTORY), bundle=name)
-        parents, why = [record] if record else [], BEGUN_ANEW
+        parents, why = list[str](), BEGUN_ANEW
         self.history = "its records were lost, and no bundle has them; a new one was begun"
-        if bundle:
+        if best:
+            at, record, bundle = best
             kept = {f"{KEPT}{oid}": oid for oid in bundle.contents.kept}
             plan.restore |= {ref: oid for ref, oid in kept.items() if ref not in refs}
-            why = "continued by a heal"
-            since = f"{at:%Y-%m-%d} in {name}"
-            self.history = f"its records were lost; continued from those of {since}"
+            parents, why = [record], "continued by a heal"
+            self.history = f"its records were lost; continued from those of {at:%Y-%m-%d} in {name}"
         await self._write_history({**refs, **plan.restore}, plan, parents, why)
 
     async def _write_history(
@@ -266,8 +261,6 @@ class MirrorRepair:
         )
         await self.transfer.take_all(_NEW_HISTORY, scratch.path, ())
 
-    # -- files that go -----------------------------------------------------------------------------
-
     def _may_go(self, bad: BadFile, unhealed: Collection[str]) -> bool:
         """Whether a file holds no needed object that no donor has, or its objects were salvaged."""
         if not unhealed or bad.kind in {FileKind.DERIVED, FileKind.PLANTED}:
@@ -275,7 +268,7 @@ class MirrorRepair:
         if bad.kind is FileKind.LAYOUT:
             return not is_readable_link(self.git_dir / bad.path)
         if bad.kind is FileKind.LOOSE:
-            return bad.path.removeprefix("objects/").replace("/", "") not in unhealed
+            return bad.object_id not in unhealed
         file = self.git_dir / bad.path
         return file.stem in self.salvaged or not may_hold(file, unhealed)
 
@@ -295,7 +288,7 @@ class MirrorRepair:
         listed = {bad.path for bad in going}
         objects = self.git_dir / "objects"
         files: list[Path] = []
-        if any(bad.kind in {FileKind.PACK, FileKind.INDEX} for bad in going):
+        if any(bad.kind in _PACK_KINDS for bad in going):
             files += (objects / "pack").glob("multi-pack-index*")
         is_lying = any(Path(bad.path).name.startswith("commit-graph") for bad in going)
         if missing.commits or _NEW_HISTORY in self.transfer.counts or is_lying:

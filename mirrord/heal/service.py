@@ -108,20 +108,14 @@ class Heals:
         else:
             self._open.pop(name.key, None)
         self.events.publish(
-            "mirror.repaired",
-            mirror=str(name),
-            objects=sum(repair.objects.values()),
-            files=len(repair.files),
-            refs=len(repair.refs),
-            unhealed=repair.unhealed_count,
-        )
+            "mirror.repaired", mirror=str(name), objects=sum(repair.objects.values()),
+            files=len(repair.files), refs=len(repair.refs), unhealed=repair.unhealed_count,
+        )  # fmt: skip
         return repair
 
     def _postpone(self, name: MirrorName) -> None:
         _, backoff, _ = self._open.get(name.key, (name, _backoff(), math.inf))
         self._open[name.key] = (name, backoff, self.clock() + backoff.next().total_seconds())
-
-    # -- one mirror --------------------------------------------------------------------------------
 
     async def _repair(self, judged: Judged, progress: ProgressSink | None) -> Repair:
         row = await self.catalog.find_mirror(judged.name.key)
@@ -131,26 +125,16 @@ class Heals:
         refused = await self._make_again(row, progress)
         async with self.mirrors.lock(row.name), self.mirrors.quarantine.directory("heal") as work:
             pinned = {pin.commit for pin in await self.catalog.list_pins(row.name.key)}
+            names = [other.name for other in await self.catalog.list_mirrors()]
             donors = Donors(
-                git=self.git,
-                workers=self.workers,
-                mirrors=self.mirrors,
-                layout=Layout(self.settings().state_dir),
-                row=row,
-                names=[other.name for other in await self.catalog.list_mirrors()],
-                lent=tuple(self._lent),
-                work=work,
-                progress=progress,
-            )
-            repair = await MirrorRepair(
-                donors,
-                self.mirrors.path(row.name),
-                recorded=pinned | {recorded.commit for recorded in judged.rows},
-                suspects=judged.examined.defects,
-                step=self.step,
-            ).perform()
+                self.git, self.workers, self.mirrors, Layout(self.settings().state_dir), row,
+                names, tuple(self._lent), work, progress,
+            )  # fmt: skip
+            recorded = pinned | {recorded.commit for recorded in judged.rows}
+            suspects, path = judged.examined.defects, self.mirrors.path(row.name)
+            repair = await MirrorRepair(donors, path, recorded, suspects, self.step).perform()
             if refused and not repair.objects:
-                await self.mirrors.quarantine.discard(self.mirrors.path(row.name))
+                await self.mirrors.quarantine.discard(path)
                 raise refused
             # a history that could not be had whole is the one there is
             known = None if repair.history else row.history
@@ -163,10 +147,9 @@ class Heals:
         self, row: MirrorRow, progress: ProgressSink | None
     ) -> UpstreamError | None:
         """Make a mirror that is gone from upstream; or empty, and answer why, for other donors."""
-        path = self.mirrors.path(row.name)
+        path, root = self.mirrors.path(row.name), self.mirrors.quarantine.root
         if os.path.lexists(path) and not path.is_dir():
             bad = BadFile(path.name, FileKind.LAYOUT, "it is no directory")
-            root = self.mirrors.quarantine.root
             async with self.mirrors.lock(row.name):
                 damaged = await to_thread.run_sync(DamagedFiles, root, row.name, path.parent, [bad])
                 await to_thread.run_sync(damaged.move, bad.path)

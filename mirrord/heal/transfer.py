@@ -12,24 +12,19 @@ import struct
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..audit.connectivity import OBJECT_ID, Missing, object_kinds, unreadable
 from ..audit.object_files import TIMEOUT
 from ..audit.stand_in import make_repository
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.batch import lines_of
-from ..git.command import Git, run_git_sync
+from ..git.command import Git, GitResult, run_git_sync
 from ..git.environment import STRICT
 from ..git.packs import PackIndex
 from ..git.workers import Workers
 
 SALVAGED = "the intact part of "
-
-_ANY_STATUS = range(-64, 256)
-_SLACK_BYTES = 4096
-_HEADER = struct.Struct(">4sII")
-_WHOLE_KINDS = range(1, 5)  # commit, tree, blob, tag: no deltas
-_NO_OBJECT = b"\0"
 
 
 @dataclass(slots=True)
@@ -49,15 +44,10 @@ class Transfer:
         if not wanted:
             return 0
         whole = await self._there(donor, missing.whole) if missing.whole else set()
+        tips = lines_of([*sorted(wanted), *(f"^{oid}" for oid in sorted(whole))])
+        walk = ("-c", "core.commitGraph=false", "rev-list", "--objects", "--no-object-names")
         try:
-            walked = await self.git.run(
-                "-c", "core.commitGraph=false",
-                "rev-list", "--objects", "--no-object-names", "--stdin",
-                git_dir=donor,
-                stdin=lines_of([*sorted(wanted), *(f"^{oid}" for oid in sorted(whole))]),
-                timeout=TIMEOUT,
-                doing="walk a donor",
-            )  # fmt: skip
+            walked = await self._git(donor, "walk a donor", *walk, "--stdin", stdin=tips)
             wanted.update(walked.lines)
         except (CorruptObjectError, GitFailedError):
             pass  # the donor has holes itself
@@ -65,11 +55,12 @@ class Transfer:
 
     async def take_all(self, name: str, donor: Path, bad: Collection[str]) -> int:
         """Take every object of the donor that is not here but for the `bad` ones."""
-        listing = await self.git.run(
-            "cat-file", "--batch-all-objects", "--batch-check=%(objectname)", "--unordered",
-            "--buffer", git_dir=donor, timeout=TIMEOUT, doing="list intact objects",
-        )  # fmt: skip
+        command = ("cat-file", "--batch-all-objects", "--batch-check=%(objectname)", "--unordered")
+        listing = await self._git(donor, "list intact objects", *command, "--buffer")
         return await self._take(name, donor, set(listing.lines) - set(bad))
+
+    async def _git(self, git_dir: Path, doing: str, *args: str, **more: Any) -> GitResult:
+        return await self.git.run(*args, git_dir=git_dir, timeout=TIMEOUT, doing=doing, **more)
 
     async def _there(self, repository: Path, oids: Iterable[str]) -> set[str]:
         kinds = await self.workers.run(object_kinds, repository, sorted(oids), timeout=TIMEOUT)
@@ -96,15 +87,13 @@ class Transfer:
     async def _pack(self, donor: Path, oids: Collection[str], *options: str) -> Path:
         """Have exactly `oids` as a pack in the stand-in; other bytes are a CorruptObjectError."""
         stream = self.work / "stream.pack"
-        await self.git.run(
+        await self._git(
+            donor, "pack what is missing",
             "pack-objects", "--stdout", "--delta-base-offset", "-q", *options,
-            git_dir=donor, stdin=lines_of(oids), stdout_path=stream, timeout=TIMEOUT,
-            doing="pack what is missing",
+            stdin=lines_of(oids), stdout_path=stream,
         )  # fmt: skip
-        done = await self.git.run(
-            "index-pack", "--stdin", git_dir=self.stand_in, stdin=stream, timeout=TIMEOUT,
-            doing="index what a donor gave",
-        )  # fmt: skip
+        index = ("index-pack", "--stdin")
+        done = await self._git(self.stand_in, "index what a donor gave", *index, stdin=stream)
         stream.unlink()
         pack = self.stand_in / "objects/pack" / f"pack-{done.lines[-1].split()[-1]}.pack"
         if {oid.hex() for oid in PackIndex(pack.with_suffix(".idx"))} != set(oids):
@@ -120,12 +109,9 @@ class Transfer:
 
         `whole`: nothing is missing any more, so fsck checks each object and all that it names.
         """
-        strict = (STRICT,) if whole else ()
+        command = ("index-pack", *((STRICT,) if whole else ()), "--stdin")
         for pack in self.packs:
-            await self.git.run(
-                "index-pack", *strict, "--stdin", git_dir=final, stdin=pack, timeout=TIMEOUT,
-                doing="check what donors gave",
-            )  # fmt: skip
+            await self._git(final, "check what donors gave", *command, stdin=pack)
 
 
 # -- damaged packs, in a worker --------------------------------------------------------------------
@@ -149,20 +135,19 @@ def salvage(pack: Path, into: Path) -> set[str]:
     every bad object in it, and those are blotted out. Without one, git unpacks it from the front.
     """
     make_repository(into)
-    again = run_git_sync(
-        "index-pack", "--stdin",
-        git_dir=into, stdin=pack, ok=_ANY_STATUS, timeout=TIMEOUT, doing="index a pack again",
-    )  # fmt: skip
-    if again.status == 0:  # the pack is whole, its index was the damage
-        return set()
+
+    def git(doing: str, *args: str, stdin: Path | None = None) -> GitResult:
+        any_status = range(-64, 256)
+        return run_git_sync(
+            *args, git_dir=into, stdin=stdin, ok=any_status, timeout=TIMEOUT, doing=doing
+        )
+
+    if git("index a pack again", "index-pack", "--stdin", stdin=pack).status == 0:
+        return set()  # the pack is whole, its index was the damage
     try:
         index = PackIndex(pack.with_suffix(".idx"))
     except (CorruptObjectError, OSError):
-        run_git_sync(
-            "unpack-objects", "-r", "-q",
-            git_dir=into, stdin=pack, ok=_ANY_STATUS, timeout=TIMEOUT,
-            doing="unpack a damaged pack",
-        )  # fmt: skip
+        git("unpack a damaged pack", "unpack-objects", "-r", "-q", stdin=pack)
         return set()
     copy = into / "objects/pack" / pack.name
     shutil.copyfile(pack, copy)
@@ -171,30 +156,22 @@ def salvage(pack: Path, into: Path) -> set[str]:
     # object would begin behind the end
     end, last = pack.stat().st_size - len(index.pack_checksum), max(index.offsets(), default=0)
     with copy.open("r+b") as file:
-        file.write(_HEADER.pack(b"PACK", 2, index.count))
-        file.truncate(file.seek(end if last < end else last + _SLACK_BYTES))
+        file.write(struct.pack(">4sII", b"PACK", 2, index.count))
+        file.truncate(file.seek(end if last < end else last + 4096))
         file.write(index.pack_checksum)
     # it names objects, too, whose packed bytes changed and still unpack to what they were
-    done = run_git_sync(
-        "fsck", "--full", "--no-dangling", "--no-progress", "--no-reflogs",
-        git_dir=into, ok=_ANY_STATUS, timeout=TIMEOUT, doing="look for intact objects",
-    )  # fmt: skip
-    bad = unreadable(into, sorted(set(OBJECT_ID.findall(done.stderr))))
-    _blot_out(copy, index, bad)
-    return bad
-
-
-def _blot_out(copy: Path, index: PackIndex, bad: Collection[str]) -> None:
-    """Break bad objects that unpack by themselves: deltas would build on them, not on a good copy.
-
-    A damaged index may give the place of a good object to a bad one, too: that place stays.
-    """
+    fsck = ("fsck", "--full", "--no-dangling", "--no-progress", "--no-reflogs")
+    named = OBJECT_ID.findall(git("look for intact objects", *fsck).stderr)
+    bad = unreadable(into, sorted(set(named)))
+    # Break bad objects that unpack by themselves: deltas would build on them, not on a good copy.
+    # A damaged index may give the place of a good object to a bad one, too: that place stays.
     ids = {bytes.fromhex(oid) for oid in bad}
     places = list(zip(index, index.offsets(), strict=True))
     good = {place for oid, place in places if oid not in ids}
     with copy.open("r+b") as file:
         for place in {place for oid, place in places if oid in ids} - good:
             file.seek(place)
-            if int.from_bytes(file.read(1)) >> 4 & 7 in _WHOLE_KINDS:
+            if 1 <= int.from_bytes(file.read(1)) >> 4 & 7 <= 4:  # a whole object, no delta
                 file.seek(place)
-                file.write(_NO_OBJECT)
+                file.write(b"\0")
+    return bad
