@@ -45,13 +45,10 @@ class AuditRun:
         parts = sorted(self.parts.values(), key=lambda part: part.mirror.lower())
         findings = [*(finding for part in parts for finding in part.findings), *self.failures]
         return Audit(
-            id=self.id,
-            level=level,
+            id=self.id, level=level, dataset=request.dataset,
             mirrors=[part.mirror for part in parts],
             left=sorted(map(str, self.left.values())),
-            dataset=request.dataset,
-            started_at=self.started_at,
-            finished_at=utc_now(),
+            started_at=self.started_at, finished_at=utc_now(),
             counts=dict(sum((Counter(part.counts) for part in parts), Counter())),
             reach=dict(sum((Counter(part.reach) for part in parts), Counter())),
             findings=findings,
@@ -59,7 +56,7 @@ class AuditRun:
             affected=sorted({instance for part in parts for instance in part.affected}),
             healed=sum(part.healed for part in parts),
             repairs=[part.repair for part in parts if part.repair],
-        )
+        )  # fmt: skip
 
 
 def part_of(judged: Judged, stores: Mapping[str, str]) -> AuditPart:

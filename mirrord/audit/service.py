@@ -29,7 +29,6 @@ from ..mirrors.repository import PINS
 from ..mirrors.service import Mirrors
 from ..model import (
     AuditLevel,
-    CommitId,
     CommitState,
     FindingKind,
     MirrorName,
@@ -42,9 +41,6 @@ from .connectivity import Verdict
 from .examine import Examined, Reached, examine
 from .findings import AuditRun, Judged, is_sound, part_of, unjudged
 from .object_files import Defect, no_directory
-
-_TIMEOUT = timedelta(hours=12)
-_STOPS_GIT = {FindingKind.LAYOUT, FindingKind.CONFIG, FindingKind.HEAD}
 
 Repairer = Callable[[Judged, ProgressSink | None], Awaitable[Repair]]
 Scrubber = Callable[[MirrorName], Awaitable[Mapping[str, str]]]
@@ -187,19 +183,13 @@ class Audits:
     async def _record(self, audit: Audit) -> None:
         with _unless_refused("audit", audit.id):
             await self.catalog.put_audit(audit)
+        counts = {str(state): count for state, count in audit.counts.items()}
         self.events.publish(
-            "audit.finished",
-            audit=audit.id,
-            level=str(audit.level),
-            counts={str(state): count for state, count in audit.counts.items()},
-            affected_count=len(audit.affected),
-            open_count=audit.open_count,
-            left_count=len(audit.left),
-            healed=audit.healed,
+            "audit.finished", audit=audit.id, level=str(audit.level), counts=counts,
+            affected_count=len(audit.affected), open_count=audit.open_count,
+            left_count=len(audit.left), healed=audit.healed,
             duration_s=(audit.finished_at - audit.started_at).total_seconds(),
-        )
-
-    # -- one mirror --------------------------------------------------------------------------------
+        )  # fmt: skip
 
     async def _judge(
         self,
@@ -242,14 +232,20 @@ class Audits:
         commits = sorted({row.commit for row in rows} | alone)
         record = mirror.history if mirror else None
         accept = tuple(self.settings().audit.accept)
-        if not path.is_dir():
+        if not path.is_dir():  # nothing can be served
+            absent = f"there is no mirror {name}, or it was never synced"
+            verdict = Verdict(CommitState.NOT_MIRRORED, detail=absent)
+            reached = Reached("", dict.fromkeys(commits, Reach.NOTHING), {})
+            examined = Examined(dict.fromkeys(commits, verdict), reached)
             was_there = record or pins or os.path.lexists(path)
-            examined = _not_mirrored(name, commits, no_directory(path) if was_there else None)
+            if was_there and (wrong := no_directory(path)):
+                examined.defects["mirror"] = Defect(FindingKind.LAYOUT, wrong)
             return Judged(name, rows, examined, accept, row=mirror)
         owned = [f"{pin.owner}/{pin.commit}" for pin in pins]
         known = self._reached.get(name.key)
+        limit = timedelta(hours=12)
         examined = await self.workers.run(
-            examine, path, commits, level, owned, known, record, timeout=_TIMEOUT
+            examine, path, commits, level, owned, known, record, timeout=limit
         )
         self._reached[name.key] = examined.reached
         await self._judge_pins(name, examined)
@@ -280,11 +276,9 @@ class Audits:
         """Say in the mirror's row whether git can open it, for readers without an audit."""
         if judged.row is None:
             return
-        name = judged.name
+        name, stopping = judged.name, {FindingKind.LAYOUT, FindingKind.CONFIG, FindingKind.HEAD}
         defects = sorted(judged.examined.defects.items())
-        stops = [
-            f"{what}: {defect.reason}" for what, defect in defects if defect.kind in _STOPS_GIT
-        ]
+        stops = [f"{what}: {found.reason}" for what, found in defects if found.kind in stopping]
         code = (judged.row.error or {}).get("code")
         if stops:
             error = errors.DamagedMirrorError(
@@ -293,16 +287,6 @@ class Audits:
             await self.catalog.update_mirror(name.key, error=error.problem())
         elif code in {errors.DamagedMirrorError.code, errors.CorruptObjectError.code}:
             await self.catalog.update_mirror(name.key, error=None)
-
-
-def _not_mirrored(name: MirrorName, commits: Collection[CommitId], wrong: str | None) -> Examined:
-    """Nothing can be served; `wrong` says what stands in the mirror's place."""
-    detail = f"there is no mirror {name}, or it was never synced"
-    return Examined(
-        dict.fromkeys(commits, Verdict(CommitState.NOT_MIRRORED, detail=detail)),
-        Reached("", dict.fromkeys(commits, Reach.NOTHING), {}),
-        {"mirror": Defect(FindingKind.LAYOUT, wrong)} if wrong else {},
-    )
 
 
 def _is_of_everything(request: StartAudit) -> bool:

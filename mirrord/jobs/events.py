@@ -63,11 +63,8 @@ class Events:
         self.counts[name] += 1
         self._ring.append(self._event(self._last, name, fields))
         self._wake()
-        level = logging.INFO
-        if name == "operation.progressed":
-            level = logging.DEBUG
-        elif name.endswith((".failed", ".refused")):
-            level = logging.WARNING
+        level = logging.WARNING if name.endswith((".failed", ".refused")) else logging.INFO
+        level = logging.DEBUG if name == "operation.progressed" else level
         shown = {f"{key}_" if key in _RESERVED else key: value for key, value in fields.items()}
         log.log(level, name, **shown)
 

@@ -25,7 +25,6 @@ from ..errors import MirrordError
 
 log = structlog.get_logger()
 
-QUIET = timedelta(seconds=1)
 PARTIAL_SUFFIXES = (
     *(".tmp", ".temp", ".part", ".partial", ".crdownload", ".download"),
     *(".swp", ".swx", ".lock", ".filepart", "~"),
@@ -59,7 +58,7 @@ class Watch:
         handle: Callable[[Path], Awaitable[object]],
         *,
         known: Mapping[Path, Signature] | None = None,
-        quiet: timedelta = QUIET,
+        quiet: timedelta = timedelta(seconds=1),
     ) -> None:
         self._places = places
         self._handle = handle
@@ -142,12 +141,12 @@ class _Alarm(FileSystemEventHandler):
 def signature_of(path: Path) -> Signature | None:
     """None for anything but a regular file."""
     try:
-        status = path.stat(follow_symlinks=False)
+        found = path.stat(follow_symlinks=False)
     except OSError:
         return None
-    if not stat.S_ISREG(status.st_mode):
-        return None
-    return Signature(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    is_file = stat.S_ISREG(found.st_mode)
+    facts = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return Signature(*facts) if is_file else None
 
 
 def is_complete_name(name: str) -> bool:
