@@ -80,8 +80,6 @@ class Engine:
     async def wait_until_open(self) -> None:
         await self._opened.wait()
 
-    # -- life -------------------------------------------------------------------------------------
-
     async def open(self) -> None:
         """Build and open every part."""
         await self._open_stores()
@@ -223,8 +221,6 @@ class Engine:
                     "mirror.refused", repo=mirror.repo, code=error.code, detail=error.message
                 )
 
-    # -- watched files ----------------------------------------------------------------------------
-
     async def _watches(self) -> list[Watch]:
         watches = []
         if self._settings.datasets.watch:
@@ -259,8 +255,6 @@ class Engine:
     def _file_warnings(self) -> list[str]:
         refused = self._refused_files.items()
         return [f"{path.name} in datasets: {fact}" for path, fact in refused if path.exists()]
-
-    # -- the whole --------------------------------------------------------------------------------
 
     async def reload(self) -> ReloadAnswer:
         """Read the configuration again and apply what is live.

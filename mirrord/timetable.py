@@ -218,11 +218,9 @@ class Timetable:
             return Job(name, interval, run, since=started)
 
         upkeep, scrub = settings.maintenance.interval, audit.content_interval
-        scrubbing = Job("templates.scrub", scrub, self.work.templates.scrub, since=early(scrub))
         maintaining = Job(
             "maintenance", upkeep, self._maintain, since=early(upkeep), retry=timedelta(minutes=10)
         )
-        trim = partial(anyio.to_thread.run_sync, trim_memory)
         return [
             *(
                 Job(f"sync/{row.name}", sync.interval, partial(self._sync, row.name),
@@ -232,12 +230,12 @@ class Timetable:
             await auditing("audit", audit.interval, None, whole),
             await auditing("audit.content", audit.content_interval, AuditLevel.CONTENT, content),
             maintaining,
-            scrubbing,
+            Job("templates.scrub", scrub, self.work.templates.scrub, since=early(scrub)),
             regular("checkouts.expire", timedelta(seconds=2), self.checkouts.expire),
             regular("cleanup.retry", CLEANUP_INTERVAL, self.cleanup.retry),
             regular("templates.evict", timedelta(minutes=5), self._evict),
             regular("watch.look", _MINUTE, self._look),
-            regular("memory.trim", _MINUTE, trim),
+            regular("memory.trim", _MINUTE, partial(anyio.to_thread.run_sync, trim_memory)),
             regular("heals.retry", _MINUTE, self._retry_heals),
         ]  # fmt: skip
 

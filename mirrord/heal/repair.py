@@ -120,16 +120,11 @@ class MirrorRepair:
             with anyio.CancelScope(shield=True):
                 kept_in = await anyio.to_thread.run_sync(publication.publish)
         return Repair(
-            mirror=str(self.name),
-            objects=counts,
-            files=[bad.path for bad in going],
-            kept_in=str(kept_in) if kept_in else None,
-            refs=sorted(plan.restore),
-            unhealed=sorted(missing.all)[:100],
-            unhealed_count=len(missing.all),
-            history=self.history,
-            refusals=self.donors.refusals,
-        )
+            mirror=str(self.name), objects=counts, files=[bad.path for bad in going],
+            kept_in=str(kept_in) if kept_in else None, refs=sorted(plan.restore),
+            unhealed=sorted(missing.all)[:100], unhealed_count=len(missing.all),
+            history=self.history, refusals=self.donors.refusals,
+        )  # fmt: skip
 
     def _tell(self, note: str) -> None:
         if self.donors.progress:
