@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from . import __version__
+from .host.files import free_bytes
 from .host.peers import Access
 from .protocol import Health, to_bytes
-
-LOW_DISK_BYTES = 512 * 1024**2
-LOW_INODES = 10_000
-_REMEMBERED_S = 1.0
 
 
 class HealthReport(NamedTuple):
@@ -59,15 +56,14 @@ class HealthMonitor:
 
     def report(self) -> HealthReport:
         now = time.monotonic()
-        is_fresh = now - self._reported_at < _REMEMBERED_S
+        is_fresh = now - self._reported_at < 1
         if self._report is None or not is_fresh or self._report.is_degraded:
             self._report, self._reported_at = self._look(), now
         return self._report
 
     @property
     def disk_free_bytes(self) -> int:
-        disk = os.statvfs(self._state_dir)
-        return disk.f_bavail * disk.f_frsize
+        return free_bytes(self._state_dir)
 
     def _look(self) -> HealthReport:
         reasons = [] if self._is_open() else ["the daemon is still opening its state directory"]
@@ -87,10 +83,9 @@ class HealthMonitor:
         reasons = []
         if disk.f_flag & os.ST_RDONLY:
             reasons.append(f"the file system of {place} is read-only")
-        free = disk.f_bavail * disk.f_frsize
-        if free < LOW_DISK_BYTES:
-            reasons.append(f"the disk of {place} is nearly full: {free >> 20} MiB are free")
-        if disk.f_files and disk.f_favail < LOW_INODES:  # file systems without a limit say 0
-            free_inodes = disk.f_favail
-            reasons.append(f"the disk of {place} is nearly out of inodes: {free_inodes} are free")
+        if (mib := disk.f_bavail * disk.f_frsize >> 20) < 512:
+            reasons.append(f"the disk of {place} is nearly full: {mib} MiB are free")
+        inodes = disk.f_favail
+        if disk.f_files and inodes < 10_000:  # file systems without a limit say 0
+            reasons.append(f"the disk of {place} is nearly out of inodes: {inodes} are free")
         return reasons

@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from stat import S_IMODE
 
 from .errors import ResourceError
 
 
-@dataclass(frozen=True, slots=True)
 class Layout:
     """The directories of a state directory. Other users may pass `checkouts` alone."""
 
-    root: Path
-
-    @property
-    def mirrors(self) -> Path:
-        return self.root / "mirrors"
-
-    @property
-    def datasets(self) -> Path:
-        return self.root / "datasets"
-
-    @property
-    def bundles(self) -> Path:
-        return self.root / "bundles"
-
-    @property
-    def templates(self) -> Path:
-        return self.root / "templates"
-
-    @property
-    def quarantine(self) -> Path:
-        return self.root / "quarantine"
-
-    @property
-    def checkouts(self) -> Path:
-        return self.root / "checkouts"
-
-    @property
-    def leases(self) -> Path:
-        return self.root / "leases"
-
-    @property
-    def catalog(self) -> Path:
-        return self.root / "catalog.sqlite3"
-
-    @property
-    def home(self) -> Path:
-        return self.root / "home"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.mirrors, self.quarantine = root / "mirrors", root / "quarantine"
+        self.datasets, self.bundles = root / "datasets", root / "bundles"
+        self.templates = root / "templates"
+        self.checkouts, self.leases = root / "checkouts", root / "leases"
+        self.catalog, self.home = root / "catalog.sqlite3", root / "home"
 
     def make_root(self) -> None:
         self._make(self.root, 0o711)

@@ -23,12 +23,10 @@ from structlog.typing import Processor, WrappedLogger
 Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["auto", "json", "console"]
 
-_SELDOM_S = 60.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 _USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^/\s'\"]*@")
 _HIDDEN_WORDS = r"(?:access_|private_|auth_)?token|password|passwd|secret|api_?key|authorization"
 _SECRET_PAIR = re.compile(rf"(?i)\b({_HIDDEN_WORDS})(\s*[=:]\s*)(?:basic |bearer )?[^\s&'\"]+")
-
 
 _PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
 
@@ -78,9 +76,7 @@ def _masked_value(value: Any) -> Any:
 def _mask_secrets(
     _logger: WrappedLogger, _method: str, event: MutableMapping[str, Any]
 ) -> MutableMapping[str, Any]:
-    for key, value in event.items():
-        event[key] = _masked_value(value)
-    return event
+    return {key: _masked_value(value) for key, value in event.items()}
 
 
 # -- set-up ----------------------------------------------------------------------------------------
@@ -165,8 +161,8 @@ class Seldom:
     def count(self, key: Hashable) -> int:
         """Count one; answers how many since the last line, where another is due, else 0."""
         now = time.monotonic()
-        logged_at, count = self._logged.get(key, (now - _SELDOM_S, 0))
-        is_time = now - logged_at >= _SELDOM_S
+        logged_at, count = self._logged.get(key, (now - 60, 0))
+        is_time = now - logged_at >= 60
         self._logged[key] = (now, 0) if is_time else (logged_at, count + 1)
         return count + 1 if is_time else 0
 
@@ -178,9 +174,8 @@ class _Bridge(logging.Handler):
     """Libraries log with `logging`; their lines come out as ours, named by their logger."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        fields: dict[str, Any] = {"logger": record.name, "text": record.getMessage()}
-        if record.exc_info:
-            fields["exc_info"] = record.exc_info
+        fields: dict[str, Any] = {"exc_info": record.exc_info} if record.exc_info else {}
+        fields |= {"logger": record.name, "text": record.getMessage()}
         structlog.get_logger().log(record.levelno, "library.logged", **fields)
 
 

@@ -13,8 +13,6 @@ from ..errors import MirrordError
 from . import host, state
 from .host import Result, Verdict
 
-__all__ = ["Check", "examine"]
-
 
 class Check(NamedTuple):
     """One question, its verdict, the fact behind it, and a remedy unless it is ok."""

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
@@ -25,6 +26,7 @@ from ..git.command import run_git_sync
 from ..git.workers import Workers
 from ..host.mounting import LocalMounter, choose_mounter
 from ..host.mounts import may_mount
+from ..host.namespaces import shares_mounts
 from ..host.processes import search_path
 from ..model import Backend
 
@@ -48,13 +50,12 @@ def entries(path: Path) -> Iterator[os.DirEntry[str]]:
             yield from found
 
 
-def _version(text: str) -> tuple[int, int]:
-    found = re.search(r"(\d+)\.(\d+)", text)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)[:2]))
 
 
 def _kernel_setting(name: str) -> int:
-    return int((Path("/proc/sys") / name).read_text(encoding="ascii"))
+    return int(Path("/proc/sys", name).read_text(encoding="ascii"))
 
 
 # -- programs and libraries -----------------------------------------------------------------------
@@ -79,11 +80,9 @@ def setpriv(settings: Settings) -> Result:
 
 def packages(settings: Settings) -> Result:
     """By distribution: the client's has no module of its name."""
-    missing = []
-    try:
+    missing, lines = [], []
+    with suppress(PackageNotFoundError):
         lines = requires("mirrord") or []
-    except PackageNotFoundError:
-        lines = []
     for name in (re.split(r"[^A-Za-z0-9._-]", line)[0] for line in lines if "extra ==" not in line):
         try:
             distribution(name)
@@ -151,19 +150,16 @@ def overlay(settings: Settings) -> Result:
 
 def privileges(settings: Settings) -> Result:
     well = may_mount()
-    remedy = (
-        "run as root or beside the mount service: otherwise there is no overlay, and the pool"
-        " serves only the daemon's own user"
-    )
+    remedy = "run as root or beside the mount service: otherwise there is no overlay, and the pool"
+    remedy += " serves only the daemon's own user"
     fact = f"uid {os.geteuid()}, {'may' if well else 'may not'} mount"
     return judge(well, fact, remedy, otherwise="warn")
 
 
 def mount_namespace(settings: Settings) -> Result:
-    try:
-        shared = os.stat("/proc/self/ns/mnt").st_ino == os.stat("/proc/1/ns/mnt").st_ino
-    except PermissionError:
+    if not os.access("/proc/1/ns/mnt", os.F_OK):
         return "ok", "not known: this process may not look at pid 1", ""
+    shared = shares_mounts(1)
     remedy = "no process outside sees mounts made here: mount without file system sandboxing"
     return judge(shared, "shared with pid 1" if shared else "private", remedy, otherwise="warn")
 

@@ -12,25 +12,22 @@ import stat
 import tempfile
 import time
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from ..config import Settings
 from ..errors import BackendUnavailableError, MirrordError
 from ..git.command import run_git_sync
-from ..host.files import admit
+from ..host.files import admit, opened
 from ..host.mounting import choose_mounter
+from ..host.mounts import HARMLESS
 from ..host.namespaces import find_obstacle
 from ..host.processes import search_path
+from ..layout import Layout
 from ..model import MirrorName
 from .host import Result, entries, existing, judge
 
 _GIB = 1024**3
-_NOBODY = 65534
-_HARMLESS = os.ST_NOSUID | os.ST_NODEV
-_DIRECTORIES = ("mirrors", "templates", "checkouts", "leases", "quarantine", "datasets", "bundles")
-_POOR_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "vfat", "overlay", "tmpfs"}
-_SOCKET_PATH_BYTES = 107  # sockaddr_un, less its final zero
 
 
 # -- the state directory --------------------------------------------------------------------------
@@ -64,16 +61,17 @@ def file_system(settings: Settings) -> Result:
     mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     found = [line for line in mounts.splitlines() if line.split()[2] == wanted]
     kind = found[-1].partition(" - ")[2].split()[0] if found else "not known"
+    poor = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "vfat", "overlay", "tmpfs"}
     remedy = (
         "put state_dir on a local ext4, xfs or btrfs: locks, renames and overlay's upper layers"
-        " depend on it"
     )
-    return judge(kind not in _POOR_FILE_SYSTEMS, kind, remedy, otherwise="warn")
+    return judge(kind not in poor, kind, f"{remedy} depend on it", otherwise="warn")
 
 
 def one_file_system(settings: Settings) -> Result:
-    found = [path for name in _DIRECTORIES if (path := settings.state_dir / name).exists()]
-    home = existing(settings.state_dir).stat().st_dev
+    layout, home = Layout(settings.state_dir), existing(settings.state_dir).stat().st_dev
+    parts = layout.mirrors, layout.templates, layout.checkouts, layout.leases, layout.quarantine
+    found = [path for path in (*parts, layout.datasets, layout.bundles) if path.exists()]
     away = [path.name for path in found if path.stat().st_dev != home]
     fact = f"elsewhere: {', '.join(away)}" if away else "one file system"
     remedy = "keep all of state_dir on one file system: it renames and hard-links between them"
@@ -85,7 +83,7 @@ def access_lists(settings: Settings) -> Result:
     above = existing(settings.state_dir)
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=above) as scratch:
         try:
-            admit(scratch, _NOBODY)
+            admit(scratch, 65534)
         except BackendUnavailableError as error:
             fact = "none: only root and the daemon's own user can have checkouts"
             return "fail", fact, error.hint or ""
@@ -94,15 +92,13 @@ def access_lists(settings: Settings) -> Result:
 
 def set_id_bits(settings: Settings) -> Result:
     checkouts = settings.state_dir / "checkouts"
-    if checkouts.exists() and os.statvfs(checkouts).f_flag & _HARMLESS == _HARMLESS:
+    if checkouts.exists() and os.statvfs(checkouts).f_flag & HARMLESS == HARMLESS:
         return "ok", f"without effect in {checkouts}, and devices too", ""
     try:
         choose_mounter(settings.state_dir, settings.socket.parent / "mount.sock")
     except BackendUnavailableError:
-        remedy = (
-            "run the daemon as root or beside mirrord-mount.service, which see to that;"
-            f" or mount a file system of its own at {checkouts} with nosuid,nodev"
-        )
+        remedy = "run the daemon as root or beside mirrord-mount.service, which see to that; or"
+        remedy += f" mount a file system of its own at {checkouts} with nosuid,nodev"
         return "warn", f"with effect in {checkouts}, and devices too", remedy
     return "ok", "without effect in checkouts as soon as a daemon runs, and devices too", ""
 
@@ -141,7 +137,6 @@ _REBUILD = (
     "start the daemon: it adopts mirrors and pins, and imports the files in datasets/ again;"
     " add mirrors again that had a URL of their own, and import other dataset files by hand"
 )
-_PINS = "refs/mirrord/pins/"
 _RECORDED = (
     "SELECT 'dataset/' || datasets.name, mirror_key, commit_id FROM recorded_commits"
     " JOIN datasets ON datasets.id = recorded_commits.dataset_id UNION"
@@ -187,10 +182,8 @@ def _remedy(missing: set[tuple[str, str, str]]) -> str:
     if not owners:
         return _REBUILD
     imports = [f"mirrord dataset import FILE --name {each.partition('/')[2]}" for each in owners]
-    return (
-        f"{_REBUILD}: {'; '.join(imports)}. Until then their pins stay;"
-        " a bundle of a mirror has its rows too"
-    )
+    stay = "Until then their pins stay; a bundle of a mirror has its rows too"
+    return f"{_REBUILD}: {'; '.join(imports)}. {stay}"
 
 
 def _read_pins(mirrors: Path, names: list[str]) -> set[tuple[str, str, str]]:
@@ -199,11 +192,11 @@ def _read_pins(mirrors: Path, names: list[str]) -> set[tuple[str, str, str]]:
     for name in names:
         try:
             key = MirrorName.parse(name).key
-            arguments = "for-each-ref", "--format=%(refname)", _PINS
+            arguments = "for-each-ref", "--format=%(refname:lstrip=3)", "refs/mirrord/pins/"
             refs = run_git_sync(*arguments, git_dir=mirrors / name, doing="list pins").lines
         except MirrordError:
             continue
-        parts = (ref.removeprefix(_PINS).rpartition("/") for ref in refs)
+        parts = (ref.rpartition("/") for ref in refs)
         found |= {(owner, key, commit) for owner, _, commit in parts}
     return found
 
@@ -213,9 +206,8 @@ def _read_pins(mirrors: Path, names: list[str]) -> set[tuple[str, str, str]]:
 
 def socket_path(settings: Settings) -> Result:
     path = settings.socket
-    if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
-        fact = f"{path} is longer than {_SOCKET_PATH_BYTES} bytes"
-        return "fail", fact, "choose a shorter `socket`"
+    if len(os.fsencode(path)) > 107:  # sockaddr_un, less its final zero
+        return "fail", f"{path} is longer than 107 bytes", "choose a shorter `socket`"
     parent = existing(path.parent)
     # of the daemon's user: another's where the state directory is
     uid = settings.state_dir.stat().st_uid if settings.state_dir.exists() else os.geteuid()
@@ -226,20 +218,16 @@ def socket_path(settings: Settings) -> Result:
 
 def daemon(settings: Settings) -> Result:
     """Asks twice: at the socket, and by the state directory's lock."""
-    try:
-        lock = os.open(
-            settings.state_dir / "daemon.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        )
-    except FileNotFoundError:
-        pass
-    else:
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    with (
+        suppress(FileNotFoundError),
+        opened(os.open(settings.state_dir / "daemon.lock", flags)) as lock,
+    ):
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(lock, 400, 0).decode(errors="replace").strip() or "just starting"
             return "ok", f"one runs: {holder}", ""
-        finally:
-            os.close(lock)
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(2)
         try:

@@ -17,14 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from ..errors import (
-    BackendUnavailableError,
-    CheckoutBusyError,
-    DiskFailedError,
-    DiskFullError,
-    ResourceError,
-    TooManyFilesError,
-)
+from .. import errors
 from ..model import shown
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -34,16 +27,10 @@ _PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _FS_IOC_GETFLAGS = 0x80086601  # linux/fs.h
 _FS_IOC_SETFLAGS = 0x40086602
 _LOCKING_FLAGS = 0x10 | 0x20  # FS_IMMUTABLE_FL, FS_APPEND_FL
-_LOCKED = (errno.EPERM, errno.EACCES)
 _FICLONE = 0x40049409  # linux/fs.h
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
-_ACL_VERSION, _ACL_NOBODY = 2, 0xFFFFFFFF  # linux/posix_acl_xattr.h
-_ACL_USER_OBJ, _ACL_USER, _ACL_GROUP_OBJ, _ACL_MASK, _ACL_OTHER = 0x1, 0x2, 0x4, 0x10, 0x20
 _SYS_OPENAT2 = 437  # the same on every architecture
 _NO_XDEV, _NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x1, 0x2, 0x4, 0x8  # linux/openat2.h
-_CHUNK_BYTES = 1 << 20
-_FAILED = (errno.EIO, errno.EROFS, errno.EUCLEAN)
-_NO_FILES = (errno.EMFILE, errno.ENFILE)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -74,27 +61,26 @@ def full_disk_named(subject: str) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise DiskFullError(
-                f"cannot write {subject}: {error.strerror}",
-                hint="free some space, or lower template_bytes",
-            ) from error
+            hint = "free some space, or lower template_bytes"
+            fact = f"cannot write {subject}: {error.strerror}"
+            raise errors.DiskFullError(fact, hint=hint) from error
         raise
 
 
-def host_error(error: BaseException, doing: str) -> ResourceError | None:
+def host_error(error: BaseException, doing: str) -> errors.ResourceError | None:
     """An unexpected error as ours, where the disk or the limit on open files caused it."""
     if not isinstance(error, OSError):
         return None
     fact = f"cannot {doing}: {error.strerror}"
-    if error.errno in _NO_FILES:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
         hint = "raise LimitNOFILE= of the unit, or ulimit -n"
-        return TooManyFilesError(fact, hint=hint, retry_after=1)
+        return errors.TooManyFilesError(fact, hint=hint, retry_after=1)
     if isinstance(error.filename, str):
         fact += f" at {error.filename}"
     if error.errno in _FULL:
-        return DiskFullError(fact, hint="free some space")
-    if error.errno in _FAILED:
-        return DiskFailedError(fact, hint="see the kernel's log, then audit; a heal repairs")
+        return errors.DiskFullError(fact, hint="free some space")
+    if error.errno in (errno.EIO, errno.EROFS, errno.EUCLEAN):
+        return errors.DiskFailedError(fact, hint="see the kernel's log, then audit; a heal repairs")
     return None
 
 
@@ -192,21 +178,16 @@ def admit(directory: str, uid: int) -> None:
     A later chmod would set the ACL's mask, and lock that user out. Raises BackendUnavailableError
     where the file system has none.
     """
-    entries = (
-        (_ACL_USER_OBJ, 7, _ACL_NOBODY),
-        (_ACL_USER, 1, uid),
-        (_ACL_GROUP_OBJ, 0, _ACL_NOBODY),
-        (_ACL_MASK, 1, _ACL_NOBODY),
-        (_ACL_OTHER, 0, _ACL_NOBODY),
-    )
-    acl = struct.pack("<I", _ACL_VERSION)
-    acl += b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    nobody = 0xFFFFFFFF
+    # linux/posix_acl_xattr.h: version 2; the owner, this user, the owner's group, the mask, others
+    entries = (1, 7, nobody), (2, 1, uid), (4, 0, nobody), (16, 1, nobody), (32, 0, nobody)
+    acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
     try:
         os.setxattr(directory, "system.posix_acl_access", acl)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-        raise BackendUnavailableError(
+        raise errors.BackendUnavailableError(
             f"cannot open {directory} to uid {uid}: its file system has no access control lists",
             hint="put state_dir on ext4, xfs or btrfs, mounted without noacl",
         ) from error
@@ -223,7 +204,7 @@ def set_owner(
     with opened(os.open(name, _PATH, dir_fd=directory)) as fd:
         found = os.fstat(fd)
         if not stat.S_ISLNK(found.st_mode) or found.st_uid != maker:
-            raise CheckoutBusyError(
+            raise errors.CheckoutBusyError(
                 f"cannot make link {shown_path(name)}: someone replaced it meanwhile",
                 hint="stop what runs in it",
             )
@@ -239,9 +220,9 @@ def make_whiteout(directory: int, name: bytes) -> None:
     os.mknod(name, stat.S_IFCHR | 0o000, os.makedev(0, 0), dir_fd=directory)
 
 
-def mounted_on(path: bytes) -> CheckoutBusyError:
+def mounted_on(path: bytes) -> errors.CheckoutBusyError:
     """The error for a mount point: the files below it are another file system's."""
-    return CheckoutBusyError(
+    return errors.CheckoutBusyError(
         f"cannot change {shown_path(path)}: a file system is mounted on it",
         hint="unmount it, then try again",
         path=path.decode(errors="backslashreplace"),
@@ -271,10 +252,8 @@ def clear_flags(fd: int) -> None:
         try:
             fcntl.ioctl(fd, _FS_IOC_SETFLAGS, struct.pack("L", flags & ~_LOCKING_FLAGS))
         except OSError as error:
-            raise ResourceError(
-                f"cannot clear the immutable flag of a file: {error.strerror}",
-                hint="the daemon needs CAP_LINUX_IMMUTABLE",
-            ) from error
+            fact = f"cannot clear the immutable flag of a file: {error.strerror}"
+            raise errors.ResourceError(fact, hint="the daemon needs CAP_LINUX_IMMUTABLE") from error
     found = os.fstat(fd)
     is_barred = stat.S_ISDIR(found.st_mode) and found.st_mode & 0o700 != 0o700
     if is_barred and found.st_uid == os.geteuid():
@@ -298,10 +277,8 @@ def is_locked(fd: int) -> bool:
 def write_all(fd: int, data: bytes) -> None:
     """Write all of `data`: one call may write less, and never more than 2 GiB."""
     written = os.write(fd, data)
-    if written != len(data):
-        view = memoryview(data)
-        while written < len(data):
-            written += os.write(fd, view[written:])
+    while written < len(data):
+        written += os.write(fd, memoryview(data)[written:])
 
 
 _NO_COPY = {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM}
@@ -324,7 +301,7 @@ def copy_bytes(source: int, sink: int, size: int) -> None:
     except OSError as error:
         if error.errno not in _NO_COPY:
             raise
-    while at < size and (data := os.pread(source, min(size - at, _CHUNK_BYTES), at)):
+    while at < size and (data := os.pread(source, min(size - at, 1 << 20), at)):
         write_all(sink, data)
         at += len(data)
 

@@ -224,12 +224,10 @@ def iter_subids(file: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def _find_uid(name: str | int) -> int | None:
-    if isinstance(name, int):
-        return name
     try:
-        return pwd.getpwnam(name).pw_uid
+        return name if isinstance(name, int) else pwd.getpwnam(name).pw_uid
     except KeyError:
-        return int(name) if name.isdigit() else None
+        return int(name) if str(name).isdigit() else None
 
 
 def _find_gid(name: str) -> int | None:

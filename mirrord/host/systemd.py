@@ -14,8 +14,6 @@ from collections.abc import MutableMapping
 from datetime import timedelta
 from typing import Self
 
-_FIRST_FD = 3
-
 
 def take_sockets(environ: MutableMapping[str, str] = os.environ) -> dict[str, socket.socket]:
     """The Unix stream sockets that systemd passed to this process, by name.
@@ -26,7 +24,7 @@ def take_sockets(environ: MutableMapping[str, str] = os.environ) -> dict[str, so
     names = environ.pop("LISTEN_FDNAMES", "").split(":")
     if pid != str(os.getpid()) or not count.isdigit():
         return {}
-    descriptors = range(_FIRST_FD, _FIRST_FD + int(count))
+    descriptors = range(3, 3 + int(count))
     names += [f"unknown{n}" for n in range(len(names), len(descriptors))]
     taken = ((name, _find_listener(fd)) for name, fd in zip(names, descriptors, strict=False))
     return {name: listener for name, listener in taken if listener is not None}

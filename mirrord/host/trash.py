@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,11 +26,7 @@ from ..errors import MirrordError
 from .files import clear_flags, mounted_on, names_in, open_child, open_directory, opened, unlock
 
 TRASH_PREFIX = ".trash-"
-_THREADS = 8
-_PAUSE_S = 0.05
-_BATCH = 64
 _BACKLOG = 128
-_CLOSE_BOUND = timedelta(seconds=5)
 
 T = TypeVar("T")
 TakeDown = Callable[[], Awaitable[bool]]
@@ -68,7 +63,7 @@ class Trash:
 
     def __init__(self, remove_in_worker: RemoveTrees = _remove_in_thread) -> None:
         self._remove_in_worker = remove_in_worker
-        self._threads = ThreadPoolExecutor(_THREADS, "trash")
+        self._threads = ThreadPoolExecutor(8, "trash")
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[tuple[Path, ...], asyncio.Future[bool]] = {}
         self._sweeper: asyncio.Task[None] | None = None
@@ -119,7 +114,7 @@ class Trash:
         """Finish what can be finished soon; the next start finds the rest."""
         running = [*self._tasks, *([self._sweeper] if self._sweeper else [])]
         if running:
-            await asyncio.wait(running, timeout=_CLOSE_BOUND.total_seconds())
+            await asyncio.wait(running, timeout=5)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -131,27 +126,25 @@ class Trash:
             self._has_room.set()
 
     async def _remove(self, paths: tuple[Path, ...], take_down: TakeDown | None) -> None:
-        await asyncio.sleep(_PAUSE_S)  # the answer goes first: a thread would take the interpreter
+        await asyncio.sleep(0.05)  # the answer goes first: a thread would take the interpreter
         await self._try(paths, take_down)
 
     async def _try(self, paths: tuple[Path, ...], take_down: TakeDown | None) -> None:
         try:
-            if (take_down is not None and await take_down()) or await self._sweep_up(paths):
+            if take_down is not None and await take_down():
+                return
+            loop = asyncio.get_running_loop()
+            is_gone = self._waiting.setdefault(paths, loop.create_future())
+            if self._sweeper is None or self._sweeper.done():
+                self._sweeper = loop.create_task(self._sweep())
+            if await is_gone:
                 return
         except (MirrordError, OSError) as error:
             log.warning("removal.failed", path=str(paths[0]), problem=str(error))
         self._resisted[paths] = take_down
 
-    def _sweep_up(self, paths: tuple[Path, ...]) -> asyncio.Future[bool]:
-        """Whether the next batch for a worker removed all of `paths`."""
-        loop = asyncio.get_running_loop()
-        found = self._waiting.setdefault(paths, loop.create_future())
-        if self._sweeper is None or self._sweeper.done():
-            self._sweeper = loop.create_task(self._sweep())
-        return found
-
     async def _sweep(self) -> None:
-        while batch := [*self._waiting][:_BATCH]:
+        while batch := [*self._waiting][:64]:
             paths = [path for each in batch for path in each]
             try:
                 problems = await self._remove_in_worker(paths)
