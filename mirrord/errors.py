@@ -83,9 +83,6 @@ def from_problem(problem: Mapping[str, Any]) -> MirrordError:
     return cls(message, hint=problem.get("hint"), **facts)
 
 
-# -- usage: exit 2
-
-
 class UsageError(MirrordError):
     code, title, http_status, exit_status = "usage", "Wrong usage", 400, 2
 
@@ -134,18 +131,12 @@ class PathOutsideCheckoutError(UsageError):
     code, title = "path-outside-checkout", "Path outside the checkout"
 
 
-# -- access: exit 3
-
-
 class AccessError(MirrordError):
     code, title, http_status, exit_status = "not-allowed", "Not allowed", 403, 3
 
 
 class OwnerDeniedError(AccessError):
     code, title = "owner-denied", "The checkout's owner may not"
-
-
-# -- not found: exit 4
 
 
 class NotFoundError(MirrordError):
@@ -186,9 +177,6 @@ class PinNotFoundError(NotFoundError):
 
 class PathNotFoundError(NotFoundError):
     code, title = "path-not-found", "No such path"
-
-
-# -- conflict: exit 5
 
 
 class ConflictError(MirrordError):
@@ -239,9 +227,6 @@ class ProcessGoneError(ConflictError):
     code, title = "process-gone", "The process has ended"
 
 
-# -- upstream: exit 6
-
-
 class UpstreamError(MirrordError):
     code, title, http_status, exit_status = "upstream-failed", "Upstream failed", 502, 6
 
@@ -268,9 +253,6 @@ class UpstreamTimeoutError(UpstreamError):
 
 class UpstreamThrottledError(UpstreamError):
     code, title = "upstream-throttled", "Upstream throttles us"
-
-
-# -- resource: exit 7
 
 
 class ResourceError(MirrordError):
@@ -337,9 +319,6 @@ class StoppingError(ResourceError):
     code, title = "stopping", "The daemon is stopping"
 
 
-# -- integrity: exit 8
-
-
 class IntegrityError(MirrordError):
     code, title, http_status, exit_status = "integrity", "Integrity", 424, 8
 
@@ -364,14 +343,8 @@ class CorruptCatalogError(IntegrityError):
     code, title = "corrupt-catalog", "The catalog is damaged"
 
 
-# -- no daemon: exit 9, client only
-
-
 class NoDaemonError(MirrordError):
     code, title, http_status, exit_status = "no-daemon", "No daemon", 503, 9
-
-
-# -- internal: exit 1
 
 
 class InternalError(MirrordError):

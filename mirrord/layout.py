@@ -38,7 +38,6 @@ class Layout:
             if S_IMODE(directory.stat().st_mode) != mode:
                 directory.chmod(mode)
         except OSError as error:
-            raise ResourceError(
-                f"cannot use state directory {directory}: {error.strerror}",
-                hint="give the daemon's user that directory, or choose another state_dir",
-            ) from error
+            hint = "give the daemon's user that directory, or choose another state_dir"
+            fact = f"cannot use state directory {directory}: {error.strerror}"
+            raise ResourceError(fact, hint=hint) from error

@@ -16,30 +16,17 @@ from typing import NamedTuple, NewType, Self
 
 from .errors import InvalidCommitError, InvalidNameError
 
-CommitId = NewType("CommitId", str)
-"""A full SHA-1 commit id: 40 lower-case hexadecimal digits."""
+CommitId = NewType("CommitId", str)  # a full SHA-1 commit id: 40 lower-case hexadecimal digits
+CheckoutId = NewType("CheckoutId", str)  # random and unguessable: 16 characters of a-z2-7
+DatasetName = NewType("DatasetName", str)  # a valid component of a ref
 
-NEAR = 64
-"""How many first parents `Resolved.line` holds."""
-
-NAME_LIMIT_BYTES = 255
-"""Linux's NAME_MAX."""
-
-TREE_DEPTH_LIMIT = 400
-"""Nested directories: a walk holds a stack frame or an open file for each."""
-
-TREE_PATH_LIMIT_BYTES = 3072
-"""From the top of the tree; the kernel takes 4,095 bytes with the tree's own path."""
-
-CheckoutId = NewType("CheckoutId", str)
-"""A random, unguessable name of a checkout: 16 characters of a-z2-7."""
-
-DatasetName = NewType("DatasetName", str)
-"""Letters, digits, `.`, `_`, `-`; a valid component of a ref."""
+NEAR = 64  # how many first parents `Resolved.line` holds
+NAME_LIMIT_BYTES = 255  # Linux's NAME_MAX
+TREE_DEPTH_LIMIT = 400  # a walk holds a stack frame or an open file for each directory
+TREE_PATH_LIMIT_BYTES = 3072  # the kernel takes 4,095 bytes with the tree's own path
 
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
-_DATASET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -169,9 +156,9 @@ class MirrorName:
         is_owner = _OWNER.fullmatch(owner) and "__" not in owner and not owner.endswith(("_", "."))
         is_name = _NAME.fullmatch(name) and name != "."
         if not (found and is_owner and is_name) or ".." in owner or ".." in name:
+            rule = "a repository is owner/name of letters, digits, '.', '_' and '-', 100 each"
             raise InvalidNameError(
-                f"cannot name a mirror {shown(text)}: a repository is owner/name of letters, "
-                "digits, '.', '_' and '-', 100 each",
+                f"cannot name a mirror {shown(text)}: {rule}",
                 hint="write it as owner/name or owner__name, for example psf/requests",
             )
         return cls(owner, name)
@@ -202,12 +189,10 @@ def parse_commit(text: str) -> CommitId:
 
 def parse_dataset_name(text: str) -> DatasetName:
     """Read a dataset's name; raises InvalidNameError."""
-    if not _DATASET.fullmatch(text) or ".." in text or text.endswith((".lock", ".")):
-        raise InvalidNameError(
-            f"cannot name a dataset {shown(text)}: a name is letters, digits, '.', '_' and '-', "
-            "at most 100",
-            hint="choose another with --name",
-        )
+    if not _OWNER.fullmatch(text) or ".." in text or text.endswith((".lock", ".")):
+        rule = "a name is letters, digits, '.', '_' and '-', at most 100"
+        fact = f"cannot name a dataset {shown(text)}: {rule}"
+        raise InvalidNameError(fact, hint="choose another with --name")
     return DatasetName(text)
 
 

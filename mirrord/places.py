@@ -54,26 +54,19 @@ def socket_path(named: Path | str | None, config_path: Path | str | None) -> Pat
     if config_path is None and (from_environment := os.environ.get("MIRRORD_SOCKET")):
         return Path(from_environment).absolute()
     path = Path(config_path) if config_path is not None else find_path()
-    socket = default_socket() if path is None else _configured_socket(path)
-    if path is None and not socket.exists() and _SYSTEM_SOCKET.exists():
-        return _SYSTEM_SOCKET
-    return socket
-
-
-def _configured_socket(path: Path) -> Path:
+    default = default_socket()
+    if path is None:
+        is_system = not default.exists() and _SYSTEM_SOCKET.exists()
+        return _SYSTEM_SOCKET if is_system else default
     try:
         socket = tomllib.loads(path.read_text(encoding="utf-8")).get("socket")
     except (OSError, ValueError) as error:
         fact = error.strerror if isinstance(error, OSError) else error
-        raise InvalidConfigError(
-            f"cannot use configuration {path}: {fact}",
-            hint="`mirrord config check` reports all faults of a file",
-        ) from error
+        hint = "`mirrord config check` reports all faults of a file"
+        raise InvalidConfigError(f"cannot use configuration {path}: {fact}", hint=hint) from error
     if socket is None:
-        return default_socket()
+        return default
     if not isinstance(socket, str) or not socket.startswith("/"):
-        raise InvalidConfigError(
-            f"cannot use configuration {path}: socket: must be an absolute path",
-            hint='for example "/run/mirrord/mirrord.sock"',
-        )
+        fact = f"cannot use configuration {path}: socket: must be an absolute path"
+        raise InvalidConfigError(fact, hint='for example "/run/mirrord/mirrord.sock"')
     return Path(socket)

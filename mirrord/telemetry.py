@@ -31,9 +31,6 @@ _SECRET_PAIR = re.compile(rf"(?i)\b({_HIDDEN_WORDS})(\s*[=:]\s*)(?:basic |bearer
 _PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
 
 
-# -- request ids -----------------------------------------------------------------------------------
-
-
 def new_request_id() -> str:
     # no system call: each gives up the interpreter, and waits for it again
     return f"{random.getrandbits(64):016x}"
@@ -47,9 +44,6 @@ def usable_request_id(text: str) -> bool:
 def bind_request(identity: str) -> None:
     """Add a request id to every line of the present task, and of those that it starts."""
     structlog.contextvars.bind_contextvars(request_id=identity)
-
-
-# -- secrets ---------------------------------------------------------------------------------------
 
 
 def masked(text: str) -> str:
@@ -77,9 +71,6 @@ def _mask_secrets(
     _logger: WrappedLogger, _method: str, event: MutableMapping[str, Any]
 ) -> MutableMapping[str, Any]:
     return {key: _masked_value(value) for key, value in event.items()}
-
-
-# -- set-up ----------------------------------------------------------------------------------------
 
 
 def configure(level: Level = "info", form: Format = "auto", stream: TextIO | None = None) -> None:
@@ -149,9 +140,6 @@ def priority(level: str, out: TextIO) -> str:
     return f"<{_PRIORITIES[level]}>" if is_journal else ""
 
 
-# -- lines that a client could repeat for ever -----------------------------------------------------
-
-
 class Seldom:
     """Counts events that may happen thousands of times a second: a line a minute for each key."""
 
@@ -165,9 +153,6 @@ class Seldom:
         is_time = now - logged_at >= 60
         self._logged[key] = (now, 0) if is_time else (logged_at, count + 1)
         return count + 1 if is_time else 0
-
-
-# -- the standard library's logging ----------------------------------------------------------------
 
 
 class _Bridge(logging.Handler):

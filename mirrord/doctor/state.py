@@ -62,10 +62,8 @@ def file_system(settings: Settings) -> Result:
     found = [line for line in mounts.splitlines() if line.split()[2] == wanted]
     kind = found[-1].partition(" - ")[2].split()[0] if found else "not known"
     poor = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "vfat", "overlay", "tmpfs"}
-    remedy = (
-        "put state_dir on a local ext4, xfs or btrfs: locks, renames and overlay's upper layers"
-    )
-    return judge(kind not in poor, kind, f"{remedy} depend on it", otherwise="warn")
+    remedy = "put state_dir on a local ext4, xfs or btrfs: locks, renames and overlay's upper"
+    return judge(kind not in poor, kind, f"{remedy} layers depend on it", otherwise="warn")
 
 
 def one_file_system(settings: Settings) -> Result:

@@ -204,10 +204,8 @@ def set_owner(
     with opened(os.open(name, _PATH, dir_fd=directory)) as fd:
         found = os.fstat(fd)
         if not stat.S_ISLNK(found.st_mode) or found.st_uid != maker:
-            raise errors.CheckoutBusyError(
-                f"cannot make link {shown_path(name)}: someone replaced it meanwhile",
-                hint="stop what runs in it",
-            )
+            fact = f"cannot make link {shown_path(name)}: someone replaced it meanwhile"
+            raise errors.CheckoutBusyError(fact, hint="stop what runs in it")
         itself = f"/proc/self/fd/{fd}"
         if owner != (found.st_uid, found.st_gid):
             os.chown(itself, *owner)

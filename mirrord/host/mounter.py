@@ -179,9 +179,6 @@ def _smallest(name: str) -> int:
     return 1000
 
 
-# -- requests -------------------------------------------------------------------------------------
-
-
 def answer(mounter: GuardedMounter, message: bytes) -> tuple[dict[str, Any], list[int]]:
     """Do one request; `{}` and the descriptors that go with it, or the problem."""
     try:
@@ -231,9 +228,6 @@ def _matching(pattern: re.Pattern[str], value: object) -> str:
     if not isinstance(value, str) or not pattern.fullmatch(value) or ".." in value:
         raise ValueError(value)
     return value
-
-
-# -- serving --------------------------------------------------------------------------------------
 
 
 def serve(listener: socket.socket, mounter: GuardedMounter, user: int) -> None:

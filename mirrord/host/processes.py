@@ -14,8 +14,7 @@ from ..errors import ResourceError
 
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
 
-Owner = tuple[int, int]
-"""A uid with its gid."""
+Owner = tuple[int, int]  # a uid with its gid
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

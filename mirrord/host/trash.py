@@ -45,9 +45,6 @@ def find_trash(directory: Path) -> list[Path]:
     return list(directory.glob(f"{TRASH_PREFIX}*"))
 
 
-# -- later ----------------------------------------------------------------------------------------
-
-
 async def _remove_in_thread(paths: list[Path]) -> dict[Path, str]:
     return await anyio.to_thread.run_sync(remove_trees, paths)
 
@@ -194,9 +191,6 @@ class TrashDirectory:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-
-# -- now ------------------------------------------------------------------------------------------
 
 
 def try_to_remove(path: Path) -> bool:
