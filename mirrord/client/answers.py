@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 from .. import errors
 from ..protocol import Answer, Event, MalformedError, Request
 from ..units import parse_duration
-from .http import BrokenError, GarbledError, LateError, RefusedError, Response
-from .http import Request as HttpRequest
+from .http import BrokenError, GarbledError, HttpRequest, LateError, RefusedError, Response
 
 A = TypeVar("A", bound=Answer)
 Q = TypeVar("Q", bound=Request)

@@ -31,7 +31,7 @@ class GarbledError(BrokenError):
     """The answer is not HTTP/1.1."""
 
 
-class Request(NamedTuple):
+class HttpRequest(NamedTuple):
     """A request before its body. `target` is quoted already."""
 
     method: str
@@ -51,7 +51,7 @@ class Request(NamedTuple):
 class Head(NamedTuple):
     """The head of an answer. `length` is None for a body in chunks or to the connection's end."""
 
-    request: Request
+    request: HttpRequest
     status: int
     headers: Mapping[str, str]
     length: int | None
@@ -82,7 +82,7 @@ def target(path: str, query: Mapping[str, object]) -> str:
     return f"{path}?{urlencode(pairs, errors='surrogateescape')}" if pairs else path
 
 
-def read_head(request: Request, data: bytes) -> Head:
+def read_head(request: HttpRequest, data: bytes) -> Head:
     """The head of an answer from its bytes, without the empty line; raises GarbledError."""
     first, *lines = data.decode("latin-1").split("\r\n")
     version, _, rest = first.partition(" ")

@@ -21,7 +21,7 @@ from ... import protocol
 from ...errors import StoppingError
 from .. import http
 from ..answers import body_of, failure_of, is_error, problem_of, retry_pauses
-from ..http import BrokenError, Head, LateError, RefusedError, Request, Response
+from ..http import BrokenError, Head, HttpRequest, LateError, RefusedError, Response
 from ..primitives_async import async_pause, async_receive, async_send
 
 _CONNECT_SECONDS = 10.0
@@ -67,7 +67,7 @@ class AsyncConnection:
         """Send, and read the whole answer; raises its error unless its status is accepted."""
         kind = "application/octet-stream" if body is None else "application/json"
         headers = {} if body is None and content is None else {"content-type": kind}
-        request = Request(method, http.target(path, query), headers)
+        request = HttpRequest(method, http.target(path, query), headers)
         sent = content if body is None else body_of(body)
         pauses = retry_pauses(self._patience_seconds)
         while True:
@@ -91,7 +91,7 @@ class AsyncConnection:
         self, path: str, *, headers: dict[str, str] | None = None, **query: object
     ) -> AsyncGenerator[tuple[Head, AsyncGenerator[bytes]]]:
         """The head of an answer, and its body as it comes, however slowly; never sent again."""
-        request = Request("GET", http.target(path, query), headers or {})
+        request = HttpRequest("GET", http.target(path, query), headers or {})
         channel = None
         try:
             channel = await self._take()
@@ -108,7 +108,7 @@ class AsyncConnection:
                 channel.close()
 
     async def _exchange(
-        self, request: Request, body: bytes | AsyncIterator[bytes] | None
+        self, request: HttpRequest, body: bytes | AsyncIterator[bytes] | None
     ) -> Response:
         channel = await self._take()
         try:
@@ -191,7 +191,7 @@ class AsyncChannel:
     # -- the request
 
     async def send(
-        self, request: Request, body: bytes | AsyncIterator[bytes] | None, timeout: float | None
+        self, request: HttpRequest, body: bytes | AsyncIterator[bytes] | None, timeout: float | None
     ) -> None:
         """Send a request; ends early, without error, when the daemon answers or hangs up first.
 
@@ -238,7 +238,7 @@ class AsyncChannel:
 
     # -- the answer
 
-    async def read_head(self, request: Request) -> Head:
+    async def read_head(self, request: HttpRequest) -> Head:
         while True:
             head = http.read_head(request, await self._until(b"\r\n\r\n"))
             if head.status >= 200:  # 1xx announce the real one

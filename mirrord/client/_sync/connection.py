@@ -22,7 +22,7 @@ from ... import protocol
 from ...errors import StoppingError
 from .. import http
 from ..answers import body_of, failure_of, is_error, problem_of, retry_pauses
-from ..http import BrokenError, Head, LateError, RefusedError, Request, Response
+from ..http import BrokenError, Head, HttpRequest, LateError, RefusedError, Response
 from ..primitives_sync import pause, receive, send
 
 _CONNECT_SECONDS = 10.0
@@ -68,7 +68,7 @@ class Connection:
         """Send, and read the whole answer; raises its error unless its status is accepted."""
         kind = "application/octet-stream" if body is None else "application/json"
         headers = {} if body is None and content is None else {"content-type": kind}
-        request = Request(method, http.target(path, query), headers)
+        request = HttpRequest(method, http.target(path, query), headers)
         sent = content if body is None else body_of(body)
         pauses = retry_pauses(self._patience_seconds)
         while True:
@@ -92,7 +92,7 @@ class Connection:
         self, path: str, *, headers: dict[str, str] | None = None, **query: object
     ) -> Generator[tuple[Head, Generator[bytes, None, None]], None, None]:
         """The head of an answer, and its body as it comes, however slowly; never sent again."""
-        request = Request("GET", http.target(path, query), headers or {})
+        request = HttpRequest("GET", http.target(path, query), headers or {})
         channel = None
         try:
             channel = self._take()
@@ -108,7 +108,7 @@ class Connection:
             if channel is not None:
                 channel.close()
 
-    def _exchange(self, request: Request, body: bytes | Iterator[bytes] | None) -> Response:
+    def _exchange(self, request: HttpRequest, body: bytes | Iterator[bytes] | None) -> Response:
         channel = self._take()
         try:
             channel.send(request, body, self._timeout)
@@ -190,7 +190,7 @@ class Channel:
     # -- the request
 
     def send(
-        self, request: Request, body: bytes | Iterator[bytes] | None, timeout: float | None
+        self, request: HttpRequest, body: bytes | Iterator[bytes] | None, timeout: float | None
     ) -> None:
         """Send a request; ends early, without error, when the daemon answers or hangs up first.
 
@@ -237,7 +237,7 @@ class Channel:
 
     # -- the answer
 
-    def read_head(self, request: Request) -> Head:
+    def read_head(self, request: HttpRequest) -> Head:
         while True:
             head = http.read_head(request, self._until(b"\r\n\r\n"))
             if head.status >= 200:  # 1xx announce the real one
