@@ -224,22 +224,15 @@ _IN_A_TREE = {
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
-    global _seen
-    if (
-        _seen is None
-        or event not in _IN_A_TREE
-        or not arguments
-        or not isinstance(arguments[0], bytes)
-    ):
+    """Called on any thread; its own open is of a text path, and so not seen."""
+    seen = _seen
+    if seen is None or event not in _IN_A_TREE or not arguments:
         return
-    seen, _seen = _seen, None
-    facts = dict(
-        line.split(":", 1) for line in Path("/proc/thread-self/status").read_text().splitlines()
-    )
-    seen.append(
-        (event, int(facts["Uid"].split()[3]), facts["CapEff"].strip(), facts["Groups"].split())
-    )
-    _seen = seen
+    if isinstance(arguments[0], bytes):
+        status = Path("/proc/thread-self/status").read_text()
+        facts = dict(line.split(":", 1) for line in status.splitlines())
+        uid, capabilities = int(facts["Uid"].split()[3]), facts["CapEff"].strip()
+        seen.append((event, uid, capabilities, facts["Groups"].split()))
 
 
 sys.addaudithook(_watch)
