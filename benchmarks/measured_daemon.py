@@ -130,8 +130,8 @@ async def _evict(state: Path) -> int:
         "mirrors_path": lambda name: state / "mirrors" / str(name),
         "trash": Trash(),
     }
-    gitdirs = StoreBuilder(git=Git(home=state / "home"), **places)
-    templates = Templates(settings=Settings, gitdirs=gitdirs, events=Events(), **places)
+    stores = StoreBuilder(git=Git(home=state / "home"), **places)
+    templates = Templates(settings=Settings, stores=stores, events=Events(), **places)
     try:
         await templates.open()
         return await templates.evict()

@@ -133,15 +133,15 @@ class Engine:
         async def recorded(name: MirrorName) -> set[CommitId]:
             return {row.commit for row in await self.catalog.list_recorded(name.key)}
 
-        self.gitdirs = StoreBuilder(
+        self.stores = StoreBuilder(
             state_dir=self.layout.root, git=self.git, workers=self.workers,
             mirrors_path=self.mirrors.path, trash=self.trash, recorded=recorded,
         )  # fmt: skip
-        self._closing.push_async_callback(self.gitdirs.close)
-        await self.gitdirs.open()
+        self._closing.push_async_callback(self.stores.close)
+        await self.stores.open()
         self.templates = Templates(
             settings=self.settings, state_dir=self.layout.root, workers=self.workers,
-            mirrors_path=self.mirrors.path, gitdirs=self.gitdirs, events=self.events,
+            mirrors_path=self.mirrors.path, stores=self.stores, events=self.events,
             trash=self.trash,
         )  # fmt: skip
         self._closing.push_async_callback(self.templates.close)
@@ -154,7 +154,7 @@ class Engine:
         # leases are adopted once the templates under their trees are known
         self.checkouts = Checkouts(
             settings=self.settings, state_dir=self.layout.root, workers=self.workers,
-            mirrors=self.mirrors, datasets=self.datasets, gitdirs=self.gitdirs, overlay=overlay,
+            mirrors=self.mirrors, datasets=self.datasets, stores=self.stores, overlay=overlay,
             access=self.access, events=self.events, trash=self.trash,
         )  # fmt: skip
         self._closing.push_async_callback(self.checkouts.close)
@@ -180,12 +180,12 @@ class Engine:
         """Last, because jobs use everything: configured mirrors, the clock, the watched files."""
         prewarm = Prewarm(
             self.settings, self.catalog, self.operations, self._prepare,
-            self.gitdirs.oldest_first, self.templates.is_full,
+            self.stores.oldest_first, self.templates.is_full,
         )  # fmt: skip
         self.datasets.on_change(prewarm.start)
         self.work = BackgroundWork(
             self.operations, self.mirrors, self.bundles, self.datasets, self.audits, self.heals,
-            self.templates, self.gitdirs, prewarm,
+            self.templates, self.stores, prewarm,
             on_mirrors_changed=lambda: self.schedule.reconcile(),  # noqa: PLW0108 - made below
         )  # fmt: skip
         watches = await self._watches()
@@ -209,7 +209,7 @@ class Engine:
         if self.backend is Backend.OVERLAY:
             await self.templates.ensure(name, commit, history)
         else:
-            await self.gitdirs.ensure(name, commit, history)
+            await self.stores.ensure(name, commit, history)
 
     async def _add_configured_mirrors(self) -> None:
         """Add what can be added; refusals are published."""

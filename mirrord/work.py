@@ -45,7 +45,7 @@ class BackgroundWork:
     audits: Audits
     heals: Heals
     templates: Templates
-    gitdirs: StoreBuilder
+    stores: StoreBuilder
     prewarm: Prewarm
     on_mirrors_changed: Callable[[], Awaitable[None]]
 
@@ -100,7 +100,7 @@ class BackgroundWork:
         async with self.prewarm.paused(name):
             await self.mirrors.remove(name)
             await self.templates.forget(name)
-            await self.gitdirs.forget(name)
+            await self.stores.forget(name)
         await self.on_mirrors_changed()
 
     async def import_upload(

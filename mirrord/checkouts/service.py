@@ -59,20 +59,20 @@ class Checkouts:
         workers: Workers,
         mirrors: Mirrors,
         datasets: Datasets,
-        gitdirs: StoreBuilder,
+        stores: StoreBuilder,
         overlay: CheckoutBackend | None,
         access: Access,
         events: Events,
         trash: Trash,
         clock: Callable[[], datetime] = utc_now,
     ) -> None:
-        pool = PoolBackend(state_dir, workers, gitdirs, mirrors.path, trash)
+        pool = PoolBackend(state_dir, workers, stores, mirrors.path, trash)
         self._settings = settings
         self._owners = Owners(settings, access)
         self._events = events
         self._trash = trash
         self._clock = clock
-        self._resolver = Resolver(datasets, mirrors, gitdirs.commits.learn)
+        self._resolver = Resolver(datasets, mirrors, stores.commits.learn)
         self._patches = Patches(workers=workers, mirrors=mirrors, instances=datasets)
         backends = [overlay, pool] if overlay else [pool]
         self._leases = Leases(state_dir)

@@ -47,11 +47,11 @@ class Pool:
     """A pool with one mirror, below a state directory of its own."""
 
     def __init__(
-        self, state: Path, workers: Workers, gitdirs: StoreBuilder, backend: PoolBackend
+        self, state: Path, workers: Workers, stores: StoreBuilder, backend: PoolBackend
     ) -> None:
         self.mirror = state / "mirrors" / str(NAME)
         self.workers = workers
-        self.gitdirs = gitdirs
+        self.stores = stores
         self.backend = backend
         self.leases = Leases(state)
         self.leases.open()
@@ -72,10 +72,10 @@ class Pool:
 
     async def place(self, lease: Lease, commit: str) -> PoolPaths:
         """What a worker is told about a checkout that goes to `commit`."""
-        gitdir = await self.gitdirs.ensure(NAME, CommitId(commit), lease.history)
+        store = await self.stores.ensure(NAME, CommitId(commit), lease.history)
         owner, grave = (lease.owner_uid, lease.owner_gid), new_trash(lease.directory.parent)
         return PoolPaths(
-            lease.directory, lease.private, self.mirror, gitdir.git, gitdir.head, owner, grave
+            lease.directory, lease.private, self.mirror, store.git, store.head, owner, grave
         )
 
     async def reset(self, lease: Lease, commit: str) -> Proof:
@@ -100,7 +100,7 @@ async def running_pool(state: Path, upstream: Upstream) -> AsyncIterator[Pool]:
     git(state, "clone", "--quiet", "--mirror", upstream.url, str(mirror))
     workers = Workers()
     starter = Git(home=state / "home")
-    gitdirs = StoreBuilder(
+    stores = StoreBuilder(
         state_dir=state,
         git=starter,
         workers=workers,
@@ -108,12 +108,10 @@ async def running_pool(state: Path, upstream: Upstream) -> AsyncIterator[Pool]:
         trash=Trash(),
     )
     trash = Trash()
-    backend = PoolBackend(
-        state, workers, gitdirs, lambda name: state / "mirrors" / str(name), trash
-    )
+    backend = PoolBackend(state, workers, stores, lambda name: state / "mirrors" / str(name), trash)
     await backend.open()
     try:
-        yield Pool(state, workers, gitdirs, backend)
+        yield Pool(state, workers, stores, backend)
     finally:
         await trash.close()
         await backend.close()
@@ -186,14 +184,14 @@ class Service:
         await self.mirrors.open()
         self.datasets = Datasets(catalog=self.catalog, mirrors=self.mirrors, **parts)
         await self.datasets.open()
-        self.gitdirs = StoreBuilder(
+        self.stores = StoreBuilder(
             state_dir=self.state,
             git=git_starter,
             workers=self.workers,
             mirrors_path=self.mirrors.path,
             trash=self.trash,
         )
-        await self.gitdirs.open()
+        await self.stores.open()
         store: dict[str, Any] = {
             "state_dir": self.state,
             "workers": self.workers,
@@ -201,7 +199,7 @@ class Service:
             "trash": self.trash,
         }
         self.templates = Templates(
-            settings=lambda: self._settings, gitdirs=self.gitdirs, events=self.events, **store
+            settings=lambda: self._settings, stores=self.stores, events=self.events, **store
         )
         await self.templates.open()
         service = self.state / "mount.sock"
@@ -211,7 +209,7 @@ class Service:
             else None
         )
         self.checkouts = Checkouts(
-            state_dir=self.state, mirrors=self.mirrors, datasets=self.datasets, gitdirs=self.gitdirs, overlay=overlay,
+            state_dir=self.state, mirrors=self.mirrors, datasets=self.datasets, stores=self.stores, overlay=overlay,
             access=Access(lambda: self._settings), clock=lambda: utc_now() + self.now_shift, trash=self.trash, **parts,
         )  # fmt: skip
         await self.checkouts.open()

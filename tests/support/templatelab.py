@@ -41,7 +41,7 @@ class Store:
         def path(name):
             return upstream.path / ".git"
 
-        self.gitdirs = StoreBuilder(
+        self.stores = StoreBuilder(
             state_dir=state_dir,
             git=Git(home=home),
             workers=workers,
@@ -53,7 +53,7 @@ class Store:
             state_dir=state_dir,
             workers=workers,
             mirrors_path=path,
-            gitdirs=self.gitdirs,
+            stores=self.stores,
             events=self.events,
             trash=self.trash,
         )

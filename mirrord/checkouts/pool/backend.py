@@ -45,13 +45,13 @@ class PoolBackend:
         self,
         state_dir: Path,
         workers: Workers,
-        gitdirs: StoreBuilder,
+        stores: StoreBuilder,
         mirrors_path: Callable[[MirrorName], Path],
         trash: Trash,
     ) -> None:
         self._mirrors = state_dir / "mirrors"
         self._workers = workers
-        self._gitdirs = gitdirs
+        self._stores = stores
         self._mirrors_path = mirrors_path
         self._trash = trash
         self._warm: defaultdict[tuple[int, str], list[Directories]] = defaultdict(list)
@@ -129,7 +129,7 @@ class PoolBackend:
     async def _paths(self, lease: Lease) -> PoolPaths:
         store, head = None, lease.commit
         if lease.history is not History.LINKED:
-            sealed = await self._gitdirs.ensure(lease.mirror, lease.commit, lease.history)
+            sealed = await self._stores.ensure(lease.mirror, lease.commit, lease.history)
             store, head = sealed.git, sealed.head
         mirror, trash = self._mirrors_path(lease.mirror), new_trash(lease.directory.parent)
         return PoolPaths(lease.directory, lease.private, mirror, store, head, lease.owner, trash)

@@ -161,7 +161,7 @@ class StoreBuilder:
 
     # -- what exists -------------------------------------------------------------------------------
 
-    async def stores(self, name: MirrorName) -> list[tuple[SealedStore, float]]:
+    async def list_stores(self, name: MirrorName) -> list[tuple[SealedStore, float]]:
         """The recorded stores of a mirror, each with the time of its last use."""
         if name.key not in self._read:
             found = await anyio.to_thread.run_sync(read_records, self._directory(name), name)
@@ -190,7 +190,7 @@ class StoreBuilder:
 
     async def evict_packs(self, name: MirrorName) -> None:
         """Remove the closure packs that no store has, unless a build may be about to link one."""
-        await self.stores(name)
+        await self.list_stores(name)
 
         def needed() -> set[str] | None:
             if self._building[name.key]:

@@ -34,12 +34,12 @@ class Eviction:
         self,
         settings: Callable[[], Settings],
         registry: TemplateRegistry,
-        gitdirs: StoreBuilder,
+        stores: StoreBuilder,
         events: Events,
     ) -> None:
         self._settings = settings
         self._registry = registry
-        self._gitdirs = gitdirs
+        self._stores = stores
         self._events = events
         self._noted_at = time.time()
 
@@ -76,15 +76,15 @@ class Eviction:
                     continue
                 each.templates.used_at.pop(path, None)
                 store = each.remove(path)
-                retired = self._gitdirs.discard(store)
+                retired = self._stores.discard(store)
                 self._retire_layers(each, store.tree)
             evicted.add(path)
-            await self._gitdirs.remove(retired)
+            await self._stores.remove(retired)
             await self._registry.sweep()
         for each in inventories:
             await self._evict_strays(each)
             if evicted & each.all_stores:
-                await self._gitdirs.evict_packs(each.name)
+                await self._stores.evict_packs(each.name)
         if evicted:
             left = sum(each.size_bytes for each in inventories)
             self._events.publish("templates.evicted", count=len(evicted), size_bytes=left)
@@ -118,7 +118,7 @@ class Eviction:
         await self._registry.weigh()
         found = []
         for name in self._registry.names():
-            templates, stores = self._registry.get(name), await self._gitdirs.stores(name)
+            templates, stores = self._registry.get(name), await self._stores.list_stores(name)
             found.append(await anyio.to_thread.run_sync(_Inventory, name, templates, stores))
         return found
 

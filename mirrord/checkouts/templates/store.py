@@ -61,17 +61,17 @@ class Templates:
         state_dir: Path,
         workers: Workers,
         mirrors_path: Callable[[MirrorName], Path],
-        gitdirs: StoreBuilder,
+        stores: StoreBuilder,
         events: Events,
         trash: Trash,
     ) -> None:
         self._workers = workers
         self._trash = trash
         self._mirrors_path = mirrors_path
-        self._gitdirs = gitdirs
+        self._stores = stores
         self._events = events
         self._registry = TemplateRegistry(state_dir / "templates", workers, trash)
-        self._eviction = Eviction(settings, self._registry, gitdirs, events)
+        self._eviction = Eviction(settings, self._registry, stores, events)
         self.open = self._registry.open
         self.is_full = self._eviction.is_full
         self._found: dict[tuple[str, CommitId, History], Template] = {}
@@ -109,12 +109,12 @@ class Templates:
 
     async def _make(self, name: MirrorName, commit: CommitId, history: History) -> Template:
         """The sealed store and the layers are built at once: one takes disk, one processor."""
-        known = self._gitdirs.find(name, commit, history)
-        tree = known.tree if known else (await self._gitdirs.commits.get(name, commit)).tree
+        known = self._stores.find(name, commit, history)
+        tree = known.tree if known else (await self._stores.commits.get(name, commit)).tree
         templates = self._registry.get(name)
         while True:
             store, _ = await together(
-                self._gitdirs.ensure(name, commit, history),
+                self._stores.ensure(name, commit, history),
                 self._ensure_layer(name, templates, commit, tree),
             )
             if store.tree != tree:
@@ -138,7 +138,7 @@ class Templates:
             if tree in templates.layers and await self._is_usable(templates, tree):
                 return
             await self._registry.sweep()
-            commit_time = (await self._gitdirs.commits.get(name, commit)).time
+            commit_time = (await self._stores.commits.get(name, commit)).time
             near = templates.layers.near(commit_time, templates.unproven)
             path, mirror = templates.new_path(), self._mirrors_path(name)
             try:
@@ -213,7 +213,7 @@ class Templates:
             for tree in list(templates.layers):
                 self._registry.retire(templates, tree)
             await self._registry.sweep()
-            await self._gitdirs.forget(name)
+            await self._stores.forget(name)
             self._found = {key: each for key, each in self._found.items() if key[0] != name.key}
         await self._registry.weigh()  # removes the shared files
 
@@ -246,8 +246,8 @@ class Templates:
             history, _, commit = stem.partition("-")
             store = None
             if kind == "gits":  # None: the index was bad, too
-                store = self._gitdirs.find(name, CommitId(commit), History(history))
-            await self._gitdirs.remove(self._gitdirs.discard(store) if store else place)
+                store = self._stores.find(name, CommitId(commit), History(history))
+            await self._stores.remove(self._stores.discard(store) if store else place)
             return f"checksum mismatch; {rebuilt}"
 
         directory, run = templates.directory, self._workers.run

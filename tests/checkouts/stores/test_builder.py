@@ -47,7 +47,7 @@ class Site:
     def run(self, body: Callable[[StoreBuilder], Awaitable[None]]) -> None:
         async def main() -> None:
             workers = Workers(size=1)
-            gitdirs = StoreBuilder(
+            stores = StoreBuilder(
                 state_dir=self.root,
                 git=Git(home=self.root / "home"),
                 workers=workers,
@@ -55,8 +55,8 @@ class Site:
                 trash=Trash(),
             )
             try:
-                await gitdirs.open()
-                await body(gitdirs)
+                await stores.open()
+                await body(stores)
             finally:
                 await workers.close()
 
@@ -65,16 +65,16 @@ class Site:
     def build(self, commit: CommitId, history: History = History.SEALED) -> SealedStore:
         built: list[SealedStore] = []
 
-        async def body(gitdirs: StoreBuilder) -> None:
-            built.append(await gitdirs.ensure(NAME, commit, history))
+        async def body(stores: StoreBuilder) -> None:
+            built.append(await stores.ensure(NAME, commit, history))
 
         self.run(body)
         return built[0]
 
-    def checkout(self, gitdir: SealedStore) -> Path:
+    def checkout(self, store: SealedStore) -> Path:
         """A private copy with a tree and an index, as a user gets it."""
         path = self.root / "checkout"
-        shutil.copytree(gitdir.path, path)
+        shutil.copytree(store.path, path)
         git(path, "reset", "-q", "--hard")
         return path
 
@@ -86,36 +86,36 @@ def site(tmp_path: Path) -> Site:
 
 def test_a_sealed_store_is_sealed(site: Site) -> None:
     """Judged by verify_seal against the mirror and by itself; fsck finds nothing."""
-    gitdir = site.build(site.line[4])
-    assert (gitdir.head, gitdir.tree) == (
+    store = site.build(site.line[4])
+    assert (store.head, store.tree) == (
         site.line[4],
         site.upstream.git("rev-parse", f"{site.line[4]}^{{tree}}"),
     )
-    assert verify_seal(gitdir.path, site.line[4], site.mirror).leaks == []
-    assert verify_seal(gitdir.path, site.line[4]).sealed
-    assert git(gitdir.path, "fsck", "--full", "--strict") == ""
+    assert verify_seal(store.path, site.line[4], site.mirror).leaks == []
+    assert verify_seal(store.path, site.line[4]).sealed
+    assert git(store.path, "fsck", "--full", "--strict") == ""
 
 
 def test_tags_on_ancestors_are_there_and_no_others(site: Site) -> None:
     """Light, annotated and nested ones, all as refs to their commit; none on a later commit, none on a tree."""
-    gitdir = site.build(site.line[4])
-    assert git(gitdir.path, "tag").split() == ["light", "nested", "v1.0"]
-    assert (gitdir.git / "packed-refs").read_text().count(site.line[2]) == 3
-    assert git(gitdir.path, "describe", "--tags", "--match=v*") == f"v1.0-2-g{site.line[4][:7]}"
+    store = site.build(site.line[4])
+    assert git(store.path, "tag").split() == ["light", "nested", "v1.0"]
+    assert (store.git / "packed-refs").read_text().count(site.line[2]) == 3
+    assert git(store.path, "describe", "--tags", "--match=v*") == f"v1.0-2-g{site.line[4][:7]}"
     assert site.build(site.line[1]).tag_count == 0
     assert site.build(site.line[7]).tag_count == 4
 
 
 def test_nothing_but_what_belongs_is_in_the_directory(site: Site) -> None:
     """No remote, alternates, reflog, hook, description or index; each directory more is one to make for every first checkout."""
-    gitdir = site.build(site.line[4])
+    store = site.build(site.line[4])
     names = {
-        path.relative_to(gitdir.git).as_posix()
-        for path in gitdir.git.rglob("*")
+        path.relative_to(store.git).as_posix()
+        for path in store.git.rglob("*")
         if path.parent.name != "pack"
     }
     assert names == {"HEAD", "config", "packed-refs", "info", "objects", "objects/pack", "refs"}
-    assert set(gitdir.packs) == {path.name for path in (gitdir.git / "objects/pack").glob("*.pack")}
+    assert set(store.packs) == {path.name for path in (store.git / "objects/pack").glob("*.pack")}
 
 
 def test_a_user_can_work_in_it(site: Site) -> None:
@@ -143,22 +143,22 @@ def test_a_later_commit_cannot_be_read(site: Site) -> None:
 
 def test_squashed_is_one_deterministic_commit(site: Site) -> None:
     """No parents, no tags, the tree of the base, nothing else; the same id each time, and nothing of upstream in its message."""
-    gitdir = site.build(site.line[4], History.SQUASHED)
-    path = site.checkout(gitdir)
-    assert git(path, "rev-list", "--all", "HEAD") == gitdir.head
+    store = site.build(site.line[4], History.SQUASHED)
+    path = site.checkout(store)
+    assert git(path, "rev-list", "--all", "HEAD") == store.head
     assert (
         git(path, "rev-parse", "HEAD^{tree}")
-        == gitdir.tree
+        == store.tree
         == site.upstream.git("rev-parse", f"{site.line[4]}^{{tree}}")
     )
     assert git(path, "tag") == ""
     assert git(path, "log", "--format=%an %ct") == "mirrord " + site.upstream.git(
         "log", "-1", "--format=%ct", site.line[4]
     )
-    assert verify_seal(gitdir.path, site.line[4], site.mirror).leaks == []
-    assert verify_seal(gitdir.path, gitdir.head).leaks == []
+    assert verify_seal(store.path, site.line[4], site.mirror).leaks == []
+    assert verify_seal(store.path, store.head).leaks == []
     shutil.rmtree(site.root / "templates")
-    assert site.build(site.line[4], History.SQUASHED).head == gitdir.head
+    assert site.build(site.line[4], History.SQUASHED).head == store.head
     assert site.line[3] not in git(path, "cat-file", "commit", "HEAD")
 
 
@@ -174,34 +174,34 @@ def test_stores_share_packs_and_one_users_gc_harms_no_other(site: Site) -> None:
 
 
 def test_a_store_is_built_once_however_many_ask(site: Site) -> None:
-    async def body(gitdirs: StoreBuilder) -> None:
+    async def body(stores: StoreBuilder) -> None:
         found: list[SealedStore] = []
 
         async def ask() -> None:
-            found.append(await gitdirs.ensure(NAME, site.line[4], History.SEALED))
+            found.append(await stores.ensure(NAME, site.line[4], History.SEALED))
 
         async with anyio.create_task_group() as tasks:
             for _ in range(8):
                 tasks.start_soon(ask)
-        assert len({id(gitdir) for gitdir in found}) == 1
-        assert gitdirs.find(NAME, site.line[4], History.SEALED) is found[0]
+        assert len({id(store) for store in found}) == 1
+        assert stores.find(NAME, site.line[4], History.SEALED) is found[0]
 
     site.run(body)
 
 
 def test_a_store_is_found_again_and_rebuilt_when_it_was_deleted(site: Site) -> None:
     """By another daemon; and after somebody removed it behind our back."""
-    gitdir = site.build(site.line[4])
+    store = site.build(site.line[4])
 
-    async def body(gitdirs: StoreBuilder) -> None:
-        assert gitdirs.find(NAME, site.line[4], History.SEALED) == gitdir
-        shutil.rmtree(gitdir.git)
-        assert gitdirs.find(NAME, site.line[4], History.SEALED) is None
-        assert await gitdirs.ensure(NAME, site.line[4], History.SEALED) == gitdir
-        await gitdirs.remove(gitdirs.discard(gitdir))
-        assert gitdirs.find(NAME, site.line[4], History.SEALED) is None
-        await gitdirs.ensure(NAME, site.line[4], History.SEALED)
-        await gitdirs.forget(NAME)
+    async def body(stores: StoreBuilder) -> None:
+        assert stores.find(NAME, site.line[4], History.SEALED) == store
+        shutil.rmtree(store.git)
+        assert stores.find(NAME, site.line[4], History.SEALED) is None
+        assert await stores.ensure(NAME, site.line[4], History.SEALED) == store
+        await stores.remove(stores.discard(store))
+        assert stores.find(NAME, site.line[4], History.SEALED) is None
+        await stores.ensure(NAME, site.line[4], History.SEALED)
+        await stores.forget(NAME)
         assert list((site.root / "templates/owner__name").iterdir()) == []
 
     site.run(body)
@@ -215,16 +215,16 @@ def test_what_a_power_cut_emptied_or_shortened_is_built_again(
     site: Site, name: str, kept: float
 ) -> None:
     """Nothing in the store was flushed: it is a cache, and is not served when a file of it is not as long as it was written."""
-    gitdir = site.build(site.line[4])
-    for file in gitdir.git.glob(name):
+    store = site.build(site.line[4])
+    for file in store.git.glob(name):
         file.chmod(0o644)
         os.truncate(file, int(file.stat().st_size * kept))
 
-    async def after(gitdirs: StoreBuilder) -> None:
-        assert gitdirs.find(NAME, site.line[4], History.SEALED) is None
-        assert await gitdirs.ensure(NAME, site.line[4], History.SEALED) == gitdir
-        assert verify_seal(gitdir.path, site.line[4]).sealed
-        git(gitdir.path, "fsck", "--full", "--strict")
+    async def after(stores: StoreBuilder) -> None:
+        assert stores.find(NAME, site.line[4], History.SEALED) is None
+        assert await stores.ensure(NAME, site.line[4], History.SEALED) == store
+        assert verify_seal(store.path, site.line[4]).sealed
+        git(store.path, "fsck", "--full", "--strict")
 
     site.run(after)
 
@@ -236,21 +236,21 @@ def test_a_store_gets_the_commit_graph_of_its_large_packs(
     monkeypatch.setattr(builder_module, "GRAPH_MIN_OBJECTS", 3)
     built: list[SealedStore] = []
 
-    def graph(gitdir: SealedStore) -> Path:
-        return gitdir.git / "objects/info/commit-graph"
+    def graph(store: SealedStore) -> Path:
+        return store.git / "objects/info/commit-graph"
 
-    async def body(gitdirs: StoreBuilder) -> None:
-        built.append(await gitdirs.ensure(NAME, site.line[3], History.SEALED))
+    async def body(stores: StoreBuilder) -> None:
+        built.append(await stores.ensure(NAME, site.line[3], History.SEALED))
         assert not graph(built[0]).exists()
         with anyio.fail_after(30):
             while not list(site.root.glob("templates/*/packs/*/commit-graph")):
                 await anyio.sleep(0.02)
-        await gitdirs.remove(gitdirs.discard(built[0]))
-        built.append(await gitdirs.ensure(NAME, site.line[3], History.SEALED))
+        await stores.remove(stores.discard(built[0]))
+        built.append(await stores.ensure(NAME, site.line[3], History.SEALED))
 
-    async def after(gitdirs: StoreBuilder) -> None:
-        assert gitdirs.find(NAME, site.line[3], History.SEALED) is None
-        await gitdirs.ensure(NAME, site.line[3], History.SEALED)
+    async def after(stores: StoreBuilder) -> None:
+        assert stores.find(NAME, site.line[3], History.SEALED) is None
+        await stores.ensure(NAME, site.line[3], History.SEALED)
 
     site.run(body)
     assert {oid.hex() for oid in graph_commits(graph(built[1]))} <= set(site.line[:4])
@@ -263,15 +263,15 @@ def test_a_store_gets_the_commit_graph_of_its_large_packs(
 
 
 def test_leftovers_of_a_killed_build_are_removed_at_the_start(site: Site) -> None:
-    gitdir = site.build(site.line[4])
-    (gitdir.path.parent / ".building-x").mkdir()
-    half = gitdir.path.parent / f"sealed-{site.line[5]}"
-    shutil.copytree(gitdir.path, half)
+    store = site.build(site.line[4])
+    (store.path.parent / ".building-x").mkdir()
+    half = store.path.parent / f"sealed-{site.line[5]}"
+    shutil.copytree(store.path, half)
 
-    async def body(gitdirs: StoreBuilder) -> None:
-        assert not (gitdir.path.parent / ".building-x").exists()
-        assert gitdirs.find(NAME, site.line[5], History.SEALED) is None
-        assert (await gitdirs.ensure(NAME, site.line[5], History.SEALED)).head == site.line[5]
+    async def body(stores: StoreBuilder) -> None:
+        assert not (store.path.parent / ".building-x").exists()
+        assert stores.find(NAME, site.line[5], History.SEALED) is None
+        assert (await stores.ensure(NAME, site.line[5], History.SEALED)).head == site.line[5]
         assert verify_seal(half, site.line[5]).sealed
 
     site.run(body)
@@ -292,13 +292,13 @@ def test_a_damaged_tag_is_left_out(site: Site) -> None:
 
 
 def test_what_cannot_be_built_is_an_error(site: Site) -> None:
-    async def body(gitdirs: StoreBuilder) -> None:
+    async def body(stores: StoreBuilder) -> None:
         with pytest.raises(CommitNotFoundError):
-            await gitdirs.ensure(NAME, ABSENT, History.SEALED)
+            await stores.ensure(NAME, ABSENT, History.SEALED)
         with pytest.raises(CommitNotFoundError):
-            await gitdirs.ensure(NAME, ABSENT, History.SQUASHED)
+            await stores.ensure(NAME, ABSENT, History.SQUASHED)
         with pytest.raises(InvalidRequestError):
-            await gitdirs.ensure(NAME, site.line[1], History.LINKED)
+            await stores.ensure(NAME, site.line[1], History.LINKED)
         assert not list((site.root / "templates").rglob("*.json"))
 
     site.run(body)

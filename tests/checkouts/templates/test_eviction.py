@@ -142,7 +142,7 @@ def test_a_day_of_use_is_remembered_over_a_restart(
         assert await again.templates.evict() >= 1
         third = await store.reopened()
         await third.templates.evict()
-        assert third.gitdirs.find(NAME, CommitId(commits[0]), History.SEALED)
+        assert third.stores.find(NAME, CommitId(commits[0]), History.SEALED)
 
     run(tmp_path, upstream, test)
 
@@ -159,11 +159,11 @@ def test_a_store_that_is_being_built_keeps_its_packs(
         packs = set((store.trees.parent / "packs").glob("*/*.pack"))
         shutil.rmtree(store.trees.parent / "gits")
         fresh = await store.reopened()
-        fresh.gitdirs._building[NAME.key] += 1
-        await fresh.gitdirs.evict_packs(NAME)
+        fresh.stores._building[NAME.key] += 1
+        await fresh.stores.evict_packs(NAME)
         assert set((store.trees.parent / "packs").glob("*/*.pack")) == packs
-        fresh.gitdirs._building[NAME.key] -= 1
-        await fresh.gitdirs.evict_packs(NAME)
+        fresh.stores._building[NAME.key] -= 1
+        await fresh.stores.evict_packs(NAME)
         assert list((store.trees.parent / "packs").glob("*/*.pack")) == []
 
     run(tmp_path, upstream, test)

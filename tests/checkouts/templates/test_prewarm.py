@@ -45,7 +45,7 @@ class Site:
         self.settings = config.load(None)
         self.operations = Operations(Events())
         self.workers = Workers(size=1)
-        self.gitdirs = StoreBuilder(
+        self.stores = StoreBuilder(
             state_dir=root,
             git=Git(home=root / "home"),
             workers=self.workers,
@@ -63,7 +63,7 @@ class Site:
                 catalog=catalog,
                 operations=self.operations,
                 prepare=self._prepare,
-                oldest_first=self.gitdirs.oldest_first,
+                oldest_first=self.stores.oldest_first,
                 is_full=self.is_full,
             )
             prewarm.start(DatasetName("tiny"))
@@ -116,7 +116,7 @@ class Site:
 
     async def _prepare(self, name: MirrorName, commit: CommitId, history: History) -> None:
         self.priorities.add(priority_prefix())
-        await self.gitdirs.ensure(name, commit, history)
+        await self.stores.ensure(name, commit, history)
         self.prepared.append(commit)
         if self.on_prepared:
             await self.on_prepared()
@@ -190,7 +190,7 @@ async def test_nothing_starts_where_the_settings_say_no(tmp_path: Path) -> None:
         catalog=None,  # type: ignore[arg-type]
         operations=site.operations,
         prepare=site._prepare,
-        oldest_first=site.gitdirs.oldest_first,
+        oldest_first=site.stores.oldest_first,
         is_full=site.is_full,
     ).start(DatasetName("tiny"))
     assert site.operations.list() == []
