@@ -3,7 +3,8 @@
 `checkouts/<id>` is the client's: only the owner and the daemon enter it, it stays the same over
 resets, and it holds `tree`. `leases/<id>` (0700) is private and the truth: no database knows a
 lease. A directory of either kind without a whole lease is half-made; `.trash-<id>` was released.
-Nothing is flushed but a renewal: a power cut may lose a lease that was seconds old, never half one.
+Nothing is flushed but a renewal: a power cut may lose a lease that was made or reset seconds ago,
+never half one.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _PLAIN = ("id", "commit", "tree", "instance", "owner_uid", "owner_gid", "taken_b
 class LeaseState(StrEnum):
     """LIVE: the tree is clean, or its owner's work. RESETTING: it is being brought to `commit`.
 
-    The state is the name of the lease's file, so a reset to the same commit costs two renames. A
-    crash may leave both files: nothing was touched yet, or all was done, so the lease is live.
+    The state is the name of the lease's file, which one rename changes. A crash may leave both
+    files: nothing was touched yet, or all was done, so the lease is live.
     """
 
     LIVE = "lease.json"
@@ -55,7 +56,8 @@ class Lease:
     """The right to one checkout. `commit` and `tree` are what it is, or while RESETTING becomes.
 
     The uid `taken_by` asked for it on behalf of `owner_uid`; it ends with the process `bound_to`;
-    `dataset` is the one whose `instance` it is.
+    `dataset` is the one whose `instance` it is. `resets` counts those since it was handed out,
+    `reset_at` is the time of the last.
     """
 
     id: CheckoutId
@@ -74,6 +76,8 @@ class Lease:
     expires_at: datetime
     bound_to: Process | None = None
     dataset: str | None = None
+    resets: int = 0
+    reset_at: datetime | None = None
     state: LeaseState = LeaseState.LIVE
 
     @property
@@ -233,6 +237,8 @@ def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
         "created_at": lease.created_at.isoformat(),
         "expires_at": lease.expires_at.isoformat(),
         "bound_to": [lease.bound_to.pid, lease.bound_to.mark] if lease.bound_to else None,
+        "resets": lease.resets,
+        "reset_at": lease.reset_at.isoformat() if lease.reset_at else None,
     }
     try:
         with opened(os.open(path, _CREATE, 0o600)) as fd:
@@ -260,6 +266,8 @@ def _read(directories: Directories, state: LeaseState) -> Lease | None:
             created_at=datetime.fromisoformat(facts["created_at"]),
             expires_at=datetime.fromisoformat(facts["expires_at"]),
             bound_to=Process(*facts["bound_to"]) if facts["bound_to"] else None,
+            resets=facts.get("resets", 0),
+            reset_at=datetime.fromisoformat(at) if (at := facts.get("reset_at")) else None,
             state=state,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

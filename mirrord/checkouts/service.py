@@ -168,6 +168,7 @@ class Checkouts:
             naming = self._admission.naming(peer)
             found = await self._resolver.resolve_reset(request, lease, naming)
             facts = found._asdict() | {"mirror": lease.mirror}
+            facts |= {"resets": lease.resets + 1, "reset_at": self._clock()}
             lease = replace(lease, **facts, state=LeaseState.LIVE)
             proof = await self._lifecycle.make_clean(lease)
         duration_s = round(time.perf_counter() - began, 6)

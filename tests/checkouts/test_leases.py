@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -62,6 +63,19 @@ def again(leases: Leases, tmp_path: Path) -> tuple[list[Lease], list[Directories
 def test_a_saved_lease_is_read_back_whole(leases: Leases, tmp_path: Path) -> None:
     """After a restart it is equal in every field."""
     lease = new_lease(leases)
+    assert again(leases, tmp_path) == ([lease], [])
+    was_reset = replace(lease, resets=2, reset_at=utc_now())
+    leases.save(was_reset)
+    assert again(leases, tmp_path) == ([was_reset], [])
+
+
+def test_a_lease_of_a_version_that_counted_no_resets_stands(leases: Leases, tmp_path: Path) -> None:
+    """An upgrade takes no work away."""
+    lease = new_lease(leases)
+    file = lease.private / "lease.json"
+    facts = json.loads(file.read_text())
+    del facts["resets"], facts["reset_at"]
+    file.write_text(json.dumps(facts))
     assert again(leases, tmp_path) == ([lease], [])
 
 
@@ -138,8 +152,8 @@ def test_a_lease_file_is_private(leases: Leases) -> None:
 
 
 def test_a_reset_is_in_the_name_of_the_file(leases: Leases, tmp_path: Path) -> None:
-    """To where it is: the same file under another name. To elsewhere: written whole before the old
-    one goes.
+    """An unchanged lease is the same file under another name. Another is written whole before the
+    old one goes.
     """
     lease = new_lease(leases)
     file = lease.private / "lease.json"
