@@ -18,6 +18,7 @@ from .errors import InvalidCommitError, InvalidNameError
 
 CommitId = NewType("CommitId", str)  # a full SHA-1 commit id: 40 lower-case hexadecimal digits
 CheckoutId = NewType("CheckoutId", str)  # random and unguessable: 16 characters of a-z2-7
+LayerId = NewType("LayerId", str)  # as a checkout's
 DatasetName = NewType("DatasetName", str)  # a valid component of a ref
 
 NEAR = 64  # how many first parents `Resolved.line` holds
@@ -199,6 +200,10 @@ def parse_dataset_name(text: str) -> DatasetName:
 def new_checkout_id() -> CheckoutId:
     """80 random bits."""
     return CheckoutId(b32encode(os.urandom(10)).decode().lower())
+
+
+def new_layer_id() -> LayerId:
+    return LayerId(new_checkout_id())
 
 
 def utc_now() -> datetime:

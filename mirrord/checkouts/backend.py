@@ -38,7 +38,8 @@ class CheckoutBackend(Protocol):
         """Stop background work. Checkouts stay: leases outlive the daemon."""
 
     async def create(self, lease: Lease) -> tuple[str, dict[str, float]]:
-        """Make `lease.tree_path` a clean tree at `lease.commit`, with `.git`, owned by the owner.
+        """Make `lease.tree_path` a clean tree at `lease.commit`, with `.git`, owned by the owner,
+        and on it what `lease.layer` has.
 
         The lease's directories exist, the public one empty; the caller makes the lease stand
         afterwards. Answers the verified hash of the tree, and seconds per step. Raises
@@ -47,7 +48,8 @@ class CheckoutBackend(Protocol):
         ...
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
-        """Bring tree and `.git` to what the lease `to` says, and make it stand in `leases`.
+        """Bring tree and `.git` to what the lease `to` says, its layer included, and make it stand
+        in `leases`.
 
         `to.tree_path` stays the same path. Nothing that the owner wrote is trusted. After a crash
         the lease stands as it was, as `to`, or RESETTING to it: nobody works on half a tree, and
@@ -71,8 +73,10 @@ class CheckoutBackend(Protocol):
         ...
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:
-        """List every path that may differ from `lease.commit`; an extra directory stands for all in
-        it. Paths are relative to the tree, without its own `.git`. May list unchanged paths.
+        """List every path that may differ from `lease.commit`, by the lease's layer or since.
+
+        An extra directory stands for all in it. Paths are relative to the tree, without its own
+        `.git`. May list unchanged paths.
         """
         ...
 

@@ -24,7 +24,7 @@ from ..errors import CheckoutNotFoundError
 from ..host.files import admit, full_disk_named, opened, write_all
 from ..host.pidfds import Process
 from ..host.trash import TRASH_PREFIX
-from ..model import Backend, CheckoutId, CommitId, History, MirrorName, View, shown
+from ..model import Backend, CheckoutId, CommitId, History, LayerId, MirrorName, View, shown
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 _PLAIN = ("id", "commit", "tree", "instance", "owner_uid", "owner_gid", "taken_by")
@@ -57,7 +57,8 @@ class Lease:
 
     The uid `taken_by` asked for it on behalf of `owner_uid`; it ends with the process `bound_to`;
     `dataset` is the one whose `instance` it is. `resets` counts those since it was handed out,
-    `reset_at` is the time of the last.
+    `reset_at` is the time of the last. `layer` is what the tree has over its commit from the start
+    (`snapshots/layers.py`).
     """
 
     id: CheckoutId
@@ -78,6 +79,7 @@ class Lease:
     dataset: str | None = None
     resets: int = 0
     reset_at: datetime | None = None
+    layer: LayerId | None = None
     state: LeaseState = LeaseState.LIVE
 
     @property
@@ -97,6 +99,11 @@ class Lease:
     def owner(self) -> tuple[int, int]:
         return self.owner_uid, self.owner_gid
 
+    @property
+    def layers(self) -> frozenset[LayerId]:
+        """The layers that this lease keeps."""
+        return frozenset([self.layer] if self.layer else [])
+
 
 def resetting(lease: Lease) -> Lease:
     """The lease as it stands while its tree is brought to its commit."""
@@ -107,7 +114,8 @@ class Leases:
     """The leases of a state directory. Each call is a few system calls on the event loop's thread.
 
     `public` holds the checkouts. `count` is their number, those being made included; `held_by`
-    counts them by uid, as owner or taker, `taken_by` by taker.
+    counts them by uid, as owner or taker, `taken_by` by taker. `layers` counts the leases that
+    keep a layer.
     """
 
     def __init__(self, state_dir: Path) -> None:
@@ -117,6 +125,7 @@ class Leases:
         self.count = 0
         self.held_by: Counter[int] = Counter()
         self.taken_by: Counter[int] = Counter()
+        self.layers: Counter[LayerId] = Counter()
 
     def open(self) -> tuple[list[Lease], list[Directories]]:
         """Read the leases of an earlier daemon; answers them, and the directories without one."""
@@ -129,7 +138,7 @@ class Leases:
             if lease is None:
                 trash.append(found)
             else:
-                self._live[lease.id] = lease
+                self._set(lease)
                 self.add(lease.taken_by, lease.owner_uid)
         return list(self._live.values()), trash
 
@@ -184,7 +193,7 @@ class Leases:
             os.rename(f"{lease.private}/{lease.state}.new", f"{lease.private}/{lease.state}")
         if lease.id not in self._live:
             self.add(lease.taken_by, lease.owner_uid)
-        self._live[lease.id] = lease
+        self._set(lease)
 
     def save(self, lease: Lease) -> None:
         """Replace a standing lease by this one; one that differs by its state alone is renamed."""
@@ -197,14 +206,22 @@ class Leases:
                 os.rename(f"{path}.new", path)
                 if before.state is not lease.state:
                     os.unlink(f"{lease.private}/{before.state}")
-        self._live[lease.id] = lease
+        self._set(lease)
 
     def release(self, lease: Lease) -> Directories:
         """End the lease at once, by renaming its directories; answers what is left to delete."""
         gone = self.discard(lease.directories)
-        if self._live.pop(lease.id, None):
+        if before := self._live.pop(lease.id, None):
             self.add(lease.taken_by, lease.owner_uid, -1)
+            self.layers.subtract(before.layers)
         return gone
+
+    def _set(self, lease: Lease) -> None:
+        before = self._live.get(lease.id)
+        self._live[lease.id] = lease
+        if before is None or before.layers != lease.layers:
+            self.layers.update(lease.layers)
+            self.layers.subtract(before.layers if before else ())
 
     def discard(self, directories: Directories) -> Directories:
         """Rename directories to trash, the private one first: the lease ends there.
@@ -234,6 +251,7 @@ def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
     facts = {name: getattr(lease, name) for name in (*_PLAIN, "history", "view", "backend")} | {
         "mirror": str(lease.mirror),
         "dataset": lease.dataset,
+        "layer": lease.layer,
         "created_at": lease.created_at.isoformat(),
         "expires_at": lease.expires_at.isoformat(),
         "bound_to": [lease.bound_to.pid, lease.bound_to.mark] if lease.bound_to else None,
@@ -260,6 +278,7 @@ def _read(directories: Directories, state: LeaseState) -> Lease | None:
             directories=directories,
             mirror=MirrorName.parse(facts["mirror"]),
             dataset=facts.get("dataset"),
+            layer=facts.get("layer"),
             history=History(facts["history"]),
             view=View(facts["view"]),
             backend=Backend(facts["backend"]),

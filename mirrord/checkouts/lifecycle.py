@@ -21,6 +21,7 @@ from ..model import Backend, CheckoutId, new_checkout_id
 from ..protocol import Proof
 from .backend import CheckoutBackend
 from .leases import Directories, Lease, Leases, LeaseState, resetting
+from .snapshots.layers import Layers
 
 log = structlog.get_logger()
 
@@ -29,9 +30,15 @@ class Lifecycle:
     """Leases with their trees, and a lock for each: work on one checkout runs in sequence."""
 
     def __init__(
-        self, leases: Leases, backends: Iterable[CheckoutBackend], events: Events, trash: Trash
+        self,
+        leases: Leases,
+        layers: Layers,
+        backends: Iterable[CheckoutBackend],
+        events: Events,
+        trash: Trash,
     ) -> None:
         self._leases = leases
+        self._layers = layers
         self._trash = trash
         self._backends = {backend.name: backend for backend in backends}
         self._events = events
@@ -41,6 +48,7 @@ class Lifecycle:
     async def open(self) -> None:
         """Adopt the leases of an earlier daemon; remove half-made and released checkouts."""
         leases, trash = self._leases.open()
+        self._layers.open()
         for backend in self._backends.values():
             await backend.open()
         for directories in trash:
@@ -140,12 +148,15 @@ class Lifecycle:
 
     async def make_clean(self, to: Lease) -> Proof:
         """Bring a checkout to what the lease `to` says; the caller holds its lock."""
+        before = self._leases.find(to.id)
         try:
             return await self.backend_of(to).reset(to, self._leases)
         except ProofFailedError as error:
             self._report(to, error)
             self.end(resetting(to))
             raise
+        finally:
+            self._layers.drop_unused(before.layers if before else ())
 
     def end(self, lease: Lease) -> None:
         """End the lease at once; its files are removed in the background."""
@@ -158,7 +169,9 @@ class Lifecycle:
 
         async def take_down() -> bool:
             backends = [known] if known else self._backends.values()
-            return any([await backend.take_down(directories, lease) for backend in backends])
+            is_gone = any([await backend.take_down(directories, lease) for backend in backends])
+            self._layers.drop_unused(lease.layers if lease else ())  # nothing is mounted on them
+            return is_gone
 
         self._trash.add(directories.private, directories.public, take_down=take_down)
 

@@ -37,6 +37,7 @@ from .lifecycle import Lifecycle
 from .patches.service import Patches
 from .pool.backend import PoolBackend
 from .resolve import Resolver
+from .snapshots.layers import Layers
 from .stores.builder import StoreBuilder
 
 _SHOWN = (
@@ -76,7 +77,8 @@ class Checkouts:
         self._patches = Patches(workers=workers, mirrors=mirrors, instances=datasets)
         backends = [overlay, pool] if overlay else [pool]
         self._leases = Leases(state_dir)
-        self._lifecycle = Lifecycle(self._leases, backends, events, trash)
+        self._layers = Layers(state_dir, self._leases, trash)
+        self._lifecycle = Lifecycle(self._leases, self._layers, backends, events, trash)
         self._admission = Admission(settings, access, self._leases, has_overlay=bool(overlay))
         self._closing = False
         self._process_ended = asyncio.Event()
@@ -167,7 +169,7 @@ class Checkouts:
         async with self._held(checkout, peer) as lease:
             naming = self._admission.naming(peer)
             found = await self._resolver.resolve_reset(request, lease, naming)
-            facts = found._asdict() | {"mirror": lease.mirror}
+            facts = found._asdict() | {"mirror": lease.mirror, "layer": None}
             facts |= {"resets": lease.resets + 1, "reset_at": self._clock()}
             lease = replace(lease, **facts, state=LeaseState.LIVE)
             proof = await self._lifecycle.make_clean(lease)

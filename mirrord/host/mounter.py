@@ -42,7 +42,10 @@ _DIRECTORY = re.compile(r"(\.trash-|\.warm-)*[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 _UPPER = re.compile(r"layer|next")
 _MIRROR = r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}"
 _ID = "[0-9a-f]{40}"
-_LAYER = re.compile(rf"{_MIRROR}/(trees/{_ID}(@{_ID})?/(files|index)|gits/(sealed|squashed)-{_ID})")
+_LAYER = re.compile(
+    rf"{_MIRROR}/(trees/{_ID}(@{_ID})?/(files|index)|gits/(sealed|squashed)-{_ID})"
+    rf"|\.layers/{_CHECKOUT.pattern}"
+)
 _LAYERS_MAX = 64
 _PENDING_MAX = 64
 _ID_MAX = 2**32 - 2

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 from ...errors import CheckoutBusyError
@@ -68,13 +70,25 @@ class TreeWriter:
                 write_all(fd, data)
             return self._finish(fd, permissions)
 
-    def copy_file(self, path: bytes, source: int, *, permissions: int) -> os.stat_result:
+    def copy_file(
+        self,
+        path: bytes,
+        source: int,
+        *,
+        permissions: int,
+        mtime_ns: int | None = None,
+        attributes: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> os.stat_result:
         """Create or replace a regular file with the bytes that an open one has now."""
         with self.owner, opened(self._create(path, permissions)) as fd:
             copy_bytes(source, fd, os.fstat(source).st_size)
-            return self._finish(fd, permissions)
+            for name, value in attributes.items():
+                os.setxattr(fd, name, value)
+            return self._finish(fd, permissions, mtime_ns)
 
-    def write_symlink(self, path: bytes, target: bytes) -> os.stat_result:
+    def write_symlink(
+        self, path: bytes, target: bytes, *, mtime_ns: int | None = None
+    ) -> os.stat_result:
         """Create or replace a symbolic link."""
         with self.owner:
             directory, name = self._enter(path)
@@ -84,7 +98,8 @@ class TreeWriter:
                 self._clear(directory, path, name)
                 os.symlink(target, name, dir_fd=directory)
             maker, _ = self.owner.maker
-            return set_owner(directory, name, self.owner.owner, self._mtime[0], maker=maker)
+            when = self._mtime[0] if mtime_ns is None else mtime_ns
+            return set_owner(directory, name, self.owner.owner, when, maker=maker)
 
     def link_file(self, path: bytes, source: Path) -> os.stat_result:
         """Make or replace a hard link to a file of ours; the stat of that file. For layers only."""
@@ -119,9 +134,9 @@ class TreeWriter:
             self._clear(directory, path, name)
         return os.open(name, _CREATE, permissions, dir_fd=directory)
 
-    def _finish(self, fd: int, permissions: int) -> os.stat_result:
+    def _finish(self, fd: int, permissions: int, mtime_ns: int | None = None) -> os.stat_result:
         """Give a file that was just written its owner, time and mode."""
-        os.utime(fd, ns=self._mtime)
+        os.utime(fd, ns=self._mtime if mtime_ns is None else (mtime_ns, mtime_ns))
         found = os.fstat(fd)
         # the group may be one that a set-gid directory gave it
         if (found.st_uid, found.st_gid) != self.owner.owner:
@@ -170,6 +185,19 @@ class TreeWriter:
                     os.mkdir(name, 0o755, dir_fd=directory)
                     self._adopt(directory, here, name)
                 self._made.add(here)
+
+    def finish_directory(
+        self, path: bytes, permissions: int, mtime_ns: int, attributes: Mapping[str, bytes]
+    ) -> None:
+        """Give a directory, once all in it is written, its attributes, mode and time."""
+        with self.owner:
+            directory, name = self._enter(path)
+            self._reader.leave(path)
+            with opened(self._open(directory, path, name)) as fd:
+                for attribute, value in attributes.items():
+                    os.setxattr(fd, attribute, value)
+                os.fchmod(fd, permissions)
+                os.utime(fd, ns=(mtime_ns, mtime_ns))
 
     def _adopt(self, directory: int, path: bytes, name: bytes) -> None:
         """Give a directory that we just made its mode and owner, unless it was replaced since."""

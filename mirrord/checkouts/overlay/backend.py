@@ -1,10 +1,11 @@
 """The overlay backend: a checkout is one mount, a private layer over its template's layers.
 
 `checkouts/<id>/tree` is the mount point, `leases/<id>/layer/` has `upper`, what the client wrote,
-and overlayfs's `work`. A warm checkout is six mkdirs and a mount. A reset makes another layer,
-proves its mount before that is attached anywhere, and swaps it in: in one step, which containers
-that mounted `checkouts/<id>` follow. All that runs on the event loop, where it takes less time than
-to start a thread; taking down waits for kernel and disk, and runs in threads.
+and overlayfs's `work`; a lease's own layer comes between the two. A warm checkout is six mkdirs and
+a mount. A reset makes another layer, proves its mount before that is attached anywhere, and swaps
+it in: in one step, which containers that mounted `checkouts/<id>` follow. All that runs on the
+event loop, where it takes less time than to start a thread; taking down waits for kernel and disk,
+and runs in threads.
 
 Mounts outlive the daemon. After a crash a lease is found mounted as it was; after a reboot its
 layer is mounted again. `.trash-*` in a private directory is to be removed.
@@ -26,7 +27,7 @@ import structlog
 
 from ...errors import BackendUnavailableError, MirrordError, ProofFailedError, ResourceError
 from ...git.workers import Workers
-from ...host.files import full_disk_named, open_child, open_regular, opened
+from ...host.files import full_disk_named, open_child, open_directory, open_regular, opened
 from ...host.mounting import Mounter, OverlayOrder
 from ...host.mounts import read_overlays
 from ...host.trash import Trash, find_trash, new_trash
@@ -34,6 +35,7 @@ from ...model import Backend, CheckoutId, MirrorName
 from ...protocol import Proof
 from ..backend import DIFF_TIMEOUT, must_prove
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
+from ..snapshots.layers import layer_path
 from ..templates.store import Template, Templates
 from .changes import changed_paths
 
@@ -60,6 +62,7 @@ class OverlayBackend:
         *,
         may_map_owners: bool,
     ) -> None:
+        self._state = state_dir
         self._store = f"{state_dir}/templates/"
         self._leases = state_dir / "leases"
         self._mounter = mounter
@@ -113,7 +116,7 @@ class OverlayBackend:
             try:
                 mount = self._make(to, _NEXT, template)
                 try:
-                    proof = _prove(mount, template, facts, to)
+                    proof = _prove(mount, template, facts, to, self._layer_of(to))
                 except BaseException:
                     os.close(mount)
                     raise
@@ -174,6 +177,7 @@ class OverlayBackend:
             changed_paths,
             lease.tree_path,
             lease.private / _LAYER / "upper",
+            self._layer_of(lease),
             template.layers if template else (),
             self._mirrors_path(lease.mirror),
             lease.tree,
@@ -240,9 +244,14 @@ class OverlayBackend:
         return self._mount(lease, layer, template)
 
     def _mount(self, lease: Lease, layer: str, template: Template) -> int:
-        layers = tuple(str(path).removeprefix(self._store) for path in template.layers)
+        own = self._layer_of(lease)
+        paths = (own, *template.layers) if own else template.layers
+        layers = tuple(str(path).removeprefix(self._store) for path in paths)
         owner = None if lease.owner == self._me else lease.owner
         return self._mounter.make(OverlayOrder(lease.id, layer, layers, owner))
+
+    def _layer_of(self, lease: Lease) -> Path | None:
+        return layer_path(self._state, lease.layer) if lease.layer else None
 
     def _discard(self, lease: Lease, layer: str, *, holding: int | None = None) -> None:
         """Remove a layer later, and before that close the descriptor `holding`."""
@@ -324,11 +333,18 @@ def read_facts(layers: tuple[Path, ...]) -> TemplateFacts:
     )
 
 
-def _prove(mount: int, template: Template, facts: TemplateFacts, to: Lease) -> Proof:
+def _prove(
+    mount: int, template: Template, facts: TemplateFacts, to: Lease, layer: Path | None
+) -> Proof:
     """The proof that an overlay shows `to`, by its HEAD and the proven template below."""
+    expected = str(template.head)
+    method = "a fresh layer over a template that was verified by content"
     try:
-        with opened(open_child(mount, b".git")) as git, opened(open_regular(git, b"HEAD")) as fd:
-            head = os.read(fd, 64).decode("ascii").strip()
+        head = _read_head(mount)
+        if layer is not None:
+            method += ", under the layer of a snapshot"
+            with suppress(FileNotFoundError), opened(open_directory(layer)) as own:
+                expected = _read_head(own)
     except (OSError, ValueError) as error:
         raise ProofFailedError(
             f"cannot prove the checkout clean: its HEAD cannot be read: {error}",
@@ -341,6 +357,11 @@ def _prove(mount: int, template: Template, facts: TemplateFacts, to: Lease) -> P
         files_checked=None,
         files_restored=None,
         files_removed=None,
-        method="a fresh layer over a template that was verified by content",
+        method=method,
     )
-    return must_prove(proof, head=template.head, tree=to.tree)
+    return must_prove(proof, head=expected, tree=to.tree)
+
+
+def _read_head(tree: int) -> str:
+    with opened(open_child(tree, b".git")) as git, opened(open_regular(git, b"HEAD")) as fd:
+        return os.read(fd, 512).decode("utf-8").strip()

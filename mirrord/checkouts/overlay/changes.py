@@ -8,8 +8,9 @@ as much as was changed. Follows no link, enters no mount, and looks as the check
 
 from __future__ import annotations
 
+import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,12 +21,14 @@ from ...host.files import open_directory, opened
 from ..files.reader import TreeReader
 from ..files.scan import is_control
 from ..patches.diff import denials_named
+from ..snapshots.content import is_whiteout, iter_below
 from ..templates.layers import parents
 
 
 def changed_paths(
     tree: Path,
     upper: Path,
+    layer: Path | None,
     layers: Sequence[Path],
     mirror: Path,
     tree_id: str,
@@ -44,9 +47,21 @@ def changed_paths(
         tops += [open_directory(layer) for layer in (upper, *layers)]
         for top in tops:
             stack.enter_context(opened(top))
+        own = read_layer(layer) if layer else {}  # which the owner may not read
         acting = stack.enter_context(ActingAs(owner))
         merged, written, *below = (stack.enter_context(TreeReader(top, acting)) for top in tops)
-        differing, replaced = _walk(written, merged, below)
+        differing, replaced = _walk(written, merged, own, below)
+        covered = set[bytes]()
+        for path, found in own.items():
+            if path.rpartition(b"/")[0] in covered:
+                covered.add(path)
+                continue
+            hidden = find_below(path, {}, below)
+            if hidden is None or not stat.S_ISDIR(hidden.st_mode):
+                differing.add(path)
+                covered.add(path)
+            elif not stat.S_ISDIR(found.st_mode):
+                replaced.add(path)
         for path in replaced:
             differing |= {each for each, _ in merged.iter_below(path, lambda _path, _error: None)}
     if replaced:
@@ -56,8 +71,26 @@ def changed_paths(
     return sorted(path for path in differing | replaced if not is_control(path))
 
 
+def read_layer(layer: Path) -> dict[bytes, os.stat_result]:
+    """The stat of each path in a layer of the daemon's, outside `.git`."""
+    with opened(open_directory(layer)) as root, TreeReader(root, ActingAs(None)) as reader:
+        return {path: found for path, found in iter_below(reader) if not is_control(path)}
+
+
+def find_below(
+    path: bytes, own: Mapping[bytes, os.stat_result], below: Sequence[TreeReader]
+) -> os.stat_result | None:
+    """What the upper layer hides at `path`: of the checkout's own layer, or of the template's."""
+    readers = (reader.find_stat(path) for reader in below)
+    found = own.get(path) or next(filter(None, readers), None)
+    return None if found is None or is_whiteout(found) else found
+
+
 def _walk(
-    written: TreeReader, merged: TreeReader, below: Sequence[TreeReader]
+    written: TreeReader,
+    merged: TreeReader,
+    own: Mapping[bytes, os.stat_result],
+    below: Sequence[TreeReader],
 ) -> tuple[set[bytes], set[bytes]]:
     """The paths that the upper layer changes, and those that replace a directory of the layers."""
     differing: set[bytes] = set()
@@ -75,9 +108,7 @@ def _walk(
             if is_control(path):
                 continue
             found, seen = written.find_stat(path), merged.find_stat(path)
-            hidden = next(filter(None, (layer.find_stat(path) for layer in below)), None)
-            if hidden is not None and stat.S_ISCHR(hidden.st_mode):  # a whiteout
-                hidden = None
+            hidden = find_below(path, own, below)
             if found is None or hidden is None or not stat.S_ISDIR(hidden.st_mode):
                 differing.add(path)
             elif seen is None or not stat.S_ISDIR(found.st_mode) or seen.st_ino != hidden.st_ino:

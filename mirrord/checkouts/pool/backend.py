@@ -26,6 +26,7 @@ from ...model import Backend, History, MirrorName
 from ...protocol import Proof
 from ..backend import DIFF_TIMEOUT
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
+from ..snapshots.layers import layer_path
 from ..stores.builder import StoreBuilder
 from . import dotgit, worktree
 from .worktree import PoolPaths
@@ -49,7 +50,7 @@ class PoolBackend:
         mirrors_path: Callable[[MirrorName], Path],
         trash: Trash,
     ) -> None:
-        self._mirrors = state_dir / "mirrors"
+        self._state = state_dir
         self._workers = workers
         self._stores = stores
         self._mirrors_path = mirrors_path
@@ -59,7 +60,9 @@ class PoolBackend:
 
     async def open(self) -> None:
         """Remove the records of linked worktrees whose checkout is gone."""
-        if pruned := await anyio.to_thread.run_sync(dotgit.prune_worktrees, self._mirrors):
+        if pruned := await anyio.to_thread.run_sync(
+            dotgit.prune_worktrees, self._state / "mirrors"
+        ):
             log.info("worktrees.pruned", count=pruned)
 
     async def close(self) -> None:
@@ -132,7 +135,10 @@ class PoolBackend:
             sealed = await self._stores.ensure(lease.mirror, lease.commit, lease.history)
             store, head = sealed.git, sealed.head
         mirror, trash = self._mirrors_path(lease.mirror), new_trash(lease.directory.parent)
-        return PoolPaths(lease.directory, lease.private, mirror, store, head, lease.owner, trash)
+        layer = layer_path(self._state, lease.layer) if lease.layer else None
+        return PoolPaths(
+            lease.directory, lease.private, mirror, store, head, lease.owner, trash, layer
+        )
 
     @contextmanager
     def _removed_after(self, trash: Path) -> Iterator[None]:

@@ -26,6 +26,7 @@ from ..files.reader import open_top
 from ..files.scan import Changes, examine, is_control, scan
 from ..files.tree import materialise, move, must_fit_from, repair
 from ..leases import Directories
+from ..snapshots.content import lay
 from . import dotgit
 from .dotgit import DotGit
 
@@ -34,7 +35,8 @@ _ROUNDS = 3
 
 class PoolPaths(NamedTuple):
     """`store` is the sealed `.git`; None links to the mirror. The caller removes `trash`, where
-    everything goes that is taken away.
+    everything goes that is taken away. `layer` is laid on the clean tree, which is what the
+    manifest describes.
     """
 
     directory: Path
@@ -44,6 +46,7 @@ class PoolPaths(NamedTuple):
     head: str
     owner: tuple[int, int]
     trash: Path
+    layer: Path | None = None
 
     @property
     def tree(self) -> Path:
@@ -76,6 +79,7 @@ def make(
                 store = dotgit.read_store(paths.store) if paths.store else None
                 manifest = _bring(paths, store, commit, manifest, Changes(), trash)
         manifest.save(paths.manifest)
+        _lay(paths)
     return manifest.tree, timings
 
 
@@ -98,6 +102,7 @@ def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
             after = _bring(paths, store, commit, manifest, found, trash)
         if after is not before:
             after.save(paths.manifest)
+        _lay(paths)
     method = "written anew, read back"
     if before:
         method = "stat against the private manifest, content where stat proves nothing"
@@ -191,6 +196,12 @@ def _with_proven(manifest: Manifest, found: Changes) -> Manifest:
         where: MutableMapping[bytes, Entry] = control if is_control(path) else files
         where[path] = where[path].with_stat(seen)
     return replace(manifest, files=files, control=control)
+
+
+def _lay(paths: PoolPaths) -> None:
+    if paths.layer is not None:
+        with closing(TrashDirectory(paths.trash)) as trash:
+            lay(paths.layer, paths.tree, paths.owner, trash)
 
 
 def _write_tree(paths: PoolPaths, commit: str, tree: str, trash: TrashDirectory) -> Manifest:

@@ -7,7 +7,7 @@ that would leave the tree or write into `.git` is refused here, for all who mate
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -72,6 +72,21 @@ def tree_entries(git_dir: Path, tree: str) -> list[TreeEntry]:
     """Every entry below `tree`, in git's order; a directory comes before its content."""
     with open_objects(git_dir) as objects:
         return list(walk(objects, tree))
+
+
+def names_by_directory(objects: Objects, tree: str) -> Callable[[bytes], Collection[bytes]]:
+    """A look-up of the names in a directory of the tree, by its path; none where it is none."""
+
+    @cache
+    def entries(path: bytes) -> dict[bytes, tuple[int, str]]:
+        mode, oid = _TREE, tree
+        if path:
+            above, _, name = path.rpartition(b"/")
+            mode, oid = entries(above).get(name, (0, ""))
+        tokens = _parse(objects, oid) if mode == _TREE else []
+        return {name: (int(octal, 8), token.hex()) for octal, name, token in tokens}
+
+    return lambda path: entries(path).keys()
 
 
 def walk(objects: Objects, tree: str, above: bytes = b"") -> Iterator[TreeEntry]:

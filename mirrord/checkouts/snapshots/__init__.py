@@ -1,0 +1,1 @@
+"""Layers: what a fork, a snapshot or a grade has over its base commit."""

@@ -1,0 +1,182 @@
+"""Layers by content: written from files in memory, and laid on a plain tree. Sync; in workers."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from ...host.credentials import ActingAs
+from ...host.files import full_disk_named, open_child, open_directory, open_regular, opened
+from ...host.trash import TrashDirectory
+from ..files.manifest import DIRECTORY, SUBMODULE, SYMLINK
+from ..files.reader import TreeReader, open_top
+from ..files.writer import TreeWriter
+from ..templates.layers import parents
+
+LayerFile = tuple[bytes, int | None, bytes]
+"""Path, git's mode (None where the path is removed), and the bytes as a work tree has them."""
+
+
+def write_layer(
+    directory: Path, names_in: Callable[[bytes], Collection[bytes]], files: Iterable[LayerFile]
+) -> None:
+    """Write a layer into the new `directory`; a file of the base that `files` lacks stays.
+
+    `names_in` answers the names in a directory of the base tree, none where it has no such
+    directory: one that loses all of them goes, as git removes it.
+    """
+    present: dict[bytes, tuple[int, bytes]] = {}
+    removed: set[bytes] = set()
+    for path, mode, data in files:
+        if mode is None:
+            removed.add(path)
+        else:
+            present[path] = mode, data
+    directories = {above for path in present for above in parents(path)}
+    with full_disk_named("a layer"):
+        directory.mkdir(mode=0o755)
+        with (
+            opened(open_directory(directory)) as root,
+            TreeWriter(root, ActingAs(None), mtime_ns=time.time_ns()) as writer,
+        ):
+            writer.make_directory(b"")
+            hidden = _hidden(removed, names_in, present.keys(), directories)
+            above = {above for path in hidden for above in parents(path)}
+            for path in sorted(directories | above):
+                writer.make_directory(path)
+            for path, (mode, data) in sorted(present.items()):
+                if mode == SYMLINK:
+                    writer.write_symlink(path, data)
+                elif mode in (SUBMODULE, DIRECTORY):
+                    writer.make_directory(path)
+                else:
+                    writer.write_file(path, data, executable=bool(mode & 0o100))
+            for path in sorted(hidden):
+                writer.write_whiteout(path)
+
+
+def _hidden(
+    removed: Iterable[bytes],
+    names_in: Callable[[bytes], Collection[bytes]],
+    files: Set[bytes],
+    directories: Set[bytes],
+) -> set[bytes]:
+    """The removed paths that need a whiteout: those that the base has, and that no path of the
+    layer hides. A directory that loses all its names stands for all in it.
+    """
+    hidden = set[bytes]()
+    for path in removed:
+        above, _, name = path.rpartition(b"/")
+        is_free = path not in files and path not in directories
+        if is_free and name in names_in(above) and files.isdisjoint(parents(path)):
+            hidden.add(path)
+    for above in sorted({each for path in hidden for each in parents(path)}, reverse=True):
+        inside = {above + b"/" + name for name in names_in(above)}
+        if above not in directories and inside <= hidden:
+            hidden = {*(hidden - inside), above}
+    return hidden
+
+
+# -- onto a plain tree -----------------------------------------------------------------------------
+
+_BATCH = 64
+
+
+class _Piece(NamedTuple):
+    """One path of a layer; `file` is open where it is a regular file."""
+
+    path: bytes
+    found: os.stat_result
+    attributes: dict[str, bytes]
+    target: bytes = b""
+    file: int = -1
+
+
+def lay(layer: Path, tree: Path, owner: tuple[int, int], trash: TrashDirectory) -> None:
+    """Write what a layer has into a clean tree, as new files of its owner's."""
+    with (
+        opened(open_top(tree)) as root,
+        TreeWriter(root, ActingAs(owner), mtime_ns=time.time_ns(), trash=trash) as writer,
+    ):
+        directories: list[_Piece] = []
+        for batch in _batches(_pieces(layer)):
+            try:
+                with writer.owner:  # once for many: the owner may not read the layer
+                    for piece in batch:
+                        _put(writer, piece)
+            finally:
+                for piece in batch:
+                    if piece.file >= 0:
+                        os.close(piece.file)
+            directories += [piece for piece in batch if stat.S_ISDIR(piece.found.st_mode)]
+        for piece in reversed(directories):  # what was written in it changed its time
+            permissions = stat.S_IMODE(piece.found.st_mode)
+            writer.finish_directory(
+                piece.path, permissions, piece.found.st_mtime_ns, piece.attributes
+            )
+
+
+def is_whiteout(found: os.stat_result) -> bool:
+    """Whether a layer hides a path of those below it."""
+    return stat.S_ISCHR(found.st_mode) and found.st_rdev == 0
+
+
+def read_attributes(file: int) -> dict[str, bytes]:
+    """The extended attributes that a user may set."""
+    return {
+        name: os.getxattr(file, name) for name in os.listxattr(file) if name.startswith("user.")
+    }
+
+
+def _pieces(layer: Path) -> Iterator[_Piece]:
+    with opened(open_directory(layer)) as root, TreeReader(root, ActingAs(None)) as reader:
+        for path, found in iter_below(reader):
+            directory, name = reader.locate(path)
+            if stat.S_ISREG(found.st_mode):
+                file = open_regular(directory, name)
+                yield _Piece(path, found, read_attributes(file), file=file)
+            elif stat.S_ISDIR(found.st_mode):
+                with opened(open_child(directory, name)) as fd:
+                    yield _Piece(path, found, read_attributes(fd))
+            elif stat.S_ISLNK(found.st_mode):
+                yield _Piece(path, found, {}, target=os.readlink(name, dir_fd=directory))
+            else:
+                yield _Piece(path, found, {})
+
+
+def iter_below(reader: TreeReader) -> Iterator[tuple[bytes, os.stat_result]]:
+    """Every path of a layer, a directory before what is in it."""
+
+    def refused(path: bytes, error: Exception) -> None:
+        raise error
+
+    for name in reader.names_in(b""):
+        yield from reader.iter_below(name, refused)
+
+
+def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+    while batch := list(islice(pieces, _BATCH)):
+        yield batch
+
+
+def _put(writer: TreeWriter, piece: _Piece) -> None:
+    mtime_ns, permissions = piece.found.st_mtime_ns, stat.S_IMODE(piece.found.st_mode)
+    if piece.file >= 0:
+        writer.copy_file(
+            piece.path,
+            piece.file,
+            permissions=permissions,
+            mtime_ns=mtime_ns,
+            attributes=piece.attributes,
+        )
+    elif stat.S_ISDIR(piece.found.st_mode):
+        writer.make_directory(piece.path)
+    elif stat.S_ISLNK(piece.found.st_mode):
+        writer.write_symlink(piece.path, piece.target, mtime_ns=mtime_ns)
+    elif is_whiteout(piece.found):
+        writer.remove(piece.path)

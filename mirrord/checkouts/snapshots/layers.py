@@ -1,0 +1,72 @@
+"""The private layers there are: what forks, snapshots and grades have over their base commits.
+
+A layer is a directory `templates/.layers/<id>` in the form of overlayfs's upper layers: changed
+files as they are, directories, and a whiteout (a character device 0/0) for each path that the base
+has and the layer has not. Its files belong to the daemon, and nobody changes them. It lives while a
+lease refers to it; one that none refers to is removed, by the next start too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from ...host.trash import Trash, new_trash
+from ...model import LayerId, new_layer_id
+from ..leases import Leases
+
+DIRECTORY = ".layers"
+"""Below `templates`, which the mounter shows to other owners as theirs."""
+
+
+def layer_path(state_dir: Path, layer: LayerId) -> Path:
+    return state_dir / "templates" / DIRECTORY / layer
+
+
+class NewLayer(NamedTuple):
+    """A layer to be written: `path` does not exist yet."""
+
+    id: LayerId
+    path: Path
+
+
+class Layers:
+    """The layers of a state directory, counted by its `leases`. Belongs to the event loop."""
+
+    def __init__(self, state_dir: Path, leases: Leases, trash: Trash) -> None:
+        self._state = state_dir
+        self._leases = leases
+        self._trash = trash
+
+    def open(self) -> None:
+        """Remove what no lease refers to; call once, when the leases were read."""
+        directory = self._state / "templates" / DIRECTORY
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in directory.iterdir():
+            if not self._leases.layers[LayerId(path.name)]:
+                self._trash.add(path)
+
+    def path(self, layer: LayerId) -> Path:
+        return layer_path(self._state, layer)
+
+    @contextmanager
+    def making(self) -> Iterator[NewLayer]:
+        """A new layer, removed at the end unless a lease refers to it by then."""
+        layer = new_layer_id()
+        try:
+            yield NewLayer(layer, self.path(layer))
+        finally:
+            self.drop_unused([layer])
+
+    def drop_unused(self, layers: Iterable[LayerId]) -> None:
+        """Remove those of the layers that no lease refers to any more."""
+        for layer in layers:
+            if self._leases.layers[layer] <= 0:
+                del self._leases.layers[layer]
+                path = self.path(layer)
+                gone = new_trash(path.parent)
+                with suppress(FileNotFoundError):
+                    path.rename(gone)
+                    self._trash.add(gone)
