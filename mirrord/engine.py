@@ -153,7 +153,7 @@ class Engine:
         )  # fmt: skip
         # leases are adopted once the templates under their trees are known
         self.checkouts = Checkouts(
-            settings=self.settings, state_dir=self.layout.root, workers=self.workers,
+            settings=self.settings, state_dir=self.layout.root, git=self.git, workers=self.workers,
             mirrors=self.mirrors, datasets=self.datasets, stores=self.stores, overlay=overlay,
             access=self.access, events=self.events, trash=self.trash,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from .. import errors
 from ..host.peers import Role
-from ..protocol import API, Health, Message, Request
+from ..protocol import API, Health, Message, Receipt, Request
 from . import openapi
 from .handlers import checkouts, daemon, datasets, mirrors
 from .request import Call, Query, text_response
@@ -124,6 +124,7 @@ _SUBJECTS_OF: dict[str, set[str]] = {
         "checkout", "checkouts", "instance", "dataset", "mirror", "name", "commit", "path", "patch",
         "tree", "diff", "ttl", "process",
     },
+    "receipts": {"mirror", "name", "commit"},
     "operations": {"operation"},
 }  # fmt: skip
 """Words in error codes, by the noun whose endpoints answer with them."""
@@ -184,8 +185,10 @@ ENDPOINTS = (
     _post(f"{_CHECKOUT}/reset", OWNER, checkouts.reset_checkout, interruptible=True),
     _post(f"{_CHECKOUT}/renew", OWNER, checkouts.renew_checkout),
     _get(f"{_CHECKOUT}/diff", OWNER, checkouts.diff_checkout, answer=_PATCH),
+    _get(f"{_CHECKOUT}/receipt", OWNER, checkouts.get_receipt, answer=Receipt),
     _post(f"{_CHECKOUT}/apply", OWNER, checkouts.apply_patch, upload=_FILE, interruptible=True),
     _post(f"{_CHECKOUT}/restore", ADMIN, checkouts.restore_paths, interruptible=True),
+    _post(f"{API}/receipts/verify", MEMBER, checkouts.verify_receipt, interruptible=True),
 
     _get(f"{API}/operations", MEMBER, daemon.list_operations),
     _get(_OPERATION, MEMBER, daemon.get_operation),

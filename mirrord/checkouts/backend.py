@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Protocol
 
 from ..errors import ProofFailedError
@@ -70,6 +70,10 @@ class CheckoutBackend(Protocol):
         None when nobody knows it. A process that sits inside must not prevent it. True where
         nothing is left to remove; otherwise the caller removes both directories in the background.
         """
+        ...
+
+    async def template_proven_at(self, lease: Lease) -> datetime | None:
+        """When the last part of the template below the tree was proven; None without a template."""
         ...
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:

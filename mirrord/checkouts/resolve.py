@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple
 
@@ -96,6 +97,13 @@ class Resolver:
                     hint="see `mirrord dataset list`, or write NAME@COMMIT",
                 )
         return await self._resolve_name(self._mirrors.get_name(name), commitish, naming)
+
+    async def find_base(self, instance: str, dataset: str | None) -> CommitId | None:
+        """The base commit of an instance; None where none is known, or several are."""
+        with suppress(errors.InstanceAmbiguousError):
+            row = await self._datasets.find_instance(instance, dataset)
+            return row.base_commit if row else None
+        return None
 
     async def resolve_reset(
         self, request: ResetCheckout, lease: Lease, naming: Naming

@@ -21,7 +21,13 @@ import anyio.to_thread
 from .. import protocol
 from ..config import Settings
 from ..datasets.service import Datasets
-from ..errors import CheckoutBusyError, StoppingError
+from ..errors import (
+    CheckoutBusyError,
+    CommitNotFoundError,
+    MirrorNotFoundError,
+    StoppingError,
+)
+from ..git.command import Git
 from ..git.workers import Workers
 from ..host.namespaces import Visible
 from ..host.peers import Access, Owners, Peer
@@ -36,6 +42,7 @@ from .leases import Lease, Leases, LeaseState, not_found
 from .lifecycle import Lifecycle
 from .patches.service import Patches
 from .pool.backend import PoolBackend
+from .receipts import Receipts, report
 from .resolve import Resolver
 from .snapshots.layers import Layers
 from .stores.builder import StoreBuilder
@@ -57,6 +64,7 @@ class Checkouts:
         *,
         settings: Callable[[], Settings],
         state_dir: Path,
+        git: Git,
         workers: Workers,
         mirrors: Mirrors,
         datasets: Datasets,
@@ -74,6 +82,7 @@ class Checkouts:
         self._trash = trash
         self._clock = clock
         self._resolver = Resolver(datasets, mirrors, stores.commits.learn)
+        self._receipts = Receipts(git=git, workers=workers, mirrors=mirrors, stores=stores)
         self._patches = Patches(workers=workers, mirrors=mirrors, instances=datasets)
         backends = [overlay, pool] if overlay else [pool]
         self._leases = Leases(state_dir)
@@ -217,6 +226,30 @@ class Checkouts:
             _must_be_whole(lease)
             changed = await self._lifecycle.backend_of(lease).changed_paths(lease)
             return await self._patches.diff(lease, changed)
+
+    async def receipt(self, checkout: str, peer: Peer) -> protocol.Receipt:
+        """What a checkout is now, and how that was proven."""
+        async with self._held(checkout, peer) as lease:
+            _must_be_whole(lease)
+            backend = self._lifecycle.backend_of(lease)
+            patch = await self._patches.diff(lease, await backend.changed_paths(lease))
+            proven_at = await backend.template_proven_at(lease)
+            return await self._receipts.issue(lease, patch, proven_at)
+
+    async def verify_receipt(self, receipt: protocol.Receipt, peer: Peer) -> protocol.ReceiptReport:
+        """Compare a receipt with the mirror; the peer must be one who may check its commit out."""
+        self._must_be_open()
+        wanted = protocol.StartCheckout(mirror=receipt.mirror, commit=receipt.commit)
+        try:
+            found = await self._resolver.resolve_start(wanted, self._admission.naming(peer))
+        except MirrorNotFoundError:
+            return report(receipt, {"mirror": None})
+        except CommitNotFoundError:
+            return report(receipt, {"mirror": receipt.mirror, "commit": None})
+        base = None
+        if receipt.instance is not None:
+            base = await self._resolver.find_base(receipt.instance, receipt.dataset)
+        return await self._receipts.verify(receipt, found, base)
 
     async def apply(
         self,

@@ -64,6 +64,7 @@ restore; checkouts:restore; 3489; Bring files of a pinned commit into a checkout
 release; checkouts:release; 3459; Release checkouts.
 renew; checkouts:renew; 349; Move the deadline of a checkout.
 checkouts; checkouts:list_all; 39; List the held checkouts.
+receipt; receipts:receipt; 345789; Print what a checkout is and how that was proven, or verify that.
 exec; execute:execute; 346789; Run a command in a temporary checkout.
 verify-seal; local:verify_seal; 3478; Prove that a repository shows nothing after a commit.
 rehearse; rehearse:rehearse; 346789; Try every instance: checkout, patches, diff, reset.

@@ -58,6 +58,15 @@ def default_url(settings: Settings, name: MirrorName) -> str:
     return next(own, None) or upstream_url(settings.upstream.url, name)
 
 
+def public_url(text: str) -> str | None:
+    """The URL to show to others: without user information; None where it may hold a secret."""
+    try:
+        bare = parse_upstream(text).remote.url
+    except InvalidUrlError:
+        return None
+    return bare if masked_url(bare) == bare else None
+
+
 _SCHEMES = {"https", "http", "ssh", "git", "file"}
 _SCP = re.compile(r"(?:[A-Za-z0-9._-]+@)?([A-Za-z0-9][A-Za-z0-9.-]*):(?!/?/)([^\s].*)")
 _HELPER = re.compile(r"[A-Za-z0-9+.-]*::")

@@ -19,6 +19,7 @@ from .codec import OwnerUid, Text, Ttl, Word
 from .codec import Problem as Problem
 from .codec import Repo as Repo
 from .codec import Request as Request
+from .codec import canonical as canonical
 from .codec import to_bytes as to_bytes
 from .codec import to_json as to_json
 
@@ -436,6 +437,85 @@ class SealReport(Answer):
     objects_present: int = 0
     objects_in_closure: int = 0
     leaks: list[SealLeak] = []
+    checked: list[str] = []
+
+
+# -- receipts --------------------------------------------------------------------------------------
+
+RECEIPT_FORMAT: Literal["mirrord-receipt/1"] = "mirrord-receipt/1"
+
+
+class Closure(Answer):
+    """The objects of a sealed store. `sha256` is of their ids, sorted, each with a line feed."""
+
+    objects: int
+    sha256: str
+
+
+class Proven(Answer):
+    """How something was proven, and when."""
+
+    method: str
+    at: datetime
+
+
+class Digest(Answer):
+    bytes: int
+    sha256: str
+
+
+class Receipt(Answer, Request):
+    """What a checkout is, and how that was proven. docs/receipts.md defines every member.
+
+    A receipt is also a request, to be verified: the daemon refuses members that it does not know.
+    """
+
+    format: Literal["mirrord-receipt/1"]
+    version: str
+    issued_at: datetime
+    checkout: str
+    instance: str | None = None
+    dataset: str | None = None
+    mirror: str
+    upstream: str | None = None
+    commit: str
+    tree: str
+    head: str
+    history: model.History
+    view: model.View
+    backend: model.Backend
+    created_at: datetime
+    expires_at: datetime
+    resets: int
+    closure: Closure | None = None
+    seal: Proven | None = None
+    template: Proven | None = None
+    clean: Proven | None = None
+    diff: Digest
+    signature: str | None = None
+
+    def canonical(self) -> bytes:
+        """The file to keep: canonical JSON (RFC 8785), without members that are None."""
+        return canonical(self)
+
+    def signed_bytes(self) -> bytes:
+        """What a signature is of: the canonical form of all members but `signature`."""
+        return canonical({**self.to_json(), "signature": None})
+
+
+class Mismatch(Answer):
+    """A member of a receipt that does not hold; `found` is None where nothing was found."""
+
+    member: str
+    stated: str | None
+    found: str | None
+
+
+class ReceiptReport(Answer):
+    """The answer of `receipt --verify`; `checked` are the members that were compared."""
+
+    holds: bool
+    mismatches: list[Mismatch] = []
     checked: list[str] = []
 
 

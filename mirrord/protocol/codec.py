@@ -155,6 +155,26 @@ def to_bytes(value: Any) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
+def canonical(value: Any) -> bytes:
+    """As canonical JSON (RFC 8785), without members that are None.
+
+    For objects with ASCII names, arrays, strings, true, false and integers below 2**53, which
+    Python and the RFC write alike; a float is a TypeError.
+    """
+    return _canonical(to_json(value)).encode("utf-8", "backslashreplace")
+
+
+def _canonical(value: Any) -> str:
+    if isinstance(value, dict):
+        members = sorted((name, each) for name, each in value.items() if each is not None)
+        return f"{{{','.join(f'{_canonical(name)}:{_canonical(each)}' for name, each in members)}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_canonical, value))}]"
+    if isinstance(value, float):
+        raise TypeError(f"{value} has no canonical form here")
+    return json.dumps(value, ensure_ascii=False)
+
+
 _Reader = Callable[[Any], Any]
 _readers: dict[type[Message], dict[str, _Reader]] = {}
 _KINDS: dict[type, str] = {list: "an array", dict: "an object", str: "a string"}

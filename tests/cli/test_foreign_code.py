@@ -153,7 +153,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                 "refs diff": ["a/b", "latest", "latest"], "refs restore": ["a/b", "latest"], "exec": ["i", "--", "/bin/true"],
                 "bundle create": ["a/b", str(root / "bundle")], "bundle import": [str(root / "bundle")],
                 "verify-seal": [str(upstream.path), "--base", last],
-                **{name: [identity] for name in ("reset", "diff", "renew")},
+                **{name: [identity] for name in ("reset", "diff", "receipt", "renew")},
                 **{f"operations {name}": [operation] for name in ("show", "watch", "wait", "cancel")},
             }  # fmt: skip
             yield World(trap, running, {**ARGUMENTS, **given})

@@ -49,6 +49,7 @@ DESIGNED = [
     "release",
     "renew",
     "checkouts",
+    "receipt",
     "verify-seal",
     "rehearse",
     "refs-log",

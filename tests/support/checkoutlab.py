@@ -209,7 +209,7 @@ class Service:
             else None
         )
         self.checkouts = Checkouts(
-            state_dir=self.state, mirrors=self.mirrors, datasets=self.datasets, stores=self.stores, overlay=overlay,
+            state_dir=self.state, git=git_starter, mirrors=self.mirrors, datasets=self.datasets, stores=self.stores, overlay=overlay,
             access=Access(lambda: self._settings), clock=lambda: utc_now() + self.now_shift, trash=self.trash, **parts,
         )  # fmt: skip
         await self.checkouts.open()

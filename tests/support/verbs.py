@@ -18,6 +18,7 @@ ARGUMENTS = {
     "restore": ["a" * 16, "--commit", "c" * 40, "file"],
     "release": ["a" * 16],
     "renew": ["a" * 16],
+    "receipt": ["a" * 16],
     "exec": ["i", "--", "true"],
     "refs log": ["a/b"],
     "refs diff": ["a/b", "x", "y"],

@@ -16,6 +16,8 @@ from ...host.pidfds import process_of
 from ...model import Bind
 from ...protocol import (
     Checkout,
+    Receipt,
+    ReceiptReport,
     RenewCheckout,
     ResetAnswer,
     ResetCheckout,
@@ -82,6 +84,17 @@ async def diff_checkout(call: Call) -> Response:
 
     length = str(os.fstat(file.fileno()).st_size)
     return OwnedStream(pieces(), {"content-type": _DIFF, "content-length": length}, owned)
+
+
+async def get_receipt(call: Call) -> Response:
+    """What the checkout is and how that was proven, as canonical JSON (RFC 8785)."""
+    receipt = await call.engine.checkouts.receipt(call.path["id"], call.peer)
+    return text_response(receipt.canonical(), "application/json")
+
+
+async def verify_receipt(call: Call, body: Receipt) -> ReceiptReport:
+    """Compare a receipt with the mirror that it names. Its signature is not looked at."""
+    return await call.engine.checkouts.verify_receipt(body, call.peer)
 
 
 class ApplyQuery(Query):

@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TypedDict, TypeVar
@@ -36,7 +37,7 @@ from ...protocol import Proof
 from ..backend import DIFF_TIMEOUT, must_prove
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..snapshots.layers import layer_path
-from ..templates.store import Template, Templates
+from ..templates.store import Template, Templates, proven_at
 from .changes import changed_paths
 
 log = structlog.get_logger()
@@ -170,6 +171,10 @@ class OverlayBackend:
         finally:
             if lease is not None and (template := self._held.pop(lease.id, None)):
                 self._templates.drop(template)
+
+    async def template_proven_at(self, lease: Lease) -> datetime | None:
+        template = self._held.get(lease.id)
+        return await anyio.to_thread.run_sync(proven_at, template) if template else None
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:
         template = self._held.get(lease.id)

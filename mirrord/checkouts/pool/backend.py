@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import anyio.to_thread
@@ -124,6 +124,9 @@ class PoolBackend:
             return False
         kept.append(warm)
         return True
+
+    async def template_proven_at(self, lease: Lease) -> datetime | None:
+        return None
 
     async def changed_paths(self, lease: Lease) -> list[bytes]:
         paths = await self._paths(lease)

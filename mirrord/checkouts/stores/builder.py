@@ -284,15 +284,20 @@ class StoreBuilder:
 
     async def _squashed(self, name: MirrorName, found: Resolved, scratch: Path) -> _Contents:
         """The commit is written as a loose object beside the mirror's, and packed from there."""
-        body = _SQUASHED.format(tree=found.tree, time=found.time).encode()
-        body = b"commit %d\0%s" % (len(body), body)
-        head = CommitId(hashlib.sha1(body, usedforsecurity=False).hexdigest())
+        head, body = squashed_commit(found)
         file = scratch / "objects" / head[:2] / head[2:]
         file.parent.mkdir(parents=True)
         file.write_bytes(zlib.compress(body))
         mirror = self._mirrors_path(name)
         pack = await self._closures.packer.pack_range(mirror, head, None, scratch)
         return _Contents(head, found.tree, [pack], [])
+
+
+def squashed_commit(found: Resolved) -> tuple[CommitId, bytes]:
+    """The id and the object of the one commit that a squashed checkout of this commit shows."""
+    body = _SQUASHED.format(tree=found.tree, time=found.time).encode()
+    body = b"commit %d\0%s" % (len(body), body)
+    return CommitId(hashlib.sha1(body, usedforsecurity=False).hexdigest()), body
 
 
 def _write(stores: Path, git: Path, contents: _Contents) -> list[bytes]:

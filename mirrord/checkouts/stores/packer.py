@@ -36,7 +36,7 @@ from .store import GRAPH, building, link_or_copy
 VERIFIED_WHOLE = 20_000  # objects; a larger pack is not hashed itself, but all it is copied from
 HINT = "audit the mirror with --level content and heal it"
 TIMEOUT = timedelta(minutes=30)
-_WALK = (*UNTRUSTING, "rev-list", "--objects", "--no-object-names")
+WALK = (*UNTRUSTING, "rev-list", "--objects", "--no-object-names")
 _PACK = (
     *UNTRUSTING, "-c", "pack.threads=2", "-c", "core.fsync=none",
     "-c", "pack.writeReverseIndex=false",
@@ -111,7 +111,7 @@ class Packer:
             tips = (tip, f"^{base}") if base else (tip,)
             try:
                 await self._git.run(
-                    *_WALK, *tips,
+                    *WALK, *tips,
                     git_dir=mirror,
                     stdout_path=listing,
                     timeout=TIMEOUT,

@@ -69,20 +69,23 @@ def blobs_path(trees: Path) -> Path:
     return trees.parent / "blobs"
 
 
+RECORD = "layer.json"
+
+
 def write_record(directory: Path, layer: Layer) -> None:
     """Write `layer.json`, with the boot in which the layer was proven.
 
     Nothing is flushed, so a power failure may tear a layer: after a boot it is proven again.
     """
-    temporary = directory / "layer.json.new"
+    temporary = directory / f"{RECORD}.new"
     temporary.write_text(json.dumps({**asdict(layer), "boot": boot_id()}), encoding="utf-8")
-    temporary.rename(directory / "layer.json")
+    temporary.rename(directory / RECORD)
 
 
 def read_record(directory: Path) -> tuple[Layer, bool] | None:
     """The layer of a directory, and whether it was proven in this boot; None without a record."""
     try:
-        record = json.loads((directory / "layer.json").read_text(encoding="utf-8"))
+        record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
         proven = record.pop("boot") == boot_id()
         layer = Layer(**{**record, "removed": tuple(record["removed"])})
     except (OSError, ValueError, TypeError, KeyError):

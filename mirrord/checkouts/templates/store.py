@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ from ..stores.packer import together
 from ..stores.store import is_as_built, read_records
 from .build import build_layer
 from .eviction import Eviction
-from .layers import write_record
+from .layers import RECORD, write_record
 from .registry import MirrorTemplates, TemplateRegistry
 
 _BUILD_TIMEOUT = timedelta(minutes=10)
@@ -49,6 +49,13 @@ class Template(NamedTuple):
     head: CommitId
     tree: str
     layers: tuple[Path, ...]
+
+
+def proven_at(template: Template) -> datetime:
+    """When the last of its layers was proven by content: its record is written then."""
+    _, _, *files = template.layers
+    times = [(each.parent / RECORD).stat().st_mtime for each in files]
+    return datetime.fromtimestamp(max(times), UTC)
 
 
 class Templates:

@@ -112,6 +112,10 @@ class AsyncCheckout:
         """Bring files of a pinned commit into the tree (grader view); returns their paths."""
         return await self._client.restore_paths(self.id, commit, *paths)
 
+    async def receipt(self) -> protocol.Receipt:
+        """What this is now, and how that was proven; keep its `canonical()` bytes."""
+        return await self._client.get_receipt(self.id)
+
     async def renew(self, ttl: timedelta | float | str | None = None) -> datetime:
         """Move the deadline to `ttl` from now, by default the last one given; returns it."""
         self._ttl = self._ttl if ttl is None else seconds_of(ttl)

@@ -348,6 +348,14 @@ class AsyncClient:
         path = f"{_checkout(checkout)}/restore"
         return (await self._one(protocol.RestoreAnswer, "POST", path, body=body)).paths
 
+    async def get_receipt(self, checkout: str) -> protocol.Receipt:
+        """What a checkout is now, and how that was proven; keep its `canonical()` bytes."""
+        return await self._one(protocol.Receipt, "GET", f"{_checkout(checkout)}/receipt")
+
+    async def verify_receipt(self, receipt: protocol.Receipt) -> protocol.ReceiptReport:
+        """Compare a receipt with the mirror that it names; its signature is not looked at."""
+        return await self._one(protocol.ReceiptReport, "POST", "receipts/verify", body=receipt)
+
     async def release_checkout(self, checkout: str) -> None:
         self._renewal.drop(checkout)
         await self._connection.request("DELETE", _checkout(checkout))

@@ -113,6 +113,10 @@ class Checkout:
         """Bring files of a pinned commit into the tree (grader view); returns their paths."""
         return self._client.restore_paths(self.id, commit, *paths)
 
+    def receipt(self) -> protocol.Receipt:
+        """What this is now, and how that was proven; keep its `canonical()` bytes."""
+        return self._client.get_receipt(self.id)
+
     def renew(self, ttl: timedelta | float | str | None = None) -> datetime:
         """Move the deadline to `ttl` from now, by default the last one given; returns it."""
         self._ttl = self._ttl if ttl is None else seconds_of(ttl)

@@ -347,6 +347,14 @@ class Client:
         path = f"{_checkout(checkout)}/restore"
         return (self._one(protocol.RestoreAnswer, "POST", path, body=body)).paths
 
+    def get_receipt(self, checkout: str) -> protocol.Receipt:
+        """What a checkout is now, and how that was proven; keep its `canonical()` bytes."""
+        return self._one(protocol.Receipt, "GET", f"{_checkout(checkout)}/receipt")
+
+    def verify_receipt(self, receipt: protocol.Receipt) -> protocol.ReceiptReport:
+        """Compare a receipt with the mirror that it names; its signature is not looked at."""
+        return self._one(protocol.ReceiptReport, "POST", "receipts/verify", body=receipt)
+
     def release_checkout(self, checkout: str) -> None:
         self._renewal.drop(checkout)
         self._connection.request("DELETE", _checkout(checkout))

@@ -21,19 +21,17 @@ from ...errors import (
     CorruptObjectError,
     GitFailedError,
     InvalidBundleError,
-    InvalidUrlError,
     MirrordError,
 )
 from ...git.batch import lines_of
 from ...git.environment import STRICT
-from ...git.errors import masked_url
 from ...host.files import full_disk_named
 from ...host.processes import memory_limit_bytes
 from ...model import MirrorName, parse_dataset_name, shown
 from ...protocol import Dataset, ProgressSink, RowFault
 from ..quarantine import STREAM_BIG_FILES, within_disk
 from ..repository import Refs, Repository
-from ..upstream import parse_upstream
+from ..upstream import public_url
 
 # -- header and pack ----------------------------------------------------------------------------
 
@@ -199,14 +197,10 @@ class BundleRecords(_Stored):
 
 
 def records_of(row: MirrorRow, pins: list[PinRow], datasets: list[Dataset]) -> BundleRecords:
-    try:
-        bare = parse_upstream(row.url).remote.url
-    except InvalidUrlError:
-        bare = None
     ordered = sorted(pins, key=lambda pin: (pin.owner, pin.commit))
     return BundleRecords(
         mirror=str(row.name),
-        url=bare if bare and masked_url(bare) == bare else None,
+        url=public_url(row.url),
         default_branch=row.default_branch,
         pins=tuple(map(BundledPin.model_validate, ordered)),
         datasets=tuple(BundledDataset.model_validate(dataset.to_json()) for dataset in datasets),

@@ -480,7 +480,7 @@ def test_a_walk_that_fails_leaves_nothing(site: Site, monkeypatch: pytest.Monkey
     line = [CommitId(oid) for oid in site.upstream.history(3)]
     site.clone()
     monkeypatch.setattr(
-        packing_module, "_WALK", (*packing_module._WALK, "--stdin", "--no-such-option")
+        packing_module, "WALK", (*packing_module.WALK, "--stdin", "--no-such-option")
     )
 
     async def body(closures: Closures) -> None:

@@ -1,0 +1,198 @@
+"""Receipts: what a checkout is and how that was proven, and whether a receipt still holds.
+
+The digest of a closure comes from the pack indexes of the sealed store when a receipt is issued,
+and from a walk of the mirror when one is verified: the two know nothing of each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import anyio.to_thread
+
+from .. import __version__
+from ..git.command import Git
+from ..git.packs import PackIndex
+from ..git.turns import Turns
+from ..git.workers import Workers
+from ..mirrors.service import Mirrors
+from ..mirrors.upstream import public_url
+from ..model import Backend, CommitId, History, MirrorName, utc_now
+from ..protocol import (
+    RECEIPT_FORMAT,
+    Closure,
+    Digest,
+    Mismatch,
+    Proven,
+    Receipt,
+    ReceiptReport,
+)
+from .leases import Lease
+from .resolve import ResolvedRequest
+from .stores.builder import StoreBuilder, squashed_commit
+from .stores.packer import WALK
+from .stores.store import SealedStore
+
+_TIMEOUT = timedelta(minutes=10)
+_KEPT_MAX = 1024
+_SEALED = "packs that hold exactly the closure, each object hashed when they were made"
+_TEMPLATE = "each file hashed, the whole compared with the tree, since the host started"
+_CLEAN = {
+    Backend.OVERLAY: "an empty layer over the template",
+    Backend.POOL: "written and read back, or compared with the private manifest of that",
+}
+
+
+class Receipts:
+    """Issues receipts for leases and verifies them. Belongs to one event loop."""
+
+    def __init__(
+        self, *, git: Git, workers: Workers, mirrors: Mirrors, stores: StoreBuilder
+    ) -> None:
+        self._git = git
+        self._workers = workers
+        self._mirrors = mirrors
+        self._stores = stores
+        self._closures: dict[tuple[Path, tuple[str, ...]], Closure] = {}
+        self._walks = Turns(2)
+
+    async def issue(
+        self, lease: Lease, diff: bytes | Path, template_proven_at: datetime | None
+    ) -> Receipt:
+        """The receipt of a checkout with this diff; the caller holds its lock."""
+        row = await self._mirrors.get(str(lease.mirror))
+        store = None
+        if lease.history is not History.LINKED:
+            store = await self._stores.ensure(lease.mirror, lease.commit, lease.history)
+        last_clean = lease.reset_at or lease.created_at
+        return Receipt(
+            format=RECEIPT_FORMAT,
+            version=__version__,
+            issued_at=utc_now(),
+            checkout=lease.id,
+            instance=lease.instance,
+            dataset=lease.dataset,
+            mirror=str(row.name),
+            upstream=public_url(row.url),
+            commit=lease.commit,
+            tree=lease.tree,
+            head=store.head if store else lease.commit,
+            history=lease.history,
+            view=lease.view,
+            backend=lease.backend,
+            created_at=lease.created_at,
+            expires_at=lease.expires_at,
+            resets=lease.resets,
+            closure=await self._closure_of(store) if store else None,
+            seal=Proven(method=_SEALED, at=await _built_at(store)) if store else None,
+            template=_proven(_TEMPLATE, template_proven_at),
+            clean=None if lease.layer else _proven(_CLEAN[lease.backend], last_clean),
+            diff=await anyio.to_thread.run_sync(_digest, diff),
+        )
+
+    async def verify(
+        self, receipt: Receipt, found: ResolvedRequest, base: CommitId | None
+    ) -> ReceiptReport:
+        """Compare a receipt with the mirror, which has its commit as `found`.
+
+        `base` is the base commit of its instance, where a dataset here has that.
+        """
+        actual: dict[str, object] = {"mirror": receipt.mirror}
+        actual |= {"instance": base} if base else {}
+        actual |= {"commit": found.commit, "tree": found.tree}
+        if receipt.history is History.LINKED:
+            return report(receipt, actual | {"head": found.commit})
+        commit, tip, head = found.commit, str(found.commit), found.commit
+        if receipt.history is History.SQUASHED:
+            resolved = await self._stores.commits.get(found.mirror, commit)
+            (head, _), tip = squashed_commit(resolved), found.tree
+        closure = await self._walk(found.mirror, tip, head)
+        actual |= {"head": head, "closure.objects": closure.objects}
+        return report(receipt, actual | {"closure.sha256": closure.sha256})
+
+    async def _closure_of(self, store: SealedStore) -> Closure:
+        """What the packs of a store hold; counted once."""
+        key = store.path, store.packs
+        if key not in self._closures:
+            found = await self._workers.run(closure_of_store, store, timeout=_TIMEOUT)
+            while len(self._closures) >= _KEPT_MAX:
+                del self._closures[next(iter(self._closures))]
+            self._closures[key] = found
+        return self._closures[key]
+
+    async def _walk(self, name: MirrorName, tip: str, head: CommitId) -> Closure:
+        """What git finds in the mirror; `head` is one more object where it is not in there."""
+        async with self._walks.turn(), self._mirrors.quarantine.directory("receipt") as scratch:
+            listing = scratch / "listing"
+            await self._git.run(
+                *WALK, tip,
+                git_dir=self._mirrors.path(name),
+                stdout_path=listing,
+                timeout=_TIMEOUT,
+                doing=f"walk {tip}",
+            )  # fmt: skip
+            return await self._workers.run(closure_of_listing, listing, head, timeout=_TIMEOUT)
+
+
+def report(receipt: Receipt, actual: dict[str, object]) -> ReceiptReport:
+    """What of a receipt differs from `actual`, by member. An instance is compared by its commit."""
+    closure = receipt.closure
+    stated: dict[str, object] = {
+        "mirror": receipt.mirror,
+        "instance": receipt.commit,
+        "commit": receipt.commit,
+        "tree": receipt.tree,
+        "head": receipt.head,
+        "closure.objects": closure.objects if closure else None,
+        "closure.sha256": closure.sha256 if closure else None,
+    }
+    mismatches = [
+        Mismatch(member=member, stated=_text(stated[member]), found=_text(found))
+        for member, found in actual.items()
+        if _text(found) != _text(stated[member])
+    ]
+    return ReceiptReport(holds=not mismatches, mismatches=mismatches, checked=list(actual))
+
+
+def closure_of_store(store: SealedStore) -> Closure:
+    """Count and digest the ids in the pack indexes of a store. Runs in a worker."""
+    packs = (store.git / "objects/pack" / name for name in store.packs)
+    return _closure(oid for pack in packs for oid in PackIndex(pack.with_suffix(".idx")))
+
+
+def closure_of_listing(listing: Path, head: CommitId) -> Closure:
+    """Count and digest the ids that are the lines of a file, and `head`. Runs in a worker."""
+    return _closure(map(bytes.fromhex, [*listing.read_text("ascii").split(), head]))
+
+
+def _closure(ids: Iterable[bytes]) -> Closure:
+    ordered = sorted(set(ids))
+    lines = b"".join(ordered).hex("\n", 20) + "\n"
+    return Closure(objects=len(ordered), sha256=hashlib.sha256(lines.encode()).hexdigest())
+
+
+def _digest(diff: bytes | Path) -> Digest:
+    """The digest of a diff; a file is removed."""
+    if isinstance(diff, bytes):
+        return Digest(bytes=len(diff), sha256=hashlib.sha256(diff).hexdigest())
+    with diff.open("rb") as file:
+        diff.unlink()
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return Digest(bytes=file.tell(), sha256=sha256)
+
+
+async def _built_at(store: SealedStore) -> datetime:
+    """When a store was built: nothing writes its HEAD after that."""
+    found = await anyio.to_thread.run_sync((store.git / "HEAD").stat)
+    return datetime.fromtimestamp(found.st_mtime, UTC)
+
+
+def _proven(method: str, at: datetime | None) -> Proven | None:
+    return Proven(method=method, at=at) if at else None
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)

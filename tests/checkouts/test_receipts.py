@@ -1,0 +1,218 @@
+"""Receipts of checkouts on both backends: git and sha256sum are the oracle for what they state."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkoutlab import NAME, ROOT_PEER, USER, USER_PEER, Service, running_service
+from gitrepos import ENV, Upstream
+
+from mirrord.errors import AccessError, CheckoutNotFoundError, MirrordError
+from mirrord.host.peers import Peer
+from mirrord.model import Backend, History, View, utc_now
+from mirrord.protocol import (
+    Checkout,
+    Closure,
+    Mismatch,
+    Receipt,
+    ReceiptReport,
+    ResetCheckout,
+    StartCheckout,
+)
+
+pytestmark = pytest.mark.root
+
+OTHER_PEER = Peer(uid=USER + 1, gid=USER + 1, pid=1)
+
+
+@pytest.fixture(scope="module")
+def running(rich: Upstream) -> Iterator[Service]:
+    with running_service(rich, with_overlay=True) as service:
+        yield service
+
+
+@pytest.fixture
+def service(running: Service) -> Iterator[Service]:
+    yield running
+    running.change("access", commits="any")
+    for checkout in running.call(running.checkouts.list, ROOT_PEER):
+        running.call(running.checkouts.release, checkout.id, ROOT_PEER)
+
+
+@pytest.fixture(params=[Backend.POOL, Backend.OVERLAY])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return Backend(request.param)
+
+
+def start(service: Service, peer: Peer = USER_PEER, **request: Any) -> Checkout:
+    wanted = StartCheckout(**{"instance": "psf__requests@v2", **request})
+    return service.call(service.checkouts.checkout, wanted, peer)
+
+
+def issue(service: Service, checkout: Checkout, peer: Peer = USER_PEER) -> Receipt:
+    return service.call(service.checkouts.receipt, checkout.id, peer)
+
+
+def verify(service: Service, receipt: Receipt, peer: Peer = USER_PEER) -> ReceiptReport:
+    return service.call(service.checkouts.verify_receipt, receipt, peer)
+
+
+def counted_by_git(repository: Path, *tips: str) -> Closure:
+    """As docs/receipts.md tells a stranger to."""
+    walk = f"git rev-list --objects {' '.join(tips)} | cut -c1-40 | sort -u"
+    options: dict[str, Any] = {"shell": True, "cwd": repository, "env": {**ENV, "LC_ALL": "C"}}
+    lines = subprocess.check_output(f"{walk} | wc -l", **options)
+    digest = subprocess.check_output(f"{walk} | sha256sum", **options)
+    return Closure(objects=int(lines), sha256=digest.split()[0].decode())
+
+
+def test_a_receipt_says_what_the_checkout_is(
+    service: Service, backend: Backend, rich: Upstream
+) -> None:
+    """Closure, tree and diff are those that git and sha256sum find in a plain clone."""
+    before = utc_now()
+    checkout = start(service, backend=backend)
+    (Path(checkout.path) / "README").write_text("changed\n")
+    receipt = issue(service, checkout)
+    assert receipt.closure == counted_by_git(rich.path, "v2")
+    assert receipt.tree == rich.git("rev-parse", "v2^{tree}")
+    assert (receipt.commit, receipt.head) == (checkout.commit, checkout.commit)
+    assert (receipt.checkout, receipt.mirror) == (checkout.id, str(NAME))
+    assert receipt.upstream == rich.url
+    patch = service.diff(checkout)
+    assert receipt.diff.bytes == len(patch)
+    assert receipt.diff.sha256 == hashlib.sha256(patch).hexdigest()
+    assert receipt.resets == 0
+    assert receipt.clean is not None
+    assert receipt.clean.at == checkout.created_at
+    assert receipt.seal is not None
+    assert receipt.seal.at <= receipt.issued_at
+    assert (receipt.template is None) == (backend is Backend.POOL)
+    assert before <= receipt.issued_at <= utc_now()
+
+
+def test_a_receipt_counts_resets(service: Service, backend: Backend) -> None:
+    """Also over a restart; the last one is when the tree was clean."""
+    checkout = start(service, backend=backend)
+    for commit in (None, "v1"):
+        service.call(service.checkouts.reset, checkout.id, ResetCheckout(commit=commit), USER_PEER)
+    between = issue(service, checkout)
+    service.restart()
+    receipt = issue(service, checkout)
+    assert receipt.resets == 2
+    assert receipt.clean is not None
+    assert receipt.clean.at > checkout.created_at
+    assert receipt.diff.bytes == 0
+    assert (receipt.clean, receipt.closure) == (between.clean, between.closure)
+
+
+@pytest.mark.parametrize("history", History)
+def test_a_receipt_holds_against_its_mirror(
+    service: Service, rich: Upstream, history: History
+) -> None:
+    """Of every history. A linked checkout has no closure of its own, a squashed one the tree's."""
+    peer = ROOT_PEER if history is History.LINKED else USER_PEER
+    receipt = issue(service, start(service, peer, history=history), peer)
+    found = verify(service, receipt, peer)
+    assert found.holds
+    assert found.mismatches == []
+    assert {"mirror", "commit", "tree", "head"} <= set(found.checked)
+    if history is History.LINKED:
+        assert (receipt.closure, receipt.seal) == (None, None)
+    elif history is History.SQUASHED:
+        alone = counted_by_git(rich.path, "v2^{tree}")
+        assert receipt.closure is not None
+        assert receipt.closure.objects == alone.objects + 1
+        assert receipt.head != receipt.commit
+
+
+@pytest.mark.parametrize(
+    ("member", "value"),
+    [
+        ("tree", "e" * 40),
+        ("head", "e" * 40),
+        ("commit", "e" * 40),
+        ("mirror", "no__mirror"),
+        ("closure.objects", 1),
+        ("closure.sha256", "0" * 64),
+    ],
+)
+def test_what_does_not_hold_is_named(
+    service: Service, rich: Upstream, member: str, value: Any
+) -> None:
+    """The one member, with what it states and what there is."""
+    receipt = issue(service, start(service))
+    name, _, part = member.partition(".")
+    forged = replace(getattr(receipt, name), **{part: value}) if part else value
+    report = verify(service, replace(receipt, **{name: forged}))
+    assert not report.holds
+    missing = member in {"commit", "mirror"}
+    assert receipt.closure is not None
+    real = getattr(receipt.closure, part) if part else getattr(receipt, member)
+    found = None if missing else str(real)
+    assert report.mismatches == [Mismatch(member=member, stated=str(value), found=found)]
+
+
+def test_an_instance_is_held_against_its_base_commit(service: Service, rich: Upstream) -> None:
+    """Where a dataset here has it."""
+    row = {"instance_id": "psf__requests-1", "repo": "psf/requests", "version": "1"}
+    row |= {"base_commit": rich.git("rev-parse", "v1"), "patch": "", "test_patch": ""}
+    row |= {"problem_statement": "", "FAIL_TO_PASS": "[]", "PASS_TO_PASS": "[]"}
+    service.import_instances([row])
+    receipt = issue(service, start(service, instance="psf__requests-1"))
+    assert (receipt.instance, receipt.dataset) == ("psf__requests-1", "lab")
+    assert "instance" in verify(service, receipt).checked
+    other = replace(issue(service, start(service)), instance="psf__requests-1")
+    report = verify(service, other)
+    assert [each.member for each in report.mismatches] == ["instance"]
+    assert "instance" not in verify(service, replace(receipt, instance="unknown")).checked
+
+
+def test_a_secret_of_the_upstream_is_in_no_receipt(service: Service) -> None:
+    """A URL with user information is shown without it, one that may hold a token not at all."""
+    checkout = start(service)
+    row = service.call(service.mirrors.get, str(NAME))
+    for url, shown in (
+        ("https://me:hunter2@example.com/x.git", "https://example.com/x.git"),
+        ("https://example.com/x.git?token=hunter2hunter2", None),
+    ):
+        service.call(service.catalog.put_mirror, replace(row, url=url))
+        receipt = issue(service, checkout)
+        assert receipt.upstream == shown
+        assert b"hunter2" not in receipt.canonical()
+    service.call(service.catalog.put_mirror, row)
+
+
+def test_receipts_answer_to_those_who_may_see_the_checkout(service: Service) -> None:
+    """And a verification finds no commit that its peer may not check out."""
+    checkout = start(service)
+    with pytest.raises(CheckoutNotFoundError):
+        issue(service, checkout, OTHER_PEER)
+    receipt = issue(service, checkout)
+    service.change("access", commits="recorded")
+    with pytest.raises(AccessError):
+        verify(service, receipt)
+    assert verify(service, receipt, ROOT_PEER).holds
+
+
+def test_a_damaged_mirror_verifies_nothing(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is an error, and no verdict."""
+    receipt = issue(service, start(service))
+    monkeypatch.setattr("mirrord.checkouts.receipts.WALK", ("rev-list", "--no-such-option"))
+    with pytest.raises(MirrordError):
+        verify(service, receipt)
+    assert not list((service.state / "quarantine").glob("receipt-*"))
+
+
+def test_the_receipt_of_a_graders_checkout_says_so(service: Service) -> None:
+    """It has the same members."""
+    checkout = start(service, ROOT_PEER, view=View.GRADER)
+    assert issue(service, checkout, ROOT_PEER).view is View.GRADER
