@@ -23,10 +23,11 @@ import anyio.to_thread
 import structlog
 
 from ..errors import MirrordError
-from .files import clear_flags, mounted_on, names_in, open_child, open_directory, opened, unlock
+from .files import mounted_on, names_in, open_child, open_directory, opened, unlock
 
 TRASH_PREFIX = ".trash-"
 _BACKLOG = 128
+_LEVELS = 32
 
 T = TypeVar("T")
 TakeDown = Callable[[], Awaitable[bool]]
@@ -223,7 +224,7 @@ def remove_tree(path: Path) -> None:
 def remove(directory: int, name: bytes) -> None:
     """Remove whatever `name` is, a whole directory included; a missing one is fine.
 
-    A directory that is not empty is moved up beside `name` before it is emptied, so that no depth
+    A directory 32 levels down is moved up beside `name` before it is emptied, so that no depth
     exhausts descriptors; a crash leaves such a `.trash-…` in `directory`. Where something resists,
     they are put back: the next try knows only `name`.
     """
@@ -233,7 +234,7 @@ def remove(directory: int, name: bytes) -> None:
             if _remove_one(directory, moved[-1]):
                 moved.pop()
             else:
-                _empty(directory, moved[-1], moved)
+                _empty(directory, moved[-1], directory, moved)
     except BaseException:
         with suppress(OSError), opened(open_child(directory, name)) as fd:
             for each in moved[1:]:
@@ -265,8 +266,8 @@ def _remove_one(directory: int, name: bytes) -> bool:
     return False
 
 
-def _empty(directory: int, name: bytes, moved: list[bytes]) -> None:
-    """Empty the directory `name`; its directories move up, and their new names go to `moved`."""
+def _empty(directory: int, name: bytes, top: int, moved: list[bytes], level: int = 1) -> None:
+    """Empty the directory `name`; what is too deep moves up to `top`, its new names to `moved`."""
     try:
         fd = open_child(directory, name)
     except (FileNotFoundError, NotADirectoryError):
@@ -276,10 +277,13 @@ def _empty(directory: int, name: bytes, moved: list[bytes]) -> None:
             raise mounted_on(name) from error
         raise
     with opened(fd):
-        clear_flags(fd)
         for child in names_in(fd):
-            if not _remove_one(fd, child):
+            while not _remove_one(fd, child):
+                if level < _LEVELS:
+                    _empty(fd, child, top, moved, level + 1)
+                    continue
                 aside = os.fsencode(new_trash(Path()))
                 unlock(fd, child)
-                os.rename(child, aside, src_dir_fd=fd, dst_dir_fd=directory)
+                os.rename(child, aside, src_dir_fd=fd, dst_dir_fd=top)
                 moved.append(aside)
+                break

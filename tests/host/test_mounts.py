@@ -433,8 +433,8 @@ def test_a_process_knows_what_it_may_do() -> None:
 
 
 def test_what_resists_a_removal_is_found_again_under_the_name_it_had(tmp_path: Path) -> None:
-    """Directories are moved up on the way; whoever tries again knows nothing of that."""
-    (held,) = make(tmp_path, "checkout/a/b/mount")
+    """Deep directories are moved up on the way; whoever tries again knows nothing of that."""
+    (held,) = make(tmp_path, f"checkout/{'a/' * 70}mount")
     make(tmp_path, "checkout/a/c/d", "checkout/e/f")
     subprocess.run(["mount", "-t", "tmpfs", "none", held], check=True)
     try:
