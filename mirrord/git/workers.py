@@ -33,6 +33,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _USERS = 5  # with as many calls as one may have; others wait for a turn
+_SHORT = timedelta(minutes=1)
 _GRACE_S = 2.0
 
 log = structlog.get_logger()
@@ -143,8 +144,9 @@ class Workers:
     """Processes for sync, importable functions with picklable arguments and results.
 
     At most `size` calls run for one user, as many in the background, and five times as many in
-    all; the others wait. `on_start` runs in each new worker, to set up its logging. Belongs to one
-    event loop.
+    all; the others wait. Calls with a deadline of at most a minute are counted apart: a diff waits
+    for no template to be built. `on_start` runs in each new worker, to set up its logging. Belongs
+    to one event loop.
     """
 
     def __init__(
@@ -155,7 +157,8 @@ class Workers:
         on_start: Callable[[], None] | None = None,
         server: ForkServer = FORK_SERVER,
     ) -> None:
-        self._turns = Turns(size * _USERS, each=size, background=size)
+        self._short = Turns(size * _USERS, each=size, background=size)
+        self._long = Turns(size * _USERS, each=size, background=size)
         self._idle = idle
         self._on_start = on_start
         self._server = server
@@ -178,7 +181,7 @@ class Workers:
             self._retire_timer = None
         self._calls += 1
         try:
-            async with self._turns.turn():
+            async with (self._short if timeout <= _SHORT else self._long).turn():
                 return await self._run(function, args, timeout)
         finally:
             self._calls -= 1

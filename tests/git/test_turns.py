@@ -237,6 +237,22 @@ async def test_neither_background_work_nor_another_user_holds_all_workers(tmp_pa
         await workers.close()
 
 
+async def test_a_call_with_a_short_deadline_waits_for_no_long_one(tmp_path: Path) -> None:
+    """A user's diff, while templates are built for them."""
+    workers = Workers(size=1)
+    try:
+        build = partial(workers.run, hang, str(tmp_path / "pid"), timeout=timedelta(minutes=10))
+        building = asyncio.create_task(_asking(ALICE, build))
+        await until(lambda: (tmp_path / "pid").exists())
+        with anyio.fail_after(15):
+            assert await _asking(ALICE, lambda: workers.run(add, 1, 1, timeout=LONG)) == 2
+        assert not building.done()
+        building.cancel()
+        await asyncio.wait([building])
+    finally:
+        await workers.close()
+
+
 async def test_who_cancels_a_call_goes_on_when_its_worker_is_gone(tmp_path: Path) -> None:
     """What comes next may rely on it: nothing of the call writes any more."""
     workers = Workers(size=1)
