@@ -93,4 +93,5 @@ def test_a_bound_is_documented_as_it_is(row: str, words: list[str]) -> None:
 
 def test_the_turns_of_workers_are_documented_as_they_are() -> None:
     workers = Workers()
-    assert (workers._turns._each, workers._turns._background, workers._turns._most) == (2, 2, 10)
+    for turns in (workers._short, workers._long):
+        assert (turns._each, turns._background, turns._most) == (2, 2, 10)
