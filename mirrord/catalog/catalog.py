@@ -19,7 +19,7 @@ from sqlalchemy import Connection
 from ..errors import DiskFullError
 from ..git.workers import Workers
 from ..protocol import DatasetChange
-from . import audits, datasets, mirrors, spool
+from . import datasets, mirrors, spool
 from .database import Database, Mode, migrate, prepare
 from .schema import DatasetHead
 
@@ -105,11 +105,11 @@ class Catalog:
     find_base_commit = _reads(datasets.find_base_commit)
     instances_of = _reads(datasets.instances_of)
 
-    put_audit = _writes(audits.put_audit)
-    find_audit = _reads(audits.find_audit)
-    list_audits = _reads(audits.list_audits)
-    put_judgement = _writes(audits.put_judgement)
-    list_judgements = _reads(audits.list_judgements)
+    put_audit = _writes(mirrors.put_audit)
+    find_audit = _reads(mirrors.find_audit)
+    list_audits = _reads(mirrors.list_audits)
+    put_judgement = _writes(mirrors.put_judgement)
+    list_judgements = _reads(mirrors.list_judgements)
 
     async def replace_dataset(self, head: DatasetHead, rows: Path) -> DatasetChange:
         """Replace the dataset by `head` and the spooled rows, in one transaction."""

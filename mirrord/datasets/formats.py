@@ -1,50 +1,158 @@
-"""The table of dataset formats: how each is recognised by its columns, and its normaliser.
+"""Dataset rows: the formats, how each is recognised by its columns, and how a row is normalised.
 
 The first format whose test holds is taken, so a special one stands before the general one it
-resembles. A new format is a row here, with a small normaliser where its columns differ. A format
-without one is refused by name, unless its rows have the generic shape.
+resembles. A new format is a row in the table. One that is not read is refused by name, unless its
+rows have the generic shape. Values come from strangers: an invalid field raises RowError with a
+reason, and a rule that had to interpret a value is counted, so that an import says how it
+understood the file. No I/O.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
+import json
+import re
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..catalog import InstanceRow
-from ..errors import InvalidDatasetError
-from ..model import CommitId, CommitRole, Direction, shown
+from ..errors import InvalidCommitError, InvalidDatasetError, InvalidNameError
+from ..model import CommitId, CommitRole, Direction, MirrorName, parse_commit, shown
 from ..protocol import FormatInfo
-from .fields import Fields
 
 RawFields = Mapping[str, Any]
-Normaliser = Callable[[Fields], InstanceRow]
+_URL = re.compile(r"(?:https?|ssh|git)://(?:[^@/]*@)?[^/]+/|git@[^:/]+:")
+_ABBREVIATED = re.compile(r"[0-9a-fA-F]{4,39}")
+_KINDS = {"bool": "true or false", "int": "a number", "float": "a number"}
+_KINDS |= {"list": "a list", "dict": "an object", "bytes": "binary"}
 
 
-class DatasetFormat(NamedTuple):
-    """`detects` looks at one row; a format without `normalise` is recognised only."""
-
-    name: str
-    title: str
-    detected_by: str
-    detects: Callable[[RawFields], bool]
-    normalise: Normaliser | None = None
+class RowError(Exception):
+    """Why a row is invalid, as half a sentence."""
 
 
-# -- normalisers ----------------------------------------------------------------------------------
+class Fields:
+    """One row. `rules` counts for all rows of a file."""
+
+    def __init__(self, row: Mapping[str, Any], rules: Counter[str]) -> None:
+        self.row = row
+        self._rules = rules
+
+    def count(self, rule: str) -> None:
+        self._rules[rule] += 1
+
+    def has(self, name: str) -> bool:
+        return self.row.get(name) not in (None, "")
+
+    def instance_id(self, name: str = "instance_id") -> str:
+        text = self._required(name)
+        if not text.isprintable() or text != text.strip():
+            raise RowError(f"{name} {shown(text)} has control characters or outer spaces")
+        if len(text) > 500:  # a request can ask for no longer one
+            raise RowError(f"{name} {shown(text)} is {len(text)} characters long; 500 are allowed")
+        return text
+
+    def mirror(self, name: str = "repo") -> MirrorName:
+        """A repository: `owner/name`, or a URL that ends so."""
+        text = path = self._required(name)
+        if _URL.search(text):
+            self.count(f"{name}: URL")
+            path = _URL.sub("", text, count=1).strip("/")
+        try:
+            return MirrorName.parse(path)
+        except InvalidNameError as error:
+            raise RowError(f"{name} {shown(text)} is not owner/name") from error
+
+    def commit(self, name: str) -> CommitId:
+        text = self._required(name)
+        try:
+            commit = parse_commit(text)
+        except InvalidCommitError as error:
+            kind = "not a full commit id"
+            if _ABBREVIATED.fullmatch(text):
+                kind = "abbreviated; it can come to mean another commit"
+            raise RowError(f"{name} {shown(text)} is {kind}") from error
+        if commit != text:
+            self.count(f"{name}: letter case or spaces")
+        return commit
+
+    def patch(self, name: str) -> str | None:
+        """A patch, byte for byte; None where the field is empty."""
+        return self._required(name) if self.has(name) else None
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Test names: a list, a string holding JSON or a Python literal, or an object's keys."""
+        if not self.has(name):
+            return ()
+        value = self.row[name]
+        if isinstance(value, str):
+            value = self._parsed(name, value)
+        if isinstance(value, Mapping):
+            self.count(f"{name}: keys of an object")
+            value = list(value)
+        if isinstance(value, (list, tuple, set)) and all(
+            isinstance(item, str) and _is_encodable(item) for item in value
+        ):
+            return tuple(sorted(value) if isinstance(value, set) else value)
+        self.count(f"{name}: not readable as a list of names, left empty")
+        return ()
+
+    def _parsed(self, name: str, text: str) -> Any:
+        try:
+            value = json.loads(text)
+            self.count(f"{name}: string holding JSON")
+            return value
+        except (ValueError, RecursionError):
+            pass
+        if len(text) > 4 * 1024**2:
+            return None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a name such as 'a\d' is an invalid escape
+                value = ast.literal_eval(text)
+            self.count(f"{name}: string holding a Python literal")
+            return value
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return None
+
+    def _required(self, name: str) -> str:
+        if not self.has(name):
+            raise RowError(f"{name} is missing")
+        value = self.row[name]
+        if not isinstance(value, str):
+            kind = type(value).__name__
+            raise RowError(f"{name} is {_KINDS.get(kind, kind)}, not text")
+        if not _is_encodable(value):
+            raise RowError(f"{name} holds a lone surrogate, which is no character")
+        return value
 
 
-def row_of(
-    fields: Fields,
-    *,
-    further: tuple[tuple[CommitId, CommitRole], ...] = (),
-    direction: Direction = Direction.FORWARD,
-) -> InstanceRow:
-    """The row by the columns that the SWE-bench family shares, with `further` commits.
+def _is_encodable(text: str) -> bool:
+    """JSON can spell half a character (a lone surrogate), which has no bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
-    A further commit in an unknown column is not found: such a format needs its own normaliser.
+
+# -- rows -----------------------------------------------------------------------------------------
+
+
+def row_of(fields: Fields) -> InstanceRow:
+    """The row by the columns that the SWE-bench family shares.
+
+    The commit that the environment is built at is a second pin; some rows leave it empty.
     """
     base = fields.commit("base_commit")
+    commits = [(base, CommitRole.BASE)]
+    if fields.has("environment_setup_commit"):
+        commits.append((fields.commit("environment_setup_commit"), CommitRole.ENVIRONMENT))
+    elif "environment_setup_commit" in fields.row:
+        fields.count("environment_setup_commit: none")
     tests = {}
     for name in ("FAIL_TO_PASS", "PASS_TO_PASS"):  # some formats write them in lower case
         is_lower = name not in fields.row and name.lower() in fields.row
@@ -54,8 +162,8 @@ def row_of(
         dataset="",
         mirror=fields.mirror(),
         base_commit=base,
-        direction=direction,
-        commits=((base, CommitRole.BASE), *further),
+        direction=Direction.FORWARD,
+        commits=tuple(commits),
         patch=fields.patch("patch"),
         test_patch=fields.patch("test_patch"),
         fail_to_pass=tests["FAIL_TO_PASS"],
@@ -63,22 +171,17 @@ def row_of(
     )
 
 
-def _with_environment(fields: Fields) -> InstanceRow:
-    """The commit that the environment is built at is a second pin; some rows leave it empty."""
-    if not fields.has("environment_setup_commit"):
-        fields.count("environment_setup_commit: none")
-        return row_of(fields)
-    environment = fields.commit("environment_setup_commit")
-    return row_of(fields, further=((environment, CommitRole.ENVIRONMENT),))
-
-
-def _multimodal(fields: Fields) -> InstanceRow:
-    """Some rows lack the column of the environment. Test patches hold stubs of binary files."""
-    has_column = "environment_setup_commit" in fields.row
-    return _with_environment(fields) if has_column else row_of(fields)
-
-
 # -- the table ------------------------------------------------------------------------------------
+
+
+class DatasetFormat(NamedTuple):
+    """`detects` looks at one row. A format that is not `read` is recognised only."""
+
+    name: str
+    title: str
+    detected_by: str
+    detects: Callable[[RawFields], bool]
+    read: bool = True
 
 
 def _has(*columns: str) -> Callable[[RawFields], bool]:
@@ -100,61 +203,52 @@ _has_shape = _has("instance_id", "repo", "base_commit")
 
 FORMATS = (
     DatasetFormat(
-        "nemo-gym",
-        "NeMo Gym rows",
-        "responses_create_params and no base_commit",
-        lambda row: "responses_create_params" in row and "base_commit" not in row,
+        "nemo-gym", "NeMo Gym rows", "responses_create_params and no base_commit",
+        lambda row: "responses_create_params" in row and "base_commit" not in row, read=False,
     ),
     DatasetFormat(
-        "multi-swe-bench", "Multi-SWE-bench", "org, repo and base", _has("org", "repo", "base")
-    ),
-    DatasetFormat("r2e-gym", "R2E-Gym", "parsed_commit_content", _has("parsed_commit_content")),
-    DatasetFormat(
-        "swe-bench-pro", "SWE-bench Pro", "before_repo_set_cmd", _has("before_repo_set_cmd")
-    ),
-    DatasetFormat("swe-bench-live", "SWE-bench-Live", "commit_urls", _has("commit_urls")),
-    DatasetFormat(
-        "swe-smith", "SWE-smith", "image_name or a repo of swesmith/, and no base_commit", _is_smith
+        "multi-swe-bench", "Multi-SWE-bench", "org, repo and base",
+        _has("org", "repo", "base"), read=False,
     ),
     DatasetFormat(
-        "swe-bench-multimodal",
-        "SWE-bench Multimodal",
-        "image_assets",
-        _has("image_assets"),
-        _multimodal,
+        "r2e-gym", "R2E-Gym", "parsed_commit_content", _has("parsed_commit_content"), read=False
     ),
     DatasetFormat(
-        "swe-rebench",
-        "SWE-rebench, SWE-bench-extra",
+        "swe-bench-pro", "SWE-bench Pro", "before_repo_set_cmd", _has("before_repo_set_cmd"),
+        read=False,
+    ),
+    DatasetFormat(
+        "swe-bench-live", "SWE-bench-Live", "commit_urls", _has("commit_urls"), read=False
+    ),
+    DatasetFormat(
+        "swe-smith", "SWE-smith", "image_name or a repo of swesmith/, and no base_commit",
+        _is_smith, read=False,
+    ),
+    # test patches hold stubs of binary files
+    DatasetFormat(
+        "swe-bench-multimodal", "SWE-bench Multimodal", "image_assets", _has("image_assets")
+    ),
+    DatasetFormat(
+        "swe-rebench", "SWE-rebench, SWE-bench-extra",
         "install_config, FAIL_TO_FAIL or PASS_TO_FAIL",
         lambda row: any(c in row for c in ("install_config", "FAIL_TO_FAIL", "PASS_TO_FAIL")),
-        _with_environment,
     ),
-    DatasetFormat(
-        "swe-bench",  # lists of tests are strings holding JSON; lists in SWE-agent's copies
-        "SWE-bench, Lite, Verified",
-        "environment_setup_commit",
+    DatasetFormat(  # lists of tests are strings holding JSON; lists in SWE-agent's copies
+        "swe-bench", "SWE-bench, Lite, Verified", "environment_setup_commit",
         _has("environment_setup_commit"),
-        _with_environment,
+    ),
+    DatasetFormat(  # repositories are lower-cased
+        "swe-bench-multilingual", "SWE-bench Multilingual",
+        "no environment_setup_commit, and log_parser or dates with a space", _is_multilingual,
     ),
     DatasetFormat(
-        "swe-bench-multilingual",  # repositories are lower-cased
-        "SWE-bench Multilingual",
-        "no environment_setup_commit, and log_parser or dates with a space",
-        _is_multilingual,
-        row_of,
-    ),
-    DatasetFormat(
-        "swe-gym",
-        "SWE-Gym",
-        "no environment_setup_commit, and hints_text",
+        "swe-gym", "SWE-Gym", "no environment_setup_commit, and hints_text",
         _has("instance_id", "repo", "base_commit", "hints_text"),
-        row_of,
     ),
     DatasetFormat(
-        "generic", "rows of the same shape", "instance_id, repo and base_commit", _has_shape, row_of
+        "generic", "rows of the same shape", "instance_id, repo and base_commit", _has_shape
     ),
-)
+)  # fmt: skip
 
 COLUMNS = (
     *("instance_id", "repo", "base_commit", "environment_setup_commit", "patch", "test_patch"),
@@ -164,20 +258,15 @@ COLUMNS = (
 
 
 def format_infos() -> list[FormatInfo]:
-    """The formats that `dataset formats` lists: those with a normaliser."""
-    return [
-        FormatInfo(name=f.name, title=f.title, detected_by=f.detected_by)
-        for f in FORMATS
-        if f.normalise
-    ]
+    """The formats that `dataset formats` lists: those that are read."""
+    found = [each for each in FORMATS if each.read]
+    return [FormatInfo(name=f.name, title=f.title, detected_by=f.detected_by) for f in found]
 
 
-def choose_format(
-    source: str, asked: str | None, rows: Sequence[RawFields]
-) -> tuple[str, Normaliser]:
-    """The name and normaliser of the format asked for, else of the one the first rows show.
+def choose_format(source: str, asked: str | None, rows: Sequence[RawFields]) -> str:
+    """The name of the format asked for, else of the one that the first rows show.
 
-    Rows of a format without a normaliser are read as generic where they have that shape. Raises
+    Rows of a format that is not read count as generic where they have that shape. Raises
     InvalidDatasetError.
     """
     detected = (each for row in rows for each in FORMATS if each.detects(row))
@@ -186,7 +275,7 @@ def choose_format(
     if asked and found is None:
         close = difflib.get_close_matches(asked.lower(), by_name, n=1)
         guess = f"did you mean {close[0]}? " if close else ""
-        readable = ", ".join(each.name for each in FORMATS if each.normalise)
+        readable = ", ".join(each.name for each in FORMATS if each.read)
         raise InvalidDatasetError(
             f"cannot read format {shown(asked)}: no format has that name",
             hint=f"{guess}mirrord reads {readable}",
@@ -199,9 +288,9 @@ def choose_format(
             hint="a row needs instance_id, repo and base_commit; `mirrord dataset formats` lists"
             " the formats, --format chooses one",
         )
-    if found.normalise is None and not asked and any(map(_has_shape, rows)):
+    if not found.read and not asked and any(map(_has_shape, rows)):
         found = FORMATS[-1]
-    if found.normalise is None:
+    if not found.read:
         raise InvalidDatasetError(
             f"cannot import dataset {shown(source)}: its rows, from the first on, are {found.title}"
             f" ({found.detected_by}), a format that this version recognises and does not read",
@@ -209,4 +298,4 @@ def choose_format(
             " import those with --format generic",
             format=found.name,
         )
-    return found.name, found.normalise
+    return found.name

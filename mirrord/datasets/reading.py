@@ -20,8 +20,7 @@ from ..catalog import spooled
 from ..errors import DiskFullError, InvalidDatasetError, ResourceError
 from ..model import CommitId, MirrorName, shown
 from ..protocol import RowFault
-from .fields import Fields, RowError
-from .formats import Normaliser, choose_format
+from .formats import Fields, RowError, choose_format, row_of
 from .readers import RawRow, iter_rows
 
 FAULTS_KEPT = 1000
@@ -58,9 +57,9 @@ def read_dataset(path: Path, source: str, asked_format: str | None, spool: Path)
             faulty = chain(first, islice(rows, FAULTS_KEPT))
             faults = [_row_fault(source, row, row.fault or _NO_OBJECT) for row in faulty]
             raise _unusable(source, faults)
-        name, normalise = choose_format(source, asked_format, values)
+        name = choose_format(source, asked_format, values)
         with spool.open("xb") as out:
-            result = _normalise_rows(chain(first, rows), source, ReadResult(name), normalise, out)
+            result = _normalise_rows(chain(first, rows), source, ReadResult(name), out)
         if not result.row_count:
             raise _unusable(source, result.faults)
         with path.open("rb") as file:
@@ -80,7 +79,7 @@ def read_dataset(path: Path, source: str, asked_format: str | None, spool: Path)
 
 
 def _normalise_rows(
-    rows: Iterable[RawRow], source: str, result: ReadResult, normalise: Normaliser, out: BinaryIO
+    rows: Iterable[RawRow], source: str, result: ReadResult, out: BinaryIO
 ) -> ReadResult:
     """Write each row in its normalised form, once; fill `result`."""
     rules: Counter[str] = Counter()
@@ -91,7 +90,7 @@ def _normalise_rows(
         try:
             if raw.value is None:
                 raise RowError(raw.fault or _NO_OBJECT)
-            row = normalise(Fields(raw.value, fired))
+            row = row_of(Fields(raw.value, fired))
             # two spellings of a repository are one mirror, called as the file first calls it
             name = result.names.get(row.mirror.key, row.mirror)
             if name != row.mirror:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import builtins
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,51 @@ from ..model import (
     utc_now,
 )
 from ..protocol import Dataset, Instance, ProgressSink, RecordedCommit
-from .cache import InstanceCache
 from .pinning import PinKeys, Pinner, in_short, owner_of, pin_key, read_journals, write_journal
 from .reading import ReadResult, read_dataset
 
 _SUFFIXES = re.compile(r"(?:\.(?:jsonl|ndjson|json|parquet|gz|zst))+$", re.IGNORECASE)
 
 log = structlog.get_logger()
+
+
+class InstanceCache:
+    """Instances asked for lately, so that a warm checkout needs no database. Of one event loop.
+
+    A change of any dataset clears it, and answers that were under way then are not kept. Over its
+    limit it evicts the least recently used.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[str, str | None], Awaitable[InstanceRow | None]],
+        *,
+        limit_bytes: int = 16 * 1024**2,
+    ) -> None:
+        self._load = load
+        self._limit_bytes = limit_bytes
+        self.clear()
+
+    async def find(self, identity: str, dataset: str | None = None) -> InstanceRow | None:
+        """Of one dataset, or of any."""
+        rows, key = self._rows, (identity, dataset)
+        if known := rows.pop(key, None):
+            rows[key] = known  # the last one now
+            return known[0]
+        row = await self._load(identity, dataset)
+        if row is not None and rows is self._rows:
+            tests = sum(len(test) + 60 for test in (*row.fail_to_pass, *row.pass_to_pass))
+            size = 1000 + len(row.patch or "") + len(row.test_patch or "") + tests
+            if size <= self._limit_bytes // 16 and key not in rows:
+                rows[key] = row, size
+                self._size_bytes += size
+            while self._size_bytes > self._limit_bytes:
+                self._size_bytes -= rows.pop(next(iter(rows)))[1]
+        return row
+
+    def clear(self) -> None:
+        self._rows: dict[tuple[str, str | None], tuple[InstanceRow, int]] = {}
+        self._size_bytes = 0
 
 
 class Datasets:

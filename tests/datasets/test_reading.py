@@ -21,8 +21,7 @@ from pyarrow import parquet
 
 from mirrord import protocol
 from mirrord.datasets import json_stream, reading
-from mirrord.datasets.fields import Fields, RowError
-from mirrord.datasets.formats import COLUMNS, FORMATS, format_infos
+from mirrord.datasets.formats import COLUMNS, FORMATS, Fields, RowError, format_infos
 from mirrord.datasets.json_stream import iter_elements
 from mirrord.datasets.reading import ReadResult, read_dataset
 from mirrord.errors import DiskFullError, InvalidDatasetError
@@ -528,7 +527,7 @@ def test_a_format_is_told_by_its_columns(case: Case, name: str) -> None:
 def test_a_format_that_is_asked_for_is_taken(case: Case) -> None:
     result = case.read([row()], asked="swe-gym")
     assert result.format == "swe-gym"
-    assert result.commits == {"psf__requests": {BASE: "base"}}
+    assert result.commits == {"psf__requests": {BASE: "base", SETUP: "environment-setup"}}
 
 
 def test_an_unknown_format_is_refused_with_the_nearest_one(case: Case) -> None:
@@ -548,7 +547,7 @@ def test_the_first_row_may_be_bad_and_the_format_is_told_all_the_same(case: Case
 
 def test_the_table_of_formats_shows_those_that_are_read() -> None:
     names = [info.name for info in format_infos()]
-    assert names == [f.name for f in FORMATS if f.normalise]
+    assert names == [f.name for f in FORMATS if f.read]
     assert len(names) == len(set(names))
     assert {
         "swe-bench",

@@ -18,9 +18,8 @@ from datasetlab import NAME, House, parts_on
 from gitrepos import Upstream, git
 
 from mirrord.catalog import PinRow
-from mirrord.datasets.cache import InstanceCache
 from mirrord.datasets.pinning import write_journal
-from mirrord.datasets.service import name_from
+from mirrord.datasets.service import InstanceCache, name_from
 from mirrord.errors import (
     DatasetNotFoundError,
     InstanceAmbiguousError,
