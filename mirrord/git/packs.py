@@ -22,8 +22,9 @@ from ..errors import CorruptObjectError
 
 ID_BYTES = 20
 _BLOCK_BYTES = 1 << 20
-_MAGIC = b"\377tOc"
+_MAGIC = b"\377tOc\0\0\0\2"  # of an index, version 2
 _FANOUT = struct.Struct(">256I")
+_IDS = 8 + _FANOUT.size  # where the ids begin
 _LARGE = 1 << 31  # offsets from here on are in a table of their own
 _GRAPH_START = b"CGPH\1\1"  # version 1, SHA-1
 _GRAPH_HEADER_BYTES = 8
@@ -34,13 +35,13 @@ _KNOWN_CHUNKS = {b"OIDF", b"OIDL", b"CDAT", b"GDA2", b"GDO2", b"EDGE", b"BASE"}
 
 
 class PackIndex:
-    """The ids of a pack, from its index (versions 1 and 2); iterating yields them sorted.
+    """The ids of a pack, from its index; iterating yields them sorted.
 
     `pack_checksum` is the trailer that its pack must have. A `mapped` index is read where it is
     needed; only for files that nobody shortens, as a shortened one would kill the process.
     """
 
-    __slots__ = ("_data", "_fanout", "_start", "_version2", "count", "path")
+    __slots__ = ("_data", "_fanout", "count", "path")
 
     def __init__(self, path: Path, *, mapped: bool = False) -> None:
         self.path = path
@@ -54,28 +55,21 @@ class PackIndex:
                     raise _corrupt("pack index", path, "it is empty") from error
         else:
             self._data = path.read_bytes()
-        self._version2 = self._data[:4] == _MAGIC
-        at = 8 if self._version2 else 0
-        self._start = at + _FANOUT.size
-        if len(self._data) < self._start:
-            raise _corrupt("pack index", path, "it is truncated")
-        self._fanout = _FANOUT.unpack(self._data[at : self._start])
+        # git writes version 2 since 1.6; the one before had no magic number
+        if self._data[:8] != _MAGIC or len(self._data) < _IDS:
+            raise _corrupt("pack index", path, "it is truncated or of an unknown version")
+        self._fanout = _FANOUT.unpack(self._data[8:_IDS])
         if any(left > right for left, right in pairwise(self._fanout)):
             raise _corrupt("pack index", path, "its fan-out table does not grow")
         self.count = self._fanout[-1]
-        record = ID_BYTES + 8 if self._version2 else ID_BYTES + 4
-        least = self._start + self.count * record + 2 * ID_BYTES
-        most = least + 8 * self.count if self._version2 else least
-        is_unknown = self._version2 and self._data[4:8] != b"\0\0\0\2"
-        if is_unknown or not least <= len(self._data) <= most:
-            raise _corrupt("pack index", path, "it is truncated or of an unknown version")
+        least = _IDS + self.count * (ID_BYTES + 8) + 2 * ID_BYTES
+        if not least <= len(self._data) <= least + 8 * self.count:
+            raise _corrupt("pack index", path, "it is truncated")
 
     @property
     def ids(self) -> bytes:
         """Every object id, sorted and joined."""
-        if self._version2:
-            return self._data[self._start : self._start + self.count * ID_BYTES]
-        return b"".join(self._id(position) for position in range(self.count))
+        return self._data[_IDS : _IDS + self.count * ID_BYTES]
 
     @property
     def pack_checksum(self) -> bytes:
@@ -83,11 +77,7 @@ class PackIndex:
 
     def offsets(self) -> Iterator[int]:
         """Where in the pack each object begins, in the order of the ids."""
-        if not self._version2:
-            for at in range(self._start, self._start + self.count * 24, 24):
-                yield int.from_bytes(self._data[at : at + 4], "big")
-            return
-        small = self._start + self.count * (ID_BYTES + 4)
+        small = _IDS + self.count * (ID_BYTES + 4)
         large = small + self.count * 4
         for word in struct.unpack_from(f">{self.count}I", self._data, small):
             if word >= _LARGE:
@@ -105,8 +95,7 @@ class PackIndex:
         return position < high and self._id(position) == oid
 
     def _id(self, position: int) -> bytes:
-        at = self._start + position * (ID_BYTES if self._version2 else ID_BYTES + 4)
-        at += 0 if self._version2 else 4
+        at = _IDS + position * ID_BYTES
         return self._data[at : at + ID_BYTES]
 
 
@@ -255,7 +244,7 @@ def write_pack(objects: Mapping[bytes, PackObject], into: Path) -> Packed:
     counts = [0] * 256
     for oid in ids:
         counts[oid[0]] += 1
-    pieces = [_MAGIC + b"\0\0\0\2", _FANOUT.pack(*accumulate(counts)), *ids]
+    pieces = [_MAGIC, _FANOUT.pack(*accumulate(counts)), *ids]
     pieces += (struct.pack(f">{len(ids)}I", *numbers) for numbers in (sums, offsets))
     index = b"".join([*pieces, pack[-ID_BYTES:]])
     index += hashlib.sha1(index, usedforsecurity=False).digest()

@@ -15,6 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -30,24 +31,10 @@ from ...host.trash import Trash, new_trash
 from ...mirrors.coalesce import Coalescer
 from ...model import CommitId, History, MirrorName, Resolved
 from ..deferred import Deferred
+from . import store as disk
 from .closures import Closures, Recorded, nothing_recorded
 from .packer import PackFile, together, write_graph
-from .store import (
-    CONFIG,
-    GRAPH,
-    SHARED_NAMES,
-    SealedStore,
-    building,
-    link_or_copy,
-    load,
-    publish,
-    read_records,
-    remove_all,
-    remove_leftovers,
-    remove_unused,
-    save,
-    write_shared,
-)
+from .store import GRAPH, SealedStore, building, link_or_copy, remove_all
 from .tags import Tag, Tags, packed_refs
 
 GRAPH_MIN_OBJECTS = 20_000  # below that `log`, `blame` and `describe` are as fast without a graph
@@ -72,34 +59,25 @@ class _Contents(NamedTuple):
     graph: Path | None = None
 
 
+@dataclass(kw_only=True, eq=False)
 class StoreBuilder:
     """The sealed stores of all mirrors, below `state_dir/templates`."""
 
-    def __init__(
-        self,
-        *,
-        state_dir: Path,
-        git: Git,
-        workers: Workers,
-        trash: Trash,
-        mirrors_path: Callable[[MirrorName], Path],
-        recorded: Recorded = nothing_recorded,
-    ) -> None:
-        self._store = state_dir / "templates"
-        self._git = git
-        self._tags = Tags(git)
-        self._trash = trash
+    state_dir: Path
+    git: Git
+    workers: Workers
+    trash: Trash
+    mirrors_path: Callable[[MirrorName], Path]
+    recorded: Recorded = nothing_recorded
+
+    def __post_init__(self) -> None:
+        self._root = self.state_dir / "templates"
+        self._tags = Tags(self.git)
         self._deferred = Deferred()
-        self._mirrors_path = mirrors_path
         self._closures = Closures(
-            store=self._store,
-            git=git,
-            workers=workers,
-            trash=self._trash,
-            deferred=self._deferred,
-            mirrors_path=mirrors_path,
-            recorded=recorded,
-        )
+            root=self._root, git=self.git, workers=self.workers, trash=self.trash,
+            deferred=self._deferred, mirrors_path=self.mirrors_path, recorded=self.recorded,
+        )  # fmt: skip
         self.commits = self._closures.commits
         self._found: dict[tuple[str, CommitId, History], SealedStore] = {}
         self._builds: Coalescer[SealedStore] = Coalescer()
@@ -111,9 +89,8 @@ class StoreBuilder:
         """Remove what a killed build left."""
 
         def clean_up() -> None:
-            for directory in (*self._store.glob("*/gits"), *self._store.glob("*/packs")):
-                removed = remove_leftovers(directory, self._trash)
-                if removed := removed + remove_unused(directory, self._trash):
+            for directory in (*self._root.glob("*/gits"), *self._root.glob("*/packs")):
+                if removed := disk.remove_leftovers(directory, self.trash):
                     log.info("leftovers.removed", directory=str(directory), count=removed)
 
         await anyio.to_thread.run_sync(clean_up)
@@ -126,7 +103,7 @@ class StoreBuilder:
     def find(self, name: MirrorName, commit: CommitId, history: History) -> SealedStore | None:
         """The finished store, when there is one on disk."""
         key = (name.key, commit, history)
-        found = self._found.get(key) or load(self._path(name, commit, history), name)
+        found = self._found.get(key) or disk.load(self._path(name, commit, history), name)
         if found is None or not found.git.exists():
             self._found.pop(key, None)
             return None
@@ -150,9 +127,9 @@ class StoreBuilder:
 
     async def oldest_first(self, name: MirrorName, commits: Collection[CommitId]) -> list[CommitId]:
         """The order in which stores share most; commits that the mirror lacks come last."""
-        done = await self._git.run(
+        done = await self.git.run(
             "rev-list", "--no-walk", "--reverse", "--ignore-missing", "--stdin",
-            git_dir=self._mirrors_path(name),
+            git_dir=self.mirrors_path(name),
             stdin="".join(f"{commit}\n" for commit in sorted(commits)).encode(),
             doing="order commits",
         )  # fmt: skip
@@ -164,7 +141,7 @@ class StoreBuilder:
     async def list_stores(self, name: MirrorName) -> list[tuple[SealedStore, float]]:
         """The recorded stores of a mirror, each with the time of its last use."""
         if name.key not in self._read:
-            found = await anyio.to_thread.run_sync(read_records, self._directory(name), name)
+            found = await anyio.to_thread.run_sync(disk.read_records, self._directory(name), name)
             self._stores[name.key] = found | self._stores.get(name.key, {})
             self._read.add(name.key)
         return list(self._stores[name.key].values())
@@ -186,7 +163,7 @@ class StoreBuilder:
 
     async def remove(self, path: Path) -> None:
         """Delete a discarded store, or a damaged one, or a layer of closures. Packs stay."""
-        await anyio.to_thread.run_sync(remove_all, [path], self._trash)
+        await anyio.to_thread.run_sync(remove_all, [path], self.trash)
 
     async def evict_packs(self, name: MirrorName) -> None:
         """Remove the closure packs that no store has, unless a build may be about to link one."""
@@ -206,7 +183,7 @@ class StoreBuilder:
         self._read.discard(name.key)
         self._closures.forget(name)
         for directory in (self._directory(name), self._closures.directory(name)):
-            await anyio.to_thread.run_sync(remove_all, directory.glob("*"), self._trash)
+            await anyio.to_thread.run_sync(remove_all, directory.glob("*"), self.trash)
             with suppress(OSError):  # something stays
                 directory.rmdir()
 
@@ -214,7 +191,7 @@ class StoreBuilder:
         return self._directory(name) / f"{history}-{commit}"
 
     def _directory(self, name: MirrorName) -> Path:
-        return self._store / str(name) / "gits"
+        return self._root / str(name) / "gits"
 
     def _note(self, store: SealedStore) -> None:
         self._found[store.mirror.key, store.commit, store.history] = store
@@ -227,17 +204,17 @@ class StoreBuilder:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._building[name.key] += 1
         try:
-            with building(directory, self._trash) as temporary:
+            with building(directory, self.trash) as temporary:
                 git, scratch = temporary / ".git", temporary / "scratch"
                 if history is History.SQUASHED:
                     found = await self.commits.get(name, commit)
                     contents = await self._squashed(name, found, scratch)
                 else:
                     contents = await self._sealed(name, commit)
-                control = await anyio.to_thread.run_sync(_write, directory, git, contents)
+                control = await anyio.to_thread.run_sync(_write, git, contents)
                 if history is History.SQUASHED:
                     await anyio.to_thread.run_sync(shutil.rmtree, scratch)
-                publish(temporary, target)
+                disk.publish(temporary, target)
             store = SealedStore(
                 path=target,
                 mirror=name,
@@ -249,7 +226,7 @@ class StoreBuilder:
                 pack_sizes=tuple(pack.size_bytes for pack in contents.packs),
                 tag_count=len(contents.tags),
             )
-            save(store, control)
+            disk.save(store, control)
             self._note(store)
         finally:
             self._building[name.key] -= 1
@@ -261,7 +238,7 @@ class StoreBuilder:
         found, packs, tags = await together(
             self.commits.get(name, commit),
             self._closures.ensure(name, commit),
-            self._tags.list(self._mirrors_path(name)),
+            self._tags.list(self.mirrors_path(name)),
         )
         shown = await self._tags.within(tags, [pack.index for pack in packs])
         return _Contents(commit, found.tree, packs, tuple(shown), self._find_graph(packs))
@@ -278,7 +255,7 @@ class StoreBuilder:
         graph = chain[-1].path.with_name("commit-graph")
         if graph_is_whole(graph):
             return graph
-        work = partial(write_graph, self._git, self._trash, graph, chain)
+        work = partial(write_graph, self.git, self.trash, graph, chain)
         self._deferred.begin(("commit-graph", graph), work)
         return None
 
@@ -288,7 +265,7 @@ class StoreBuilder:
         file = scratch / "objects" / head[:2] / head[2:]
         file.parent.mkdir(parents=True)
         file.write_bytes(zlib.compress(body))
-        mirror = self._mirrors_path(name)
+        mirror = self.mirrors_path(name)
         pack = await self._closures.packer.pack_range(mirror, head, None, scratch)
         return _Contents(head, found.tree, [pack], [])
 
@@ -300,8 +277,8 @@ def squashed_commit(found: Resolved) -> tuple[CommitId, bytes]:
     return CommitId(hashlib.sha1(body, usedforsecurity=False).hexdigest()), body
 
 
-def _write(stores: Path, git: Path, contents: _Contents) -> list[bytes]:
-    """Write a `.git`; answers the bytes of HEAD and of the shared files."""
+def _write(git: Path, contents: _Contents) -> list[bytes]:
+    """Write a `.git`; answers the bytes of its control files."""
     for directory in _DIRECTORIES:
         os.mkdir(f"{git}/{directory}", 0o755)
     for pack in contents.packs:
@@ -310,8 +287,7 @@ def _write(stores: Path, git: Path, contents: _Contents) -> list[bytes]:
     if contents.graph:
         (git / GRAPH).parent.mkdir(mode=0o755)
         link_or_copy(contents.graph, git / GRAPH)
-    control = [f"{contents.head}\n".encode(), CONFIG, packed_refs(contents.tags)]
-    (git / "HEAD").write_bytes(control[0])
-    for name, content in zip(SHARED_NAMES, control[1:], strict=True):
-        write_shared(stores, git / name, content)
+    control = [f"{contents.head}\n".encode(), disk.CONFIG, packed_refs(contents.tags)]
+    for name, content in zip(disk.CONTROL_FILES, control, strict=True):
+        (git / name).write_bytes(content)
     return control

@@ -92,29 +92,21 @@ class Commits:
         return found
 
 
+@dataclass(kw_only=True, eq=False)
 class Closures:
-    """The closure packs below one templates directory."""
+    """The closure packs below `root`, the directory of templates."""
 
-    def __init__(
-        self,
-        *,
-        store: Path,
-        git: Git,
-        workers: Workers,
-        trash: Trash,
-        deferred: Deferred,
-        mirrors_path: Callable[[MirrorName], Path],
-        recorded: Recorded,
-    ) -> None:
-        self._store = store
-        self._git = git
-        self._workers = workers
-        self.packer = Packer(git, workers)
-        self.commits = Commits(workers, mirrors_path)
-        self._trash = trash
-        self._deferred = deferred
-        self._mirrors_path = mirrors_path
-        self._recorded = recorded
+    root: Path
+    git: Git
+    workers: Workers
+    trash: Trash
+    deferred: Deferred
+    mirrors_path: Callable[[MirrorName], Path]
+    recorded: Recorded
+
+    def __post_init__(self) -> None:
+        self.packer = Packer(self.git, self.workers)
+        self.commits = Commits(self.workers, self.mirrors_path)
         self._layers: dict[str, dict[CommitId, PackLayer]] = {}
         self._packing = Turns(_PACKING, each=_PACKING_OF_USER)
         self._locks: dict[str, Turns] = {}
@@ -142,7 +134,7 @@ class Closures:
             for commit in gone:
                 del layers[commit]
             paths = [self.directory(name) / commit for commit in gone]
-            await anyio.to_thread.run_sync(remove_all, paths, self._trash)
+            await anyio.to_thread.run_sync(remove_all, paths, self.trash)
             log.info("closures.evicted", mirror=str(name), count=len(gone), left=len(layers))
 
     def forget(self, name: MirrorName) -> None:
@@ -150,7 +142,7 @@ class Closures:
         self._layers.pop(name.key, None)
 
     def directory(self, name: MirrorName) -> Path:
-        return self._store / str(name) / "packs"
+        return self.root / str(name) / "packs"
 
     def _pack_file(self, name: MirrorName, layer: PackLayer) -> PackFile:
         path = self.directory(name) / layer.commit / layer.pack
@@ -195,7 +187,7 @@ class Closures:
         steps = plan(self._known(name), line)
         layers = {**self._known(name), **{step.commit: step for step in steps}}
         with ExitStack() as stack:
-            begin = partial(building, directory, self._trash)
+            begin = partial(building, directory, self.trash)
             places = [(step, stack.enter_context(begin())) for step in steps]
             long = [
                 self._pack(name, step, place, quick=step.commit == commit and step.base is not None)
@@ -208,7 +200,7 @@ class Closures:
                 self._publish(name, layer, place)
         if [step.base for step in steps] == [None, line[-1]]:
             work = partial(self._lay_waypoints, name, line[1:])
-            self._deferred.begin(("way-points", commit), work)
+            self.deferred.begin(("way-points", commit), work)
 
     async def _lay_waypoints(self, name: MirrorName, line: list[CommitId]) -> None:
         """Pack what the neighbours below a first commit will stand on.
@@ -220,7 +212,7 @@ class Closures:
                 known = self._known(name)
                 if step.commit in known or step.base not in known:
                     continue
-                with building(self.directory(name), self._trash) as place:
+                with building(self.directory(name), self.trash) as place:
                     self._publish(name, await self._pack_short(name, step, place), place)
 
     async def _pack(
@@ -228,7 +220,7 @@ class Closures:
     ) -> PackLayer:
         """Write a planned layer; it needs the objects of its base from the mirror, not the pack."""
         quick = quick or not is_waypoint(step.depth)
-        mirror = self._mirrors_path(name)
+        mirror = self.mirrors_path(name)
         async with self._packing.turn():
             packed = await self.packer.pack_range(mirror, step.commit, step.base, place, quick)
         count, size = packed.object_count, packed.size_bytes
@@ -238,9 +230,9 @@ class Closures:
         """Write a layer of a few commits over packs that exist; a large one is left to git."""
         standing = chain(self._known(name), step.base or step.commit)
         below = [self._pack_file(name, layer).index for layer in standing]
-        mirror = self._mirrors_path(name)
+        mirror = self.mirrors_path(name)
         try:
-            packed = await self._workers.run(
+            packed = await self.workers.run(
                 pack_increment, mirror, step.commit, below, place, timeout=_QUICK_TIMEOUT
             )
         except CorruptObjectError as error:
@@ -265,9 +257,9 @@ class Closures:
         near: Sequence[CommitId] = (await self.commits.get(name, commit)).line
         found = self._to_known(name, near)
         if found is None and len(near) == NEAR:
-            mirror = self._mirrors_path(name)
+            mirror = self.mirrors_path(name)
             try:  # as far as a root may be away
-                near = await self._workers.run(
+                near = await self.workers.run(
                     first_parents, mirror, commit, _NEAR, timeout=_QUICK_TIMEOUT
                 )
             except (CorruptObjectError, errors.DeadlineError):
@@ -275,7 +267,7 @@ class Closures:
             found = self._to_known(name, near)
         if found:
             return found
-        recorded = frozenset(await self._recorded(name))
+        recorded = frozenset(await self.recorded(name))
         if near and not known and not recorded:
             return list(near[: choose_root(known, near, recorded) + 1])
         line = list[CommitId]()
@@ -297,13 +289,13 @@ class Closures:
         self, name: MirrorName, commit: CommitId, limit: int | None
     ) -> list[CommitId]:
         bound = (f"--max-count={limit}",) if limit else ()
-        path = self._mirrors_path(name)
+        path = self.mirrors_path(name)
         try:
-            done = await self._git.run(
+            done = await self.git.run(
                 *_WALK, *bound, commit, git_dir=path, timeout=TIMEOUT, doing=f"walk {commit}"
             )
         except (CorruptObjectError, errors.GitFailedError) as error:
-            there = await self._git.run(
+            there = await self.git.run(
                 "cat-file", "-e", commit, git_dir=path, ok=range(256), doing=f"look for {commit}"
             )
             if there.status == 0:

@@ -33,10 +33,8 @@ CONFIG = (
 )
 GRAPH = "objects/info/commit-graph"
 BUILDING = ".building-"
-SHARED = ".shared-"
-SHARED_NAMES = ("config", "packed-refs")
+CONTROL_FILES = ("HEAD", "config", "packed-refs")
 _UNLINKABLE = {errno.EMLINK, errno.EXDEV, errno.EPERM}
-_ALONE = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ class SealedStore:
 
 
 def save(store: SealedStore, control: Sequence[bytes]) -> None:
-    """Record a whole store. `control` is what was written to HEAD, config and packed-refs."""
+    """Record a whole store. `control` is what was written to the control files."""
     facts = asdict(store)
     del facts["path"], facts["mirror"]
     facts["control"] = _control_sum(control)
@@ -138,9 +136,9 @@ def is_as_built(store: SealedStore) -> bool:
     """
     try:
         control = json.loads(store.record.read_text())["control"]
-        names = ("HEAD", *SHARED_NAMES)
+        found = _control_sum((store.git / name).read_bytes() for name in CONTROL_FILES)
         packs = [store.git / "objects/pack" / name for name in store.packs]
-        return control == _control_sum((store.git / name).read_bytes() for name in names) and all(
+        return control == found and all(
             pack.exists() and pack.with_suffix(".idx").exists() for pack in packs
         )
     except (OSError, ValueError, KeyError):
@@ -152,51 +150,6 @@ def _control_sum(contents: Iterable[bytes]) -> str:
     for content in contents:
         digest.update(b"%d %b" % (len(content), content))
     return digest.hexdigest()
-
-
-# -- control files that stores share ---------------------------------------------------------------
-#
-# Each version is on disk once, with one more link `.shared-<id>` beside the stores. Nothing writes
-# to a store: overlays copy up, pooled checkouts get files of their own. A crash leaves files that
-# no store has; the next start removes them.
-
-
-def write_shared(directory: Path, file: Path, content: bytes) -> None:
-    """Write a file of a store; as a link, where a store in `directory` has the same bytes."""
-    kept = _shared_path(directory, content)
-    try:
-        os.link(kept, file)
-    except OSError as error:
-        if error.errno not in {errno.ENOENT, *_UNLINKABLE}:
-            raise
-    else:
-        if file.read_bytes() == content:
-            return
-        file.unlink()  # altered since: nobody gets it
-        kept.unlink(missing_ok=True)
-    file.write_bytes(content)
-    with suppress(OSError):  # then it is not shared
-        os.link(file, kept)
-
-
-def unshare(directory: Path, file: Path) -> None:
-    """Remove the shared link of a file that only this store has; the store is removed next."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        found, kept = file.stat(), _shared_path(directory, file.read_bytes())
-        if found.st_nlink == _ALONE + 1 and kept.stat().st_ino == found.st_ino:
-            kept.unlink()
-
-
-def remove_unused(directory: Path, trash: Trash) -> int:
-    """Remove shared files that no store has."""
-    unused = [file for file in directory.glob(f"{SHARED}*") if file.stat().st_nlink == _ALONE]
-    for file in unused:
-        trash.remove(file)
-    return len(unused)
-
-
-def _shared_path(directory: Path, content: bytes) -> Path:
-    return directory / f"{SHARED}{hashlib.sha1(content, usedforsecurity=False).hexdigest()}"
 
 
 # -- directories of the cache ----------------------------------------------------------------------
@@ -249,7 +202,4 @@ def remove_all(paths: Iterable[Path], trash: Trash) -> None:
     """Remove layers or stores, each renamed first, so that a crash leaves no half of one."""
     for path in paths:
         with suppress(FileNotFoundError):
-            gone = path.rename(new_trash(path.parent))
-            for name in SHARED_NAMES:
-                unshare(path.parent, gone / ".git" / name)
-            trash.remove(gone)
+            trash.remove(path.rename(new_trash(path.parent)))

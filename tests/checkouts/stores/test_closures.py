@@ -63,7 +63,7 @@ class Site:
             try:
                 git = Git(home=self.root / "home")
                 closures = Closures(
-                    store=self.root / "templates",
+                    root=self.root / "templates",
                     git=git,
                     workers=workers,
                     trash=Trash(),
