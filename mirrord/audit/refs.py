@@ -18,9 +18,8 @@ from pathlib import Path
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.batch import BatchObject
 from ..mirrors.fetch import INCOMING
-from ..mirrors.history import parse_record
 from ..mirrors.pins import is_pin
-from ..mirrors.refs import theirs
+from ..mirrors.refs import parse_record, theirs
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS, changed_settings
 from ..mirrors.transaction import JOURNAL
 from ..model import FindingKind

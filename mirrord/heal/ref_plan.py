@@ -22,7 +22,7 @@ from ..audit.refs import (
     record_ids,
     unkept,
 )
-from ..mirrors.history import parse_record
+from ..mirrors.refs import parse_record
 from ..mirrors.repository import HISTORY, KEPT, OURS
 
 _OUR_COMMITTER = re.compile(rb"committer mirrord <mirrord@localhost> (\d+) ")

@@ -25,8 +25,7 @@ from ..audit.refs import RefFiles, read_ref_files
 from ..audit.stand_in import borrow_from, is_readable_link, make_repository, make_stand_in
 from ..errors import CorruptObjectError, DiskFullError, GitFailedError, MirrordError, StoppingError
 from ..mirrors.bundles.merge import must_be_history
-from ..mirrors.history import BEGUN_ANEW, list_records, write_record
-from ..mirrors.refs import theirs
+from ..mirrors.refs import BEGUN_ANEW, list_records, theirs, write_record
 from ..mirrors.repository import HISTORY, KEPT, Repository
 from ..model import AuditLevel, FindingKind
 from ..protocol import Progress, Repair

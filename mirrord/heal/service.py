@@ -28,7 +28,7 @@ from ..git.command import Git
 from ..git.workers import Workers
 from ..jobs.events import Events
 from ..layout import Layout
-from ..mirrors.history import columns_of
+from ..mirrors.refs import columns_of
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, MirrorName
 from ..protocol import Audit, ProgressSink, Repair

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +30,7 @@ from ..git.errors import masked_url
 from ..host.files import full_disk_named
 from ..host.processes import memory_limit_bytes
 from ..protocol import ProgressSink
-from .bisect import Lane, blames_objects, find_bad
+from .bisect import blames_objects, find_bad
 from .quarantine import STREAM_BIG_FILES, Quarantine, accept_objects, within_disk
 from .refs import Offer, read_offer
 from .repository import Repository
@@ -41,17 +41,13 @@ INCOMING = "refs/mirrord/incoming/"
 
 @dataclass(frozen=True, slots=True)
 class Fetcher:
-    """Asks one upstream for one mirror.
-
-    `quiet` is the longest silence to wait for; each further connection at a time holds a `lane`.
-    """
+    """Asks one upstream for one mirror. `quiet` is the longest silence to wait for."""
 
     repository: Repository
     upstream: Upstream
     quarantine: Quarantine
     quiet: timedelta
     progress: ProgressSink | None = None
-    lane: Lane = nullcontext
 
     async def offer(self, patterns: Sequence[str], *, may_be_empty: bool = False) -> Offer:
         """The refs that upstream has now; raises UpstreamEmptyError where it has none."""
@@ -81,7 +77,6 @@ class Fetcher:
         `known` are those that failed before, each with the message: as the objects that they reach
         never change, they fail for as long as the object in the message is damaged.
         """
-        marking = anyio.Lock()
         failures_seen = False
 
         async def attempt(some: Sequence[str]) -> None:
@@ -96,25 +91,18 @@ class Fetcher:
                 failures_seen = True
                 raise
             if failures_seen:  # tell the next fetch what is here already
-                async with marking:
-                    lines = [f"update {INCOMING}{oid} {oid}" for oid in some]
-                    await _update_marks(self.repository, lines)
-                    if len(some) >= 50:
-                        await self.repository.pack_refs()
+                lines = [f"update {INCOMING}{oid} {oid}" for oid in some]
+                await _update_marks(self.repository, lines)
+                if len(some) >= 50:
+                    await self.repository.pack_refs()
 
         async with AsyncExitStack() as closing:
             lineage = _Lineage(self, oids, known or {}, closing)
             try:
                 failed = await find_bad(
-                    oids,
-                    attempt,
-                    is_theirs=blames_objects,
-                    budget=400,
-                    hopeless=64,
-                    blame=lineage.blame,
-                    sort=lineage.sort,
-                    lane=self.lane,
-                )
+                    oids, attempt, is_theirs=blames_objects, budget=400, hopeless=64,
+                    blame=lineage.blame, sort=lineage.sort,
+                )  # fmt: skip
             finally:
                 if failures_seen:
                     with anyio.CancelScope(shield=True):

@@ -23,13 +23,12 @@ from ..git.workers import Workers
 from ..host.trash import Trash
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..protocol import QUEUED, Pin, Progress, ProgressSink, RefDiff, RefRecord, Synced
-from . import history
 from .coalesce import Coalescer, SharedWork
 from .fetch import Fetcher
 from .inventory import Inventory
 from .maintenance import maintain, size_bytes
 from .pins import check_owner
-from .refs import is_followed
+from .refs import columns_of, diff_records, find_record, is_followed, list_records, read_refs
 from .repository import Repository
 from .sync import move_refs, sync
 from .upstream import Hosts, Upstream, parse_upstream, upstream_url
@@ -108,7 +107,7 @@ class Mirrors(Inventory):
         now = utc_now()
         columns = {"ref_count": result.ref_count, "kept_count": result.kept_count}
         if result.changed or row.history is None:
-            columns = await history.columns_of(self.repository(row.name), row.history)
+            columns = await columns_of(self.repository(row.name), row.history)
         await self.catalog.update_mirror(
             row.name.key,
             **columns,
@@ -231,8 +230,7 @@ class Mirrors(Inventory):
         self, repository: Repository, upstream: Upstream, progress: ProgressSink | None
     ) -> Fetcher:
         quiet = self.settings().upstream.timeout
-        lane = partial(self._hosts.turn, upstream.host)
-        return Fetcher(repository, upstream, self.quarantine, quiet, progress, lane)
+        return Fetcher(repository, upstream, self.quarantine, quiet, progress)
 
     # -- pins -----------------------------------------------------------------------------------
 
@@ -283,15 +281,15 @@ class Mirrors(Inventory):
 
     async def refs_log(self, name: MirrorName) -> list[RefRecord]:
         """The newest first."""
-        return await history.list_records(self.repository((await self._synced(name)).name))
+        return await list_records(self.repository((await self._synced(name)).name))
 
     async def refs_diff(self, name: MirrorName, a: str, b: str) -> RefDiff:
         """The changes between two records, each named by id or time."""
         repository = self.repository((await self._synced(name)).name)
-        old = await history.find_record(repository, a)
-        new = await history.find_record(repository, b)
+        old = await find_record(repository, a)
+        new = await find_record(repository, b)
         refs = await repository.all_refs()
-        changes = await history.diff_records(repository, old.id, new.id, refs)
+        changes = await diff_records(repository, old.id, new.id, refs)
         return RefDiff(mirror=str(repository.name), a=old.id, b=new.id, changes=changes)
 
     async def refs_restore(self, name: MirrorName, at: str) -> RefDiff:
@@ -302,12 +300,12 @@ class Mirrors(Inventory):
         row = await self._synced(name)
         repository = self.repository(row.name)
         async with self.lock(row.name):
-            record = await history.find_record(repository, at)
-            before = await history.find_record(repository, "latest")
-            refs, head = await history.read_refs(repository, record.id)
+            record = await find_record(repository, at)
+            before = await find_record(repository, "latest")
+            refs, head = await read_refs(repository, record.id)
             present, why = await repository.all_refs(), f"restore {record.id[:12]}"
             changes, _ = await move_refs(repository, present, refs, head, why=why)
-            columns = await history.columns_of(repository, row.history)
+            columns = await columns_of(repository, row.history)
             await self.catalog.update_mirror(row.name.key, **columns)
         fact = {"at": record.id, "changes": len(changes)}
         self.events.publish("refs.restored", mirror=str(row.name), **fact)

@@ -13,8 +13,16 @@ from ..errors import MirrordError, UpstreamLossError
 from ..model import MirrorName
 from ..protocol import RefChange, RefFault, Synced
 from .fetch import Fetcher
-from .history import classify, read_kept, write_record
-from .refs import Offer, compare, directories_of, summarise, theirs
+from .refs import (
+    Offer,
+    classify,
+    compare,
+    directories_of,
+    read_kept,
+    summarise,
+    theirs,
+    write_record,
+)
 from .repository import HISTORY, KEPT, Refs, Repository
 from .transaction import Moves, commit, recover
 

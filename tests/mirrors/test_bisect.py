@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 import anyio
 import pytest
@@ -63,41 +62,6 @@ def test_what_shares_a_cause_is_left_out_at_once() -> None:
 
     assert anyio.run(main).keys() == {item for item in range(100) if item % 5 in {1, 3}}
     assert attempts == [100, 80, 60]
-
-
-def test_single_items_are_tried_beside_each_other_where_there_is_a_lane() -> None:
-    """And one after the other where nobody else gives one up; nothing waits for a lane when all is
-    done.
-    """
-    most: dict[int, int] = {}
-
-    async def main(lanes: int) -> None:
-        free = anyio.CapacityLimiter(lanes)
-        active = 0
-
-        async def attempt(some: Sequence[int]) -> None:
-            nonlocal active
-            active += 1
-            most[lanes] = max(most.get(lanes, 0), active)
-            await anyio.sleep(0.01)
-            active -= 1
-            raise GitFailedError("cannot take them")
-
-        @asynccontextmanager
-        async def lane() -> AsyncIterator[None]:
-            async with free:
-                yield
-
-        with anyio.fail_after(5):
-            async with free:  # the caller's own
-                found = await find_bad(
-                    range(6), attempt, is_theirs=lambda _: True, budget=99, hopeless=99, lane=lane
-                )
-        assert len(found) == 6
-
-    anyio.run(main, 1)
-    anyio.run(main, 3)
-    assert most == {1: 1, 3: 3}
 
 
 def test_when_nothing_works_the_search_ends_early() -> None:

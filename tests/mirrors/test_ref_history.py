@@ -12,7 +12,7 @@ from gitrepos import Upstream, git
 from mirrorlab import NAME, Builder, House
 
 from mirrord.errors import InvalidRequestError, NotFoundError
-from mirrord.mirrors.history import read_refs
+from mirrord.mirrors.refs import read_refs
 from mirrord.mirrors.repository import HISTORY
 
 pytestmark = pytest.mark.slow

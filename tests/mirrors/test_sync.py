@@ -16,8 +16,8 @@ from mirrord.errors import MirrordError, UpstreamEmptyError, UpstreamNotFoundErr
 from mirrord.git.command import Git
 from mirrord.host.trash import Trash
 from mirrord.mirrors.fetch import INCOMING, Fetcher
-from mirrord.mirrors.history import diff_records, list_records, read_refs
 from mirrord.mirrors.quarantine import Quarantine
+from mirrord.mirrors.refs import diff_records, list_records, read_refs
 from mirrord.mirrors.repository import HISTORY, KEPT, Repository
 from mirrord.mirrors.sync import sync
 from mirrord.mirrors.transaction import JOURNAL, Moves, commit, journal_text, recover

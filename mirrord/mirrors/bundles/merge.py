@@ -13,9 +13,19 @@ from typing import Literal, NamedTuple
 from ...errors import InvalidBundleError, MirrordError
 from ...model import CommitId, MirrorName
 from ...protocol import RefChange
-from ..history import BEGUN_ANEW, EVERY_RECORD, list_records, read_kept, read_refs, write_record
 from ..pins import pin_ref, read_pins
-from ..refs import directories_of, drop_shadowed, is_followed, theirs
+from ..refs import (
+    BEGUN_ANEW,
+    EVERY_RECORD,
+    directories_of,
+    drop_shadowed,
+    is_followed,
+    list_records,
+    read_kept,
+    read_refs,
+    theirs,
+    write_record,
+)
 from ..repository import HISTORY, KEPT, OURS, Refs, Repository
 from ..transaction import Moves
 

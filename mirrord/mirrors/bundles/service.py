@@ -23,10 +23,9 @@ from ...git.packs import PackIndex
 from ...host.files import full_disk_named, sync_directory, sync_tree
 from ...model import CommitId, MirrorName, utc_now
 from ...protocol import BundleImported, ProgressSink
-from ..history import columns_of, find_record, list_records, read_refs
 from ..maintenance import remove_stale_files, size_bytes
 from ..quarantine import accept_objects
-from ..refs import summarise, theirs
+from ..refs import columns_of, find_record, list_records, read_refs, summarise, theirs
 from ..repository import HISTORY, KEPT, PINS, Refs, Repository
 from ..service import Mirrors
 from ..transaction import commit
