@@ -9,12 +9,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
+import fcntl
+import json
 import os
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any, Self
 
 import structlog
 
@@ -22,11 +26,11 @@ from .. import config, places, telemetry
 from ..api.application import Application
 from ..api.server import Server
 from ..engine import Engine
-from ..errors import MirrordError
+from ..errors import AlreadyRunningError, MirrordError, ResourceError
 from ..host.files import host_error
 from ..host.systemd import Notifier
+from ..model import utc_now
 from .listener import Listener, open_listeners
-from .lock import StateLock
 
 log = structlog.get_logger()
 
@@ -167,3 +171,63 @@ class Daemon:
         while interval:
             self._notifier.alive()
             await asyncio.sleep(interval.total_seconds())
+
+
+class StateLock:
+    """Holds `state_dir/daemon.lock` from construction to `close`. Raises AlreadyRunningError.
+
+    The kernel drops the lock however its holder ends. The file names the holder for whom it
+    refuses; it proves nothing by itself, and is never removed, because a lock on a removed file
+    excludes nobody.
+    """
+
+    def __init__(self, state_dir: Path) -> None:
+        path, flags = state_dir / "daemon.lock", os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            try:
+                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+            except OSError as error:
+                if error.errno != errno.EROFS:
+                    raise
+                self._fd = os.open(path, os.O_RDONLY | flags)  # enough to lock it and to serve
+        except OSError as error:
+            raise ResourceError(
+                f"cannot lock state directory {state_dir}: {error.strerror}", hint="check its owner"
+            ) from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            facts = self._read_holder()
+            os.close(self._fd)
+            holder = "a daemon that is just starting"
+            if facts:
+                holder = "process {pid} of uid {uid}, started {started_at}".format(**facts)
+            raise AlreadyRunningError(
+                f"cannot start a daemon on {state_dir}: {holder} holds it",
+                hint="stop that one first, or give this one another state_dir",
+                state_dir=str(state_dir),
+                **facts,
+            ) from error
+        started_at = utc_now().isoformat(timespec="seconds")
+        facts = {"pid": os.getpid(), "uid": os.geteuid(), "started_at": started_at}
+        with contextlib.suppress(OSError):  # on a full disk the lock is held all the same
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps(facts).encode() + b"\n", 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _read_holder(self) -> dict[str, Any]:
+        """Empty where the holder has not written it yet."""
+        try:
+            facts = json.loads(os.pread(self._fd, 4096, 0))
+            started_at = datetime.fromisoformat(facts["started_at"]).isoformat(timespec="seconds")
+            return {"pid": int(facts["pid"]), "uid": int(facts["uid"]), "started_at": started_at}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}

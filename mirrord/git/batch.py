@@ -18,7 +18,7 @@ _INFO, _CONTENTS = "info", "contents"
 _INFO_FORMAT = "--batch-command=%(objectname) %(objecttype)"  # a size costs a look into each delta
 _CONTENTS_FORMAT = f"{_INFO_FORMAT} %(objectsize)"
 _TYPES = {"commit", "tree", "blob", "tag"}
-_ALL = ("cat-file", "--batch-all-objects", "--unordered", "--buffer")
+_Asked = list[tuple[str, str]]
 
 
 class BatchObject(NamedTuple):
@@ -71,11 +71,7 @@ async def object_info(
         except (CorruptObjectError, GitFailedError):
             if not bisect:
                 raise
-            if len(asked) == 1:
-                found.append(BatchObject(asked[0][1], "", "damaged"))
-            else:
-                middle = len(asked) // 2
-                pending += [asked[middle:], asked[:middle]]
+            found += _ask_again(asked, pending)
     return found
 
 
@@ -109,28 +105,18 @@ def read_objects_sync(
         except (CorruptObjectError, GitFailedError):
             if not bisect:
                 raise
-            if len(asked) == 1:
-                yield BatchObject(asked[0][1], "", "damaged")
-            else:
-                middle = len(asked) // 2
-                pending += [asked[middle:], asked[:middle]]
+            yield from _ask_again(asked, pending)
         else:
             yield from _parse(asked, done.stdout)
 
 
-def all_object_ids_sync(
-    git_dir: Path,
-    *,
-    doing: str,
-    options: Sequence[str] = (),
-    timeout: timedelta = DEFAULT_TIMEOUT,
-) -> list[str]:
-    """Every object in the store, reachable or not.
-
-    Ids alone: asked for all types at once, git (2.39) dies of a pack too short to be opened.
-    """
-    command = (*options, *_ALL, "--batch-check=%(objectname)")
-    return run_git_sync(*command, git_dir=git_dir, timeout=timeout, doing=doing).lines
+def _ask_again(asked: _Asked, pending: list[_Asked]) -> list[BatchObject]:
+    """Ask by halves what git died of; the damaged object is where one name stands alone."""
+    if len(asked) == 1:
+        return [BatchObject(asked[0][1], "", "damaged")]
+    middle = len(asked) // 2
+    pending += [asked[middle:], asked[:middle]]
+    return []
 
 
 def _parse(asked: Iterable[tuple[str, str]], output: bytes) -> Iterator[BatchObject]:

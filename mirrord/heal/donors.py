@@ -17,8 +17,8 @@ from typing import NamedTuple
 import anyio
 
 from ..audit.connectivity import Missing
+from ..audit.examine import borrow_from, make_repository
 from ..audit.object_files import TIMEOUT
-from ..audit.stand_in import borrow_from, make_repository
 from ..catalog import MirrorRow
 from ..errors import CorruptObjectError, MirrordError
 from ..git.command import Git

@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..audit.examine import packed_refs
 from ..audit.object_files import BadFile, FileKind
 from ..audit.refs import read_packed
-from ..audit.stand_in import packed_refs
 from ..errors import ConflictError
 from ..host.files import full_disk_named, sync_directory
 from ..mirrors.quarantine import DAMAGED

@@ -20,9 +20,9 @@ import anyio
 import structlog
 
 from ..audit.connectivity import Missing, find_missing
+from ..audit.examine import borrow_from, is_readable_link, make_repository, make_stand_in
 from ..audit.object_files import TIMEOUT, BadFile, Defect, FileKind, find_bad_files
 from ..audit.refs import RefFiles, read_ref_files
-from ..audit.stand_in import borrow_from, is_readable_link, make_repository, make_stand_in
 from ..errors import CorruptObjectError, DiskFullError, GitFailedError, MirrordError, StoppingError
 from ..mirrors.bundles.merge import must_be_history
 from ..mirrors.refs import BEGUN_ANEW, list_records, theirs, write_record

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..audit.connectivity import OBJECT_ID, Missing, object_kinds, unreadable
+from ..audit.examine import make_repository
 from ..audit.object_files import TIMEOUT
-from ..audit.stand_in import make_repository
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.batch import lines_of
 from ..git.command import Git, GitResult, run_git_sync

@@ -12,7 +12,7 @@ import pytest
 
 from mirrord.cli.main import run
 from mirrord.config import CheckoutSettings, Settings
-from mirrord.daemon.lock import StateLock
+from mirrord.daemon.main import StateLock
 from mirrord.doctor import Check, examine, host
 from mirrord.errors import BackendUnavailableError
 from mirrord.host.mounting import LocalMounter

@@ -10,12 +10,7 @@ import pytest
 from gitrepos import Upstream
 
 from mirrord.errors import CorruptObjectError, GitFailedError
-from mirrord.git.batch import (
-    BatchObject,
-    all_object_ids_sync,
-    object_info,
-    read_objects_sync,
-)
+from mirrord.git.batch import BatchObject, object_info, read_objects_sync
 from mirrord.git.command import Git
 
 ABSENT = "12" * 20
@@ -43,7 +38,6 @@ def test_each_name_is_answered_in_order(upstream: Upstream, tmp_path: Path) -> N
     assert [each._replace(data=b"") for each in read] == expected
     assert read[2].data == b"content\n"
     assert read[1].data == b""
-    assert {head, tree, blob} <= set(all_object_ids_sync(git_dir, doing=DOING))
     assert list(read_objects_sync(git_dir, [], doing=DOING)) == []
 
 
@@ -70,7 +64,8 @@ def test_a_damaged_object_costs_none_of_the_others(upstream: Upstream, tmp_path:
 
 def test_an_ambiguous_name_is_said_to_be(upstream: Upstream, tmp_path: Path) -> None:
     upstream.commit({str(number): f"{number}\n" for number in range(600)})
-    ids = sorted(all_object_ids_sync(upstream.path / ".git", doing=DOING))
+    listing = ("cat-file", "--batch-all-objects", "--batch-check=%(objectname)")
+    ids = sorted(upstream.git(*listing).split())
     short = next(a[:4] for a, b in itertools.pairwise(ids) if a[:4] == b[:4])
     (found,) = read_objects_sync(upstream.path / ".git", [], info=[short], doing=DOING)
     assert (found.kind, found.exists) == ("ambiguous", False)

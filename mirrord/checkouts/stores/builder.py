@@ -34,8 +34,7 @@ from ..deferred import Deferred
 from . import store as disk
 from .closures import Closures, Recorded, nothing_recorded
 from .packer import PackFile, together, write_graph
-from .store import GRAPH, SealedStore, building, link_or_copy, remove_all
-from .tags import Tag, Tags, packed_refs
+from .store import GRAPH, SealedStore, Tag, Tags, building, link_or_copy, packed_refs, remove_all
 
 GRAPH_MIN_OBJECTS = 20_000  # below that `log`, `blame` and `describe` are as fast without a graph
 _SQUASHED = """tree {tree}
