@@ -3,8 +3,6 @@
 Never changes anything: a bad file is refused, and the daemon keeps the settings it has.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterator, Sequence

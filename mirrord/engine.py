@@ -5,8 +5,6 @@ Knows no HTTP. A part is opened when everything that it may call is open; a fail
 closes what was opened.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

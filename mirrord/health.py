@@ -3,8 +3,6 @@
 Degraded is what an operator must act on; a warning, such as a missing group, degrades nothing.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

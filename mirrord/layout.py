@@ -1,7 +1,5 @@
 """The directories of a state directory and their modes. Makes them; never removes anything."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from stat import S_IMODE
 

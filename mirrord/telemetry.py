@@ -4,8 +4,6 @@ A line that cannot be written raises nothing: a full disk under stderr must not 
 Workers call `configure` too, so that their lines look the same.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random
@@ -19,6 +17,9 @@ from typing import Any, Literal, TextIO
 
 import structlog
 from structlog.typing import Processor, WrappedLogger
+
+log = structlog.get_logger()
+"""Of every module: what tells lines apart is their event."""
 
 Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["auto", "json", "console"]
@@ -161,7 +162,7 @@ class _Bridge(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         fields: dict[str, Any] = {"exc_info": record.exc_info} if record.exc_info else {}
         fields |= {"logger": record.name, "text": record.getMessage()}
-        structlog.get_logger().log(record.levelno, "library.logged", **fields)
+        log.log(record.levelno, "library.logged", **fields)
 
 
 _QUIET = {

@@ -5,8 +5,6 @@ settings in force, zero switches a job off. They count from what was recorded, n
 daemon restarted every hour still syncs every six. A failure is kept for `status`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,7 +14,6 @@ from functools import partial
 from zlib import crc32
 
 import anyio.to_thread
-import structlog
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.triggers.interval import IntervalTrigger
 
@@ -28,10 +25,9 @@ from .host.processes import trim_memory
 from .jobs.watch import Watch
 from .model import AuditLevel, MirrorName, utc_now
 from .protocol import Audit, JobState, Operation, StartAudit
+from .telemetry import log
 from .units import Backoff
 from .work import BackgroundWork
-
-log = structlog.get_logger()
 
 CLEANUP_INTERVAL = timedelta(seconds=5)
 _MINUTE = timedelta(minutes=1)

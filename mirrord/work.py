@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import anyio
-import structlog
 
 from .audit.service import Audits
 from .catalog import Catalog
@@ -30,8 +29,7 @@ from .mirrors.bundles.service import Bundles
 from .mirrors.service import Mirrors
 from .model import AuditLevel, CommitId, CommitRole, DatasetName, History, MirrorName
 from .protocol import Message, Operation, Progress, ProgressSink, StartAudit
-
-log = structlog.get_logger()
+from .telemetry import log
 
 
 @dataclass(slots=True)

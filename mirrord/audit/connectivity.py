@@ -5,8 +5,6 @@ ancestry: one walk proves all commits, and where it fails the oldest failing com
 the number of git processes grows with the damage, not with the commits. Reads only, in a worker.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import tempfile

@@ -5,8 +5,6 @@ read meanwhile. The search for damage begins only where that git complains. All 
 worker, on threads that yield processor and disk to requests. Reads only.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile

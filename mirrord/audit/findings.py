@@ -1,7 +1,5 @@
 """From what was examined to findings, parts and the report of an audit. Values only; no I/O."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ pipe blocks its reader for ever. Packs, indexes, reverse indexes, bitmaps, multi
 commit-graphs end with the checksum of the bytes before it. Reads only, in a worker.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

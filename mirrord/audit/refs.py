@@ -6,8 +6,6 @@ difference from either was made by somebody else, and so was a history without t
 catalog knows. A tip that upstream left has a kept ref. Reads only, in a worker.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -5,8 +5,6 @@ saved at once, the audit before it is answered: one that a crash, a stop or a ca
 resumed with the mirrors that are left. Mirrors that were not looked at for longest come first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import builtins
 import os
@@ -17,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 import anyio
-import structlog
 
 from .. import errors
 from ..catalog import Catalog, JudgementRow
@@ -37,6 +34,7 @@ from ..model import (
     utc_now,
 )
 from ..protocol import Audit, AuditPart, Progress, ProgressSink, Repair, StartAudit
+from ..telemetry import log
 from .connectivity import Verdict
 from .examine import Examined, Reached, examine
 from .findings import AuditRun, Judged, is_sound, part_of, unjudged
@@ -44,8 +42,6 @@ from .object_files import Defect, no_directory
 
 Repairer = Callable[[Judged, ProgressSink | None], Awaitable[Repair]]
 Scrubber = Callable[[MirrorName], Awaitable[Mapping[str, str]]]
-
-log = structlog.get_logger()
 
 
 @dataclass(eq=False)

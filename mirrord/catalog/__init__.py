@@ -1,7 +1,5 @@
 """The database of mirrors, pins, datasets, instances, recorded commits and audits."""
 
-from __future__ import annotations
-
 from .catalog import Catalog
 from .datasets import EVERY
 from .schema import DatasetHead, InstanceRow, JudgementRow, MirrorRow, PinRow, RecordedRow

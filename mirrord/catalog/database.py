@@ -6,8 +6,6 @@ SQLite's write lock at its beginning: a deferred one cannot wait for the lock on
 (SQLITE_BUSY_SNAPSHOT).
 """
 
-from __future__ import annotations
-
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,18 +16,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import structlog
 from sqlalchemy import Connection, Engine, Table, create_engine, event, insert, inspect, select
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from .. import errors
 from ..host.files import is_read_only
+from ..telemetry import log
 from .schema import HEAD, metadata, version
 
 MIGRATIONS = Path(__file__).parent / "migrations"
-
-log = structlog.get_logger()
 
 
 # WAL needs two files beside the database: `-wal` with new pages and `-shm` with their index. On a

@@ -4,8 +4,6 @@ Answers a registered mirror in its own spelling, another one in the row's. Wheth
 pinned is never stored with a dataset but read from the pins: no dataset claims a pin it lacks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

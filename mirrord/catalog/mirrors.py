@@ -1,7 +1,5 @@
 """Queries about mirrors, their pins and their audits. Sync, on one connection."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict
 from itertools import islice

@@ -6,8 +6,6 @@ table: a dataset may record what is not mirrored. Patches are bytes, because Pos
 refuses NUL, which git's patches may hold.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial

@@ -4,8 +4,6 @@ Runs in a worker process, in memory bounded by a batch and by the ids of the old
 any moment rolls the transaction back: the old dataset stays whole. Unchanged rows are not written.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ file that refuses; a left-over file is replaced only when nobody answers behind 
 connect (mode 0666): each request is allowed or not by the peer's credentials.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

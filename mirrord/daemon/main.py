@@ -4,8 +4,6 @@ A reason not to start is printed on stderr, and its exit status returned; from t
 goes to the log. The sockets are served before the engine is open: health answers, the rest waits.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -20,8 +18,6 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
 
-import structlog
-
 from .. import config, places, telemetry
 from ..api.application import Application
 from ..api.server import Server
@@ -30,9 +26,8 @@ from ..errors import AlreadyRunningError, MirrordError, ResourceError
 from ..host.files import host_error
 from ..host.systemd import Notifier
 from ..model import utc_now
+from ..telemetry import log
 from .listener import Listener, open_listeners
-
-log = structlog.get_logger()
 
 OPERATIONS_DRAIN = timedelta(seconds=1)
 REQUESTS_DRAIN = timedelta(seconds=10)

@@ -7,8 +7,6 @@ reason, and a rule that had to interpret a value is counted, so that an import s
 understood the file. No I/O.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import json

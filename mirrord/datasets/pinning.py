@@ -5,15 +5,12 @@ mirror that fails costs its own commits, each with a reason. Every step may be r
 crash the whole is done again.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import anyio
-import structlog
 
 from ..catalog import EVERY, Catalog, PinRow
 from ..errors import MirrordError, StoppingError
@@ -23,11 +20,10 @@ from ..mirrors.service import Mirrors
 from ..mirrors.transaction import write_durably
 from ..model import CommitId, DatasetName, MirrorName
 from ..protocol import Progress, ProgressSink
+from ..telemetry import log
 
 Refused = dict[CommitId, str]
 """Why commits of one mirror have no pin."""
-
-log = structlog.get_logger()
 
 
 def owner_of(dataset: str) -> str:

@@ -4,8 +4,6 @@ Holds one row, the instance ids seen, and the distinct commits. An invalid row b
 its line, and reading continues. Writes nothing but the spool, which its caller removes.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

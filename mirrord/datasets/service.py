@@ -7,8 +7,6 @@ which the next start removes. A removal of pins that fails is retried. Importing
 missing pins. A dataset never claims a pin it lacks: the pins say which commits are unpinned.
 """
 
-from __future__ import annotations
-
 import builtins
 import re
 from collections.abc import Awaitable, Callable, Iterable
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import structlog
 
 from .. import errors
 from ..catalog import Catalog, DatasetHead, InstanceRow, PinRow
@@ -37,12 +34,11 @@ from ..model import (
     utc_now,
 )
 from ..protocol import Dataset, Instance, ProgressSink, RecordedCommit
+from ..telemetry import log
 from .pinning import PinKeys, Pinner, in_short, owner_of, pin_key, read_journals, write_journal
 from .reading import ReadResult, read_dataset
 
 _SUFFIXES = re.compile(r"(?:\.(?:jsonl|ndjson|json|parquet|gz|zst))+$", re.IGNORECASE)
-
-log = structlog.get_logger()
 
 
 class InstanceCache:

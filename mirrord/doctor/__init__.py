@@ -3,8 +3,6 @@
 Changes nothing and needs no daemon. A check that fails itself is an answer too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Checks of the host: programs, libraries, the kernel, what it allows this process, its limits."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import platform

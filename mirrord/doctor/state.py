@@ -1,7 +1,5 @@
 """Checks of the installation: the state directory, its catalog, and the way to the daemon."""
 
-from __future__ import annotations
-
 import fcntl
 import grp
 import os

@@ -4,8 +4,6 @@ git (2.39) dies of the first damaged object and says nothing of the rest. With `
 are asked again by halves, until the damaged ones stand alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path

@@ -7,8 +7,6 @@ the deadline passes or the caller is cancelled; git dies with the daemon, and th
 up after its children (`mirrors/maintenance.py`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io
@@ -20,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import anyio
-import structlog
 
 from ..errors import (
     DeadlineError,
@@ -30,6 +27,7 @@ from ..errors import (
     UpstreamTimeoutError,
 )
 from ..protocol import Progress
+from ..telemetry import log
 from .environment import Remote, child_environment, make_home
 from .errors import HttpAnswer, StderrReader, failure
 from .process import NOTHING, PIPE, Child, Process, Stream, in_memory, run_to_end, start
@@ -46,8 +44,6 @@ _LOW_PRIORITY = (
 )  # fmt: skip
 
 _is_low_priority: ContextVar[bool] = ContextVar("git_is_low_priority", default=False)
-
-log = structlog.get_logger()
 
 
 @contextlib.contextmanager

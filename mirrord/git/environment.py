@@ -5,8 +5,6 @@ process list shows the command and nothing else; both outrank every configuratio
 in HOME is for a git that gets no environment of ours.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

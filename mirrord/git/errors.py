@@ -4,8 +4,6 @@ One table holds a pattern, a class and a hint; the first row that matches wins. 
 went through `masked_url`; HTTP traces are never kept.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 from collections import deque

@@ -6,8 +6,6 @@ ends when the daemon's end of its socket closes, however the daemon ended; the k
 workers with it.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 

@@ -4,8 +4,6 @@ Starts no process, so it can look at a repository that somebody else made. A fil
 whole, consistent index or graph is a CorruptObjectError. Ids are raw: 20 bytes each (SHA-1).
 """
 
-from __future__ import annotations
-
 import bisect
 import errno
 import hashlib

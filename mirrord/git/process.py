@@ -4,8 +4,6 @@ asyncio's own subprocess reaps a child when it ends, and the number of its group
 then. Here the group is killed first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -6,8 +6,6 @@ cancelled costs its worker, which is killed: libgit2 can hang with the GIL held,
 helps. `turns.py` says who gets one. All die with the daemon, whatever kills it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import os
@@ -26,6 +24,7 @@ import structlog
 
 from ..errors import DeadlineError, OutOfMemoryError, StoppingError, WorkerCrashedError
 from ..host.processes import memory_limit_bytes
+from ..telemetry import log
 from .process import Process, await_end, start_module
 from .turns import Turns
 
@@ -35,8 +34,6 @@ Ts = TypeVarTuple("Ts")
 _USERS = 5  # with as many calls as one may have; others wait for a turn
 _SHORT = timedelta(minutes=1)
 _GRACE_S = 2.0
-
-log = structlog.get_logger()
 
 
 class ForkServer:

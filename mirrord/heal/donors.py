@@ -5,8 +5,6 @@ whether they are what it says. Checkouts are never asked: others write in them. 
 only when a heal misses something, and never changed. Owns only directories below the heal's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field

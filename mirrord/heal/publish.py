@@ -5,8 +5,6 @@ quarantine before another one has its name, and every change is one rename: a cr
 leaves a mirror for the next heal. Functions for a thread; the caller holds the mirror's lock.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

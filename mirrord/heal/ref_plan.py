@@ -5,8 +5,6 @@ the ref history, which the catalog knows. Commits that a record, or a ref that i
 that nothing reaches any more are kept. Reads only, in a worker.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

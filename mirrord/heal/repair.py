@@ -7,8 +7,6 @@ of later heals. Other bad files stay in place while they may hold a needed objec
 has. The caller holds the mirror's lock.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import anyio
-import structlog
 
 from ..audit.connectivity import Missing, find_missing
 from ..audit.examine import borrow_from, is_readable_link, make_repository, make_stand_in
@@ -29,6 +26,7 @@ from ..mirrors.refs import BEGUN_ANEW, list_records, theirs, write_record
 from ..mirrors.repository import HISTORY, KEPT, Repository
 from ..model import AuditLevel, FindingKind
 from ..protocol import Progress, Repair
+from ..telemetry import log
 from .donors import Donor, DonorBundle, Donors, lend
 from .publish import Publication, Step
 from .ref_plan import RefPlan, plan_refs
@@ -36,8 +34,6 @@ from .transfer import SALVAGED, Transfer, may_hold, salvage
 
 _NEW_HISTORY = "a new ref history"
 _PACK_KINDS = {FileKind.PACK, FileKind.INDEX}
-
-log = structlog.get_logger()
 
 
 @dataclass(eq=False)

@@ -5,8 +5,6 @@ start, which an operator makes who has just repaired something. A heal answers w
 the mirror is sound is for the audit after it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time
@@ -16,7 +14,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-import structlog
 from anyio import to_thread
 
 from ..audit.findings import Judged
@@ -32,12 +29,11 @@ from ..mirrors.refs import columns_of
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, MirrorName
 from ..protocol import Audit, ProgressSink, Repair
+from ..telemetry import log
 from ..units import Backoff
 from .donors import Donors
 from .publish import DamagedFiles, Step
 from .repair import MirrorRepair
-
-log = structlog.get_logger()
 
 
 @dataclass(eq=False)

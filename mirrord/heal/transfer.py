@@ -5,8 +5,6 @@ with any other object than those asked for is thrown away. Never writes to a mir
 damaged packs.
 """
 
-from __future__ import annotations
-
 import shutil
 import struct
 from collections.abc import Collection, Iterable

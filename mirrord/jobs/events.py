@@ -5,8 +5,6 @@ that the ring has moved past gets one `events.dropped` in place of what it misse
 a restart: numbers start again under another boot id.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets
@@ -16,13 +14,10 @@ from datetime import datetime, timedelta
 from functools import cached_property
 from typing import Any
 
-import structlog
-
 from ..errors import LimitReachedError
 from ..model import utc_now
 from ..protocol import Event, to_bytes
-
-log = structlog.get_logger()
+from ..telemetry import log
 
 FOLLOWERS_OF_USER = 16
 FOLLOWERS = 256

@@ -5,8 +5,6 @@ last thousand also after that. Nothing survives a restart: the work itself must 
 at any moment.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
@@ -21,9 +19,8 @@ from ..git.turns import Askers
 from ..host.files import host_error
 from ..model import shown, utc_now
 from ..protocol import QUEUED, Operation, Problem, Progress, ProgressSink, to_json
+from ..telemetry import log
 from .events import Events
-
-log = structlog.get_logger()
 
 _KEPT = 1000
 _KEPT_UNSEEN = 20_000  # a client that started thousands asks for one after the other

@@ -5,8 +5,6 @@ in that state before. A failure is not retried until the file changes. inotify i
 its queue overflows silently and its instances run out, and `touch` on a timer finds the same.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import stat
@@ -17,13 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import anyio.to_thread
-import structlog
 from watchdog.events import FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
 
 from ..errors import MirrordError
-
-log = structlog.get_logger()
+from ..telemetry import log
 
 PARTIAL_SUFFIXES = (
     *(".tmp", ".temp", ".part", ".partial", ".crdownload", ".download"),

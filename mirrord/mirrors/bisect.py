@@ -6,8 +6,6 @@ for again, a step for each cause; where it shows nothing, groups are halved, and
 item by item.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar

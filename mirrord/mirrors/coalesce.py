@@ -5,8 +5,6 @@ A caller joins work of the same key until the work looks at facts that may chang
 work is cancelled when its last caller was. It takes its turns (`git/turns.py`) for all callers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine

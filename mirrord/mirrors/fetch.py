@@ -5,8 +5,6 @@ some refs, those are found and all others arrive; refs below `refs/mirrord/incom
 accepted so far, so that nothing is fetched twice.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack

@@ -6,8 +6,6 @@ follows it, at the start and after a failed operation: unknown mirrors and pins 
 that only the catalog knows stays there until a heal has made it again.
 """
 
-from __future__ import annotations
-
 import builtins
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,7 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import anyio
-import structlog
 from anyio import to_thread
 
 from .. import errors
@@ -30,6 +27,7 @@ from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import MirrorName, shown, utc_now
 from ..protocol import Mirror, Problem, RefFault
+from ..telemetry import log
 from .fetch import unmark
 from .maintenance import remove_stale_files, repair_incomplete_packs
 from .pins import Pins, adopt_pins, stands_alone
@@ -38,8 +36,6 @@ from .refs import columns_of
 from .repository import Repository
 from .transaction import recover
 from .upstream import default_url, parse_upstream
-
-log = structlog.get_logger()
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -5,8 +5,6 @@ objects are kept in a cruft pack and expire thirty days after they were last wri
 that was fetched by id and not yet pinned is safe.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -17,17 +15,15 @@ from datetime import timedelta
 from pathlib import Path
 
 import anyio
-import structlog
 from anyio import to_thread
 
 from ..errors import MirrordError
 from ..git.command import low_priority
 from ..git.packs import PackIndex
 from ..protocol import ProgressSink
+from ..telemetry import log
 from .quarantine import held_files
 from .repository import Repository
-
-log = structlog.get_logger()
 
 
 async def maintain(repository: Repository, progress: ProgressSink | None = None) -> None:

@@ -6,28 +6,24 @@ were; where the disk does not allow that, the rest is pending until a cleanup se
 leaves at worst a ref without a row, and a start brings them in line.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import anyio
-import structlog
 
 from ..catalog import Catalog, PinRow
 from ..errors import GitFailedError, InvalidRequestError, MirrordError, ResourceError
 from ..git.batch import object_info
 from ..model import CommitId, shown, utc_now
+from ..telemetry import log
 from .bisect import find_bad
 from .repository import PINS, Refs, Repository
 from .transaction import commit, recover
 
 ADOPTED = "found in the mirror"
 """The reason of a pin that the catalog did not know: a crash, or a catalog that is lost or old."""
-
-log = structlog.get_logger()
 
 
 def stands_alone(row: PinRow) -> bool:

@@ -5,8 +5,6 @@ Nothing here is needed after a restart, so a start removes all that no process h
 which the datasets still have to undo. Also the bounds of incoming objects.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -14,18 +12,16 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import anyio
-import structlog
 from anyio import to_thread
 
 from ..errors import DiskFullError
 from ..host.files import free_bytes, full_disk_named, sync_directory
 from ..host.trash import Trash, new_trash, try_to_remove
 from ..protocol import Progress, ProgressSink
+from ..telemetry import log
 
 DAMAGED = "damaged"
 SPOOL_PREFIX = "dataset-"
-
-log = structlog.get_logger()
 
 
 class Quarantine:

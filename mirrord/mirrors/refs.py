@@ -4,8 +4,6 @@ A mirror takes the refs that the configured patterns name, never `refs/mirrord/`
 `refs/replace/`, never a name that git or a file system could misread.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence

@@ -3,8 +3,6 @@
 Takes no lock and makes no decision.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A first clone is built in quarantine and renamed, so a mirror that exists is complete.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from contextlib import nullcontext

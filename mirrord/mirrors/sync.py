@@ -5,8 +5,6 @@ transaction that moves all refs, keeps every tip that upstream left, and moves t
 sync that finds nothing new writes nothing. The caller holds the mirror's lock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from ..errors import MirrordError, UpstreamLossError

@@ -6,16 +6,14 @@ the mirror, is written and flushed first; a start that finds one finishes it. Ne
 an object that is missing.
 """
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from pathlib import Path
 
-import structlog
 from anyio import to_thread
 
 from ..host.files import full_disk_named, sync_directory
+from ..telemetry import log
 from .maintenance import remove_stale_files, stale_files_removed_on_failure
 from .refs import directories_of
 from .repository import Repository
@@ -24,8 +22,6 @@ JOURNAL = "mirrord-transaction"
 
 Moves = dict[str, tuple[str | None, str | None]]
 """Ref to (old, new); None stands for absent."""
-
-log = structlog.get_logger()
 
 
 def journal_text(moves: Moves, head: str | None = None) -> str:

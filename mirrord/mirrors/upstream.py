@@ -5,8 +5,6 @@ transport that names a program (`ext::`), a relative path and a host that looks 
 refused.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import re

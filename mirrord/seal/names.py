@@ -5,8 +5,6 @@ the objects that the file names, whose place inside the seal is judged elsewhere
 wrong with it. Configuration is read by git as a plain file: nothing it includes is followed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -6,8 +6,6 @@ believed only after it was checked to the last byte: a name is no proof, and byt
 an object are hidden there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -6,8 +6,6 @@ form (`names.py`, `repository.py`); all else is a leak. It judges the seal as of
 an agent made are outside the closure too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import tempfile

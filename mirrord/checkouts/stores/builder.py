@@ -5,8 +5,6 @@ tags that point at ancestors, and closure packs as hard links; no remote, altern
 or index (whoever writes the tree writes that). It is built in a temporary directory and renamed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
@@ -21,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import anyio.to_thread
-import structlog
 
 from ...errors import InvalidRequestError
 from ...git.command import Git
@@ -30,6 +27,7 @@ from ...git.workers import Workers
 from ...host.trash import Trash, new_trash
 from ...mirrors.coalesce import Coalescer
 from ...model import CommitId, History, MirrorName, Resolved
+from ...telemetry import log
 from ..deferred import Deferred
 from . import store as disk
 from .closures import Closures, Recorded, nothing_recorded
@@ -46,8 +44,6 @@ base of this task
 The history before this commit is not part of the checkout.
 """
 _DIRECTORIES = ("", "info", "objects", "objects/pack", "refs")
-
-log = structlog.get_logger()
 
 
 class _Contents(NamedTuple):

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
-import structlog
 
 from ... import errors
 from ...errors import CommitNotFoundError, CorruptObjectError
@@ -30,6 +29,7 @@ from ...git.turns import Turns
 from ...git.workers import Workers
 from ...host.trash import Trash
 from ...model import NEAR, CommitId, MirrorName, Resolved
+from ...telemetry import log
 from ..deferred import Deferred
 from .packer import TIMEOUT, Packer, PackFile, together, unservable
 from .store import building, publish, remove_all
@@ -44,8 +44,6 @@ _NEAR = MARGINS[0] + 1  # first parents that a worker looks at before git is ask
 _REACHES = (2048, None)
 _PACKING, _PACKING_OF_USER = 10, 2  # pairs of git
 _WALK = ("-c", "core.commitGraph=false", "rev-list", "--first-parent")
-
-log = structlog.get_logger()
 
 Recorded = Callable[[MirrorName], Awaitable[Collection[CommitId]]]
 

@@ -6,8 +6,6 @@ exactly the closure whatever the mirror's caches say, and its content is proven.
 the directory it is given; the caller removes that when it fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io
@@ -21,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
-import structlog
 
 from ...errors import CommitUnservableError, CorruptObjectError, GitFailedError
 from ...git.command import Git
@@ -31,6 +28,7 @@ from ...git.workers import Workers
 from ...host.files import write_all
 from ...host.trash import Trash
 from ...model import CommitId
+from ...telemetry import log
 from .store import GRAPH, building, link_or_copy
 
 VERIFIED_WHOLE = 20_000  # objects; a larger pack is not hashed itself, but all it is copied from
@@ -46,8 +44,6 @@ _SMALL_LIST_BYTES = 128 * 1024
 _PIECE_BYTES = 1 << 18
 _PACE_S = 0.005
 _KEPT_MAX = 10_000
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)

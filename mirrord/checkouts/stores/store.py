@@ -5,8 +5,6 @@ directory without it does not exist. The record's mtime is the store's last use.
 a file that a power cut tore is found by its size.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -3,8 +3,6 @@
 Reads are verified: an object whose bytes do not match its id is a CorruptObjectError.
 """
 
-from __future__ import annotations
-
 import os
 import ssl
 

@@ -1,7 +1,5 @@
 """Commits: what a person typed, times, first parents, and a pack of what one commit adds."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Open repositories, few at a time, and verified reads from them."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import OrderedDict

@@ -5,8 +5,6 @@ checked by fsck, the closure of every ref is walked, records are validated like 
 never hold a secret: a URL that cannot be shown whole is left out. Moves no ref of a mirror.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from datetime import datetime, timedelta

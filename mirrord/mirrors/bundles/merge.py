@@ -5,8 +5,6 @@ forward; any other stays where it is, and the bundle's tip is kept. Pins are add
 history is continued; one that had to begin anew is joined with the bundle's older one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 

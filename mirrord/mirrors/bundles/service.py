@@ -6,8 +6,6 @@ rows first, then objects, then one transaction of refs. So a bad bundle changes 
 crash interrupts the same import finishes.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from datetime import timedelta
