@@ -120,6 +120,47 @@ def changes(
             yield from changes(objects, tree_a, tree_b, path + b"/", whole)
 
 
+class BaseTree:
+    """Look-ups in one tree; reads only the directories on the way to a path."""
+
+    def __init__(self, objects: Objects, tree: str) -> None:
+        self._objects = objects
+        self._directories = {b"": self._read(tree)}
+
+    def find(self, path: bytes) -> TreeEntry | None:
+        """The entry of a path, with the mode that git's index would have."""
+        above, _, name = path.rpartition(b"/")
+        token = self._names_in(above).get(name)
+        return TreeEntry(path, _index_mode(token[0]), token[1].hex()) if token else None
+
+    def iter_files(self, directory: bytes) -> Iterator[TreeEntry]:
+        """Every file, link and submodule below a directory."""
+        for name in sorted(self._names_in(directory)):
+            entry = self.find(directory + b"/" + name if directory else name)
+            if entry and entry.is_tree:
+                yield from self.iter_files(entry.path)
+            elif entry:
+                yield entry
+
+    def _names_in(self, directory: bytes) -> dict[bytes, tuple[bytes, bytes]]:
+        if (found := self._directories.get(directory)) is None:
+            entry = self.find(directory)
+            found = self._read(entry.oid) if entry and entry.is_tree else {}
+            self._directories[directory] = found
+        return found
+
+    def _read(self, tree: str) -> dict[bytes, tuple[bytes, bytes]]:
+        return {name: (mode, oid) for mode, name, oid in _parse(self._objects, tree)}
+
+
+def _index_mode(octal: bytes) -> int:
+    """git's canon_mode: old commits have files of mode 100664."""
+    mode = int(octal, 8)
+    if mode & 0o170000 == _FILE:
+        return 0o100755 if mode & 0o100 else 0o100644
+    return mode
+
+
 def must_fit(objects: Objects, tree: str, *, near: str | None = None) -> None:
     """Raise TreeTooLargeError for a tree over a bound: entries, depth, path length, bytes.
 

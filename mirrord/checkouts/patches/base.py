@@ -1,0 +1,33 @@
+"""The tree of a commit as what a patch is applied to: no checkout is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...git.objects.repository import Objects
+from ...git.objects.trees import BaseTree
+from ...model import TREE_DEPTH_LIMIT
+from .fit import DIRECTORY, File
+from .parse import SUBMODULE
+
+
+class BaseFiles:
+    """Reads one tree; a `fit.Tree`. Raises CorruptObjectError."""
+
+    def __init__(self, objects: Objects, tree: str) -> None:
+        self._objects = objects
+        self._tree = BaseTree(objects, tree)
+
+    def read(self, path: bytes) -> File | None:
+        is_possible = path.count(b"/") < TREE_DEPTH_LIMIT
+        entry = self._tree.find(path) if is_possible else None
+        if entry is None:
+            return None
+        if entry.is_tree:
+            return File(DIRECTORY, b"")
+        if entry.is_submodule:
+            return File(SUBMODULE, entry.oid.encode())
+        return File(entry.mode, self._objects.read_blob(entry.oid))
+
+    def iter_below(self, path: bytes) -> Iterator[bytes]:
+        return (entry.path for entry in self._tree.iter_files(path))

@@ -1,0 +1,406 @@
+"""Patches as `git apply` reads them: names, modes, hunks.
+
+Follows apply.c of git 2.39. What it refuses, what is not text, and what two versions of git take in
+two ways raises NotPlainError: then git itself decides. Pure; names and lines are bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import NamedTuple
+
+CONTEXT, REMOVED, ADDED = b" -+"
+REGULAR, EXECUTABLE, SYMLINK, SUBMODULE = 0o100644, 0o100755, 0o120000, 0o160000
+
+_LIMIT_BYTES = 64 * 1024**2  # parsed in Python, a patch takes a multiple of its size
+_GIT = b"diff --git "
+_HUNK = re.compile(rb"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@")
+_STAMP = re.compile(
+    rb"(?:\t| +)(?:\d\d)?\d\d-\d\d-\d\d(?: \d\d:\d\d:\d\d)?(?:\.\d+)?(?: [-+]\d\d:?\d\d)?$"
+)
+_EPOCH = re.compile(rb"\t(?:1969-12-31|1970-01-01) ")  # of `diff -N`, where there is no file
+_NULL = re.compile(rb"/dev/null(?:[ \t\r]|$)")
+_EXTENDED = re.compile(
+    rb"(--- |\+\+\+ |(?:old|new) mode |(?:deleted|new) file mode |copy (?:from|to) "
+    rb"|rename (?:old|new|from|to) |(?:dis)?similarity index |index )(.*)",
+    re.DOTALL,
+)
+_MODE = re.compile(rb"([0-7]{1,7})(?:[ \t\r]|$)")
+_INDEX = re.compile(rb"[^. ]{1,40}\.\.[^ ]{1,40}(?: (.*))?$", re.DOTALL)
+_QUOTED = re.compile(rb'"((?:[^"\\]|\\.)*)"', re.DOTALL)
+_ESCAPE = re.compile(rb"\\([0-3][0-7]{2}|.)", re.DOTALL)
+_ESCAPES = dict(zip(b'abfnrtv\\"', b'\a\b\f\n\r\t\v\\"', strict=True))
+_NO_NEWLINE = b"\\ "
+_NO_NEWLINE_BYTES = 11  # without its newline; git knows no shorter one in any language
+_SLASH = ord("/")
+_SWAPPED = {CONTEXT: CONTEXT, REMOVED: ADDED, ADDED: REMOVED}
+
+
+class NotPlainError(Exception):
+    """A patch that only git can judge."""
+
+
+class Hunk(NamedTuple):
+    """`lines` are pairs of a kind (CONTEXT, REMOVED, ADDED) and bytes, most with a newline."""
+
+    old_start: int
+    old_count: int
+    new_start: int
+    new_count: int
+    lines: list[tuple[int, bytes]]
+
+    @property
+    def before(self) -> list[bytes]:
+        return [line for kind, line in self.lines if kind != ADDED]
+
+    @property
+    def after(self) -> list[bytes]:
+        return [line for kind, line in self.lines if kind != REMOVED]
+
+    @property
+    def leading(self) -> int:
+        """How many lines of context are before the first change."""
+        return _context(self.lines)
+
+    @property
+    def trailing(self) -> int:
+        return _context(reversed(self.lines))
+
+    def with_lines(self, change: Callable[[bytes], bytes]) -> Hunk:
+        return self._replace(lines=[(kind, change(line)) for kind, line in self.lines])
+
+    def reversed(self) -> Hunk:
+        lines = [(_SWAPPED[kind], line) for kind, line in self.lines]
+        return Hunk(self.new_start, self.new_count, self.old_start, self.old_count, lines)
+
+
+def _context(lines: Iterable[tuple[int, bytes]]) -> int:
+    return sum(1 for _ in takewhile(lambda line: line[0] == CONTEXT, lines))
+
+
+@dataclass(slots=True)
+class FilePatch:
+    """What a patch does to one file. A mode that it does not name is 0.
+
+    `is_new` and `is_delete` are None where only the tree can tell, as in a traditional patch.
+    """
+
+    old: bytes | None = None
+    new: bytes | None = None
+    old_mode: int = 0
+    new_mode: int = 0
+    is_new: bool | None = False
+    is_delete: bool | None = False
+    is_rename: bool = False
+    is_copy: bool = False
+    hunks: list[Hunk] = field(default_factory=list)
+
+    def reversed(self) -> FilePatch:
+        return replace(
+            self,
+            old=self.new,
+            new=self.old,
+            old_mode=self.new_mode,
+            new_mode=self.old_mode,
+            is_new=self.is_delete,
+            is_delete=self.is_new,
+            hunks=[hunk.reversed() for hunk in self.hunks],
+        )
+
+
+def parse(patch: bytes) -> list[FilePatch]:
+    """Each file's part of a patch that ends with a newline, in order."""
+    if len(patch) > _LIMIT_BYTES:
+        raise NotPlainError("it is large")
+    return _Parser(patch.split(b"\n")[:-1]).parse()
+
+
+class _Parser:
+    def __init__(self, lines: list[bytes]) -> None:
+        self._lines = lines
+        self._at = 0
+        self._strip: int | None = None  # leading directories of names: 1 until a name has none
+
+    def parse(self) -> list[FilePatch]:
+        found = []
+        while (patch := self._next_header()) is not None:
+            while self._line(0).startswith(b"@@ -"):
+                patch.hunks.append(self._hunk())
+            _must_be_whole(patch)
+            found.append(patch)
+        if not found:
+            raise NotPlainError("it has no patch")
+        return found
+
+    def _line(self, ahead: int) -> bytes:
+        at = self._at + ahead
+        return self._lines[at] if at < len(self._lines) else b""
+
+    # -- headers -----------------------------------------------------------------------------------
+
+    def _next_header(self) -> FilePatch | None:
+        """Skip what is no header, and read one."""
+        while self._at < len(self._lines):
+            line = self._line(0)
+            if line.startswith(_GIT):
+                return self._git_header(line)
+            if line.startswith(b"@@ -") and _HUNK.match(line):
+                raise NotPlainError("a hunk without a header")
+            is_header = line.startswith(b"--- ") and self._line(1).startswith(b"+++ ")
+            if is_header and self._line(2).startswith(b"@@ -"):
+                self._at += 2
+                return self._traditional_header(line[4:], self._lines[self._at - 1][4:])
+            self._at += 1
+        return None
+
+    def _traditional_header(self, first: bytes, second: bytes) -> FilePatch:
+        if _EPOCH.search(first) or _EPOCH.search(second):
+            raise NotPlainError("a timestamp may say that there is no file")
+        if self._strip is None:
+            bare = None if _NULL.match(second) else _traditional_name(second, 0)
+            if bare and b"/" not in bare:
+                self._strip = 0
+        strip = 1 if self._strip is None else self._strip
+        patch = FilePatch(is_new=None, is_delete=None)
+        if _NULL.match(first):
+            patch.new = _traditional_name(second, strip)
+            patch.is_new, patch.is_delete = True, False
+        elif _NULL.match(second):
+            patch.old = _traditional_name(first, strip)
+            patch.is_new, patch.is_delete = False, True
+        else:
+            short = _traditional_name(first, strip)
+            name = _traditional_name(second, strip) or short
+            if short and name and name.startswith(short) and not second.startswith(b'"'):
+                name = short  # the other is `file.orig` or so
+            patch.old = patch.new = name
+        if not (patch.old or patch.new):
+            raise NotPlainError("a header without a name")
+        return patch
+
+    def _git_header(self, line: bytes) -> FilePatch:
+        strip = 1 if self._strip is None else self._strip
+        patch, default = FilePatch(), _header_name(line[len(_GIT) :], strip)
+        self._at += 1
+        began = self._at
+        while self._at < len(self._lines) and not self._line(0).startswith(b"@@ -"):
+            if not _read_extended(patch, self._line(0), default, strip):
+                break
+            if [patch.is_new, patch.is_delete, patch.is_rename, patch.is_copy].count(True) > 1:
+                raise NotPlainError("two kinds of change in one header")
+            self._at += 1
+        if self._at == began:
+            raise NotPlainError("a header of one line")
+        if patch.old is None and patch.new is None:
+            patch.old = patch.new = default
+        if (patch.new is None and not patch.is_delete) or (patch.old is None and not patch.is_new):
+            raise NotPlainError("a header without a name")
+        return patch
+
+    # -- hunks -------------------------------------------------------------------------------------
+
+    def _hunk(self) -> Hunk:
+        found = _HUNK.match(self._line(0))
+        if not found:
+            raise NotPlainError("a hunk without numbers")
+        old_start, old_count, new_start, new_count = (
+            1 if number is None else int(number) for number in found.groups()
+        )
+        old, new = old_count, new_count
+        lines: list[tuple[int, bytes]] = []
+        self._at += 1
+        while (old > 0 or new > 0) and self._at < len(self._lines):
+            line = self._lines[self._at]
+            kind = line[0] if line else CONTEXT  # newer GNU diff: an empty line of context
+            if kind in _SWAPPED:
+                lines.append((kind, line[1:] + b"\n"))
+                old -= kind != ADDED
+                new -= kind != REMOVED
+            else:
+                self._drop_newline(lines, line)
+            self._at += 1
+        if old or new or all(kind == CONTEXT for kind, _ in lines):
+            raise NotPlainError("a hunk with wrong numbers")
+        if self._line(0).startswith(_NO_NEWLINE) and len(self._line(0)) >= _NO_NEWLINE_BYTES:
+            self._drop_newline(lines, self._line(0))
+            self._at += 1
+        hunk = Hunk(old_start, old_count, new_start, new_count, lines)
+        for side in (hunk.before, hunk.after):
+            if any(not line.endswith(b"\n") for line in side[:-1]) or b"" in side:
+                raise NotPlainError("a line without a newline before another")
+        return hunk
+
+    @staticmethod
+    def _drop_newline(lines: list[tuple[int, bytes]], line: bytes) -> None:
+        is_marker = line.startswith(_NO_NEWLINE) and len(line) >= _NO_NEWLINE_BYTES
+        if not is_marker or not lines or not lines[-1][1].endswith(b"\n"):
+            raise NotPlainError("a line that is none of a hunk")
+        kind, last = lines[-1]
+        lines[-1] = kind, last[:-1]
+
+
+def _must_be_whole(patch: FilePatch) -> None:
+    """Settle what the hunks tell of a patch, and refuse what git refuses."""
+    counts = [(hunk.old_count, hunk.new_count) for hunk in patch.hunks]
+    has_old, has_new = any(old for old, _ in counts), any(new for _, new in counts)
+    if patch.is_new is None and (has_old or len(counts) > 1):
+        patch.is_new = False
+    if patch.is_delete is None and (has_new or len(counts) > 1):
+        patch.is_delete = False
+    if (patch.is_new and has_old) or (patch.is_delete and has_new):
+        raise NotPlainError("a file that is new or removed and has other lines")
+    modes = {patch.old_mode, patch.new_mode} - {0}
+    if any(mode & 0o170000 not in (0o100000, SYMLINK) for mode in modes):
+        raise NotPlainError("a mode that is no file's")
+    is_more = patch.is_new or patch.is_delete or patch.is_rename or patch.is_copy
+    if not counts and not is_more and len(modes) < 2:
+        raise NotPlainError("a header without hunks")  # of a binary file, or nothing at all
+
+
+def named_paths(patch: bytes) -> set[bytes]:
+    """Every path whose content git may look for, and more: those above them as well."""
+    found: set[bytes | None] = set()
+    for line in patch.split(b"\n"):
+        rest = line[len(_GIT) :] if line.startswith(_GIT) else None
+        named = _EXTENDED.match(line)
+        for strip in (0, 1):
+            with suppress(NotPlainError):
+                if rest is not None:
+                    found.add(_header_name(rest, strip))
+                elif named and named[1].startswith((b"---", b"+++")):
+                    found |= {_name(named[2], strip), _traditional_name(named[2], strip)}
+                elif named and named[1].startswith((b"copy", b"rename")):
+                    found.add(_name(named[2], strip, has_tabs=True))
+    paths = {path.strip(b"/") for path in found if path}
+    above = {path[:at] for path in paths for at, byte in enumerate(path) if byte == _SLASH}
+    return {path for path in paths | above if path}
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def _read_extended(patch: FilePatch, line: bytes, default: bytes | None, strip: int) -> bool:
+    """Take one line of a git header; False where it is none."""
+    if not (found := _EXTENDED.match(line)):
+        return False
+    key, rest = found.groups()
+    match key.split(b" ")[0], key.split(b" ")[1]:
+        case b"---", _:
+            patch.old = _verified(patch.old, rest, is_null=bool(patch.is_new), strip=strip)
+        case b"+++", _:
+            patch.new = _verified(patch.new, rest, is_null=bool(patch.is_delete), strip=strip)
+        case b"old", _:
+            patch.old_mode = _mode(rest)
+        case b"new", b"mode":
+            patch.new_mode = _mode(rest)
+        case b"deleted", _:
+            patch.is_delete, patch.old, patch.old_mode = True, default, _mode(rest)
+        case b"new", _:
+            patch.is_new, patch.new, patch.new_mode = True, default, _mode(rest)
+        case b"index", _:
+            if (index := _INDEX.match(rest)) and index[1] is not None:
+                patch.old_mode = _mode(index[1])
+        case b"copy" | b"rename" as kind, side:
+            patch.is_copy |= kind == b"copy"
+            patch.is_rename |= kind == b"rename"
+            name = _name(rest, max(strip - 1, 0), has_tabs=True)
+            if side in (b"from", b"old"):
+                patch.old = name
+            else:
+                patch.new = name
+    return True
+
+
+def _verified(known: bytes | None, rest: bytes, *, is_null: bool, strip: int) -> bytes | None:
+    if is_null:
+        if known is not None or not _NULL.match(rest):
+            raise NotPlainError("a name where /dev/null should be")
+        return None
+    name = _name(rest, strip)
+    if known is not None and name != known:
+        raise NotPlainError("two names for one side")
+    return name
+
+
+def _mode(text: bytes) -> int:
+    if not (found := _MODE.match(text)):
+        raise NotPlainError("a mode that is no number")
+    return int(found[1], 8)
+
+
+def _traditional_name(line: bytes, strip: int) -> bytes | None:
+    """The name after `--- ` or `+++ ` of a traditional patch, without a timestamp."""
+    if not line.startswith(b'"') and (stamp := _STAMP.search(line)):
+        return _stripped(line[: stamp.start()], strip)
+    return _name(line, strip)
+
+
+def _name(line: bytes, strip: int, *, has_tabs: bool = False) -> bytes | None:
+    """A name without its first `strip` directories; None where it has not as many."""
+    if b"\0" in line:
+        raise NotPlainError("a NUL in a name")
+    if line.startswith(b'"'):
+        quoted, _ = _unquoted(line)
+        if (name := _stripped(quoted, strip)) is None:
+            raise NotPlainError("a quoted name without a directory")
+        return name
+    return _stripped(re.split(rb"\r" if has_tabs else rb"[\t\r]", line, maxsplit=1)[0], strip)
+
+
+def _stripped(name: bytes, strip: int) -> bytes | None:
+    parts = name.split(b"/", strip)
+    if len(parts) <= strip or not parts[-1]:
+        return None
+    return re.sub(rb"/+", b"/", parts[-1])
+
+
+def _unquoted(text: bytes) -> tuple[bytes, bytes]:
+    """The name in C's quotes at the start of a text, and the rest of that."""
+    found = _QUOTED.match(text)
+    if not found:
+        raise NotPlainError("a quote without an end")
+
+    def unescaped(escape: re.Match[bytes]) -> bytes:
+        if len(escape[1]) == 3:
+            return bytes([int(escape[1], 8)])
+        if (code := _ESCAPES.get(escape[1][0])) is None:
+            raise NotPlainError("an escape that git does not know")
+        return bytes([code])
+
+    name = _ESCAPE.sub(unescaped, found[1])
+    if b"\0" in name:
+        raise NotPlainError("a NUL in a name")
+    return name, text[found.end() :]
+
+
+def _header_name(rest: bytes, strip: int) -> bytes | None:
+    """The name that both sides of `diff --git` have; None where they differ, as in a rename."""
+    if b'"' in rest:
+        if not rest.startswith(b'"'):
+            raise NotPlainError("a quote inside a header")
+        first, rest = _unquoted(rest)
+        rest = rest.lstrip(b" \t\r")
+        second, _ = _unquoted(rest) if rest.startswith(b'"') else (rest, b"")
+        names = [_after_slash(name, strip) for name in (first, second)]
+        return names[0] if names[0] == names[1] else None
+    name = _after_slash(rest, strip)
+    if name is None:
+        return None
+    for at in (found.start() for found in re.finditer(rb"[\t ]", name)):
+        if _after_slash(name[at + 1 :], strip) == name[:at]:
+            return name[:at]
+    return None
+
+
+def _after_slash(name: bytes, strip: int) -> bytes | None:
+    if strip == 0:
+        return None if name.startswith(b"/") else name
+    at = -1
+    for _ in range(strip):
+        if (at := name.find(b"/", at + 1)) < 0:
+            return None
+    return None if at == 0 else name[at + 1 :]

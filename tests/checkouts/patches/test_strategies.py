@@ -1,0 +1,99 @@
+"""The engine of `apply`: git's word on random patches, GNU patch's on fuzz, and what a tolerant one takes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from random import Random
+
+import patchlab
+from gitrepos import ENV
+from patchlab import REGULAR, Files, MemoryTree, Oracle
+
+from mirrord.checkouts.files.manifest import blob_id
+from mirrord.checkouts.patches import fit
+from mirrord.checkouts.patches.fit import File
+from mirrord.checkouts.patches.parse import NotPlainError, parse
+from mirrord.checkouts.patches.splice import MisfitError, splice, splice_fuzzily
+from mirrord.checkouts.patches.strategies import apply_patch
+from mirrord.errors import MirrordError
+
+CASES = int(os.environ.get("PATCH_CASES", "150"))
+SEED = int(os.environ.get("PATCH_SEED", "1"))
+
+
+def ids(files: Files) -> dict[bytes, tuple[int, str]]:
+    return {path: (file.mode, blob_id(file.data).hex()) for path, file in files.items()}
+
+
+def test_an_exact_patch_does_what_git_does(tmp_path: Path) -> None:
+    """Random edits as patches, spoiled in seventeen ways: taken where git takes them, with its tree."""
+    random = Random(SEED)
+    oracle = Oracle(tmp_path / "oracle")
+    plain = 0
+    for case in range(CASES):
+        if case % 30 == 0:
+            files = patchlab.random_files(random)
+            before = oracle.write_tree(files)
+        if case % 5 == 0:
+            edited = patchlab.edited_files(random, files)
+            after = oracle.write_tree(edited)
+        name = random.choice([*patchlab.MUTATIONS, "nothing", "nothing"])
+        patch = oracle.diff(before, after, *random.choice(patchlab.OPTIONS))
+        patch = patchlab.MUTATIONS[name](random, patch).removesuffix(b"\n") + b"\n"
+        reverse = random.random() < 0.3
+        wanted = oracle.apply(after if reverse else before, patch, reverse=reverse)
+        tree = MemoryTree(edited if reverse else files)
+        try:
+            done = apply_patch(tree, patch, scratch=tmp_path / "scratch", reverse=reverse)
+        except MirrordError:
+            done = None
+        assert (ids(tree.after(done.changes)) if done else None) == wanted, (case, name, patch)
+        plain += is_plain(tree, patch, reverse=reverse)
+    assert plain > CASES // 5
+
+
+def is_plain(tree: MemoryTree, patch: bytes, *, reverse: bool) -> bool:
+    try:
+        fit.fit(tree, parse(patch), reverse=reverse, splice=splice)
+    except (NotPlainError, MisfitError):
+        return False
+    return True
+
+
+def test_fuzz_does_what_gnu_patch_does(tmp_path: Path) -> None:
+    """Where git refuses a patch of one file, patch takes or refuses it as we do, with the same bytes."""
+    random = Random(SEED)
+    oracle = Oracle(tmp_path / "oracle")
+    taken = 0
+    for case in range(CASES):
+        text = patchlab.random_text(random)
+        before = oracle.write_tree({b"f": File(REGULAR, text)})
+        after = oracle.write_tree({b"f": File(REGULAR, patchlab.edited_text(random, text))})
+        patch = oracle.diff(before, after, random.choice(["-U3", "-U3", "-U1", "-U5"]))
+        if b"\n@@ " not in patch:
+            continue
+        patch = patch[patch.index(b"--- ") :]
+        for name in random.choices(["shifted", "context", "context", "nothing"], k=2):
+            patch = patchlab.MUTATIONS[name](random, patch)
+        if random.random() < 0.4:  # a file that has changed since
+            text = patchlab.edited_text(random, text)
+        wanted = gnu_patch(tmp_path, text, patch)
+        try:
+            got = splice_fuzzily(text, parse(patch)[0].hunks)
+        except MisfitError:
+            got = None
+        except NotPlainError:
+            continue
+        assert got == wanted, (case, text, patch)
+        taken += got is not None
+    assert taken > CASES // 5
+
+
+def gnu_patch(area: Path, text: bytes, patch: bytes) -> bytes | None:
+    file = area / "f"
+    file.write_bytes(text)
+    command = ["patch", "--batch", "--forward", "--fuzz=5", "-p1", "--no-backup-if-mismatch"]
+    done = subprocess.run(command, cwd=area, input=patch, env=ENV, capture_output=True, check=False)
+    return file.read_bytes() if done.returncode == 0 else None
