@@ -77,6 +77,7 @@ from .model import Backend as Backend
 from .model import Bind as Bind
 from .model import CommitRole as CommitRole
 from .model import CommitState as CommitState
+from .model import DiffFormat as DiffFormat
 from .model import Direction as Direction
 from .model import FindingKind as FindingKind
 from .model import History as History

@@ -58,6 +58,14 @@ class Backend(StrEnum):
     POOL = "pool"
 
 
+class DiffFormat(StrEnum):
+    """How a diff is printed: as `git diff --binary`, with `--stat`, or with `--name-status`."""
+
+    PATCH = "patch"
+    STAT = "stat"
+    NAME_STATUS = "name-status"
+
+
 class Bind(StrEnum):
     """What else ends a lease than its deadline: nothing, or the end of the asking process."""
 

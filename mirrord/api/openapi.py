@@ -50,6 +50,7 @@ def document(endpoints: tuple[Endpoint, ...]) -> str:
     }
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
+        schemas |= _query_schema(endpoint).get("$defs", {})
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _described(
             endpoint, references
         )
@@ -64,7 +65,7 @@ def document(endpoints: tuple[Endpoint, ...]) -> str:
 
 
 def _described(endpoint: Endpoint, references: dict[Any, Any]) -> dict[str, Any]:
-    query = endpoint.query.model_json_schema(ref_template=f"{_SCHEMAS}{{model}}")
+    query = _query_schema(endpoint)
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in endpoint.parameters
@@ -94,6 +95,10 @@ def _described(endpoint: Endpoint, references: dict[Any, Any]) -> dict[str, Any]
     elif endpoint.upload:  # taken as bytes, whatever media type is sent
         described["requestBody"] = {"content": {endpoint.upload: _BYTES}}
     return described
+
+
+def _query_schema(endpoint: Endpoint) -> dict[str, Any]:
+    return endpoint.query.model_json_schema(ref_template=f"{_SCHEMAS}{{model}}")
 
 
 def _answers(endpoint: Endpoint, references: dict[Any, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Protocol
 
@@ -25,6 +26,10 @@ from .leases import Directories, Lease, Leases
 
 DIFF_TIMEOUT = timedelta(seconds=60)
 """For work on one checkout, whose client may have made its tree so that git takes for ever."""
+
+
+ChangedPaths = Callable[[], list[bytes]]
+"""Can be pickled."""
 
 
 class CheckoutBackend(Protocol):
@@ -76,11 +81,12 @@ class CheckoutBackend(Protocol):
         """When the last part of the template below the tree was proven; None without a template."""
         ...
 
-    async def changed_paths(self, lease: Lease) -> list[bytes]:
-        """List every path that may differ from `lease.commit`, by the lease's layer or since.
+    def changed_paths(self, lease: Lease) -> ChangedPaths:
+        """What lists every path that may differ from `lease.commit`, by the lease's layer or since.
 
-        An extra directory stands for all in it. Paths are relative to the tree, without its own
-        `.git`. May list unchanged paths.
+        It runs in a worker, in the call that uses the paths. An extra directory stands for all in
+        it, and one that is none any more for all that was in it. Paths are relative to the tree,
+        without its own `.git`. May list unchanged paths.
         """
         ...
 

@@ -35,12 +35,12 @@ from ..host.pidfds import Process, ProcessWatch, process_gone
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
-from ..model import Backend, Bind, History, utc_now
+from ..model import Backend, Bind, DiffFormat, History, utc_now
 from .admission import Admission
 from .backend import CheckoutBackend
 from .leases import Lease, Leases, LeaseState, not_found
 from .lifecycle import Lifecycle
-from .patches.service import Patches
+from .patches.service import DiffAnswer, Patches
 from .pool.backend import PoolBackend
 from .receipts import Receipts, report
 from .resolve import Resolver
@@ -218,23 +218,26 @@ class Checkouts:
         self._must_be_open()
         _must_be_whole(self._get(checkout, peer))
 
-    async def diff(self, checkout: str, peer: Peer) -> bytes | Path:
-        """All changes since the base commit, untracked files included, as a patch for `git apply`;
-        a long one as a file, which the caller removes.
+    async def diff(
+        self, checkout: str, peer: Peer, form: DiffFormat = DiffFormat.PATCH
+    ) -> DiffAnswer:
+        """All changes since the base commit, untracked files included; as a patch for `git apply`.
+
+        A long answer is a file, which the caller removes.
         """
         async with self._held(checkout, peer) as lease:
             _must_be_whole(lease)
-            changed = await self._lifecycle.backend_of(lease).changed_paths(lease)
-            return await self._patches.diff(lease, changed)
+            changed = self._lifecycle.backend_of(lease).changed_paths(lease)
+            return await self._patches.diff(lease, changed, form)
 
     async def receipt(self, checkout: str, peer: Peer) -> protocol.Receipt:
         """What a checkout is now, and how that was proven."""
         async with self._held(checkout, peer) as lease:
             _must_be_whole(lease)
             backend = self._lifecycle.backend_of(lease)
-            patch = await self._patches.diff(lease, await backend.changed_paths(lease))
+            made = await self._patches.diff(lease, backend.changed_paths(lease))
             proven_at = await backend.template_proven_at(lease)
-            return await self._receipts.issue(lease, patch, proven_at)
+            return await self._receipts.issue(lease, made.content, proven_at)
 
     async def verify_receipt(self, receipt: protocol.Receipt, peer: Peer) -> protocol.ReceiptReport:
         """Compare a receipt with the mirror; the peer must be one who may check its commit out."""
@@ -268,7 +271,7 @@ class Checkouts:
             if patch is None:
                 self._admission.must_be_admin(peer, "apply the instance's own patch")
                 patch = await self._patches.named_patch(lease, named or "")
-            changed = await self._lifecycle.backend_of(lease).changed_paths(lease)
+            changed = self._lifecycle.backend_of(lease).changed_paths(lease)
             paths = await self._patches.apply(lease, changed, patch, reverse=reverse)
         self._publish("checkout.patched", lease, files=len(paths), reverse=reverse)
         return protocol.Checkout(**_members(lease, {}))

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from ..errors import CheckoutNotFoundError, InstanceNotFoundError
-from ..model import View, shown
+from ..errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
+from ..model import DiffFormat, View, shown
 from . import parameters
 from .output import short, table, when
 from .parameters import Argument, Option
@@ -79,20 +79,33 @@ def reset(
     session.answer(answer, [answer.path])
 
 
-def diff(session: Session, checkout_id: Id) -> None:
+def diff(
+    session: Session,
+    checkout_id: Id,
+    stat: Annotated[
+        bool, Option("--stat", help="Lines changed in each file, as git does.")
+    ] = False,
+    name_status: Annotated[
+        bool, Option("--name-status", help="How each path changed, as git does.")
+    ] = False,
+) -> None:
     """Includes untracked files that .gitignore does not name; apply it to the base commit.
 
     With --json the patch is a string, in base64 where it is not UTF-8.
     """
-    patch = session.client.diff_checkout(find_id(session, checkout_id))
+    if stat and name_status:
+        raise UsageError("cannot print both --stat and --name-status", hint="give one of them")
+    form = DiffFormat.STAT if stat else DiffFormat.NAME_STATUS if name_status else DiffFormat.PATCH
+    content = session.client.diff_checkout(find_id(session, checkout_id), format=form)
     if not session.json:
-        sys.stdout.buffer.write(patch)
+        sys.stdout.buffer.write(content)
         sys.stdout.buffer.flush()
         return
+    name = form.replace("-", "_")
     try:
-        answer = {"patch": patch.decode(), "encoding": "utf-8"}
+        answer = {name: content.decode(), "encoding": "utf-8"}
     except UnicodeDecodeError:
-        answer = {"patch": base64.b64encode(patch).decode(), "encoding": "base64"}
+        answer = {name: base64.b64encode(content).decode(), "encoding": "base64"}
     session.print_json(answer)
 
 

@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from gitrepos import Upstream, git
 from mountlab import mounted_below
 
 from mirrord.checkouts.patches import apply as patches
-from mirrord.checkouts.patches.diff import PatchJob, staged
+from mirrord.checkouts.patches.collect import collect
+from mirrord.checkouts.patches.staging import staged
+from mirrord.checkouts.patches.worktree import PatchJob, RawFile, open_worktree
 from mirrord.errors import (
     CheckoutBusyError,
     DiffTooLargeError,
@@ -118,8 +120,8 @@ def reset(service: Service, checkout: Checkout) -> Any:
 
 def work(service: Service, checkout: Checkout) -> PatchJob:
     """What a worker is told of a checkout."""
-    root = Path(checkout.path)
-    return PatchJob(root, service.mirror, checkout.commit, (USER, USER), service.state / "scratch")
+    root, scratch = Path(checkout.path), service.state / "scratch"
+    return PatchJob(root, service.mirror, checkout.commit, checkout.tree, (USER, USER), scratch)
 
 
 # -- links ------------------------------------------------------------------------------------------------------------
@@ -156,10 +158,10 @@ def test_a_race_of_a_directory_and_a_link_writes_nothing_outside(
     assert as_user(Path(checkout.path), "status", "--porcelain", "--ignored") == ""
 
 
-def test_no_link_of_a_client_is_ever_written_through(
+def test_no_link_of_a_client_is_ever_read_through(
     service: Service, pooled: Checkout, victim: Path
 ) -> None:
-    """The exchange at its worst moments: a rule that is a link when it is copied, a directory when what changed is."""
+    """The exchange at its worst moments: after a directory was looked at, and before what is in it is opened."""
     tree = Path(pooled.path)
     as_client(
         "cd d; ln -s ../../../victim away; echo new >.gitignore/evil; echo '*.o' >../.gitignore; : >x.o",
@@ -171,24 +173,26 @@ def test_no_link_of_a_client_is_ever_written_through(
         (tree / "d/.gitignore").rename(tree / "d/away")
         (tree / "d/aside").rename(tree / "d/.gitignore")
 
-    def changed() -> Iterator[bytes]:
-        exchange()
-        yield b"d/.gitignore"
-        exchange()
-        yield b"d/.gitignore/evil"
-        yield b".gitignore"
-        yield b"d/x.o"
-        exchange()
+    def exchanging(look: Callable[..., RawFile | None], when: str) -> Callable[..., RawFile | None]:
+        turns = iter(when)
 
-    def keep_ignored(path: bytes) -> bool:
-        exchange()
-        return False
+        def look_later(*of: Any) -> RawFile | None:
+            if next(turns, "0") == "1":
+                exchange()
+            return look(*of)
+
+        return look_later
 
     (tree / "d/away").unlink()
     (tree / "d/away").symlink_to(victim)
-    with suppress(MirrordError), staged(work(service, pooled)) as staging:
-        staging.add_changes(changed(), keep_ignored)
-    assert not list(victim.iterdir())
+    (victim / "evil").write_text("SECRET")
+    changed = [b"d/.gitignore", b"d/.gitignore/evil", b".gitignore", b"d/x.o"]
+    for turn in range(8):
+        with suppress(MirrordError), open_worktree(work(service, pooled)) as worktree:
+            looking = exchanging(worktree.look, f"{turn:03b}")
+            worktree.look = looking  # type: ignore[method-assign]
+            assert not any(b"SECRET" in change.data for change in collect(worktree, changed))
+    assert [path.name for path in victim.iterdir()] == ["evil"]
 
 
 def test_rules_that_are_links_say_nothing_and_are_in_the_diff(
@@ -343,7 +347,7 @@ with passable_directory() as place:
         (tree / "secret").unlink()
         (tree / "d").rename(tree / "e")
         (tree / "d").symlink_to("/etc")
-        print("=", b"+changed" in code_of(service.checkouts.diff, USER_PEER))
+        print("=", b"+changed" in code_of(service.checkouts.diff, USER_PEER).content)
         patch = b"--- /dev/null\\n+++ b/new/file\\n@@ -0,0 +1 @@\\n+x\\n"
         code_of(service.checkouts.apply, USER_PEER, patch=patch)
         print("=", (tree / "new/file").stat().st_uid, (tree / "new").stat().st_uid)

@@ -9,7 +9,7 @@ import pytest
 from mirrord.api import connections, server
 from mirrord.api import request as bodies
 from mirrord.checkouts import backend
-from mirrord.checkouts.patches import diff as staging
+from mirrord.checkouts.patches import collect, diff, worktree
 from mirrord.datasets import readers
 from mirrord.git.objects import trees as bounds
 from mirrord.git.workers import Workers
@@ -66,9 +66,9 @@ BOUNDS = [
     ("the tree of a commit", [f"{TREE_PATH_LIMIT_BYTES:,} bytes"]),
     (
         "a patch that is given",
-        [f"{staging.PATCH_LIMIT_BYTES // MIB} MiB", f"{staging.FILES_LIMIT:,} new files"],
+        [f"{diff.PATCH_LIMIT_BYTES // MIB} MiB", f"{collect.FILES_LIMIT:,} new files"],
     ),
-    ("a patch that is given", [f"{staging.BYTES_LIMIT // MIB} MiB changed"]),
+    ("a patch that is given", [f"{worktree.BYTES_LIMIT // MIB} MiB changed"]),
     (
         "what a dataset file",
         [f"{readers.UNPACKED_FREE_BYTES // MIB} MiB and {readers.UNPACKED_RATIO} times"],

@@ -228,7 +228,7 @@ class Service:
 
     def diff(self, checkout: Any) -> bytes:
         """The patch of a checkout, long or short."""
-        patch = self.call(self.checkouts.diff, checkout.id, USER_PEER)
+        patch, _ = self.call(self.checkouts.diff, checkout.id, USER_PEER)
         return patch if isinstance(patch, bytes) else patch.read_bytes()
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from ...errors import CheckoutNotFoundError, InvalidPatchError, InvalidRequestError
 from ...host.pidfds import process_of
-from ...model import Bind
+from ...model import Bind, DiffFormat
 from ...protocol import (
     Checkout,
     Receipt,
@@ -67,23 +67,36 @@ async def renew_checkout(call: Call, body: RenewCheckout) -> Checkout:
     return await call.engine.checkouts.renew(call.path["id"], body, call.peer)
 
 
-async def diff_checkout(call: Call) -> Response:
-    """The changes since the base commit. A long patch is streamed from an unlinked file."""
-    patch = await call.engine.checkouts.diff(call.path["id"], call.peer)
-    if isinstance(patch, bytes):
-        return text_response(patch, _DIFF)
+class DiffQuery(Query):
+    format: DiffFormat = DiffFormat.PATCH
+
+
+async def diff_checkout(call: Call, query: DiffQuery) -> Response:
+    """The changes since the base commit, as `git diff --binary` prints them, `--stat` or
+    `--name-status`.
+
+    A long patch is streamed from an unlinked file. The header x-mirrord-diff-by says `libgit2`, or
+    `git` with the reason why libgit2 could not print it.
+    """
+    content, made_by = await call.engine.checkouts.diff(call.path["id"], call.peer, query.format)
+    headers = {
+        "content-type": _DIFF if query.format is DiffFormat.PATCH else "text/plain",
+        "x-mirrord-diff-by": made_by,
+    }
+    if isinstance(content, bytes):
+        return Response(content, headers=headers)
     owned = AsyncExitStack()
     try:
-        file = owned.enter_context(patch.open("rb", buffering=0))
+        file = owned.enter_context(content.open("rb", buffering=0))
     finally:
-        patch.unlink()
+        content.unlink()
 
     async def pieces() -> AsyncIterator[bytes]:
         while piece := await anyio.to_thread.run_sync(file.read, _PIECE_BYTES):
             yield piece
 
-    length = str(os.fstat(file.fileno()).st_size)
-    return OwnedStream(pieces(), {"content-type": _DIFF, "content-length": length}, owned)
+    headers["content-length"] = str(os.fstat(file.fileno()).st_size)
+    return OwnedStream(pieces(), headers, owned)
 
 
 async def get_receipt(call: Call) -> Response:

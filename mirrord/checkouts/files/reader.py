@@ -81,11 +81,15 @@ class TreeReader:
             raise PermissionError(error.errno, error.strerror, path) from error
 
     def iter_below(
-        self, path: bytes, refused: Callable[[bytes, Exception], None]
+        self,
+        path: bytes,
+        refused: Callable[[bytes, Exception], None],
+        enters: Callable[[bytes], bool] = lambda _path: True,
     ) -> Iterator[tuple[bytes, os.stat_result]]:
         """Each path from `path` down, a directory before what is in it, in the order of names.
 
-        A directory that the owner may not read, or that is too deep, goes to `refused`.
+        A directory that the owner may not read, or that is too deep, goes to `refused`; one that
+        `enters` denies is not looked into.
         """
         pending = [path]
         while pending:
@@ -94,7 +98,7 @@ class TreeReader:
             if found is None:
                 continue
             yield here, found
-            if stat.S_ISDIR(found.st_mode):
+            if stat.S_ISDIR(found.st_mode) and enters(here):
                 try:
                     pending += [here + b"/" + name for name in reversed(self.names_in(here))]
                 except FileNotFoundError:

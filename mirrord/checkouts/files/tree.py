@@ -50,7 +50,7 @@ def materialise(git_dir: Path, commit: str, dest: Path, *, owner: Owner | None =
         info = read_commit(objects, commit)
         must_fit(objects, info.tree)
         entries = list(walk(objects, info.tree))
-        conversions = conversions_for(objects, info.commit, entries)
+        conversions = conversions_for(objects, entries)
         if owner and owner != (os.geteuid(), os.getegid()):
             os.fchown(root, *owner)
         with TreeWriter(root, ActingAs(owner), mtime_ns=mtime_for(info.time)) as writer:
@@ -89,7 +89,7 @@ def move(
                 step.path: unrecorded(step.new) for step in steps if step.new and step.is_within
             }
             after = conversions_for(
-                objects, info.commit, files | {entry.path: unrecorded(entry) for entry in new}
+                objects, files | {entry.path: unrecorded(entry) for entry in new}
             )
             if any(is_attributes(step.path) for step in steps):
                 new += reconverted(objects, manifest, after, files)
@@ -113,7 +113,7 @@ def repair(
     """
     with open_objects(git_dir) as objects, _opened_tree(dest, manifest.commit) as root:
         info = read_commit(objects, manifest.commit)
-        conversions = conversions_for(objects, info.commit, manifest.files)
+        conversions = conversions_for(objects, manifest.files)
         owner, mtime_ns = ActingAs(manifest.owner), mtime_for(info.time)
         with TreeWriter(root, owner, mtime_ns=mtime_ns, trash=trash) as writer:
             writer.make_directory(b"")
@@ -213,7 +213,7 @@ def _read(objects: Objects, conversions: Conversions, entry: TreeEntry) -> tuple
         return record, b""
     data = objects.read_blob(entry.oid)
     if not entry.is_symlink and (conversion := conversions.find(entry.path)):
-        data = conversion.apply(data, entry.oid)
+        data = conversion.smudge(data, entry.oid)
         record = record._replace(content=blob_id(data))
     return record, data
 
@@ -245,14 +245,12 @@ def _record_directories(files: MutableMapping[bytes, Entry], writer: TreeWriter)
 # -- conversions -----------------------------------------------------------------------------------
 
 
-def conversions_for(
-    objects: Objects, commit: str, files: Records | Iterable[TreeEntry]
-) -> Conversions:
+def conversions_for(objects: Objects, files: Records | Iterable[TreeEntry]) -> Conversions:
     """The conversions of a commit, whose attribute files are among `files`."""
     if isinstance(files, Records):
         files = _tree_entries(files, filter(is_attributes, files))
     found = [entry for entry in files if is_attributes(entry.path) and stat.S_ISREG(entry.mode)]
-    return Conversions(objects, commit, found)
+    return Conversions(objects, found)
 
 
 def is_attributes(path: bytes) -> bool:
@@ -263,11 +261,9 @@ def reconverted(
     objects: Objects, manifest: Manifest, after: Conversions, kept: Records
 ) -> list[TreeEntry]:
     """Of the files that stay, those that a changed `.gitattributes` writes in another way."""
-    before = conversions_for(objects, manifest.commit, manifest.files)
+    before = conversions_for(objects, manifest.files)
     regular = [path for path, entry in kept.items() if stat.S_ISREG(entry.mode)]
-    # all of one commit first: libgit2 keeps the attributes of one at a time
-    old = {path: before.find(path) for path in regular}
-    return _tree_entries(kept, [path for path in regular if old[path] != after.find(path)])
+    return _tree_entries(kept, [path for path in regular if before.find(path) != after.find(path)])
 
 
 def _tree_entries(files: Records, paths: Iterable[bytes]) -> list[TreeEntry]:

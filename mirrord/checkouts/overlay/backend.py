@@ -34,7 +34,7 @@ from ...host.mounts import read_overlays
 from ...host.trash import Trash, find_trash, new_trash
 from ...model import Backend, CheckoutId, MirrorName
 from ...protocol import Proof
-from ..backend import DIFF_TIMEOUT, must_prove
+from ..backend import ChangedPaths, must_prove
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..snapshots.layers import layer_path
 from ..templates.store import Template, Templates, proven_at
@@ -176,9 +176,9 @@ class OverlayBackend:
         template = self._held.get(lease.id)
         return await anyio.to_thread.run_sync(proven_at, template) if template else None
 
-    async def changed_paths(self, lease: Lease) -> list[bytes]:
+    def changed_paths(self, lease: Lease) -> ChangedPaths:
         template = self._held.get(lease.id)
-        return await self._workers.run(
+        return partial(
             changed_paths,
             lease.tree_path,
             lease.private / _LAYER / "upper",
@@ -187,7 +187,6 @@ class OverlayBackend:
             self._mirrors_path(lease.mirror),
             lease.tree,
             lease.owner,
-            timeout=DIFF_TIMEOUT,
         )
 
     # -- templates ---------------------------------------------------------------------------------

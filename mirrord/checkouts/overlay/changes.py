@@ -20,7 +20,7 @@ from ...host.credentials import ActingAs
 from ...host.files import open_directory, opened
 from ..files.reader import TreeReader
 from ..files.scan import is_control
-from ..patches.diff import denials_named
+from ..patches.worktree import denials_named
 from ..snapshots.content import is_whiteout, iter_below
 from ..templates.layers import parents
 

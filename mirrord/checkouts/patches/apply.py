@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +29,8 @@ from ...host.files import open_directory, open_regular, opened, shown_path
 from ...model import NAME_LIMIT_BYTES, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
 from ..files.reader import TreeReader
 from ..files.writer import TreeWriter
-from .diff import PatchJob, Staging, staged
+from .staging import Staging, staged
+from .worktree import PatchJob
 
 _OUTSIDE = re.compile(r"invalid path|beyond a symbolic link|outside repository")
 _INVALID = re.compile(
@@ -47,14 +48,16 @@ class _Step(NamedTuple):
     mode: str | None
 
 
-def apply(job: PatchJob, changed: list[bytes], patch: bytes | Path, reverse: bool) -> list[bytes]:
+def apply(
+    job: PatchJob, list_changed: Callable[[], list[bytes]], patch: bytes | Path, reverse: bool
+) -> list[bytes]:
     """Apply a patch to the files as they are; the paths that it wrote or removed.
 
     Where it does not fit, nothing changes.
     """
     patch = patch.read_bytes() if isinstance(patch, Path) else patch
     with staged(job) as staging:
-        staging.add_changes(changed, keep_ignored=lambda path: path in patch)
+        staging.add_changes(list_changed(), keep_ignored=lambda path: path in patch)
         before = staging.write_tree()
         if not patch.endswith(b"\n"):  # as in datasets; git calls it corrupt
             patch += b"\n"

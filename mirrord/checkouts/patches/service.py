@@ -7,20 +7,33 @@ view. The work runs in workers, in a private directory that is removed at its en
 from __future__ import annotations
 
 import secrets
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
+import structlog
 
 from ...datasets.service import Datasets
 from ...errors import AccessError, CommitNotFoundError, InvalidRequestError
 from ...git.workers import Workers
 from ...mirrors.service import Mirrors
-from ...model import View, parse_commit, shown
+from ...model import DiffFormat, View, parse_commit, shown
 from ...protocol import RestorePaths
-from ..backend import DIFF_TIMEOUT
+from ..backend import DIFF_TIMEOUT, ChangedPaths
 from ..leases import Lease
 from .apply import apply, restore
-from .diff import PatchJob, diff
+from .diff import diff
+from .worktree import PatchJob
+
+log = structlog.get_logger()
+
+
+class DiffAnswer(NamedTuple):
+    """A diff, a long one as a file, and what made it: `libgit2`, or `git; reason=…`."""
+
+    content: bytes | Path
+    made_by: str
 
 
 class Patches:
@@ -31,25 +44,28 @@ class Patches:
         self._mirrors = mirrors
         self._instances = instances
 
-    async def diff(self, lease: Lease, changed: list[bytes]) -> bytes | Path:
-        """The patch from the base commit to the tree, a long one as a file.
-
-        `changed` are all paths that may differ.
-        """
-        quarantine = self._mirrors.quarantine
+    async def diff(
+        self, lease: Lease, changed: ChangedPaths, form: DiffFormat = DiffFormat.PATCH
+    ) -> DiffAnswer:
+        """What changed from the base commit to the tree."""
+        quarantine, began = self._mirrors.quarantine, time.perf_counter()
         spool = quarantine.root / f"diff-{secrets.token_hex(8)}"
         try:
-            patch = await self._workers.run(
-                diff, self._job(lease), changed, spool, timeout=DIFF_TIMEOUT
+            content, reason, files = await self._workers.run(
+                diff, self._job(lease), changed, form, spool, timeout=DIFF_TIMEOUT
             )
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await quarantine.remove(spool)
             raise
-        return spool if patch is None else patch
+        made_by = f"git; reason={reason}" if reason else "libgit2"
+        duration_s = round(time.perf_counter() - began, 6)
+        facts = {"files": files, "made_by": made_by, "duration_s": duration_s}
+        log.debug("checkout.diffed", checkout=lease.id, **facts)
+        return DiffAnswer(spool if content is None else content, made_by)
 
     async def apply(
-        self, lease: Lease, changed: list[bytes], patch: bytes | Path, *, reverse: bool
+        self, lease: Lease, changed: ChangedPaths, patch: bytes | Path, *, reverse: bool
     ) -> list[str]:
         """Apply a patch; the paths that it wrote or removed.
 
@@ -100,6 +116,7 @@ class Patches:
             root=lease.tree_path,
             mirror=self._mirrors.path(lease.mirror),
             commit=lease.commit,
+            tree=lease.tree,
             owner=(lease.owner_uid, lease.owner_gid),
             scratch=lease.private / ".scratch",
         )

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
@@ -24,7 +25,7 @@ from ...host.mounts import mounts_below
 from ...host.trash import Trash, find_trash, new_trash
 from ...model import Backend, History, MirrorName
 from ...protocol import Proof
-from ..backend import DIFF_TIMEOUT
+from ..backend import ChangedPaths
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..snapshots.layers import layer_path
 from ..stores.builder import StoreBuilder
@@ -128,9 +129,8 @@ class PoolBackend:
     async def template_proven_at(self, lease: Lease) -> datetime | None:
         return None
 
-    async def changed_paths(self, lease: Lease) -> list[bytes]:
-        paths = await self._paths(lease)
-        return await self._workers.run(worktree.changed_paths, paths, timeout=DIFF_TIMEOUT)
+    def changed_paths(self, lease: Lease) -> ChangedPaths:
+        return partial(worktree.changed_paths, lease.tree_path, lease.private / "manifest")
 
     async def _paths(self, lease: Lease) -> PoolPaths:
         store, head = None, lease.commit

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ...errors import CheckoutBusyError, DiskFullError, ProofFailedError
 from ...host.files import full_disk_named, open_directory, opened
+from ...host.processes import Owner
 from ...host.trash import TrashDirectory, remove_tree
 from ...protocol import Proof
 from ..backend import must_prove
@@ -124,12 +125,12 @@ def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
     return must_prove(proof, head=paths.head, tree=tree)
 
 
-def changed_paths(paths: PoolPaths) -> list[bytes]:
+def changed_paths(tree: Path, manifest_path: Path) -> list[bytes]:
     """The paths that may differ from the clean state; all, where the tree's top was replaced."""
-    manifest = Manifest.load(paths.manifest)
-    if not _has_top(paths):
+    manifest = Manifest.load(manifest_path)
+    if not _has_top(tree, manifest.owner):
         return sorted(filter(None, manifest.files))
-    return sorted(path for path in scan(paths.tree, manifest).in_tree() if path)
+    return sorted(path for path in scan(tree, manifest).in_tree() if path)
 
 
 def _bring(
@@ -223,7 +224,7 @@ def _write_tree(paths: PoolPaths, commit: str, tree: str, trash: TrashDirectory)
 
 def _find_manifest(paths: PoolPaths) -> Manifest | None:
     """The manifest, if it and the top of the tree can be used."""
-    if not _has_top(paths):
+    if not _has_top(paths.tree, paths.owner):
         return None
     try:
         manifest = Manifest.load(paths.manifest)
@@ -232,14 +233,14 @@ def _find_manifest(paths: PoolPaths) -> Manifest | None:
     return manifest if manifest.owner == paths.owner else None
 
 
-def _has_top(paths: PoolPaths) -> bool:
+def _has_top(tree: Path, owner: Owner) -> bool:
     """Whether the tree's top is a directory of its owner's, not a link or anything else."""
     try:
-        with opened(open_top(paths.tree)) as top:
+        with opened(open_top(tree)) as top:
             found = os.fstat(top)
     except OSError:
         return False
-    return (found.st_uid, found.st_gid) == paths.owner
+    return (found.st_uid, found.st_gid) == owner
 
 
 def _take(warm: Directories, paths: PoolPaths) -> None:

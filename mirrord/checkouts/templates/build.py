@@ -162,7 +162,7 @@ def _write_delta(
     for path in {step.path for step in steps if step.old}:
         del kept[path]
     after = worktree.conversions_for(
-        objects, info.commit, kept | {entry.path: worktree.unrecorded(entry) for entry in new}
+        objects, kept | {entry.path: worktree.unrecorded(entry) for entry in new}
     )
     if any(worktree.is_attributes(step.path) for step in steps):
         new += worktree.reconverted(objects, below, after, kept)

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 from ... import errors, protocol
-from ...model import AuditLevel, Backend, Bind, History, View
+from ...model import AuditLevel, Backend, Bind, DiffFormat, History, View
 from ...places import socket_path
 from ..answers import EventReader, message, read_list, read_one, retry_pauses, seconds_of
 from ..primitives_async import Pending, async_chunks, async_pause, async_write
@@ -330,8 +330,14 @@ class AsyncClient:
         self._renewal.move(lease.id, lease.expires_at)
         return lease
 
-    async def diff_checkout(self, checkout: str) -> bytes:
-        return (await self._connection.request("GET", f"{_checkout(checkout)}/diff")).body
+    async def diff_checkout(
+        self,
+        checkout: str,
+        *,
+        format: DiffFormat = DiffFormat.PATCH,  # noqa: A002
+    ) -> bytes:
+        path = f"{_checkout(checkout)}/diff"
+        return (await self._connection.request("GET", path, format=format)).body
 
     async def apply_patch(
         self, checkout: str, patch: bytes | str, *, reverse: bool = False

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from ... import protocol
 from ...errors import CheckoutNotFoundError, MirrordError
-from ...model import Backend, History, View, utc_now
+from ...model import Backend, DiffFormat, History, View, utc_now
 from ..answers import seconds_of
 from ..primitives_sync import Worker
 
@@ -101,9 +101,12 @@ class Checkout:
         self.lease = answer
         return answer.proof
 
-    def diff(self) -> bytes:
-        """The changes since the base commit, as a patch that git accepts."""
-        return self._client.diff_checkout(self.id)
+    def diff(self, *, format: DiffFormat = DiffFormat.PATCH) -> bytes:  # noqa: A002
+        """The changes since the base commit, as a patch that git accepts.
+
+        Or as `git diff` prints them with `--stat` or `--name-status`.
+        """
+        return self._client.diff_checkout(self.id, format=format)
 
     def apply(self, patch: bytes | str, *, reverse: bool = False) -> None:
         """Apply a patch; `@test_patch` and `@patch` of the instance need the grader view."""

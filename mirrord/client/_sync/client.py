@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 from ... import errors, protocol
-from ...model import AuditLevel, Backend, Bind, History, View
+from ...model import AuditLevel, Backend, Bind, DiffFormat, History, View
 from ...places import socket_path
 from ..answers import EventReader, message, read_list, read_one, retry_pauses, seconds_of
 from ..primitives_sync import chunks, pause, write
@@ -329,8 +329,14 @@ class Client:
         self._renewal.move(lease.id, lease.expires_at)
         return lease
 
-    def diff_checkout(self, checkout: str) -> bytes:
-        return (self._connection.request("GET", f"{_checkout(checkout)}/diff")).body
+    def diff_checkout(
+        self,
+        checkout: str,
+        *,
+        format: DiffFormat = DiffFormat.PATCH,  # noqa: A002
+    ) -> bytes:
+        path = f"{_checkout(checkout)}/diff"
+        return (self._connection.request("GET", path, format=format)).body
 
     def apply_patch(
         self, checkout: str, patch: bytes | str, *, reverse: bool = False

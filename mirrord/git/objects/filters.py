@@ -1,90 +1,129 @@
-"""What `git checkout` changes in a file on its way to the disk: line ends, `$Id$`, encoding.
+"""What git changes in a file on its way to the disk and back: line ends, `$Id$`, encoding.
 
 Follows convert.c of git 2.39 with `core.autocrlf=false` and without filter drivers, as checkouts
 are made: a driver such as git-lfs is a program of the machine's, so its pointer files stay. Only
-the commit's own `.gitattributes` count. libgit2 matches their patterns; it does not know
-`working-tree-encoding`, so the conversions are done here.
+the tree's own `.gitattributes` count. libgit2 does not know `working-tree-encoding`, so the
+conversions are done here.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
-import pygit2
-from pygit2.enums import AttrCheck
-
+from ..attributes import Attributes, State
 from .repository import Objects
 from .trees import TreeEntry
 
-_FLAGS = AttrCheck.INDEX_ONLY | AttrCheck.NO_SYSTEM | AttrCheck.INCLUDE_COMMIT
 _RELEVANT = re.compile(rb"crlf|ident|encoding")
 _IDENT = re.compile(rb"\$Id(?:\$|:([^$\n]*)\$)")
+_EXPANDED = re.compile(rb"\$Id:[^$\n]*\$")
 _FOREIGN = re.compile(rb"\$Id: .*[ \t\n\r](?!\$)", re.DOTALL)  # is_foreign_ident: an inner space
 _DOLLAR, _COLON = b"$:"
 _BOMS = {
     "utf-16le-bom": (codecs.BOM_UTF16_LE, "utf-16-le"),
     "utf-16be-bom": (codecs.BOM_UTF16_BE, "utf-16-be"),
 }
+_MARKS = {
+    "16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+    "32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+}
+_UTF = re.compile(r"utf-?(16|32)(?:-?([bl]e)(-bom)?)?", re.IGNORECASE)
 # gather_stats: text is what is printable, or one of tab, newline, carriage return, backspace,
 # escape, form feed
 _UNPRINTABLE = bytes([*(c for c in range(32) if c not in b"\b\t\n\r\x0c\x1b"), 127])
 
 
 class Conversion(NamedTuple):
-    """`crlf` is `text` (every lone newline becomes CRLF), or `auto`: only if the file is text."""
+    """`text` makes every CRLF a LF on the way into git; `auto`, and `auto input` where `eol=lf`,
+    only if the file is text. With `crlf` every lone LF becomes CRLF on the way to the disk.
+    """
 
-    crlf: str | None
+    text: str | None
+    crlf: bool
     ident: bool
     encoding: str | None
 
-    def apply(self, data: bytes, oid: str) -> bytes:
+    @property
+    def changes_files(self) -> bool:
+        """Whether the bytes on the disk may differ from the blob."""
+        return self.crlf or self.ident or self.encoding is not None
+
+    def smudge(self, data: bytes, oid: str) -> bytes:
         """The bytes that git would write for the blob `oid`."""
         if self.ident and b"$Id" in data:
             # git streams a file that needs nothing else, and then expands `$Id$` by other rules
-            is_read_whole = self.encoding is not None or self.crlf == "auto"
+            is_read_whole = self.encoding is not None or self.text == "auto"
             expand = _expand_ident if is_read_whole else _stream_ident
             data = expand(data, b": %s $" % oid.encode())
-        if self.crlf is not None:
-            data = _to_crlf(data, self.crlf)
+        if self.crlf:
+            data = _to_crlf(data, self.text)
         if self.encoding is not None and data:
             data = _encode(data, self.encoding)
         return data
+
+    def clean(self, data: bytes, read_before: Callable[[], bytes]) -> bytes:
+        """The blob that git would make of a file. `read_before` gives the one in the index.
+
+        Raises ValueError, with git's reason, where the bytes are not in their encoding.
+        """
+        if self.encoding is not None and data:
+            data = _decode(data, self.encoding)
+        if self.text and b"\r\n" in data:
+            # has_crlf_in_index: a file that was committed with CRLF keeps it
+            is_guess = self.text != "text"
+            if not (is_guess and (_is_binary(data) or _has_crlf(read_before()))):
+                data = data.replace(b"\r\n", b"\n")
+        return _EXPANDED.sub(b"$Id$", data) if self.ident else data
+
+
+def find_conversion(attributes: Attributes, path: bytes) -> Conversion | None:
+    """How git converts the file at a path (convert_attrs); None where it does not."""
+    found = attributes.find(path)
+    if not found:
+        return None
+    text = _text(found.get("text"))
+    if text is None:
+        text = _text(found.get("crlf"))
+    crlf = False
+    if text != "" and found.get("eol") in ("lf", "crlf"):
+        crlf = found["eol"] == "crlf"
+        text = text or "text" if crlf or text != "auto" else "auto input"
+    encoding = found.get("working-tree-encoding")
+    if not isinstance(encoding, str) or encoding.lower() in ("", "utf-8", "utf8"):
+        encoding = None
+    conversion = Conversion(text or None, crlf, found.get("ident") is True, encoding)
+    return conversion if any(conversion) else None
+
+
+def _text(state: State) -> str | None:
+    """`text`, `auto`, nothing for no text; None where unspecified (git_path_check_crlf)."""
+    if isinstance(state, str):
+        return {"input": "text", "auto": "auto"}.get(state)
+    return {True: "text", False: ""}.get(state) if state is not None else None
 
 
 class Conversions:
     """The conversions of one commit's paths; `find` answers None where the bytes stay."""
 
-    def __init__(self, objects: Objects, commit: str, attribute_files: list[TreeEntry]) -> None:
-        self._repository = objects.repository
-        self._commit = pygit2.Oid(hex=commit)
-        self.is_empty = not any(
-            _RELEVANT.search(objects.read_blob(entry.oid)) for entry in attribute_files
-        )
+    def __init__(self, objects: Objects, attribute_files: list[TreeEntry]) -> None:
+        files = {
+            entry.path.rpartition(b"/")[0]: objects.read_blob(entry.oid)
+            for entry in attribute_files
+        }
+        self._attributes = Attributes(files.get)
+        self.is_empty = not any(map(_RELEVANT.search, files.values()))
 
     def find(self, path: bytes) -> Conversion | None:
         if self.is_empty:
             return None
-        # convert_attrs: `eol=crlf` decides, unless the file is binary; `text=auto` asks its content
-        crlf = None
-        if self._attribute(path, "eol") == "crlf":
-            text = self._attribute(path, "text")
-            if text not in (True, False, "input", "auto"):
-                text = self._attribute(path, "crlf")
-            if text is not False:
-                crlf = "auto" if text == "auto" else "text"
-        ident = self._attribute(path, "ident") is True
-        encoding = self._attribute(path, "working-tree-encoding")
-        if not isinstance(encoding, str) or encoding.lower() in ("", "utf-8", "utf8"):
-            encoding = None
-        return Conversion(crlf, ident, encoding) if crlf or ident or encoding else None
-
-    def _attribute(self, path: bytes, name: str) -> bool | str | None:
-        return self._repository.get_attr(path, name, _FLAGS, self._commit)
+        found = find_conversion(self._attributes, path)
+        return found if found and found.changes_files else None
 
 
-def _to_crlf(data: bytes, how: str) -> bytes:
+def _to_crlf(data: bytes, how: str | None) -> bytes:
     crlf = data.count(b"\r\n")
     if data.count(b"\n") == crlf:
         return data
@@ -93,12 +132,18 @@ def _to_crlf(data: bytes, how: str) -> bytes:
     return data.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
 
 
+def _has_crlf(data: bytes) -> bool:
+    return b"\r\n" in data and not _is_binary(data)
+
+
 def _is_binary(data: bytes) -> bool:
-    """convert_is_binary without carriage returns: a NUL, or over one unprintable byte in 128."""
+    """convert_is_binary: a NUL, a lone carriage return, or over one unprintable byte in 128."""
+    returns = data.count(b"\r")
+    if returns and returns != data.count(b"\r\n"):
+        return True
     unprintable = len(data) - len(data.translate(None, _UNPRINTABLE))
-    if data.endswith(b"\x1a"):
-        unprintable -= 1
-    printable = len(data) - data.count(b"\n") - (unprintable + data.endswith(b"\x1a"))
+    printable = len(data) - data.count(b"\n") - returns - unprintable
+    unprintable -= data.endswith(b"\x1a")
     return b"\0" in data or printable >> 7 < unprintable
 
 
@@ -155,3 +200,20 @@ def _encode(data: bytes, encoding: str) -> bytes:
         return bom + data.decode().encode(codec)
     except (UnicodeError, LookupError):
         return data
+
+
+def _decode(data: bytes, encoding: str) -> bytes:
+    """encode_to_git; raises ValueError where git dies."""
+    codec = encoding
+    if found := _UTF.fullmatch(encoding):
+        width, order, marked = found.groups()
+        marks = _MARKS[width]
+        if order and not marked and data.startswith(marks):
+            raise ValueError(f"BOM is prohibited if encoded as {encoding}")
+        if not order and not data.startswith(marks):
+            raise ValueError(f"BOM is required if encoded as {encoding}")
+        codec = f"utf-{width}" if marked else encoding
+    try:
+        return data.decode(codec).encode()
+    except (UnicodeError, LookupError) as error:
+        raise ValueError(f"failed to encode from {encoding} to UTF-8") from error

@@ -4,6 +4,8 @@ Trees are parsed from their raw bytes, because a mirrored repository may hold ho
 that would leave the tree or write into `.git` is refused here, for all who materialise one.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
@@ -124,41 +126,40 @@ class BaseTree:
     """Look-ups in one tree; reads only the directories on the way to a path."""
 
     def __init__(self, objects: Objects, tree: str) -> None:
+        self.oid = tree
         self._objects = objects
         self._directories = {b"": self._read(tree)}
 
     def find(self, path: bytes) -> TreeEntry | None:
         """The entry of a path, with the mode that git's index would have."""
         above, _, name = path.rpartition(b"/")
-        token = self._names_in(above).get(name)
-        return TreeEntry(path, _index_mode(token[0]), token[1].hex()) if token else None
+        if (found := self.names_in(above).get(name)) is None:
+            return None
+        mode, oid = found
+        if mode & 0o170000 == _FILE:  # canon_mode: old commits have files of mode 100664
+            mode = 0o100755 if mode & 0o100 else 0o100644
+        return TreeEntry(path, mode, oid)
 
     def iter_files(self, directory: bytes) -> Iterator[TreeEntry]:
         """Every file, link and submodule below a directory."""
-        for name in sorted(self._names_in(directory)):
+        for name in sorted(self.names_in(directory)):
             entry = self.find(directory + b"/" + name if directory else name)
             if entry and entry.is_tree:
                 yield from self.iter_files(entry.path)
             elif entry:
                 yield entry
 
-    def _names_in(self, directory: bytes) -> dict[bytes, tuple[bytes, bytes]]:
+    def names_in(self, directory: bytes) -> dict[bytes, tuple[int, str]]:
+        """Mode, as it is stored, and id of each name; empty where there is no such directory."""
         if (found := self._directories.get(directory)) is None:
             entry = self.find(directory)
             found = self._read(entry.oid) if entry and entry.is_tree else {}
             self._directories[directory] = found
         return found
 
-    def _read(self, tree: str) -> dict[bytes, tuple[bytes, bytes]]:
-        return {name: (mode, oid) for mode, name, oid in _parse(self._objects, tree)}
-
-
-def _index_mode(octal: bytes) -> int:
-    """git's canon_mode: old commits have files of mode 100664."""
-    mode = int(octal, 8)
-    if mode & 0o170000 == _FILE:
-        return 0o100755 if mode & 0o100 else 0o100644
-    return mode
+    def _read(self, tree: str) -> dict[bytes, tuple[int, str]]:
+        tokens = _parse(self._objects, tree)
+        return {name: (int(mode, 8), oid.hex()) for mode, name, oid in tokens}
 
 
 def must_fit(objects: Objects, tree: str, *, near: str | None = None) -> None:

@@ -1,0 +1,238 @@
+"""The files of a checkout as git would record them, read as their owner.
+
+Reads regular files and the texts of links through descriptors, in directories that no link and no
+mount leads to; nothing is followed, waited for or run, and what is read is bounded. The user's
+`.git`, its configuration and excludes are never read. Sync; runs in workers.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from ...errors import CheckoutBusyError, DiffTooLargeError, OwnerDeniedError, TreeRefusedError
+from ...git.attributes import Attributes
+from ...git.objects.filters import Conversion, find_conversion
+from ...git.objects.repository import Objects, open_objects
+from ...git.objects.trees import BaseTree, TreeEntry
+from ...host.credentials import ActingAs
+from ...host.files import mounted_on, open_directory, opened, shown_path
+from ..files.reader import TreeReader
+
+BYTES_LIMIT = 512 * 1024**2
+LINK, FILE, EXECUTABLE = 0o120000, 0o100644, 0o100755
+SMALLER_HINT = "remove it, or let a .gitignore name it"
+
+_REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
+_LOOKS = 3
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PatchJob:
+    """A checkout as patches see it: `root` has the files, `tree` is the base commit's, `scratch` a
+    private directory.
+    """
+
+    root: Path
+    mirror: Path
+    commit: str
+    tree: str
+    owner: tuple[int, int]
+    scratch: Path
+
+
+class RawFile(NamedTuple):
+    """git's mode, the bytes on the disk or the text of a link, and how git converts them."""
+
+    mode: int
+    data: bytes
+    conversion: Conversion | None = None
+
+
+@contextmanager
+def open_worktree(job: PatchJob) -> Iterator[Worktree]:
+    """Open a checkout; raises CheckoutBusyError where its tree was replaced.
+
+    Inside, the refusal of a path that its owner may not use becomes an OwnerDeniedError.
+    """
+    try:
+        tree = open_directory(job.root)
+    except OSError as error:
+        raise CheckoutBusyError(
+            f"cannot open the checkout's directory: {error.strerror}",
+            hint="it was replaced or removed; reset the checkout",
+        ) from error
+    owner = ActingAs(job.owner)
+    with (
+        opened(tree) as root,
+        open_objects(job.mirror) as objects,
+        denials_named(job.owner),
+        TreeReader(root, owner) as reader,
+    ):
+        yield Worktree(owner, reader, objects, BaseTree(objects, job.tree))
+
+
+@contextmanager
+def denials_named(owner: tuple[int, int]) -> Iterator[None]:
+    """Turn the refusal of a path in a checkout, which is bytes, into an OwnerDeniedError."""
+    try:
+        yield
+    except PermissionError as error:
+        if not isinstance(error.filename, bytes):
+            raise
+        path = shown_path(error.filename)
+        raise OwnerDeniedError(
+            f"cannot use {path} in the checkout: its owner, uid {owner[0]}, may not",
+            hint="make it accessible to the owner, remove it, or let a .gitignore name it",
+            path=error.filename.decode(errors="backslashreplace"),
+        ) from error
+
+
+class Worktree:
+    """An open checkout over the tree of its base commit.
+
+    `attributes` are those of the files as they are; a conversion also follows those of the base
+    that were removed, as git does, which has them in its index.
+    """
+
+    def __init__(
+        self, owner: ActingAs, reader: TreeReader, objects: Objects, base: BaseTree
+    ) -> None:
+        self.owner, self.reader = owner, reader
+        self.objects, self.base = objects, base
+        self.attributes = Attributes(self._attributes_in)
+        self._all_attributes = Attributes(self._all_attributes_in)
+        self._attribute_files: dict[bytes, bytes | None] = {}
+        self._bytes_left = BYTES_LIMIT
+
+    def read(self, path: bytes) -> tuple[int, bytes] | None:
+        """The mode and the blob that git would record; None where it would record nothing."""
+        before = self.base.find(path)
+        with self.owner:
+            raw = self.look(path)
+        return (raw.mode, self.clean(path, raw, before)) if raw else None
+
+    def look(self, path: bytes, seen: os.stat_result | None = None) -> RawFile | None:
+        """The file at a path, which was `seen` before; None where git tracks nothing.
+
+        The caller acts as the owner, and has looked the path up in the base. PermissionError where
+        the owner may not read it.
+        """
+        found = self._fetch(path, seen)
+        if found is None or found[0] == LINK:
+            return RawFile(*found) if found else None
+        return RawFile(*found, find_conversion(self._all_attributes, path))
+
+    def find_attribute_files(self, paths: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
+        """The attribute files that speak of these paths, each with its directory."""
+        for path in paths:
+            self.attributes.find(path)
+        files = self._attribute_files.items()
+        return [(directory, content) for directory, content in files if content]
+
+    def clean(self, path: bytes, raw: RawFile, before: TreeEntry | None) -> bytes:
+        """The blob that git records of a file, `before` in the base: conversions are undone."""
+        if raw.conversion is None:
+            return raw.data
+
+        def read_before() -> bytes:
+            is_blob = before is not None and not (before.is_tree or before.is_submodule)
+            return self.objects.read_blob(before.oid) if before and is_blob else b""
+
+        try:
+            return raw.conversion.clean(raw.data, read_before)
+        except ValueError as error:
+            raise unrecordable(path, str(error)) from error
+
+    def read_rules(self, path: bytes) -> bytes | None:
+        """A file of rules, as the owner: git follows no link to one, and converts none."""
+        with self.owner:
+            found = self._fetch(path, None)
+        return found[1] if found and found[0] != LINK else None
+
+    def _attributes_in(self, directory: bytes) -> bytes | None:
+        if directory not in self._attribute_files:
+            content = self.read_rules(_within(directory, b".gitattributes"))
+            self._attribute_files[directory] = content
+        return self._attribute_files[directory]
+
+    def _all_attributes_in(self, directory: bytes) -> bytes | None:
+        content = self._attributes_in(directory)
+        entry = self.base.find(_within(directory, b".gitattributes"))
+        if content is None and entry and stat.S_ISREG(entry.mode):
+            with self.owner.aside():
+                return self.objects.read_blob(entry.oid)
+        return content
+
+    def _fetch(self, path: bytes, seen: os.stat_result | None) -> tuple[int, bytes] | None:
+        """Mode and bytes; looked at again where something is replaced meanwhile."""
+        for turn in range(_LOOKS):
+            try:
+                if seen is None or turn:
+                    seen = self.reader.find_stat(path)
+                if seen is None or not has_content(seen):
+                    return None
+                directory, name = self.reader.locate(path)
+                if stat.S_ISLNK(seen.st_mode):
+                    text = os.readlink(name, dir_fd=directory)
+                    self._count(len(text))
+                    return LINK, text
+                with opened(self.owner.open_regular(directory, name)) as fd:
+                    mode = EXECUTABLE if os.fstat(fd).st_mode & 0o100 else FILE
+                    return mode, self._read_all(fd, seen.st_size)
+            except PermissionError as error:
+                raise PermissionError(error.errno, error.strerror, path) from error
+            except OSError as error:
+                if error.errno == errno.EXDEV:
+                    raise mounted_on(path) from error
+                if error.errno not in _REPLACED:  # by something else, since it was looked at
+                    raise
+        raise CheckoutBusyError(
+            f"cannot read {shown_path(path)}: it changes while it is read",
+            hint="stop what runs in the checkout",
+        )
+
+    def _read_all(self, fd: int, size: int) -> bytes:
+        """Everything in a file that had `size` bytes: one read is enough for most."""
+        self._count(size)
+        data = os.read(fd, size + 1)
+        if len(data) == size:
+            return data
+        pieces = [data]
+        self._count(len(data) - size)
+        while piece := os.read(fd, _CHUNK_BYTES):
+            self._count(len(piece))
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def _count(self, size: int) -> None:
+        self._bytes_left -= size
+        if self._bytes_left < 0:
+            raise DiffTooLargeError(
+                "cannot copy what changed in the checkout:"
+                f" the changed files hold more than {BYTES_LIMIT >> 20} MiB",
+                hint=SMALLER_HINT,
+            )
+
+
+def has_content(seen: os.stat_result) -> bool:
+    """git tracks no pipe, socket or device."""
+    return stat.S_ISREG(seen.st_mode) or stat.S_ISLNK(seen.st_mode)
+
+
+def unrecordable(path: bytes, fact: str) -> TreeRefusedError:
+    return TreeRefusedError(
+        f"cannot record what changed in the checkout: {shown_path(path)}: {fact}",
+        hint="mend or remove the file, or its attributes",
+    )
+
+
+def _within(directory: bytes, name: bytes) -> bytes:
+    return directory + b"/" + name if directory else name

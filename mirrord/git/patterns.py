@@ -1,0 +1,230 @@
+"""The patterns of `.gitignore` and `.gitattributes` files, matched exactly as git 2.39 does.
+
+Follows `parse_path_pattern`, `match_basename` and `match_pathname` of dir.c, and wildmatch.c, whose
+patterns become regular expressions. Pure: reads no file. Paths are from the top of the tree.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+_SPECIAL = re.compile(rb"[*?[\\]")
+_BOM = b"\xef\xbb\xbf"
+_ALPHA = bytes([*range(0x41, 0x5B), *range(0x61, 0x7B)])
+_PUNCT = rb"!\"#$%&'()*+,-./:;<=>?@[\]^_`{|}~"
+_CLASSES = {
+    b"alpha": _ALPHA,
+    b"digit": b"0123456789",
+    b"alnum": _ALPHA + b"0123456789",
+    b"blank": b" \t",
+    b"cntrl": bytes([*range(32), 127]),
+    b"graph": bytes(range(33, 127)),
+    b"print": bytes(range(32, 127)),
+    b"lower": _ALPHA[26:],
+    b"upper": _ALPHA[:26],
+    b"punct": _PUNCT,
+    b"space": b" \t\n\r\v\f",
+    b"xdigit": b"0123456789abcdefABCDEF",
+}
+_NEVER = re.compile(rb"(?!)")
+
+
+class Pattern(NamedTuple):
+    """One pattern. `literal` is what stands before its first wildcard; the whole, if it has none.
+
+    `is_name` matches the last part of a path alone, `suffix` its end.
+    """
+
+    text: bytes
+    literal: bytes
+    suffix: bytes | None
+    is_name: bool
+    directory_only: bool
+    negative: bool
+
+    def matches(self, base: bytes, path: bytes, name: bytes) -> bool:
+        """Whether it matches `path`, whose last part is `name`. Its file is in `base`, which is
+        empty or ends with a slash, and which the path is below.
+        """
+        if self.is_name:
+            if len(self.literal) == len(self.text):
+                return name == self.text
+            if self.suffix is not None:
+                return name.endswith(self.suffix)
+            return bool(_compiled(self.text, False).fullmatch(name))
+        at = len(base)
+        if not path.startswith(self.literal, at):
+            return False
+        at += len(self.literal)
+        if len(self.literal) == len(self.text):
+            return at == len(path)
+        # git matches what is left: `foo**/x` is `foo`, then `**/x`
+        return bool(_compiled(self.text[len(self.literal) :], True).fullmatch(path, at))
+
+
+def parse_pattern(text: bytes) -> Pattern:
+    negative = text.startswith(b"!")
+    text = text[negative:]
+    found = _SPECIAL.search(text)
+    literal = len(text) if found is None else found.start()
+    # `no_wildcard` looks at the slash at the end too, which is none
+    is_suffix = text.startswith(b"*") and not _SPECIAL.search(text, 1)
+    directory_only = text.endswith(b"/")
+    if directory_only:
+        text = text[:-1]
+    is_name = b"/" not in text
+    suffix = text[1:] if is_suffix else None
+    if not is_name and text.startswith(b"/"):
+        text, literal = text[1:], literal - 1
+    return Pattern(text, text[:literal], suffix, is_name, directory_only, negative)
+
+
+@lru_cache(maxsize=64)
+def parse_ignore_file(content: bytes) -> list[Pattern]:
+    """The patterns of a `.gitignore`, the last first, as they are tried."""
+    patterns = []
+    for line in content.removeprefix(_BOM).split(b"\n"):
+        if line and not line.startswith(b"#"):
+            line = line.removesuffix(b"\r").partition(b"\0")[0]
+            patterns.append(parse_pattern(_trimmed(line)))
+    return patterns[::-1]
+
+
+def _trimmed(line: bytes) -> bytes:
+    """The line without blanks at its end, but for one behind a backslash."""
+    kept = line.rstrip(b" ")
+    is_escaped = (len(kept) - len(kept.rstrip(b"\\"))) % 2
+    return line[: len(kept) + is_escaped]
+
+
+class Ignores:
+    """What the `.gitignore` files of a tree ignore, from the top down: a directory that is ignored
+    stays so with all in it. `read` gives the file of a directory, or None.
+    """
+
+    def __init__(self, read: Callable[[bytes], bytes | None]) -> None:
+        self._read = read
+        self._files: dict[bytes, list[tuple[bytes, list[Pattern]]]] = {}
+        self._directories = {b"": False}
+
+    def match(self, path: bytes, *, is_directory: bool = False) -> bool:
+        above, _, name = path.rpartition(b"/")
+        if self._is_ignored(above):
+            return True
+        for base, patterns in self._files_for(above):
+            for pattern in patterns:
+                if (is_directory or not pattern.directory_only) and pattern.matches(
+                    base, path, name
+                ):
+                    return not pattern.negative
+        return False
+
+    def _is_ignored(self, directory: bytes) -> bool:
+        if (known := self._directories.get(directory)) is None:
+            known = self._directories[directory] = self.match(directory, is_directory=True)
+        return known
+
+    def _files_for(self, directory: bytes) -> list[tuple[bytes, list[Pattern]]]:
+        """The files that speak of names in a directory, the nearest first, each with its base."""
+        if (found := self._files.get(directory)) is None:
+            content = self._read(directory)
+            patterns = parse_ignore_file(content) if content else []
+            found = [(directory + b"/" if directory else b"", patterns)] if patterns else []
+            if directory:
+                found = found + self._files_for(directory.rpartition(b"/")[0])
+            self._files[directory] = found
+        return found
+
+
+@lru_cache(maxsize=1024)
+def _compiled(glob: bytes, is_path: bool) -> re.Pattern[bytes]:
+    """A regular expression for wildmatch's `glob`; with `is_path` a star matches no slash."""
+    try:
+        return re.compile(b"".join(_translated(glob, is_path)), re.DOTALL)
+    except _NeverMatches:
+        return _NEVER
+
+
+class _NeverMatches(Exception):
+    """git aborts at such a glob."""
+
+
+def _translated(glob: bytes, is_path: bool) -> Iterator[bytes]:
+    some, one = (b"[^/]*", b"[^/]") if is_path else (b".*", b".")
+    at, end = 0, len(glob)
+    while at < end:
+        char = glob[at : at + 1]
+        if char == b"*":
+            stars = at
+            while glob[at : at + 1] == b"*":
+                at += 1
+            rest = glob[at : at + 2]
+            opens = stars == 0 or glob[stars - 1 : stars] == b"/"
+            closes = rest[:1] in (b"", b"/") or rest == b"\\/"
+            if at - stars == 1 or not (is_path and opens and closes):
+                yield some
+            elif rest[:1] == b"/":
+                yield b"(?:.*/)?"
+                at += 1
+            else:
+                yield b".*"
+        elif char == b"?":
+            yield one
+            at += 1
+        elif char == b"[":
+            members, negated, at = _bracket(glob, at + 1)
+            if is_path:
+                members = members | {0x2F} if negated else members - {0x2F}
+            inside = b"".join(b"\\x%02x" % member for member in sorted(members))
+            if inside:
+                yield b"[%s%s]" % (b"^" if negated else b"", inside)
+            else:
+                yield b"." if negated else b"(?!)"
+        else:
+            at += char == b"\\"
+            if at == end:
+                raise _NeverMatches
+            yield re.escape(glob[at : at + 1])
+            at += 1
+
+
+def _bracket(glob: bytes, at: int) -> tuple[set[int], bool, int]:
+    """The members of a bracket whose content begins at `at`, whether they are excluded, and the end
+    behind it. `dowild` takes a `]` or `-` at its beginning as a member.
+    """
+    negated = glob[at : at + 1] in (b"!", b"^")
+    at += negated
+    members: set[int] = set()
+    previous, is_first = -1, True
+    while is_first or glob[at : at + 1] != b"]":
+        is_first = False
+        char = glob[at : at + 1]
+        if char == b"-" and previous > 0 and glob[at + 1 : at + 2] not in (b"", b"]"):
+            at += 1 + (glob[at + 1 : at + 2] == b"\\")
+            members |= {*range(previous, _byte(glob, at) + 1)}
+            previous = -1
+        elif char == b"[" and glob[at + 1 : at + 2] == b":":
+            closing = glob.find(b"]", at + 2)
+            if closing < 0:
+                raise _NeverMatches
+            if closing > at + 2 and glob[closing - 1 : closing] == b":":
+                if glob[at + 2 : closing - 1] not in _CLASSES:
+                    raise _NeverMatches
+                members |= {*_CLASSES[glob[at + 2 : closing - 1]]}
+                at, previous = closing, -1
+            else:
+                members.add(previous := char[0])
+        else:
+            at += char == b"\\"
+            members.add(previous := _byte(glob, at))
+        at += 1
+    return members, negated, at + 1
+
+
+def _byte(glob: bytes, at: int) -> int:
+    if at >= len(glob):
+        raise _NeverMatches
+    return glob[at]
