@@ -24,6 +24,7 @@ from .errors import DeadlineError as DeadlineError
 from .errors import DiffTooLargeError as DiffTooLargeError
 from .errors import DiskFailedError as DiskFailedError
 from .errors import DiskFullError as DiskFullError
+from .errors import ForkTooLargeError as ForkTooLargeError
 from .errors import GitFailedError as GitFailedError
 from .errors import GitKilledError as GitKilledError
 from .errors import InstanceAmbiguousError as InstanceAmbiguousError
@@ -56,10 +57,13 @@ from .errors import PinNotFoundError as PinNotFoundError
 from .errors import ProcessGoneError as ProcessGoneError
 from .errors import ProofFailedError as ProofFailedError
 from .errors import ResourceError as ResourceError
+from .errors import SnapshotExistsError as SnapshotExistsError
+from .errors import SnapshotNotFoundError as SnapshotNotFoundError
 from .errors import StoppingError as StoppingError
 from .errors import TooManyCheckoutsError as TooManyCheckoutsError
 from .errors import TooManyConnectionsError as TooManyConnectionsError
 from .errors import TooManyFilesError as TooManyFilesError
+from .errors import TooManySnapshotsError as TooManySnapshotsError
 from .errors import TreeRefusedError as TreeRefusedError
 from .errors import TreeTooLargeError as TreeTooLargeError
 from .errors import TtlTooLongError as TtlTooLongError
@@ -91,6 +95,7 @@ from .protocol import BundleFile as BundleFile
 from .protocol import BundleImported as BundleImported
 from .protocol import Closure as Closure
 from .protocol import Configuration as Configuration
+from .protocol import Copied as Copied
 from .protocol import Dataset as Dataset
 from .protocol import DatasetChange as DatasetChange
 from .protocol import DatasetImported as DatasetImported
@@ -98,6 +103,7 @@ from .protocol import DatasetSummary as DatasetSummary
 from .protocol import Digest as Digest
 from .protocol import Event as Event
 from .protocol import Finding as Finding
+from .protocol import Fork as Fork
 from .protocol import FormatInfo as FormatInfo
 from .protocol import Health as Health
 from .protocol import Instance as Instance
@@ -126,6 +132,7 @@ from .protocol import RestoreAnswer as RestoreAnswer
 from .protocol import RowFault as RowFault
 from .protocol import SealLeak as SealLeak
 from .protocol import SealReport as SealReport
+from .protocol import Snapshot as Snapshot
 from .protocol import Status as Status
 from .protocol import Synced as Synced
 from .protocol import UnpinnedCommit as UnpinnedCommit

@@ -163,6 +163,10 @@ class CheckoutNotFoundError(NotFoundError):
     code, title = "checkout-not-found", "No such checkout"
 
 
+class SnapshotNotFoundError(NotFoundError):
+    code, title = "snapshot-not-found", "No such snapshot"
+
+
 class OperationNotFoundError(NotFoundError):
     code, title = "operation-not-found", "No such operation"
 
@@ -201,6 +205,10 @@ class MirrorInUseError(ConflictError):
 
 class CheckoutBusyError(ConflictError):
     code, title = "checkout-busy", "The checkout is busy"
+
+
+class SnapshotExistsError(ConflictError):
+    code, title = "snapshot-exists", "The snapshot exists"
 
 
 class TreeRefusedError(ConflictError):
@@ -271,6 +279,10 @@ class TooManyCheckoutsError(ResourceError):
     code, title = "too-many-checkouts", "Too many checkouts"
 
 
+class TooManySnapshotsError(ResourceError):
+    code, title = "too-many-snapshots", "Too many snapshots"
+
+
 class LimitReachedError(ResourceError):
     code, title = "limit-reached", "A limit is reached"
 
@@ -285,6 +297,10 @@ class TooManyFilesError(ResourceError):
 
 class DiffTooLargeError(ResourceError):
     code, title, http_status = "diff-too-large", "The changes are too large", 422
+
+
+class ForkTooLargeError(ResourceError):
+    code, title, http_status = "fork-too-large", "The checkout has too much to copy", 422
 
 
 class TreeTooLargeError(ResourceError):

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from ..errors import ProofFailedError
 from ..model import Backend
@@ -30,6 +31,20 @@ DIFF_TIMEOUT = timedelta(seconds=60)
 
 ChangedPaths = Callable[[], list[bytes]]
 """Can be pickled."""
+
+
+class Taken(NamedTuple):
+    """What was copied of a checkout, as it was `at` that moment.
+
+    `left_out` counts what is not in the copy, by kind: pipes, sockets, devices, and files of its
+    `.git`. `git` says whether the rest of that is; else the base's own stands there.
+    """
+
+    at: datetime
+    files: int
+    size_bytes: int
+    left_out: dict[str, int]
+    git: bool
 
 
 class CheckoutBackend(Protocol):
@@ -79,6 +94,14 @@ class CheckoutBackend(Protocol):
 
     async def template_proven_at(self, lease: Lease) -> datetime | None:
         """When the last part of the template below the tree was proven; None without a template."""
+        ...
+
+    async def copy_layer(self, lease: Lease, directory: Path) -> Taken:
+        """Copy what a checkout has over `lease.commit` into the new layer `directory`.
+
+        The checkout is not changed. Raises ForkTooLargeError, CheckoutBusyError where it is
+        written to all the time, OwnerDeniedError, DiskFullError; the caller removes the directory.
+        """
         ...
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:

@@ -14,11 +14,11 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import CheckoutNotFoundError
 from ..host.files import admit, full_disk_named, opened, write_all
@@ -27,6 +27,7 @@ from ..host.trash import TRASH_PREFIX
 from ..model import Backend, CheckoutId, CommitId, History, LayerId, MirrorName, View, shown
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+_OF_BASE = ("commit", "tree", "instance", "dataset", "layer")
 _PLAIN = ("id", "commit", "tree", "instance", "owner_uid", "owner_gid", "taken_by")
 
 
@@ -52,13 +53,37 @@ class Directories(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A kept state of a checkout: a layer over the commit that the checkout had, with what the
+    copy was made of (`backend.Taken`).
+    """
+
+    name: str
+    layer: LayerId
+    commit: CommitId
+    tree: str
+    instance: str | None
+    dataset: str | None
+    taken_at: datetime
+    files: int
+    size_bytes: int
+    left_out: dict[str, int]
+    git: bool
+
+    @property
+    def base(self) -> dict[str, Any]:
+        """The members of a lease that is at this snapshot."""
+        return {name: getattr(self, name) for name in _OF_BASE}
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """The right to one checkout. `commit` and `tree` are what it is, or while RESETTING becomes.
 
     The uid `taken_by` asked for it on behalf of `owner_uid`; it ends with the process `bound_to`;
     `dataset` is the one whose `instance` it is. `resets` counts those since it was handed out,
     `reset_at` is the time of the last. `layer` is what the tree has over its commit from the start
-    (`snapshots/layers.py`).
+    (`snapshots/layers.py`), `parent` the checkout that it was forked from.
     """
 
     id: CheckoutId
@@ -80,6 +105,8 @@ class Lease:
     resets: int = 0
     reset_at: datetime | None = None
     layer: LayerId | None = None
+    parent: CheckoutId | None = None
+    snapshots: tuple[Snapshot, ...] = ()
     state: LeaseState = LeaseState.LIVE
 
     @property
@@ -102,7 +129,8 @@ class Lease:
     @property
     def layers(self) -> frozenset[LayerId]:
         """The layers that this lease keeps."""
-        return frozenset([self.layer] if self.layer else [])
+        named = [snapshot.layer for snapshot in self.snapshots]
+        return frozenset([*named, self.layer] if self.layer else named)
 
 
 def resetting(lease: Lease) -> Lease:
@@ -252,6 +280,10 @@ def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
         "mirror": str(lease.mirror),
         "dataset": lease.dataset,
         "layer": lease.layer,
+        "parent": lease.parent,
+        "snapshots": [
+            {**_facts_of(each), "taken_at": each.taken_at.isoformat()} for each in lease.snapshots
+        ],
         "created_at": lease.created_at.isoformat(),
         "expires_at": lease.expires_at.isoformat(),
         "bound_to": [lease.bound_to.pid, lease.bound_to.mark] if lease.bound_to else None,
@@ -269,6 +301,10 @@ def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
         raise
 
 
+def _facts_of(snapshot: Snapshot) -> dict[str, Any]:
+    return {each.name: getattr(snapshot, each.name) for each in fields(snapshot)}
+
+
 def _read(directories: Directories, state: LeaseState) -> Lease | None:
     """The lease of a checkout; None where its file is missing, torn, or another checkout's."""
     try:
@@ -279,6 +315,11 @@ def _read(directories: Directories, state: LeaseState) -> Lease | None:
             mirror=MirrorName.parse(facts["mirror"]),
             dataset=facts.get("dataset"),
             layer=facts.get("layer"),
+            parent=facts.get("parent"),
+            snapshots=tuple(
+                Snapshot(**{**each, "taken_at": datetime.fromisoformat(each["taken_at"])})
+                for each in facts.get("snapshots", ())
+            ),
             history=History(facts["history"]),
             view=View(facts["view"]),
             backend=Backend(facts["backend"]),

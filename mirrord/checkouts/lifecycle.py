@@ -7,7 +7,7 @@ stands or is cleanly gone. A checkout whose proof fails is removed, and reported
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -106,7 +106,7 @@ class Lifecycle:
         return self._backends[lease.backend]
 
     async def make(
-        self, draft: Callable[..., Lease], names: list[Backend]
+        self, draft: Callable[..., Lease], names: Sequence[Backend]
     ) -> tuple[Lease, dict[str, float]]:
         """Make a checkout on the first of these backends that can; answers seconds per step.
 

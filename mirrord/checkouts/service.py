@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -24,6 +24,7 @@ from ..datasets.service import Datasets
 from ..errors import (
     CheckoutBusyError,
     CommitNotFoundError,
+    InvalidRequestError,
     MirrorNotFoundError,
     StoppingError,
 )
@@ -38,7 +39,8 @@ from ..mirrors.service import Mirrors
 from ..model import Backend, Bind, DiffFormat, History, utc_now
 from .admission import Admission
 from .backend import CheckoutBackend
-from .leases import Lease, Leases, LeaseState, not_found
+from .forks import Forks
+from .leases import Lease, Leases, LeaseState, Snapshot, not_found
 from .lifecycle import Lifecycle
 from .patches.service import DiffAnswer, Patches
 from .pool.backend import PoolBackend
@@ -49,7 +51,7 @@ from .stores.builder import StoreBuilder
 
 _SHOWN = (
     *("id", "commit", "tree", "instance", "history", "view", "backend"),
-    *("owner_uid", "owner_gid", "taken_by", "created_at", "expires_at"),
+    *("owner_uid", "owner_gid", "taken_by", "created_at", "expires_at", "parent"),
 )
 
 
@@ -88,6 +90,7 @@ class Checkouts:
         self._leases = Leases(state_dir)
         self._layers = Layers(state_dir, self._leases, trash)
         self._lifecycle = Lifecycle(self._leases, self._layers, backends, events, trash)
+        self._forks = Forks(self._leases, self._layers, self._lifecycle)
         self._admission = Admission(settings, access, self._leases, has_overlay=bool(overlay))
         self._closing = False
         self._process_ended = asyncio.Event()
@@ -157,34 +160,94 @@ class Checkouts:
             bound_to=process,
         )
         with self._admission.counted(peer.uid, owner[0]):
-            lease, timings = await self._lifecycle.make(draft, backends)
-        if process is not None:
-            try:
-                if not self._processes.hold(process):  # it ended meanwhile
-                    raise process_gone(process.pid)
-            except BaseException:
-                self._lifecycle.end(lease)
-                raise
+            lease, timings = await self._hand_out(draft, backends, process)
         timings = {"resolve": round(resolved_s, 6), **timings}
         timings["total"] = round(time.perf_counter() - began, 6)
         self._publish("checkout.made", lease, duration_s=timings["total"])
         return protocol.Checkout(**_members(lease, timings))
 
+    async def fork(
+        self,
+        checkout: str,
+        request: protocol.ForkCheckout,
+        peer: Peer,
+        process: Process | None = None,
+    ) -> protocol.Fork:
+        """Hand out another checkout of the same owner with the same content, or a snapshot's."""
+        began = time.perf_counter()
+        async with self._held(checkout, peer) as parent:
+            _must_be_whole(parent)
+            self._admission.check(peer, parent.owner, parent.view, parent.history)
+            ttl = self._admission.ttl(request.ttl, peer)
+            with self._admission.counted(peer.uid, parent.owner_uid):
+                async with self._forks.source(parent, request.snapshot) as source:
+                    copied_s = time.perf_counter() - began
+                    now = self._clock()
+                    draft = partial(
+                        replace,
+                        parent,
+                        **source.base,
+                        taken_by=peer.uid,
+                        created_at=now,
+                        expires_at=now + ttl,
+                        bound_to=process,
+                        resets=0,
+                        reset_at=None,
+                        parent=parent.id,
+                        snapshots=(),
+                    )
+                    lease, timings = await self._hand_out(draft, [parent.backend], process)
+        timings = {"copy": round(copied_s, 6), **timings}
+        timings["total"] = round(time.perf_counter() - began, 6)
+        facts = {"parent": parent.id, "snapshot": request.snapshot, "files": source.files}
+        self._publish("checkout.forked", lease, duration_s=timings["total"], **facts)
+        return protocol.Fork(
+            **_members(lease, timings), snapshot=request.snapshot, copied=_copied(source)
+        )
+
+    async def snapshot(
+        self, checkout: str, request: protocol.MakeSnapshot, peer: Peer
+    ) -> protocol.Snapshot:
+        """Keep the tree as it is, under a name."""
+        began = time.perf_counter()
+        async with self._held(checkout, peer) as lease:
+            _must_be_whole(lease)
+            made = await self._forks.make(lease, request.name)
+        duration_s = round(time.perf_counter() - began, 6)
+        facts = {"snapshot": made.name, "files": made.files}
+        self._publish("snapshot.made", lease, duration_s=duration_s, **facts)
+        return _shown(lease, made)
+
+    async def list_snapshots(self, checkout: str, peer: Peer) -> list[protocol.Snapshot]:
+        """Those of a checkout, oldest first."""
+        lease = self._get(checkout, peer)
+        return [_shown(lease, each) for each in lease.snapshots]
+
+    async def remove_snapshot(self, checkout: str, name: str, peer: Peer) -> None:
+        async with self._held(checkout, peer) as lease:
+            self._forks.remove(lease, name)
+        self._publish("snapshot.removed", lease, snapshot=name)
+
     async def reset(
         self, checkout: str, request: protocol.ResetCheckout, peer: Peer
     ) -> protocol.ResetAnswer:
-        """Bring a checkout to clean, or to another commit of its mirror, with proof."""
+        """Bring a checkout to clean, to another commit of its mirror, or to a snapshot of it, with
+        proof.
+        """
         began = time.perf_counter()
         async with self._held(checkout, peer) as lease:
-            naming = self._admission.naming(peer)
-            found = await self._resolver.resolve_reset(request, lease, naming)
-            facts = found._asdict() | {"mirror": lease.mirror, "layer": None}
+            facts = await self._base_of(request, lease, peer)
             facts |= {"resets": lease.resets + 1, "reset_at": self._clock()}
             lease = replace(lease, **facts, state=LeaseState.LIVE)
             proof = await self._lifecycle.make_clean(lease)
+        proof = replace(proof, snapshot=request.to)
         duration_s = round(time.perf_counter() - began, 6)
         counts = {"restored": proof.files_restored, "removed": proof.files_removed}
-        self._publish("checkout.reset", lease, duration_s=duration_s, **counts)
+        if request.to is None:
+            self._publish("checkout.reset", lease, duration_s=duration_s, **counts)
+        else:
+            named = {"snapshot": request.to, **counts}
+            self._publish("checkout.rolled_back", lease, duration_s=duration_s, **named)
         return protocol.ResetAnswer(**_members(lease, {"total": duration_s}), proof=proof)
 
     async def renew(
@@ -320,6 +383,35 @@ class Checkouts:
             self._process_ended.clear()
             await self.expire()
 
+    async def _hand_out(
+        self, draft: Callable[..., Lease], backends: Sequence[Backend], process: Process | None
+    ) -> tuple[Lease, dict[str, float]]:
+        """Make a checkout, which ends with `process`, if one is given."""
+        lease, timings = await self._lifecycle.make(draft, backends)
+        if process is not None:
+            try:
+                if not self._processes.hold(process):  # it ended meanwhile
+                    raise process_gone(process.pid)
+            except BaseException:
+                self._lifecycle.end(lease)
+                raise
+        return lease, timings
+
+    async def _base_of(
+        self, request: protocol.ResetCheckout, lease: Lease, peer: Peer
+    ) -> dict[str, Any]:
+        """The commit and layer that a reset brings a checkout to."""
+        if request.to is None:
+            naming = self._admission.naming(peer)
+            found = await self._resolver.resolve_reset(request, lease, naming)
+            return found._asdict() | {"mirror": lease.mirror, "layer": None}
+        if request.instance or request.commit or request.dataset:
+            raise InvalidRequestError(
+                "cannot reset to a snapshot and to an instance or commit at once",
+                hint="name one of them",
+            )
+        return self._forks.get(lease, request.to).base
+
     # -- one lease at a time -----------------------------------------------------------------------
 
     @asynccontextmanager
@@ -350,6 +442,21 @@ class Checkouts:
         for enum in ("mirror", "backend", "history"):
             fields[enum] = str(getattr(lease, enum))
         self._events.publish(name, checkout=lease.id, **fields)
+
+
+def _copied(snapshot: Snapshot) -> protocol.Copied:
+    names = ("taken_at", "files", "size_bytes", "left_out", "git")
+    return protocol.Copied(**{name: getattr(snapshot, name) for name in names})
+
+
+def _shown(lease: Lease, snapshot: Snapshot) -> protocol.Snapshot:
+    return protocol.Snapshot(
+        name=snapshot.name,
+        checkout=lease.id,
+        commit=snapshot.commit,
+        instance=snapshot.instance,
+        copied=_copied(snapshot),
+    )
 
 
 def _must_be_whole(lease: Lease) -> None:

@@ -1,4 +1,4 @@
-"""`mirrord checkout`, `reset`, `diff`, `apply`, `restore`, `release`, `renew` and `checkouts`."""
+"""The verbs of checkouts: from `mirrord checkout` to `mirrord checkouts`."""
 
 from __future__ import annotations
 
@@ -58,25 +58,81 @@ def checkout(
 def reset(
     session: Session,
     checkout_id: Id,
-    to: Annotated[
+    target: Annotated[
         str | None,
         Argument(metavar="[INSTANCE|COMMITISH]", help="Another one of the same repository."),
     ] = None,
     dataset: Dataset = None,
+    to: Annotated[str | None, Option(metavar="NAME", help="Go back to this snapshot.")] = None,
 ) -> None:
     """Prints the path. It is proven first: tree and .git equal the template's."""
     client = session.client
     found = find_id(session, checkout_id)
-    if to is None or dataset is not None:
-        answer = client.reset_checkout(found, to, dataset=dataset)
-    elif _COMMIT.fullmatch(to):
-        answer = client.reset_checkout(found, commit=to)
+    if to is not None:
+        answer = client.reset_checkout(found, target, dataset=dataset, to=to)
+    elif target is None or dataset is not None:
+        answer = client.reset_checkout(found, target, dataset=dataset)
+    elif _COMMIT.fullmatch(target):
+        answer = client.reset_checkout(found, commit=target)
     else:
         try:
-            answer = client.reset_checkout(found, to)
+            answer = client.reset_checkout(found, target)
         except InstanceNotFoundError:
-            answer = client.reset_checkout(found, commit=to)
+            answer = client.reset_checkout(found, commit=target)
     session.answer(answer, [answer.path])
+
+
+def fork(
+    session: Session,
+    checkout_id: Id,
+    source: Annotated[
+        str | None, Option("--from", metavar="NAME", help="This snapshot; default: as it is.")
+    ] = None,
+    ttl: parameters.Ttl = None,
+) -> None:
+    """Prints the path. The fork has the same owner, history, view and backend, and starts with what
+    the checkout changed. Of .git it takes commits, branches and the index, and neither
+    configuration nor hooks.
+    """
+    handle = session.client.fork_checkout(
+        find_id(session, checkout_id),
+        snapshot=source,
+        ttl=parameters.read_duration(ttl, "--ttl"),
+        auto_renew=False,
+    )
+    session.answer(handle.lease, [handle.lease.path])
+
+
+def snapshot(
+    session: Session,
+    checkout_id: Id,
+    name: Annotated[
+        str | None, Argument(metavar="[NAME]", help="Letters, digits, '.', '_' and '-'.")
+    ] = None,
+    remove: Annotated[bool, Option("--remove", help="Forget the snapshot of this name.")] = False,
+) -> None:
+    """Prints the name, by default s1, s2 and so on. `mirrord reset ID --to NAME` goes back to it,
+    `mirrord fork ID --from NAME` continues from it elsewhere. It goes with its checkout.
+    """
+    found = find_id(session, checkout_id)
+    if not remove:
+        made = session.client.make_snapshot(found, name)
+        session.answer(made, [made.name])
+    elif name is None:
+        raise UsageError("cannot remove a snapshot: no name is given", hint="name one")
+    else:
+        session.client.remove_snapshot(found, name)
+        session.answer(None, [])
+
+
+def snapshots(session: Session, checkout_id: Id) -> None:
+    """Oldest first."""
+    made = session.client.list_snapshots(find_id(session, checkout_id))
+    rows = [
+        (each.name, short(each.commit), when(each.copied.taken_at), str(each.copied.files))
+        for each in made
+    ]
+    session.answer(made, table(["NAME", "COMMIT", "TAKEN", "FILES"], rows))
 
 
 def diff(

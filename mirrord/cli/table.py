@@ -57,7 +57,10 @@ pins; mirrors:pins; 349; List the pins of a mirror, or of all.
 audit; audits:audit; 34789; Prove that every recorded commit can be served.
 heal; audits:heal; 346789; Repair mirrors at object level.
 checkout; checkouts:checkout; 346789; Lease a working tree; prints its path.
-reset; checkouts:reset; 345789; Reset a checkout, or move it to another instance.
+reset; checkouts:reset; 345789; Reset a checkout, move it to another instance or to a snapshot.
+fork; checkouts:fork; 345789; Lease another tree with a checkout's content; prints its path.
+snapshot; checkouts:snapshot; 34579; Keep a checkout's content under a name; prints the name.
+snapshots; checkouts:snapshots; 349; List the snapshots of a checkout.
 diff; checkouts:diff; 3479; Print what changed since the base commit, as a patch.
 apply; checkouts:apply; 3459; Apply a patch to a checkout.
 restore; checkouts:restore; 3489; Bring files of a pinned commit into a checkout.

@@ -123,9 +123,9 @@ def open_child(directory: int, name: bytes) -> int:
     return open_own(directory, name, _DIRECTORY)
 
 
-def open_regular(directory: int, name: bytes) -> int:
+def open_regular(directory: int, name: bytes, flags: int = FOR_READING) -> int:
     """Open a regular file for reading, never waiting on a pipe; FileNotFoundError for others."""
-    fd = open_own(directory, name, FOR_READING)
+    fd = open_own(directory, name, flags)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise FileNotFoundError(errno.ENOENT, "not a regular file", name)

@@ -15,7 +15,7 @@ from .codec import Answer as Answer
 from .codec import Bounds as Bounds
 from .codec import MalformedError as MalformedError
 from .codec import Message as Message
-from .codec import OwnerUid, Text, Ttl, Word
+from .codec import OwnerUid, SnapshotName, Text, Ttl, Word
 from .codec import Problem as Problem
 from .codec import Repo as Repo
 from .codec import Request as Request
@@ -349,11 +349,28 @@ class StartCheckout(Request):
 
 
 class ResetCheckout(Request):
-    """Resets to the same commit, or moves to an `instance` or `commit` of the same mirror."""
+    """Resets to the same commit, moves to an `instance` or `commit` of the same mirror, or goes
+    back `to` a snapshot, by its name.
+    """
 
     instance: Word | None = None
     commit: Word | None = None
     dataset: Word | None = None
+    to: Word | None = None
+
+
+class ForkCheckout(Request):
+    """Forks the tree as it is, or as `snapshot` has it, by name."""
+
+    snapshot: Word | None = None
+    ttl: Ttl | None = None
+    bind: model.Bind = model.Bind.LEASE
+
+
+class MakeSnapshot(Request):
+    """Without a name it gets one: s1, s2 and so on."""
+
+    name: SnapshotName | None = None
 
 
 class RenewCheckout(Request):
@@ -373,7 +390,7 @@ class Checkout(Answer):
 
     `path` is `directory/tree`. `directory` holds nothing else; mounted elsewhere with `rslave`, it
     follows every reset. `taken_by` is the uid that asked for the checkout. It and `owner_uid` may
-    use and release it.
+    use and release it. `parent` is the checkout that this one was forked from.
     """
 
     id: str
@@ -392,14 +409,48 @@ class Checkout(Answer):
     bind: model.Bind = model.Bind.LEASE
     created_at: datetime
     expires_at: datetime
+    parent: str | None = None
     timings: dict[str, float] = {}
+
+
+class Copied(Answer):
+    """What was copied of a checkout, which was so at `taken_at`.
+
+    `files` counts changed, new and removed ones. `left_out` counts what is not in the copy, by
+    kind: pipes, sockets, devices, git_files (configuration, hooks and the like in `.git`). Where
+    `git` is false, `.git` is the base commit's own, as the checkout's was no plain repository.
+    """
+
+    taken_at: datetime
+    files: int
+    size_bytes: int
+    left_out: dict[str, int] = {}
+    git: bool = True
+
+
+class Fork(Checkout):
+    """`snapshot` names the one it was made from."""
+
+    snapshot: str | None = None
+    copied: Copied
+
+
+class Snapshot(Answer):
+    """A kept state of a checkout, over its base commit at that time."""
+
+    name: str
+    checkout: str
+    commit: str
+    instance: str | None = None
+    copied: Copied
 
 
 class Proof(Answer):
     """The checks of a reset, with the hashes it saw.
 
     The counts are null where the reset did not check single files: an overlay reset drops the
-    client's layer unread and shows a template, which was verified when it was built.
+    client's layer unread and shows a template, which was verified when it was built. `snapshot`
+    names the one whose layer is shown over the tree; `head` is then its HEAD.
     """
 
     head: str
@@ -411,6 +462,7 @@ class Proof(Answer):
     files_removed: int | None
     refs: list[str] = []
     packs: list[str] = []
+    snapshot: str | None = None
     method: str
 
 

@@ -12,10 +12,13 @@ from pydantic import Field
 from starlette.responses import Response
 
 from ...errors import CheckoutNotFoundError, InvalidPatchError, InvalidRequestError
-from ...host.pidfds import process_of
+from ...host.pidfds import Process, process_of
 from ...model import Bind, DiffFormat
 from ...protocol import (
     Checkout,
+    Fork,
+    ForkCheckout,
+    MakeSnapshot,
     Receipt,
     ReceiptReport,
     RenewCheckout,
@@ -23,6 +26,7 @@ from ...protocol import (
     ResetCheckout,
     RestoreAnswer,
     RestorePaths,
+    Snapshot,
     StartCheckout,
 )
 from ..request import Call, OwnedStream, Query, read_patch, text_response
@@ -34,17 +38,45 @@ _PIECE_BYTES = 1024**2
 
 
 async def start_checkout(call: Call, body: StartCheckout) -> Checkout:
-    process = None
-    if body.bind is Bind.PROCESS:
-        process = process_of(call.connection.transport.get_extra_info("socket"), call.peer)
+    process = _bound_process(call, body.bind)
     checkout = await call.engine.checkouts.checkout(body, call.peer, process)
-    if call.connection.is_lost:  # nobody is left to release it
+    await _release_if_lost(call, checkout)
+    return checkout
+
+
+async def fork_checkout(call: Call, body: ForkCheckout) -> Fork:
+    process = _bound_process(call, body.bind)
+    fork = await call.engine.checkouts.fork(call.path["id"], body, call.peer, process)
+    await _release_if_lost(call, fork)
+    return fork
+
+
+def _bound_process(call: Call, bind: Bind) -> Process | None:
+    if bind is Bind.LEASE:
+        return None
+    return process_of(call.connection.transport.get_extra_info("socket"), call.peer)
+
+
+async def _release_if_lost(call: Call, checkout: Checkout) -> None:
+    """Release what was made for a client that has hung up."""
+    if call.connection.is_lost:
         try:
             await call.engine.checkouts.release(checkout.id, call.peer)
             log.info("checkout.abandoned", checkout=checkout.id, uid=call.peer.uid)
         except CheckoutNotFoundError:
             pass
-    return checkout
+
+
+async def make_snapshot(call: Call, body: MakeSnapshot) -> Snapshot:
+    return await call.engine.checkouts.snapshot(call.path["id"], body, call.peer)
+
+
+async def list_snapshots(call: Call) -> list[Snapshot]:
+    return await call.engine.checkouts.list_snapshots(call.path["id"], call.peer)
+
+
+async def remove_snapshot(call: Call) -> None:
+    await call.engine.checkouts.remove_snapshot(call.path["id"], call.path["name"], call.peer)
 
 
 async def list_checkouts(call: Call) -> list[Checkout]:

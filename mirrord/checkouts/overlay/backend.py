@@ -34,11 +34,12 @@ from ...host.mounts import read_overlays
 from ...host.trash import Trash, find_trash, new_trash
 from ...model import Backend, CheckoutId, MirrorName
 from ...protocol import Proof
-from ..backend import ChangedPaths, must_prove
+from ..backend import DIFF_TIMEOUT, ChangedPaths, Taken, must_prove
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..snapshots.layers import layer_path
 from ..templates.store import Template, Templates, proven_at
 from .changes import changed_paths
+from .copying import copy_checkout
 
 log = structlog.get_logger()
 
@@ -175,6 +176,19 @@ class OverlayBackend:
     async def template_proven_at(self, lease: Lease) -> datetime | None:
         template = self._held.get(lease.id)
         return await anyio.to_thread.run_sync(proven_at, template) if template else None
+
+    async def copy_layer(self, lease: Lease, directory: Path) -> Taken:
+        template = self._held.get(lease.id)
+        return await self._workers.run(
+            copy_checkout,
+            directory,
+            lease.tree_path,
+            lease.private / _LAYER / "upper",
+            self._layer_of(lease),
+            template.layers if template else (),
+            lease.owner,
+            timeout=DIFF_TIMEOUT,
+        )
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:
         template = self._held.get(lease.id)

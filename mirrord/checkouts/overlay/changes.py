@@ -38,13 +38,7 @@ def changed_paths(
     they hide.
     """
     with ExitStack() as stack, denials_named(owner):
-        try:
-            tops = [open_directory(tree)]
-        except OSError as error:
-            raise CheckoutBusyError(
-                f"cannot open the checkout's directory: {error.strerror}", hint="reset the checkout"
-            ) from error
-        tops += [open_directory(layer) for layer in (upper, *layers)]
+        tops = [open_tree(tree), *map(open_directory, (upper, *layers))]
         for top in tops:
             stack.enter_context(opened(top))
         own = read_layer(layer) if layer else {}  # which the owner may not read
@@ -53,6 +47,8 @@ def changed_paths(
         differing, replaced = _walk(written, merged, own, below)
         covered = set[bytes]()
         for path, found in own.items():
+            if is_control(path):
+                continue
             if path.rpartition(b"/")[0] in covered:
                 covered.add(path)
                 continue
@@ -71,10 +67,20 @@ def changed_paths(
     return sorted(path for path in differing | replaced if not is_control(path))
 
 
+def open_tree(tree: Path) -> int:
+    """Open the mount of a checkout."""
+    try:
+        return open_directory(tree)
+    except OSError as error:
+        raise CheckoutBusyError(
+            f"cannot open the checkout's directory: {error.strerror}", hint="reset the checkout"
+        ) from error
+
+
 def read_layer(layer: Path) -> dict[bytes, os.stat_result]:
-    """The stat of each path in a layer of the daemon's, outside `.git`."""
+    """The stat of each path in a layer of the daemon's."""
     with opened(open_directory(layer)) as root, TreeReader(root, ActingAs(None)) as reader:
-        return {path: found for path, found in iter_below(reader) if not is_control(path)}
+        return dict(iter_below(reader))
 
 
 def find_below(

@@ -25,11 +25,12 @@ from ...host.mounts import mounts_below
 from ...host.trash import Trash, find_trash, new_trash
 from ...model import Backend, History, MirrorName
 from ...protocol import Proof
-from ..backend import ChangedPaths
+from ..backend import DIFF_TIMEOUT, ChangedPaths, Taken
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..snapshots.layers import layer_path
 from ..stores.builder import StoreBuilder
 from . import dotgit, worktree
+from .copying import copy_checkout
 from .worktree import PoolPaths
 
 log = structlog.get_logger()
@@ -128,6 +129,10 @@ class PoolBackend:
 
     async def template_proven_at(self, lease: Lease) -> datetime | None:
         return None
+
+    async def copy_layer(self, lease: Lease, directory: Path) -> Taken:
+        paths = await self._paths(lease)
+        return await self._workers.run(copy_checkout, paths, directory, timeout=DIFF_TIMEOUT)
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:
         return partial(worktree.changed_paths, lease.tree_path, lease.private / "manifest")

@@ -128,7 +128,7 @@ def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
 def changed_paths(tree: Path, manifest_path: Path) -> list[bytes]:
     """The paths that may differ from the clean state; all, where the tree's top was replaced."""
     manifest = Manifest.load(manifest_path)
-    if not _has_top(tree, manifest.owner):
+    if not has_top(tree, manifest.owner):
         return sorted(filter(None, manifest.files))
     return sorted(path for path in scan(tree, manifest).in_tree() if path)
 
@@ -224,7 +224,7 @@ def _write_tree(paths: PoolPaths, commit: str, tree: str, trash: TrashDirectory)
 
 def _find_manifest(paths: PoolPaths) -> Manifest | None:
     """The manifest, if it and the top of the tree can be used."""
-    if not _has_top(paths.tree, paths.owner):
+    if not has_top(paths.tree, paths.owner):
         return None
     try:
         manifest = Manifest.load(paths.manifest)
@@ -233,7 +233,7 @@ def _find_manifest(paths: PoolPaths) -> Manifest | None:
     return manifest if manifest.owner == paths.owner else None
 
 
-def _has_top(tree: Path, owner: Owner) -> bool:
+def has_top(tree: Path, owner: Owner) -> bool:
     """Whether the tree's top is a directory of its owner's, not a link or anything else."""
     try:
         with opened(open_top(tree)) as top:

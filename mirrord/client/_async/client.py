@@ -298,6 +298,43 @@ class AsyncClient:
             self._renewal.hold(checkout)
         return checkout
 
+    def fork_checkout(
+        self,
+        checkout: str,
+        *,
+        snapshot: str | None = None,
+        ttl: timedelta | float | str | None = None,
+        bind: Bind = Bind.LEASE,
+        auto_renew: bool = True,
+    ) -> Pending[AsyncCheckout]:
+        """Lease another tree with the content of a checkout as it is, or as a snapshot has it.
+
+        Its `lease` says what was copied. The rest is as for `checkout`.
+        """
+        kind = protocol.ForkCheckout
+        body = message(kind, snapshot=snapshot, ttl=seconds_of(ttl), bind=bind)
+        return Pending(self._fork(checkout, body, auto_renew))
+
+    async def _fork(
+        self, checkout: str, body: protocol.ForkCheckout, auto_renew: bool
+    ) -> AsyncCheckout:
+        path = f"{_checkout(checkout)}/fork"
+        lease = await self._one(protocol.Fork, "POST", path, body=body)
+        return self._handle(lease, body.ttl, auto_renew)
+
+    async def make_snapshot(self, checkout: str, name: str | None = None) -> protocol.Snapshot:
+        """Keep the content of a checkout under a name, by default a new one."""
+        body = message(protocol.MakeSnapshot, name=name)
+        path = f"{_checkout(checkout)}/snapshots"
+        return await self._one(protocol.Snapshot, "POST", path, body=body)
+
+    async def list_snapshots(self, checkout: str) -> list[protocol.Snapshot]:
+        return await self._list(protocol.Snapshot, "GET", f"{_checkout(checkout)}/snapshots")
+
+    async def remove_snapshot(self, checkout: str, name: str) -> None:
+        path = f"{_checkout(checkout)}/snapshots/{_quoted(name)}"
+        await self._connection.request("DELETE", path)
+
     async def open_checkout(self, checkout: str, *, auto_renew: bool = False) -> AsyncCheckout:
         """The handle of a held checkout, perhaps another process's, which then renews it."""
         return self._handle(await self.get_checkout(checkout), None, auto_renew)
@@ -316,8 +353,11 @@ class AsyncClient:
         *,
         commit: str | None = None,
         dataset: str | None = None,
+        to: str | None = None,
     ) -> protocol.ResetAnswer:
-        body = message(protocol.ResetCheckout, instance=instance, commit=commit, dataset=dataset)
+        """Reset a checkout, move it to another instance or commit, or back `to` a snapshot."""
+        choice = {"instance": instance, "commit": commit, "dataset": dataset, "to": to}
+        body = message(protocol.ResetCheckout, **choice)
         path = f"{_checkout(checkout)}/reset"
         return await self._one(protocol.ResetAnswer, "POST", path, body=body)
 

@@ -89,17 +89,55 @@ class Checkout:
     def expires_at(self) -> datetime:
         return self.lease.expires_at
 
-    def reset(
-        self, instance: str | None = None, *, commit: str | None = None, dataset: str | None = None
-    ) -> protocol.Proof:
-        """Reset the tree, or move it to another instance or commit of the same mirror.
+    @property
+    def parent(self) -> str | None:
+        """The id of the checkout that this one was forked from."""
+        return self.lease.parent
 
-        Returns the proof that the tree and its .git equal the template's.
+    def reset(
+        self,
+        instance: str | None = None,
+        *,
+        commit: str | None = None,
+        dataset: str | None = None,
+        to: str | None = None,
+    ) -> protocol.Proof:
+        """Reset the tree, move it to another instance or commit of the same mirror, or back `to` a
+        snapshot, by its name.
+
+        Returns the proof that the tree and its .git equal the template's, or the snapshot's.
         """
-        choice = {"commit": commit, "dataset": dataset}
+        choice = {"commit": commit, "dataset": dataset, "to": to}
         answer = self._client.reset_checkout(self.id, instance, **choice)
         self.lease = answer
         return answer.proof
+
+    def fork(
+        self,
+        ttl: timedelta | float | str | None = None,
+        snapshot: str | None = None,
+        *,
+        auto_renew: bool = True,
+    ) -> Checkout:
+        """Lease another tree with the same content, or with that of a snapshot.
+
+        It has this one's owner, history, view and backend. What was copied is in its `lease`.
+        """
+        return self._client.fork_checkout(
+            self.id, snapshot=snapshot, ttl=ttl, auto_renew=auto_renew
+        )
+
+    def snapshot(self, name: str | None = None) -> protocol.Snapshot:
+        """Keep the content under a name, by default a new one; `reset(to=name)` goes back to it."""
+        return self._client.make_snapshot(self.id, name)
+
+    def snapshots(self) -> list[protocol.Snapshot]:
+        """Those of this checkout, oldest first."""
+        return self._client.list_snapshots(self.id)
+
+    def remove_snapshot(self, name: str) -> None:
+        """Forget a snapshot; forks of it stay as they are."""
+        self._client.remove_snapshot(self.id, name)
 
     def diff(self, *, format: DiffFormat = DiffFormat.PATCH) -> bytes:  # noqa: A002
         """The changes since the base commit, as a patch that git accepts.
