@@ -25,8 +25,6 @@ from .connectivity import Damage, Fsck, Verdict
 from .object_files import BadFile, Defect, FileKind, find_bad_files, find_lying, find_strange
 from .refs import RefFiles, read_records, read_ref_files, unkept, wrong_refs
 
-_WITH_LOST = "with lost refs "
-
 
 class Reached(NamedTuple):
     """What keeps commits alive; `lost` are kept refs that should be there, where asked for.
@@ -188,10 +186,10 @@ def _reach_of(
     never change: while both stay the same, `known` stays true and nothing is walked.
     """
     named = (f"{oid} {ref}" for ref, oid in sorted(refs.items()))
-    lines = [str(found.head), *sorted(commits), *named]
+    is_quick = level is AuditLevel.QUICK  # which looks for no lost refs
+    lines = [str(is_quick), str(found.head), *sorted(commits), *named]
     key = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
-    is_quick = level is AuditLevel.QUICK
-    if known and known.key in ({_WITH_LOST + key, key} if is_quick else {_WITH_LOST + key}):
+    if known and known.key == key:
         return known
     graph = connectivity.read_graph(repository, set(refs.values()))
     groups: dict[Reach, list[str]] = {reach: [] for reach in Reach}  # best first
@@ -212,7 +210,7 @@ def _reach_of(
     needed = {*refs.values(), *(oid for parents in graph.values() for oid in parents)}
     if lost or not needed <= graph.keys():  # it has holes
         return Reached("", by_commit, lost)
-    return Reached(key if is_quick else _WITH_LOST + key, by_commit, {})
+    return Reached(key, by_commit, {})
 
 
 def _reach_by(ref: str, head: str | None) -> Reach:

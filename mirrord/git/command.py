@@ -29,7 +29,7 @@ from ..errors import (
 from ..protocol import Progress
 from ..telemetry import log
 from .environment import Remote, child_environment, make_home
-from .errors import HttpAnswer, StderrReader, failure
+from .errors import StderrReader, failure
 from .process import NOTHING, PIPE, Child, Process, Stream, in_memory, run_to_end, start
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -107,15 +107,9 @@ class Git:
         stdout, stderr = bytearray(), StderrReader(progress)
         environment = child_environment(home=self._home, remote=remote, extra=env)
         with _started(
-            args,
-            environment,
-            git_dir,
-            work_tree,
-            stdin,
-            stdout_path,
-            quarantine_objects,
+            args, environment, git_dir, work_tree, stdin, stdout_path, quarantine_objects,
             memory_bytes,
-        ) as process:
+        ) as process:  # fmt: skip
             began = anyio.current_time()
             end = began + timeout.total_seconds()
             quiet_s = (quiet_timeout or timeout).total_seconds()
@@ -148,7 +142,11 @@ class Git:
             )
         result = GitResult(child.status or 0, bytes(stdout), stderr.text())
         if result.status not in ok:
-            raise _failure(doing, result, remote, stderr.http)
+            is_upstream, secrets = remote is not None, remote.secrets if remote else ()
+            raise failure(
+                doing, result.status, result.stderr,
+                upstream=is_upstream, http=stderr.http, secrets=secrets,
+            )  # fmt: skip
         if remote is not None and stderr.http.is_garbage:
             raise UpstreamError(
                 f"cannot {doing}: upstream answers, but not as git does",
@@ -190,7 +188,7 @@ class Git:
             finally:
                 beside.cancel()
             if status:
-                raise _failure(doing, GitResult(status, b"", stderr.text()), None, HttpAnswer())
+                raise failure(doing, status, stderr.text())
 
         with _started(
             args, environment, git_dir, stdin=stdin, quarantine=quarantine_objects
@@ -226,7 +224,7 @@ def run_git_sync(
     stderr.feed(messages)
     result = GitResult(status, stdout, stderr.text())
     if result.status not in ok:
-        raise _failure(doing, result, None, HttpAnswer())
+        raise failure(doing, result.status, result.stderr)
     return result
 
 
@@ -275,32 +273,14 @@ async def _read_stderr(child: Child, reader: StderrReader, extend: Callable[[], 
         reader.feed(piece)
 
 
-def _failure(
-    doing: str, result: GitResult, remote: Remote | None, http: HttpAnswer
-) -> MirrordError:
-    return failure(
-        doing=doing,
-        status=result.status,
-        stderr=result.stderr,
-        upstream=remote is not None,
-        http=http,
-        secrets=remote.secrets if remote else (),
-    )
-
-
 def _late(
     doing: str, timeout: timedelta, quiet_timeout: timedelta | None, *, upstream: bool
 ) -> MirrordError:
     seconds = min(timeout, quiet_timeout or timeout).total_seconds()
     if upstream:
-        fact = (
-            f"upstream was silent for {seconds:g} s"
-            if quiet_timeout
-            else f"no end after {seconds:g} s"
-        )
-        return UpstreamTimeoutError(
-            f"cannot {doing}: {fact}", hint="try again later, or raise upstream.timeout"
-        )
+        fact = "upstream was silent for" if quiet_timeout else "no end after"
+        hint = "try again later, or raise upstream.timeout"
+        return UpstreamTimeoutError(f"cannot {doing}: {fact} {seconds:g} s", hint=hint)
     return DeadlineError(
         f"cannot {doing}: no end after {seconds:g} s",
         hint="the disk may be slow or the repository damaged",

@@ -200,12 +200,12 @@ class StderrReader:
 
 
 def failure(
-    *,
     doing: str,
     status: int,
     stderr: str,
-    upstream: bool,
-    http: HttpAnswer,
+    *,
+    upstream: bool = False,
+    http: HttpAnswer = HttpAnswer(),
     secrets: Iterable[str] = (),
 ) -> MirrordError:
     """The error for a git that ended with `status`; `upstream`: it talked to another repository."""

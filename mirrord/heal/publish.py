@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..audit.examine import packed_refs
@@ -82,94 +81,91 @@ class DamagedFiles:
         return target
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """Changes to the mirror at `git_dir`; `work` has the new packs in `objects/pack`."""
+def publish(
+    name: MirrorName,
+    git_dir: Path,
+    quarantine: Path,
+    work: Path,
+    bad_files: Collection[BadFile],
+    plan: RefPlan,
+    step: Step,
+) -> Path | None:
+    """Change the mirror at `git_dir`; answers where the bad files are.
 
-    name: MirrorName
-    git_dir: Path
-    quarantine: Path
-    work: Path
-    bad_files: Collection[BadFile]
-    plan: RefPlan
-    step: Step
-
-    def publish(self) -> Path | None:
-        """Make the changes; answers where the bad files are."""
-        with full_disk_named(f"mirror {self.name}"):
-            self.step("evidence")
-            damaged = DamagedFiles(self.quarantine, self.name, self.git_dir, self.bad_files)
-            for bad in self.bad_files:
-                if bad.kind is FileKind.LAYOUT:
-                    self.step("take what is in the way")
-                    damaged.move(bad.path)
-            for directory in ("objects/pack", "refs"):
-                (self.git_dir / directory).mkdir(parents=True, exist_ok=True)
-            # a multi-pack index goes before the packs that it names
-            bad_files = sorted(self.bad_files, key=lambda bad: bad.kind is not FileKind.DERIVED)
-            going: dict[str, None] = {}
-            for bad in bad_files:
-                if bad.kind in {FileKind.PACK, FileKind.INDEX}:  # with everything of that pack
-                    stem = bad.path.rpartition(".")[0]  # git finds a pack by its index
-                    ends = (".idx", ".pack", ".rev", ".bitmap")
-                    going |= dict.fromkeys(stem + end for end in ends)
-                elif bad.kind is not FileKind.LAYOUT and bad.path.startswith("objects/"):
-                    going[bad.path] = None
-            new = self._put_packs(going, damaged)
-            for path in going:
-                if path not in new:
-                    self.step(f"take {Path(path).suffix}")
-                    damaged.move(path)
-            self._write_refs(damaged)
-        return damaged.path if self.bad_files else None
-
-    def _put_packs(self, going: Collection[str], damaged: DamagedFiles) -> set[str]:
-        """Move the new packs in, indexes last; answers their paths in the mirror."""
-        files = list((self.work / "objects/pack").glob("pack-*"))
-        for file in sorted(files, key=lambda file: (file.suffix == ".idx", file.name)):
-            path = f"objects/pack/{file.name}"
-            self.step(f"put {file.suffix}")
-            if path in going or not (self.git_dir / path).exists():  # else it is the same
-                damaged.link(path)
-                file.rename(self.git_dir / path)
-        sync_directory(self.git_dir / "objects/pack")
-        return {f"objects/pack/{file.name}" for file in files}
-
-    def _write_refs(self, damaged: DamagedFiles) -> None:
-        paths = {bad.path for bad in self.bad_files}
-        if "config" in paths:
-            self._replace("config", CONFIGURATION.encode(), damaged)
-        if "HEAD" in paths:
-            head = self.plan.head or "refs/heads/main"
-            self._replace("HEAD", f"ref: {head}\n".encode(), damaged)
-        if "packed-refs" in paths or self.plan.restore or self.plan.drop:
-            lock = self.git_dir / "packed-refs.lock"  # git's own: it may be moving a ref
-            try:
-                os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-            except FileExistsError as error:
-                raise ConflictError(
-                    f"cannot restore refs of mirror {self.name}: git is packing them",
-                    hint="try again later",
-                ) from error
-            try:
-                packed = read_packed(self.git_dir)
-                staying = {ref: oid for ref, oid in packed.items() if ref not in self.plan.drop}
-                content = packed_refs({**staying, **self.plan.restore})
-                self._replace("packed-refs", content, damaged)
-            finally:
-                lock.unlink(missing_ok=True)
-        for bad in self.bad_files:
-            if bad.kind in {FileKind.REF, FileKind.PLANTED}:
-                self.step("take ref")
+    `work` has the new packs in `objects/pack`.
+    """
+    with full_disk_named(f"mirror {name}"):
+        step("evidence")
+        damaged = DamagedFiles(quarantine, name, git_dir, bad_files)
+        for bad in bad_files:
+            if bad.kind is FileKind.LAYOUT:
+                step("take what is in the way")
                 damaged.move(bad.path)
+        for directory in ("objects/pack", "refs"):
+            (git_dir / directory).mkdir(parents=True, exist_ok=True)
+        going: dict[str, None] = {}
+        # a multi-pack index goes before the packs that it names
+        for bad in sorted(bad_files, key=lambda bad: bad.kind is not FileKind.DERIVED):
+            if bad.kind in {FileKind.PACK, FileKind.INDEX}:  # with everything of that pack
+                stem = bad.path.rpartition(".")[0]  # git finds a pack by its index
+                going |= dict.fromkeys(stem + end for end in (".idx", ".pack", ".rev", ".bitmap"))
+            elif bad.kind is not FileKind.LAYOUT and bad.path.startswith("objects/"):
+                going[bad.path] = None
+        packs = list((work / "objects/pack").glob("pack-*"))
+        for file in sorted(packs, key=lambda file: (file.suffix == ".idx", file.name)):
+            path = f"objects/pack/{file.name}"
+            step(f"put {file.suffix}")
+            if path in going or not (git_dir / path).exists():  # else it is the same
+                damaged.link(path)
+                file.rename(git_dir / path)
+        sync_directory(git_dir / "objects/pack")
+        new = {f"objects/pack/{file.name}" for file in packs}
+        for path in going:
+            if path not in new:
+                step(f"take {Path(path).suffix}")
+                damaged.move(path)
+        _write_refs(name, git_dir, work / "new", damaged, bad_files, plan, step)
+    return damaged.path if bad_files else None
 
-    def _replace(self, path: str, content: bytes, damaged: DamagedFiles) -> None:
-        new = self.work / "new"
+
+def _write_refs(
+    name: MirrorName,
+    git_dir: Path,
+    new: Path,
+    damaged: DamagedFiles,
+    bad_files: Collection[BadFile],
+    plan: RefPlan,
+    step: Step,
+) -> None:
+    def replace(path: str, content: bytes) -> None:
         with new.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        self.step(f"write {path}")
+        step(f"write {path}")
         damaged.link(path)
-        new.rename(self.git_dir / path)
-        sync_directory(self.git_dir)
+        new.rename(git_dir / path)
+        sync_directory(git_dir)
+
+    paths = {bad.path for bad in bad_files}
+    if "config" in paths:
+        replace("config", CONFIGURATION.encode())
+    if "HEAD" in paths:
+        replace("HEAD", f"ref: {plan.head or 'refs/heads/main'}\n".encode())
+    if "packed-refs" in paths or plan.restore or plan.drop:
+        lock = git_dir / "packed-refs.lock"  # git's own: it may be moving a ref
+        try:
+            os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError as error:
+            fact = f"cannot restore refs of mirror {name}: git is packing them"
+            raise ConflictError(fact, hint="try again later") from error
+        try:
+            packed = read_packed(git_dir)
+            staying = {ref: oid for ref, oid in packed.items() if ref not in plan.drop}
+            replace("packed-refs", packed_refs({**staying, **plan.restore}))
+        finally:
+            lock.unlink(missing_ok=True)
+    for bad in bad_files:
+        if bad.kind in {FileKind.REF, FileKind.PLANTED}:
+            step("take ref")
+            damaged.move(bad.path)

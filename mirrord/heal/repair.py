@@ -28,7 +28,7 @@ from ..model import AuditLevel, FindingKind
 from ..protocol import Progress, Repair
 from ..telemetry import log
 from .donors import Donor, DonorBundle, Donors, lend
-from .publish import Publication, Step
+from .publish import Step, publish
 from .ref_plan import RefPlan, plan_refs
 from .transfer import SALVAGED, Transfer, may_hold, salvage
 
@@ -111,9 +111,10 @@ class MirrorRepair:
         if counts or going or plan.restore:
             self._tell("put everything in place")
             root = self.donors.mirrors.quarantine.root
-            publication = Publication(self.name, self.git_dir, root, final, going, plan, self.step)
             with anyio.CancelScope(shield=True):
-                kept_in = await anyio.to_thread.run_sync(publication.publish)
+                kept_in = await anyio.to_thread.run_sync(
+                    publish, self.name, self.git_dir, root, final, going, plan, self.step
+                )
         return Repair(
             mirror=str(self.name), objects=counts, files=[bad.path for bad in going],
             kept_in=str(kept_in) if kept_in else None, refs=sorted(plan.restore),

@@ -3,7 +3,7 @@
 Takes no lock and makes no decision.
 """
 
-import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,12 +165,10 @@ CONFIGURATION = """\
 	hideRefs = refs/mirrord
 """
 """The whole configuration of every mirror: git's needs, and protection from git run by hand."""
-_SECTION = re.compile(r"\[([A-Za-z]+)\]")
-_ENTRY = re.compile(r"\t([A-Za-z]+) = ([\w./-]+)")
 
 
 def changed_settings(config: Path) -> list[str]:
-    """How a configuration differs from CONFIGURATION, one phrase for each setting.
+    """How a configuration differs from CONFIGURATION, one phrase for each line.
 
     Includes are not followed: one is a difference.
     """
@@ -182,22 +180,7 @@ def changed_settings(config: Path) -> list[str]:
         return [f"it cannot be read: {error.strerror}"]
     if text == CONFIGURATION:
         return []
-    found, wanted = _settings(text), _settings(CONFIGURATION)
-    lacking = [f"it lacks {setting}" for setting in wanted if setting not in found]
-    foreign = [setting for setting in found if found.count(setting) > wanted.count(setting)]
-    return lacking + [f"{ascii(setting)[1:-1]} is not ours" for setting in foreign]
-
-
-def _settings(text: str) -> list[str]:
-    """`section.key=value` for each line in the form that git writes; any other line unchanged."""
-    settings: list[str] = []
-    section = ""
-    for line in text.splitlines():
-        if head := _SECTION.fullmatch(line):
-            section = head[1].lower()
-        elif section and (entry := _ENTRY.fullmatch(line)):
-            settings.append(f"{section}.{entry[1].lower()}={entry[2]}")
-        else:
-            section = ""  # until the next header, lines belong to a section that is not ours
-            settings.append(line.strip()[:100])
-    return settings
+    wanted, found = (Counter(map(str.strip, each.splitlines())) for each in (CONFIGURATION, text))
+    lacking = [f"it lacks {line}" for line in wanted - found]
+    foreign = [f"{ascii(line[:100])[1:-1]} is not ours" for line in found - wanted]
+    return lacking + foreign or ["its lines are in another order"]
