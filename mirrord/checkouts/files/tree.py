@@ -12,7 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +23,9 @@ from ...git.objects.repository import Objects, open_objects
 from ...git.objects.trees import TreeEntry, changes, must_fit, walk
 from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, opened
-from ...host.trash import TrashDirectory
-from .blobs import Blobs
+from ...host.trash import TrashDirectory, try_to_remove
 from .manifest import DIRECTORY, NO_OBJECT, Entry, Manifest, Records, blob_id, clock_ns
-from .reader import open_top
+from .reader import content_id, open_top
 from .scan import Changes, is_control
 from .writer import TreeWriter
 
@@ -268,3 +267,73 @@ def reconverted(
 
 def _tree_entries(files: Records, paths: Iterable[bytes]) -> list[TreeEntry]:
     return [TreeEntry(path, files[path].mode, files[path].oid.hex()) for path in paths]
+
+
+# -- files of layers, kept once: one file with many links for the same bytes and permissions -------
+
+_MODES = {False: 0o644, True: 0o755}
+_BLOCK_BYTES = 512
+_ALONE = 1
+
+
+class Blobs:
+    """The shared files of one mirror. Any number of processes may use it at the same time.
+
+    Owns `templates/<mirror>/blobs`, which has a link of each regular file of the deltas, named by
+    the id of its bytes and its mode. The bytes of a file are hashed before it is lent. A crash
+    leaves files that no layer has, which `weigh` removes. A link changes the ctime of a file that
+    other layers show already; that is why git is told not to compare it (`stores/store.py:CONFIG`).
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def has(self, content: str, *, executable: bool) -> bool:
+        """Whether a file with these bytes, by their id, would take no room."""
+        return self._path(content, executable=executable).exists()
+
+    def lend(
+        self, content: str, writer: TreeWriter, path: bytes, *, executable: bool
+    ) -> os.stat_result | None:
+        """Link the file at `path` of a layer; None where there is no sound one."""
+        source = self._path(content, executable=executable)
+        try:
+            found = writer.link_file(path, source)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EMLINK):
+                raise
+            return None
+        has_mode = stat.S_IMODE(found.st_mode) == _MODES[executable]
+        if has_mode and content_id(*writer.locate(path), found).hex() == content:
+            return found
+        writer.remove(path)
+        source.unlink(missing_ok=True)
+        return None
+
+    def keep(
+        self, content: str, writer: TreeWriter, path: bytes, *, executable: bool
+    ) -> os.stat_result:
+        """Share a file that was just written; answers its stat, which this changes."""
+        shared = self._path(content, executable=executable)
+        with suppress(FileExistsError):
+            try:
+                writer.share_file(path, shared)
+            except FileNotFoundError:
+                self._directory.mkdir(mode=0o700, exist_ok=True)
+                writer.share_file(path, shared)
+        return writer.get_stat(path)
+
+    def weigh(self) -> tuple[int, bool]:
+        """Remove files that no layer has; the bytes of the rest, and whether all of those went."""
+        total, is_clean = 0, True
+        with suppress(FileNotFoundError), os.scandir(self._directory) as listed:
+            for item in listed:
+                found = item.stat(follow_symlinks=False)
+                if found.st_nlink > _ALONE:
+                    total += found.st_blocks * _BLOCK_BYTES
+                else:
+                    is_clean &= try_to_remove(Path(item.path))
+        return total, is_clean
+
+    def _path(self, content: str, *, executable: bool) -> Path:
+        return self._directory / f"{content}.{_MODES[executable]:o}"

@@ -20,11 +20,10 @@ from ...host.processes import Owner
 from ...host.trash import TrashDirectory, remove_tree
 from ...protocol import Proof
 from ..backend import must_prove
-from ..files.hashing import hash_tree, prove_directories
 from ..files.index import PreviousIndex, index_bytes, spliced_index
 from ..files.manifest import DIRECTORY, Entry, Manifest, clock_ns
 from ..files.reader import open_top
-from ..files.scan import Changes, examine, is_control, scan
+from ..files.scan import Changes, examine, hash_tree, is_control, prove_directories, scan
 from ..files.tree import materialise, move, must_fit_from, repair
 from ..leases import Directories
 from ..snapshots.content import lay

@@ -19,9 +19,9 @@ from ...git.objects.trees import TreeChange, changes
 from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, open_directory, opened
 from ..files import tree as worktree
-from ..files.blobs import Blobs
 from ..files.index import index_bytes
 from ..files.manifest import Manifest
+from ..files.tree import Blobs
 from ..files.writer import TreeWriter
 from .layers import (
     NEAR,

@@ -23,10 +23,10 @@ from ...errors import ProofFailedError
 from ...host.credentials import ActingAs
 from ...host.files import open_directory, opened, shown_path
 from ...host.processes import boot_id
-from ..files.hashing import hash_tree, prove_files, tree_id
 from ..files.index import index_bytes
 from ..files.manifest import Manifest, Records
 from ..files.reader import TreeReader, iter_files
+from ..files.scan import hash_tree, prove_files, tree_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from ...git.turns import Turns
 from ...git.workers import Workers
 from ...host.trash import TRASH_PREFIX, Trash, new_trash
 from ...model import MirrorName
-from ..files.blobs import Blobs
 from ..files.manifest import Manifest
+from ..files.tree import Blobs
 from .layers import Layer, LayerIndex, blobs_path, chain_of, read_record, verify_layer
 
 log = structlog.get_logger()

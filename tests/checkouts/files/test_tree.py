@@ -14,8 +14,7 @@ import pytest
 from gitrepos import Upstream, git
 from trees import awkward, contents, tree_of, worktree
 
-from mirrord.checkouts.files.hashing import hash_tree
-from mirrord.checkouts.files.scan import scan
+from mirrord.checkouts.files.scan import hash_tree, scan
 from mirrord.checkouts.files.tree import materialise, move, repair
 from mirrord.checkouts.files.writer import TreeWriter
 from mirrord.errors import (
