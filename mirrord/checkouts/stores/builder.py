@@ -206,7 +206,8 @@ class StoreBuilder:
                     contents = await self._squashed(name, found, scratch)
                 else:
                     contents = await self._sealed(name, commit)
-                control = await anyio.to_thread.run_sync(_write, git, contents)
+                near = next(reversed(self._stores.get(name.key, {})), None)
+                control = await anyio.to_thread.run_sync(_write, git, contents, near)
                 if history is History.SQUASHED:
                     await anyio.to_thread.run_sync(shutil.rmtree, scratch)
                 disk.publish(temporary, target)
@@ -272,8 +273,12 @@ def squashed_commit(found: Resolved) -> tuple[CommitId, bytes]:
     return CommitId(hashlib.sha1(body, usedforsecurity=False).hexdigest()), body
 
 
-def _write(git: Path, contents: _Contents) -> list[bytes]:
-    """Write a `.git`; answers the bytes of its control files."""
+def _write(git: Path, contents: _Contents, near: Path | None) -> list[bytes]:
+    """Write a `.git`; answers the bytes of its control files.
+
+    A file that the store `near` has with the same bytes is a link to that one: stores are never
+    written to.
+    """
     for directory in _DIRECTORIES:
         os.mkdir(f"{git}/{directory}", 0o755)
     for pack in contents.packs:
@@ -284,5 +289,9 @@ def _write(git: Path, contents: _Contents) -> list[bytes]:
         link_or_copy(contents.graph, git / GRAPH)
     control = [f"{contents.head}\n".encode(), disk.CONFIG, packed_refs(contents.tags)]
     for name, content in zip(disk.CONTROL_FILES, control, strict=True):
+        with suppress(OSError):  # it went meanwhile, or has all the links there can be
+            if near and (near / ".git" / name).read_bytes() == content:
+                os.link(near / ".git" / name, git / name)
+                continue
         (git / name).write_bytes(content)
     return control
