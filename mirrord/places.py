@@ -1,7 +1,5 @@
 """Default places of configuration, state and socket, for the daemon and the client."""
 
-from __future__ import annotations
-
 import os
 import tomllib
 from pathlib import Path

@@ -3,8 +3,6 @@
 Pure. The parsers raise ValueError with half a sentence.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable

@@ -83,8 +83,7 @@ def _read(git_dir: Path) -> RefFiles:
     if wrong := no_file(git_dir / "config"):
         found.report("config", FileKind.LAYOUT, wrong)
     elif changed := changed_settings(git_dir / "config"):
-        more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
-        found.report("config", FileKind.CONFIG, ", ".join(changed[:3]) + more)
+        found.report("config", FileKind.CONFIG, changed)
     found.bad.sort()
     return found
 

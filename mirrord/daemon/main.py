@@ -12,6 +12,8 @@ import fcntl
 import json
 import os
 import signal
+import socket
+import stat
 import sys
 from collections.abc import Coroutine, Sequence
 from datetime import datetime, timedelta
@@ -22,12 +24,17 @@ from .. import config, places, telemetry
 from ..api.application import Application
 from ..api.server import Server
 from ..engine import Engine
-from ..errors import AlreadyRunningError, MirrordError, ResourceError
+from ..errors import (
+    AlreadyRunningError,
+    ConflictError,
+    InvalidConfigError,
+    MirrordError,
+    ResourceError,
+)
 from ..host.files import host_error
-from ..host.systemd import Notifier
+from ..host.systemd import Notifier, take_sockets
 from ..model import utc_now
 from ..telemetry import log
-from .listener import Listener, open_listeners
 
 OPERATIONS_DRAIN = timedelta(seconds=1)
 REQUESTS_DRAIN = timedelta(seconds=10)
@@ -77,6 +84,151 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{priority}{line}", file=sys.stderr)  # noqa: T201
         return problem.exit_status
     return 0
+
+
+class StateLock:
+    """Holds `state_dir/daemon.lock` from construction to `close`. Raises AlreadyRunningError.
+
+    The kernel drops the lock however its holder ends. The file names the holder for whom it
+    refuses; it proves nothing by itself, and is never removed, because a lock on a removed file
+    excludes nobody.
+    """
+
+    def __init__(self, state_dir: Path) -> None:
+        path, flags = state_dir / "daemon.lock", os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            try:
+                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+            except OSError as error:
+                if error.errno != errno.EROFS:
+                    raise
+                self._fd = os.open(path, os.O_RDONLY | flags)  # enough to lock it and to serve
+        except OSError as error:
+            raise ResourceError(
+                f"cannot lock state directory {state_dir}: {error.strerror}", hint="check its owner"
+            ) from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            facts = self._read_holder()
+            os.close(self._fd)
+            holder = "a daemon that is just starting"
+            if facts:
+                holder = "process {pid} of uid {uid}, started {started_at}".format(**facts)
+            raise AlreadyRunningError(
+                f"cannot start a daemon on {state_dir}: {holder} holds it",
+                hint="stop that one first, or give this one another state_dir",
+                state_dir=str(state_dir),
+                **facts,
+            ) from error
+        started_at = utc_now().isoformat(timespec="seconds")
+        facts = {"pid": os.getpid(), "uid": os.geteuid(), "started_at": started_at}
+        with contextlib.suppress(OSError):  # on a full disk the lock is held all the same
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps(facts).encode() + b"\n", 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _read_holder(self) -> dict[str, Any]:
+        """Empty where the holder has not written it yet."""
+        try:
+            facts = json.loads(os.pread(self._fd, 4096, 0))
+            started_at = datetime.fromisoformat(facts["started_at"]).isoformat(timespec="seconds")
+            return {"pid": int(facts["pid"]), "uid": int(facts["uid"]), "started_at": started_at}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+
+# -- the sockets that clients connect to: systemd's where it passes some, else our own -------------
+#
+# Our own is bound beside its place and renamed into it once it listens, so that no client finds a
+# file that refuses; a left-over file is replaced only when nobody answers behind it. Everybody may
+# connect (mode 0666): each request is allowed or not by the peer's credentials.
+
+_BACKLOG = 2048
+_LONGEST_PATH = 107  # sockaddr_un.sun_path without its zero byte
+
+
+class Listener:
+    """A listening Unix socket, with the inode of its file where that is ours to remove."""
+
+    def __init__(self, listener: socket.socket, path: Path, inode: int | None) -> None:
+        self.socket = listener
+        self.path = path
+        self._inode = inode
+
+    def remove(self) -> None:
+        """Remove our socket file, unless another daemon has replaced it."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._inode is not None and self.path.stat().st_ino == self._inode:
+                self.path.unlink()
+
+
+def open_listeners(path: Path) -> list[Listener]:
+    """Systemd's sockets, else one of our own at `path`. Raises AlreadyRunningError."""
+    if taken := take_sockets():
+        return [
+            Listener(listener, Path(os.fsdecode(listener.getsockname())), None)
+            for listener in taken.values()
+        ]
+    return [_bind(path)]
+
+
+def _bind(path: Path) -> Listener:
+    if len(os.fsencode(path)) > _LONGEST_PATH - len(".4194304"):
+        raise InvalidConfigError(
+            f"cannot listen at {path}: the path is longer than {_LONGEST_PATH} bytes",
+            hint="choose a shorter `socket`",
+        )
+    _refuse_occupied(path)
+    staged = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        staged.unlink(missing_ok=True)
+        listener = socket.socket(
+            socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        )
+        listener.bind(os.fsencode(staged))
+        staged.chmod(0o666)
+        listener.listen(_BACKLOG)
+        staged.rename(path)
+    except OSError as error:
+        raise ResourceError(
+            f"cannot listen at {path}: {error.strerror}",
+            hint="check the directory's owner and mode",
+        ) from error
+    return Listener(listener, path, path.stat().st_ino)
+
+
+def _refuse_occupied(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConflictError(
+            f"cannot listen at {path}: a file that is not a socket is there",
+            hint="move it away, or choose another `socket`",
+        )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(os.fsencode(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return
+        except OSError:  # its backlog is full, or it refuses us: somebody is there
+            pass
+    raise AlreadyRunningError(
+        f"cannot listen at {path}: another process serves there",
+        hint="stop that one, or choose another `socket`",
+    )
 
 
 class Daemon:
@@ -166,63 +318,3 @@ class Daemon:
         while interval:
             self._notifier.alive()
             await asyncio.sleep(interval.total_seconds())
-
-
-class StateLock:
-    """Holds `state_dir/daemon.lock` from construction to `close`. Raises AlreadyRunningError.
-
-    The kernel drops the lock however its holder ends. The file names the holder for whom it
-    refuses; it proves nothing by itself, and is never removed, because a lock on a removed file
-    excludes nobody.
-    """
-
-    def __init__(self, state_dir: Path) -> None:
-        path, flags = state_dir / "daemon.lock", os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            try:
-                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
-            except OSError as error:
-                if error.errno != errno.EROFS:
-                    raise
-                self._fd = os.open(path, os.O_RDONLY | flags)  # enough to lock it and to serve
-        except OSError as error:
-            raise ResourceError(
-                f"cannot lock state directory {state_dir}: {error.strerror}", hint="check its owner"
-            ) from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            facts = self._read_holder()
-            os.close(self._fd)
-            holder = "a daemon that is just starting"
-            if facts:
-                holder = "process {pid} of uid {uid}, started {started_at}".format(**facts)
-            raise AlreadyRunningError(
-                f"cannot start a daemon on {state_dir}: {holder} holds it",
-                hint="stop that one first, or give this one another state_dir",
-                state_dir=str(state_dir),
-                **facts,
-            ) from error
-        started_at = utc_now().isoformat(timespec="seconds")
-        facts = {"pid": os.getpid(), "uid": os.geteuid(), "started_at": started_at}
-        with contextlib.suppress(OSError):  # on a full disk the lock is held all the same
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, json.dumps(facts).encode() + b"\n", 0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def _read_holder(self) -> dict[str, Any]:
-        """Empty where the holder has not written it yet."""
-        try:
-            facts = json.loads(os.pread(self._fd, 4096, 0))
-            started_at = datetime.fromisoformat(facts["started_at"]).isoformat(timespec="seconds")
-            return {"pid": int(facts["pid"]), "uid": int(facts["uid"]), "started_at": started_at}
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}

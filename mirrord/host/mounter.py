@@ -10,8 +10,6 @@ client's bytes can be. It reads no file of a checkout, runs nothing, and keeps n
 cannot make: it may be killed at any moment.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import grp

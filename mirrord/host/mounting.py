@@ -6,8 +6,6 @@ Owns the mounts of a state directory: `checkouts/<name>/tree`, an overlay over
 see the mounts of a service with a private mount namespace. Calls are short and block.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -4,8 +4,6 @@ What is attached outlives the process that made it. A path that is gone stays Fi
 that the caller can make it again; every other refusal is a ResourceError.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

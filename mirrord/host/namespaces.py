@@ -10,8 +10,6 @@ come from a more privileged one), and /proc/PID/root of processes outside needs 
 lacks. A subordinate uid (/etc/subuid) is entered by newuidmap(1); it has no groups at all.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

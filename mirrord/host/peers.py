@@ -4,8 +4,6 @@ The kernel says who: SO_PEERCRED holds what the peer was when it connected, and 
 The endpoint table says which request needs which role.
 """
 
-from __future__ import annotations
-
 import grp
 import os
 import pwd
@@ -20,18 +18,16 @@ from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
-import structlog
 
 from ..config import Settings
 from ..errors import AccessError
+from ..telemetry import log
 from .processes import Owner
 
 _SO_PEERGROUPS = 59  # Linux 4.13; not in Python's socket module
 _CREDENTIALS = struct.Struct("3i")
 _REMEMBERED_S = 60.0
 _SUBUID, _SUBGID = Path("/etc/subuid"), Path("/etc/subgid")
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -5,8 +5,6 @@ The inode of a pidfd is its process's own since Linux 6.9; with the start time, 
 later. Both outlive the daemon: after a restart the same process is found again, or it has ended.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

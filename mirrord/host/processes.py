@@ -1,7 +1,5 @@
 """What a process asks the kernel and the allocator about itself; never touches another process."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

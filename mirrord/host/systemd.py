@@ -4,8 +4,6 @@ Reads the environment once and clears it, so that no child takes the sockets or 
 own. Without a service manager a notification does nothing; none raises.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

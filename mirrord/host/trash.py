@@ -6,8 +6,6 @@ depth, may be mounted in, and may be written to meanwhile: it is removed by desc
 device or pipe is opened.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
@@ -20,9 +18,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import anyio.to_thread
-import structlog
 
 from ..errors import MirrordError
+from ..telemetry import log
 from .files import mounted_on, names_in, open_child, open_directory, opened, unlock
 
 TRASH_PREFIX = ".trash-"
@@ -32,8 +30,6 @@ _LEVELS = 32
 T = TypeVar("T")
 TakeDown = Callable[[], Awaitable[bool]]
 RemoveTrees = Callable[[list[Path]], Awaitable[dict[Path, str]]]
-
-log = structlog.get_logger()
 
 
 def new_trash(directory: Path) -> Path:

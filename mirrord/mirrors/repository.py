@@ -74,7 +74,7 @@ class Repository:
                 if not is_right(self.path / name):
                     return f"its {name} is lost, or something else"
             changed = changed_settings(self.path / "config")
-            return f"its configuration was changed: {changed[0]}" if changed else None
+            return f"its configuration was changed: {changed}" if changed else None
 
         if fact := await to_thread.run_sync(find_fault):
             hint = f"`mirrord heal {self.name}` repairs it"
@@ -167,20 +167,21 @@ CONFIGURATION = """\
 """The whole configuration of every mirror: git's needs, and protection from git run by hand."""
 
 
-def changed_settings(config: Path) -> list[str]:
-    """How a configuration differs from CONFIGURATION, one phrase for each line.
+def changed_settings(config: Path) -> str:
+    """How a configuration differs from CONFIGURATION, by its first lines; empty where it does not.
 
     Includes are not followed: one is a difference.
     """
     try:
         text = config.read_bytes().decode("utf-8", "surrogateescape")
     except FileNotFoundError:
-        return ["it is lost"]
+        return "it is lost"
     except OSError as error:
-        return [f"it cannot be read: {error.strerror}"]
+        return f"it cannot be read: {error.strerror}"
     if text == CONFIGURATION:
-        return []
+        return ""
     wanted, found = (Counter(map(str.strip, each.splitlines())) for each in (CONFIGURATION, text))
-    lacking = [f"it lacks {line}" for line in wanted - found]
-    foreign = [f"{ascii(line[:100])[1:-1]} is not ours" for line in found - wanted]
-    return lacking + foreign or ["its lines are in another order"]
+    changes = [f"it lacks {line}" for line in wanted - found]
+    changes += [f"{ascii(line[:100])[1:-1]} is not ours" for line in found - wanted]
+    more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
+    return ", ".join(changes[:3]) + more or "its lines are in another order"

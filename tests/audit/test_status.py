@@ -198,7 +198,7 @@ def test_a_sync_does_not_follow_upstream_with_a_foreign_configuration(furnished:
             CONFIGURATION.encode() + b"[extensions]\n\tobjectFormat = sha256\n",
         )
         for work in (house.mirrors.sync, house.mirrors.maintain):
-            with pytest.raises(DamagedMirrorError, match="objectformat"):
+            with pytest.raises(DamagedMirrorError, match="objectFormat"):
                 await work(house.name)
         await house.heal()
         assert refs_of(house.mirror) == before
