@@ -20,17 +20,10 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
 
-from .. import config, places, telemetry
+from .. import config, errors, places, telemetry
 from ..api.application import Application
 from ..api.server import Server
 from ..engine import Engine
-from ..errors import (
-    AlreadyRunningError,
-    ConflictError,
-    InvalidConfigError,
-    MirrordError,
-    ResourceError,
-)
 from ..host.files import host_error
 from ..host.systemd import Notifier, take_sockets
 from ..model import utc_now
@@ -72,10 +65,9 @@ def main(arguments: list[str] | None = None) -> int:
             finally:
                 for listener in listeners:
                     listener.remove()
-    except (MirrordError, OSError) as error:
-        problem = (
-            error if isinstance(error, MirrordError) else host_error(error, "start the daemon")
-        )
+    except (errors.MirrordError, OSError) as error:
+        doing = "start the daemon"
+        problem = host_error(error, doing) if isinstance(error, OSError) else error
         if problem is None:
             raise
         priority = telemetry.priority("error", sys.stderr)
@@ -104,7 +96,7 @@ class StateLock:
                     raise
                 self._fd = os.open(path, os.O_RDONLY | flags)  # enough to lock it and to serve
         except OSError as error:
-            raise ResourceError(
+            raise errors.ResourceError(
                 f"cannot lock state directory {state_dir}: {error.strerror}", hint="check its owner"
             ) from error
         try:
@@ -115,7 +107,7 @@ class StateLock:
             holder = "a daemon that is just starting"
             if facts:
                 holder = "process {pid} of uid {uid}, started {started_at}".format(**facts)
-            raise AlreadyRunningError(
+            raise errors.AlreadyRunningError(
                 f"cannot start a daemon on {state_dir}: {holder} holds it",
                 hint="stop that one first, or give this one another state_dir",
                 state_dir=str(state_dir),
@@ -183,7 +175,7 @@ def open_listeners(path: Path) -> list[Listener]:
 
 def _bind(path: Path) -> Listener:
     if len(os.fsencode(path)) > _LONGEST_PATH - len(".4194304"):
-        raise InvalidConfigError(
+        raise errors.InvalidConfigError(
             f"cannot listen at {path}: the path is longer than {_LONGEST_PATH} bytes",
             hint="choose a shorter `socket`",
         )
@@ -200,7 +192,7 @@ def _bind(path: Path) -> Listener:
         listener.listen(_BACKLOG)
         staged.rename(path)
     except OSError as error:
-        raise ResourceError(
+        raise errors.ResourceError(
             f"cannot listen at {path}: {error.strerror}",
             hint="check the directory's owner and mode",
         ) from error
@@ -213,7 +205,7 @@ def _refuse_occupied(path: Path) -> None:
     except OSError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConflictError(
+        raise errors.ConflictError(
             f"cannot listen at {path}: a file that is not a socket is there",
             hint="move it away, or choose another `socket`",
         )
@@ -225,7 +217,7 @@ def _refuse_occupied(path: Path) -> None:
             return
         except OSError:  # its backlog is full, or it refuses us: somebody is there
             pass
-    raise AlreadyRunningError(
+    raise errors.AlreadyRunningError(
         f"cannot listen at {path}: another process serves there",
         hint="stop that one, or choose another `socket`",
     )
@@ -308,7 +300,7 @@ class Daemon:
 
     async def _reload(self) -> None:
         self._notifier.reloading()
-        with contextlib.suppress(MirrordError):  # published by the engine; the settings stay
+        with contextlib.suppress(errors.MirrordError):  # published by the engine; the settings stay
             await self._engine.reload()
         self._notifier.ready(self._serving)
 

@@ -19,13 +19,7 @@ from typing import NamedTuple
 
 import anyio
 
-from ..errors import (
-    DeadlineError,
-    GitFailedError,
-    MirrordError,
-    UpstreamError,
-    UpstreamTimeoutError,
-)
+from .. import errors
 from ..protocol import Progress
 from ..telemetry import log
 from .environment import Remote, child_environment, make_home
@@ -137,7 +131,7 @@ class Git:
         if scope.cancelled_caught:
             raise _late(doing, timeout, quiet_timeout, upstream=remote is not None)
         if overflowed:
-            raise GitFailedError(
+            raise errors.GitFailedError(
                 f"cannot {doing}: its output is larger than {stdout_limit_bytes} bytes"
             )
         result = GitResult(child.status or 0, bytes(stdout), stderr.text())
@@ -148,7 +142,7 @@ class Git:
                 upstream=is_upstream, http=stderr.http, secrets=secrets,
             )  # fmt: skip
         if remote is not None and stderr.http.is_garbage:
-            raise UpstreamError(
+            raise errors.UpstreamError(
                 f"cannot {doing}: upstream answers, but not as git does",
                 hint="check the upstream URL",
             )
@@ -275,13 +269,13 @@ async def _read_stderr(child: Child, reader: StderrReader, extend: Callable[[], 
 
 def _late(
     doing: str, timeout: timedelta, quiet_timeout: timedelta | None, *, upstream: bool
-) -> MirrordError:
+) -> errors.MirrordError:
     seconds = min(timeout, quiet_timeout or timeout).total_seconds()
     if upstream:
         fact = "upstream was silent for" if quiet_timeout else "no end after"
         hint = "try again later, or raise upstream.timeout"
-        return UpstreamTimeoutError(f"cannot {doing}: {fact} {seconds:g} s", hint=hint)
-    return DeadlineError(
+        return errors.UpstreamTimeoutError(f"cannot {doing}: {fact} {seconds:g} s", hint=hint)
+    return errors.DeadlineError(
         f"cannot {doing}: no end after {seconds:g} s",
         hint="the disk may be slow or the repository damaged",
     )

@@ -12,19 +12,7 @@ from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
-from ..errors import (
-    CorruptObjectError,
-    DamagedMirrorError,
-    DiskFullError,
-    GitFailedError,
-    GitKilledError,
-    MirrordError,
-    UpstreamAuthError,
-    UpstreamError,
-    UpstreamNotFoundError,
-    UpstreamThrottledError,
-    UpstreamTimeoutError,
-)
+from .. import errors
 from ..model import utc_now
 from ..protocol import Progress
 
@@ -54,30 +42,30 @@ def _mask_userinfo(match: re.Match[str]) -> str:
 
 class _Rule(NamedTuple):
     pattern: re.Pattern[str]
-    error: type[MirrordError]
+    error: type[errors.MirrordError]
     hint: str
 
 
-def _rule(pattern: str, error: type[MirrordError], hint: str) -> _Rule:
+def _rule(pattern: str, error: type[errors.MirrordError], hint: str) -> _Rule:
     return _Rule(re.compile(pattern, re.IGNORECASE), error, hint)
 
 
 _DISK_FULL = _rule(
     r"no space left on device|disk quota exceeded",
-    DiskFullError,
+    errors.DiskFullError,
     "free space below the state directory; nothing was changed",
 )
 _UPSTREAM_RULES = (
     _rule(
         r"returned error: 429|too many requests",
-        UpstreamThrottledError,
+        errors.UpstreamThrottledError,
         "the next scheduled sync waits as long as upstream asked",
     ),
     _rule(
         r"authentication failed|could not read (username|password)|terminal prompts disabled"
         r"|returned error: 40[13]|permission denied \(|host key verification failed|access denied"
         r"|no supported authentication",
-        UpstreamAuthError,
+        errors.UpstreamAuthError,
         "the repository may be private or absent: give a URL with credentials, or a key to the "
         "daemon's user; nobody is asked",
     ),
@@ -85,12 +73,12 @@ _UPSTREAM_RULES = (
         r"repository '.*' not found|returned error: (404|410)|repository not found"
         r"|not appear to be a git repository|repository not exported|repository '.*' does not exist"
         r"|not a git repository|no such file or directory",
-        UpstreamNotFoundError,
+        errors.UpstreamNotFoundError,
         "check the repository's name and the upstream URL",
     ),
     _rule(
         r"timed out|connection timeout|operation too slow|less than \d+ bytes/sec",
-        UpstreamTimeoutError,
+        errors.UpstreamTimeoutError,
         "upstream is slow; try again later",
     ),
 )
@@ -99,7 +87,7 @@ _LOCAL_RULES = (
         r"not a git repository|bad config (line|file)|bad numeric config value"
         r"|unknown repository extension|expected git repo version"
         r"|invalid value for 'extensions\.",
-        DamagedMirrorError,
+        errors.DamagedMirrorError,
         "`mirrord heal NAME` repairs a mirror",
     ),
     _rule(
@@ -107,7 +95,7 @@ _LOCAL_RULES = (
         r"|sha1 collision|unable to read [0-9a-f]{7,}|could not read [0-9a-f]{40}"
         r"|missing (blob|tree|commit|tag)|failed to read object|packed object"
         r"|does not match index|unable to (parse|find|read) |bad tree object|not a valid object",
-        CorruptObjectError,
+        errors.CorruptObjectError,
         "audit the mirror; a heal brings damaged objects back",
     ),
 )
@@ -207,7 +195,7 @@ def failure(
     upstream: bool = False,
     http: HttpAnswer = HttpAnswer(),
     secrets: Iterable[str] = (),
-) -> MirrordError:
+) -> errors.MirrordError:
     """The error for a git that ended with `status`; `upstream`: it talked to another repository."""
     death = f"git was killed by signal {-status}" if status < 0 else None
     silence = death or f"git ended with status {status} and said nothing"
@@ -220,7 +208,7 @@ def failure(
     elif not death and complaints == [_SILENT_INDEX_PACK]:
         death = "index-pack died and said nothing"
     if death:
-        return GitKilledError(
+        return errors.GitKilledError(
             f"cannot {doing}: {death}",
             hint="possibly out of memory; check dmesg for the OOM killer",
             git_status=status,
@@ -228,7 +216,7 @@ def failure(
     if http.status == 429 or (http.status == 503 and http.retry_after):
         seconds = retry_after_seconds(http.retry_after, now=utc_now())
         asked = "" if seconds is None else f"; it asks us to wait {seconds:g} s"
-        return UpstreamThrottledError(
+        return errors.UpstreamThrottledError(
             f"cannot {doing}: upstream answers {http.status}{asked}",
             hint="the next sync waits that long; fewer mirrors per host, or credentials, "
             "raise the limit",
@@ -246,10 +234,10 @@ def failure(
         facts["objects"] = list(named)[:_MOST_OBJECTS]
     if "filtering not recognized by server" in stderr:
         facts["filter_ignored"] = True
-    error: type[MirrordError] = GitFailedError
+    error: type[errors.MirrordError] = errors.GitFailedError
     hint = "see the daemon's log; audit the mirror"
     if upstream:
-        error, hint = UpstreamError, "try again later; check the upstream URL"
+        error, hint = errors.UpstreamError, "try again later; check the upstream URL"
     for rule in (_DISK_FULL, *(_UPSTREAM_RULES if upstream else _LOCAL_RULES)):
         if rule.pattern.search(stderr):
             error, hint = rule.error, rule.hint

@@ -15,13 +15,7 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from ..errors import (
-    CorruptObjectError,
-    GitFailedError,
-    MirrordError,
-    UpstreamEmptyError,
-    UpstreamNotFoundError,
-)
+from .. import errors
 from ..git.batch import lines_of, object_info
 from ..git.command import GitResult
 from ..git.errors import masked_url
@@ -56,7 +50,7 @@ class Fetcher:
             doing=f"ask upstream {self.upstream.shown} for its refs",
         )  # fmt: skip
         if not answer.lines and not may_be_empty:
-            raise UpstreamEmptyError(
+            raise errors.UpstreamEmptyError(
                 f"cannot mirror {self.upstream.shown}: it has no refs",
                 hint="nothing was changed, and the mirror still serves what it has; push to"
                 " upstream, check the URL, or follow it all the same with"
@@ -69,7 +63,7 @@ class Fetcher:
 
     async def fetch(
         self, oids: Sequence[str], known: Mapping[str, str] | None = None
-    ) -> dict[str, MirrordError]:
+    ) -> dict[str, errors.MirrordError]:
         """Fetch `oids`, the likeliest first, with all they reach; answers those that did not come.
 
         `known` are those that failed before, each with the message: as the objects that they reach
@@ -85,7 +79,7 @@ class Fetcher:
                     full = full_disk_named(f"mirror {self.repository.name}")
                     with anyio.CancelScope(shield=True), full:
                         await to_thread.run_sync(accept_objects, objects, self.repository.objects)
-            except MirrordError:
+            except errors.MirrordError:
                 failures_seen = True
                 raise
             if failures_seen:  # tell the next fetch what is here already
@@ -106,7 +100,7 @@ class Fetcher:
                     with anyio.CancelScope(shield=True):
                         await unmark(self.repository)
         for oid in await self.repository.absent(set(oids) - failed.keys()):
-            failed[oid] = UpstreamNotFoundError(
+            failed[oid] = errors.UpstreamNotFoundError(
                 f"cannot fetch {oid} from upstream {self.upstream.shown}: it was not sent",
                 hint="upstream no longer has it; try a fallback",
             )
@@ -161,7 +155,7 @@ class _Lineage:
     history: list[list[str]] | None = None
     has_trees: bool = False
 
-    async def blame(self, error: MirrordError, group: Sequence[str]) -> Collection[str]:
+    async def blame(self, error: errors.MirrordError, group: Sequence[str]) -> Collection[str]:
         """The tips that certainly fail, by what made `group` fail."""
         lost = error.facts.get("objects", ())
         named = set(group) if len(group) == 1 else set(lost)
@@ -175,7 +169,7 @@ class _Lineage:
         if self.history is not None and named:
             try:
                 blamed |= await self._reaching(named, self.history)
-            except (CorruptObjectError, GitFailedError):  # its objects are unchecked
+            except (errors.CorruptObjectError, errors.GitFailedError):  # its objects are unchecked
                 self.history, self.tries = None, 0
         return blamed
 
@@ -197,7 +191,7 @@ class _Lineage:
                 await self._list_history(tips)
                 self.has_trees = filters[0] == "blob:none"
                 return
-            except MirrordError as error:
+            except errors.MirrordError as error:
                 if not blames_objects(error):
                     raise
                 if error.facts.get("filter_ignored"):

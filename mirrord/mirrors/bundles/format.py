@@ -14,13 +14,8 @@ from typing import Annotated, NamedTuple
 from anyio import to_thread
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ... import errors
 from ...catalog import DatasetHead, MirrorRow, PinRow, spooled, unspooled
-from ...errors import (
-    CorruptObjectError,
-    GitFailedError,
-    InvalidBundleError,
-    MirrordError,
-)
 from ...git.batch import lines_of
 from ...git.environment import STRICT
 from ...host.files import full_disk_named
@@ -56,8 +51,8 @@ _REF = re.compile(r"([0-9a-f]{40}) (\S.*)")
 def read_header(path: Path) -> BundleHeader:
     """Read the header of a bundle file; raises InvalidBundleError."""
 
-    def refused(fact: str) -> InvalidBundleError:
-        return InvalidBundleError(
+    def refused(fact: str) -> errors.InvalidBundleError:
+        return errors.InvalidBundleError(
             f"cannot read the bundle: {fact}",
             hint="make it with `mirrord bundle create`, or with `git bundle create` of git 2.x",
         )
@@ -100,7 +95,7 @@ async def unbundle(
     """
     header = await to_thread.run_sync(read_header, path)
     if absent := sorted(await repository.absent(header.prerequisites)):
-        raise InvalidBundleError(
+        raise errors.InvalidBundleError(
             f"cannot import the bundle: it builds on {len(absent)} commits that are not here,"
             f" {absent[0]} for one",
             hint="first import the bundle that was made at the record this one was made since",
@@ -109,7 +104,7 @@ async def unbundle(
     doing = "import the bundle"
     try:
         await index_bundle(repository, path, header, STRICT, progress=progress, doing=doing)
-    except (GitFailedError, CorruptObjectError) as error:
+    except (errors.GitFailedError, errors.CorruptObjectError) as error:
         raise _bad(error, "it is damaged, or holds what fsck refuses: get it again") from error
     return header
 
@@ -143,15 +138,15 @@ async def verify_closures(repository: Repository, refs: Refs) -> None:
     try:
         if absent := await repository.absent(refs.values()):
             fact = f"{min(absent)} is named by it and not in it"
-            raise InvalidBundleError(f"cannot import the bundle: {fact}")
+            raise errors.InvalidBundleError(f"cannot import the bundle: {fact}")
         await repository.verify_closure(sorted(set(refs.values())))
-    except (GitFailedError, CorruptObjectError) as error:
+    except (errors.GitFailedError, errors.CorruptObjectError) as error:
         raise _bad(error, "it names commits whose objects are not in it: get it again") from error
 
 
-def _bad(error: MirrordError, advice: str) -> InvalidBundleError:
+def _bad(error: errors.MirrordError, advice: str) -> errors.InvalidBundleError:
     fact, hint = error.message.partition(": ")[2] or error.message, f"nothing was changed; {advice}"
-    return InvalidBundleError(f"cannot import the bundle: {fact}", hint=hint)
+    return errors.InvalidBundleError(f"cannot import the bundle: {fact}", hint=hint)
 
 
 # -- records ----------------------------------------------------------------------------------
@@ -239,10 +234,10 @@ async def read_records(repository: Repository, commit: str) -> BundleRecords:
     except ValidationError as error:
         fact = error.errors(include_url=False)[0]["msg"]
         hint = "it was not made by `mirrord bundle create`"
-        raise InvalidBundleError(f"{failure}: {fact}", hint=hint) from error
+        raise errors.InvalidBundleError(f"{failure}: {fact}", hint=hint) from error
     if records.format > _FORMAT:
         fact = f"their format is {records.format}, and this mirrord reads up to {_FORMAT}"
-        raise InvalidBundleError(f"{failure}: {fact}", hint="use a newer mirrord")
+        raise errors.InvalidBundleError(f"{failure}: {fact}", hint="use a newer mirrord")
     return records
 
 
@@ -265,9 +260,9 @@ async def spool_datasets(scratch: Repository, commit: str | None, records: Bundl
             for number, line in enumerate(lines, 1):
                 try:
                     row = unspooled(line)
-                except (ValueError, KeyError, TypeError, MirrordError) as error:
+                except (ValueError, KeyError, TypeError, errors.MirrordError) as error:
                     fact = f"row {number} of a dataset is none: {error}"
-                    raise InvalidBundleError(f"cannot import the bundle: {fact}") from error
+                    raise errors.InvalidBundleError(f"cannot import the bundle: {fact}") from error
                 if row.mirror.key == scratch.name.key:
                     out.write(spooled(row))
 
@@ -277,7 +272,7 @@ async def spool_datasets(scratch: Repository, commit: str | None, records: Bundl
         found = await scratch.run(*words, stdout_path=raw, ok=(0, 128), doing=doing)
         if found.status != 0:
             fact = f"the rows of dataset {dataset.name} are not in it"
-            raise InvalidBundleError(f"cannot import the bundle: {fact}")
+            raise errors.InvalidBundleError(f"cannot import the bundle: {fact}")
         spool = raw.with_name(f"rows-{number}.jsonl")
         await to_thread.run_sync(check_rows, spool)
         known = dict(dataset) | {"name": parse_dataset_name(dataset.name), "refused": {}}
