@@ -36,10 +36,10 @@ from .host.trash import Trash, remove_trees
 from .jobs.events import Events
 from .jobs.operations import Operations
 from .jobs.watch import Watch, is_complete_name, signature_of
-from .layout import Layout
 from .mirrors.bundles.service import Bundles
 from .mirrors.service import Mirrors
 from .model import Backend, CommitId, CommitState, History, MirrorName, utc_now
+from .places import Layout
 from .protocol import AuditSummary, Configuration, ReloadAnswer, Status
 from .timetable import Cleanup, Schedule, Timetable
 from .work import BackgroundWork, Prewarm

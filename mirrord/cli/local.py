@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import config, errors, places
 from ..doctor import Check, examine
-from ..layout import Layout
 from ..model import History, MirrorName, parse_commit
+from ..places import Layout
 from ..seal.verify import verify_seal as verify
 from ..telemetry import masked
 from .output import count

@@ -21,8 +21,8 @@ from ..host.mounting import choose_mounter
 from ..host.mounts import HARMLESS
 from ..host.namespaces import find_obstacle
 from ..host.processes import search_path
-from ..layout import Layout
 from ..model import MirrorName
+from ..places import Layout
 from .host import Result, entries, existing, judge
 
 _GIB = 1024**3

@@ -23,7 +23,6 @@ from ..git.command import Git
 from ..git.packs import PackIndex, pack_is_whole, pack_trailer
 from ..git.workers import Workers
 from ..host.files import full_disk_named
-from ..layout import Layout
 from ..mirrors.bundles.format import BundleHeader, index_bundle, read_header
 from ..mirrors.bundles.merge import BundleRefs, sort_refs
 from ..mirrors.quarantine import DAMAGED
@@ -31,6 +30,7 @@ from ..mirrors.repository import Repository
 from ..mirrors.service import Mirrors
 from ..mirrors.upstream import Upstream
 from ..model import CommitId, MirrorName
+from ..places import Layout
 from ..protocol import ProgressSink
 from .transfer import SALVAGED, may_hold, salvage
 

@@ -24,10 +24,10 @@ from ..errors import MirrordError, StoppingError, UpstreamError
 from ..git.command import Git
 from ..git.workers import Workers
 from ..jobs.events import Events
-from ..layout import Layout
 from ..mirrors.refs import columns_of
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, MirrorName
+from ..places import Layout
 from ..protocol import Audit, ProgressSink, Repair
 from ..telemetry import log
 from ..units import Backoff
