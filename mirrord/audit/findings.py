@@ -9,7 +9,7 @@ from typing import Any
 
 from ..catalog import MirrorRow, RecordedRow
 from ..model import AuditLevel, CommitState, FindingKind, MirrorName, utc_now
-from ..protocol import Audit, AuditPart, Finding, Repair, StartAudit
+from ..protocol import Audit, AuditPart, Finding, ProgressSink, Repair, StartAudit
 from .examine import Examined
 
 
@@ -33,17 +33,20 @@ class Judged:
 class AuditRun:
     """An audit under way; `parts` and `left`, the mirrors still to come, by mirror key."""
 
+    request: StartAudit
+    level: AuditLevel
+    progress: ProgressSink | None
     id: str
     started_at: datetime
     parts: dict[str, AuditPart] = field(default_factory=dict)
     left: dict[str, MirrorName] = field(default_factory=dict)
     failures: list[Finding] = field(default_factory=list)
 
-    def report(self, request: StartAudit, level: AuditLevel) -> Audit:
+    def report(self) -> Audit:
         parts = sorted(self.parts.values(), key=lambda part: part.mirror.lower())
         findings = [*(finding for part in parts for finding in part.findings), *self.failures]
         return Audit(
-            id=self.id, level=level, dataset=request.dataset,
+            id=self.id, level=self.level, dataset=self.request.dataset,
             mirrors=[part.mirror for part in parts],
             left=sorted(map(str, self.left.values())),
             started_at=self.started_at, finished_at=utc_now(),

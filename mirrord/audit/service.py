@@ -73,31 +73,34 @@ class Audits:
         level = request.level or self.settings().audit.level
         recorded = await self._names(request)
         past = await self.catalog.list_judgements(level) if _is_of_everything(request) else []
-        run = await self._unfinished(level, past) if resume else None
-        run = run or AuditRun(secrets.token_hex(8), utc_now())
+        begun = await self._unfinished(level, past) if resume else []
+        run = AuditRun(
+            request, level, progress,
+            id=begun[0].audit_id if begun else secrets.token_hex(8),
+            started_at=begun[0].started_at if begun else utc_now(),
+        )  # fmt: skip
         position = {row.key: number for number, row in enumerate(past)}
         names = sorted(recorded, key=lambda name: (position.get(name.key, -1), name.key))
-        run.parts = {name.key: run.parts[name.key] for name in names if name.key in run.parts}
-        run.left = {name.key: name for name in names if name.key not in run.parts}
+        known = {row.key: row.part for row in begun}
+        run.parts = {name.key: known[name.key] for name in names if name.key in known}
+        run.left = {name.key: name for name in names if name.key not in known}
         # One of the two workers stays free for checkouts; a quick audit holds one for a moment.
         lanes = 2 if level is AuditLevel.QUICK else 1
         pending = iter(list(run.left.values()))
         try:
-            await asyncio.gather(
-                *(self._judge_each(pending, run, request, level, progress) for _ in range(lanes))
-            )
+            await asyncio.gather(*(self._judge_each(pending, run) for _ in range(lanes)))
         except asyncio.CancelledError:
             with anyio.CancelScope(shield=True):
-                await self._record(run.report(request, level))
+                await self._record(run.report())
             raise
-        audit = run.report(request, level)
+        audit = run.report()
         await self._record(audit)
         return audit
 
     async def find_unfinished(self, level: AuditLevel) -> datetime | None:
         """When the audit of everything began that a scheduled one at this level would resume."""
         found = await self._unfinished(level, await self.catalog.list_judgements(level))
-        return found.started_at if found else None
+        return found[0].started_at if found else None
 
     async def get(self, identity: str) -> Audit:
         """Raises AuditNotFoundError."""
@@ -128,35 +131,27 @@ class Audits:
                 names.setdefault(recorded.mirror.key, recorded.mirror)
         return names.values()
 
-    async def _unfinished(self, level: AuditLevel, past: Sequence[JudgementRow]) -> AuditRun | None:
-        """The last audit of everything, where it left mirrors and a new one is not due anyhow."""
+    async def _unfinished(
+        self, level: AuditLevel, past: Sequence[JudgementRow]
+    ) -> builtins.list[JudgementRow]:
+        """What the last audit of everything judged, if it left mirrors and none is due anyhow."""
         if not past:
-            return None
-        newest = past[-1]
+            return []
+        newest, settings = past[-1], self.settings().audit
         audit = await self.catalog.find_audit(newest.audit_id)
-        if audit is not None and not audit.left:
-            return None
-        settings = self.settings().audit
         interval = settings.content_interval if level is AuditLevel.CONTENT else settings.interval
-        if newest.started_at + interval < utc_now():
-            return None
-        parts = {row.key: row.part for row in past if row.audit_id == newest.audit_id}
-        return AuditRun(newest.audit_id, newest.started_at, parts)
+        if (audit and not audit.left) or newest.started_at + interval < utc_now():
+            return []
+        return [row for row in past if row.audit_id == newest.audit_id]
 
-    async def _judge_each(
-        self,
-        names: Iterator[MirrorName],
-        run: AuditRun,
-        request: StartAudit,
-        level: AuditLevel,
-        progress: ProgressSink | None,
-    ) -> None:
+    async def _judge_each(self, names: Iterator[MirrorName], run: AuditRun) -> None:
         for name in names:
-            if progress:
+            if run.progress:
                 done, left = len(run.parts), len(run.left)
-                progress(Progress(done=done, total=done + left, unit="mirrors", note=str(name)))
+                progress = Progress(done=done, total=done + left, unit="mirrors", note=str(name))
+                run.progress(progress)
             try:
-                part = await self._judge(name, request, level, progress)
+                part = await self._judge(name, run)
             except errors.StoppingError:
                 raise
             except Exception as error:  # a bug costs the one mirror, too
@@ -171,8 +166,8 @@ class Audits:
             run.parts[name.key] = part
             del run.left[name.key]
             # a quick audit begins again in less time than it resumes
-            if _is_of_everything(request) and level is not AuditLevel.QUICK:
-                row = JudgementRow(name.key, level, run.id, run.started_at, utc_now(), part)
+            if _is_of_everything(run.request) and run.level is not AuditLevel.QUICK:
+                row = JudgementRow(name.key, run.level, run.id, run.started_at, utc_now(), part)
                 with _unless_refused("judgement", name.key):
                     await self.catalog.put_judgement(row)
 
@@ -187,24 +182,19 @@ class Audits:
             duration_s=(audit.finished_at - audit.started_at).total_seconds(),
         )  # fmt: skip
 
-    async def _judge(
-        self,
-        name: MirrorName,
-        request: StartAudit,
-        level: AuditLevel,
-        progress: ProgressSink | None,
-    ) -> AuditPart:
+    async def _judge(self, name: MirrorName, run: AuditRun) -> AuditPart:
         """The mirror itself, and the commits that the request's dataset, or all, record.
 
         Without a dataset also those that persons pinned, or that outlived a catalog.
         """
-        judged = await self._look(name, request.dataset, level)
-        heal = self.settings().audit.heal if request.heal is None else request.heal
+        dataset, asked = run.request.dataset, run.request.heal
+        judged = await self._look(name, dataset, run.level)
+        heal = self.settings().audit.heal if asked is None else asked
         if heal and self.repair and not is_sound(judged):
             before = judged.examined.verdicts
-            repair = await self.repair(judged, progress)
-            deeper = max(level, AuditLevel.CLOSURE, key=list(AuditLevel).index)
-            judged = await self._look(name, request.dataset, deeper)
+            repair = await self.repair(judged, run.progress)
+            deeper = max(run.level, AuditLevel.CLOSURE, key=list(AuditLevel).index)
+            judged = await self._look(name, dataset, deeper)
             bad = [oid for oid in before if before[oid].state is not CommitState.OK]
             now = judged.examined.verdicts
             healed = sum(oid in now and now[oid].state is CommitState.OK for oid in bad)
@@ -212,8 +202,8 @@ class Audits:
             if is_sound(judged):
                 self.events.publish("mirror.healed", mirror=str(name), commits=healed, of=len(bad))
         await self._mark(judged)
-        stores = await self.scrub(name) if self.scrub and level is AuditLevel.CONTENT else {}
-        return part_of(judged, stores)
+        is_deep = run.level is AuditLevel.CONTENT
+        return part_of(judged, await self.scrub(name) if self.scrub and is_deep else {})
 
     async def _look(self, name: MirrorName, dataset: str | None, level: AuditLevel) -> Judged:
         """Examine a mirror in a worker, with what is recorded at this time.
