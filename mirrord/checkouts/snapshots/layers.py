@@ -42,11 +42,10 @@ class Layers:
 
     def open(self) -> None:
         """Remove what no lease refers to; call once, when the leases were read."""
-        directory = self._state / "templates" / DIRECTORY
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for path in directory.iterdir():
-            if not self._leases.layers[LayerId(path.name)]:
-                self._trash.add(path)
+        with suppress(FileNotFoundError):
+            for path in (self._state / "templates" / DIRECTORY).iterdir():
+                if not self._leases.layers[LayerId(path.name)]:
+                    self._trash.add(path)
 
     def path(self, layer: LayerId) -> Path:
         return layer_path(self._state, layer)
@@ -55,6 +54,8 @@ class Layers:
     def making(self) -> Iterator[NewLayer]:
         """A new layer, removed at the end unless a lease refers to it by then."""
         layer = new_layer_id()
+        # not at the start, which needs no room on a full disk
+        self.path(layer).parent.mkdir(mode=0o700, exist_ok=True)
         try:
             yield NewLayer(layer, self.path(layer))
         finally:
