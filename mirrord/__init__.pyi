@@ -76,6 +76,7 @@ from .errors import UpstreamThrottledError as UpstreamThrottledError
 from .errors import UpstreamTimeoutError as UpstreamTimeoutError
 from .errors import UsageError as UsageError
 from .errors import WorkerCrashedError as WorkerCrashedError
+from .model import ApplyStrategy as ApplyStrategy
 from .model import AuditLevel as AuditLevel
 from .model import Backend as Backend
 from .model import Bind as Bind
@@ -84,6 +85,7 @@ from .model import CommitState as CommitState
 from .model import DiffFormat as DiffFormat
 from .model import Direction as Direction
 from .model import FindingKind as FindingKind
+from .model import FoundStrategy as FoundStrategy
 from .model import History as History
 from .model import Reach as Reach
 from .model import View as View

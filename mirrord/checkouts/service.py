@@ -36,7 +36,7 @@ from ..host.pidfds import Process, ProcessWatch, process_gone
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
-from ..model import Backend, Bind, DiffFormat, History, utc_now
+from ..model import ApplyStrategy, Backend, Bind, DiffFormat, History, utc_now
 from .admission import Admission
 from .backend import CheckoutBackend
 from .forks import Forks
@@ -325,7 +325,8 @@ class Checkouts:
         patch: bytes | Path | None,
         named: str | None = None,
         reverse: bool = False,
-    ) -> protocol.Checkout:
+        strategy: ApplyStrategy = ApplyStrategy.EXACT,
+    ) -> protocol.ApplyAnswer:
         """Apply a patch to the files, all of it or nothing; without one the instance's own
         `@patch` or `@test_patch` (grader view).
         """
@@ -334,10 +335,12 @@ class Checkouts:
             if patch is None:
                 self._admission.must_be_admin(peer, "apply the instance's own patch")
                 patch = await self._patches.named_patch(lease, named or "")
-            changed = self._lifecycle.backend_of(lease).changed_paths(lease)
-            paths = await self._patches.apply(lease, changed, patch, reverse=reverse)
-        self._publish("checkout.patched", lease, files=len(paths), reverse=reverse)
-        return protocol.Checkout(**_members(lease, {}))
+            paths, found = await self._patches.apply(
+                lease, patch, reverse=reverse, strategy=strategy
+            )
+        facts = {"files": len(paths), "reverse": reverse, "strategy": str(found)}
+        self._publish("checkout.patched", lease, **facts)
+        return protocol.ApplyAnswer(**_members(lease, {}), strategy=found)
 
     async def restore(
         self, checkout: str, peer: Peer, request: protocol.RestorePaths

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ..errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
-from ..model import DiffFormat, View, shown
+from ..model import ApplyStrategy, DiffFormat, FoundStrategy, View, shown
 from . import parameters
 from .output import short, table, when
 from .parameters import Argument, Option
@@ -170,11 +170,20 @@ def apply(
     checkout_id: Id,
     patch: PatchArgument,
     reverse: Annotated[bool, Option("--reverse", "-R", help="Apply it in reverse.")] = False,
+    strategy: Annotated[
+        ApplyStrategy, Option(help="As git apply takes patches, or as graders of model output do.")
+    ] = ApplyStrategy.EXACT,
 ) -> None:
-    """Applies all of it or nothing."""
+    """Applies all of it or nothing.
+
+    With `--strategy tolerant` a patch may also have wrong counts, prose around it, other line ends
+    or context that differs; stderr says which it was.
+    """
     found = find_id(session, checkout_id)
     content = patch if patch.startswith("@") else read_file(patch)
-    answer = session.client.apply_patch(found, content, reverse=reverse)
+    answer = session.client.apply_patch(found, content, reverse=reverse, strategy=strategy)
+    if answer.strategy is not FoundStrategy.EXACT:
+        session.note(f"applied by strategy {answer.strategy}")
     session.answer(answer, [answer.path])
 
 

@@ -470,6 +470,12 @@ class ResetAnswer(Checkout):
     proof: Proof
 
 
+class ApplyAnswer(Checkout):
+    """`strategy` is what made the patch fit: `exact` unless a tolerant one was asked for."""
+
+    strategy: model.FoundStrategy
+
+
 class RestoreAnswer(Answer):
     paths: list[str]
 

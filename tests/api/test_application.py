@@ -258,7 +258,7 @@ def test_the_document_has_every_endpoint_of_the_table(running: Daemon) -> None:
         "application/octet-stream"
     }  # generators skip an endpoint for others
     assert patch["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith(
-        "/Checkout"
+        "/ApplyAnswer"
     )
     assert "patch-conflict" in patch["responses"]["409"]["x-codes"]
 

@@ -17,12 +17,13 @@ from typing import Any
 import anyone
 import pytest
 from checkoutlab import NAME, USER, USER_PEER, Service, as_user, running_service
-from gitrepos import Upstream, git
+from gitrepos import Upstream
 from mountlab import mounted_below
 
 from mirrord.checkouts.patches import apply as patches
+from mirrord.checkouts.patches.apply import CheckoutFiles
 from mirrord.checkouts.patches.collect import collect
-from mirrord.checkouts.patches.staging import staged
+from mirrord.checkouts.patches.fit import File
 from mirrord.checkouts.patches.worktree import PatchJob, RawFile, open_worktree
 from mirrord.errors import (
     CheckoutBusyError,
@@ -250,18 +251,15 @@ def test_what_is_done_in_a_tree_is_done_as_its_owner(service: Service, pooled: C
     before = Path("/proc/thread-self/status").read_text()
     _seen = []
     try:
-        with staged(job) as staging:
-            root = staging.root
-            scratch_began = len(_seen)
-            steps = [patches._Step(path, True, "100644") for path in (b"made/by", b"made/too")]
-            staging.run("update-index", "--index-info", stdin=b"".join(
-                b"100644 %s 0\t%s\n" % (git(service.mirror, "rev-parse", "main:README").encode(), step.path) for step in steps
-            ))  # fmt: skip
-            patches._write(staging, steps)
-            assert os.stat(b"made/by", dir_fd=root).st_uid == USER
+        with open_worktree(job) as worktree:
+            files = CheckoutFiles(worktree)
+            assert files.read(b"README") and files.read(b"new/link")
+            made = [(path, File(0o100644, b"x\n")) for path in (b"made/by", b"made/too")]
+            patches._write(worktree, [b"new/f"], made, {})
+            assert os.stat(b"made/by", dir_fd=worktree.root).st_uid == USER
     finally:
         seen, _seen = _seen, None
-    in_tree = [each for each in seen[scratch_began:] if each[1] == USER]
+    in_tree = [each for each in seen if each[1] == USER]
     assert {"open", "os.mkdir"} <= {event for event, *_ in in_tree}
     assert {(caps, *groups) for _, _, caps, groups in in_tree} == {("0" * 16, str(USER))}
     after = Path("/proc/thread-self/status").read_text()
@@ -303,7 +301,8 @@ def test_a_file_that_its_client_may_not_read_is_not_in_its_diff(
             diff(service, checkout)
         assert refused.value.http_status == 403
         with pytest.raises(OwnerDeniedError):
-            apply(service, checkout, _NEW % b"other")
+            apply(service, checkout, _NEW % path.encode())
+        apply(service, checkout, _NEW % (b"beside/" + path.encode()))
         (tree / ".gitignore").write_text("hidden_test.py\nprivate/\n")
         assert b"SECRET" not in diff(service, checkout)
         (tree / ".gitignore").unlink()

@@ -446,6 +446,23 @@ def test_apply_reads_standard_input(
     assert server.seen[0].body == b"p\xff"
 
 
+def test_apply_says_on_stderr_what_made_a_patch_fit(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing where that was git's own way; in --json always."""
+    (tmp_path / "p").write_bytes(b"p")
+    command = ["apply", str(LEASE["id"]), str(tmp_path / "p"), "--socket", str(path)]
+    with serving(path, CHECKOUT_ROUTES):
+        assert run(command) == 0
+        assert capsys.readouterr().err == ""
+        assert run([*command, "--strategy", "tolerant"]) == 0
+        said = capsys.readouterr()
+        assert (said.out, said.err) == (f"{LEASE['path']}\n", "applied by strategy crlf\n")
+        assert run([*command, "--strategy", "tolerant", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["strategy"] == "crlf"
+        assert run([*command, "--strategy", "sloppy"]) == 2
+
+
 def test_no_wait_answers_with_the_operation(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And asks nothing further."""
     with serving(path, {("POST", "/v1/mirrors"): lambda h: h.answer(OPERATION, 202)}) as server:

@@ -23,7 +23,7 @@ from httpserver import Handler, serving
 import mirrord
 from mirrord import AsyncClient, Client, errors
 from mirrord.errors import InvalidRequestError
-from mirrord.model import View
+from mirrord.model import ApplyStrategy, FoundStrategy, View
 from mirrord.protocol import Progress
 
 # -- the generated client ---------------------------------------------------------------------------------------------
@@ -313,10 +313,11 @@ def test_a_patch_is_the_body_or_a_name(path: Path) -> None:
         checkout = client.checkout(
             mirror="psf/requests", commit="main", view=View.GRADER, ttl=timedelta(minutes=1)
         )
-        checkout.apply(b"diff")
-        checkout.apply("@test_patch", reverse=True)
+        assert checkout.apply(b"diff", strategy=ApplyStrategy.TOLERANT) is FoundStrategy.CRLF
+        assert checkout.apply("@test_patch", reverse=True) is FoundStrategy.EXACT
     assert [request.body for request in server.seen[1:]] == [b"diff", b""]
-    assert server.asked[-1] == ("POST", f"{CHECKOUT}/apply?reverse=true&named=%40test_patch")
+    query = "reverse=true&named=%40test_patch&strategy=exact"
+    assert server.asked[-1] == ("POST", f"{CHECKOUT}/apply?{query}")
     assert b'"ttl":60' in server.seen[0].body
 
 

@@ -316,7 +316,7 @@ def test_a_patch_of_any_size_arrives_whole(path: Path, size: int) -> None:
     patch = os.urandom(size)
     lease = b"""{"id": "a", "path": "/p/tree", "directory": "/p", "mirror": "m", "commit": "c", "tree": "t", "history": "sealed",
     "view": "agent",
-    "backend": "pool", "owner_uid": 0, "owner_gid": 0, "taken_by": 0,
+    "backend": "pool", "owner_uid": 0, "owner_gid": 0, "taken_by": 0, "strategy": "exact",
     "created_at": "2026-01-01T00:00:00Z", "expires_at": "2026-01-01T00:00:00Z"}"""
     with (
         serving(path, {("POST", "/v1/checkouts/a/apply"): lambda h: h.answer(lease)}) as server,

@@ -58,7 +58,9 @@ CHECKOUT_ROUTES = {
         {**LEASE, "commit": "c" * 40, "proof": PROOF}
     ),
     ("GET", f"{CHECKOUT}/diff"): lambda h: h.answer(b"diff \xff\n", media_type="text/x-diff"),
-    ("POST", f"{CHECKOUT}/apply"): lambda h: h.answer(LEASE),
+    ("POST", f"{CHECKOUT}/apply"): lambda h: h.answer(
+        {**LEASE, "strategy": "crlf" if "strategy=tolerant" in h.path else "exact"}
+    ),
     ("POST", f"{CHECKOUT}/renew"): lambda h: h.answer(
         {**LEASE, "expires_at": "2126-01-01T03:00:00Z"}
     ),

@@ -13,8 +13,9 @@ from starlette.responses import Response
 
 from ...errors import CheckoutNotFoundError, InvalidPatchError, InvalidRequestError
 from ...host.pidfds import Process, process_of
-from ...model import Bind, DiffFormat
+from ...model import ApplyStrategy, Bind, DiffFormat
 from ...protocol import (
+    ApplyAnswer,
     Checkout,
     Fork,
     ForkCheckout,
@@ -144,10 +145,11 @@ async def verify_receipt(call: Call, body: Receipt) -> ReceiptReport:
 
 class ApplyQuery(Query):
     reverse: bool = False
+    strategy: ApplyStrategy = ApplyStrategy.EXACT
     named: str | None = Field(None, pattern="^@(patch|test_patch)$")
 
 
-async def apply_patch(call: Call, query: ApplyQuery) -> Checkout:
+async def apply_patch(call: Call, query: ApplyQuery) -> ApplyAnswer:
     """Apply the patch in the body, or a named one. Access is checked before the body is read."""
     identity = call.path["id"]
     call.engine.checkouts.must_be_usable(identity, call.peer)
@@ -161,7 +163,12 @@ async def apply_patch(call: Call, query: ApplyQuery) -> Checkout:
         if not patch and not query.named:
             raise InvalidPatchError("cannot apply the patch: it is empty", hint=hint)
         return await call.engine.checkouts.apply(
-            identity, call.peer, patch=patch or None, named=query.named, reverse=query.reverse
+            identity,
+            call.peer,
+            patch=patch or None,
+            named=query.named,
+            reverse=query.reverse,
+            strategy=query.strategy,
         )
 
 

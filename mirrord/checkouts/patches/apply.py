@@ -1,79 +1,67 @@
 """Patches into a checkout, and files of other commits into it.
 
-git works in a private staging on objects and copies only; the checkout itself is read and written
-through descriptors, and only once everything is known to fit. A crash while writing leaves files of
-the patch, which `diff` shows and `reset` removes. The checkout's index is not touched: git sees by
-stat data which files are new. Sync; runs in workers.
+What a patch makes of the named files is known before the first of them is written. A crash while
+writing leaves files of the patch, which `diff` shows and `reset` removes. The checkout's index is
+not touched: git sees by stat data which files are new. Sync; runs in workers.
 """
 
 from __future__ import annotations
 
-import os
-import re
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
-from ...errors import (
-    InvalidPatchError,
-    InvalidRequestError,
-    MirrordError,
-    PatchConflictError,
-    PathNotFoundError,
-    PathOutsideCheckoutError,
+from ...errors import InvalidRequestError, PathNotFoundError, PathOutsideCheckoutError
+from ...git.attributes import Attributes
+from ...git.objects.commits import read_commit
+from ...git.objects.filters import find_conversion
+from ...git.objects.trees import BaseTree, TreeEntry, walk
+from ...host.files import full_disk_named, shown_path
+from ...model import (
+    NAME_LIMIT_BYTES,
+    TREE_DEPTH_LIMIT,
+    TREE_PATH_LIMIT_BYTES,
+    ApplyStrategy,
+    FoundStrategy,
 )
-from ...host.credentials import ActingAs
-from ...host.files import open_directory, open_regular, opened, shown_path
-from ...model import NAME_LIMIT_BYTES, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
-from ..files.reader import TreeReader
+from ..files.manifest import blob_id
 from ..files.writer import TreeWriter
-from .staging import Staging, staged
-from .worktree import PatchJob
+from .base import BaseFiles
+from .fit import DIRECTORY, UNTRACKED, File
+from .parse import EXECUTABLE, REGULAR, SUBMODULE, SYMLINK
+from .strategies import apply_patch, must_fit
+from .worktree import PatchJob, Worktree, open_worktree
 
-_OUTSIDE = re.compile(r"invalid path|beyond a symbolic link|outside repository")
-_INVALID = re.compile(
-    r"corrupt (?:binary )?patch|No valid patches|unrecognized (?:input|binary patch)"
-    r"|fragment without header|header lacks filename|without full index line"
-    r"|inconsistent (?:new |old )?(?:filename|mode)|bad git-diff|invalid mode on line"
-)
-
-
-class _Step(NamedTuple):
-    """One path that the result has differently. `mode` is git's, None where the path is removed."""
-
-    path: bytes
-    is_new: bool
-    mode: str | None
+_ATTRIBUTES = b".gitattributes"
+_NOT_IN_A_TREE = (b"", b".", b"..", b".git")
 
 
 def apply(
-    job: PatchJob, list_changed: Callable[[], list[bytes]], patch: bytes | Path, reverse: bool
-) -> list[bytes]:
-    """Apply a patch to the files as they are; the paths that it wrote or removed.
+    job: PatchJob, patch: bytes | Path, reverse: bool, strategy: ApplyStrategy
+) -> tuple[list[bytes], FoundStrategy]:
+    """Apply a patch to the files as they are; the paths that it wrote or removed, and what fitted.
 
     Where it does not fit, nothing changes.
     """
     patch = patch.read_bytes() if isinstance(patch, Path) else patch
-    with staged(job) as staging:
-        staging.add_changes(list_changed(), keep_ignored=lambda path: path in patch)
-        before = staging.write_tree()
-        if not patch.endswith(b"\n"):  # as in datasets; git calls it corrupt
-            patch += b"\n"
-        command = ("apply", "--cached", "--whitespace=nowarn", *(("--reverse",) if reverse else ()))
-        done = staging.run(*command, "-", stdin=patch, ok=(0, 1, 128))
-        if done.status:
-            raise _refusal(done.stderr)
-        listed = staging.run("diff-index", "--cached", "-z", "--raw", "--no-renames", before)
-        fields = listed.stdout.split(b"\0")[:-1]
-        steps = list[_Step]()
-        for meta, path in zip(fields[::2], fields[1::2], strict=True):
-            _, mode, _, _, status = meta.decode().split(" ")
-            steps.append(_Step(path, status == "A", None if status == "D" else mode))
-        _must_fit([step.path for step in steps if step.mode is not None], InvalidPatchError)
-        _must_be_free(staging, steps)
-        return _write(staging, steps)
+    with open_worktree(job) as worktree, full_disk_named("the files of the patch"):
+        base = BaseFiles(worktree.objects, job.tree)
+        done = apply_patch(
+            CheckoutFiles(worktree),
+            patch,
+            scratch=job.scratch,
+            reverse=reverse,
+            strategy=strategy,
+            base=base,
+        )
+        gone = [each.path for each in done.changes if each.mode is None]
+        new = {each.path: each for each in done.changes if each.mode is not None}
+        rules = {path: each.data for path, each in new.items() if _is_rules(path, each.mode)}
+        files = ((path, File(each.mode or 0, each.data)) for path, each in new.items())
+        _write(worktree, gone, files, rules)
+        return [each.path for each in done.changes], done.strategy
 
 
 def restore(job: PatchJob, commit: str, paths: list[bytes]) -> list[bytes]:
@@ -82,118 +70,148 @@ def restore(job: PatchJob, commit: str, paths: list[bytes]) -> list[bytes]:
     Answers the paths that were written.
     """
     wanted = [_checked(path) for path in paths]
-    with staged(job) as staging:
-        command = ("ls-tree", "-r", "-z", "--full-tree", commit, "--", *map(os.fsdecode, wanted))
-        listing = staging.run(*command).stdout
-        lines = listing.split(b"\0")[:-1]
-        entries = {line.partition(b"\t")[2]: line[:6].decode() for line in lines}
+    with open_worktree(job) as worktree, full_disk_named("the files of the commit"):
+        objects = worktree.objects
+        tree = BaseTree(objects, read_commit(objects, commit).tree)
+        entries: dict[bytes, TreeEntry] = {}
         for path in wanted:
-            if path not in entries and not any(at.startswith(path + b"/") for at in entries):
+            found = tree.find(path) if path.count(b"/") < TREE_DEPTH_LIMIT else None
+            if found is None:
                 raise PathNotFoundError(
                     f"cannot restore {shown_path(path)}: commit {commit} does not have it",
                     hint="nothing was changed",
                 )
-        _must_fit(entries, InvalidRequestError)
-        staging.run("update-index", "-z", "--replace", "--index-info", stdin=listing)
-        return _write(staging, [_Step(path, False, mode) for path, mode in entries.items()])
-
-
-def _refusal(stderr: str) -> MirrordError:
-    lines = [line for line in stderr.splitlines() if line.strip()]
-    reasons = [line.removeprefix("error: ").removeprefix("fatal: ") for line in lines]
-    reason = "; ".join(reasons[:5]) or "git does not say why"
-    if _OUTSIDE.search(stderr):
-        return PathOutsideCheckoutError(
-            f"cannot apply the patch: {reason}", hint="a patch may only name files of the checkout"
+            inside = walk(objects, found.oid, path + b"/") if found.is_tree else [found]
+            entries |= {entry.path: entry for entry in inside if not entry.is_tree}
+        must_fit(entries, InvalidRequestError)
+        rules = {
+            path: objects.read_blob(entry.oid)
+            for path, entry in entries.items()
+            if _is_rules(path, entry.mode)
+        }
+        files = (
+            (path, File(at.mode, b"" if at.is_submodule else objects.read_blob(at.oid)))
+            for path, at in entries.items()
         )
-    if _INVALID.search(stderr):
-        return InvalidPatchError(
-            f"cannot read the patch: {reason}",
-            hint="make it with `git diff --binary`",
-            reasons=reasons[:50],
-        )
-    return PatchConflictError(
-        f"cannot apply the patch: {reason}",
-        hint="nothing was changed; see `mirrord diff` for what the checkout has",
-        reasons=reasons[:50],
-    )
+        _write(worktree, [], files, rules)
+        return sorted(entries)
 
 
-def _must_be_free(staging: Staging, steps: Iterable[_Step]) -> None:
-    """Refuse to create a file where something is, or below what is no directory.
+class CheckoutFiles:
+    """The files of a checkout as what a patch is applied to; a `fit.Tree`.
 
-    git knows only what is tracked or not ignored.
+    Nothing in a `.git` or in a submodule is looked at.
     """
-    replaced = {step.path for step in steps if step.mode is None}
-    with staging.owner, TreeReader(staging.root, staging.owner) as reader:
-        for path in (step.path for step in steps if step.is_new):
-            taken, seen = path, reader.find_stat(path)
-            if not seen or (
-                stat.S_ISDIR(seen.st_mode) and any(at.startswith(path + b"/") for at in replaced)
-            ):
-                while not (seen := reader.find_stat(taken := taken.rpartition(b"/")[0])):
-                    pass
-                if stat.S_ISDIR(seen.st_mode) or taken in replaced:
-                    continue
-            raise PatchConflictError(
-                f"cannot apply the patch: {shown_path(taken)} already exists in the checkout",
-                hint="nothing was changed; remove it first",
-            )
+
+    def __init__(self, worktree: Worktree) -> None:
+        self._worktree = worktree
+        self._known: dict[bytes, File | None] = {}
+
+    def read(self, path: bytes) -> File | None:
+        if path not in self._known:
+            self._known[path] = self._look(path) if self._is_within(path) else None
+        return self._known[path]
+
+    def iter_below(self, path: bytes) -> Iterator[bytes]:
+        def refused(below: bytes, error: Exception) -> None:
+            raise error
+
+        with self._worktree.owner:
+            for below, found in self._worktree.reader.iter_below(path, refused):
+                if not stat.S_ISDIR(found.st_mode):
+                    yield below
+
+    def _is_within(self, path: bytes) -> bool:
+        parts = path.split(b"/")
+        is_possible = (
+            len(path) <= TREE_PATH_LIMIT_BYTES
+            and len(parts) <= TREE_DEPTH_LIMIT
+            and not any(len(at) > NAME_LIMIT_BYTES or at.lower() in _NOT_IN_A_TREE for at in parts)
+        )
+        above = (b"/".join(parts[:depth]) for depth in range(1, len(parts)))
+        return is_possible and not any(self._is_submodule(at) for at in above)
+
+    def _is_submodule(self, path: bytes) -> bool:
+        entry = self._worktree.base.find(path)
+        return entry is not None and entry.is_submodule
+
+    def _look(self, path: bytes) -> File | None:
+        worktree = self._worktree
+        before = worktree.base.find(path)
+        with worktree.owner:
+            seen = worktree.reader.find_stat(path)
+            if seen is None:
+                return None
+            if stat.S_ISDIR(seen.st_mode):
+                if before and before.is_submodule:
+                    return File(SUBMODULE, before.oid.encode())
+                return File(DIRECTORY, b"")
+            raw = worktree.look(path, seen)
+        if raw is None:
+            return File(UNTRACKED, b"")
+        if raw.conversion and before and stat.S_ISREG(before.mode):
+            blob = worktree.objects.read_blob(before.oid)  # an unchanged file stays as it is
+            if raw.conversion.smudge(blob, before.oid) == raw.data:
+                return File(raw.mode, blob)
+        return File(raw.mode, worktree.clean(path, raw, before))
+
+
+def _write(
+    worktree: Worktree,
+    gone: Collection[bytes],
+    new: Iterable[tuple[bytes, File]],
+    rules: dict[bytes, bytes],
+) -> None:
+    """Remove what goes, then write what comes, as the owner and as its new files.
+
+    Converted by the attributes of the tree as it will be; `rules` are the attribute files in `new`.
+    """
+
+    def attributes_in(directory: bytes) -> bytes | None:
+        path = directory + b"/" + _ATTRIBUTES if directory else _ATTRIBUTES
+        if path in rules or path in gone:
+            return rules.get(path)
+        return worktree.attributes_in(directory)
+
+    attributes = Attributes(attributes_in)
+    with TreeWriter(worktree.root, worktree.owner, mtime_ns=time.time_ns()) as writer:
+        for path in gone:
+            with _denial_of(path):
+                writer.remove(path)
+                writer.remove_empty_above(path)
+        for path, (mode, data) in new:
+            is_file = mode in (REGULAR, EXECUTABLE)
+            if is_file and (conversion := find_conversion(attributes, path)):
+                data = conversion.smudge(data, blob_id(data).hex())
+            with _denial_of(path):
+                writer.make_directories(path.rpartition(b"/")[0])
+                if mode == SUBMODULE:
+                    writer.make_directory(path)
+                elif mode == SYMLINK:
+                    writer.write_symlink(path, data)
+                else:
+                    writer.write_file(path, data, executable=mode == EXECUTABLE)
+
+
+@contextmanager
+def _denial_of(path: bytes) -> Iterator[None]:
+    try:
+        yield
+    except PermissionError as error:
+        raise PermissionError(error.errno, error.strerror, path) from error
+
+
+def _is_rules(path: bytes, mode: int | None) -> bool:
+    is_named = path.rpartition(b"/")[2] == _ATTRIBUTES
+    return is_named and mode is not None and stat.S_ISREG(mode)
 
 
 def _checked(path: bytes) -> bytes:
     """A path of the tree; raises PathOutsideCheckoutError for any other."""
     trimmed = path.rstrip(b"/")
-    bad = (b"", b".", b"..", b".git")
-    if b"\0" in path or any(part.lower() in bad for part in trimmed.split(b"/")):
+    if b"\0" in path or any(part.lower() in _NOT_IN_A_TREE for part in trimmed.split(b"/")):
         raise PathOutsideCheckoutError(
             f"cannot restore {shown_path(path)}: it is not a path in the checkout",
             hint="name paths from the top of the repository",
         )
     return trimmed
-
-
-def _must_fit(paths: Iterable[bytes], error: type[MirrordError]) -> None:
-    """git's index takes names of any length; a file system does not."""
-    for path in paths:
-        parts = path.split(b"/")
-        if (
-            len(path) > TREE_PATH_LIMIT_BYTES
-            or len(parts) > TREE_DEPTH_LIMIT
-            or max(map(len, parts)) > NAME_LIMIT_BYTES
-        ):
-            raise error(
-                f"cannot write {shown_path(path[:100])}: a path may have {TREE_PATH_LIMIT_BYTES}"
-                f" bytes, {TREE_DEPTH_LIMIT} directories, {NAME_LIMIT_BYTES} bytes in each name",
-                hint="nothing was changed",
-            )
-
-
-def _write(staging: Staging, steps: list[_Step]) -> list[bytes]:
-    """Remove what goes, then write what comes, as the owner and as its new files."""
-    out = staging.check_out([step.path for step in steps if step.mode is not None])
-    with (
-        opened(open_directory(out)) as top,
-        TreeReader(top, ActingAs(None)) as source,
-        TreeWriter(staging.root, staging.owner, mtime_ns=time.time_ns()) as writer,
-    ):
-        for path, _, mode in sorted(steps, key=lambda step: step.mode is not None):
-            try:
-                if mode is None:
-                    writer.remove(path)
-                    writer.remove_empty_above(path)
-                    continue
-                writer.make_directories(path.rpartition(b"/")[0])
-                if mode == "160000":
-                    writer.make_directory(path)
-                    continue
-                directory, name = source.locate(path)
-                if mode == "120000":
-                    writer.write_symlink(path, os.readlink(name, dir_fd=directory))
-                    continue
-                with opened(open_regular(directory, name)) as file:
-                    permissions = 0o755 if mode == "100755" else 0o644
-                    writer.copy_file(path, file, permissions=permissions)
-            except PermissionError as error:
-                raise PermissionError(error.errno, error.strerror, path) from error
-    return [step.path for step in steps]

@@ -44,10 +44,18 @@ Results = dict[bytes, File | None]
 Splice = Callable[[bytes, list[Hunk]], bytes]
 
 
-def fit(tree: Tree, patches: list[FilePatch], *, reverse: bool, splice: Splice) -> Results:
+def fit(
+    tree: Tree,
+    patches: list[FilePatch],
+    *,
+    reverse: bool,
+    splice: Splice,
+    rejects: bool = False,
+) -> Results:
     """What each path that the patches name becomes; None for one that goes.
 
-    Raises MisfitError where one does not fit, NotPlainError where only git can tell.
+    Raises NotPlainError where only git can tell, MisfitError where a file does not fit: with
+    `rejects` it is left out.
     """
     if reverse:
         patches = [patch.reversed() for patch in patches]
@@ -57,26 +65,47 @@ def fit(tree: Tree, patches: list[FilePatch], *, reverse: bool, splice: Splice) 
     if any(patch.is_rename or patch.is_copy for patch in patches) and len(set(names)) < len(names):
         raise NotPlainError("a file moves, and is named again")
     for patch in patches:
-        is_move = patch.is_rename or patch.is_copy
-        if patch.old and patch.new and patch.old != patch.new and not is_move:
-            raise NotPlainError("two names of one file")
-        before = _before(tree, patch, results)
-        mode = _mode_of(patch, before, reverse=reverse)
-        for name in {patch.old, patch.new} - {None}:
-            _must_be_safe(name or b"", mode)
-        if patch.new is not None and (before is None or is_move):
-            _must_be_new(tree, patch.new, results, going)
-        data = splice(before.data if before else b"", patch.hunks)
-        if patch.is_delete and data:
-            raise MisfitError
-        if patch.old is not None and (patch.new is None or patch.is_rename or patch.is_delete):
-            results[patch.old] = None
-        if patch.new is not None and not patch.is_delete:
-            _must_have_directories(tree, patch.new, results)
-            results[patch.new] = File(mode, data)
+        try:
+            results |= _fit_one(tree, patch, results, going, reverse=reverse, splice=splice)
+        except MisfitError:
+            if not rejects:
+                raise
     if any(results.get(above) for path, file in results.items() if file for above in _above(path)):
         raise NotPlainError("a file below another")
     return results
+
+
+def _fit_one(
+    tree: Tree,
+    patch: FilePatch,
+    results: Results,
+    going: set[bytes | None],
+    *,
+    reverse: bool,
+    splice: Splice,
+) -> Results:
+    """What one patch adds to the results of those before it; `going` are paths that later ones take
+    away.
+    """
+    is_move = patch.is_rename or patch.is_copy
+    if patch.old and patch.new and patch.old != patch.new and not is_move:
+        raise NotPlainError("two names of one file")
+    before = _before(tree, patch, results)
+    mode = _mode_of(patch, before, reverse=reverse)
+    for name in {patch.old, patch.new} - {None}:
+        _must_be_safe(name or b"", mode)
+    if patch.new is not None and (before is None or is_move):
+        _must_be_new(tree, patch.new, results, going)
+    data = splice(before.data if before else b"", patch.hunks)
+    if patch.is_delete and data:
+        raise MisfitError
+    added: Results = {}
+    if patch.old is not None and (patch.new is None or patch.is_rename or patch.is_delete):
+        added[patch.old] = None
+    if patch.new is not None and not patch.is_delete:
+        _must_have_directories(tree, patch.new, results)
+        added[patch.new] = File(mode, data)
+    return added
 
 
 def _before(tree: Tree, patch: FilePatch, results: Results) -> File | None:
@@ -167,3 +196,17 @@ def _above(path: bytes) -> Iterator[bytes]:
     """The directories above a path, the nearest first."""
     while path := path.rpartition(b"/")[0]:
         yield path
+
+
+class Patched:
+    """A tree with results over it; a `Tree`."""
+
+    def __init__(self, tree: Tree, results: Results) -> None:
+        self._tree = tree
+        self._results = results
+
+    def read(self, path: bytes) -> File | None:
+        return self._results[path] if path in self._results else self._tree.read(path)
+
+    def iter_below(self, path: bytes) -> Iterator[bytes]:
+        return (each for each in self._tree.iter_below(path) if each not in self._results)

@@ -36,7 +36,8 @@ _ESCAPE = re.compile(rb"\\([0-3][0-7]{2}|.)", re.DOTALL)
 _ESCAPES = dict(zip(b'abfnrtv\\"', b'\a\b\f\n\r\t\v\\"', strict=True))
 _NO_NEWLINE = b"\\ "
 _NO_NEWLINE_BYTES = 11  # without its newline; git knows no shorter one in any language
-_SLASH = ord("/")
+_SLASH, _TAB = b"/\t"
+_CUT_OFF = 3
 _SWAPPED = {CONTEXT: CONTEXT, REMOVED: ADDED, ADDED: REMOVED}
 
 
@@ -112,18 +113,24 @@ class FilePatch:
         )
 
 
-def parse(patch: bytes) -> list[FilePatch]:
-    """Each file's part of a patch that ends with a newline, in order."""
+def parse(patch: bytes, *, as_patch: bool = False) -> list[FilePatch]:
+    """Each file's part of a patch that ends with a newline, in order.
+
+    With `as_patch` as `patch -p1` (GNU 2.7) reads it: it passes over hunks without a header,
+    believes a `/dev/null`, and knows up to three lines that an editor cut off the end.
+    """
     if len(patch) > _LIMIT_BYTES:
         raise NotPlainError("it is large")
-    return _Parser(patch.split(b"\n")[:-1]).parse()
+    return _Parser(patch.split(b"\n")[:-1], as_patch=as_patch).parse()
 
 
 class _Parser:
-    def __init__(self, lines: list[bytes]) -> None:
+    def __init__(self, lines: list[bytes], *, as_patch: bool) -> None:
         self._lines = lines
+        self._as_patch = as_patch
         self._at = 0
-        self._strip: int | None = None  # leading directories of names: 1 until a name has none
+        # leading directories of names: 1 until a name has none
+        self._strip: int | None = 1 if as_patch else None
 
     def parse(self) -> list[FilePatch]:
         found = []
@@ -146,9 +153,9 @@ class _Parser:
         """Skip what is no header, and read one."""
         while self._at < len(self._lines):
             line = self._line(0)
-            if line.startswith(_GIT):
+            if line.startswith(_GIT) and not (self._as_patch and self._is_traditional()):
                 return self._git_header(line)
-            if line.startswith(b"@@ -") and _HUNK.match(line):
+            if line.startswith(b"@@ -") and _HUNK.match(line) and not self._as_patch:
                 raise NotPlainError("a hunk without a header")
             is_header = line.startswith(b"--- ") and self._line(1).startswith(b"+++ ")
             if is_header and self._line(2).startswith(b"@@ -"):
@@ -156,6 +163,11 @@ class _Parser:
                 return self._traditional_header(line[4:], self._lines[self._at - 1][4:])
             self._at += 1
         return None
+
+    def _is_traditional(self) -> bool:
+        """Whether a git header says no more than the two lines at its end."""
+        ahead = 2 if self._line(1).startswith(b"index ") else 1
+        return self._line(ahead).startswith(b"--- ")
 
     def _traditional_header(self, first: bytes, second: bytes) -> FilePatch:
         if _EPOCH.search(first) or _EPOCH.search(second):
@@ -216,14 +228,18 @@ class _Parser:
         while (old > 0 or new > 0) and self._at < len(self._lines):
             line = self._lines[self._at]
             kind = line[0] if line else CONTEXT  # newer GNU diff: an empty line of context
-            if kind in _SWAPPED:
-                lines.append((kind, line[1:] + b"\n"))
+            if kind in _SWAPPED or (kind == _TAB and self._as_patch):
+                lines.append((kind, line[1:] + b"\n") if kind != _TAB else (CONTEXT, line + b"\n"))
                 old -= kind != ADDED
                 new -= kind != REMOVED
             else:
                 self._drop_newline(lines, line)
             self._at += 1
-        if old or new or all(kind == CONTEXT for kind, _ in lines):
+        if self._as_patch and self._at == len(self._lines) and new <= _CUT_OFF:
+            lines += [(CONTEXT, b"\n")] * new
+            old, new = old - new, 0
+        is_void = all(kind == CONTEXT for kind, _ in lines) and not self._as_patch
+        if old or new or is_void:
             raise NotPlainError("a hunk with wrong numbers")
         if self._line(0).startswith(_NO_NEWLINE) and len(self._line(0)) >= _NO_NEWLINE_BYTES:
             self._drop_newline(lines, self._line(0))

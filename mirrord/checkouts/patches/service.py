@@ -18,7 +18,7 @@ from ...datasets.service import Datasets
 from ...errors import AccessError, CommitNotFoundError, InvalidRequestError
 from ...git.workers import Workers
 from ...mirrors.service import Mirrors
-from ...model import DiffFormat, View, parse_commit, shown
+from ...model import ApplyStrategy, DiffFormat, FoundStrategy, View, parse_commit, shown
 from ...protocol import RestorePaths
 from ..backend import DIFF_TIMEOUT, ChangedPaths
 from ..leases import Lease
@@ -65,16 +65,16 @@ class Patches:
         return DiffAnswer(spool if content is None else content, made_by)
 
     async def apply(
-        self, lease: Lease, changed: ChangedPaths, patch: bytes | Path, *, reverse: bool
-    ) -> list[str]:
-        """Apply a patch; the paths that it wrote or removed.
+        self, lease: Lease, patch: bytes | Path, *, reverse: bool, strategy: ApplyStrategy
+    ) -> tuple[list[str], FoundStrategy]:
+        """Apply a patch; the paths that it wrote or removed, and the strategy that fitted.
 
         Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError; nothing changed.
         """
-        paths = await self._workers.run(
-            apply, self._job(lease), changed, patch, reverse, timeout=DIFF_TIMEOUT
+        paths, found = await self._workers.run(
+            apply, self._job(lease), patch, reverse, strategy, timeout=DIFF_TIMEOUT
         )
-        return [path.decode(errors="backslashreplace") for path in paths]
+        return [path.decode(errors="backslashreplace") for path in paths], found
 
     async def restore(self, lease: Lease, request: RestorePaths) -> list[str]:
         """Write files of a pinned commit into the checkout.

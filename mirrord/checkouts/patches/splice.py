@@ -17,17 +17,25 @@ class MisfitError(Exception):
     """A patch that the files do not fit."""
 
 
-def splice(data: bytes, hunks: Iterable[Hunk], key: _Key | None = None) -> bytes:
+def splice(
+    data: bytes, hunks: Iterable[Hunk], key: _Key | None = None, *, rejects: bool = False
+) -> bytes:
     """Apply hunks as `git apply` does.
 
     With `key`, lines are equal where it makes them equal, and context stays as the file has it.
+    With `rejects`, a hunk that does not fit is left out.
     """
     lines = split_lines(data)
     keys = [key(line) for line in lines] if key else lines
     patched = bytearray(len(lines))  # lines that a hunk left: no other may match them
     for hunk in hunks:
         before = [key(line) for line in hunk.before] if key else hunk.before
-        at = _find(keys, patched, hunk, before)
+        try:
+            at = _find(keys, patched, hunk, before)
+        except MisfitError:
+            if rejects:
+                continue
+            raise
         end = at + len(before)
         after = _merged(hunk, lines, at) if key else hunk.after
         lines[at:end] = after

@@ -76,7 +76,7 @@ def open_worktree(job: PatchJob) -> Iterator[Worktree]:
         denials_named(job.owner),
         TreeReader(root, owner) as reader,
     ):
-        yield Worktree(owner, reader, objects, BaseTree(objects, job.tree))
+        yield Worktree(root, owner, reader, objects, BaseTree(objects, job.tree))
 
 
 @contextmanager
@@ -103,11 +103,11 @@ class Worktree:
     """
 
     def __init__(
-        self, owner: ActingAs, reader: TreeReader, objects: Objects, base: BaseTree
+        self, root: int, owner: ActingAs, reader: TreeReader, objects: Objects, base: BaseTree
     ) -> None:
-        self.owner, self.reader = owner, reader
+        self.root, self.owner, self.reader = root, owner, reader
         self.objects, self.base = objects, base
-        self.attributes = Attributes(self._attributes_in)
+        self.attributes = Attributes(self.attributes_in)
         self._all_attributes = Attributes(self._all_attributes_in)
         self._attribute_files: dict[bytes, bytes | None] = {}
         self._bytes_left = BYTES_LIMIT
@@ -157,14 +157,15 @@ class Worktree:
             found = self._fetch(path, None)
         return found[1] if found and found[0] != LINK else None
 
-    def _attributes_in(self, directory: bytes) -> bytes | None:
+    def attributes_in(self, directory: bytes) -> bytes | None:
+        """The attribute file of a directory, as it is now."""
         if directory not in self._attribute_files:
             content = self.read_rules(_within(directory, b".gitattributes"))
             self._attribute_files[directory] = content
         return self._attribute_files[directory]
 
     def _all_attributes_in(self, directory: bytes) -> bytes | None:
-        content = self._attributes_in(directory)
+        content = self.attributes_in(directory)
         entry = self.base.find(_within(directory, b".gitattributes"))
         if content is None and entry and stat.S_ISREG(entry.mode):
             with self.owner.aside():

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 from ... import errors, protocol
-from ...model import AuditLevel, Backend, Bind, DiffFormat, History, View
+from ...model import ApplyStrategy, AuditLevel, Backend, Bind, DiffFormat, History, View
 from ...places import socket_path
 from ..answers import EventReader, message, read_list, read_one, retry_pauses, seconds_of
 from ..primitives_async import Pending, async_chunks, async_pause, async_write
@@ -380,14 +380,20 @@ class AsyncClient:
         return (await self._connection.request("GET", path, format=format)).body
 
     async def apply_patch(
-        self, checkout: str, patch: bytes | str, *, reverse: bool = False
-    ) -> protocol.Checkout:
+        self,
+        checkout: str,
+        patch: bytes | str,
+        *,
+        reverse: bool = False,
+        strategy: ApplyStrategy = ApplyStrategy.EXACT,
+    ) -> protocol.ApplyAnswer:
         """Apply a patch, or one of the instance's own: `@test_patch`, `@patch`."""
         named = patch if isinstance(patch, str) and patch.startswith("@") else None
         content = patch.encode("utf-8", "surrogateescape") if isinstance(patch, str) else patch
         path = f"{_checkout(checkout)}/apply"
-        request = {"content": None if named else content, "reverse": reverse, "named": named}
-        return await self._one(protocol.Checkout, "POST", path, **request)
+        query = {"reverse": reverse, "named": named, "strategy": strategy}
+        body = {"content": None if named else content}
+        return await self._one(protocol.ApplyAnswer, "POST", path, **body, **query)
 
     async def restore_paths(self, checkout: str, commit: str, *paths: str) -> list[str]:
         body = message(protocol.RestorePaths, commit=commit, paths=list(paths))

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from ... import protocol
 from ...errors import CheckoutNotFoundError, MirrordError
-from ...model import Backend, DiffFormat, History, View, utc_now
+from ...model import ApplyStrategy, Backend, DiffFormat, FoundStrategy, History, View, utc_now
 from ..answers import seconds_of
 from ..primitives_sync import Worker
 
@@ -146,9 +146,20 @@ class Checkout:
         """
         return self._client.diff_checkout(self.id, format=format)
 
-    def apply(self, patch: bytes | str, *, reverse: bool = False) -> None:
-        """Apply a patch; `@test_patch` and `@patch` of the instance need the grader view."""
-        self.lease = self._client.apply_patch(self.id, patch, reverse=reverse)
+    def apply(
+        self,
+        patch: bytes | str,
+        *,
+        reverse: bool = False,
+        strategy: ApplyStrategy = ApplyStrategy.EXACT,
+    ) -> FoundStrategy:
+        """Apply a patch; `@test_patch` and `@patch` of the instance need the grader view.
+
+        Returns what made it fit: with `strategy="tolerant"` that may be another than `exact`.
+        """
+        answer = self._client.apply_patch(self.id, patch, reverse=reverse, strategy=strategy)
+        self.lease = answer
+        return answer.strategy
 
     def restore(self, commit: str, *paths: str) -> list[str]:
         """Bring files of a pinned commit into the tree (grader view); returns their paths."""
