@@ -73,6 +73,7 @@ class Receipts:
             version=__version__,
             issued_at=utc_now(),
             checkout=lease.id,
+            parent=lease.parent,
             instance=lease.instance,
             dataset=lease.dataset,
             mirror=str(row.name),

@@ -532,6 +532,7 @@ class Receipt(Answer, Request):
     version: str
     issued_at: datetime
     checkout: str
+    parent: str | None = None
     instance: str | None = None
     dataset: str | None = None
     mirror: str

@@ -19,6 +19,8 @@ from mirrord.model import Backend, History, View, utc_now
 from mirrord.protocol import (
     Checkout,
     Closure,
+    ForkCheckout,
+    MakeSnapshot,
     Mismatch,
     Receipt,
     ReceiptReport,
@@ -110,6 +112,25 @@ def test_a_receipt_counts_resets(service: Service, backend: Backend) -> None:
     assert receipt.clean.at > checkout.created_at
     assert receipt.diff.bytes == 0
     assert (receipt.clean, receipt.closure) == (between.clean, between.closure)
+
+
+def test_a_fork_names_its_parent_and_was_never_clean(service: Service, backend: Backend) -> None:
+    """Nor is a checkout after a roll-back; a reset to the commit makes both clean."""
+    checkout = start(service, backend=backend)
+    (Path(checkout.path) / "README").write_text("changed\n")
+    fork = service.call(service.checkouts.fork, checkout.id, ForkCheckout(), USER_PEER)
+    receipt, original = issue(service, fork), issue(service, checkout)
+    assert receipt.parent == checkout.id
+    assert (receipt.clean, receipt.resets) == (None, 0)
+    assert (receipt.diff, receipt.closure) == (original.diff, original.closure)
+    service.call(service.checkouts.snapshot, checkout.id, MakeSnapshot(name="s"), USER_PEER)
+    service.call(service.checkouts.reset, checkout.id, ResetCheckout(to="s"), USER_PEER)
+    rolled_back = issue(service, checkout)
+    assert (rolled_back.clean, rolled_back.resets) == (None, 1)
+    assert rolled_back.diff == original.diff
+    for each in (fork, checkout):
+        service.call(service.checkouts.reset, each.id, ResetCheckout(), USER_PEER)
+        assert issue(service, each).clean is not None
 
 
 @pytest.mark.parametrize("history", History)
