@@ -228,15 +228,15 @@ class Engine:
                 signature = await anyio.to_thread.run_sync(signature_of, path)
                 if signature and signature.changed_at < dataset.imported_at.timestamp():
                     known[path] = signature  # imported since it last changed
-            watches.append(
-                Watch({self.layout.datasets: is_complete_name}, self._import_watched, known=known)
-            )
+            place = self.layout.datasets
+            watches.append(Watch(place, is_complete_name, self._import_watched, known=known))
         if file := self._config_path:
             signature = await anyio.to_thread.run_sync(signature_of, file)
             known = {file: signature} if signature else {}
-            places = {file.parent: file.name.__eq__}
-            quiet = timedelta(seconds=0.2)
-            watches.append(Watch(places, lambda _: self.reload(), known=known, quiet=quiet))
+            counts, quiet = file.name.__eq__, timedelta(seconds=0.2)
+            watches.append(
+                Watch(file.parent, counts, lambda _: self.reload(), known=known, quiet=quiet)
+            )
         return watches
 
     async def _import_watched(self, path: Path) -> None:

@@ -46,7 +46,6 @@ class Heals:
     git: Git
     workers: Workers
     events: Events
-    clock: Callable[[], float] = time.monotonic
     step: Step = lambda _name: None
     _lent: list[Path] = field(default_factory=list, init=False)
     # mirrors that a heal left open, by key, and when to try again
@@ -60,7 +59,7 @@ class Heals:
             for mirror in ends.keys() - settled:
                 if ends[mirror]:
                     name = MirrorName.parse(mirror)
-                    self._open[name.key] = (name, _backoff(), self.clock())
+                    self._open[name.key] = (name, _backoff(), time.monotonic())
             settled |= ends.keys()
 
     def settle(self, audit: Audit) -> None:
@@ -71,7 +70,7 @@ class Heals:
 
     def due(self) -> list[MirrorName]:
         """Mirrors whose last heal left something open and whose time has come."""
-        now = self.clock()
+        now = time.monotonic()
         return [name for name, _, at in self._open.values() if at <= now]
 
     @contextmanager
@@ -111,7 +110,7 @@ class Heals:
 
     def _postpone(self, name: MirrorName) -> None:
         _, backoff, _ = self._open.get(name.key, (name, _backoff(), math.inf))
-        self._open[name.key] = (name, backoff, self.clock() + backoff.next().total_seconds())
+        self._open[name.key] = (name, backoff, time.monotonic() + backoff.next().total_seconds())
 
     async def _repair(self, judged: Judged, progress: ProgressSink | None) -> Repair:
         row = await self.catalog.find_mirror(judged.name.key)

@@ -9,8 +9,8 @@ import asyncio
 import logging
 import secrets
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
-from datetime import datetime, timedelta
+from collections.abc import AsyncIterator
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -38,11 +38,10 @@ class FramedEvent(Event):
 class Events:
     """The stream. `publish` belongs to the event loop's thread and never waits."""
 
-    def __init__(self, *, capacity: int = 4096, clock: Callable[[], datetime] = utc_now) -> None:
+    def __init__(self, *, capacity: int = 4096) -> None:
         self.boot = secrets.token_hex(4)
         self.counts: Counter[str] = Counter()
         self._ring: deque[FramedEvent] = deque(maxlen=capacity)
-        self._clock = clock
         self._followers: Counter[int] = Counter()
         self._last = 0
         self._arrived = asyncio.Event()
@@ -138,4 +137,4 @@ class Events:
         return [self._ring[n] for n in range(start, stop)]  # islice would walk from the left
 
     def _event(self, number: int, name: str, fields: dict[str, Any]) -> FramedEvent:
-        return FramedEvent(id=number, boot=self.boot, at=self._clock(), name=name, fields=fields)
+        return FramedEvent(id=number, boot=self.boot, at=utc_now(), name=name, fields=fields)

@@ -9,7 +9,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any, Literal
 
 import structlog
@@ -55,9 +55,8 @@ Work = Callable[[ProgressSink], Awaitable[object]]
 class Operations:
     """All work with an id. Belongs to one event loop; progress may come from any thread."""
 
-    def __init__(self, events: Events, *, clock: Callable[[], datetime] = utc_now) -> None:
+    def __init__(self, events: Events) -> None:
         self._events = events
-        self._clock = clock
         self._records: dict[str, _Record] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.is_stopping = False
@@ -80,7 +79,7 @@ class Operations:
             )
         operation = Operation(
             id=secrets.token_hex(8), kind=kind, subject=subject, state="running",
-            progress=Progress(), started_at=self._clock(),
+            progress=Progress(), started_at=utc_now(),
         )  # fmt: skip
         record = self._records[operation.id] = _Record(operation, owner_uid)
         self._forget_oldest()
@@ -174,7 +173,7 @@ class Operations:
             )
         failure = Problem.from_json(problem.problem()) if problem else None
         record.operation = replace(
-            record.operation, state=state, result=result, error=failure, finished_at=self._clock()
+            record.operation, state=state, result=result, error=failure, finished_at=utc_now()
         )
         self._publish("operation.finished", record)
 

@@ -44,20 +44,20 @@ class Signature(NamedTuple):
 class Watch:
     """Calls `handle` with every file that came to rest in a state not handled before.
 
-    `places` are the directories, each with a test for the names that count. `known` are files that
-    an earlier daemon handled.
+    `counts` tells the names in `directory` that count. `known` are files that an earlier daemon
+    handled.
     """
 
     def __init__(
         self,
-        places: Mapping[Path, Callable[[str], bool]],
+        directory: Path,
+        counts: Callable[[str], bool],
         handle: Callable[[Path], Awaitable[object]],
         *,
         known: Mapping[Path, Signature] | None = None,
         quiet: timedelta = timedelta(seconds=1),
     ) -> None:
-        self._places = places
-        self._handle = handle
+        self._directory, self._counts, self._handle = directory, counts, handle
         self._handled: dict[Path, Signature] = dict(known or {})
         self._quiet_s = quiet.total_seconds()
         self._touched = asyncio.Event()
@@ -85,8 +85,7 @@ class Watch:
     def _observe(self, loop: asyncio.AbstractEventLoop) -> None:
         alarm = _Alarm(lambda: loop.call_soon_threadsafe(self._touched.set))
         try:
-            for directory in self._places:
-                self._observer.schedule(alarm, str(directory), recursive=False)
+            self._observer.schedule(alarm, str(self._directory), recursive=False)
             self._observer.start()
         except OSError as error:  # no inotify instances left, or the directory is gone
             log.warning("watch.degraded", reason=error.strerror)
@@ -117,7 +116,7 @@ class Watch:
 
     async def _unhandled(self) -> dict[Path, Signature]:
         """Files that count, in a state not handled before; forgets files that are gone."""
-        found = await anyio.to_thread.run_sync(_signatures, self._places)
+        found = await anyio.to_thread.run_sync(_signatures, self._directory, self._counts)
         self._handled = {path: each for path, each in self._handled.items() if path in found}
         return {path: each for path, each in found.items() if self._handled.get(path) != each}
 
@@ -150,11 +149,10 @@ def is_complete_name(name: str) -> bool:
     return not name.startswith((".", "#", "~")) and not name.lower().endswith(PARTIAL_SUFFIXES)
 
 
-def _signatures(places: Mapping[Path, Callable[[str], bool]]) -> dict[Path, Signature]:
+def _signatures(directory: Path, counts: Callable[[str], bool]) -> dict[Path, Signature]:
     found = {}
-    for directory, counts in places.items():
-        with suppress(OSError):
-            for name in filter(counts, sorted(os.listdir(directory))):
-                if signature := signature_of(directory / name):
-                    found[directory / name] = signature
+    with suppress(OSError):
+        for name in filter(counts, sorted(os.listdir(directory))):
+            if signature := signature_of(directory / name):
+                found[directory / name] = signature
     return found

@@ -43,7 +43,7 @@ def run(
             for name in known
             if (signature := signature_of(directory / name))
         }
-        watch = Watch({directory: is_complete_name}, handled, known=signatures, quiet=QUIET)
+        watch = Watch(directory, is_complete_name, handled, known=signatures, quiet=QUIET)
         await watch.open()
         try:
             await story(watch, handled)
