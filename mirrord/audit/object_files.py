@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CorruptObjectError, GitFailedError
+from ..git import packs
 from ..git.command import run_git_sync
 from ..git.packs import ID_BYTES, PackIndex, loose_digest, pack_is_whole, pack_trailer
 from ..model import AuditLevel, FindingKind
@@ -291,18 +292,9 @@ def _belongs_to_its_pack(file: Path) -> bool:
     data = file.read_bytes()
     if file.suffix == ".bitmap":  # signature, version, flags and count come before it
         return data[12 : 12 + ID_BYTES] == index.pack_checksum
-    if data[-2 * ID_BYTES : -ID_BYTES] != index.pack_checksum:
-        return False
-    if file.suffix != ".rev":
-        return True
-    # a reverse index lists the objects in the order of the pack, after signature, version, hash
-    if len(data) != 12 + 4 * index.count + 2 * ID_BYTES:
-        return False
-    positions = struct.unpack_from(f">{index.count}I", data, 12)
-    offsets = list(index.offsets())
-    if max(positions, default=0) >= max(index.count, 1):
-        return False
-    return all(left < right for left, right in pairwise(map(offsets.__getitem__, positions)))
+    if file.suffix == ".rev":
+        return data == packs.reverse_index(index)
+    return data[-2 * ID_BYTES : -ID_BYTES] == index.pack_checksum
 
 
 def _names_its_packs(file: Path) -> bool:

@@ -97,6 +97,15 @@ class PackIndex:
         return self._data[at : at + ID_BYTES]
 
 
+def reverse_index(index: PackIndex) -> bytes:
+    """The .rev file that git writes: positions in the index, in the order of the pack."""
+    offsets = list(index.offsets())
+    order = sorted(range(index.count), key=offsets.__getitem__)
+    made = b"RIDX\0\0\0\1\0\0\0\1" + struct.pack(f">{index.count}I", *order)  # version 1, SHA-1
+    made += index.pack_checksum
+    return made + hashlib.sha1(made, usedforsecurity=False).digest()
+
+
 # -- checksums -------------------------------------------------------------------------------------
 
 

@@ -6,11 +6,9 @@ believed only after it was checked to the last byte: a name is no proof, and byt
 an object are hidden there.
 """
 
-import hashlib
 import os
 import re
 import stat
-import struct
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +18,7 @@ from typing import NamedTuple
 
 from ..errors import CorruptObjectError, GitFailedError, PathNotFoundError
 from ..git.command import run_git_sync
-from ..git.packs import PackIndex, graph_commits, loose_digest, pack_is_whole
+from ..git.packs import PackIndex, graph_commits, loose_digest, pack_is_whole, reverse_index
 from ..model import shown
 from ..protocol import SealLeak
 
@@ -170,7 +168,6 @@ _LISTS = {  # with their form, and the leak where it differs
     "info/packs": (re.compile(rb"(P pack-[0-9a-f]{40}\.pack\n)*\n?"), "stray-file", "packs"),
 }  # fmt: skip
 _ALTERNATES = {"info/alternates", "info/http-alternates"}  # judged by where they lead
-_REV = b"RIDX\0\0\0\1\0\0\0\1"  # version 1, SHA-1
 
 
 @dataclass(slots=True)
@@ -259,13 +256,9 @@ def _read_packed(
     elif part == "keep":
         if path.stat().st_size:
             contents.leak("stray-file", f"{where} is not empty")
-    elif part == "rev":  # just the positions in the index, in the order of the pack
+    elif part == "rev":
         with suppress(CorruptObjectError, OSError):
-            index, data = PackIndex(path.with_suffix(".idx")), read_bytes(path)
-            offsets = list(index.offsets())
-            order = sorted(range(index.count), key=offsets.__getitem__)
-            made = _REV + struct.pack(f">{index.count}I", *order) + index.pack_checksum
-            if data == made + hashlib.sha1(made, usedforsecurity=False).digest():
+            if read_bytes(path) == reverse_index(PackIndex(path.with_suffix(".idx"))):
                 return
         contents.leak("damaged", f"{where} is not the reverse index of its pack")
     else:
