@@ -1,4 +1,4 @@
-"""The last step of a heal, the only one that changes the mirror.
+"""What the refs of a mirror must be; and the last step of a heal, the only one that changes it.
 
 Objects first, so that no moment has less than the moment before. Every file that goes is in the
 quarantine before another one has its name, and every change is one rename: a crash between any two
@@ -8,20 +8,138 @@ leaves a mirror for the next heal. Functions for a thread; the caller holds the 
 import hashlib
 import json
 import os
+import re
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..audit import refs as audited
+from ..audit.connectivity import iter_commits, look_up, object_kinds, parents_in, read_graph
 from ..audit.examine import packed_refs
 from ..audit.object_files import BadFile, FileKind
-from ..audit.refs import read_packed
+from ..audit.refs import RefFiles
 from ..errors import ConflictError
 from ..host.files import full_disk_named, sync_directory
 from ..mirrors.quarantine import DAMAGED
-from ..mirrors.repository import CONFIGURATION
+from ..mirrors.refs import parse_record
+from ..mirrors.repository import CONFIGURATION, HISTORY, KEPT, OURS
 from ..mirrors.transaction import write_durably
 from ..model import MirrorName, utc_now
-from .ref_plan import RefPlan
+
+_OUR_COMMITTER = re.compile(rb"committer mirrord <mirrord@localhost> (\d+) ")
+
+
+@dataclass(slots=True)
+class RefPlan:
+    """What the refs and HEAD must be, where they are lost, broken or moved.
+
+    A pin and a kept ref carry the object in their name; HEAD and the others are in the newest
+    record of the ref history, which the catalog knows. Commits that a record, or a ref that is put
+    right, had and that nothing reaches any more are kept.
+
+    `restore` are refs to make, `drop` those to remove; `head` is what HEAD must name.
+    `lines` are the tips of two lines of records that the history must join, where it has two.
+    """
+
+    restore: dict[str, str] = field(default_factory=dict)
+    drop: set[str] = field(default_factory=set)
+    head: str | None = None
+    lines: tuple[str, ...] = ()
+
+    def refs(self, found: RefFiles) -> dict[str, str]:
+        """All refs as they must be."""
+        staying = {ref: oid for ref, oid in found.refs.items() if ref not in self.drop}
+        return {**staying, **self.restore}
+
+
+def plan_refs(
+    stand_in: Path, found: RefFiles, default_branch: str | None, known: str | None
+) -> RefPlan:
+    """Plan the refs. `stand_in` has those that could be read, and every object that could be had.
+
+    `known` is a record that the history must have.
+    """
+    plan = RefPlan()
+    wrong = {bad.path for bad in found.bad if bad.path.startswith("refs/")}
+    plan.restore = {ref: oid for ref in wrong if (oid := audited.oid_in_name(ref))}
+    plan.drop = wrong - plan.restore.keys()
+    history, plan.lines = _history(stand_in, found, known)
+    if history and found.refs.get(HISTORY) != history:
+        plan.restore[HISTORY] = history
+    lines = plan.lines or ((history,) if history else ())
+    records = [record for line in lines for record in audited.read_records(stand_in, line)]
+    recorded, head = audited.read_record(stand_in, history) if history else ({}, None)
+    plan.restore |= {ref: oid for ref, oid in recorded.items() if found.refs.get(ref) != oid}
+    # refs that are a directory of a restored one, or below it
+    above = {directory for ref in plan.restore for directory in _directories(ref)}
+    restored = plan.restore.keys()
+    below = {ref for ref in found.refs if not restored.isdisjoint(_directories(ref))}
+    in_the_way = below | (above & found.refs.keys())
+    plan.drop = (plan.drop | (in_the_way - recorded.keys())) - plan.restore.keys()
+
+    refs = plan.refs(found)
+    moved = {ref: oid for ref, oid in found.refs.items() if refs.get(ref) != oid}
+    astray = {*found.astray.values(), *moved.values()}
+    kinds = object_kinds(stand_in, astray - set(refs.values()))
+    plan.restore |= {f"{KEPT}{oid}": oid for oid, kind in kinds.items() if kind == "tag"}
+    as_record = ({f"refs/heads/{number}": oid for number, oid in enumerate(astray)}, None)
+    plan.restore |= audited.unkept(stand_in, [*records, as_record], plan.refs(found))
+
+    refs = plan.refs(found)
+    branches = [ref for ref in sorted(refs) if ref.startswith("refs/heads/")]
+    default = f"refs/heads/{default_branch}" if default_branch else None
+    wanted = [head, found.head, default, "refs/heads/main", "refs/heads/master", *branches]
+    plan.head = next((ref for ref in wanted if ref in refs), found.head)
+    return plan
+
+
+def _directories(ref: str) -> list[str]:
+    parts = ref.split("/")
+    return ["/".join(parts[:n]) for n in range(2, len(parts))]
+
+
+def _history(
+    stand_in: Path, found: RefFiles, known: str | None
+) -> tuple[str | None, tuple[str, ...]]:
+    """The tip of the ref history; and both tips, where it lost `known` and got records since."""
+    tip = found.refs.get(HISTORY)
+    tip = tip if tip and audited.is_record(stand_in, tip) else None
+    if known is None or not audited.is_record(stand_in, known):
+        return tip or _find_history(stand_in, found.refs), ()
+    past = audited.record_ids(stand_in, known)
+    since = audited.record_ids(stand_in, tip) if tip else set()
+    if tip is None or past is None or since is None or tip in past:
+        return known, ()
+    return tip, () if known in since else (known, tip)
+
+
+def _find_history(stand_in: Path, refs: Mapping[str, str]) -> str | None:
+    """The newest record that no other one builds on.
+
+    What upstream's refs reach is upstream's, whatever it looks like.
+    """
+    kinds = object_kinds(stand_in, {oid for ref, oid in refs.items() if not ref.startswith(OURS)})
+    upstreams = read_graph(stand_in, [oid for oid, kind in kinds.items() if kind == "commit"])
+    candidates: dict[str, tuple[int, str]] = {}
+    parents: dict[str, tuple[str, ...]] = {}
+    for commit in iter_commits(stand_in):
+        header = commit.data.partition(b"\n\n")[0]
+        ours = _OUR_COMMITTER.search(header)
+        if ours and b"\n\nRefs: " in commit.data and commit.oid not in upstreams:
+            candidates[commit.oid] = int(ours[1]), commit.oid
+            parents[commit.oid] = parents_in(commit.data)
+    records = look_up(stand_in, (), read=[f"{oid}:refs" for oid in candidates])
+    real = {
+        oid
+        for oid in candidates
+        if (blob := records.get(f"{oid}:refs")) and parse_record(blob.data)[0]
+    }
+    last = real.difference(*(parents[oid] for oid in real))
+    return max(last, key=lambda oid: candidates[oid], default=None)
+
+
+# -- the changes -----------------------------------------------------------------------------------
 
 Step = Callable[[str], None]
 """Called before each change of a mirror; tests stop there."""
@@ -160,7 +278,7 @@ def _write_refs(
             fact = f"cannot restore refs of mirror {name}: git is packing them"
             raise ConflictError(fact, hint="try again later") from error
         try:
-            packed = read_packed(git_dir)
+            packed = audited.read_packed(git_dir)
             staying = {ref: oid for ref, oid in packed.items() if ref not in plan.drop}
             replace("packed-refs", packed_refs({**staying, **plan.restore}))
         finally:

@@ -28,8 +28,7 @@ from ..model import AuditLevel, FindingKind
 from ..protocol import Progress, Repair
 from ..telemetry import log
 from .donors import Donor, DonorBundle, Donors, lend
-from .publish import Step, publish
-from .ref_plan import RefPlan, plan_refs
+from .publish import RefPlan, Step, plan_refs, publish
 from .transfer import SALVAGED, Transfer, may_hold, salvage
 
 _NEW_HISTORY = "a new ref history"
