@@ -2,8 +2,8 @@
 
 Exports everything that a client names: the clients, the messages they return, the choices they
 take, the errors they raise. Each is loaded when it is first named: `import mirrord` costs nothing,
-and the daemon, which imports this package too, stays free of the client. `Checkout` here is the
-handle of a held checkout; its message is `mirrord.protocol.Checkout`.
+and the daemon, which imports this package too, stays free of the client. `Checkout` and `Grade`
+here are handles of held checkouts; their messages are those of `mirrord.protocol`.
 """
 
 from __future__ import annotations

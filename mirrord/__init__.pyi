@@ -2,8 +2,10 @@
 
 from .client._async import AsyncCheckout as AsyncCheckout
 from .client._async import AsyncClient as AsyncClient
+from .client._async import AsyncGrade as AsyncGrade
 from .client._sync import Checkout as Checkout
 from .client._sync import Client as Client
+from .client._sync import Grade as Grade
 from .errors import AccessError as AccessError
 from .errors import AlreadyRunningError as AlreadyRunningError
 from .errors import AuditNotFoundError as AuditNotFoundError
@@ -59,6 +61,7 @@ from .errors import ProofFailedError as ProofFailedError
 from .errors import ResourceError as ResourceError
 from .errors import SnapshotExistsError as SnapshotExistsError
 from .errors import SnapshotNotFoundError as SnapshotNotFoundError
+from .errors import SteeringRefusedError as SteeringRefusedError
 from .errors import StoppingError as StoppingError
 from .errors import TooManyCheckoutsError as TooManyCheckoutsError
 from .errors import TooManyConnectionsError as TooManyConnectionsError
@@ -87,7 +90,9 @@ from .model import Direction as Direction
 from .model import FindingKind as FindingKind
 from .model import FoundStrategy as FoundStrategy
 from .model import History as History
+from .model import Policy as Policy
 from .model import Reach as Reach
+from .model import SteeringKind as SteeringKind
 from .model import View as View
 from .protocol import AmbiguousInstance as AmbiguousInstance
 from .protocol import Audit as Audit
@@ -136,6 +141,7 @@ from .protocol import SealLeak as SealLeak
 from .protocol import SealReport as SealReport
 from .protocol import Snapshot as Snapshot
 from .protocol import Status as Status
+from .protocol import Steering as Steering
 from .protocol import Synced as Synced
 from .protocol import UnpinnedCommit as UnpinnedCommit
 

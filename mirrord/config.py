@@ -26,7 +26,16 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from .errors import InvalidConfigError, MirrordError
-from .model import AuditLevel, Backend, FindingKind, History, MirrorName, shown
+from .model import (
+    AuditLevel,
+    Backend,
+    FindingKind,
+    History,
+    MirrorName,
+    Policy,
+    SteeringKind,
+    shown,
+)
 from .places import default_socket, default_state_dir
 from .units import format_duration, format_size, parse_duration, parse_size
 
@@ -101,6 +110,18 @@ def _acceptance(value: str) -> str:
         guess = _guess(words[0], kinds) or f": {', '.join(kinds)}"
         raise ValueError(f"{shown(words[0])} is no kind of finding{guess}")
     return " ".join([words[0], *map(_repo, words[1:2]), *words[2:]])
+
+
+def _rule_name(value: str) -> str:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,63}", value):
+        raise ValueError(f"{shown(value)} is not a name of lower-case letters, digits and dashes")
+    return value
+
+
+def _path_pattern(value: str) -> str:
+    if not value.strip("/") or len(value) > 400 or not value.isprintable():
+        raise ValueError(f"{shown(value)} is not a pattern of paths")
+    return value
 
 
 def _absolute(value: Path) -> Path:
@@ -178,6 +199,23 @@ class AccessSettings(_Section):
     ttl_max: Period = timedelta(hours=24)
 
 
+class RuleSettings(_Section):
+    """A rule of one's own about what could steer tests; docs/grading.md has the patterns."""
+
+    name: Annotated[str, AfterValidator(_rule_name)]
+    paths: Annotated[tuple[Annotated[str, AfterValidator(_path_pattern)], ...], Field(min_length=1)]
+    policy: Policy | None = None
+
+
+class GradingSettings(_Section):
+    """`policies` are by kind; the policy of an own rule comes before that of its kind."""
+
+    policy: Policy = Policy.REPORT
+    policies: dict[SteeringKind, Policy] = {}
+    file_bytes: Size = 1024**2
+    rule: tuple[RuleSettings, ...] = ()
+
+
 class LogSettings(_Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Annotated[Literal["auto", "json", "console"], Restart] = "auto"
@@ -211,6 +249,7 @@ class Settings(_Section):
     checkouts: CheckoutSettings = CheckoutSettings()
     datasets: DatasetSettings = DatasetSettings()
     access: AccessSettings = AccessSettings()
+    grading: GradingSettings = GradingSettings()
     log: LogSettings = LogSettings()
     mirror: Annotated[tuple[MirrorSettings, ...], AfterValidator(_distinct)] = ()
 
@@ -295,6 +334,7 @@ def load(path: Path | None) -> Settings:
         if each["type"] == "too_short" and any(e["loc"][:-1] == each["loc"] for e in errors):
             continue
         place = [*each["loc"], *each.get("ctx", {}).get("place", ())]
+        place = [part for part in place if part != "[key]"]  # pydantic's mark of a dict's key
         key = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place).lstrip(".")
         faults.append(ConfigFault(key, _message(each), _line_of(place, text)))
     raise _refusal(path, *sorted(faults, key=lambda fault: fault.line or 0))
@@ -353,6 +393,7 @@ def _message(error: ErrorDetails) -> str:
     known = [key for key, _ in setting_keys()]
     same_leaf = [key for key in known if key.rpartition(".")[2] == path[-1]]
     known += [f"mirror.{name}" for name in MirrorSettings.model_fields]
+    known += [f"grading.rule.{name}" for name in RuleSettings.model_fields]
     if len(path) == 1:
         known += sorted({key.partition(".")[0] for key in known})
     return "unknown key" + _guess(".".join(path), known, otherwise=same_leaf)
@@ -366,7 +407,8 @@ def _guess(wrong: str, known: Sequence[str], otherwise: Sequence[str] = ()) -> s
 def _line_of(path: list[int | str], text: str) -> int | None:
     """The line that sets `path`, else its table's header: the toml package keeps no positions."""
     names = ".".join(p for p in path if isinstance(p, str))
-    table = next((p for p in path if isinstance(p, int)), 0) if names.startswith("mirror") else 0
+    is_array = names.startswith(("mirror", "grading.rule"))  # of tables
+    table = next((p for p in path if isinstance(p, int)), 0) if is_array else 0
     places = {(key, count): number for number, key, count in reversed(list(_iter_keys(text)))}
     return places.get((names, table)) or places.get((names.partition(".")[0], table))
 

@@ -219,6 +219,10 @@ class PatchConflictError(ConflictError):
     code, title = "patch-conflict", "The patch does not apply"
 
 
+class SteeringRefusedError(ConflictError):
+    code, title = "steering-refused", "The change could steer the tests"
+
+
 class CatalogTooNewError(ConflictError):
     code, title = "catalog-too-new", "The catalog was written by a newer version"
 

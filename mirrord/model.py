@@ -78,6 +78,56 @@ class View(StrEnum):
     GRADER = "grader"
 
 
+class ApplyStrategy(StrEnum):
+    """How well a patch must fit: as `git apply` asks, or as the field's graders take it."""
+
+    EXACT = "exact"
+    TOLERANT = "tolerant"
+
+
+class FoundStrategy(StrEnum):
+    """What made a patch fit; a tolerant one tries them in this order.
+
+    EXACT is `git apply`, THREE_WAY `git apply --3way` against the base commit, FUZZ `patch --batch
+    --forward --fuzz=5`. COUNTS takes wrong numbers in hunks, PROSE text around a patch, CRLF line
+    ends that only the patch has, BLANKS other blanks at line ends, CRLF_TREE line ends that only
+    the tree has; each of them what those before it take as well.
+    """
+
+    EXACT = "exact"
+    THREE_WAY = "3way"
+    COUNTS = "counts"
+    PROSE = "prose"
+    CRLF = "crlf"
+    BLANKS = "blanks"
+    FUZZ = "fuzz"
+    CRLF_TREE = "crlf-tree"
+
+
+class Policy(StrEnum):
+    """What a grade does with a change that could steer the tests."""
+
+    REPORT = "report"
+    DROP = "drop"
+    REFUSE = "refuse"
+
+
+class SteeringKind(StrEnum):
+    """Kinds of rules about what could steer the tests; policies are set by kind."""
+
+    RUNNER = "runner"
+    INTERPRETER = "interpreter"
+    SHADOW = "shadow"
+    BUILD = "build"
+    ENVIRONMENT = "environment"
+    GIT = "git"
+    COMPILED = "compiled"
+    TREE = "tree"
+    TESTS = "tests"
+    CODE = "code"
+    OWN = "own"
+
+
 class AuditLevel(StrEnum):
     QUICK = "quick"
     CLOSURE = "closure"
@@ -222,29 +272,3 @@ def shown(text: str, limit: int = 80) -> str:
     """Quote untrusted text for a message: printable, bounded."""
     quoted = ascii(text if len(text) <= limit else text[:limit] + "…")
     return quoted.replace("\\u2026", "…")
-
-
-class ApplyStrategy(StrEnum):
-    """How well a patch must fit: as `git apply` asks, or as the field's graders take it."""
-
-    EXACT = "exact"
-    TOLERANT = "tolerant"
-
-
-class FoundStrategy(StrEnum):
-    """What made a patch fit; a tolerant one tries them in this order.
-
-    EXACT is `git apply`, THREE_WAY `git apply --3way` against the base commit, FUZZ `patch --batch
-    --forward --fuzz=5`. COUNTS takes wrong numbers in hunks, PROSE text around a patch, CRLF line
-    ends that only the patch has, BLANKS other blanks at line ends, CRLF_TREE line ends that only
-    the tree has; each of them what those before it take as well.
-    """
-
-    EXACT = "exact"
-    THREE_WAY = "3way"
-    COUNTS = "counts"
-    PROSE = "prose"
-    CRLF = "crlf"
-    BLANKS = "blanks"
-    FUZZ = "fuzz"
-    CRLF_TREE = "crlf-tree"

@@ -111,6 +111,10 @@ class Endpoint:
         ]
 
 
+_CHECKOUT_SUBJECTS = {
+    "checkout", "checkouts", "instance", "dataset", "mirror", "name", "commit", "path", "patch",
+    "tree", "diff", "fork", "snapshot", "snapshots", "steering", "ttl", "process",
+}  # fmt: skip
 _SUBJECTS_OF: dict[str, set[str]] = {
     "reload": {"config"},
     "mirrors": {"mirror", "name", "url", "commit", "bundle"},
@@ -120,13 +124,11 @@ _SUBJECTS_OF: dict[str, set[str]] = {
     "instances": {"instance", "dataset", "name"},
     "audits": {"audit", "mirror", "dataset", "name"},
     "heals": {"mirror", "name"},
-    "checkouts": {
-        "checkout", "checkouts", "instance", "dataset", "mirror", "name", "commit", "path", "patch",
-        "tree", "diff", "fork", "snapshot", "snapshots", "ttl", "process",
-    },
+    "checkouts": _CHECKOUT_SUBJECTS,
+    "grades": _CHECKOUT_SUBJECTS,
     "receipts": {"mirror", "name", "commit"},
     "operations": {"operation"},
-}  # fmt: skip
+}
 """Words in error codes, by the noun whose endpoints answer with them."""
 _SUBJECTS = {"already", "new", "method"}.union(*_SUBJECTS_OF.values())
 
@@ -192,6 +194,8 @@ ENDPOINTS = (
     _get(f"{_CHECKOUT}/receipt", OWNER, checkouts.get_receipt, answer=Receipt),
     _post(f"{_CHECKOUT}/apply", OWNER, checkouts.apply_patch, upload=_FILE, interruptible=True),
     _post(f"{_CHECKOUT}/restore", ADMIN, checkouts.restore_paths, interruptible=True),
+    _post(f"{_CHECKOUT}/grade", ADMIN, checkouts.grade_checkout, 201, interruptible=True),
+    _post(f"{API}/grades", ADMIN, checkouts.grade_patch, 201, upload=_FILE, interruptible=True),
     _post(f"{API}/receipts/verify", MEMBER, checkouts.verify_receipt, interruptible=True),
 
     _get(f"{API}/operations", MEMBER, daemon.list_operations),

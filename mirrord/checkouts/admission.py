@@ -69,6 +69,17 @@ class Admission:
                 hint="ask for sealed or squashed",
             )
 
+    def must_be_apart(self, graded: Lease, owner: Owner) -> None:
+        """Refuse a grade for the uid that the agent had: what it left running reaches both trees.
+
+        Root and the daemon's own user may grade what they ran themselves.
+        """
+        if owner[0] == graded.owner_uid and owner[0] not in (0, os.geteuid()):
+            raise errors.AccessError(
+                f"cannot grade checkout {graded.id} for uid {owner[0]}: the agent had this uid",
+                hint="name another with --owner, or grade as root",
+            )
+
     def naming(self, peer: Peer) -> Naming:
         role = self._access.role(peer)
         if role is Role.ADMIN:

@@ -11,10 +11,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio.to_thread
 
@@ -33,19 +33,32 @@ from ..git.workers import Workers
 from ..host.namespaces import Visible
 from ..host.peers import Access, Owners, Peer
 from ..host.pidfds import Process, ProcessWatch, process_gone
+from ..host.processes import Owner
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
-from ..model import ApplyStrategy, Backend, Bind, DiffFormat, History, utc_now
+from ..model import (
+    ApplyStrategy,
+    Backend,
+    Bind,
+    CheckoutId,
+    DiffFormat,
+    History,
+    LayerId,
+    View,
+    utc_now,
+)
 from .admission import Admission
 from .backend import CheckoutBackend
 from .forks import Forks
+from .grading.prepare import AgentTree, ModelPatch, Prepared
+from .grading.service import Grading
 from .leases import Lease, Leases, LeaseState, Snapshot, not_found
 from .lifecycle import Lifecycle
 from .patches.service import DiffAnswer, Patches
 from .pool.backend import PoolBackend
 from .receipts import Receipts, report
-from .resolve import Resolver
+from .resolve import ResolvedRequest, Resolver
 from .snapshots.layers import Layers
 from .stores.builder import StoreBuilder
 
@@ -53,6 +66,23 @@ _SHOWN = (
     *("id", "commit", "tree", "instance", "history", "view", "backend"),
     *("owner_uid", "owner_gid", "taken_by", "created_at", "expires_at", "parent"),
 )
+
+_RESOLVED = ("mirror", "commit", "tree", "instance", "dataset")
+_OF_GRADE = ("backend", "ttl", "owner", "bind")
+GRADED = "graded"
+"""The snapshot that every grade has: with the change and the tests, and nothing since."""
+
+
+class _Admitted(NamedTuple):
+    """A checkout that its asker may have."""
+
+    owner: Owner
+    taken_by: int
+    backends: list[Backend]
+    ttl: timedelta
+    history: History
+    view: View
+    process: Process | None
 
 
 class Checkouts:
@@ -86,6 +116,7 @@ class Checkouts:
         self._resolver = Resolver(datasets, mirrors, stores.commits.learn)
         self._receipts = Receipts(git=git, workers=workers, mirrors=mirrors, stores=stores)
         self._patches = Patches(workers=workers, mirrors=mirrors, instances=datasets)
+        self._grading = Grading(settings, workers, mirrors, datasets)
         backends = [overlay, pool] if overlay else [pool]
         self._leases = Leases(state_dir)
         self._layers = Layers(state_dir, self._leases, trash)
@@ -137,34 +168,93 @@ class Checkouts:
         It ends with `process`, if one is given.
         """
         began = time.perf_counter()
-        self._must_be_open()
-        history = request.history or self._settings().checkouts.history
-        ttl = self._admission.ttl(request.ttl, peer)
-        owner = await self._owners.find(request.owner, peer)
-        self._admission.check(peer, owner, request.view, history)
-        visible = await self._admission.visible_to(peer)
-        backends = self._admission.choose_backends(request.backend, history, visible)
+        admitted = await self._admit(request, peer, process)
         found = await self._resolver.resolve_start(request, self._admission.naming(peer))
-        resolved_s = time.perf_counter() - began
-        now = self._clock()
-        draft = partial(
-            Lease,
-            **found._asdict(),
-            history=history,
-            view=request.view,
-            owner_uid=owner[0],
-            owner_gid=owner[1],
-            taken_by=peer.uid,
-            created_at=now,
-            expires_at=now + ttl,
-            bound_to=process,
-        )
-        with self._admission.counted(peer.uid, owner[0]):
-            lease, timings = await self._hand_out(draft, backends, process)
-        timings = {"resolve": round(resolved_s, 6), **timings}
-        timings["total"] = round(time.perf_counter() - began, 6)
+        resolved_s = round(time.perf_counter() - began, 6)
+        lease, timings = await self._begin(admitted, found)
+        timings = {"resolve": resolved_s, **timings, "total": round(time.perf_counter() - began, 6)}
         self._publish("checkout.made", lease, duration_s=timings["total"])
         return protocol.Checkout(**_members(lease, timings))
+
+    async def grade(
+        self,
+        checkout: str,
+        request: protocol.StartGrade,
+        peer: Peer,
+        process: Process | None = None,
+    ) -> protocol.Grade:
+        """Hand out a grader's checkout with what a checkout's owner changed, and the tests."""
+        began = time.perf_counter()
+        policies = self._grading.policies(request.policy)
+        with self._layers.making() as layer:
+            async with self._held(checkout, peer) as parent:
+                _must_be_whole(parent)
+                choices = {name: getattr(request, name) for name in _OF_GRADE}
+                start = protocol.StartCheckout(view=View.GRADER, history=parent.history, **choices)
+                admitted = await self._admit(start, peer, process)
+                self._admission.must_be_apart(parent, admitted.owner)
+                found = ResolvedRequest(**{name: getattr(parent, name) for name in _RESOLVED})
+                changed = self._lifecycle.backend_of(parent).changed_paths(parent)
+                source = AgentTree(self._patches.job(parent), changed)
+                prepared = await self._grading.prepare(layer.path, found, source, policies)
+            return await self._graded(began, admitted, found, layer.id, prepared, parent.id)
+
+    async def grade_patch(
+        self,
+        request: protocol.StartCheckout,
+        source: ModelPatch,
+        policy: str | None,
+        peer: Peer,
+        process: Process | None = None,
+    ) -> protocol.Grade:
+        """Hand out a grader's checkout with a patch for what the request names, and the tests."""
+        began = time.perf_counter()
+        policies = self._grading.policies(policy)
+        admitted = await self._admit(request, peer, process)
+        found = await self._resolver.resolve_start(request, self._admission.naming(peer))
+        with self._layers.making() as layer:
+            prepared = await self._grading.prepare(layer.path, found, source, policies)
+            return await self._graded(began, admitted, found, layer.id, prepared)
+
+    async def _graded(
+        self,
+        began: float,
+        admitted: _Admitted,
+        found: ResolvedRequest,
+        layer: LayerId,
+        prepared: Prepared,
+        parent: CheckoutId | None = None,
+    ) -> protocol.Grade:
+        """A checkout on a prepared layer, which is its snapshot `graded` too."""
+        prepared_s = round(time.perf_counter() - began, 6)
+        graded = Snapshot(
+            name=GRADED,
+            layer=layer,
+            commit=found.commit,
+            tree=found.tree,
+            instance=found.instance,
+            dataset=found.dataset,
+            taken_at=self._clock(),
+            files=prepared.files,
+            size_bytes=prepared.size_bytes,
+            left_out={},
+            git=False,
+        )
+        more: dict[str, Any] = {"layer": layer, "parent": parent, "snapshots": (graded,)}
+        lease, timings = await self._begin(admitted, found, **more)
+        timings = {"prepare": prepared_s, **timings, "total": round(time.perf_counter() - began, 6)}
+        # numbers only: an event is for the uids of its checkout, a log for whoever reads logs
+        counts = {"changed": prepared.changed, "dropped": len(prepared.dropped)}
+        counts["steering"] = len(prepared.steering)
+        self._publish("checkout.graded", lease, duration_s=timings["total"], **counts)
+        return protocol.Grade(
+            **_members(lease, timings),
+            strategy=prepared.strategy,
+            changed=prepared.changed,
+            dropped=prepared.dropped,
+            steering=prepared.steering,
+            tests=prepared.tests,
+        )
 
     async def fork(
         self,
@@ -385,6 +475,40 @@ class Checkouts:
             await self._process_ended.wait()
             self._process_ended.clear()
             await self.expire()
+
+    async def _admit(
+        self, request: protocol.StartCheckout, peer: Peer, process: Process | None
+    ) -> _Admitted:
+        """Judge whether the peer may have such a checkout; nothing was looked up before."""
+        self._must_be_open()
+        history = request.history or self._settings().checkouts.history
+        ttl = self._admission.ttl(request.ttl, peer)
+        owner = await self._owners.find(request.owner, peer)
+        self._admission.check(peer, owner, request.view, history)
+        visible = await self._admission.visible_to(peer)
+        backends = self._admission.choose_backends(request.backend, history, visible)
+        return _Admitted(owner, peer.uid, backends, ttl, history, request.view, process)
+
+    async def _begin(
+        self, admitted: _Admitted, found: ResolvedRequest, **more: Any
+    ) -> tuple[Lease, dict[str, float]]:
+        """Hand out a checkout of a commit."""
+        now = self._clock()
+        draft = partial(
+            Lease,
+            **found._asdict(),
+            history=admitted.history,
+            view=admitted.view,
+            owner_uid=admitted.owner[0],
+            owner_gid=admitted.owner[1],
+            taken_by=admitted.taken_by,
+            created_at=now,
+            expires_at=now + admitted.ttl,
+            bound_to=admitted.process,
+            **more,
+        )
+        with self._admission.counted(admitted.taken_by, admitted.owner[0]):
+            return await self._hand_out(draft, admitted.backends, admitted.process)
 
     async def _hand_out(
         self, draft: Callable[..., Lease], backends: Sequence[Backend], process: Process | None

@@ -199,4 +199,5 @@ def _parameters(function: Callable[..., None]) -> Iterator[click.Parameter]:
             common |= {"is_flag": True}
         else:
             common |= {"type": value_type, "show_default": bool(common.get("default"))}
+            common["multiple"] = is_list
         yield click.Option([given.name, *flags], **common)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -147,6 +147,13 @@ def seconds_of(duration: timedelta | float | str | None) -> float | None:
     except ValueError as error:
         raise errors.UsageError(f"cannot read a ttl: {error}") from error
     return read.total_seconds() if isinstance(read, timedelta) else read
+
+
+def policy_text(policy: str | Mapping[str, str] | None) -> str | None:
+    """A policy as requests spell it: `drop`, `tests=report,git=drop`."""
+    if policy is None or isinstance(policy, str):
+        return policy if policy is None else str(policy)
+    return ",".join(f"{kind}={each}" for kind, each in policy.items())
 
 
 class EventReader:

@@ -385,12 +385,33 @@ class RestorePaths(Request):
     ]
 
 
+PolicyText = Annotated[
+    str,
+    Bounds(
+        min_length=1,
+        max_length=500,
+        description="report, drop or refuse; by kind: `drop,tests=report`; default: as configured",
+    ),
+]
+
+
+class StartGrade(Request):
+    """The grade of a checkout: what its owner changed, at the same commit, with the tests."""
+
+    policy: PolicyText | None = None
+    backend: model.Backend | None = None
+    ttl: Ttl | None = None
+    owner: OwnerUid | None = None
+    bind: model.Bind = model.Bind.LEASE
+
+
 class Checkout(Answer):
     """`commit` is the base commit, `tree` its verified tree; `timings` are seconds per step.
 
     `path` is `directory/tree`. `directory` holds nothing else; mounted elsewhere with `rslave`, it
     follows every reset. `taken_by` is the uid that asked for the checkout. It and `owner_uid` may
-    use and release it. `parent` is the checkout that this one was forked from.
+    use and release it. `parent` is the checkout that this one was forked from, or
+    grades.
     """
 
     id: str
@@ -443,6 +464,35 @@ class Snapshot(Answer):
     commit: str
     instance: str | None = None
     copied: Copied
+
+
+class Steering(Answer):
+    """A path of the agent's that could steer the tests, and the rule that says so.
+
+    `applied`: the grade has it. `dropped`: by policy it does not. `restored`: the test patch writes
+    there. `left`: it is no part of a change, such as an ignored file. `refused`: why there is no
+    grade.
+    """
+
+    rule: str
+    kind: model.SteeringKind
+    path: str
+    action: Literal["applied", "dropped", "restored", "left", "refused"]
+    detail: str = ""
+
+
+class Grade(Checkout):
+    """A checkout for the grader. `strategy` says how a patch applied, None for a checkout's change.
+
+    `changed` counts the paths of the agent's change, `dropped` lists those that the grade does not
+    have. `tests` are the paths of the instance's test patch, None where there is none.
+    """
+
+    strategy: model.FoundStrategy | None = None
+    changed: int
+    dropped: list[str] = []
+    steering: list[Steering] = []
+    tests: list[str] | None = None
 
 
 class Proof(Answer):

@@ -52,6 +52,7 @@ DESIGNED = [
     "release",
     "renew",
     "checkouts",
+    "grade",
     "receipt",
     "verify-seal",
     "rehearse",

@@ -36,7 +36,7 @@ def test_sample_names_every_key_with_its_default(monkeypatch: pytest.MonkeyPatch
         for k, v in written.items()
         for n in (v if isinstance(v, dict) else [k])
     }
-    assert keys == {key for key, _ in config.setting_keys()} - {"mirror"}
+    assert keys == {key for key, _ in config.setting_keys()} - {"mirror", "grading.rule"}
     assert config.load(SAMPLE) == config.Settings()
 
 

@@ -131,7 +131,7 @@ def is_run(command: str) -> bool:
     return not any(command.startswith(prefix) for prefix in NOT_RUN)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/bundles.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/bundles.md", "docs/grading.md"])
 def test_a_session_prints_what_it_shows(world: World, document: str) -> None:
     if document != "README.md":
         subprocess.run(
@@ -151,6 +151,9 @@ def test_a_session_prints_what_it_shows(world: World, document: str) -> None:
                     assert stable(printed) == stable(shown), command
     finally:
         shell.close()
+        with mirrord.Client(world.running.socket) as client:
+            for checkout in client.list_checkouts():
+                client.release_checkout(checkout.id)
 
 
 @pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/installation.md"])
@@ -184,7 +187,10 @@ def test_snippets_run(world: World, document: str, monkeypatch: pytest.MonkeyPat
     snippets = blocks(document, "python")
     assert snippets
     for snippet in snippets:
-        names: dict[str, object] = {"run_agent": lambda path: (path / "new").write_text("work\n")}
+        names: dict[str, object] = {
+            "run_agent": lambda path: (path / "new").write_text("work\n"),
+            "run_tests": lambda path: (path / "new").read_text(),
+        }
         exec(compile(snippet, document, "exec"), names)
         if isinstance(patch := names.get("patch"), bytes):
             patches.append(patch)

@@ -21,6 +21,7 @@ ARGUMENTS = {
     "restore": ["a" * 16, "--commit", "c" * 40, "file"],
     "release": ["a" * 16],
     "renew": ["a" * 16],
+    "grade": ["a" * 16],
     "receipt": ["a" * 16],
     "exec": ["i", "--", "true"],
     "refs log": ["a/b"],

@@ -11,14 +11,16 @@ import structlog
 from pydantic import Field
 from starlette.responses import Response
 
+from ...checkouts.grading.prepare import ModelPatch
 from ...errors import CheckoutNotFoundError, InvalidPatchError, InvalidRequestError
 from ...host.pidfds import Process, process_of
-from ...model import ApplyStrategy, Bind, DiffFormat
+from ...model import ApplyStrategy, Backend, Bind, DiffFormat, History, View
 from ...protocol import (
     ApplyAnswer,
     Checkout,
     Fork,
     ForkCheckout,
+    Grade,
     MakeSnapshot,
     Receipt,
     ReceiptReport,
@@ -29,6 +31,7 @@ from ...protocol import (
     RestorePaths,
     Snapshot,
     StartCheckout,
+    StartGrade,
 )
 from ..request import Call, OwnedStream, Query, read_patch, text_response
 
@@ -170,6 +173,42 @@ async def apply_patch(call: Call, query: ApplyQuery) -> ApplyAnswer:
             reverse=query.reverse,
             strategy=query.strategy,
         )
+
+
+async def grade_checkout(call: Call, body: StartGrade) -> Grade:
+    """A grader's checkout of what the owner of a checkout changed, with the instance's tests."""
+    process = _bound_process(call, body.bind)
+    grade = await call.engine.checkouts.grade(call.path["id"], body, call.peer, process)
+    await _release_if_lost(call, grade)
+    return grade
+
+
+class GradeQuery(Query):
+    instance: str = Field(min_length=1, max_length=500)
+    dataset: str | None = Field(None, min_length=1, max_length=500)
+    strategy: ApplyStrategy = ApplyStrategy.EXACT
+    policy: str | None = Field(None, min_length=1, max_length=500)
+    history: History | None = None
+    backend: Backend | None = None
+    ttl: float | None = Field(None, gt=0, le=366 * 86400, description="seconds")
+    owner: int | None = Field(None, ge=0, lt=2**32 - 1)
+    bind: Bind = Bind.LEASE
+
+
+async def grade_patch(call: Call, query: GradeQuery) -> Grade:
+    """A grader's checkout with the patch in the body, at an instance's base commit, and its tests.
+
+    `instance` may be NAME@COMMITISH, which has no tests.
+    """
+    choices = query.model_dump(exclude={"strategy", "policy"})
+    start, process = StartCheckout(view=View.GRADER, **choices), _bound_process(call, query.bind)
+    async with read_patch(call.request, call.engine.mirrors.quarantine) as patch:
+        source = ModelPatch(patch, query.strategy)
+        grade = await call.engine.checkouts.grade_patch(
+            start, source, query.policy, call.peer, process
+        )
+    await _release_if_lost(call, grade)
+    return grade
 
 
 async def restore_paths(call: Call, body: RestorePaths) -> RestoreAnswer:

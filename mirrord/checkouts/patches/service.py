@@ -52,7 +52,7 @@ class Patches:
         spool = quarantine.root / f"diff-{secrets.token_hex(8)}"
         try:
             content, reason, files = await self._workers.run(
-                diff, self._job(lease), changed, form, spool, timeout=DIFF_TIMEOUT
+                diff, self.job(lease), changed, form, spool, timeout=DIFF_TIMEOUT
             )
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -72,7 +72,7 @@ class Patches:
         Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError; nothing changed.
         """
         paths, found = await self._workers.run(
-            apply, self._job(lease), patch, reverse, strategy, timeout=DIFF_TIMEOUT
+            apply, self.job(lease), patch, reverse, strategy, timeout=DIFF_TIMEOUT
         )
         return [path.decode(errors="backslashreplace") for path in paths], found
 
@@ -91,7 +91,7 @@ class Patches:
             )
         wanted = [path.encode(errors="surrogateescape") for path in request.paths]
         paths = await self._workers.run(
-            restore, self._job(lease), commit, wanted, timeout=DIFF_TIMEOUT
+            restore, self.job(lease), commit, wanted, timeout=DIFF_TIMEOUT
         )
         return [path.decode(errors="backslashreplace") for path in paths]
 
@@ -111,7 +111,8 @@ class Patches:
             fact, hint = "no such name", "the names are @patch and @test_patch"
         raise InvalidRequestError(f"cannot apply {shown(named)}: {fact}", hint=hint)
 
-    def _job(self, lease: Lease) -> PatchJob:
+    def job(self, lease: Lease) -> PatchJob:
+        """A checkout as the functions of this package take it."""
         return PatchJob(
             root=lease.tree_path,
             mirror=self._mirrors.path(lease.mirror),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .checkout import AsyncCheckout
+from .checkout import AsyncCheckout, AsyncGrade
 from .client import AsyncClient
 
-__all__ = ["AsyncCheckout", "AsyncClient"]
+__all__ = ["AsyncCheckout", "AsyncClient", "AsyncGrade"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -12,7 +13,17 @@ from weakref import WeakValueDictionary
 
 from ... import protocol
 from ...errors import CheckoutNotFoundError, MirrordError
-from ...model import ApplyStrategy, Backend, DiffFormat, FoundStrategy, History, View, utc_now
+from ...model import (
+    ApplyStrategy,
+    Backend,
+    Bind,
+    DiffFormat,
+    FoundStrategy,
+    History,
+    Policy,
+    View,
+    utc_now,
+)
 from ..answers import seconds_of
 from ..primitives_async import AsyncWorker, Pending, async_to_end
 
@@ -168,6 +179,27 @@ class AsyncCheckout:
         """What this is now, and how that was proven; keep its `canonical()` bytes."""
         return await self._client.get_receipt(self.id)
 
+    def grade(
+        self,
+        *,
+        policy: Policy | str | Mapping[str, str] | None = None,
+        backend: Backend | None = None,
+        ttl: timedelta | float | str | None = None,
+        owner: int | None = None,
+        bind: Bind = Bind.LEASE,
+        auto_renew: bool = True,
+    ) -> Pending[AsyncGrade]:
+        """Lease a grader's tree with what was changed here, and the instance's tests."""
+        return self._client.grade_checkout(
+            self.id,
+            policy=policy,
+            backend=backend,
+            ttl=ttl,
+            owner=owner,
+            bind=bind,
+            auto_renew=auto_renew,
+        )
+
     async def renew(self, ttl: timedelta | float | str | None = None) -> datetime:
         """Move the deadline to `ttl` from now, by default the last one given; returns it."""
         self._ttl = self._ttl if ttl is None else seconds_of(ttl)
@@ -195,6 +227,37 @@ class AsyncCheckout:
     def __repr__(self) -> str:
         base = f"{self.mirror}@{self.commit[:12]}"
         return f"<{type(self).__name__} {self.id} {base} at {self.lease.path}>"
+
+
+class AsyncGrade(AsyncCheckout):
+    """A checkout for the grader: the base commit, the agent's change, the instance's tests.
+
+    `report` is the daemon's whole answer.
+    """
+
+    def __init__(self, client: AsyncClient, report: protocol.Grade, ttl: float | None) -> None:
+        super().__init__(client, report, ttl)
+        self.report = report
+
+    @property
+    def steering(self) -> list[protocol.Steering]:
+        """What of the agent's could steer the tests, by rule, and what was done about it."""
+        return self.report.steering
+
+    @property
+    def dropped(self) -> list[str]:
+        """Paths of the agent's change that this tree does not have."""
+        return self.report.dropped
+
+    @property
+    def strategy(self) -> FoundStrategy | None:
+        """How the patch applied; None for the grade of a checkout."""
+        return self.report.strategy
+
+    @property
+    def parent(self) -> str | None:
+        """The id of the graded checkout."""
+        return self.report.parent
 
 
 class AsyncRenewal:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from datetime import timedelta
 from pathlib import Path
@@ -11,11 +11,19 @@ from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 from ... import errors, protocol
-from ...model import ApplyStrategy, AuditLevel, Backend, Bind, DiffFormat, History, View
+from ...model import ApplyStrategy, AuditLevel, Backend, Bind, DiffFormat, History, Policy, View
 from ...places import socket_path
-from ..answers import EventReader, message, read_list, read_one, retry_pauses, seconds_of
+from ..answers import (
+    EventReader,
+    message,
+    policy_text,
+    read_list,
+    read_one,
+    retry_pauses,
+    seconds_of,
+)
 from ..primitives_async import Pending, async_chunks, async_pause, async_write
-from .checkout import AsyncCheckout, AsyncRenewal
+from .checkout import AsyncCheckout, AsyncGrade, AsyncRenewal
 from .connection import AsyncConnection
 
 A = TypeVar("A", bound=protocol.Answer)
@@ -407,6 +415,72 @@ class AsyncClient:
     async def verify_receipt(self, receipt: protocol.Receipt) -> protocol.ReceiptReport:
         """Compare a receipt with the mirror that it names; its signature is not looked at."""
         return await self._one(protocol.ReceiptReport, "POST", "receipts/verify", body=receipt)
+
+    def grade(
+        self,
+        instance: str,
+        patch: bytes | str,
+        *,
+        dataset: str | None = None,
+        strategy: ApplyStrategy | str = ApplyStrategy.EXACT,
+        policy: Policy | str | Mapping[str, str] | None = None,
+        history: History | None = None,
+        backend: Backend | None = None,
+        ttl: timedelta | float | str | None = None,
+        owner: int | None = None,
+        bind: Bind = Bind.LEASE,
+        auto_renew: bool = True,
+    ) -> Pending[AsyncGrade]:
+        """Lease a grader's tree with a patch for an instance, or NAME@COMMITISH, and its tests.
+
+        `policy` is "report", "drop" or "refuse", or one for each kind of rule: {"tests": "drop"}.
+        `strategy` "tolerant" takes what `patch` with fuzz takes. The rest is as for `checkout`.
+        """
+        query = {
+            "instance": instance,
+            "dataset": dataset,
+            "strategy": str(strategy),
+            "policy": policy_text(policy),
+            "history": history,
+            "backend": backend,
+            "ttl": seconds_of(ttl),
+            "owner": owner,
+            "bind": str(bind),
+        }
+        content = patch.encode("utf-8", "surrogateescape") if isinstance(patch, str) else patch
+        request = {"content": content, **query}
+        return Pending(self._grade("grades", seconds_of(ttl), auto_renew, request))
+
+    def grade_checkout(
+        self,
+        checkout: str,
+        *,
+        policy: Policy | str | Mapping[str, str] | None = None,
+        backend: Backend | None = None,
+        ttl: timedelta | float | str | None = None,
+        owner: int | None = None,
+        bind: Bind = Bind.LEASE,
+        auto_renew: bool = True,
+    ) -> Pending[AsyncGrade]:
+        """Lease a grader's tree with what a checkout's owner changed, and the instance's tests."""
+        body = message(
+            protocol.StartGrade,
+            policy=policy_text(policy),
+            backend=backend,
+            ttl=seconds_of(ttl),
+            owner=owner,
+            bind=bind,
+        )
+        path = f"{_checkout(checkout)}/grade"
+        return Pending(self._grade(path, body.ttl, auto_renew, {"body": body}))
+
+    async def _grade(
+        self, path: str, ttl: float | None, auto_renew: bool, request: dict[str, Any]
+    ) -> AsyncGrade:
+        grade = AsyncGrade(self, await self._one(protocol.Grade, "POST", path, **request), ttl)
+        if auto_renew:
+            self._renewal.hold(grade)
+        return grade
 
     async def release_checkout(self, checkout: str) -> None:
         self._renewal.drop(checkout)

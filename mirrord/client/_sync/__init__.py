@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .checkout import Checkout
+from .checkout import Checkout, Grade
 from .client import Client
 
-__all__ = ["Checkout", "Client"]
+__all__ = ["Checkout", "Client", "Grade"]

@@ -1,0 +1,312 @@
+"""The conditions of rules: what a change does, read from its bytes before and after.
+
+Each answers None where it does not hold, otherwise a detail for people, perhaps an empty one.
+Everything here is an agent's: nothing is run, and what cannot be read counts as changed.
+"""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...git.objects.trees import BaseTree
+from ..patches.change import Change
+
+_SYMLINK, _SUBMODULE = 0o120000, 0o160000
+_PARSED_BYTES = 256 * 1024
+
+_TEST_PATH = re.compile(
+    rb"(?:.*/)?(?:tests?|testing|__tests__|specs?|e2e|unittests?|test[_-]suite|src/test)/.*"
+    rb"|(?:.*/)?(?:test_[^/]*|[^/]*_tests?)\.py"
+    rb"|(?:.*/)?[^/]*_(?:test|spec)\.(?:go|rb|rs|exs|dart|c|cc|cpp|php)"
+    rb"|(?:.*/)?[^/]*[.-](?:test|spec)\.[cm]?[jt]sx?"
+    rb"|(?:.*/)?[^/]*Tests?\.(?:java|kt|kts|scala|groovy|cs|php|swift)",
+    re.DOTALL,
+)
+_TESTS = re.compile(
+    rb"^[ \t]*(?:async[ \t]+)?def[ \t]+test|\b(?:it|test)[ \t]*\(|^func[ \t]+Test|#\[test\]|@Test\b"
+    rb"|@ParameterizedTest\b",
+    re.MULTILINE,
+)
+_ASSERTIONS = re.compile(
+    rb"\bassert|\bexpect[ \t]*\(|\.fail\w*\(|\.should\b|\bt\.(?:Error|Fatal)|\brequire\.\w"
+    rb"|\braises[ \t]*\(",
+    re.IGNORECASE,
+)
+_SKIPS = re.compile(
+    rb"\bskip|\bxfail|@Ignore\b|@Disabled\b|\.only[ \t]*\(|#\[ignore|\bt\.Skip|\bx(?:it|describe)\("
+    rb"|\bcollect_ignore|__test__|\bdeselect|\bpytestmark\b",
+    re.IGNORECASE,
+)
+_RUNNER_MODULES = (
+    "pytest _pytest pluggy py iniconfig packaging exceptiongroup tomli nose nose2 tox coverage mock"
+    " hypothesis xdist execnet setuptools pkg_resources pip _distutils_hack site"
+)
+_RUNNERS = frozenset(_RUNNER_MODULES.split())
+_IMPORT = re.compile(rb"^[ \t]*(?:import|from)[ \t]+([A-Za-z_]\w*)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceTests:
+    """An instance's tests: what its test patch does to the base tree.
+
+    `imports` are the modules that the touched files import at the base commit, `new_imports` those
+    that only the patch has them import.
+    """
+
+    changes: list[Change] = field(default_factory=list)
+    imports: frozenset[str] = frozenset()
+    new_imports: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What conditions look at besides a change: the base tree, all changes by path, the tests."""
+
+    base: BaseTree
+    read_blob: Callable[[str], bytes]
+    changes: Mapping[bytes, Change]
+    tests: InstanceTests
+    file_bytes: int
+
+    def before(self, change: Change) -> bytes:
+        """The bytes at the base commit; none where there was no file."""
+        is_file = change.old is not None and not (change.old.is_tree or change.old.is_submodule)
+        return self.read_blob(change.old.oid) if change.old and is_file else b""
+
+    def has(self, path: bytes) -> bool:
+        """Whether there is something at the path after the changes."""
+        change = self.changes.get(path)
+        return change.mode is not None if change else self.base.find(path) is not None
+
+
+def is_test(path: bytes) -> bool:
+    return _TEST_PATH.fullmatch(path) is not None
+
+
+def imports_of(source: bytes) -> set[str]:
+    """The top-level modules that Python source imports, as far as its lines tell."""
+    return {name.decode("ascii", "replace") for name in _IMPORT.findall(source)}
+
+
+# -- lines and files ------------------------------------------------------------------------------
+
+
+def _adds(change: Change, look: Look, *patterns: str) -> str | None:
+    """A line matches that the file did not have."""
+    wanted = re.compile("|".join(patterns).encode(), re.MULTILINE)
+    if change.mode in (None, _SYMLINK, _SUBMODULE) or not wanted.search(change.data):
+        return None
+    old = set(look.before(change).splitlines())
+    for line in change.data.splitlines():
+        if line not in old and (found := wanted.search(line)):
+            return f"adds {found[0].decode(errors='backslashreplace').strip()[:60]}"
+    return None
+
+
+def _code_adds(change: Change, look: Look, *patterns: str) -> str | None:
+    """The same, outside of tests, which may name their runner."""
+    return None if is_test(change.path) else _adds(change, look, *patterns)
+
+
+def _beside(change: Change, look: Look, name: str) -> str | None:
+    """The tree has that file at its top."""
+    return "" if look.has(name.encode()) else None
+
+
+def _submodule(change: Change, look: Look) -> str | None:
+    was = change.old is not None and change.old.is_submodule
+    return "" if was or change.mode == _SUBMODULE else None
+
+
+def _large(change: Change, look: Look) -> str | None:
+    size = len(change.data)
+    return f"{size:,} bytes" if size > look.file_bytes else None
+
+
+def _symlink_outside(change: Change, look: Look) -> str | None:
+    """The target is absolute, climbs above the top, or goes up again after it went down.
+
+    After a name `..` is not lexical: the name may be a link itself.
+    """
+    if change.mode != _SYMLINK:
+        return None
+    target, depth = change.data, change.path.count(b"/")
+    parts = [part for part in target.split(b"/") if part not in (b"", b".")]
+    ups = next((n for n, part in enumerate(parts) if part != b".."), len(parts))
+    if target.startswith(b"/") or ups > depth or b".." in parts[ups:]:
+        return f"to {target[:200].decode(errors='backslashreplace')}"
+    return None
+
+
+# -- parts of configuration -----------------------------------------------------------------------
+
+
+def _sections(change: Change, look: Look, *names: str) -> str | None:
+    """A section of an INI file differs, or one whose name begins so."""
+
+    def read(text: str) -> dict[str, Any]:
+        parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
+        parser.read_string(text)
+        return {name: dict(parser[name]) for name in parser.sections()}
+
+    return _differing(change, look, read, lambda found, name: found.get(name), names)
+
+
+def _tables(change: Change, look: Look, *names: str) -> str | None:
+    """A table of a TOML file differs, or an array or value with that dotted name."""
+    return _differing(change, look, tomllib.loads, _dig, names)
+
+
+def _keys(change: Change, look: Look, *names: str) -> str | None:
+    """A member of a JSON object differs."""
+    return _differing(change, look, json.loads, _dig, names)
+
+
+def _dig(found: Any, name: str) -> Any:
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
+
+
+def _differing(
+    change: Change,
+    look: Look,
+    read: Callable[[str], Any],
+    pick: Callable[[Any, str], Any],
+    names: tuple[str, ...],
+) -> str | None:
+    if change.mode == _SYMLINK:
+        return "becomes a symbolic link"
+    try:
+        before, after = (
+            read(data.decode()) if data else {}
+            for data in map(_bounded, (look.before(change), change.data))
+        )
+        changed = [name for name in names if pick(before, name) != pick(after, name)]
+    except (ValueError, configparser.Error, RecursionError, AttributeError):
+        return "cannot be read"
+    return ", ".join(changed) or None
+
+
+def _bounded(data: bytes) -> bytes:
+    if len(data) > _PARSED_BYTES:
+        raise ValueError("too long to be read")
+    return data
+
+
+# -- modules --------------------------------------------------------------------------------------
+
+
+def _new_modules(change: Change, look: Look) -> Iterator[str]:
+    """The modules that a new file makes importable as top-level ones.
+
+    They lie in a directory without `__init__.py`, and the base had nothing of that name there.
+    """
+    if change.old is not None or change.mode is None:
+        return
+    parts = change.path.split(b"/")
+    names = [*parts[:-1], parts[-1].partition(b".")[0]]
+    for depth, name in enumerate(names):
+        above = b"".join(part + b"/" for part in parts[:depth])
+        if look.has(above + b"__init__.py"):
+            continue
+        if name == b"__init__" or not _is_new(look.base, above + name):
+            continue
+        yield name.decode(errors="backslashreplace")
+
+
+def _is_new(base: BaseTree, stem: bytes) -> bool:
+    return base.find(stem) is None and base.find(stem + b".py") is None
+
+
+def _new_module(change: Change, look: Look) -> str | None:
+    """Named as a module of the standard library, or of a test runner."""
+    for name in _new_modules(change, look):
+        if name in sys.stdlib_module_names or name in _RUNNERS or name.startswith("pytest_"):
+            return f"module {name}"
+    return None
+
+
+def _new_dependency(change: Change, look: Look) -> str | None:
+    """Named as a module that the tests import at the base commit, whose tree does not have it."""
+    names = [name for name in _new_modules(change, look) if name in look.tests.imports]
+    return f"module {names[0]}" if names and _new_module(change, look) is None else None
+
+
+def _new_tested_module(change: Change, look: Look) -> str | None:
+    """Named as a module that only the test patch imports; it may be what the task asks for."""
+    names = [name for name in _new_modules(change, look) if name in look.tests.new_imports]
+    return f"module {names[0]}" if names else None
+
+
+# -- tests ----------------------------------------------------------------------------------------
+
+
+def _package_marker(change: Change, look: Look) -> str | None:
+    """`__init__.py` comes or goes at the top, or where tests are."""
+    if change.old is not None and change.mode is not None:
+        return None
+    above = change.path.rpartition(b"/")[0]
+    holds_tests = any(is_test(above + b"/" + name) for name in look.base.names_in(above))
+    if above and not holds_tests and not is_test(change.path):
+        return None
+    return "added" if change.old is None else "removed"
+
+
+def _test_removed(change: Change, look: Look) -> str | None:
+    return "" if change.mode is None and is_test(change.path) else None
+
+
+def _test_weakened(change: Change, look: Look) -> str | None:
+    if change.old is None or change.mode is None or not is_test(change.path):
+        return None
+    before, after = look.before(change), change.data
+    said = []
+    for noun, pattern, sign in (
+        ("tests", _TESTS, -1),
+        ("assertions", _ASSERTIONS, -1),
+        ("skips", _SKIPS, 1),
+    ):
+        count = (len(pattern.findall(after)) - len(pattern.findall(before))) * sign
+        if count > 0:
+            said.append(f"{count} {noun} {'fewer' if sign < 0 else 'more'}")
+    return ", ".join(said) or None
+
+
+def _test_edited(change: Change, look: Look) -> str | None:
+    is_edit = change.old is not None and change.mode is not None and is_test(change.path)
+    return "" if is_edit and _test_weakened(change, look) is None else None
+
+
+def _test_added(change: Change, look: Look) -> str | None:
+    return "" if change.old is None and change.mode is not None and is_test(change.path) else None
+
+
+Condition = Callable[..., str | None]
+
+CONDITIONS: dict[str, Condition] = {
+    "adds": _adds,
+    "beside": _beside,
+    "code-adds": _code_adds,
+    "keys": _keys,
+    "large": _large,
+    "new-dependency": _new_dependency,
+    "new-module": _new_module,
+    "new-tested-module": _new_tested_module,
+    "package-marker": _package_marker,
+    "sections": _sections,
+    "submodule": _submodule,
+    "symlink-outside": _symlink_outside,
+    "tables": _tables,
+    "test-added": _test_added,
+    "test-edited": _test_edited,
+    "test-removed": _test_removed,
+    "test-weakened": _test_weakened,
+}

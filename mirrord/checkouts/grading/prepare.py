@@ -1,0 +1,185 @@
+"""The preparation of a grade: from an agent's tree, or a model's patch, to a layer on the base.
+
+The one call of a worker for a grade. Content alone crosses: the paths, blobs and modes that git
+would record. What the rules drop is left out, paths of the test patch go back to the base, and the
+test patch's result comes on top. Files are written as a checkout of the base commit writes them:
+attributes of the agent's change nothing about the tests. A crash leaves a layer without a lease.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from ...errors import ConflictError, PatchConflictError, UsageError
+from ...git.objects.filters import Conversions
+from ...git.objects.repository import Objects, open_objects
+from ...git.objects.trees import BaseTree
+from ...model import ApplyStrategy, FoundStrategy
+from ...protocol import Steering
+from ..backend import ChangedPaths
+from ..files.manifest import blob_id
+from ..files.tree import conversions_for
+from ..patches.base import BaseFiles
+from ..patches.change import Change
+from ..patches.collect import collect
+from ..patches.strategies import apply_patch
+from ..patches.worktree import PatchJob, open_worktree
+from ..snapshots.content import LayerFile, write_layer
+from ..templates.layers import parents
+from .conditions import InstanceTests, Look, imports_of
+from .leftovers import find_leftovers
+from .rules import Rule, RuleBook
+from .steering import Policies, judge, printable
+
+_REMEMBERED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class GradeJob:
+    """A grade to prepare: at which commit, into which new `layer`, by which rules."""
+
+    mirror: Path
+    commit: str
+    tree: str
+    layer: Path
+    test_patch: bytes | None
+    own_rules: tuple[Rule, ...]
+    policies: Policies
+    file_bytes: int
+
+
+class AgentTree(NamedTuple):
+    """The change is what differs in a checkout; `changed` finds the paths that may."""
+
+    job: PatchJob
+    changed: ChangedPaths
+
+
+class ModelPatch(NamedTuple):
+    """The change is a patch for the base commit, a long one in a file."""
+
+    patch: bytes | Path
+    strategy: ApplyStrategy = ApplyStrategy.EXACT
+
+
+class Prepared(NamedTuple):
+    """What a grade has; `tests` is None without a test patch. `files` and `size_bytes` are the
+    layer's.
+    """
+
+    changed: int
+    dropped: list[str]
+    steering: list[Steering]
+    tests: list[str] | None
+    strategy: FoundStrategy | None
+    files: int
+    size_bytes: int
+
+
+def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
+    """Write the layer of a grade.
+
+    Raises SteeringRefusedError, and what a diff of the tree or the patch raises.
+    """
+    with ExitStack() as stack:
+        tree, changed, strategy = None, list[bytes](), None
+        if isinstance(source, AgentTree):
+            tree, changed = stack.enter_context(open_worktree(source.job)), source.changed()
+            objects, changes = tree.objects, collect(tree, changed)
+        else:
+            objects = stack.enter_context(open_objects(job.mirror))
+            changes, strategy = _applied(job, objects, source)
+        tests = _tests_of(job, objects)
+        base = BaseTree(objects, job.tree)
+        by_path = {change.path: change for change in changes}
+        look = Look(base, objects.read_blob, by_path, tests or InstanceTests(), job.file_bytes)
+        book = _book(job.own_rules)
+        left = find_leftovers(tree, changed, look, book) if tree else []
+        judged = judge(look, book, job.policies, left)
+        written = [*judged.changes, *look.tests.changes]
+        files = _files(written, _conversions(objects, base, written))
+        write_layer(job.layer, base.names_in, files)
+    return Prepared(
+        changed=len(changes),
+        dropped=[printable(path) for path in judged.dropped],
+        steering=judged.steering,
+        tests=[printable(change.path) for change in tests.changes] if tests else None,
+        strategy=strategy,
+        files=len(written),
+        size_bytes=sum(len(change.data) for change in written),
+    )
+
+
+@lru_cache(maxsize=4)
+def _book(own: tuple[Rule, ...]) -> RuleBook:
+    return RuleBook(own)
+
+
+def _applied(
+    job: GradeJob, objects: Objects, source: ModelPatch
+) -> tuple[list[Change], FoundStrategy | None]:
+    """The changes that a patch makes; an empty one makes none."""
+    patch = source.patch.read_bytes() if isinstance(source.patch, Path) else source.patch
+    if not patch.strip():
+        return [], None
+    base = BaseFiles(objects, job.tree)
+    applied = apply_patch(base, patch, scratch=_scratch(job), strategy=source.strategy)
+    return applied.changes, applied.strategy
+
+
+_tests: OrderedDict[tuple[Path, str, bytes], InstanceTests] = OrderedDict()
+"""By mirror, tree and digest of the patch: many changes are graded by the same tests."""
+
+
+def _tests_of(job: GradeJob, objects: Objects) -> InstanceTests | None:
+    if job.test_patch is None:
+        return None
+    key = job.mirror, job.tree, hashlib.sha256(job.test_patch).digest()
+    found = _tests.pop(key, None)
+    if found is None:
+        base = BaseFiles(objects, job.tree)
+        try:
+            changes = apply_patch(base, job.test_patch, scratch=_scratch(job)).changes
+        except (ConflictError, UsageError) as error:
+            raise PatchConflictError(
+                f"cannot apply the tests of the instance: {error.message}",
+                hint="its test patch does not fit its base commit; try `mirrord rehearse`",
+            ) from error
+        old = (change.old for change in changes)
+        before = set[str]().union(*(imports_of(objects.read_blob(e.oid)) for e in old if e))
+        after = set[str]().union(*(imports_of(change.data) for change in changes))
+        found = InstanceTests(changes, frozenset(before), frozenset(after - before))
+    _tests[key] = found
+    while len(_tests) > _REMEMBERED:
+        _tests.popitem(last=False)
+    return found
+
+
+def _conversions(objects: Objects, base: BaseTree, changes: Iterable[Change]) -> Conversions:
+    """Those of the base commit, by the attribute files on the way to the changes."""
+    directories = {b"", *(above for change in changes for above in parents(change.path))}
+    places = (above + b"/.gitattributes" if above else b".gitattributes" for above in directories)
+    return conversions_for(objects, filter(None, map(base.find, places)))
+
+
+def _files(changes: Iterable[Change], conversions: Conversions) -> Iterator[LayerFile]:
+    """Changes with the bytes that a checkout has."""
+    for change in changes:
+        data = change.data
+        is_file = change.mode is not None and stat.S_ISREG(change.mode)
+        if is_file and (conversion := conversions.find(change.path)):
+            data = conversion.smudge(data, blob_id(data).hex())
+        yield change.path, change.mode, data
+
+
+def _scratch(job: GradeJob) -> Path:
+    """A private place for git, beside the layer; a start removes what lies there."""
+    return job.layer.with_name(f".scratch-{job.layer.name}")
