@@ -95,6 +95,7 @@ from .model import Reach as Reach
 from .model import SteeringKind as SteeringKind
 from .model import View as View
 from .protocol import AmbiguousInstance as AmbiguousInstance
+from .protocol import ApplyAnswer as ApplyAnswer
 from .protocol import Audit as Audit
 from .protocol import AuditPart as AuditPart
 from .protocol import AuditSummary as AuditSummary
