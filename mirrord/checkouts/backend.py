@@ -18,12 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..errors import ProofFailedError
 from ..model import Backend
 from ..protocol import Proof
-from .leases import Directories, Lease, Leases
+
+if TYPE_CHECKING:  # workers load this module, and need neither leases nor settings
+    from .leases import Directories, Lease, Leases
 
 DIFF_TIMEOUT = timedelta(seconds=60)
 """For work on one checkout, whose client may have made its tree so that git takes for ever."""

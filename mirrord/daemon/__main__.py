@@ -21,7 +21,16 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 os.umask(0o022)  # a checkout's files are as git would make them; private files say so themselves
 
 # it loads on another processor meanwhile, and is ready when the sockets are
-FORK_SERVER.start(["mirrord.checkouts.templates.build"])
+FORK_SERVER.start(
+    [
+        "mirrord.checkouts.templates.build",
+        "mirrord.checkouts.overlay.changes",
+        "mirrord.checkouts.overlay.copying",
+        "mirrord.checkouts.patches.apply",
+        "mirrord.checkouts.patches.diff",
+        "mirrord.checkouts.grading.prepare",
+    ]
+)
 
 from .main import main
 
