@@ -41,27 +41,23 @@ def _mask_userinfo(match: re.Match[str]) -> str:
 
 
 class _Rule(NamedTuple):
-    pattern: re.Pattern[str]
+    pattern: str
     error: type[errors.MirrordError]
     hint: str
 
 
-def _rule(pattern: str, error: type[errors.MirrordError], hint: str) -> _Rule:
-    return _Rule(re.compile(pattern, re.IGNORECASE), error, hint)
-
-
-_DISK_FULL = _rule(
+_DISK_FULL = _Rule(
     r"no space left on device|disk quota exceeded",
     errors.DiskFullError,
     "free space below the state directory; nothing was changed",
 )
 _UPSTREAM_RULES = (
-    _rule(
+    _Rule(
         r"returned error: 429|too many requests",
         errors.UpstreamThrottledError,
         "the next scheduled sync waits as long as upstream asked",
     ),
-    _rule(
+    _Rule(
         r"authentication failed|could not read (username|password)|terminal prompts disabled"
         r"|returned error: 40[13]|permission denied \(|host key verification failed|access denied"
         r"|no supported authentication",
@@ -69,28 +65,28 @@ _UPSTREAM_RULES = (
         "the repository may be private or absent: give a URL with credentials, or a key to the "
         "daemon's user; nobody is asked",
     ),
-    _rule(
+    _Rule(
         r"repository '.*' not found|returned error: (404|410)|repository not found"
         r"|not appear to be a git repository|repository not exported|repository '.*' does not exist"
         r"|not a git repository|no such file or directory",
         errors.UpstreamNotFoundError,
         "check the repository's name and the upstream URL",
     ),
-    _rule(
+    _Rule(
         r"timed out|connection timeout|operation too slow|less than \d+ bytes/sec",
         errors.UpstreamTimeoutError,
         "upstream is slow; try again later",
     ),
 )
 _LOCAL_RULES = (
-    _rule(
+    _Rule(
         r"not a git repository|bad config (line|file)|bad numeric config value"
         r"|unknown repository extension|expected git repo version"
         r"|invalid value for 'extensions\.",
         errors.DamagedMirrorError,
         "`mirrord heal NAME` repairs a mirror",
     ),
-    _rule(
+    _Rule(
         r"is corrupt|corrupt (loose|patch|delta|pack)|bad object|inflate|hash mismatch"
         r"|sha1 collision|unable to read [0-9a-f]{7,}|could not read [0-9a-f]{40}"
         r"|missing (blob|tree|commit|tag)|failed to read object|packed object"
@@ -239,7 +235,7 @@ def failure(
     if upstream:
         error, hint = errors.UpstreamError, "try again later; check the upstream URL"
     for rule in (_DISK_FULL, *(_UPSTREAM_RULES if upstream else _LOCAL_RULES)):
-        if rule.pattern.search(stderr):
+        if re.search(rule.pattern, stderr, re.IGNORECASE):
             error, hint = rule.error, rule.hint
             break
     return error(f"cannot {doing}: {fact}", hint=hint, **facts)
