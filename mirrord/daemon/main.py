@@ -15,16 +15,16 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 from .. import config, errors, places, telemetry
 from ..api.application import Application
 from ..api.server import Server
 from ..engine import Engine
-from ..host.files import host_error
+from ..host.files import host_error, opened
 from ..host.systemd import Notifier, take_sockets
 from ..model import utc_now
 from ..telemetry import log
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         telemetry.configure(settings.log.level, settings.log.format)
         engine = Engine(settings, config_path=path, load=load)
         engine.layout.make_root()
-        with StateLock(engine.layout.root):
+        with state_lock(engine.layout.root):
             listeners = open_listeners(settings.socket)
             try:
                 engine.layout.make()
@@ -78,35 +78,32 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-class StateLock:
-    """Holds `state_dir/daemon.lock` from construction to `close`. Raises AlreadyRunningError.
+@contextlib.contextmanager
+def state_lock(state_dir: Path) -> Iterator[None]:
+    """Hold `state_dir/daemon.lock`. Raises AlreadyRunningError.
 
     The kernel drops the lock however its holder ends. The file names the holder for whom it
     refuses; it proves nothing by itself, and is never removed, because a lock on a removed file
     excludes nobody.
     """
-
-    def __init__(self, state_dir: Path) -> None:
-        path, flags = state_dir / "daemon.lock", os.O_CLOEXEC | os.O_NOFOLLOW
+    path, flags = state_dir / "daemon.lock", os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
         try:
-            try:
-                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
-            except OSError as error:
-                if error.errno != errno.EROFS:
-                    raise
-                self._fd = os.open(path, os.O_RDONLY | flags)  # enough to lock it and to serve
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
         except OSError as error:
-            raise errors.ResourceError(
-                f"cannot lock state directory {state_dir}: {error.strerror}", hint="check its owner"
-            ) from error
+            if error.errno != errno.EROFS:
+                raise
+            lock = os.open(path, os.O_RDONLY | flags)  # enough to lock it and to serve
+    except OSError as error:
+        fact = f"cannot lock state directory {state_dir}: {error.strerror}"
+        raise errors.ResourceError(fact, hint="check its owner") from error
+    with opened(lock):
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            facts = self._read_holder()
-            os.close(self._fd)
-            holder = "a daemon that is just starting"
-            if facts:
-                holder = "process {pid} of uid {uid}, started {started_at}".format(**facts)
+            facts = _read_holder(lock)
+            holder = "process {pid} of uid {uid}, started {started_at}" if facts else ""
+            holder = holder.format(**facts) or "a daemon that is just starting"
             raise errors.AlreadyRunningError(
                 f"cannot start a daemon on {state_dir}: {holder} holds it",
                 hint="stop that one first, or give this one another state_dir",
@@ -116,26 +113,19 @@ class StateLock:
         started_at = utc_now().isoformat(timespec="seconds")
         facts = {"pid": os.getpid(), "uid": os.geteuid(), "started_at": started_at}
         with contextlib.suppress(OSError):  # on a full disk the lock is held all the same
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, json.dumps(facts).encode() + b"\n", 0)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, json.dumps(facts).encode() + b"\n", 0)
+        yield
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def _read_holder(self) -> dict[str, Any]:
-        """Empty where the holder has not written it yet."""
-        try:
-            facts = json.loads(os.pread(self._fd, 4096, 0))
-            started_at = datetime.fromisoformat(facts["started_at"]).isoformat(timespec="seconds")
-            return {"pid": int(facts["pid"]), "uid": int(facts["uid"]), "started_at": started_at}
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}
+def _read_holder(lock: int) -> dict[str, Any]:
+    """Empty where the holder has not written it yet."""
+    try:
+        facts = json.loads(os.pread(lock, 4096, 0))
+        started_at = datetime.fromisoformat(facts["started_at"]).isoformat(timespec="seconds")
+        return {"pid": int(facts["pid"]), "uid": int(facts["uid"]), "started_at": started_at}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 # -- the sockets that clients connect to: systemd's where it passes some, else our own -------------
@@ -148,18 +138,17 @@ _BACKLOG = 2048
 _LONGEST_PATH = 107  # sockaddr_un.sun_path without its zero byte
 
 
-class Listener:
-    """A listening Unix socket, with the inode of its file where that is ours to remove."""
+class Listener(NamedTuple):
+    """A listening Unix socket; `inode` is its file's, where that is ours to remove."""
 
-    def __init__(self, listener: socket.socket, path: Path, inode: int | None) -> None:
-        self.socket = listener
-        self.path = path
-        self._inode = inode
+    socket: socket.socket
+    path: Path
+    inode: int | None
 
     def remove(self) -> None:
         """Remove our socket file, unless another daemon has replaced it."""
         with contextlib.suppress(FileNotFoundError):
-            if self._inode is not None and self.path.stat().st_ino == self._inode:
+            if self.inode is not None and self.path.stat().st_ino == self.inode:
                 self.path.unlink()
 
 

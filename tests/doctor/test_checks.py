@@ -12,7 +12,7 @@ import pytest
 
 from mirrord.cli.main import run
 from mirrord.config import CheckoutSettings, Settings
-from mirrord.daemon.main import StateLock
+from mirrord.daemon.main import state_lock
 from mirrord.doctor import Check, examine, host
 from mirrord.errors import BackendUnavailableError
 from mirrord.host.mounting import LocalMounter
@@ -127,7 +127,7 @@ def test_it_is_tried_whether_a_command_can_be_confined(tmp_path: Path) -> None:
 def test_a_daemon_that_holds_the_state_directory_is_named(tmp_path: Path) -> None:
     """By what it wrote into its lock."""
     assert _checks(tmp_path)["daemon"].fact == "none runs"
-    with StateLock(tmp_path):
+    with state_lock(tmp_path):
         assert '"pid"' in _checks(tmp_path)["daemon"].fact
 
 
