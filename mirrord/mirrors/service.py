@@ -17,11 +17,11 @@ from ..catalog import MirrorRow
 from ..errors import AccessError, CommitNotFoundError, MirrordError, UpstreamError
 from ..git.errors import masked_url
 from ..git.objects.commits import resolve
+from ..git.turns import Coalescer, SharedWork
 from ..git.workers import Workers
 from ..host.trash import Trash
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..protocol import QUEUED, Pin, Progress, ProgressSink, RefDiff, RefRecord, Synced
-from .coalesce import Coalescer, SharedWork
 from .fetch import Fetcher
 from .inventory import Inventory
 from .maintenance import maintain, size_bytes

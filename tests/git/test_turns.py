@@ -13,9 +13,8 @@ import anyio
 import pytest
 from workerlab import add, hang, is_gone, until
 
-from mirrord.git.turns import Askers, Turns
+from mirrord.git.turns import Askers, Coalescer, Turns
 from mirrord.git.workers import Workers
-from mirrord.mirrors.coalesce import Coalescer
 
 pytestmark = pytest.mark.anyio
 

@@ -23,9 +23,9 @@ import anyio.to_thread
 from ...errors import InvalidRequestError
 from ...git.command import Git
 from ...git.packs import graph_is_whole
+from ...git.turns import Coalescer
 from ...git.workers import Workers
 from ...host.trash import Trash, new_trash
-from ...mirrors.coalesce import Coalescer
 from ...model import CommitId, History, MirrorName, Resolved
 from ...telemetry import log
 from ..deferred import Deferred

@@ -22,11 +22,11 @@ import anyio.to_thread
 from ...config import Settings
 from ...errors import CheckoutBusyError, IntegrityError, MirrordError
 from ...git.packs import pack_is_whole
+from ...git.turns import Coalescer
 from ...git.workers import Workers
 from ...host.processes import lower_priority
 from ...host.trash import Trash
 from ...jobs.events import Events
-from ...mirrors.coalesce import Coalescer
 from ...model import CommitId, History, MirrorName
 from ..stores.builder import StoreBuilder
 from ..stores.packer import together

@@ -6,7 +6,7 @@ import asyncio
 
 import anyio
 
-from mirrord.mirrors.coalesce import Coalescer, SharedWork
+from mirrord.git.turns import Coalescer, SharedWork
 from mirrord.protocol import Progress
 
 
