@@ -10,7 +10,7 @@ from mirrord.api import connections, server
 from mirrord.api import request as bodies
 from mirrord.checkouts import backend
 from mirrord.checkouts.patches import collect, diff, worktree
-from mirrord.datasets import readers
+from mirrord.datasets import json_stream, readers
 from mirrord.git.objects import trees as bounds
 from mirrord.git.workers import Workers
 from mirrord.host.peers import Role
@@ -77,10 +77,10 @@ BOUNDS = [
         "what a dataset file",
         [
             f"{readers.UNPACKED_LIMIT_BYTES // GIB} GiB",
-            f"{readers.ELEMENT_LIMIT_BYTES // MIB} MiB",
+            f"{json_stream.ELEMENT_LIMIT_BYTES // MIB} MiB",
         ],
     ),
-    ("what a dataset file", [f"{readers.DEPTH_LIMIT:,} deep"]),
+    ("what a dataset file", [f"{json_stream.DEPTH_LIMIT:,} deep"]),
 ]
 
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from mirrord import protocol
-from mirrord.datasets import readers, reading
+from mirrord.datasets import json_stream, reading
 from mirrord.datasets.formats import COLUMNS, FORMATS, Fields, RowError, format_infos
-from mirrord.datasets.readers import iter_elements
+from mirrord.datasets.json_stream import iter_elements
 from mirrord.datasets.reading import ReadResult, read_dataset
 from mirrord.errors import DiskFullError, InvalidDatasetError
 from mirrord.model import MirrorName
@@ -389,7 +389,7 @@ def test_a_row_longer_than_the_limit_is_told_and_the_next_one_is_read(
 def test_an_element_longer_than_the_limit_ends_the_array(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "ELEMENT_LIMIT_BYTES", 1_000_000)
+    monkeypatch.setattr(json_stream, "ELEMENT_LIMIT_BYTES", 1_000_000)
     result = case.read(json.dumps([row(1), row(2, patch="x" * 4_000_000), row(3)]).encode())
     assert case.ids == ["psf__requests-1"]
     assert "longer than" in reasons(result)[2]
