@@ -39,7 +39,11 @@ def cell(value: object) -> str:
     """One value as one line, in which no terminal finds a control sequence."""
     if value is None or value == "":
         return "-"
-    text = when(value) if isinstance(value, datetime) else str(value)
+    return printable(when(value) if isinstance(value, datetime) else str(value))
+
+
+def printable(text: str) -> str:
+    """The text with escapes for what a terminal or a page would act on."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

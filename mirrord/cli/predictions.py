@@ -1,0 +1,256 @@
+"""`mirrord grade --predictions`: a grade of each prediction of a file, many at once, with a report.
+
+Predictions are rows as SWE-bench writes them: `instance_id`, `model_patch`, `model_name_or_path`,
+as JSON lines, a JSON array, or an object by instance id. The file is read twice: first for the last
+row of each instance, which counts as it does for SWE-bench, then row by row. A grade that is not
+kept ends with this process, whatever happens to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import errors
+from ..client._async import AsyncClient, AsyncGrade
+from ..datasets.json_stream import Element, iter_elements
+from ..model import Bind
+from ..protocol import Progress
+from .operations import watching
+from .outcomes import Outcome, State
+from .predictions_report import Report
+from .session import Session
+
+_BOM = b"\xef\xbb\xbf"
+_HEAD_BYTES = 1024**2
+_NAMES = {"instance_id", "model_patch"}
+_OBJECT_OF_OBJECTS = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:\s*\{')
+_FATAL = (errors.NoDaemonError, errors.StoppingError)
+_UNKNOWN = (errors.InstanceNotFoundError, errors.InstanceAmbiguousError)
+_CONFLICT = (
+    errors.PatchConflictError,
+    errors.InvalidPatchError,
+    errors.PathOutsideCheckoutError,
+)
+
+
+class Prediction(NamedTuple):
+    """A row; `line` counts lines of JSON lines, rows of everything else, from 1."""
+
+    line: int
+    instance: str
+    model: str
+    patch: bytes
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What can be predicted once in a file."""
+        return self.instance, self.model
+
+
+class Fault(NamedTuple):
+    """A row that is no prediction, and why."""
+
+    line: int
+    reason: str
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_predictions(path: Path) -> Iterator[Prediction | Fault]:
+    """The rows of a file, one at a time; raises UsageError for a file that has none."""
+    if path.exists() and not path.is_file():
+        raise _unusable(path, "it is not a regular file")
+    try:
+        with path.open("rb") as file:
+            if file.peek(len(_BOM)).startswith(_BOM):
+                file.read(len(_BOM))
+            is_empty = True
+            for line, element in enumerate(_iter_rows(file), 1):
+                if element.text.strip() or element.fault:
+                    is_empty = False
+                    yield _read_row(line, element)
+    except OSError as error:
+        raise _unusable(path, error.strerror or str(error)) from error
+    if is_empty:
+        raise _unusable(path, "it has no predictions")
+
+
+def _iter_rows(file: BufferedReader) -> Iterator[Element]:
+    """Lines, or the elements of one document, which may be a single long line."""
+    start = file.tell()
+    head = file.read(_HEAD_BYTES).lstrip()
+    file.seek(start)
+    if head.startswith(b"["):
+        return iter_elements(file)
+    first, _, rest = head.partition(b"\n")
+    value = _decoded(first)
+    if value is None:
+        is_document = _OBJECT_OF_OBJECTS.match(head) is not None
+    else:
+        is_document = value.keys().isdisjoint(_NAMES) and not rest.strip()
+    return iter_elements(file) if is_document else map(Element, file)
+
+
+def _read_row(line: int, element: Element) -> Prediction | Fault:
+    if element.fault:
+        return Fault(line, element.fault)
+    value = _decoded(element.text)
+    if value is None:
+        return Fault(line, "it is not a JSON object")
+    if element.key is not None:
+        value.setdefault("instance_id", json.loads(element.key))
+    instance, patch = value.get("instance_id"), value.get("model_patch")
+    model = value.get("model_name_or_path")
+    if not isinstance(instance, str) or not instance:
+        return Fault(line, "it has no instance_id")
+    if "model_patch" not in value or not isinstance(patch, str | None):
+        return Fault(line, "it has no model_patch")
+    try:
+        content = (patch or "").encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return Fault(line, "its model_patch has half of a character")
+    return Prediction(line, instance, model if isinstance(model, str) else "", content)
+
+
+def _decoded(text: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _unusable(path: Path, fact: str) -> errors.UsageError:
+    hint = "give JSON lines with instance_id, model_patch and model_name_or_path, as for SWE-bench"
+    return errors.UsageError(f"cannot read the predictions in {path}: {fact}", hint=hint)
+
+
+# -- grading ---------------------------------------------------------------------------------------
+
+
+def grade_all(
+    session: Session,
+    path: Path,
+    *,
+    dataset: str | None,
+    reports: list[Path],
+    concurrency: int,
+    keep: bool,
+    **choices: Any,
+) -> None:
+    """Grade every prediction of a file; status 0 when each has a grade, else that of the first
+    that has none. An interruption leaves a report of what was done, and no lease.
+    """
+    if dataset is not None:
+        session.client.get_dataset(dataset)
+    last: dict[tuple[str, str], int] = {}
+    total = 0
+    for row in read_predictions(path):
+        total += 1
+        if isinstance(row, Prediction):
+            last[row.key] = row.line
+    choices |= {"dataset": dataset, "strategy": "tolerant"}
+    with (
+        closing(Report(reports, source=path.name, dataset=dataset, total=total)) as report,
+        watching(session, "grade") as watch,
+    ):
+
+        def note(outcome: Outcome) -> None:
+            report.add(outcome)
+            note = outcome.instance or ""
+            watch(Progress(done=len(report.outcomes), total=total, unit="predictions", note=note))
+
+        try:
+            asyncio.run(_grade_rows(session, path, last, concurrency, keep, choices, note))
+        except KeyboardInterrupt:
+            session.note(f"interrupted after {len(report.outcomes)} of {total} predictions")
+            raise
+    session.answer(report.answer(), report.lines())
+    if status := report.exit_status:
+        raise SystemExit(status)
+
+
+async def _grade_rows(
+    session: Session,
+    path: Path,
+    last: dict[tuple[str, str], int],
+    concurrency: int,
+    keep: bool,
+    choices: dict[str, Any],
+    note: Callable[[Outcome], None],
+) -> None:
+    rows = read_predictions(path)  # shared: each worker takes the next row
+    async with AsyncClient(session.socket, config=session.config) as client:
+        grader = _Grader(client, keep, choices)
+
+        async def work() -> None:
+            for row in rows:
+                if isinstance(row, Fault):
+                    error = errors.UsageError(f"cannot read line {row.line}: {row.reason}")
+                    note(Outcome(row.line, State.INVALID, error=error))
+                elif (line := last.get(row.key, row.line)) != row.line:
+                    names = (row.instance, row.model)
+                    note(Outcome(row.line, State.DUPLICATE, *names, counts=line))
+                else:
+                    note(await grader.grade(row))
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(concurrency):
+                    tasks.create_task(work())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+
+class _Grader:
+    """Grades one prediction at a time, any number of times at once."""
+
+    def __init__(self, client: AsyncClient, keep: bool, choices: dict[str, Any]) -> None:
+        self._client = client
+        self._keep = keep
+        self._choices = choices
+        self._bind = Bind.LEASE if keep else Bind.PROCESS
+
+    async def grade(self, row: Prediction) -> Outcome:
+        """Grade a prediction, and release the grade unless it is kept."""
+        began = time.perf_counter()
+        names = row.instance, row.model
+        try:
+            grade = await self._prepare(row)
+        except (*_FATAL, errors.AccessError):  # as for all others
+            raise
+        except errors.MirrordError as error:
+            return Outcome(row.line, _state_of(error), *names, error=error)
+        took = time.perf_counter() - began
+        state = State.PREPARED if grade.report.changed else State.EMPTY
+        outcome = Outcome(row.line, state, *names, grade.report, seconds=took, is_kept=self._keep)
+        if self._keep:
+            return outcome
+        async with grade:  # releases it, also when this task is cancelled
+            return outcome
+
+    async def _prepare(self, row: Prediction) -> AsyncGrade:
+        try:
+            return await self._client.grade(
+                row.instance, row.patch, bind=self._bind, **self._choices
+            )
+        except errors.ProcessGoneError:  # the daemon cannot see this process
+            self._bind = Bind.LEASE
+            return await self._client.grade(row.instance, row.patch, **self._choices)
+
+
+def _state_of(error: errors.MirrordError) -> State:
+    if isinstance(error, _UNKNOWN):
+        return State.UNKNOWN
+    if isinstance(error, errors.SteeringRefusedError):
+        return State.REFUSED
+    return State.CONFLICT if isinstance(error, _CONFLICT) else State.FAILED
