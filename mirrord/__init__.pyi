@@ -113,6 +113,7 @@ from .protocol import Event as Event
 from .protocol import Finding as Finding
 from .protocol import Fork as Fork
 from .protocol import FormatInfo as FormatInfo
+from .protocol import GradeFacts as GradeFacts
 from .protocol import Health as Health
 from .protocol import Instance as Instance
 from .protocol import InstanceName as InstanceName

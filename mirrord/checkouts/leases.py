@@ -77,6 +77,16 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class Graded:
+    """How the layer of a grade was made; `policy` as requests spell it."""
+
+    layer: LayerId
+    policy: str
+    strategy: str | None
+    dropped: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """The right to one checkout. `commit` and `tree` are what it is, or while RESETTING becomes.
 
@@ -107,6 +117,7 @@ class Lease:
     layer: LayerId | None = None
     parent: CheckoutId | None = None
     snapshots: tuple[Snapshot, ...] = ()
+    graded: Graded | None = None
     state: LeaseState = LeaseState.LIVE
 
     @property
@@ -281,6 +292,7 @@ def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
         "dataset": lease.dataset,
         "layer": lease.layer,
         "parent": lease.parent,
+        "graded": _facts_of(lease.graded) if lease.graded else None,
         "snapshots": [
             {**_facts_of(each), "taken_at": each.taken_at.isoformat()} for each in lease.snapshots
         ],
@@ -301,8 +313,12 @@ def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
         raise
 
 
-def _facts_of(snapshot: Snapshot) -> dict[str, Any]:
-    return {each.name: getattr(snapshot, each.name) for each in fields(snapshot)}
+def _facts_of(part: Snapshot | Graded) -> dict[str, Any]:
+    return {each.name: getattr(part, each.name) for each in fields(part)}
+
+
+def _read_graded(facts: dict[str, Any] | None) -> Graded | None:
+    return Graded(**{**facts, "dropped": tuple(facts["dropped"])}) if facts else None
 
 
 def _read(directories: Directories, state: LeaseState) -> Lease | None:
@@ -316,6 +332,7 @@ def _read(directories: Directories, state: LeaseState) -> Lease | None:
             dataset=facts.get("dataset"),
             layer=facts.get("layer"),
             parent=facts.get("parent"),
+            graded=_read_graded(facts.get("graded")),
             snapshots=tuple(
                 Snapshot(**{**each, "taken_at": datetime.fromisoformat(each["taken_at"])})
                 for each in facts.get("snapshots", ())

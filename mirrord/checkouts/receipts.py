@@ -25,6 +25,7 @@ from ..protocol import (
     RECEIPT_FORMAT,
     Closure,
     Digest,
+    GradeFacts,
     Mismatch,
     Proven,
     Receipt,
@@ -91,6 +92,7 @@ class Receipts:
             seal=Proven(method=_SEALED, at=await _built_at(store)) if store else None,
             template=_proven(_TEMPLATE, template_proven_at),
             clean=None if lease.layer else _proven(_CLEAN[lease.backend], last_clean),
+            grade=_grade_of(lease),
             diff=await anyio.to_thread.run_sync(_digest, diff),
         )
 
@@ -189,6 +191,15 @@ async def _built_at(store: SealedStore) -> datetime:
     """When a store was built: nothing writes its HEAD after that."""
     found = await anyio.to_thread.run_sync((store.git / "HEAD").stat)
     return datetime.fromtimestamp(found.st_mtime, UTC)
+
+
+def _grade_of(lease: Lease) -> GradeFacts | None:
+    """How the grade was made that the tree began as; a reset to the commit takes it away."""
+    graded = lease.graded
+    if graded is None or graded.layer != lease.layer:
+        return None
+    dropped = list(graded.dropped)
+    return GradeFacts(policy=graded.policy, strategy=graded.strategy, dropped=dropped)
 
 
 def _proven(method: str, at: datetime | None) -> Proven | None:

@@ -53,7 +53,8 @@ from .backend import CheckoutBackend
 from .forks import Forks
 from .grading.prepare import AgentTree, ModelPatch, Prepared
 from .grading.service import Grading
-from .leases import Lease, Leases, LeaseState, Snapshot, not_found
+from .grading.steering import Policies
+from .leases import Graded, Lease, Leases, LeaseState, Snapshot, not_found
 from .lifecycle import Lifecycle
 from .patches.service import DiffAnswer, Patches
 from .pool.backend import PoolBackend
@@ -197,7 +198,9 @@ class Checkouts:
                 changed = self._lifecycle.backend_of(parent).changed_paths(parent)
                 source = AgentTree(self._patches.job(parent), changed)
                 prepared = await self._grading.prepare(layer.path, found, source, policies)
-            return await self._graded(began, admitted, found, layer.id, prepared, parent.id)
+            return await self._graded(
+                began, admitted, found, layer.id, prepared, policies, parent.id
+            )
 
     async def grade_patch(
         self,
@@ -214,7 +217,7 @@ class Checkouts:
         found = await self._resolver.resolve_start(request, self._admission.naming(peer))
         with self._layers.making() as layer:
             prepared = await self._grading.prepare(layer.path, found, source, policies)
-            return await self._graded(began, admitted, found, layer.id, prepared)
+            return await self._graded(began, admitted, found, layer.id, prepared, policies)
 
     async def _graded(
         self,
@@ -223,6 +226,7 @@ class Checkouts:
         found: ResolvedRequest,
         layer: LayerId,
         prepared: Prepared,
+        policies: Policies,
         parent: CheckoutId | None = None,
     ) -> protocol.Grade:
         """A checkout on a prepared layer, which is its snapshot `graded` too."""
@@ -240,7 +244,9 @@ class Checkouts:
             left_out={},
             git=False,
         )
+        facts = Graded(layer, policies.text, prepared.strategy, tuple(prepared.dropped))
         more: dict[str, Any] = {"layer": layer, "parent": parent, "snapshots": (graded,)}
+        more["graded"] = facts
         lease, timings = await self._begin(admitted, found, **more)
         timings = {"prepare": prepared_s, **timings, "total": round(time.perf_counter() - began, 6)}
         # numbers only: an event is for the uids of its checkout, a log for whoever reads logs

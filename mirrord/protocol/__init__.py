@@ -572,6 +572,14 @@ class Digest(Answer):
     sha256: str
 
 
+class GradeFacts(Answer):
+    """How a grade was made, as the answer that it was handed out with said."""
+
+    policy: str
+    strategy: str | None = None
+    dropped: list[str] = []
+
+
 class Receipt(Answer, Request):
     """What a checkout is, and how that was proven. docs/receipts.md defines every member.
 
@@ -600,6 +608,7 @@ class Receipt(Answer, Request):
     seal: Proven | None = None
     template: Proven | None = None
     clean: Proven | None = None
+    grade: GradeFacts | None = None
     diff: Digest
     signature: str | None = None
 

@@ -13,10 +13,19 @@ from pathlib import Path
 import pytest
 from checkoutlab import passable_directory
 
-from mirrord.checkouts.leases import Directories, Lease, Leases, LeaseState
+from mirrord.checkouts.leases import Directories, Graded, Lease, Leases, LeaseState
 from mirrord.errors import CheckoutNotFoundError, DiskFullError
 from mirrord.host.trash import TRASH_PREFIX
-from mirrord.model import Backend, CommitId, History, MirrorName, View, new_checkout_id, utc_now
+from mirrord.model import (
+    Backend,
+    CommitId,
+    History,
+    MirrorName,
+    View,
+    new_checkout_id,
+    new_layer_id,
+    utc_now,
+)
 
 
 @pytest.fixture
@@ -64,9 +73,10 @@ def test_a_saved_lease_is_read_back_whole(leases: Leases, tmp_path: Path) -> Non
     """After a restart it is equal in every field."""
     lease = new_lease(leases)
     assert again(leases, tmp_path) == ([lease], [])
-    was_reset = replace(lease, resets=2, reset_at=utc_now())
-    leases.save(was_reset)
-    assert again(leases, tmp_path) == ([was_reset], [])
+    graded = Graded(new_layer_id(), "drop,tests=report", "fuzz", ("conftest.py",))
+    for changed in (replace(lease, resets=2, reset_at=utc_now()), replace(lease, graded=graded)):
+        leases.save(changed)
+        assert again(leases, tmp_path) == ([changed], [])
 
 
 def test_a_lease_of_a_version_that_counted_no_resets_stands(leases: Leases, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from mirrord.protocol import (
     ReceiptReport,
     ResetCheckout,
     StartCheckout,
+    StartGrade,
 )
 
 pytestmark = pytest.mark.root
@@ -131,6 +132,30 @@ def test_a_fork_names_its_parent_and_was_never_clean(service: Service, backend: 
     for each in (fork, checkout):
         service.call(service.checkouts.reset, each.id, ResetCheckout(), USER_PEER)
         assert issue(service, each).clean is not None
+
+
+def test_a_grade_says_what_it_was_made_of(service: Service, backend: Backend) -> None:
+    """Until a reset takes that away; the agent's receipt has nothing of it."""
+    checkout = start(service, backend=backend)
+    (Path(checkout.path) / "conftest.py").write_text("import os\n")
+    (Path(checkout.path) / "README").write_text("changed\n")
+    wanted = StartGrade(policy="report,runner=drop", backend=backend)
+    grade = service.call(service.checkouts.grade, checkout.id, wanted, ROOT_PEER)
+    service.restart()
+    receipt = issue(service, grade, ROOT_PEER)
+    assert (receipt.parent, receipt.view) == (checkout.id, View.GRADER)
+    assert receipt.clean is None
+    assert receipt.grade is not None
+    assert (receipt.grade.policy, receipt.grade.strategy) == ("report,runner=drop", None)
+    assert receipt.grade.dropped == ["conftest.py"]
+    assert verify(service, receipt, ROOT_PEER).holds
+    assert issue(service, checkout).grade is None
+    service.call(service.checkouts.reset, grade.id, ResetCheckout(), ROOT_PEER)
+    clean = issue(service, grade, ROOT_PEER)
+    assert clean.grade is None
+    assert clean.clean is not None
+    service.call(service.checkouts.reset, grade.id, ResetCheckout(to="graded"), ROOT_PEER)
+    assert issue(service, grade, ROOT_PEER).grade == receipt.grade
 
 
 @pytest.mark.parametrize("history", History)

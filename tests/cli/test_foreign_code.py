@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = str(Path(sys.executable).parent / "mirrord")
 STARTS = {"script": [SCRIPT], "module": [sys.executable, "-P", "-m", "mirrord"]}
+OF_CHECKOUTS = ("diff", "fork", "grade", "receipt", "renew", "reset", "snapshot", "snapshots")
 PROGRAMS = (
     "git",
     "setpriv",
@@ -153,7 +154,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                 "refs diff": ["a/b", "latest", "latest"], "refs restore": ["a/b", "latest"], "exec": ["i", "--", "/bin/true"],
                 "bundle create": ["a/b", str(root / "bundle")], "bundle import": [str(root / "bundle")],
                 "verify-seal": [str(upstream.path), "--base", last],
-                **{name: [identity] for name in ("reset", "diff", "receipt", "renew")},
+                **{name: [identity] for name in OF_CHECKOUTS},
                 **{f"operations {name}": [operation] for name in ("show", "watch", "wait", "cancel")},
             }  # fmt: skip
             yield World(trap, running, {**ARGUMENTS, **given})

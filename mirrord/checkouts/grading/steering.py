@@ -34,6 +34,17 @@ class Policies(NamedTuple):
     asked: Policy | None = None
     asked_kinds: Mapping[SteeringKind, Policy] = {}
 
+    @property
+    def text(self) -> str:
+        """As a request spells them; own rules may have others."""
+        general = self.asked or self.default
+        kinds = {kind: self.asked or policy for kind, policy in self.kinds.items()}
+        kinds |= self.asked_kinds
+        special = (
+            f"{kind}={kinds[kind]}" for kind in SteeringKind if kinds.get(kind, general) != general
+        )
+        return ",".join([general, *special])
+
     def of(self, rule: Rule) -> Policy:
         return (
             self.asked_kinds.get(rule.kind)

@@ -406,3 +406,16 @@ def test_the_documented_rules_are_the_table() -> None:
     assert documented == {r.name: (str(r.kind), r.paths, r.when, r.loads) for r in RULES}
     named = {name for row in rows if len(row) == 2 for name in re.findall(r"`([a-z-]+)`", row[0])}
     assert named >= CONDITIONS.keys()
+
+
+def test_policies_read_as_a_request_spells_them() -> None:
+    """By kind only where that makes a difference."""
+    kinds = {SteeringKind.RUNNER: Policy.REFUSE}
+    for policies, text in (
+        (Policies(Policy.REPORT, {}), "report"),
+        (Policies(Policy.REPORT, kinds), "report,runner=refuse"),
+        (Policies(Policy.REPORT, kinds, Policy.DROP), "drop"),
+        (Policies(Policy.REPORT, kinds, None, {SteeringKind.RUNNER: Policy.REPORT}), "report"),
+        (Policies(Policy.DROP, {}, None, kinds), "drop,runner=refuse"),
+    ):
+        assert policies.text == text
