@@ -99,7 +99,8 @@ class CheckoutBackend(Protocol):
         ...
 
     async def copy_layer(self, lease: Lease, directory: Path) -> Taken:
-        """Copy what a checkout has over `lease.commit` into the new layer `directory`.
+        """Copy what a checkout has over `lease.commit` into the new layer `directory`; what did not
+        change since its newest snapshot is shared with that.
 
         The checkout is not changed. Raises ForkTooLargeError, CheckoutBusyError where it is
         written to all the time, OwnerDeniedError, DiskFullError; the caller removes the directory.

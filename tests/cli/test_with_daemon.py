@@ -477,6 +477,65 @@ def test_the_example_of_the_design_works(world: World) -> None:
     assert not checkout.path.exists()
 
 
+def test_a_session_forks_and_goes_back_from_the_command_line(world: World) -> None:
+    """Each prints what a script needs next: a path or a name."""
+    tree = Path(world.run("checkout", "demo__project-1").out.strip())
+    (tree / "README").write_text("one\n")
+    assert world.run("snapshot", tree, "first").out == "first\n"
+    (tree / "README").write_text("two\n")
+    assert world.run("snapshot", tree).out == "s1\n"
+    assert [each["name"] for each in world.run("snapshots", tree, "--json").json] == ["first", "s1"]
+    assert world.run("snapshots", tree).out.splitlines()[1].split()[0] == "first"
+    fork = Path(world.run("fork", tree, "--ttl", "5m").out.strip())
+    old = world.run("fork", tree, "--from", "first", "--json").json
+    assert (fork / "README").read_text() == "two\n"
+    assert (Path(old["path"]) / "README").read_text() == "one\n"
+    assert (old["parent"], old["snapshot"]) == (tree.parent.name, "first")
+    assert world.run("reset", tree, "--to", "first", "--json").json["proof"]["snapshot"] == "first"
+    assert (tree / "README").read_text() == "one\n"
+    assert world.run("snapshot", tree, "first").status == 5
+    assert world.run("snapshot", tree, "not/a name").status == 2
+    assert world.run("snapshot", tree, "--remove").status == 2
+    assert world.run("snapshot", tree, "s1", "--remove").status == 0
+    assert world.run("snapshot", tree, "s1", "--remove").status == 4
+    assert world.run("reset", tree, "--to", "s1").status == 4
+    assert world.run("reset", tree, "demo__project-2", "--to", "first").status == 2
+    world.run("release", tree, fork, old["id"])
+
+
+def test_both_clients_fork_and_go_back(world: World) -> None:
+    """The answer says when and what was copied; a fork's handle renews and releases it."""
+    with Client(world.daemon.socket) as client, client.checkout("demo__project-1") as checkout:
+        (checkout.path / "work").write_text("one\n")
+        kept = checkout.snapshot("kept")
+        (checkout.path / "work").write_text("two\n")
+        with checkout.fork(snapshot="kept") as old, checkout.fork(60.0) as fork:
+            assert (old.path / "work").read_text() + (
+                fork.path / "work"
+            ).read_text() == "one\ntwo\n"
+            assert fork.parent == checkout.id
+            assert checkout.created_at <= kept.copied.taken_at <= fork.created_at
+            assert fork.diff() == checkout.diff()
+            names = {event.name for event in client.events(after="0", follow=False)}
+        assert {"checkout.forked", "snapshot.made"} <= names
+        assert checkout.reset(to="kept").snapshot == "kept"
+        checkout.remove_snapshot("kept")
+        assert checkout.snapshots() == []
+        identity = checkout.id
+        (checkout.path / "work").write_text("three\n")
+
+        async def elsewhere() -> None:
+            async with AsyncClient(world.daemon.socket) as other:
+                held = await other.open_checkout(identity)
+                await held.snapshot("there")
+                async with held.fork() as fork, held.fork(snapshot="there") as same:
+                    assert await fork.diff() == await same.diff() != b""
+                await held.reset(to="there")
+                assert [each.name for each in await held.snapshots()] == ["there"]
+
+        anyio.run(elsewhere)
+
+
 def test_a_grader_applies_patches_and_restores_files(world: World) -> None:
     """What the instance holds, and files of pinned commits."""
     with (

@@ -54,6 +54,10 @@ def leftovers(state: Path) -> list[str]:
             name for name in (*names, *files) if _LEFTOVER.fullmatch(name) and name != "daemon.lock"
         ]
         found += [str((Path(directory) / name).relative_to(state)) for name in wrong]
+    leases = [*state.glob("leases/*/lease.json"), *state.glob("leases/*/resetting.json")]
+    named = "".join(path.read_text() for path in leases)
+    layers = (path.name for path in state.glob("templates/.layers/*"))
+    found += [f"layer {name} without a lease" for name in layers if name[:16] not in named]
     for kind in ("checkouts", "leases"):
         names = [
             path.name for path in (state / kind).iterdir() if not path.name.startswith(".warm-")

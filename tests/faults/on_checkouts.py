@@ -131,6 +131,108 @@ class PoolReset(Reset):
     backend = "pool"
 
 
+class Snapshot(Operation):
+    """Of a checkout with work in it."""
+
+    name = "snapshot"
+    backend = "overlay"
+
+    def __init__(self, lab: Lab) -> None:
+        super().__init__(lab)
+        self._lease = lab.checkout(lab.commits[2], self.backend)
+        self._work = Path(self._lease["path"]) / "work"
+        self._work.write_text("one\n")
+
+    def run(self) -> None:
+        self.lab.call("POST", self._at("snapshots"), {"name": "kept"})
+
+    def _at(self, what: str) -> str:
+        return f"checkouts/{self._lease['id']}/{what}"
+
+    def outcome(self) -> str:
+        must_be_usable(self.lab, self._lease)
+        names = [each["name"] for each in self.lab.call("GET", self._at("snapshots"))]
+        assert names in ([], ["kept"])
+        return AFTER if names else BEFORE
+
+    def settle(self) -> None:
+        super().settle()
+        self._work.write_text("two\n")
+        self.lab.call("POST", self._at("reset"), {"to": "kept"})
+        assert self._work.read_text() == "one\n"
+
+    def clean(self) -> None:
+        self.lab.release(self._lease["id"])
+
+
+class RollBack(Snapshot):
+    name = "roll-back (overlay)"
+    after_kill = frozenset({BEFORE, AFTER, HALF})
+
+    def __init__(self, lab: Lab) -> None:
+        super().__init__(lab)
+        super().run()
+        self._work.write_text("two\n")
+
+    def run(self) -> None:
+        self.lab.call("POST", self._at("reset"), {"to": "kept"})
+
+    def outcome(self) -> str:
+        if (self.lab.state / "leases" / self._lease["id"] / "resetting.json").exists():
+            return HALF
+        text = self._work.read_text()
+        assert text in ("one\n", "two\n")
+        return AFTER if text == "one\n" else BEFORE
+
+    def is_sound(self, outcome: str) -> bool:
+        return outcome != HALF
+
+    def settle(self) -> None:
+        self.run()  # waits for the reset that a start took up again
+        assert self.outcome() == AFTER
+
+
+class PoolRollBack(RollBack):
+    name = "roll-back (pool)"
+    backend = "pool"
+
+
+class Fork(Operation):
+    """Of a checkout with work in it. Whoever was not answered may have a lease that expires."""
+
+    name = "fork (overlay)"
+    backend = "overlay"
+
+    def __init__(self, lab: Lab) -> None:
+        super().__init__(lab)
+        self._parent = lab.checkout(lab.commits[2], self.backend)
+        (Path(self._parent["path"]) / "work").write_text("one\n")
+
+    def run(self) -> None:
+        self.lab.call("POST", f"checkouts/{self._parent['id']}/fork", {})
+
+    def outcome(self) -> str:
+        must_be_usable(self.lab, self._parent)
+        return AFTER if self._made() else BEFORE
+
+    def _made(self) -> list[str]:
+        listed = self.lab.call("GET", "checkouts")
+        made = [lease for lease in listed if lease["parent"] == self._parent["id"]]
+        for lease in made:
+            must_be_usable(self.lab, lease)
+            assert (Path(lease["path"]) / "work").read_text() == "one\n"
+        return [lease["id"] for lease in made]
+
+    def clean(self) -> None:
+        for lease in (*self._made(), self._parent["id"]):
+            self.lab.release(lease)
+
+
+class PoolFork(Fork):
+    name = "fork (pool)"
+    backend = "pool"
+
+
 class Release(Operation):
     name = "release (overlay)"
     backend = "overlay"

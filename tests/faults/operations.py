@@ -7,12 +7,17 @@ from .on_bundles import BundleCreation, BundleImport, BundleOfMore
 from .on_catalog import Migration
 from .on_checkouts import (
     Checkout,
+    Fork,
     PoolCheckout,
+    PoolFork,
     PoolRelease,
     PoolReset,
+    PoolRollBack,
     PoolTree,
     Release,
     Reset,
+    RollBack,
+    Snapshot,
     WarmCheckout,
 )
 from .on_datasets import DatasetRemoval, Import
@@ -22,5 +27,6 @@ from .operation import Operation
 OPERATIONS: tuple[type[Operation], ...] = (
     FirstClone, Sync, Pin, Unpin, Import, DatasetRemoval, Maintenance, Heal, BundleCreation, BundleImport, BundleOfMore,
     QuickAudit, ClosureAudit, ContentAudit, Migration,
-    Checkout, WarmCheckout, PoolCheckout, PoolTree, Reset, PoolReset, Release, PoolRelease, MirrorRemoval,
+    Checkout, WarmCheckout, PoolCheckout, PoolTree, Reset, PoolReset, Release, PoolRelease,
+    Fork, PoolFork, Snapshot, RollBack, PoolRollBack, MirrorRemoval,
 )  # fmt: skip

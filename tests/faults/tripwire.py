@@ -34,7 +34,7 @@ _RANDOM = (
     (re.compile(r"\b[0-9a-f]{38}\b"), "*"),
     (re.compile(r"/objects/[0-9a-f]{2}(?=/|$)"), "/objects/*"),
     (re.compile(r"(?<=-)[0-9a-f]{16}\b"), "*"),
-    (re.compile(r"(?<=[/-])[a-z2-7]{16}(?=/|$)"), "*"),
+    (re.compile(r"(?<=[/-])[a-z2-7]{16}(?=[/.]|$)"), "*"),
     (re.compile(r"(tmp_[a-z]+_|\.building-|dataset-|upload-|tmp|idx_|graph_|\.tmp-)\w+"), r"\1*"),
     (re.compile(r"(clone|fetch|bundle|import|heal)-\w+"), r"\1-*"),
     (re.compile(r"\b(refs|packs)_\w{6}\b"), r"\1_*"),

@@ -117,6 +117,19 @@ class TreeReader:
         self._go(path)
         return sorted(names_in(self._here_fd))
 
+    def stats_in(self, path: bytes) -> list[tuple[bytes, os.stat_result]]:
+        """The names in a directory, in order, each with its lstat."""
+        inside = path + b"/" if path else b""
+        names = self.names_in(path)
+        try:
+            directory = self._here_fd
+            return [
+                (name, os.stat(name, dir_fd=directory, follow_symlinks=False)) for name in names
+            ]
+        except (FileNotFoundError, PermissionError):
+            found = ((name, self.find_stat(inside + name)) for name in names)
+            return [(name, seen) for name, seen in found if seen is not None]
+
     def leave(self, path: bytes) -> None:
         """Close what is open at and below `path`, which is removed next."""
         while self._stack and self._stack[-1][0].startswith(path + b"/"):

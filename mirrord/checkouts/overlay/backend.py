@@ -36,7 +36,7 @@ from ...model import Backend, CheckoutId, MirrorName
 from ...protocol import Proof
 from ..backend import DIFF_TIMEOUT, ChangedPaths, Taken, must_prove
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
-from ..snapshots.layers import layer_path
+from ..snapshots.layers import layer_path, newest_snapshot
 from ..templates.store import Template, Templates, proven_at
 from .changes import changed_paths
 from .copying import copy_checkout
@@ -187,6 +187,7 @@ class OverlayBackend:
             self._layer_of(lease),
             template.layers if template else (),
             lease.owner,
+            newest_snapshot(self._state, lease),
             timeout=DIFF_TIMEOUT,
         )
 

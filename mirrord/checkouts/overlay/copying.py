@@ -7,6 +7,7 @@ directory that is new, replaced or renamed to here is taken whole, as the mount 
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections import defaultdict
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ...host.credentials import ActingAs
-from ...host.files import open_directory, opened
+from ...host.files import find_stat, names_in, open_beneath, open_directory, opened
 from ..backend import Taken
 from ..files.reader import TreeReader
 from ..snapshots.content import is_whiteout
@@ -32,116 +33,135 @@ def copy_checkout(
     layer: Path | None,
     layers: Sequence[Path],
     owner: tuple[int, int],
+    earlier: Path | None,
 ) -> Taken:
-    """Write into the new `directory` what a checkout has over its template's `layers`."""
+    """Write into the new `directory` what a checkout has over its template's `layers`; `earlier`
+    is as for `copy_layer`.
+    """
     with ExitStack() as stack:
         tops = [open_tree(tree), *map(open_directory, (upper, *layers))]
         for top in tops:
             stack.enter_context(opened(top))
         own = read_layer(layer) if layer else {}
         acting = ActingAs(owner)
-        merged, written, *below = (stack.enter_context(TreeReader(top, acting)) for top in tops)
-        survey = _Survey(merged, written, own, below)
+        merged, written = (stack.enter_context(TreeReader(top, acting)) for top in tops[:2])
+        survey = _Survey(tops[0], merged, written, own, tops[2:])
 
         def look() -> Pieces:
             with acting:
                 return survey.take()
 
-        return copy_layer(directory, look, merged, acting, layer)
+        return copy_layer(
+            directory, look, merged, acting, upper=written, own=layer, earlier=earlier
+        )
+
+
+_TO_LOOK = stat.S_IRUSR | stat.S_IXUSR
 
 
 class _Survey:
-    """Looks at a checkout; `own` has the stat of each path of the layer that it has."""
+    """Looks at a checkout; `own` has the stat of each path of the layer that it has.
+
+    What the layers below show does not change, and neither does what a directory of the upper
+    layer hides there: later looks remember it.
+    """
 
     def __init__(
         self,
-        merged: TreeReader,
+        merged: int,
+        reader: TreeReader,
         written: TreeReader,
         own: Mapping[bytes, os.stat_result],
-        below: Sequence[TreeReader],
+        below: Sequence[int],
     ) -> None:
         self._merged = merged
+        self._reader = reader
         self._written = written
         self._own = own
-        self._below = below
+        self._below = [(layer, set(names_in(layer))) for layer in below]
         self._names: defaultdict[bytes, list[bytes]] = defaultdict(list)
         for path in own:
             self._names[path.rpartition(b"/")[0]].append(path)
+        self._known: dict[tuple[bytes, int], bool] = {}
 
     def take(self) -> Pieces:
         pieces: Pieces = {}
-        pending = [b""]
+        pending: list[tuple[bytes, int]] = [(b"", stat.S_IRWXU)]
         while pending:
-            above = pending.pop()
+            above, mode = pending.pop()
             inside = above + b"/" if above else b""
             try:
-                self._merged.locate(inside)  # first: lets its owner in, in the upper layer too
-                names = self._written.names_in(above)
+                if mode & _TO_LOOK != _TO_LOOK:
+                    self._reader.locate(inside)  # lets its owner in, in the upper layer too
+                seen = {inside + name: found for name, found in self._written.stats_in(above)}
             except FileNotFoundError:  # removed meanwhile
                 continue
-            seen = {inside + name for name in names}
-            for path in seen:
-                pending += self._judge(path, pieces)
+            for path, found in seen.items():
+                if not stat.S_ISDIR(found.st_mode):
+                    self._add(Where.UPPER, path, found, pieces)
+                elif self._is_upper(path, found):
+                    pieces[path] = Piece.of(Where.UPPER, found)
+                    pending.append((path, found.st_mode))
+                else:
+                    self._add_whole(path, pieces)
             for path in self._names[above]:
                 if path not in seen:
-                    pieces.update(self._of_own(path))
+                    self._add_own(path, pieces)
         return pieces
 
-    def _judge(self, path: bytes, pieces: Pieces) -> Iterator[bytes]:
-        """Add a path of the upper layer; answers it where more is to be seen in it."""
-        found = self._written.find_stat(path)
-        if found is None:
-            return
-        if not stat.S_ISDIR(found.st_mode):
-            pieces.update(self._of_client(path, found))
-            return
-        shown, hidden = self._merged.find_stat(path), self._own.get(path)
-        if hidden is None:
-            _, hidden = next(self._stack(path), (None, None))
-        is_merged = hidden and stat.S_ISDIR(hidden.st_mode)
-        if is_merged and hidden and shown and shown.st_ino == hidden.st_ino:
-            pieces[path] = Piece.of(Where.CLIENT, found)
-            yield path
-        else:
-            self._take_whole(path, pieces)
+    def _is_upper(self, path: bytes, found: os.stat_result) -> bool:
+        """Whether the upper layer has all that makes a directory other than those below: it is
+        theirs with changes in it, or nothing is there and it was not renamed from elsewhere.
+        """
+        key = path, found.st_ino
+        if (known := self._known.get(key)) is None:
+            shown, own = _look(self._merged, path), self._own.get(path)
+            template = next((seen for _, seen in self._stack(path)), None)
+            expected = found.st_ino
+            if own is not None and stat.S_ISDIR(own.st_mode):
+                expected = own.st_ino
+            elif template is not None and stat.S_ISDIR(template.st_mode):
+                expected = template.st_ino if own is None else 0
+            known = self._known[key] = shown is not None and shown.st_ino == expected
+        return known
 
-    def _of_client(self, path: bytes, found: os.stat_result) -> Pieces:
-        """A path that is no directory. What no layer takes still hides what the template has."""
+    def _add(self, where: Where, path: bytes, found: os.stat_result, pieces: Pieces) -> None:
+        """Add what is no directory. What no layer takes still hides what the template has."""
         if stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode):
-            return {path: Piece.of(Where.CLIENT, found)}
-        if any(self._stack(path)):
-            return {path: hidden_by(found)}
-        return {} if is_whiteout(found) else {path: Piece.of(Where.CLIENT, found)}
+            pieces[path] = Piece.of(where, found)
+        elif any(self._stack(path)):
+            pieces[path] = hidden_by(found)
+        elif not is_whiteout(found):
+            pieces[path] = Piece.of(where, found)
 
-    def _of_own(self, path: bytes) -> Pieces:
-        """What the checkout's own layer has at and below a path that its client did not touch."""
-        pieces: Pieces = {}
+    def _add_own(self, path: bytes, pieces: Pieces) -> None:
+        """Add what the checkout's own layer has at and below a path that its client left alone."""
         pending = [path]
         while pending:
             path = pending.pop()
             found = self._own[path]
             pieces[path] = HIDDEN if is_whiteout(found) else Piece.of(Where.OWN, found)
             pending += self._names[path]
-        return pieces
 
-    def _take_whole(self, path: bytes, pieces: Pieces) -> None:
+    def _add_whole(self, path: bytes, pieces: Pieces) -> None:
         """Add a directory as the mount shows it, and what the template has there and it has not."""
 
         def refused(_path: bytes, error: Exception) -> NoReturn:
             raise error
 
-        found: Pieces = {}
-        for below, seen in self._merged.iter_below(path, refused):
-            is_directory = stat.S_ISDIR(seen.st_mode)
-            directory = {below: Piece.of(Where.CLIENT, seen)}
-            found |= directory if is_directory else self._of_client(below, seen)
-        pieces |= found
+        directories: Pieces = {}
+        for below, seen in self._reader.iter_below(path, refused):
+            if stat.S_ISDIR(seen.st_mode):
+                directories[below] = Piece.of(Where.CLIENT, seen)
+            else:
+                self._add(Where.CLIENT, below, seen, pieces)
+        pieces |= directories
         known = {path}
-        for below in (below for below, piece in found.items() if piece.is_directory):
+        for below in directories:
             if below in known:
                 inside = {below + b"/" + name for name in self._template_names(below)}
                 known |= inside
-                pieces |= dict.fromkeys(inside - found.keys(), HIDDEN)
+                pieces |= dict.fromkeys(inside - pieces.keys(), HIDDEN)
 
     def _template_names(self, path: bytes) -> set[bytes]:
         """The names that the template shows in a directory."""
@@ -149,15 +169,17 @@ class _Survey:
         hidden: set[bytes] = set()
         for layer, found in self._stack(path):
             if stat.S_ISDIR(found.st_mode):
-                for name in set(layer.names_in(path)) - names - hidden:
-                    seen = layer.find_stat(path + b"/" + name)
-                    (hidden if seen and is_whiteout(seen) else names).add(name)
+                with opened(open_beneath(layer, path)) as directory:
+                    for name in set(names_in(directory)) - names - hidden:
+                        seen = find_stat(directory, name)
+                        (hidden if seen and is_whiteout(seen) else names).add(name)
         return names
 
-    def _stack(self, path: bytes) -> Iterator[tuple[TreeReader, os.stat_result]]:
+    def _stack(self, path: bytes) -> Iterator[tuple[int, os.stat_result]]:
         """What the template has at a path, top layer first, as far down as it shows through."""
-        for layer in self._below:
-            found = layer.find_stat(path)
+        top = path.partition(b"/")[0]
+        for layer in (layer for layer, names in self._below if top in names):
+            found = _look(layer, path)
             if found is not None:
                 if is_whiteout(found):
                     return
@@ -165,7 +187,18 @@ class _Survey:
                 if not stat.S_ISDIR(found.st_mode):
                     return
                 continue
-            above = filter(None, map(layer.find_stat, reversed(parents(path))))
-            nearest = next(above, None)
+            above = (_look(layer, each) for each in reversed(parents(path)))
+            nearest = next(filter(None, above), None)
             if nearest is not None and not stat.S_ISDIR(nearest.st_mode):
                 return
+
+
+def _look(root: int, path: bytes) -> os.stat_result | None:
+    """lstat of a path below an open directory, through no link; None where there is nothing."""
+    try:
+        with opened(open_beneath(root, path, os.O_PATH | os.O_NOFOLLOW)) as place:
+            return os.fstat(place)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return None

@@ -27,7 +27,7 @@ from ...model import Backend, History, MirrorName
 from ...protocol import Proof
 from ..backend import DIFF_TIMEOUT, ChangedPaths, Taken
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
-from ..snapshots.layers import layer_path
+from ..snapshots.layers import layer_path, newest_snapshot
 from ..stores.builder import StoreBuilder
 from . import dotgit, worktree
 from .copying import copy_checkout
@@ -132,7 +132,10 @@ class PoolBackend:
 
     async def copy_layer(self, lease: Lease, directory: Path) -> Taken:
         paths = await self._paths(lease)
-        return await self._workers.run(copy_checkout, paths, directory, timeout=DIFF_TIMEOUT)
+        earlier = newest_snapshot(self._state, lease)
+        return await self._workers.run(
+            copy_checkout, paths, directory, earlier, timeout=DIFF_TIMEOUT
+        )
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:
         return partial(worktree.changed_paths, lease.tree_path, lease.private / "manifest")

@@ -18,8 +18,9 @@ from ..templates.layers import parents
 from .worktree import PoolPaths, has_top
 
 
-def copy_checkout(paths: PoolPaths, directory: Path) -> Taken:
-    """Write into the new `directory` what a checkout has over its clean state.
+def copy_checkout(paths: PoolPaths, directory: Path, earlier: Path | None) -> Taken:
+    """Write into the new `directory` what a checkout has over its clean state; `earlier` is as for
+    `copy_layer`.
 
     Of a linked one without its `.git`, which is a part of the mirror.
     """
@@ -45,7 +46,7 @@ def copy_checkout(paths: PoolPaths, directory: Path) -> Taken:
         return pieces
 
     with opened(open_top(paths.tree)) as root, TreeReader(root, acting) as reader:
-        taken = copy_layer(directory, survey, reader, acting, None)
+        taken = copy_layer(directory, survey, reader, acting, earlier=earlier)
     return taken._replace(git=taken.git and not is_linked)
 
 

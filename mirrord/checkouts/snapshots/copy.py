@@ -11,11 +11,13 @@ have one ctime, and look like one.)
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -24,12 +26,13 @@ from typing import NamedTuple
 
 from ...errors import CheckoutBusyError, ForkTooLargeError
 from ...host.credentials import ActingAs
-from ...host.files import FOR_READING, full_disk_named, open_directory, opened
+from ...host.files import FOR_READING, copy_bytes, full_disk_named, opened, write_all
+from ...host.trash import remove_tree
 from ...model import utc_now
 from ..backend import Taken
+from ..files.manifest import clock_ns
 from ..files.reader import TreeReader
 from ..files.scan import is_control
-from ..files.writer import TreeWriter
 from ..patches.worktree import denials_named
 from ..templates.layers import parents
 from .content import is_whiteout, read_attributes
@@ -38,6 +41,8 @@ FILES_LIMIT = 200_000
 BYTES_LIMIT = 4 * 1024**3
 _ROUNDS = 5
 _BATCH = 64
+_LONG_BYTES = 1 << 16  # a longer file is copied in the kernel
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _CHANGED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
 # HEAD and its like (names of capitals), refs, their logs, and objects: nothing that configures git,
 # is run by it, or borrows objects. Packs being written and locks are nobody's yet.
@@ -53,6 +58,7 @@ class Where(Enum):
     """Where a path of a new layer comes from; HIDDEN is a whiteout."""
 
     CLIENT = "the checkout's tree"
+    UPPER = "the layer of an overlay that its client writes to"
     OWN = "the layer that it has"
     HIDDEN = "nowhere"
 
@@ -73,6 +79,10 @@ class Piece(NamedTuple):
             return cls(where, found.st_mode, 0, found.st_mtime_ns, 0, found.st_ino)
         times = found.st_mtime_ns, found.st_ctime_ns
         return cls(where, found.st_mode, found.st_size, *times, found.st_ino)
+
+    @property
+    def is_clients(self) -> bool:
+        return self.where in (Where.CLIENT, Where.UPPER)
 
     @property
     def is_directory(self) -> bool:
@@ -100,33 +110,38 @@ def copy_layer(
     survey: Callable[[], Pieces],
     client: TreeReader,
     owner: ActingAs,
-    own: Path | None,
+    *,
+    upper: TreeReader | None = None,
+    own: Path | None = None,
+    earlier: Path | None = None,
 ) -> Taken:
     """Copy what `survey` finds into the new `directory`, until it finds nothing else.
+
+    What did not change since the layer `earlier` of the same checkout was made is linked from it.
 
     Raises ForkTooLargeError, CheckoutBusyError, OwnerDeniedError, DiskFullError.
     """
     with full_disk_named("a layer"), denials_named(owner.owner):
         directory.mkdir(mode=0o755)
-        with (
-            opened(open_directory(directory)) as root,
-            TreeWriter(root, ActingAs(None), mtime_ns=0) as writer,
-        ):
-            locked = _Locked(client, owner)
-            try:
-                return _copy(_Copy(writer, client, owner, own), lambda: locked.see(survey()))
-            finally:
-                locked.restore()
+        locked = _Locked(client, owner)
+        try:
+            readers = {Where.CLIENT: client, Where.UPPER: upper}
+            copy = _Copy(directory, readers, owner, own, earlier)
+            return _copy(copy, lambda: locked.see(survey()))
+        finally:
+            locked.restore()
 
 
 def _copy(copy: _Copy, survey: Callable[[], Pieces]) -> Taken:
     copied: Pieces = {}
+    began_ns = clock_ns()
     for _ in range(_ROUNDS):
         at = utc_now()
         wanted, left_out, has_git = select(survey())
         if wanted == copied:
             files = sum(not piece.is_directory for piece in wanted.values())
             size = sum(piece.size for piece in wanted.values() if stat.S_ISREG(piece.mode))
+            copy.record(wanted, began_ns)
             return Taken(at, files, size, left_out, has_git)
         copied = copy.bring(copied, wanted)
     raise CheckoutBusyError(
@@ -192,21 +207,13 @@ def _is_lost_object(path: bytes, piece: Piece) -> bool:
 
 
 def _must_fit(pieces: Mapping[bytes, Piece]) -> None:
-    size = sum(piece.size for piece in pieces.values() if piece.where is Where.CLIENT)
+    size = sum(piece.size for piece in pieces.values() if piece.is_clients)
     if len(pieces) > FILES_LIMIT or size > BYTES_LIMIT:
         raise ForkTooLargeError(
             f"cannot copy the checkout: it has {len(pieces)} changed paths with {size >> 20} MiB;"
             f" {FILES_LIMIT} and {BYTES_LIMIT >> 20} MiB are the most",
             hint="remove what can be made again",
         )
-
-
-class _Opened(NamedTuple):
-    """What was read of the client's: an open file, or a link's target."""
-
-    file: int = -1
-    target: bytes = b""
-    attributes: Mapping[str, bytes] = MappingProxyType({})
 
 
 class _Locked:
@@ -221,7 +228,7 @@ class _Locked:
         """Note those of a first survey, and undo in a later one what opening changed."""
         for path, piece in found.items():
             mode = self._modes.get(path)
-            if piece.where is not Where.CLIENT or not piece.is_directory:
+            if not piece.is_clients or not piece.is_directory:
                 continue
             if mode is None and piece.mode & stat.S_IRWXU != stat.S_IRWXU:
                 self._modes[path] = piece.mode
@@ -239,127 +246,186 @@ class _Locked:
                         os.fchmod(fd, stat.S_IMODE(mode))
 
 
+def record_path(layer: bytes) -> bytes:
+    """The file beside a layer that has the stats of what was copied."""
+    return layer + b".stats"
+
+
+def _read_record(layer: Path) -> Pieces:
+    with suppress(OSError, ValueError), open(record_path(os.fsencode(layer)), "rb") as file:
+        return {
+            path.encode("latin-1"): Piece(Where[where], *numbers)
+            for path, (where, *numbers) in json.load(file).items()
+        }
+    return {}
+
+
+class _Read(NamedTuple):
+    """What was read of the client's at a path: content, a link's target, or a long open file."""
+
+    data: bytes = b""
+    file: int = -1
+    attributes: Mapping[str, bytes] = MappingProxyType({})
+
+
 class _Copy:
-    """Writes pieces into a layer."""
+    """Writes pieces into a layer. Plain paths do: nobody but the daemon enters its directory."""
 
     def __init__(
-        self, writer: TreeWriter, client: TreeReader, owner: ActingAs, own: Path | None
+        self,
+        directory: Path,
+        readers: Mapping[Where, TreeReader | None],
+        owner: ActingAs,
+        own: Path | None,
+        earlier: Path | None,
     ) -> None:
-        self._writer = writer
-        self._client = client
+        self._directory = os.fsencode(directory) + b"/"
+        self._readers = readers
         self._owner = owner
-        self._own = own
+        self._own = os.fsencode(own or directory) + b"/"
+        self._earlier = os.fsencode(earlier or directory) + b"/"
+        self._recorded = _read_record(earlier) if earlier else {}
+        self._attributes: dict[bytes, Mapping[str, bytes]] = {}
 
     def bring(self, copied: Pieces, wanted: Pieces) -> Pieces:
         """Bring the layer from one survey to the next, both in the order of paths; answers that
         with what reading changed.
         """
-        stale = [path for path, piece in copied.items() if wanted.get(path) != piece]
-        for path in reversed(stale):
+        for path in reversed([at for at, piece in copied.items() if wanted.get(at) != piece]):
             is_kept = path in wanted and wanted[path].is_directory and copied[path].is_directory
             if not is_kept:
-                self._writer.remove(path)
+                remove_tree(Path(os.fsdecode(self._directory + path)))
         new = {path: piece for path, piece in wanted.items() if copied.get(path) != piece}
-        todo = iter(new.items())
-        attributes: dict[bytes, Mapping[str, bytes]] = {}
         unlocked: Pieces = {}
+        todo = iter(new.items())
         while batch := list(islice(todo, _BATCH)):
-            self._put_all(batch, attributes, unlocked)
+            self._put_all(batch, unlocked)
         touched = {above for path in new for above in parents(path)} | new.keys()
         for path in sorted(touched & wanted.keys(), reverse=True):
             if (piece := wanted[path]).is_directory:
-                found = attributes.get(path, {})
-                self._writer.finish_directory(path, piece.permissions, piece.mtime_ns, found)
+                self._finish_directory(path, piece)
         return wanted | unlocked
 
-    def _put_all(
-        self,
-        batch: Iterable[tuple[bytes, Piece]],
-        attributes: dict[bytes, Mapping[str, bytes]],
-        unlocked: Pieces,
-    ) -> None:
-        read: list[tuple[bytes, Piece, _Opened | None]] = []
+    def _put_all(self, batch: Sequence[tuple[bytes, Piece]], unlocked: Pieces) -> None:
+        read: dict[bytes, _Read | None] = {}
         try:
             with self._owner:
                 for path, piece in batch:
-                    is_client = piece.where is Where.CLIENT
-                    read.append((path, piece, self._open(path, piece) if is_client else None))
+                    if piece.is_clients and not self._is_recorded(path, piece):
+                        read[path] = self._read(path, piece, unlocked)
             for path, piece in batch:
-                if piece.where is Where.OWN and piece.is_directory:
-                    with opened(open_directory(self._in_own(path))) as fd:
-                        attributes[path] = read_attributes(fd)
-            for path, piece, each in read:
-                if each is not None and piece.is_directory:
-                    attributes[path] = each.attributes
-                elif each is not None and each.file >= 0 and not piece.mode & stat.S_IRUSR:
-                    # it had another mode for a moment, and so it has another ctime
-                    ctime_ns = os.fstat(each.file).st_ctime_ns
-                    unlocked[path] = piece._replace(ctime_ns=ctime_ns)
-                self._put(path, piece, each)
+                if piece.where is Where.HIDDEN:
+                    os.mknod(self._directory + path, stat.S_IFCHR, os.makedev(0, 0))
+                elif piece.where is Where.OWN:
+                    self._link(path, piece)
+                elif path in read or not self._share(path):
+                    if path not in read:
+                        with self._owner:
+                            read[path] = self._read(path, piece, unlocked)
+                    self._write(path, piece, read[path])
         finally:
-            for _, _, each in read:
-                if each is not None and each.file >= 0:
+            for each in filter(None, read.values()):
+                if each.file >= 0:
                     os.close(each.file)
 
-    def _open(self, path: bytes, piece: Piece) -> _Opened | None:
-        """Read what is the client's at a path; None where it has become something else."""
+    def _is_recorded(self, path: bytes, piece: Piece) -> bool:
+        """Whether the earlier layer has it as it is."""
+        return not piece.is_directory and self._recorded.get(path) == piece
+
+    def _share(self, path: bytes) -> bool:
+        """Take a file from the earlier layer; False where that is gone, or has 65,000 names."""
         try:
-            directory, name = self._client.locate(path)
-            if stat.S_ISLNK(piece.mode):
-                return _Opened(target=os.readlink(name, dir_fd=directory))
+            os.link(self._earlier + path, self._directory + path, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+    def _read(self, path: bytes, piece: Piece, unlocked: Pieces) -> _Read | None:
+        """Read what is the client's at a path; None where it has become something else."""
+        reader = self._readers[piece.where]
+        assert reader is not None
+        try:
             if piece.is_directory:
-                with opened(self._owner.open_directory(directory, name)) as fd:
-                    return _Opened(attributes=read_attributes(fd))
+                directory, _ = reader.locate(path + b"/")
+                return _Read(attributes=read_attributes(directory))
+            directory, name = reader.locate(path)
+            if stat.S_ISLNK(piece.mode):
+                return _Read(os.readlink(name, dir_fd=directory))
             file = self._owner.open_regular(directory, name, keep_atime=True)
-            try:
-                return _Opened(file, attributes=read_attributes(file))
-            except BaseException:
-                os.close(file)
-                raise
         except PermissionError as error:
             raise PermissionError(error.errno, error.strerror, path) from error
         except OSError as error:
             if error.errno not in _CHANGED:
                 raise
             return None  # the next survey finds what it is now
+        try:
+            if not piece.mode & stat.S_IRUSR:  # it had another mode, and so has another ctime
+                unlocked[path] = piece._replace(ctime_ns=os.fstat(file).st_ctime_ns)
+            attributes = read_attributes(file)
+            if piece.size > _LONG_BYTES:
+                kept, file = file, -1
+                return _Read(file=kept, attributes=attributes)
+            return _Read(os.read(file, piece.size), attributes=attributes)
+        finally:
+            if file >= 0:
+                os.close(file)
 
-    def _put(self, path: bytes, piece: Piece, read: _Opened | None) -> None:
-        if piece.where is Where.HIDDEN:
-            self._writer.write_whiteout(path)
-        elif piece.is_directory:
-            self._writer.make_directory(path)
-        elif piece.where is Where.OWN:
-            self._link(path, piece)
+    def _write(self, path: bytes, piece: Piece, read: _Read | None) -> None:
+        target = self._directory + path
+        times = (piece.mtime_ns, piece.mtime_ns)
+        if piece.is_directory:
+            self._attributes[path] = read.attributes if read else {}
+            with suppress(FileExistsError):
+                os.mkdir(target, 0o700)
         elif read is None:
             return
         elif stat.S_ISLNK(piece.mode):
-            self._writer.write_symlink(path, read.target, mtime_ns=piece.mtime_ns)
+            os.symlink(read.data, target)
+            os.utime(target, ns=times, follow_symlinks=False)
         else:
-            self._writer.copy_file(
-                path,
-                read.file,
-                permissions=piece.permissions,
-                mtime_ns=piece.mtime_ns,
-                attributes=read.attributes,
-            )
+            with opened(os.open(target, _CREATE, piece.permissions)) as file:
+                if read.file >= 0:
+                    copy_bytes(read.file, file, piece.size)
+                elif read.data:
+                    write_all(file, read.data)
+                for name, value in read.attributes.items():
+                    os.setxattr(file, name, value)
+                os.utime(file, ns=times)
+                if stat.S_IMODE(os.fstat(file).st_mode) != piece.permissions:
+                    os.fchmod(file, piece.permissions)
+
+    def record(self, pieces: Pieces, began_ns: int) -> None:
+        """Keep the stats beside the layer, for the next one. Those of the present tick of the clock
+        may be the same after another change.
+        """
+        kept = {
+            path.decode("latin-1"): (piece.where.name, *piece[1:])
+            for path, piece in pieces.items()
+            if piece.is_clients and not piece.is_directory and piece.ctime_ns < began_ns
+        }
+        with open(record_path(self._directory[:-1]), "x", encoding="ascii") as file:
+            json.dump(kept, file)
 
     def _link(self, path: bytes, piece: Piece) -> None:
-        """Nobody changes a layer's files, so two may share one; it has 65,000 names at most."""
-        source = self._in_own(path)
+        """Take a path from the layer below. Nobody changes a layer's files: two may share one."""
+        source = self._own + path
+        if piece.is_directory:
+            with opened(os.open(source, os.O_RDONLY)) as directory:
+                read = _Read(attributes=read_attributes(directory))
+            self._write(path, piece, read)
+            return
         try:
-            self._writer.link_file(path, source)
+            os.link(source, self._directory + path, follow_symlinks=False)
         except OSError as error:
-            if error.errno != errno.EMLINK or not stat.S_ISREG(piece.mode):
+            if error.errno != errno.EMLINK or not stat.S_ISREG(piece.mode):  # 65,000 on ext4
                 raise
             with opened(os.open(source, FOR_READING)) as file:
-                self._writer.copy_file(
-                    path,
-                    file,
-                    permissions=piece.permissions,
-                    mtime_ns=piece.mtime_ns,
-                    attributes=read_attributes(file),
-                )
+                self._write(path, piece, _Read(file=file, attributes=read_attributes(file)))
 
-    def _in_own(self, path: bytes) -> Path:
-        assert self._own is not None
-        return self._own / os.fsdecode(path)
+    def _finish_directory(self, path: bytes, piece: Piece) -> None:
+        """Give a directory, once all in it is written, its attributes, mode and time."""
+        target = self._directory + path
+        for name, value in self._attributes.get(path, {}).items():
+            os.setxattr(target, name, value)
+        os.chmod(target, piece.permissions)
+        os.utime(target, ns=(piece.mtime_ns, piece.mtime_ns))

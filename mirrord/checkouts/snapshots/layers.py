@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ...host.trash import Trash, new_trash
 from ...model import LayerId, new_layer_id
-from ..leases import Leases
+from ..leases import Lease, Leases
 
 DIRECTORY = ".layers"
 """Below `templates`, which the mounter shows to other owners as theirs."""
@@ -23,6 +23,11 @@ DIRECTORY = ".layers"
 
 def layer_path(state_dir: Path, layer: LayerId) -> Path:
     return state_dir / "templates" / DIRECTORY / layer
+
+
+def newest_snapshot(state_dir: Path, lease: Lease) -> Path | None:
+    """The layer of a checkout's last snapshot, with which the next one may share files."""
+    return layer_path(state_dir, lease.snapshots[-1].layer) if lease.snapshots else None
 
 
 class NewLayer(NamedTuple):
@@ -44,7 +49,7 @@ class Layers:
         """Remove what no lease refers to; call once, when the leases were read."""
         with suppress(FileNotFoundError):
             for path in (self._state / "templates" / DIRECTORY).iterdir():
-                if not self._leases.layers[LayerId(path.name)]:
+                if not self._leases.layers[LayerId(path.name.partition(".")[0])]:
                     self._trash.add(path)
 
     def path(self, layer: LayerId) -> Path:
@@ -71,3 +76,4 @@ class Layers:
                 with suppress(FileNotFoundError):
                     path.rename(gone)
                     self._trash.add(gone)
+                self._trash.remove(path.with_suffix(".stats"))

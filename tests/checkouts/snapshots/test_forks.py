@@ -155,7 +155,7 @@ def times_of(tree: Path) -> dict[Path, tuple[int, ...]]:
 
 
 def layers_of(service: Service) -> set[str]:
-    return {each for each in os.listdir(service.state / "templates/.layers") if each[0] != "."}
+    return {each for each in os.listdir(service.state / "templates/.layers") if "." not in each}
 
 
 def assert_equal_work(one: Held, other: Held) -> None:
@@ -326,6 +326,42 @@ def test_names_and_bounds_of_snapshots(service: Service) -> None:
         one.snapshot()
     service.call(service.checkouts.remove_snapshot, one.id, "s64", USER_PEER)
     assert one.snapshot().name == "s64"
+
+
+def test_a_template_under_a_fork_is_not_evicted(service: Service) -> None:
+    """Nor does the layer of one that is count as a template."""
+    one = start(service, Backend.OVERLAY)
+    one.shell("echo one > README")
+    fork = one.fork()
+    one.release()
+    service.change("checkouts", template_bytes=1)
+    try:
+        service.call(service.templates.evict)
+        assert service.call(service.templates.scrub) == 0
+        assert fork.shell("cat README docs/page.txt") == "one\npage\n"
+        assert fork.reset().proof.tree == fork.lease.tree
+    finally:
+        service.change("checkouts", template_bytes=50 << 30)
+
+
+def test_a_fork_from_elsewhere_in_the_layers_below(service: Service) -> None:
+    """A directory that a layer of the template hides does not come back where the client makes it again."""
+    for commit in ("v1", "v2", "v3"):
+        start(service, Backend.OVERLAY, commit)
+    one = start(service, Backend.OVERLAY, "v3")
+    one.shell(
+        "rm -r src docs; mkdir -p src/deep/er; echo n > src/deep/er/n; mv src docs; mkdir src"
+    )
+    two = one.fork()
+    two.shell("rm docs/deep/er/n; mkdir src/deep; echo d > src/deep/d; mv docs/deep src/was")
+    three = two.fork()
+    assert_equal_work(two, three)
+    three.shell("rm -r src; mkdir src docs/x")
+    four = three.fork()
+    assert_equal_work(three, four)
+    for each in (two, three, four):
+        for directory in [each.tree, *filter(Path.is_dir, each.tree.rglob("*"))]:
+            assert all(os.path.lexists(directory / name) for name in os.listdir(directory))
 
 
 def test_forks_count(service: Service) -> None:

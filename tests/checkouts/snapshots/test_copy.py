@@ -1,0 +1,176 @@
+"""The copy of a tree that changes meanwhile, and its bounds; no mounts, no daemon."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from mirrord import errors
+from mirrord.checkouts.backend import Taken
+from mirrord.checkouts.files.manifest import clock_ns
+from mirrord.checkouts.files.reader import TreeReader
+from mirrord.checkouts.snapshots import copy
+from mirrord.checkouts.snapshots.copy import Piece, Pieces, Where, copy_layer
+from mirrord.host.credentials import ActingAs
+from mirrord.host.files import open_directory, opened
+
+Change = Callable[[Path], object]
+
+
+def refused(_path: bytes, error: Exception) -> NoReturn:
+    raise error
+
+
+def copied(tmp_path: Path, *changes: Change, earlier: Path | None = None) -> tuple[Path, Taken]:
+    """Copy `tmp_path/tree`; before the nth look comes the nth change."""
+    tree, layer = tmp_path / "tree", tmp_path / f"layer{len(os.listdir(tmp_path))}"
+    todo = list(changes)
+    acting = ActingAs((os.geteuid(), os.getegid()))
+    with opened(open_directory(tree)) as root, TreeReader(root, acting) as reader:
+
+        def survey() -> Pieces:
+            if todo:
+                todo.pop(0)(tree)
+            return {
+                path: Piece.of(Where.CLIENT, found)
+                for name in reader.names_in(b"")
+                for path, found in reader.iter_below(name, refused)
+            }
+
+        return layer, copy_layer(layer, survey, reader, acting, earlier=earlier)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    tree = tmp_path / "tree"
+    (tree / "d/e").mkdir(parents=True)
+    for name in ("a", "d/b", "d/e/c"):
+        (tree / name).write_text(f"{name}\n")
+    return tree
+
+
+def nothing(_tree: Path) -> None:
+    pass
+
+
+def test_what_changes_while_it_is_copied_is_copied_again(tmp_path: Path, tree: Path) -> None:
+    """Contents, kinds and names; what goes meanwhile is not there."""
+
+    def rewrite(tree: Path) -> None:
+        (tree / "a").write_text("b\n")  # of the same size
+        (tree / "d/b").unlink()
+        (tree / "d/b").mkdir()
+        (tree / "d/b/new").write_text("new\n")
+        (tree / "d/e/c").unlink()
+        (tree / "d/e").rmdir()
+        (tree / "d/e").symlink_to("b")
+
+    layer, taken = copied(tmp_path, nothing, rewrite)
+    assert (layer / "a").read_text() == "b\n"
+    assert (layer / "d/b/new").read_text() == "new\n"
+    assert os.readlink(layer / "d/e") == "b"
+    assert taken.files == 3
+
+
+def test_a_file_that_goes_between_look_and_copy_is_no_error(
+    tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next look finds what it is then."""
+    open_regular = ActingAs.open_regular
+    gone: list[Path] = []
+
+    def hasty(self: ActingAs, directory: int, name: bytes, *, keep_atime: bool = False) -> int:
+        if name == b"c" and not gone:
+            gone.append((tree / "d/e/c").rename(tree / "d/moved"))
+        return open_regular(self, directory, name, keep_atime=keep_atime)
+
+    monkeypatch.setattr(ActingAs, "open_regular", hasty)
+    layer, _ = copied(tmp_path)
+    assert gone
+    assert not (layer / "d/e/c").exists()
+    assert (layer / "d/moved").read_text() == "d/e/c\n"
+
+
+def test_a_tree_that_never_rests_is_busy(tmp_path: Path, tree: Path) -> None:
+    changes = [lambda tree, n=n: (tree / "a").write_text(f"{n}\n") for n in range(9)]
+    with pytest.raises(errors.CheckoutBusyError, match="it changed during each of 5 looks"):
+        copied(tmp_path, *changes)
+
+
+def test_unchanged_files_are_shared_with_the_layer_before(tmp_path: Path, tree: Path) -> None:
+    """What was written since is not, whatever its size and time; nor is anything shared with the client."""
+    rest = max(path.lstat().st_ctime_ns for path in tree.rglob("*"))
+    while clock_ns() <= rest:
+        pass
+    first, _ = copied(tmp_path)
+    was = (tree / "a").stat()
+    (tree / "a").write_text("A\n")
+    os.utime(tree / "a", ns=(was.st_atime_ns, was.st_mtime_ns))
+    second, _ = copied(tmp_path, earlier=first)
+    assert (second / "a").read_text() == "A\n"
+    assert (first / "a").read_text() == "a\n"
+    assert (second / "d/b").stat().st_ino == (first / "d/b").stat().st_ino
+    assert (second / "d/b").stat().st_ino != (tree / "d/b").stat().st_ino
+    directory = tree / "d"
+    directory.rename(tree / "x")
+    (tree / "x/e").rename(tree / "d")
+    third, _ = copied(tmp_path, earlier=second)
+    assert (third / "d/c").read_text() == "d/e/c\n"
+    assert (third / "x/b").read_text() == "d/b\n"
+
+
+def test_a_layer_before_that_is_gone_costs_a_copy(tmp_path: Path, tree: Path) -> None:
+    first, _ = copied(tmp_path)
+    for path in first.rglob("*"):
+        if path.is_file():
+            path.unlink()
+    second, _ = copied(tmp_path, earlier=first)
+    assert (second / "d/e/c").read_text() == "d/e/c\n"
+    third, _ = copied(tmp_path, earlier=tmp_path / "never")
+    assert (third / "a").read_text() == "a\n"
+
+
+def test_a_copy_is_bounded(tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In paths and bytes; a sparse file counts as long as it is."""
+    monkeypatch.setattr(copy, "FILES_LIMIT", 4)
+    with pytest.raises(errors.ForkTooLargeError, match="5 changed paths"):
+        copied(tmp_path)
+    monkeypatch.setattr(copy, "FILES_LIMIT", 5)
+    monkeypatch.setattr(copy, "BYTES_LIMIT", 1 << 20)
+    os.truncate(tree / "a", 1 << 30)
+    with pytest.raises(errors.ForkTooLargeError, match="1024 MiB"):
+        copied(tmp_path)
+
+
+def test_a_long_file_is_copied_whole(tmp_path: Path, tree: Path) -> None:
+    data = os.urandom(1 << 20)
+    (tree / "long").write_bytes(data)
+    layer, taken = copied(tmp_path)
+    assert (layer / "long").read_bytes() == data
+    assert taken.size_bytes > len(data)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(copy, "write_all", full)
+    with pytest.raises(errors.DiskFullError, match="a layer"):
+        copied(tmp_path)
+
+
+def test_locked_directories_and_files_stay_locked(tmp_path: Path, tree: Path) -> None:
+    """On both sides; they are copied all the same."""
+    (tree / "a").chmod(0)
+    (tree / "d/e").chmod(0)
+    layer, _ = copied(tmp_path)
+    for each in (tree, layer):
+        assert (each / "a").stat().st_mode & 0o777 == 0
+        assert (each / "d/e").stat().st_mode & 0o777 == 0
+        (each / "d/e").chmod(0o700)
+        assert (each / "d/e/c").read_text() == "d/e/c\n"
