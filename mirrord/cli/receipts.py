@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import IntegrityError, UsageError
 from ..protocol import MalformedError, Mismatch, Receipt, ReceiptReport, canonical
 from .checkouts import find_id
 from .parameters import Argument, Option
 from .session import Session, print_line, read_file
-from .signatures import Judgement, check
-from .signatures import sign as sign_with
+
+if TYPE_CHECKING:
+    from .signatures import Judgement
 
 _ID_HELP = "A checkout: its id, its path, or a path inside it such as '.'."
 _SIGN_HELP = "Sign it with this SSH key; of a public one an agent has the private one."
@@ -50,7 +52,7 @@ def receipt(
         return
     found = session.client.get_receipt(find_id(session, str(checkout_id)))
     if sign:
-        found = replace(found, signature=sign_with(found.signed_bytes(), sign))
+        found = replace(found, signature=_signatures().sign(found.signed_bytes(), sign))
     print_line(found.canonical().decode())
 
 
@@ -63,13 +65,13 @@ def _verify(session: Session, file: str, signers: Path | None, identity: str) ->
     except MalformedError as error:
         report = ReceiptReport(holds=False, mismatches=[_fault("format", str(error))])
     else:
-        judged = _judge_signature(given, signers, identity)
+        is_good, detail = _judge_signature(given, signers, identity)
         report = session.client.verify_receipt(given)
-        faults = [] if judged.is_good else [_fault("signature", judged.detail)]
-        notes = [judged.detail] if judged.is_good else []
+        faults = [] if is_good else [_fault("signature", detail)]
+        notes = [detail] if is_good else []
         report = replace(
             report,
-            holds=report.holds and judged.is_good,
+            holds=report.holds and is_good,
             mismatches=[*faults, *report.mismatches],
             checked=["format", *(["signature"] if given.signature else []), *report.checked],
         )
@@ -103,14 +105,22 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _judge_signature(given: Receipt, signers: Path | None, identity: str) -> Judgement:
+def _judge_signature(given: Receipt, signers: Path | None, identity: str) -> tuple[bool, str]:
+    """Whether the signature is as good as was asked for, and what to say of it."""
     if given.signature is None:
-        return Judgement(signers is None, "it is not signed")
-    judged = check(given.signed_bytes(), given.signature, signers, identity)
+        return signers is None, "it is not signed"
+    judged: Judgement = _signatures().check(
+        given.signed_bytes(), given.signature, signers, identity
+    )
     if judged.is_good and not signers:
         hint = "whose key that is was not checked: give --allowed-signers and --identity"
-        return Judgement(True, f"{judged.detail}; {hint}")
+        return True, f"{judged.detail}; {hint}"
     return judged
+
+
+def _signatures() -> Any:
+    """Loaded for a signature alone: with what starts processes it takes 20 ms."""
+    return importlib.import_module(".signatures", __package__)
 
 
 def _fault(member: str, fact: str) -> Mismatch:

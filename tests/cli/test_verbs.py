@@ -161,9 +161,19 @@ def test_help_needs_none_of_the_heavy_libraries() -> None:
     )
 
 
+RECEIPT = {name: LEASE[name] for name in ("mirror", "commit", "tree", "history", "view", "backend")}
+RECEIPT |= {name: LEASE[name] for name in ("created_at", "expires_at")}
+RECEIPT |= {"format": "mirrord-receipt/1", "version": "0.1.0", "checkout": ID, "resets": 0}
+RECEIPT |= {"issued_at": LEASE["created_at"], "head": LEASE["commit"]}
+RECEIPT |= {"diff": {"bytes": 0, "sha256": "e3b0"}}
+
+
 @pytest.mark.parametrize(
     "words",
-    [["status"], ["checkouts"], ["checkout", "i"], ["reset", ID], ["release", ID], ["diff", ID]],
+    [
+        *(["status"], ["checkouts"], ["checkout", "i"]),
+        *([verb, ID] for verb in ("reset", "release", "diff", "receipt", "grade")),
+    ],
     ids=lambda words: words[0],
 )
 def test_a_verb_loads_what_it_needs(words: list[str], path: Path) -> None:
@@ -172,6 +182,8 @@ def test_a_verb_loads_what_it_needs(words: list[str], path: Path) -> None:
         **CHECKOUT_ROUTES,
         ("GET", "/v1/checkouts"): lambda h: h.answer([]),
         ("GET", "/v1/status"): lambda h: h.answer(STATUS),
+        ("GET", f"/v1/checkouts/{ID}/receipt"): lambda h: h.answer(RECEIPT),
+        ("POST", f"/v1/checkouts/{ID}/grade"): lambda h: h.answer({**LEASE, "changed": 1}),
     }
     with serving(path, routes) as server:
         assert not _modules(*words, "--socket", str(path)) & _HEAVY
