@@ -88,10 +88,10 @@ class ApplyStrategy(StrEnum):
 class FoundStrategy(StrEnum):
     """What made a patch fit; a tolerant one tries them in this order.
 
-    EXACT is `git apply`, THREE_WAY `git apply --3way` against the base commit, FUZZ `patch --batch
-    --forward --fuzz=5`. COUNTS takes wrong numbers in hunks, PROSE text around a patch, CRLF line
-    ends that only the patch has, BLANKS other blanks at line ends, CRLF_TREE line ends that only
-    the tree has; each of them what those before it take as well.
+    EXACT is `git apply`, THREE_WAY `git apply --3way` against the base commit. COUNTS takes wrong
+    numbers in hunks, PROSE text around a patch, CRLF other line ends than the tree has, BLANKS
+    other blanks at line ends, FUZZ other context, as `patch --batch --forward --fuzz=5`; each of
+    them what those before it take as well.
     """
 
     EXACT = "exact"
@@ -101,7 +101,6 @@ class FoundStrategy(StrEnum):
     CRLF = "crlf"
     BLANKS = "blanks"
     FUZZ = "fuzz"
-    CRLF_TREE = "crlf-tree"
 
 
 class Policy(StrEnum):

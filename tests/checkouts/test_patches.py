@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkoutlab import NAME, ROOT_PEER, USER_PEER, Service, as_user, run_as, running_service
 from gitrepos import Upstream, git
 
+from mirrord.checkouts.patches.apply import apply as apply_in_worker
+from mirrord.checkouts.patches.apply import restore as restore_in_worker
+from mirrord.checkouts.patches.worktree import PatchJob
 from mirrord.errors import (
     AccessError,
     CheckoutBusyError,
@@ -20,8 +27,8 @@ from mirrord.errors import (
     PathNotFoundError,
     PathOutsideCheckoutError,
 )
-from mirrord.model import CommitId, View
-from mirrord.protocol import Checkout, RestorePaths, StartCheckout
+from mirrord.model import ApplyStrategy, CommitId, FoundStrategy, View
+from mirrord.protocol import ApplyAnswer, Checkout, RestorePaths, StartCheckout
 
 pytestmark = pytest.mark.root
 
@@ -89,7 +96,7 @@ def tree_of_patch(rich: Upstream, tmp_path: Path, patch: bytes) -> str:
 
 def apply(
     service: Service, checkout: Checkout, patch: bytes, peer: object = USER_PEER, **choices: object
-) -> Checkout:
+) -> ApplyAnswer:
     return service.call(service.checkouts.apply, checkout.id, peer, patch=patch, **choices)
 
 
@@ -160,6 +167,192 @@ def test_apply_and_its_reverse(service: Service, checkout: Checkout, rich: Upstr
     assert "src/deep" not in before
     apply(service, checkout, patch, reverse=True)
     assert as_user(tree, "status", "--porcelain").split() == ["M", "docs/page.txt", "??", "mine"]
+
+
+def job_of(service: Service, checkout: Checkout) -> PatchJob:
+    """What a worker is told of a checkout."""
+    return PatchJob(
+        Path(checkout.path), service.mirror, checkout.commit, checkout.tree,
+        (USER_PEER.uid, USER_PEER.gid), service.state / "scratch",
+    )  # fmt: skip
+
+
+_started: list[str] | None = None
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if _started is not None and event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+        _started.append(str(arguments[0]))
+
+
+sys.addaudithook(_watch)
+
+
+@contextmanager
+def started_processes() -> Iterator[list[str]]:
+    """What this process starts inside."""
+    global _started
+    _started = []
+    try:
+        yield _started
+    finally:
+        _started = None
+
+
+def test_a_plain_apply_and_a_restore_start_no_process(
+    service: Service, checkout: Checkout, rich: Upstream
+) -> None:
+    """Text, modes, new and removed files, renames, links, and back; one git for a binary file."""
+    tree = Path(checkout.path)
+    run_as(USER_PEER.uid, "echo mine >mine; echo y >>docs/page.txt", tree, service)
+    script = (
+        "rm README; chmod 755 empty; ln -sf README link; echo 1 >src/new; mv run.sh src/run.sh;"
+        " printf 'a\\r\\nc\\r\\n' >win.txt; git add --all"
+    )
+    run_as(USER_PEER.uid, script, tree, service)
+    patch = as_user(tree, "diff", "--cached", "-M", "v2").encode() + b"\n"
+    wanted = as_user(tree, "write-tree")
+    as_user(tree, "reset", "--quiet", "--hard", "v2")
+    job, exact, v3 = job_of(service, checkout), ApplyStrategy.EXACT, rich.git("rev-parse", "v3")
+    with started_processes() as started:
+        apply_in_worker(job, patch, False, exact)
+        apply_in_worker(job, patch, True, exact)
+        apply_in_worker(job, patch, False, exact)
+        restore_in_worker(job, v3, [b"src/deep"])
+    assert started == []
+    as_user(tree, "add", "--all")
+    assert as_user(tree, "write-tree") == wanted
+    assert (tree / "win.txt").read_bytes() == b"a\r\nc\r\n"
+    binary = "head -c 99 /dev/urandom >data.bin; git add --all"
+    run_as(USER_PEER.uid, binary, tree, service)
+    patch = as_user(tree, "diff", "--cached", "--binary", wanted).encode() + b"\n\n"
+    as_user(tree, "reset", "--quiet", "--hard")
+    with started_processes() as started:
+        apply_in_worker(job, patch, False, exact)
+    assert len(started) == 1
+
+
+SPOILED: dict[str, tuple[Callable[[bytes], bytes], FoundStrategy]] = {
+    "nothing": (lambda patch: patch, FoundStrategy.EXACT),
+    "wrong counts": (lambda patch: re.sub(rb"@@ -\d,\d ", b"@@ -1,9 ", patch), FoundStrategy.COUNTS),
+    "prose, and no modes": (
+        lambda patch: (
+            b"Like this: @@ -1 +1 @@\n```diff\n" + patch.replace(b"new file mode 100644\n", b"") + b"```\n"
+        ),
+        FoundStrategy.PROSE,
+    ),
+    "indented": (lambda patch: re.sub(rb"(?m)^", b"    ", patch), FoundStrategy.PROSE),
+    "crlf": (lambda patch: patch.replace(b"\n", b"\r\n"), FoundStrategy.CRLF),
+    "blanks": (lambda patch: patch.replace(b"-2\n", b"-2  \n", 1), FoundStrategy.BLANKS),
+    "context": (lambda patch: patch.replace(b" 2\n 2\n", b" 2\n 7\n"), FoundStrategy.FUZZ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_a_tolerant_apply_takes_a_spoiled_patch_and_names_how(
+    service: Service, grading: Checkout, rich: Upstream, what: str
+) -> None:
+    """With the tree of the patch as it was; an exact one refuses it, and changes nothing."""
+    tree = Path(grading.path)
+    (tree / "README").write_text("1\n2\n2\n2\n2\n2\n2\n")
+    git(tree, "add", "--all")
+    before = git(tree, "write-tree")
+    (tree / "README").write_text("1\n2\n2\n3\n3\n2\n2\n")
+    (tree / "new").write_text("new\n")
+    git(tree, "add", "--all")
+    patch, wanted = git(tree, "diff", "--cached", before).encode() + b"\n", git(tree, "write-tree")
+    git(tree, "read-tree", "--reset", "-u", before)
+    spoil, strategy = SPOILED[what]
+    if strategy is not FoundStrategy.EXACT:
+        with pytest.raises((PatchConflictError, InvalidPatchError)):
+            apply(service, grading, spoil(patch), ROOT_PEER)
+        assert git(tree, "status", "--porcelain") == "M  README"
+    tolerant = ApplyStrategy.TOLERANT
+    answer = apply(service, grading, spoil(patch), ROOT_PEER, strategy=tolerant)
+    git(tree, "add", "--all")
+    assert (git(tree, "write-tree"), answer.strategy) == (wanted, strategy)
+
+
+def test_a_patch_of_the_base_commit_is_merged_with_what_changed_since(
+    service: Service, checkout: Checkout
+) -> None:
+    """As `git apply --3way`; where both changed the same lines it is refused."""
+    tree = Path(checkout.path)
+    run_as(USER_PEER.uid, "seq 9 >new; sed -i 1s/2/mine/ README", tree, service)
+    blob = as_user(tree, "rev-parse", "HEAD:README").encode()
+    patch = b"diff --git a/README b/README\nindex %b..%b 100644\n" % (blob, b"1" * 40)
+    patch += b"--- a/README\n+++ b/README\n@@ -1,5 +1,5 @@\n 2\n 2\n 2\n 2\n-2\n+theirs\n"
+    with pytest.raises(PatchConflictError):
+        apply(service, checkout, patch)
+    answer = apply(service, checkout, patch, strategy=ApplyStrategy.TOLERANT)
+    assert answer.strategy is FoundStrategy.THREE_WAY
+    assert (tree / "README").read_text() == "mine\n2\n2\n2\ntheirs\n"
+    run_as(USER_PEER.uid, "echo other >README", tree, service)
+    with pytest.raises(PatchConflictError, match="README"):
+        apply(service, checkout, patch, strategy=ApplyStrategy.TOLERANT)
+    assert (tree / "README").read_text() == "other\n"
+
+
+@pytest.mark.parametrize("strategy", ApplyStrategy)
+def test_a_patch_reads_no_object_of_the_mirror(
+    service: Service, checkout: Checkout, rich: Upstream, strategy: ApplyStrategy
+) -> None:
+    """Whoever knows the id of a later blob gets it neither as a result nor as the side of a merge."""
+    old, later = (rich.git("rev-parse", f"{tag}:README") for tag in ("v2", "v3"))
+    head = f"diff --git a/README b/README\nindex {old}..{later} 100644\n"
+    binary = head + "Binary files a/README and b/README differ\n"
+    merge = f"diff --git a/README b/README\nindex {later}..{old} 100644\n--- a/README\n+++ b/README\n@@ -1,5 +1,5 @@\n"
+    merge += " 3\n" * 4 + "-3\n+x\n"
+    run_as(USER_PEER.uid, "echo 2 >README", Path(checkout.path), service)
+    for patch in (binary, merge):
+        with pytest.raises((PatchConflictError, InvalidPatchError)):
+            apply(service, checkout, patch.encode(), strategy=strategy)
+    assert (Path(checkout.path) / "README").read_text() == "2\n"
+
+
+@pytest.mark.parametrize("strategy", ApplyStrategy)
+def test_a_patch_leaves_alone_what_it_does_not_name(
+    service: Service, checkout: Checkout, strategy: ApplyStrategy
+) -> None:
+    """A directory with more in it than the patch removes, a pipe, a file that git ignores, a submodule."""
+    tree = Path(checkout.path)
+    script = "echo 1 >docs/x.o; mkfifo pipe; echo 1 >y.o; rm -r vendor; mkdir -p vendor/sub; echo 1 >vendor/sub/f"
+    run_as(USER_PEER.uid, script, tree, service)
+    new = b"--- /dev/null\n+++ b/%b\n@@ -0,0 +1 @@\n+x\n"
+    gone = b"".join(
+        b"--- a/docs/%b\n+++ /dev/null\n@@ -1 +0,0 @@\n-%b\n" % names
+        for names in ((b"page.txt", b"page"), (b"new2.txt", b"2"))
+    )
+    for patch in (gone + new % b"docs", new % b"pipe", new % b"y.o", new % b"README/x", new % b"vendor/sub/f", new % b"vendor/sub/g"):  # fmt: skip
+        with pytest.raises(PatchConflictError):
+            apply(service, checkout, patch, strategy=strategy)
+    assert (tree / "docs/x.o").read_text() == "1\n"
+    assert (tree / "docs/page.txt").read_text() == "page\n"
+    assert [path.name for path in (tree / "vendor/sub").iterdir()] == ["f"]
+    apply(service, checkout, gone, strategy=strategy)
+    assert [path.name for path in (tree / "docs").iterdir()] == ["x.o"]
+
+
+def test_a_patch_may_change_the_rules_of_line_ends(service: Service, checkout: Checkout) -> None:
+    """Files are written by the attributes that it leaves, and read by those before."""
+    tree = Path(checkout.path)
+    patch = (
+        b"--- a/.gitattributes\n+++ b/.gitattributes\n@@ -1,2 +1,2 @@\n-win.txt text eol=crlf\n"
+        b"+README text eol=crlf\n auto.txt text=auto\n"
+        b"--- a/win.txt\n+++ b/win.txt\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n"
+        b"--- a/README\n+++ b/README\n@@ -1,5 +1,6 @@\n+1\n 2\n 2\n 2\n 2\n 2\n"
+    )
+    apply(service, checkout, patch)
+    assert (tree / "win.txt").read_bytes() == b"a\nc\n"
+    assert (tree / "README").read_bytes() == b"1\r\n" + b"2\r\n" * 5
+
+
+def test_a_link_without_a_target_is_refused(service: Service, checkout: Checkout) -> None:
+    """git's index takes one; no file system does."""
+    patch = b"diff --git a/link b/link\nindex 1..2 120000\n--- a/link\n+++ b/link\n@@ -1 +0,0 @@\n-docs/page.txt\n\\ No newline at end of file\n"
+    with pytest.raises(InvalidPatchError, match="needs a target"):
+        apply(service, checkout, patch)
+    assert (Path(checkout.path) / "link").readlink() == Path("docs/page.txt")
 
 
 def test_apply_keeps_line_ends(service: Service, checkout: Checkout) -> None:

@@ -81,7 +81,7 @@ def edited_files(random: Random, files: Files) -> Files:
     for name, (mode, data) in files.items():
         deed = random.random()
         if deed < 0.3:
-            after[name] = File(mode, edited_text(random, data))
+            after[name] = File(mode, b"b.txt" if mode == SYMLINK else edited_text(random, data))
         elif deed < 0.4:
             del after[name]
         elif deed < 0.5 and mode != SYMLINK:
@@ -225,6 +225,14 @@ MUTATIONS: dict[str, Callable[[Random, bytes], bytes]] = {
 # -- git's word ------------------------------------------------------------------------------------
 
 
+CHAIN = [
+    ["git", "apply", "--verbose"],
+    ["git", "apply", "--verbose", "--3way"],
+    ["git", "apply", "--verbose", "--reject"],
+    ["patch", "--batch", "--forward", "--fuzz=5", "-p1", "-i"],
+]
+
+
 class Oracle:
     """A repository in which git applies the same patches."""
 
@@ -258,8 +266,30 @@ class Oracle:
         (self.path / ".git/index.lock").unlink(missing_ok=True)  # git 2.39 aborts on some patches
         if done.returncode:
             return None
+        return self._listed()
+
+    def _listed(self) -> dict[bytes, tuple[int, str]]:
         rows = self._run("ls-files", "--stage", "-z").stdout.split(b"\0")[:-1]
         return {row.partition(b"\t")[2]: (int(row[:6], 8), row[7:47].decode()) for row in rows}
+
+    def apply_as_graders(self, tree: str, patch: bytes) -> dict[bytes, tuple[int, str]] | None:
+        """What SWE-bench's chain of commands leaves in a work tree; None where it ends in a failure."""
+        git(self.path, "read-tree", "--empty")
+        git(self.path, "clean", "-ffdxq")
+        git(self.path, "read-tree", "--reset", "-u", tree)
+        file = self.path.parent / "model.diff"
+        file.write_bytes(patch)
+        if not any(self._succeeds(*command, str(file)) for command in CHAIN):
+            git(self.path, "read-tree", "--empty")
+            return None
+        for left in (each for kind in ("rej", "orig") for each in self.path.rglob(f"*.{kind}")):
+            left.unlink()
+        git(self.path, "add", "--all", "--force")
+        return self._listed()
+
+    def _succeeds(self, *command: str) -> bool:
+        done = subprocess.run(command, cwd=self.path, env=ENV, capture_output=True, check=False)
+        return done.returncode == 0
 
     def _run(self, *args: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(

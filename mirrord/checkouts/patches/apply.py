@@ -83,7 +83,13 @@ def restore(job: PatchJob, commit: str, paths: list[bytes]) -> list[bytes]:
                 )
             inside = walk(objects, found.oid, path + b"/") if found.is_tree else [found]
             entries |= {entry.path: entry for entry in inside if not entry.is_tree}
-        must_fit(entries, InvalidRequestError)
+        must_fit(
+            {
+                path: File(at.mode, objects.read_blob(at.oid) if at.is_symlink else b"")
+                for path, at in entries.items()
+            },
+            InvalidRequestError,
+        )
         rules = {
             path: objects.read_blob(entry.oid)
             for path, entry in entries.items()

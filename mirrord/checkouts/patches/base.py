@@ -17,8 +17,14 @@ class BaseFiles:
     def __init__(self, objects: Objects, tree: str) -> None:
         self._objects = objects
         self._tree = BaseTree(objects, tree)
+        self._known: dict[bytes, File | None] = {}
 
     def read(self, path: bytes) -> File | None:
+        if path not in self._known:
+            self._known[path] = self._look(path)
+        return self._known[path]
+
+    def _look(self, path: bytes) -> File | None:
         is_possible = path.count(b"/") < TREE_DEPTH_LIMIT
         entry = self._tree.find(path) if is_possible else None
         if entry is None:

@@ -18,6 +18,7 @@ REGULAR, EXECUTABLE, SYMLINK, SUBMODULE = 0o100644, 0o100755, 0o120000, 0o160000
 
 _LIMIT_BYTES = 64 * 1024**2  # parsed in Python, a patch takes a multiple of its size
 _GIT = b"diff --git "
+_BINARY = b"GIT binary patch"
 _HUNK = re.compile(rb"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@")
 _STAMP = re.compile(
     rb"(?:\t| +)(?:\d\d)?\d\d-\d\d-\d\d(?: \d\d:\d\d:\d\d)?(?:\.\d+)?(?: [-+]\d\d:?\d\d)?$"
@@ -137,8 +138,10 @@ class _Parser:
         while (patch := self._next_header()) is not None:
             while self._line(0).startswith(b"@@ -"):
                 patch.hunks.append(self._hunk())
-            _must_be_whole(patch)
-            found.append(patch)
+            if _is_whole(patch):
+                found.append(patch)
+            elif not self._as_patch or self._line(0).startswith(_BINARY):
+                raise NotPlainError("a header without hunks")  # of a binary file, or nothing at all
         if not found:
             raise NotPlainError("it has no patch")
         return found
@@ -259,8 +262,8 @@ class _Parser:
         lines[-1] = kind, last[:-1]
 
 
-def _must_be_whole(patch: FilePatch) -> None:
-    """Settle what the hunks tell of a patch, and refuse what git refuses."""
+def _is_whole(patch: FilePatch) -> bool:
+    """Settle what the hunks tell of a patch; False where it has none, and does nothing else."""
     counts = [(hunk.old_count, hunk.new_count) for hunk in patch.hunks]
     has_old, has_new = any(old for old, _ in counts), any(new for _, new in counts)
     if patch.is_new is None and (has_old or len(counts) > 1):
@@ -273,8 +276,7 @@ def _must_be_whole(patch: FilePatch) -> None:
     if any(mode & 0o170000 not in (0o100000, SYMLINK) for mode in modes):
         raise NotPlainError("a mode that is no file's")
     is_more = patch.is_new or patch.is_delete or patch.is_rename or patch.is_copy
-    if not counts and not is_more and len(modes) < 2:
-        raise NotPlainError("a header without hunks")  # of a binary file, or nothing at all
+    return bool(counts or is_more or len(modes) > 1)
 
 
 def named_paths(patch: bytes) -> set[bytes]:

@@ -92,7 +92,7 @@ def _is_file(lines: list[bytes], at: int) -> bool:
 def _needed(header: list[bytes]) -> list[bytes]:
     """A git header without what only says that it is one: `--- /dev/null` says more."""
     names = [line for line in header if line.startswith((b"--- ", b"+++ "))]
-    return names if names and not any(map(_NEEDS_GIT.match, header)) else header
+    return [b"", *names] if names and not any(map(_NEEDS_GIT.match, header)) else header
 
 
 def _body(lines: list[bytes], at: int) -> list[bytes]:

@@ -18,6 +18,7 @@ from mirrord.checkouts.patches.parse import NotPlainError, parse
 from mirrord.checkouts.patches.splice import MisfitError, splice, splice_fuzzily
 from mirrord.checkouts.patches.strategies import apply_patch
 from mirrord.errors import MirrordError
+from mirrord.model import ApplyStrategy, FoundStrategy
 
 CASES = int(os.environ.get("PATCH_CASES", "150"))
 SEED = int(os.environ.get("PATCH_SEED", "1"))
@@ -97,3 +98,33 @@ def gnu_patch(area: Path, text: bytes, patch: bytes) -> bytes | None:
     command = ["patch", "--batch", "--forward", "--fuzz=5", "-p1", "--no-backup-if-mismatch"]
     done = subprocess.run(command, cwd=area, input=patch, env=ENV, capture_output=True, check=False)
     return file.read_bytes() if done.returncode == 0 else None
+
+
+def test_what_the_chain_of_swe_bench_takes_is_taken_with_its_tree(tmp_path: Path) -> None:
+    """Patches spoiled twice, applied by the real commands in a clone: git apply, --3way, --reject, patch."""
+    random = Random(SEED)
+    oracle = Oracle(tmp_path / "oracle")
+    spoilers = ["shifted", "context", "counts", "crlf", "blanks", "prose", "nothing", "no modes"]
+    taken = 0
+    for case in range(CASES // 3):
+        if case % 10 == 0:
+            made = patchlab.random_files(random)
+            files = {name: made[name] for name in patchlab.NAMES if made[name].data}
+            before = oracle.write_tree(files)
+        edited = patchlab.edited_files(random, files)
+        patch = oracle.diff(before, oracle.write_tree(edited), "--no-renames")
+        names = random.choices(spoilers, k=2)
+        for name in names:
+            patch = patchlab.MUTATIONS[name](random, patch)
+        wanted = oracle.apply_as_graders(before, patch)
+        tree = MemoryTree(files)
+        try:
+            strategy = ApplyStrategy.TOLERANT
+            done = apply_patch(tree, patch, scratch=tmp_path / "scratch", strategy=strategy)
+        except MirrordError:
+            done = None
+        if wanted is not None:
+            assert done is not None, (case, names, patch)
+            assert ids(tree.after(done.changes)) == wanted, (case, names, done.strategy, patch)
+            taken += done.strategy is not FoundStrategy.EXACT
+    assert taken
