@@ -78,12 +78,13 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """How the layer of a grade was made; `policy` as requests spell it."""
+    """How the layer of a grade was made; `policy` as requests spell it, `dropped` cut."""
 
     layer: LayerId
     policy: str
     strategy: str | None
     dropped: tuple[str, ...]
+    dropped_count: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,8 +198,12 @@ def _grade_of(lease: Lease) -> GradeFacts | None:
     graded = lease.graded
     if graded is None or graded.layer != lease.layer:
         return None
-    dropped = list(graded.dropped)
-    return GradeFacts(policy=graded.policy, strategy=graded.strategy, dropped=dropped)
+    return GradeFacts(
+        policy=graded.policy,
+        strategy=graded.strategy,
+        dropped=list(graded.dropped),
+        dropped_count=graded.dropped_count,
+    )
 
 
 def _proven(method: str, at: datetime | None) -> Proven | None:

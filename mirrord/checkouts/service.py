@@ -86,6 +86,9 @@ class _Admitted(NamedTuple):
     process: Process | None
 
 
+_DROPPED_KEPT = 1000  # paths in a lease, which is written at each reset and renewal
+
+
 class Checkouts:
     """All checkouts of one state directory. Belongs to one event loop.
 
@@ -244,7 +247,8 @@ class Checkouts:
             left_out={},
             git=False,
         )
-        facts = Graded(layer, policies.text, prepared.strategy, tuple(prepared.dropped))
+        dropped = tuple(prepared.dropped[:_DROPPED_KEPT]), len(prepared.dropped)
+        facts = Graded(layer, policies.text, prepared.strategy, *dropped)
         more: dict[str, Any] = {"layer": layer, "parent": parent, "snapshots": (graded,)}
         more["graded"] = facts
         lease, timings = await self._begin(admitted, found, **more)

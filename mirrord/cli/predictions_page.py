@@ -36,6 +36,7 @@ _HEAD = """<!DOCTYPE html>
 <title>{title}</title><style>{style}</style></head><body>
 <h1>{title}</h1>
 """
+_SHOWN_MAX = 100
 
 
 def render(totals: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
@@ -131,7 +132,9 @@ def _notable(each: Outcome) -> str:
         return kept
     items = "".join(
         f"<li>{s.action}: <code>{escape(s.path)}</code> ({escape(s.rule)}) {escape(s.detail)}</li>"
-        for s in steering
+        for s in steering[:_SHOWN_MAX]
     )
+    if len(steering) > _SHOWN_MAX:
+        items += f"<li>and {len(steering) - _SHOWN_MAX:,} more</li>"
     rules = escape(", ".join(sorted({s.rule for s in steering})))
     return f"{kept}<details><summary>{rules}</summary><ul>{items}</ul></details>"

@@ -573,11 +573,12 @@ class Digest(Answer):
 
 
 class GradeFacts(Answer):
-    """How a grade was made, as the answer that it was handed out with said."""
+    """How a grade was made. `dropped` is cut at a thousand; `dropped_count` counts all."""
 
     policy: str
     strategy: str | None = None
     dropped: list[str] = []
+    dropped_count: int
 
 
 class Receipt(Answer, Request):

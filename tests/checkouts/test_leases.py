@@ -73,7 +73,7 @@ def test_a_saved_lease_is_read_back_whole(leases: Leases, tmp_path: Path) -> Non
     """After a restart it is equal in every field."""
     lease = new_lease(leases)
     assert again(leases, tmp_path) == ([lease], [])
-    graded = Graded(new_layer_id(), "drop,tests=report", "fuzz", ("conftest.py",))
+    graded = Graded(new_layer_id(), "drop,tests=report", "fuzz", ("conftest.py",), 1)
     for changed in (replace(lease, resets=2, reset_at=utc_now()), replace(lease, graded=graded)):
         leases.save(changed)
         assert again(leases, tmp_path) == ([changed], [])

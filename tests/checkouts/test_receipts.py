@@ -147,7 +147,7 @@ def test_a_grade_says_what_it_was_made_of(service: Service, backend: Backend) ->
     assert receipt.clean is None
     assert receipt.grade is not None
     assert (receipt.grade.policy, receipt.grade.strategy) == ("report,runner=drop", None)
-    assert receipt.grade.dropped == ["conftest.py"]
+    assert (receipt.grade.dropped, receipt.grade.dropped_count) == (["conftest.py"], 1)
     assert verify(service, receipt, ROOT_PEER).holds
     assert issue(service, checkout).grade is None
     service.call(service.checkouts.reset, grade.id, ResetCheckout(), ROOT_PEER)

@@ -434,6 +434,14 @@ def test_the_page_is_whole_and_nothing_in_it_runs_or_loads(files: list[Path]) ->
     assert "Interrupted" not in text
 
 
+def test_the_page_stays_short_where_a_change_has_thousands_of_findings(files: list[Path]) -> None:
+    """The lines have them all."""
+    many = [steered(SteeringKind.COMPILED, f"{n}.pyc") for n in range(2500)]
+    write(files, [Outcome(1, State.PREPARED, "i", "m", graded(steering=many))])
+    assert "and 2,400 more" in files[1].read_text()
+    assert len(json.loads(files[0].read_text().splitlines()[0])["steering"]) == 2500
+
+
 def test_an_interrupted_report_says_so(files: list[Path]) -> None:
     write(files, OUTCOMES[:2], total=40)
     assert "Interrupted: this covers 2 of 40 predictions." in files[1].read_text()
