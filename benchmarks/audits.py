@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from measured_daemon import REPO, Daemon
+from measured_daemon import REPO, Daemon, instance_row
 from rivals import Git
 
 from mirrord.model import AuditLevel, CommitState
@@ -58,24 +58,12 @@ class Audited:
 
     def _import(self, name: str, recorded: dict[str, list[str]]) -> None:
         file = self._daemon.area / f"{name}.jsonl"
-        rows = (_row(repo, commit) for repo, commits in recorded.items() for commit in commits)
+        rows = (
+            instance_row(repo, commit) for repo, commits in recorded.items() for commit in commits
+        )
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         with self._daemon.client() as client:
             client.wait(client.import_dataset(file, name=name), timeout=_TIMEOUT)
-
-
-def _row(repo: str, commit: str) -> dict[str, str]:
-    identity = f"{repo.replace('/', '__')}-{commit[:12]}"
-    texts = dict.fromkeys(("patch", "test_patch", "problem_statement", "hints_text", "version"), "")
-    lists = {"FAIL_TO_PASS": "[]", "PASS_TO_PASS": "[]"}
-    return {
-        "instance_id": identity,
-        "repo": repo,
-        "base_commit": commit,
-        "created_at": "2020-01-01T00:00:00Z",
-        **texts,
-        **lists,
-    }
 
 
 def _duration_s(operation: Operation) -> float:

@@ -1,6 +1,7 @@
 """The same work side by side in one run: mirrord through its socket, and what a user would do otherwise.
 
 `make bench REPO=/path/of/a/repository` prints a table and writes build/bench.json; DOCS=1 also docs/benchmarks.md and its plot.
+BENCH_ARGS='--ext4 --cases rollouts' measures what a rollout asks for, on a journaled ext4 whatever the disk is.
 Each round does ours and theirs one after the other, so that a machine whose speed drifts moves both.
 """
 
@@ -17,25 +18,36 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import datetime, timezone
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
+import crowd
 from audits import Audited
-from load import kernel_alone, lean_clients, python_client
+from load import (
+    kernel_alone,
+    lean_clients,
+    python_client,
+    tasks_of_one_client,
+    tasks_of_streams,
+)
 from measured_daemon import MIRROR, Daemon
 from report import print_table, write_docs
 from resets import Holder, dirty_reset, held, holders, timed, to_and_fro
-from results import Figure, Row
+from results import Figure, Latency, Row
 from rivals import Git, dirty, git
+from rollouts import Rollouts
 from stores import Stores
 
 from mirrord import Client
 from mirrord.host.files import opened
 from mirrord.host.mounts import attach, make_overlay, umount
 from mirrord.model import AuditLevel, Backend
+
+_EXT4_BYTES = 16 << 30
+ROLLOUTS = ("diff", "apply", "branch", "grade", "turn", "crowd")
 
 
 class Bench:
@@ -47,6 +59,7 @@ class Bench:
         self.daemon = Daemon(area / "daemon", source)
         self.rows: list[Row] = []
         self.figures: list[Figure] = []
+        self.latencies: list[Latency] = []
 
     def compare(
         self,
@@ -60,6 +73,17 @@ class Bench:
             row.theirs.append(theirs())
         self.rows.append(row)
         print(f"  {row.work} / {row.against}: {row.ratio:.1f}", flush=True)
+
+    @cached_property
+    def rollouts(self) -> Rollouts:
+        return Rollouts(self.daemon, self.git, self.line[0], self.compare)
+
+    def crowd(self, tasks: int, seconds: float) -> None:
+        for changed, created in ((20, 100), (3, 1)):
+            where = self.daemon, self.git, self.line[0], self.rollouts.instance
+            taken, figures = crowd.compare(*where, changed, created, tasks, seconds)
+            self.latencies += taken
+            self.figures += figures
 
     # -- cases --------------------------------------------------------------------------------------------------------
 
@@ -240,6 +264,12 @@ class Bench:
             Figure("checkouts leaked by them", leaked, "", "0"),
         ]
 
+    def requests(self, tasks: int, seconds: float = 5.0) -> None:
+        """What the client and the HTTP on both sides cost, without any work."""
+        for name, work in (("one client", tasks_of_one_client), ("bare streams", tasks_of_streams)):
+            rate = self._rate(work, (str(self.daemon.socket), tasks, seconds), 1, seconds)
+            self.figures.append(Figure(f"{tasks} tasks of {name}, health", rate, "a second"))
+
     def _rate(
         self,
         work: Callable[..., int],
@@ -307,6 +337,29 @@ class Bench:
         recorded = f"{mirrors * len(audited.commits):,} recorded commits in {mirrors} mirrors"
         self.figures.append(Figure(f"audit, level quick, of {recorded}", took, "s", "under 2"))
 
+    def cases(self, tasks: int, seconds: float) -> dict[str, Callable[[], None]]:
+        rollouts = {name: partial(self._rollout, name) for name in ROLLOUTS[:-1]}
+        return {
+            "first": self.first_checkout,
+            "warm": self.warm_checkout,
+            "reset": self.reset,
+            **rollouts,
+            "crowd": partial(self.crowd, tasks, seconds),
+            "near": self.near_checkout,
+            "pool": self.pool_move,
+            "throughput": self.throughput,
+            "requests": partial(self.requests, tasks),
+            "hold": partial(self.hold, 1000),
+            "disk": partial(self.weigh, Stores.base_commits),
+            "variants": partial(self.weigh, Stores.variants),
+            "audit": self.audit,
+            "quick-audit": self.quick_audit,
+        }
+
+    def _rollout(self, name: str) -> None:
+        case: Callable[[], None] = getattr(self.rollouts, name)
+        case()
+
     def _holders(self) -> Iterator[tuple[Backend, Holder]]:
         """The overlay, where the host allows it; the pool for each kind of owner, which costs it different work."""
         with self.daemon.client() as client:
@@ -316,10 +369,26 @@ class Bench:
 
 
 @contextmanager
-def _area(parent: str | None) -> Iterator[Path]:
+def _area(parent: str | None, *, on_ext4: bool) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="mirrord-bench-", dir=parent) as name:
         Path(name).chmod(0o711)  # the socket is for other users too
-        yield Path(name)
+        with _ext4(Path(name)) if on_ext4 else nullcontext(Path(name)) as area:
+            yield area
+
+
+@contextmanager
+def _ext4(above: Path) -> Iterator[Path]:
+    """An ext4 in a file, with a journal, which not every machine's disk has."""
+    image, place = above / "ext4.img", above / "ext4"
+    with image.open("wb") as file:
+        file.truncate(_EXT4_BYTES)
+    place.mkdir()
+    subprocess.run(["mkfs.ext4", "-q", "-F", image], check=True)
+    subprocess.run(["mount", "-o", "loop", image, place], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--recursive", place], check=True)
 
 
 def _machine(area: Path) -> dict[str, object]:
@@ -336,39 +405,26 @@ def _machine(area: Path) -> dict[str, object]:
     }
 
 
-def run(source: Path, parent: str | None, rounds: int, cases: list[str]) -> dict[str, object]:
-    with _area(parent) as area:
-        bench = Bench(source, area, rounds)
-        try:
-            everything: dict[str, Callable[[], None]] = {
-                "first": bench.first_checkout,
-                "warm": bench.warm_checkout,
-                "reset": bench.reset,
-                "near": bench.near_checkout,
-                "pool": bench.pool_move,
-                "throughput": bench.throughput,
-                "hold": lambda: bench.hold(1000),
-                "disk": partial(bench.weigh, Stores.base_commits),
-                "variants": partial(bench.weigh, Stores.variants),
-                "audit": bench.audit,
-                "quick-audit": bench.quick_audit,
-            }
-            for name in cases or list(everything):
-                print(f"{name} …", flush=True)
-                everything[name]()
-        finally:
-            bench.daemon.stop()
-        files = len(
-            git("ls-tree", "-r", "--name-only", bench.line[0], cwd=bench.git.mirror).splitlines()
-        )
-        rows = [{**asdict(row), "ratio": row.ratio} for row in bench.rows]
-        subject = {"name": source.name, "files": files, "commits": len(bench.line)}
-        return {
-            "machine": _machine(area),
-            "repository": subject,
-            "rows": rows,
-            "figures": [asdict(f) for f in bench.figures],
-        }
+def run(source: Path, area: Path, options: argparse.Namespace) -> dict[str, object]:
+    bench = Bench(source.absolute(), area, options.rounds)
+    try:
+        everything = bench.cases(options.tasks, options.seconds)
+        for name in options.cases or everything:
+            print(f"{name} …", flush=True)
+            everything[name]()
+    finally:
+        bench.daemon.stop()
+    files = git("ls-tree", "-r", "--name-only", bench.line[0], cwd=bench.git.mirror).splitlines()
+    rows = [{**asdict(row), "ratio": row.ratio} for row in bench.rows]
+    subject = {"name": source.name, "files": len(files), "commits": len(bench.line)}
+    return {
+        "machine": _machine(area),
+        "repository": subject,
+        "cases": options.cases,
+        "rows": rows,
+        "figures": [asdict(f) for f in bench.figures],
+        "latencies": [asdict(each) for each in bench.latencies],
+    }
 
 
 def _generated(area: Path) -> Path:
@@ -385,17 +441,7 @@ def _generated(area: Path) -> Path:
             with (work / f"package{number % 50}" / f"module{number}.py").open("a") as module:
                 module.write(f"value += {commit}\n")
         git("add", "--all", cwd=work)
-        git(
-            "-c",
-            "user.name=bench",
-            "-c",
-            "user.email=bench@example.com",
-            "commit",
-            "--quiet",
-            "-m",
-            f"{commit}",
-            cwd=work,
-        )
+        git("commit", "--quiet", "-m", f"{commit}", cwd=work)
     return work
 
 
@@ -407,32 +453,35 @@ def main() -> None:
     parser.add_argument(
         "--area", help="where to work: a directory on the file system to be measured"
     )
+    parser.add_argument(
+        "--ext4", action="store_true", help="work on an ext4 with a journal, in a file there"
+    )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--cases", nargs="*", default=[])
+    parser.add_argument("--tasks", type=int, default=64, help="of the case crowd")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the case crowd")
+    parser.add_argument(
+        "--cases", nargs="*", default=[], help=f"rollouts are {', '.join(ROLLOUTS)}"
+    )
     parser.add_argument("--json", type=Path, default=Path("build/bench.json"))
     parser.add_argument(
-        "--keep",
+        "--docs",
         action="store_true",
-        help="put what the JSON file already has before the results of this run",
-    )
-    parser.add_argument(
-        "--docs", action="store_true", help="write docs/benchmarks.md and docs/benchmarks.svg"
+        help="put the results into docs/benchmarks.json, in the place of those of the same repository and cases,"
+        " and write docs/benchmarks.md and docs/benchmarks.svg",
     )
     options = parser.parse_args()
-    with _area(options.area) as area:
+    if options.cases == ["rollouts"]:
+        options.cases = list(ROLLOUTS)
+    with _area(options.area, on_ext4=options.ext4) as area:
         sources = options.repo or [_generated(area)]
-        ran = [
-            run(source.absolute(), options.area, options.rounds, options.cases)
-            for source in sources
-        ]
-    results = [*(json.loads(options.json.read_text()) if options.keep else []), *ran]
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=1) + "\n")
-    for result in results:
+        ran = [run(source, area / f"{at}", options) for at, source in enumerate(sources)]
+    for result in ran:
         print_table(result)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(ran, indent=1) + "\n")
     print(f"\nwritten: {options.json}")
     if options.docs:
-        write_docs(results, Path("docs"))
+        write_docs(ran, Path("docs"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Load: checkout and release as fast as it goes, from Python clients, from a lean one, and by the kernel without any daemon.
+"""Load: requests as fast as they go, from Python clients, from a lean one, and by the kernel without any daemon.
 
 A Python client costs the machine about as much as the daemon does. The lean one is plain HTTP on open connections, from two
 processes, as `wrk` would send it; the kernel alone is the system calls of a checkout and its removal, in two processes. Each
@@ -7,15 +7,18 @@ function runs in a process of its own and answers how often it came round.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import selectors
 import socket
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
-from mirrord import Client
+from mirrord import AsyncClient, Client
 from mirrord.checkouts.overlay.backend import remove_layer
 from mirrord.host.files import opened
 from mirrord.host.mounts import attach, make_overlay, umount
@@ -30,6 +33,48 @@ def python_client(socket_path: str, mirror: str, commit: str, seconds: float) ->
                 assert (checkout.path / ".git").is_dir()
             done += 1
     return done
+
+
+def tasks_of_one_client(socket_path: str, count: int, seconds: float) -> int:
+    """`health`, by many tasks on one `AsyncClient`."""
+
+    async def main() -> int:
+        async with AsyncClient(socket_path) as client:
+            return await _come_round([client.health] * count, seconds)
+
+    return asyncio.run(main())
+
+
+def tasks_of_streams(socket_path: str, count: int, seconds: float) -> int:
+    """The floor beside it: bare streams, which read nothing of the answer but its length."""
+
+    async def main() -> int:
+        streams = [await asyncio.open_unix_connection(socket_path) for _ in range(count)]
+        done = await _come_round([partial(_ask, *each) for each in streams], seconds)
+        for _, writer in streams:
+            writer.close()
+        return done
+
+    return asyncio.run(main())
+
+
+async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"GET /v1/health HTTP/1.1\r\nhost: m\r\n\r\n")
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
+
+
+async def _come_round(calls: list[Callable[[], Awaitable[object]]], seconds: float) -> int:
+    ends = time.monotonic() + seconds
+
+    async def work(call: Callable[[], Awaitable[object]]) -> int:
+        done = 0
+        while time.monotonic() < ends:
+            await call()
+            done += 1
+        return done
+
+    return sum(await asyncio.gather(*map(work, calls)))
 
 
 def lean_clients(socket_path: str, mirror: str, commit: str, seconds: float, count: int) -> int:

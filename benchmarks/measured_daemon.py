@@ -77,6 +77,15 @@ class Daemon:
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(timeout=60)
 
+    def record(self, commit: str, test_patch: bytes) -> str:
+        """Import an instance of the mirror; its id."""
+        row = instance_row(REPO, commit, test_patch.decode())
+        file = self.area / "instance.jsonl"
+        file.write_text(json.dumps(row) + "\n")
+        with self.client() as client:
+            client.wait(client.import_dataset(file, name="bench-rollouts"))
+        return row["instance_id"]
+
     def forget_templates(self) -> None:
         """As a mirror is just after its first sync: nothing prepared."""
         self.stop()
@@ -113,12 +122,40 @@ class Daemon:
             "pss_mib": sums["Pss"] / 1024,
         }
 
+    def has_trash(self) -> bool:
+        """Whether something that was released or reset is still to be removed."""
+        places = ("checkouts", "leases", "leases/*", "templates/.layers")
+        return any(any(self.state.glob(f"{place}/.trash-*")) for place in places)
+
+    def cpu_s(self) -> float:
+        """Processor seconds of the daemon and everything below it so far, of ended workers too."""
+        ticks = 0
+        for pid in _family(self.process.pid):
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            ticks += sum(map(int, stat.rpartition(")")[2].split()[11:15]))
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     @property
     def mirror(self) -> Path:
         return self.state / "mirrors" / MIRROR
 
     def templates_bytes(self) -> int:
         return disk_bytes(self.state / "templates")
+
+
+def instance_row(repo: str, commit: str, test_patch: str = "") -> dict[str, str]:
+    identity = f"{repo.replace('/', '__')}-{commit[:12]}"
+    texts = dict.fromkeys(("patch", "problem_statement", "hints_text", "version"), "")
+    texts["test_patch"] = test_patch
+    lists = {"FAIL_TO_PASS": "[]", "PASS_TO_PASS": "[]"}
+    return {
+        "instance_id": identity,
+        "repo": repo,
+        "base_commit": commit,
+        "created_at": "2020-01-01T00:00:00Z",
+        **texts,
+        **lists,
+    }
 
 
 async def _evict(state: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from pathlib import Path
@@ -14,7 +15,15 @@ on one machine; the figures are medians, with the fastest and slowest round, and
 whole way: a Python client, the socket, the daemon, the answer. Theirs is the git command alone, without a client around it.
 Making room again (removing the rival's worktree, releasing the checkout) is outside the time of both. What keeps a figure from
 its goal is told in [limits.md](limits.md).
+
+What a rollout asks for (`make bench REPO=… BENCH_ARGS='--ext4 --cases rollouts'`) is measured on an ext4 with a journal, in a
+file. Both sides start each round clean and write the change anew; each patch is compared with git's. A whole turn is: checkout,
+write, diff, grade, release of the grade, reset, release. In the crowd all tasks share one `AsyncClient`, which writes the files
+itself, on the same processors; every few seconds git has the machine instead, with a process for each processor.
 """
+
+
+_SPREAD = ("times", "p50, ms", "p99, ms", "longest, ms", "p99 / p50")
 
 
 def _span(seconds: list[float]) -> str:
@@ -25,10 +34,13 @@ def _span(seconds: list[float]) -> str:
 
 
 def _verdict(row: dict[str, Any]) -> str:
-    if row["goal"] is None:
-        return ""
-    goal = f"{row['goal']:g}"
-    return f"{goal}, reached" if row["ratio"] >= row["goal"] else f"{goal}, MISSED"
+    goals = []
+    if row["goal"] is not None:
+        goals.append((f"{row['goal']:g}", row["ratio"] >= row["goal"]))
+    if row.get("most_ms") is not None:
+        median_ms = statistics.median(row["ours"]) * 1000
+        goals.append((f"{row['most_ms']:g} ms", median_ms <= row["most_ms"]))
+    return "; ".join(f"{goal}, {'reached' if met else 'MISSED'}" for goal, met in goals)
 
 
 def _rows(result: dict[str, Any]) -> list[list[str]]:
@@ -43,6 +55,19 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
         ]
         for row in result["rows"]
     ]
+
+
+def _latencies(result: dict[str, Any]) -> list[list[str]]:
+    return [
+        [each["what"], f"{each['count']:,}"]
+        + [f"{each[f'{part}_ms']:,.1f}" for part in ("p50", "p99", "longest")]
+        + [f"{each['p99_ms'] / each['p50_ms']:.1f}"]
+        for each in result.get("latencies", ())
+    ]
+
+
+def _subject(result: dict[str, Any]) -> tuple[str, list[str]]:
+    return result["repository"]["name"], result["cases"]
 
 
 def _title(result: dict[str, Any]) -> str:
@@ -61,6 +86,8 @@ def print_table(result: dict[str, Any]) -> None:
         print(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         )
+    for name, *cells in _latencies(result):
+        print(f"{name}: " + ", ".join(map(" ".join, zip(_SPREAD, cells, strict=True))))
     for figure in result["figures"]:
         print(
             f"{figure['name']}: {figure['value']:,.2f} {figure['unit']}"
@@ -68,8 +95,16 @@ def print_table(result: dict[str, Any]) -> None:
         )
 
 
-def write_docs(results: list[dict[str, Any]], docs: Path) -> None:
-    """docs/benchmarks.md and docs/benchmarks.svg, whole."""
+def write_docs(ran: list[dict[str, Any]], docs: Path) -> None:
+    """docs/benchmarks.md and docs/benchmarks.svg, whole, from docs/benchmarks.json with what ran now."""
+    stored = docs / "benchmarks.json"
+    results = [
+        *filter(
+            lambda old: _subject(old) not in map(_subject, ran), json.loads(stored.read_text())
+        ),
+        *ran,
+    ]
+    stored.write_text(json.dumps(results, indent=1) + "\n")
     text = METHOD
     for result in results:
         machine = result["machine"]
@@ -78,6 +113,9 @@ def write_docs(results: list[dict[str, Any]], docs: Path) -> None:
         if result["rows"]:
             text += "\n| work | against | mirrord, ms | theirs, ms | theirs / ours | goal |\n|---|---|---|---|---|---|\n"
             text += "".join("| " + " | ".join(row) + " |\n" for row in _rows(result))
+        if latencies := _latencies(result):
+            text += f"\n| what | {' | '.join(_SPREAD)} |\n|---|---|---|---|---|---|\n"
+            text += "".join("| " + " | ".join(each) + " |\n" for each in latencies)
         if result["figures"]:
             text += "\n| figure | value | goal |\n|---|---|---|\n"
             text += "".join(
@@ -87,7 +125,6 @@ def write_docs(results: list[dict[str, Any]], docs: Path) -> None:
     text += (
         "\n![How many times faster than the alternative, on a logarithmic scale](benchmarks.svg)\n"
     )
-    docs.mkdir(exist_ok=True)
     (docs / "benchmarks.md").write_text(text)
     (docs / "benchmarks.svg").write_text(_plot(results))
 

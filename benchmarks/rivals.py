@@ -12,16 +12,22 @@ ENV = {
     "GIT_CONFIG_GLOBAL": "/dev/null",
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_TERMINAL_PROMPT": "0",
+    **dict.fromkeys(("GIT_AUTHOR_NAME", "GIT_COMMITTER_NAME"), "bench"),
+    **dict.fromkeys(("GIT_AUTHOR_EMAIL", "GIT_COMMITTER_EMAIL"), "bench@example.com"),
 }
 
 
 def git(*words: str | Path, cwd: Path | None = None) -> str:
+    return git_bytes(*words, cwd=cwd).decode().strip()
+
+
+def git_bytes(*words: str | Path, cwd: Path | None = None, stdin: bytes | None = None) -> bytes:
     done = subprocess.run(
-        ["git", *map(str, words)], cwd=cwd, env=ENV, capture_output=True, text=True, check=False
+        ["git", *map(str, words)], cwd=cwd, env=ENV, input=stdin, capture_output=True, check=False
     )
     if done.returncode:
-        raise RuntimeError(f"git {' '.join(map(str, words))}: {done.stderr}")
-    return done.stdout.strip()
+        raise RuntimeError(f"git {' '.join(map(str, words))}: {done.stderr.decode()}")
+    return done.stdout
 
 
 class Git:
@@ -127,6 +133,26 @@ class Git:
     def move_and_clean(self, path: Path, commit: str) -> None:
         git("checkout", "--quiet", "-f", "--detach", commit, cwd=path)
         git("clean", "--quiet", "-ffdx", cwd=path)
+
+    def diff(self, tree: Path) -> bytes:
+        git("add", "--all", cwd=tree)
+        return git_bytes("diff", "--cached", "--binary", "--full-index", "-M", cwd=tree)
+
+    def apply(self, tree: Path, *patches: bytes) -> None:
+        for patch in patches:
+            git_bytes("apply", "-", cwd=tree, stdin=patch)
+
+    def stash(self, tree: Path) -> str:
+        """Keep what changed as a commit, and leave it as it is."""
+        git("add", "--all", cwd=tree)
+        return git("stash", "create", cwd=tree)
+
+    def roll_back(self, tree: Path, stash: str) -> None:
+        self.reset_and_clean(tree)
+        git("stash", "apply", "--quiet", stash, cwd=tree)
+
+    def worktree_remove(self, tree: Path) -> None:
+        git("worktree", "remove", "--force", tree, cwd=self.mirror)
 
     def pin(self, commits: list[str]) -> None:
         for commit in commits:

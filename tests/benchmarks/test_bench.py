@@ -1,0 +1,33 @@
+"""The bench, on a small repository: each case of a rollout ends, and its own comparisons with git hold."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gitrepos import Upstream
+
+BENCH = Path(__file__).parents[2] / "benchmarks/bench.py"
+
+pytestmark = [pytest.mark.root, pytest.mark.slow]
+
+
+def test_rollouts_are_measured_beside_git(tmp_path: Path) -> None:
+    upstream = Upstream(tmp_path / "upstream")
+    upstream.commit(
+        {f"package{file % 7}/module{file}.py": f"value = {file}\n" for file in range(90)}
+    )
+    results = tmp_path / "bench.json"
+    words = f"--rounds 1 --tasks 4 --seconds 2 --cases rollouts --json {results}"
+    command = [sys.executable, str(BENCH), "--repo", str(upstream.path), *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [result] = json.loads(results.read_text())
+    works = [row["work"].partition(",")[0] for row in result["rows"]]
+    branch = ["fork", "snapshot", "roll-back", "8 forks of a snapshot"]
+    assert works == [*3 * ["diff"], "apply", *branch, "grade", "a turn: checkout"]
+    failed = [figure["value"] for figure in result["figures"] if "failed" in figure["name"]]
+    assert failed == [0, 0]
+    verbs = {each["what"].rpartition(" ")[2] for each in result["latencies"]}
+    assert verbs == {"checkout", "write", "diff", "grade", "reset", "release", "turn"}
