@@ -49,7 +49,9 @@ class Attributes:
         """The attributes that something is said of, for a file."""
         found: dict[str, State] = {}
         above, _, name = path.rpartition(b"/")
-        for base, rules in self._files_for(above):
+        if (files := self._files.get(above)) is None:
+            files = self._files_for(above)
+        for base, rules in files:
             for pattern, states in rules:
                 if not pattern.directory_only and pattern.matches(base, path, name):
                     self._fill(found, states)
@@ -58,13 +60,12 @@ class Attributes:
     def _files_for(self, directory: bytes) -> list[tuple[bytes, list[_Rule]]]:
         """The files that speak of names in a directory, the nearest first, each with its base."""
         if (found := self._files.get(directory)) is None:
-            content = self._read(directory)
-            rules, macros = _parse(content) if content else ([], {})
-            found = [(directory + b"/" if directory else b"", rules)] if rules else []
-            if directory:
-                found = found + self._files_for(directory.rpartition(b"/")[0])
-            else:
-                self._macros |= macros
+            found = self._files_for(directory.rpartition(b"/")[0]) if directory else []
+            if content := self._read(directory):
+                rules, macros = _parse(content)
+                found = [(directory + b"/" if directory else b"", rules), *found]
+                if not directory:
+                    self._macros |= macros
             self._files[directory] = found
         return found
 

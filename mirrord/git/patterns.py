@@ -82,7 +82,7 @@ def parse_pattern(text: bytes) -> Pattern:
     return Pattern(text, text[:literal], suffix, is_name, directory_only, negative)
 
 
-class IgnoreFile(NamedTuple):
+class _IgnoreFile(NamedTuple):
     """The patterns of a `.gitignore`, the last first, as they are tried.
 
     Most paths match none. `names`, `suffixes`, `starts` and `globs` are of all patterns together,
@@ -93,7 +93,7 @@ class IgnoreFile(NamedTuple):
     names: frozenset[bytes]
     suffixes: tuple[bytes, ...]
     starts: tuple[bytes, ...]
-    globs: tuple[Pattern, ...]
+    globs: re.Pattern[bytes]
 
     def find(self, base: bytes, path: bytes, name: bytes, is_directory: bool) -> Pattern | None:
         """The pattern that decides about a path below `base`, if any does."""
@@ -101,7 +101,7 @@ class IgnoreFile(NamedTuple):
             name in self.names
             or name.endswith(self.suffixes)
             or path.startswith(self.starts, len(base))
-            or any(pattern.matches(base, path, name) for pattern in self.globs)
+            or self.globs.fullmatch(name)
         )
         for pattern in self.patterns if may_match else ():
             if (is_directory or not pattern.directory_only) and pattern.matches(base, path, name):
@@ -110,7 +110,7 @@ class IgnoreFile(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def parse_ignore_file(content: bytes) -> IgnoreFile:
+def _parse_ignore_file(content: bytes) -> _IgnoreFile:
     patterns = []
     for line in content.removeprefix(_BOM).split(b"\n"):
         if line and not line.startswith(b"#"):
@@ -118,12 +118,13 @@ def parse_ignore_file(content: bytes) -> IgnoreFile:
             patterns.append(parse_pattern(_trimmed(line)))
     of_names = [pattern for pattern in patterns if pattern.is_name]
     globs = [pattern for pattern in of_names if pattern.literal != pattern.text]
-    return IgnoreFile(
+    others = [_compiled(each.text, False).pattern for each in globs if each.suffix is None]
+    return _IgnoreFile(
         patterns[::-1],
         frozenset(pattern.text for pattern in of_names if pattern.literal == pattern.text),
         tuple(pattern.suffix for pattern in globs if pattern.suffix is not None),
         tuple(pattern.literal for pattern in patterns if not pattern.is_name),
-        tuple(pattern for pattern in globs if pattern.suffix is None),
+        re.compile(b"|".join(others) or _NEVER.pattern, re.DOTALL),
     )
 
 
@@ -141,32 +142,31 @@ class Ignores:
 
     def __init__(self, read: Callable[[bytes], bytes | None]) -> None:
         self._read = read
-        self._files: dict[bytes, list[tuple[bytes, IgnoreFile]]] = {}
-        self._directories = {b"": False}
+        self._directories: dict[bytes, list[tuple[bytes, _IgnoreFile]] | None] = {}
 
     def match(self, path: bytes, *, is_directory: bool = False) -> bool:
         above, _, name = path.rpartition(b"/")
-        if self._is_ignored(above):
+        if above not in self._directories:
+            self._enter(above)
+        if (files := self._directories[above]) is None:
             return True
-        for base, file in self._files_for(above):
+        for base, file in files:
             if pattern := file.find(base, path, name, is_directory):
                 return not pattern.negative
         return False
 
-    def _is_ignored(self, directory: bytes) -> bool:
-        if (known := self._directories.get(directory)) is None:
-            known = self._directories[directory] = self.match(directory, is_directory=True)
-        return known
-
-    def _files_for(self, directory: bytes) -> list[tuple[bytes, IgnoreFile]]:
-        """The files that speak of names in a directory, the nearest first, each with its base."""
-        if (found := self._files.get(directory)) is None:
-            content, base = self._read(directory), directory + b"/" if directory else b""
-            found = [(base, parse_ignore_file(content))] if content else []
-            if directory:
-                found = found + self._files_for(directory.rpartition(b"/")[0])
-            self._files[directory] = found
-        return found
+    def _enter(self, directory: bytes) -> None:
+        """Find the files that speak of names in a directory, the nearest first, each with its base;
+        none where it is ignored.
+        """
+        files: list[tuple[bytes, _IgnoreFile]] | None = []
+        if directory:
+            is_ignored = self.match(directory, is_directory=True)
+            files = None if is_ignored else self._directories[directory.rpartition(b"/")[0]]
+        if files is not None and (content := self._read(directory)):
+            base = directory + b"/" if directory else b""
+            files = [(base, _parse_ignore_file(content)), *files]
+        self._directories[directory] = files
 
 
 @lru_cache(maxsize=1024)

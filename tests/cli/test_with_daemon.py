@@ -26,7 +26,7 @@ from mirrord import AsyncClient, Client
 from mirrord.cli import rehearse
 from mirrord.cli.main import run
 from mirrord.errors import AccessError, InstanceAmbiguousError, NoDaemonError
-from mirrord.model import View
+from mirrord.model import DiffFormat, View
 
 pytestmark = pytest.mark.slow
 
@@ -273,6 +273,24 @@ def test_an_id_of_two_datasets_is_checked_out_by_the_name_of_its_dataset(
     taken = world.run("checkout", "demo__project-1", "--json")
     assert taken.json["commit"] == world.commits[1]
     world.run("release", taken.json["id"])
+
+
+def test_a_diff_is_listed_as_git_lists_it(world: World, tree: Path) -> None:
+    """--stat and --name-status, as text and as JSON; not both."""
+    (tree / "README").unlink()
+    (tree / "new").write_text("1\n")
+    assert world.run("diff", tree, "--name-status").out == "D\tREADME\nA\tnew\n"
+    stat = world.run("diff", tree, "--stat").out
+    assert " new    | 1 +\n 2 files changed, 1 insertion(+), " in stat
+    assert world.run("diff", tree, "--stat", "--json").json == {"stat": stat, "encoding": "utf-8"}
+    assert world.run("diff", tree, "--stat", "--name-status").status == 2
+    with Client(world.daemon.socket) as client:
+        listed = client.diff_checkout(tree.parent.name, format=DiffFormat.STAT)
+        assert listed.decode() == stat
+    path = f"/v1/checkouts/{tree.parent.name}/diff"
+    status, headers, _ = world.daemon.get(f"{path}?format=stat")
+    assert (status, headers["x-mirrord-diff-by"]) == (200, "libgit2")
+    assert world.daemon.get(f"{path}?format=nonsense")[0] == 400
 
 
 @pytest.mark.parametrize(

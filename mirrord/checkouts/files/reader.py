@@ -73,7 +73,9 @@ class TreeReader:
         except FileNotFoundError:
             return None
         try:
-            return find_stat(directory, name)
+            return os.stat(name, dir_fd=directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
         except PermissionError as error:
             with suppress(PermissionError):  # it may be the owner's, to be read but not entered
                 os.fchmod(directory, stat.S_IMODE(os.fstat(directory).st_mode) | stat.S_IXUSR)
@@ -136,17 +138,21 @@ class TreeReader:
             self._pop()
 
     def _go(self, above: bytes) -> None:
-        """Make `above` the current directory, reusing what is open."""
+        """Make `above` the current directory, reusing what is open: those above and below it."""
         wanted = above + b"/" if above else b""
         while self._stack and not wanted.startswith(self._stack[-1][0]):
+            if self._stack[-1][0].startswith(wanted):
+                self._here = above
+                self._here_fd = dict(self._stack).get(wanted, self._root)
+                return
             self._pop()
-        at = len(self._stack[-1][0]) if self._stack else 0
+        at, fd = (len(self._stack[-1][0]), self._stack[-1][1]) if self._stack else (0, self._root)
         while at < len(wanted):
             end = wanted.index(b"/", at)
-            fd = enter(self._owner, self._here_fd, wanted[:end], wanted[at:end])
+            fd = enter(self._owner, fd, wanted[:end], wanted[at:end])
             at = end + 1
             self._stack.append((wanted[:at], fd))
-            self._here, self._here_fd = wanted[:end], fd
+        self._here, self._here_fd = above, fd
 
     def _pop(self) -> None:
         os.close(self._stack.pop()[1])

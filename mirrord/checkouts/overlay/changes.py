@@ -15,14 +15,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ...errors import CheckoutBusyError
-from ...git.objects.trees import tree_entries
+from ...git.objects.repository import open_objects
+from ...git.objects.trees import BaseTree
 from ...host.credentials import ActingAs
 from ...host.files import open_directory, opened
 from ..files.reader import TreeReader
 from ..files.scan import is_control
 from ..patches.worktree import denials_named
 from ..snapshots.content import is_whiteout, iter_below
-from ..templates.layers import parents
 
 
 def changed_paths(
@@ -44,6 +44,7 @@ def changed_paths(
         own = read_layer(layer) if layer else {}  # which the owner may not read
         acting = stack.enter_context(ActingAs(owner))
         merged, written, *below = (stack.enter_context(TreeReader(top, acting)) for top in tops)
+        below = [each for each in below if each.names_in(b"") != [b".git"]]
         differing, replaced = _walk(written, merged, own, below)
         covered = set[bytes]()
         for path, found in own.items():
@@ -61,9 +62,9 @@ def changed_paths(
         for path in replaced:
             differing |= {each for each, _ in merged.iter_below(path, lambda _path, _error: None)}
     if replaced:
-        for entry in tree_entries(mirror, tree_id):
-            if not replaced.isdisjoint(parents(entry.path + b"/")):
-                differing.add(entry.path)
+        with open_objects(mirror) as objects:
+            base = BaseTree(objects, tree_id)
+            differing |= {entry.path for path in replaced for entry in base.iter_files(path)}
     return sorted(path for path in differing | replaced if not is_control(path))
 
 
@@ -106,18 +107,23 @@ def _walk(
         above = pending.pop()
         inside = above + b"/" if above else b""
         try:
-            merged.locate(inside)  # first: lets its owner in, in the upper layer too
             names = written.names_in(above)
         except FileNotFoundError:  # removed meanwhile
             continue
+        except PermissionError:
+            merged.locate(inside)  # lets its owner in, in the upper layer too
+            names = written.names_in(above)
         for path in (inside + name for name in names):
             if is_control(path):
                 continue
-            found, seen = written.find_stat(path), merged.find_stat(path)
-            hidden = find_below(path, own, below)
-            if found is None or hidden is None or not stat.S_ISDIR(hidden.st_mode):
+            found = written.find_stat(path)
+            if found is None or not stat.S_ISDIR(found.st_mode):
                 differing.add(path)
-            elif seen is None or not stat.S_ISDIR(found.st_mode) or seen.st_ino != hidden.st_ino:
+                continue
+            hidden, seen = find_below(path, own, below), merged.find_stat(path)
+            if hidden is None or not stat.S_ISDIR(hidden.st_mode):
+                differing.add(path)
+            elif seen is None or seen.st_ino != hidden.st_ino:
                 replaced.add(path)
             else:
                 pending.append(path)

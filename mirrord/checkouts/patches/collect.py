@@ -27,8 +27,9 @@ from .worktree import (
 )
 
 FILES_LIMIT = 200_000
-# is_ntfs_dotgit (path.c): git's index takes no such name
-_DOT_GIT = re.compile(rb"(?:\.git|git~1)[ .]*(?:[\\:].*)?", re.IGNORECASE | re.DOTALL)
+# is_ntfs_dotgit (path.c): git's index takes no such name, nor a link `.gitmodules`
+_DOT_GIT = re.compile(rb"(?:^|/)(?:\.git|git~1)[ .]*(?:[\\:/]|\Z)", re.IGNORECASE)
+_GIT_MODULES = re.compile(rb"(?:.*/)?\.gitmodules", re.IGNORECASE | re.DOTALL)
 
 
 def collect_changes(job: PatchJob, changed: Iterable[bytes]) -> list[Change]:
@@ -51,7 +52,7 @@ def collect(worktree: Worktree, changed: Iterable[bytes]) -> list[Change]:
     changes = []
     for path in list(looking.found):
         raw, before = looking.found.pop(path)
-        data = worktree.clean(path, raw, before)
+        data = worktree.clean(path, raw, before) if raw.conversion else raw.data
         if before is None or before.mode != raw.mode or before.oid != blob_id(data).hex():
             changes.append(Change(path, raw.mode, data, before))
     for directory in looking.gone_directories:
@@ -87,11 +88,13 @@ class _Looking:
             self.gone_directories.append(path)
             before = None
         if seen and has_content(seen):
-            if before:
-                self._read(path, seen, before)
-            elif not self._is_out_of_bounds(path):
-                self._add(path, seen)
-            return
+            if not before:
+                if not self._is_out_of_bounds(path):
+                    self._add(path, seen)
+                return
+            if raw := self._worktree.look(path, seen):
+                self.found[path] = raw, before
+                return
         if before:
             self.gone[path] = before
         if is_directory and not self._is_out_of_bounds(path):
@@ -105,11 +108,12 @@ class _Looking:
 
     def _add(self, path: bytes, seen: os.stat_result) -> None:
         """Take a file that the base does not have, unless it is ignored."""
-        name = path.rpartition(b"/")[2]
-        if _is_git(path) or self._ignores.match(path):
+        if self._ignores.match(path):
             return
-        is_refused = any(map(_DOT_GIT.fullmatch, path.split(b"/")))
-        if is_refused or (stat.S_ISLNK(seen.st_mode) and name.lower() == b".gitmodules"):
+        is_link = stat.S_ISLNK(seen.st_mode)
+        if _DOT_GIT.search(path) or (is_link and _GIT_MODULES.fullmatch(path)):
+            if _is_git(path):
+                return
             raise unrecordable(path, "git takes no such path")
         self._new += 1
         if self._new > FILES_LIMIT:
@@ -117,13 +121,8 @@ class _Looking:
                 f"cannot copy what changed in the checkout: more than {FILES_LIMIT} files are new",
                 hint=SMALLER_HINT,
             )
-        self._read(path, seen, None)
-
-    def _read(self, path: bytes, seen: os.stat_result, before: TreeEntry | None) -> None:
         if raw := self._worktree.look(path, seen):
-            self.found[path] = raw, before
-        elif before:
-            self.gone[path] = before
+            self.found[path] = raw, None
 
     def _refuse(self, path: bytes, error: Exception) -> None:
         """Raise the error of what the owner may not look into, unless that is ignored."""
@@ -147,4 +146,4 @@ class _Looking:
 
 
 def _is_git(path: bytes) -> bool:
-    return path.rpartition(b"/")[2].lower() == b".git"
+    return path[-4:].lower() == b".git" and path[-5:-4] in (b"", b"/")

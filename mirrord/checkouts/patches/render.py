@@ -20,13 +20,15 @@ from typing import NamedTuple
 from ...git.attributes import Attributes
 from ...git.objects.hunks import count_lines, hunks
 from ...git.objects.repository import Objects
-from ..files.manifest import SUBMODULE, blob_id
+from ...git.objects.trees import TreeEntry
+from ..files.manifest import blob_id
 from .change import Change
 from .stat_table import FileStat, quoted, stat_name, stat_table
 
 LARGE_BYTES = 64 * 1024**2
 
-_NO_ID = "0" * 40
+_NO_ID = b"0" * 40
+_NO_FILE = b"/dev/null"
 _BINARY_LOOK_BYTES = 8000  # buffer_is_binary
 _CANDIDATES = 100  # of one blob, that find_identical_files looks at
 _LINE_BYTES = 52
@@ -42,38 +44,28 @@ class NeedsGit(Exception):
         self.reason = reason
 
 
-class Side(NamedTuple):
-    """One side of an entry of a diff; `data` is None until it is needed."""
+class New(NamedTuple):
+    """The new side of an entry of a diff; the first three fields are those of the old side."""
 
     path: bytes
     mode: int
     oid: str
-    data: bytes | None
-
-    @property
-    def is_file(self) -> bool:
-        return stat.S_ISREG(self.mode)
+    data: bytes
 
 
 class Pair(NamedTuple):
     """An entry of a diff. Both sides of a rename have a path of their own."""
 
-    old: Side | None
-    new: Side | None
-
-    @property
-    def path(self) -> bytes:
-        side = self.new or self.old
-        assert side
-        return side.path
+    old: TreeEntry | None
+    new: New | None
 
     @property
     def status(self) -> str:
         if not (self.old and self.new):
             return "D" if self.old else "A"
         if self.old.path != self.new.path:
-            return "R"
-        return "T" if stat.S_IFMT(self.old.mode ^ self.new.mode) else "M"
+            return "R100"
+        return "T" if _kind(self.old) != _kind(self.new) else "M"
 
 
 def pair_up(objects: Objects, changes: Sequence[Change]) -> list[Pair]:
@@ -81,41 +73,39 @@ def pair_up(objects: Objects, changes: Sequence[Change]) -> list[Pair]:
 
     Raises NeedsGit where a rename may have to be found by content.
     """
-    pairs = []
-    for change in changes:
-        old = new = None
-        if change.old:
-            old = Side(change.path, change.old.mode, change.old.oid, None)
-        if change.mode is not None:
-            new = Side(change.path, change.mode, blob_id(change.data).hex(), change.data)
-        pairs.append(Pair(old, new))
+    pairs = [
+        Pair(old, None if mode is None else New(path, mode, blob_id(data).hex(), data))
+        for path, mode, data, old in changes
+    ]
     gone = [pair.old for pair in pairs if pair.old and not pair.new]
     come = [pair.new for pair in pairs if pair.new and not pair.old]
     if not gone or not come:
         return pairs
     sources = _exact_renames(gone, come)
     used = {source.path for source in sources.values()}
-    sizes = sorted(len(new.data or b"") for new in come if new.is_file and new.path not in sources)
+    left = [new for new in come if stat.S_ISREG(new.mode) and new.path not in sources]
+    sizes = sorted(len(new.data) for new in left)
     for old in gone:
-        if old.is_file and old.path not in used and _may_match(objects.blob_size(old.oid), sizes):
+        is_left = stat.S_ISREG(old.mode) and old.path not in used
+        if is_left and _may_match(objects.blob_size(old.oid), sizes):
             raise NeedsGit("renames")
     return [
-        Pair(sources[pair.path], pair.new) if pair.path in sources else pair
-        for pair in pairs
-        if pair.path not in used or pair.new
+        Pair(sources.get(new.path, old), new) if new else Pair(old, None)
+        for old, new in pairs
+        if new or (old and old.path not in used)
     ]
 
 
-def _exact_renames(gone: Sequence[Side], come: Sequence[Side]) -> dict[bytes, Side]:
+def _exact_renames(gone: Sequence[TreeEntry], come: Sequence[New]) -> dict[bytes, TreeEntry]:
     """The source of each new path (find_identical_files): of the removed files with its blob, the
     first of the same name, or else the first.
     """
-    by_oid: defaultdict[tuple[str, int], list[Side]] = defaultdict(list)
+    by_oid: defaultdict[tuple[str, int], list[TreeEntry]] = defaultdict(list)
     for old in gone:
-        by_oid[old.oid, stat.S_IFMT(old.mode)].append(old)
+        by_oid[old.oid, _kind(old)].append(old)
     found = {}
     for new in come:
-        if same := by_oid.get((new.oid, stat.S_IFMT(new.mode))):
+        if same := by_oid.get((new.oid, _kind(new))):
             name = new.path.rpartition(b"/")[2]
             named = (old for old in same[:_CANDIDATES] if old.path.rpartition(b"/")[2] == name)
             found[new.path] = chosen = next(named, same[0])
@@ -129,6 +119,10 @@ def _may_match(size: int, sizes: list[int]) -> bool:
     return size > 0 and at < len(sizes) and sizes[at] <= 2 * size
 
 
+def _kind(side: TreeEntry | New) -> int:
+    return stat.S_IFMT(side.mode)
+
+
 class Renderer:
     """Prints pairs; reads the old blobs one at a time."""
 
@@ -137,101 +131,92 @@ class Renderer:
         self._attributes = attributes
 
     def patch(self, pairs: Sequence[Pair]) -> Iterator[bytes]:
-        """The patch, entry by entry."""
-        for pair in pairs:
-            if pair.status == "T":
-                yield self._entry(Pair(pair.old, None))
-                yield self._entry(Pair(None, pair.new))
-            else:
-                yield self._entry(pair)
+        """The patch, entry by entry; git splits one that changes its kind."""
+        for old, new in pairs:
+            if old and new and _kind(old) != _kind(new):
+                yield self._entry(old, None, old, old)
+                yield self._entry(None, new, new, new)
+            elif side := new or old:
+                yield self._entry(old, new, old or side, side)
 
     def name_status(self, pairs: Sequence[Pair]) -> Iterator[bytes]:
         """As `--name-status` prints it."""
         for pair in pairs:
-            names = [quoted(pair.path)]
-            if pair.old and pair.status == "R":
-                names.insert(0, quoted(pair.old.path))
-            status = "R100" if pair.status == "R" else pair.status
-            yield b"\t".join([status.encode(), *names]) + b"\n"
+            names = dict.fromkeys(quoted(side.path) for side in pair if side)
+            yield b"\t".join([pair.status.encode(), *names]) + b"\n"
 
     def stat(self, pairs: Sequence[Pair]) -> bytes:
         """As `--stat` prints it, 80 columns wide."""
-        return stat_table([self._measure(pair) for pair in pairs])
+        return stat_table([self._measure(*pair) for pair in pairs])
 
-    def _measure(self, pair: Pair) -> FileStat:
-        old, new = self._read(pair.old), self._read(pair.new)
-        path = pair.old.path if pair.old else None
-        if self._is_binary(pair.old, old) or self._is_binary(pair.new, new):
-            sizes = (0, 0) if old == new else (len(new), len(old))
-            return FileStat(stat_name(path, pair.path), True, *sizes)
-        return FileStat(stat_name(path, pair.path), False, *count_lines(old, new))
-
-    def _entry(self, pair: Pair) -> bytes:
-        old, new = pair.old, pair.new
-        head = _header(pair)
-        if old and new and old.oid == new.oid:
-            return head
-        before, after = self._read(old), self._read(new)
+    def _measure(self, old: TreeEntry | None, new: New | None) -> FileStat:
+        before, after = self._read(old), new.data if new else b""
+        name = stat_name(*(side.path for side in (old or new, new or old) if side))
         if self._is_binary(old, before) or self._is_binary(new, after):
-            return head + _binary(before, after)
-        if before and after:
-            if isinstance(self._attributes.find(pair.path).get("diff"), str):
-                raise NeedsGit("driver")
-            if _ODD_LINE_END.search(before):
-                raise NeedsGit("form-feed")
-        if not (text := hunks(before, after)):  # an empty file
-            return head
-        return head + _label(b"---", b"a/", old) + _label(b"+++", b"b/", new) + text
+            sizes = (0, 0) if before == after else (len(after), len(before))
+            return FileStat(name, True, *sizes)
+        return FileStat(name, False, *count_lines(before, after))
 
-    def _is_binary(self, side: Side | None, data: bytes) -> bool:
-        if side and side.is_file:
+    def _entry(
+        self, old: TreeEntry | None, new: New | None, a: TreeEntry | New, b: TreeEntry | New
+    ) -> bytes:
+        """From `diff --git` on (builtin_diff); `a` and `b` stand for a side that there is not."""
+        a_name, b_name = quoted(a.path, b"a/"), quoted(b.path, b"b/")
+        lines = [b"diff --git %s %s" % (a_name, b_name)]
+        mode = b""
+        if old is None:
+            lines.append(b"new file mode %06o" % b.mode)
+        elif new is None:
+            lines.append(b"deleted file mode %06o" % a.mode)
+        else:
+            if a.mode == b.mode:
+                mode = b" %06o" % a.mode
+            else:
+                lines += [b"old mode %06o" % a.mode, b"new mode %06o" % b.mode]
+            if a.path != b.path:
+                lines.append(b"similarity index 100%")
+                lines += [b"rename from " + quoted(a.path), b"rename to " + quoted(b.path)]
+            if a.oid == b.oid:
+                return b"\n".join([*lines, b""])
+        ids = [side.oid.encode() if side else _NO_ID for side in (old, new)]
+        lines.append(b"index %s..%s%s\n" % (*ids, mode))
+        before, after = self._read(old), new.data if new else b""
+        if before == after:  # an empty file
+            return b"\n".join(lines)
+        if self._is_binary(old, before) or self._is_binary(new, after):
+            return b"\n".join(lines) + _binary(before, after)
+        if before and after:
+            self._must_be_plain(b.path, before)
+        a_label, b_label = _label(a_name) if old else _NO_FILE, _label(b_name) if new else _NO_FILE
+        head = b"%s--- %s\n+++ %s\n" % (b"\n".join(lines), a_label, b_label)
+        return head + hunks(before, after)
+
+    def _must_be_plain(self, path: bytes, before: bytes) -> None:
+        """Raise NeedsGit where libgit2 would print other text behind `@@`."""
+        if isinstance(self._attributes.find(path).get("diff"), str):
+            raise NeedsGit("driver")
+        if (b"\f" in before or b"\v" in before) and _ODD_LINE_END.search(before):
+            raise NeedsGit("form-feed")
+
+    def _is_binary(self, side: TreeEntry | New | None, data: bytes) -> bool:
+        if side and stat.S_ISREG(side.mode):
             state = self._attributes.find(side.path).get("diff")
             if isinstance(state, bool):
                 return not state
-        return b"\0" in data[:_BINARY_LOOK_BYTES]
+        return data.find(b"\0", 0, _BINARY_LOOK_BYTES) >= 0
 
-    def _read(self, side: Side | None) -> bytes:
-        if side is None:
+    def _read(self, old: TreeEntry | None) -> bytes:
+        if old is None:
             return b""
-        if side.mode == SUBMODULE:
-            return f"Subproject commit {side.oid}\n".encode()
-        if side.data is not None:
-            return side.data
-        if self._objects.blob_size(side.oid) > LARGE_BYTES:
+        if old.is_submodule:
+            return f"Subproject commit {old.oid}\n".encode()
+        if self._objects.blob_size(old.oid) > LARGE_BYTES:
             raise NeedsGit("size")
-        return self._objects.read_blob(side.oid)
+        return self._objects.read_blob(old.oid)
 
 
-def _header(pair: Pair) -> bytes:
-    """From `diff --git` to `index` (builtin_diff and fill_metainfo)."""
-    old, new = pair.old, pair.new
-    names = [
-        quoted(side.path, prefix)
-        for side, prefix in ((old or new, b"a/"), (new or old, b"b/"))
-        if side
-    ]
-    lines = [b"diff --git " + b" ".join(names)]
-    if old is None and new:
-        lines.append(b"new file mode %06o" % new.mode)
-    elif new is None and old:
-        lines.append(b"deleted file mode %06o" % old.mode)
-    elif old and new:
-        if old.mode != new.mode:
-            lines += [b"old mode %06o" % old.mode, b"new mode %06o" % new.mode]
-        if old.path != new.path:
-            lines.append(b"similarity index 100%")
-            lines += [b"rename from " + quoted(old.path), b"rename to " + quoted(new.path)]
-    before, after = (side.oid if side else _NO_ID for side in (old, new))
-    if before != after:
-        is_same_mode = old and new and old.mode == new.mode
-        mode = b" %06o" % old.mode if old and is_same_mode else b""
-        lines.append(b"index %s..%s%s" % (before.encode(), after.encode(), mode))
-    return b"\n".join(lines) + b"\n"
-
-
-def _label(sign: bytes, prefix: bytes, side: Side | None) -> bytes:
-    name = quoted(side.path, prefix) if side else b"/dev/null"
-    return b"%s %s%s\n" % (sign, name, b"\t" if b" " in name else b"")
+def _label(name: bytes) -> bytes:
+    return name + b"\t" if b" " in name else name
 
 
 def _binary(before: bytes, after: bytes) -> bytes:

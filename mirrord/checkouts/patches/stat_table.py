@@ -32,9 +32,9 @@ def _escaped(found: re.Match[bytes]) -> bytes:
     return b"\\%c" % _ESCAPES[byte] if byte in _ESCAPES else b"\\%03o" % byte
 
 
-def stat_name(old: bytes | None, new: bytes) -> bytes:
+def stat_name(old: bytes, new: bytes) -> bytes:
     """The name in the table: of a rename `a/{b => c}/d` (pprint_rename)."""
-    if old is None or old == new:
+    if old == new:
         return quoted(new)
     if _ODD.search(old) or _ODD.search(new):
         return quoted(old) + b" => " + quoted(new)

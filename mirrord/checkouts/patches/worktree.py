@@ -126,9 +126,10 @@ class Worktree:
         the owner may not read it.
         """
         found = self._fetch(path, seen)
-        if found is None or found[0] == LINK:
-            return RawFile(*found) if found else None
-        return RawFile(*found, find_conversion(self._all_attributes, path))
+        if found is None or found.mode == LINK:
+            return found
+        conversion = find_conversion(self._all_attributes, path)
+        return found._replace(conversion=conversion) if conversion else found
 
     def find_attribute_files(self, paths: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
         """The attribute files that speak of these paths, each with its directory."""
@@ -139,15 +140,13 @@ class Worktree:
 
     def clean(self, path: bytes, raw: RawFile, before: TreeEntry | None) -> bytes:
         """The blob that git records of a file, `before` in the base: conversions are undone."""
-        if raw.conversion is None:
-            return raw.data
 
         def read_before() -> bytes:
             is_blob = before is not None and not (before.is_tree or before.is_submodule)
             return self.objects.read_blob(before.oid) if before and is_blob else b""
 
         try:
-            return raw.conversion.clean(raw.data, read_before)
+            return raw.conversion.clean(raw.data, read_before) if raw.conversion else raw.data
         except ValueError as error:
             raise unrecordable(path, str(error)) from error
 
@@ -155,7 +154,7 @@ class Worktree:
         """A file of rules, as the owner: git follows no link to one, and converts none."""
         with self.owner:
             found = self._fetch(path, None)
-        return found[1] if found and found[0] != LINK else None
+        return found.data if found and found.mode != LINK else None
 
     def attributes_in(self, directory: bytes) -> bytes | None:
         """The attribute file of a directory, as it is now."""
@@ -172,22 +171,24 @@ class Worktree:
                 return self.objects.read_blob(entry.oid)
         return content
 
-    def _fetch(self, path: bytes, seen: os.stat_result | None) -> tuple[int, bytes] | None:
+    def _fetch(self, path: bytes, seen: os.stat_result | None) -> RawFile | None:
         """Mode and bytes; looked at again where something is replaced meanwhile."""
-        for turn in range(_LOOKS):
+        for _ in range(_LOOKS):
             try:
-                if seen is None or turn:
-                    seen = self.reader.find_stat(path)
+                seen = seen or self.reader.find_stat(path)
                 if seen is None or not has_content(seen):
                     return None
                 directory, name = self.reader.locate(path)
                 if stat.S_ISLNK(seen.st_mode):
                     text = os.readlink(name, dir_fd=directory)
                     self._count(len(text))
-                    return LINK, text
-                with opened(self.owner.open_regular(directory, name)) as fd:
-                    mode = EXECUTABLE if os.fstat(fd).st_mode & 0o100 else FILE
-                    return mode, self._read_all(fd, seen.st_size)
+                    return RawFile(LINK, text)
+                fd = self.owner.open_regular(directory, name)
+                try:
+                    mode = EXECUTABLE if seen.st_mode & 0o100 else FILE
+                    return RawFile(mode, self._read_all(fd, seen.st_size))
+                finally:
+                    os.close(fd)
             except PermissionError as error:
                 raise PermissionError(error.errno, error.strerror, path) from error
             except OSError as error:
@@ -195,6 +196,7 @@ class Worktree:
                     raise mounted_on(path) from error
                 if error.errno not in _REPLACED:  # by something else, since it was looked at
                     raise
+            seen = None
         raise CheckoutBusyError(
             f"cannot read {shown_path(path)}: it changes while it is read",
             hint="stop what runs in the checkout",

@@ -12,7 +12,7 @@ import pygit2
 from pygit2.enums import DiffOption
 
 _FLAGS = DiffOption.FORCE_TEXT | DiffOption.INDENT_HEURISTIC
-_TRAILING_BLANKS = re.compile(rb"^(@@ [^\n]*?)[ \t\r]+$", re.MULTILINE)
+_TRAILING_BLANKS = re.compile(rb"(\n@@ [^\n]*?)[ \t\r]+(?=\n)")
 
 
 def hunks(old: bytes, new: bytes) -> bytes:
@@ -20,8 +20,8 @@ def hunks(old: bytes, new: bytes) -> bytes:
     if not old or not new:
         return _whole(old or new, b"-" if old else b"+")
     text = pygit2.Patch.create_from(old, new, flag=_FLAGS).data
-    begin = text.find(b"\n@@ ") + 1
-    return _TRAILING_BLANKS.sub(rb"\1", text[begin:]) if begin else b""
+    begin = text.find(b"\n@@ ")
+    return _TRAILING_BLANKS.sub(rb"\1", text[begin:])[1:] if begin >= 0 else b""
 
 
 def count_lines(old: bytes, new: bytes) -> tuple[int, int]:

@@ -122,6 +122,12 @@ def changes(
             yield from changes(objects, tree_a, tree_b, path + b"/", whole)
 
 
+_Names = dict[bytes, tuple[int, str]]
+_lately_read: dict[str, _Names] = {}
+"""By id, in this process: a worker is asked for the same few commits again and again."""
+_NAMES_KEPT = 50_000
+
+
 class BaseTree:
     """Look-ups in one tree; reads only the directories on the way to a path."""
 
@@ -149,7 +155,7 @@ class BaseTree:
             elif entry:
                 yield entry
 
-    def names_in(self, directory: bytes) -> dict[bytes, tuple[int, str]]:
+    def names_in(self, directory: bytes) -> _Names:
         """Mode, as it is stored, and id of each name; empty where there is no such directory."""
         if (found := self._directories.get(directory)) is None:
             entry = self.find(directory)
@@ -157,9 +163,14 @@ class BaseTree:
             self._directories[directory] = found
         return found
 
-    def _read(self, tree: str) -> dict[bytes, tuple[int, str]]:
-        tokens = _parse(self._objects, tree)
-        return {name: (int(mode, 8), oid.hex()) for mode, name, oid in tokens}
+    def _read(self, tree: str) -> _Names:
+        if (names := _lately_read.get(tree)) is None:
+            tokens = _parse(self._objects, tree)
+            names = {name: (int(mode, 8), oid.hex()) for mode, name, oid in tokens}
+            if sum(map(len, _lately_read.values())) + len(names) > _NAMES_KEPT:
+                _lately_read.clear()
+            _lately_read[tree] = names
+        return names
 
 
 def must_fit(objects: Objects, tree: str, *, near: str | None = None) -> None:

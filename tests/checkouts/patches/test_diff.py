@@ -1,0 +1,151 @@
+"""Diffs of random changes, byte for byte what git prints after `git add --all`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+from difflab import Tree, clone, make_tree
+from gitrepos import git
+
+from mirrord.errors import MirrordError
+from mirrord.model import DiffFormat
+
+CASES = int(os.environ.get("MIRRORD_DIFF_CASES", "40"))
+"""For each seed; thousands are for whoever changes the code."""
+REASONS = {None, "renames", "binary", "driver", "form-feed"}
+
+
+def compare(tree: Tree) -> str | None:
+    """Both on the tree as it is; answers why git was asked, or `refused`."""
+    try:
+        ours = {form: tree.diff(form) for form in DiffFormat}
+    except MirrordError as error:
+        assert tree.add_all() is not None, error
+        return "refused"
+    assert tree.add_all() is None
+    for form, (content, _) in ours.items():
+        assert content == tree.git_diff(form)
+    return ours[DiffFormat.PATCH][1].reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_changes_are_printed_as_git_prints_them(seed: int, tmp_path: Path) -> None:
+    """Edits, modes, links, renames, binary files, rules of every kind, odd names, files that become directories: as a
+    patch, with --stat, with --name-status.
+    """
+    random, reasons = Random(seed), Counter[str | None]()
+    tree = None
+    for case in range(CASES):
+        if tree is None or case % 8 == 0:
+            tree = make_tree(tmp_path / str(case), random)
+            if tree.add_all() is not None or tree.git_diff(DiffFormat.NAME_STATUS):
+                tree = None  # git itself cannot check it out
+                continue
+        tree.change(random.choice((1, 2, 4, 10, 25)))
+        reasons[compare(tree)] += 1
+        tree.clean()
+    assert set(reasons) <= REASONS | {"refused"}
+    assert reasons[None] > CASES // 5
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    """A clone of a repository with what git alone can print."""
+    upstream = tmp_path / "upstream"
+    upstream.mkdir()
+    git(upstream, "init", "--quiet")
+    made = Tree.__new__(Tree)
+    made.top, made.tracked = os.fsencode(upstream), []
+    files = {
+        b"a.py": b"def f():\n" + b"    x = 1\n" * 9,
+        b"page": b"title \x0c\n" + b"  text\n" * 9,
+        b"image": bytes(range(256)) * 9,
+        b"empty/one": b"",
+        b"empty/two": b"",
+        b"same/name": b"the same\n",
+        b"other/name": b"the same\n",
+        b"other/file": b"the same\n",
+        b".gitattributes": b"*.py diff=python\n",
+    }
+    for path, content in files.items():
+        made.put(path, content)
+    git(upstream, "add", "--all")
+    git(upstream, "commit", "--quiet", "--message", "one")
+    return clone(tmp_path, upstream, Random(0))
+
+
+@pytest.mark.parametrize(
+    ("reason", "path", "content"),
+    [
+        ("driver", b"a.py", b"def f():\n" + b"    x = 1\n" * 8 + b"    y = 2\n"),
+        ("form-feed", b"page", b"title \x0c\n" + b"  text\n" * 8 + b"  end\n"),
+        ("binary", b"image", bytes(range(256)) * 8 + b"end"),
+    ],
+)
+def test_what_git_alone_can_print_says_why(
+    tree: Tree, reason: str, path: bytes, content: bytes
+) -> None:
+    """A driver's text behind `@@`, a blank that libgit2 takes away there, git's delta."""
+    tree.put(path, content)
+    assert compare(tree) == reason
+
+
+def test_a_rename_with_an_edit_is_found_by_git(tree: Tree) -> None:
+    """A deletion and an addition whose sizes leave room for it; others are none, and git is not asked."""
+    tree.remove(b"a.py")
+    tree.put(b"b.py", b"def f():\n" + b"    x = 1\n" * 8 + b"    y = 2\n")
+    assert compare(tree) == "renames"
+    assert b"similarity index" in tree.git_diff(DiffFormat.PATCH)
+    tree.clean()
+    tree.remove(b"a.py")
+    tree.put(b"b.py", b"x\n")
+    assert compare(tree) is None
+
+
+def test_exact_renames_are_paired_as_git_pairs_them(tree: Tree) -> None:
+    """By the same name first, then by order; empty files too."""
+    for path in (b"empty", b"same", b"other"):
+        tree.remove(path)
+    for path, content in {
+        b"new/file": b"the same\n",
+        b"new/name": b"the same\n",
+        b"zero": b"",
+        b"zeros/two": b"",
+    }.items():
+        tree.put(path, content)
+    assert compare(tree) is None
+    assert tree.git_diff(DiffFormat.NAME_STATUS).count(b"R100") == 4
+
+
+_started: list[object] = []
+sys.addaudithook(lambda event, _: _started.append(event) if event == "subprocess.Popen" else None)
+
+
+def test_a_plain_diff_starts_no_process_and_another_one(tree: Tree) -> None:
+    """Edits, new files, modes, removals: none; where git is needed, it is one `git diff-tree`."""
+    tree.put(b"a/b/new.py", b"new\n")
+    tree.put(b"empty/one", b"now a line\n", 0o755)
+    tree.remove(b"same")
+    changed = tree.changed()
+    counts = []
+    for reason in (None, "binary"):
+        began = len(_started)
+        assert tree.diff(DiffFormat.PATCH, changed)[1].reason == reason
+        counts.append(len(_started) - began)
+        tree.put(b"image", bytes(9))
+    assert counts == [0, 1]
+
+
+def test_a_long_diff_is_in_the_spool(tree: Tree) -> None:
+    """Not twice in memory: it is written as it is made."""
+    tree.put(b"long", b"0123456789\n" * 200_000)
+    content, made = tree.diff(DiffFormat.PATCH)
+    assert made.content is None
+    assert tree.add_all() is None
+    assert content == tree.git_diff(DiffFormat.PATCH)
