@@ -11,8 +11,10 @@ import json
 import re
 import sys
 import tomllib
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from ...git.objects.trees import BaseTree
@@ -65,7 +67,7 @@ class InstanceTests:
     new_imports: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Look:
     """What conditions look at besides a change: the base tree, all changes by path, the tests."""
 
@@ -78,14 +80,29 @@ class Look:
     def before(self, change: Change) -> bytes:
         """The bytes at the base commit; none where there was no file."""
         is_file = change.old is not None and not (change.old.is_tree or change.old.is_submodule)
-        return self.read_blob(change.old.oid) if change.old and is_file else b""
+        return self._blob(change.old.oid) if change.old and is_file else b""
+
+    @cached_property
+    def _blob(self) -> Callable[[str], bytes]:
+        return lru_cache(maxsize=2)(self.read_blob)  # several rules look at one change
 
     def has(self, path: bytes) -> bool:
         """Whether there is something at the path after the changes."""
         change = self.changes.get(path)
         return change.mode is not None if change else self.base.find(path) is not None
 
+    @cached_property
+    def modules_of(self) -> Callable[[bytes], list[str]]:
+        """The top-level modules that a new file at a path makes importable."""
+        return cache(lambda path: list(_iter_modules(path, self)))
 
+    @cached_property
+    def is_package(self) -> Callable[[bytes], bool]:
+        """Whether a directory, which ends with a slash, has an `__init__.py`."""
+        return cache(lambda above: self.has(above + b"__init__.py"))
+
+
+@lru_cache(maxsize=1024)
 def is_test(path: bytes) -> bool:
     return _TEST_PATH.fullmatch(path) is not None
 
@@ -100,14 +117,35 @@ def imports_of(source: bytes) -> set[str]:
 
 def _adds(change: Change, look: Look, *patterns: str) -> str | None:
     """A line matches that the file did not have."""
-    wanted = re.compile("|".join(patterns).encode(), re.MULTILINE)
-    if change.mode in (None, _SYMLINK, _SUBMODULE) or not wanted.search(change.data):
+    if change.mode in (None, _SYMLINK, _SUBMODULE):
         return None
-    old = set(look.before(change).splitlines())
-    for line in change.data.splitlines():
-        if line not in old and (found := wanted.search(line)):
+    wanted, old = _expression(patterns), look.before(change)
+    part = differing_part(old, change.data)
+    if not wanted.search(part):
+        return None
+    had = set(old.splitlines())
+    for line in part.splitlines():
+        if line not in had and (found := wanted.search(line)):
             return f"adds {found[0].decode(errors='backslashreplace').strip()[:60]}"
     return None
+
+
+@lru_cache(maxsize=64)
+def _expression(patterns: tuple[str, ...]) -> re.Pattern[bytes]:
+    return re.compile("|".join(patterns).encode(), re.MULTILINE)
+
+
+def differing_part(old: bytes, new: bytes) -> bytes:
+    """The lines of `new` without those that both begin with, and those that both end with."""
+    most = min(len(old), len(new))
+    start = bisect_left(range(most), 1, key=lambda n: old[: n + 1] != new[: n + 1])
+    start = new.rfind(b"\n", 0, start) + 1
+    most -= start
+    same = bisect_left(
+        range(most), 1, key=lambda n: old[len(old) - n - 1 :] != new[len(new) - n - 1 :]
+    )
+    end = new.find(b"\n", len(new) - same)
+    return new[start : len(new) if end < 0 else end + 1]
 
 
 def _code_adds(change: Change, look: Look, *patterns: str) -> str | None:
@@ -204,22 +242,22 @@ def _bounded(data: bytes) -> bytes:
 # -- modules --------------------------------------------------------------------------------------
 
 
-def _new_modules(change: Change, look: Look) -> Iterator[str]:
+def _new_modules(change: Change, look: Look) -> list[str]:
+    is_new = change.old is None and change.mode is not None
+    return look.modules_of(change.path) if is_new else []
+
+
+def _iter_modules(path: bytes, look: Look) -> Iterator[str]:
     """The modules that a new file makes importable as top-level ones.
 
-    They lie in a directory without `__init__.py`, and the base had nothing of that name there.
+    They lie in a directory without `__init__.py`, and the base has nothing of that name there.
     """
-    if change.old is not None or change.mode is None:
-        return
-    parts = change.path.split(b"/")
-    names = [*parts[:-1], parts[-1].partition(b".")[0]]
-    for depth, name in enumerate(names):
-        above = b"".join(part + b"/" for part in parts[:depth])
-        if look.has(above + b"__init__.py"):
-            continue
-        if name == b"__init__" or not _is_new(look.base, above + name):
-            continue
-        yield name.decode(errors="backslashreplace")
+    above, *parts = b"", *path.split(b"/")
+    for part in parts:
+        name = part.partition(b".")[0] if part is parts[-1] else part
+        if name != b"__init__" and not look.is_package(above) and _is_new(look.base, above + name):
+            yield name.decode(errors="backslashreplace")
+        above += part + b"/"
 
 
 def _is_new(base: BaseTree, stem: bytes) -> bool:

@@ -202,29 +202,38 @@ def own_rule(name: str, paths: Iterable[str], policy: Policy | None) -> Rule:
 
 
 class RuleBook:
-    """Rules with their patterns compiled: the built-in ones, and those of the configuration."""
+    """Rules with their patterns compiled: the built-in ones, and those of the configuration.
+
+    Patterns such as `*.py`, which many paths match, are looked up by the end of a name. One look
+    at all the others together passes over most paths.
+    """
 
     def __init__(self, own: Iterable[Rule] = ()) -> None:
         self.rules = (*RULES, *own)
         self._by_name = {rule.name: rule for rule in reversed(self.rules)}
         self._for_all = [rule for rule in self.rules if rule.paths == ("**",)]
-        self._patterns = [(rule, *_compiled(rule.paths)) for rule in self.rules if rule.paths]
-        some = (rule for rule in self.rules if rule.paths != ("**",))
-        self._any_name, self._any_path = _compiled(path for rule in some for path in rule.paths)
+        self._by_ending: dict[bytes, list[Rule]] = {}
+        others: list[tuple[Rule, list[str]]] = []
+        for rule in self.rules:
+            endings = {each for each in rule.paths if re.fullmatch(r"\*(\.\w+)", each)}
+            for each in endings:
+                self._by_ending.setdefault(each[1:].encode(), []).append(rule)
+            others.append((rule, [each for each in rule.paths if each not in {*endings, "**"}]))
+        self._others = [(rule, *_compiled(paths)) for rule, paths in others if paths]
+        self._names, self._paths = _compiled(path for _, paths in others for path in paths)
 
     def named(self, name: str) -> Rule:
         return self._by_name[name]
 
-    def matching(self, path: bytes) -> list[Rule]:
+    def matching(self, path: bytes) -> Iterator[Rule]:
         """The rules whose paths a path matches; their conditions remain to be judged."""
         name = path.rpartition(b"/")[2]
-        if not self._any_name.fullmatch(name) and not self._any_path.fullmatch(path):
-            return self._for_all  # as most paths
-        return [
-            rule
-            for rule, names, paths in self._patterns
-            if names.fullmatch(name) or paths.fullmatch(path)
-        ]
+        yield from self._for_all
+        yield from self._by_ending.get(name[name.rfind(b".") :], ())
+        if self._names.fullmatch(name) or self._paths.fullmatch(path):
+            for rule, names, paths in self._others:
+                if names.fullmatch(name) or paths.fullmatch(path):
+                    yield rule
 
 
 def _compiled(patterns: Iterable[str]) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:

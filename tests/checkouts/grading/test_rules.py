@@ -11,7 +11,13 @@ from gitrepos import Upstream
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirrord.checkouts.grading.conditions import CONDITIONS, InstanceTests, Look, is_test
+from mirrord.checkouts.grading.conditions import (
+    CONDITIONS,
+    InstanceTests,
+    Look,
+    differing_part,
+    is_test,
+)
 from mirrord.checkouts.grading.rules import RULES, RuleBook, own_rule
 from mirrord.checkouts.grading.steering import Judged, Policies, judge
 from mirrord.checkouts.patches.change import Change
@@ -280,6 +286,17 @@ def test_patterns_take_any_path(path: str) -> None:
     """Nothing that an agent names a file breaks a rule or makes it slow."""
     RuleBook([own_rule("mine", ["a/**/b", "*.x", "c?"], None)]).matching(path.encode())
     is_test(path.encode())
+
+
+_LINES = st.lists(st.sampled_from([b"a\n", b"b\n", b"a", b"\n", b"aa\n"]), max_size=8).map(b"".join)
+
+
+@given(old=_LINES, new=_LINES)
+def test_no_line_that_comes_is_overlooked(old: bytes, new: bytes) -> None:
+    """Conditions look at the part that differs alone."""
+    part = differing_part(old, new)
+    assert part in new
+    assert {*new.splitlines()} - {*old.splitlines()} <= {*part.splitlines()}
 
 
 @pytest.mark.parametrize(
