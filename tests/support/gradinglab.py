@@ -279,9 +279,10 @@ def give_away(tree: Path) -> None:
 
 
 @contextmanager
-def grading_lab(root: Path, settings: str = "") -> Iterator[GradingLab]:
+def grading_lab(root: Path, *, attributes: str = "") -> Iterator[GradingLab]:
     upstream = Upstream(root / "acme" / "shapes")
-    commit = upstream.commit(dict(PROJECT))
+    more = {".gitattributes": attributes} if attributes else {}
+    commit = upstream.commit({**PROJECT, **more})
     upstream.write(dict(HIDDEN))
     upstream.git("add", "--all")
     test_patch = upstream.git("diff", "--cached", commit) + "\n"
@@ -290,7 +291,7 @@ def grading_lab(root: Path, settings: str = "") -> Iterator[GradingLab]:
     rows = [row | {"test_patch": test_patch}, row | {"instance_id": "acme__shapes-0"}]
     file = root / "shapes.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    text = f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n{settings}'
+    text = f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n'
     with daemon(text) as running, Client(running.socket) as client:
         client.wait(client.import_dataset(file))
         yield GradingLab(running, client, upstream, commit, test_patch)
