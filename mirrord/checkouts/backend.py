@@ -39,7 +39,8 @@ class Taken(NamedTuple):
     """What was copied of a checkout, as it was `at` that moment.
 
     `left_out` counts what is not in the copy, by kind: pipes, sockets, devices, and files of its
-    `.git`. `git` says whether the rest of that is; else the base's own stands there.
+    `.git`. `git` says whether the rest of that is; else the base's own stands there. `is_same` says
+    that an earlier copy is the same, and none was made.
     """
 
     at: datetime
@@ -47,6 +48,7 @@ class Taken(NamedTuple):
     size_bytes: int
     left_out: dict[str, int]
     git: bool
+    is_same: bool
 
 
 class CheckoutBackend(Protocol):
@@ -98,9 +100,9 @@ class CheckoutBackend(Protocol):
         """When the last part of the template below the tree was proven; None without a template."""
         ...
 
-    async def copy_layer(self, lease: Lease, directory: Path) -> Taken:
+    async def copy_layer(self, lease: Lease, directory: Path, earlier: Path | None) -> Taken:
         """Copy what a checkout has over `lease.commit` into the new layer `directory`; what did not
-        change since its newest snapshot is shared with that.
+        change since the layer `earlier` was copied of it is shared with that.
 
         The checkout is not changed. Raises ForkTooLargeError, CheckoutBusyError where it is
         written to all the time, OwnerDeniedError, DiskFullError; the caller removes the directory.

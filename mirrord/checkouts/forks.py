@@ -11,12 +11,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from ..errors import SnapshotExistsError, SnapshotNotFoundError, TooManySnapshotsError
-from ..model import shown
+from ..model import CheckoutId, LayerId, shown
 from .leases import Lease, Leases, Snapshot
 from .lifecycle import Lifecycle
 from .snapshots.layers import Layers
 
 SNAPSHOTS_LIMIT = 128
+_LATEST_MAX = 4096
 
 
 class Forks:
@@ -26,20 +27,27 @@ class Forks:
         self._leases = leases
         self._layers = layers
         self._lifecycle = lifecycle
+        self._latest: dict[CheckoutId, LayerId] = {}  # what was copied last of a checkout
 
     @asynccontextmanager
     async def source(self, lease: Lease, name: str | None) -> AsyncIterator[Snapshot]:
-        """What a fork is made of: a snapshot, or the tree as it is, copied for as long as nothing
-        refers to the layer.
+        """What a fork is made of: a snapshot, or the tree as it is. Its layer is removed at the end
+        unless a lease refers to it by then.
         """
         if name is not None:
             yield self.get(lease, name)
             return
-        with self._layers.making() as new:
-            taken = await self._lifecycle.backend_of(lease).copy_layer(lease, new.path)
+        latest = self._latest.get(lease.id)
+        with self._layers.held(latest) as earlier, self._layers.making() as new:
+            backend = self._lifecycle.backend_of(lease)
+            taken = await backend.copy_layer(lease, new.path, earlier)
+            layer = latest if latest and taken.is_same else new.id
+            if len(self._latest) >= _LATEST_MAX:
+                self._latest.clear()
+            self._latest[lease.id] = layer
             yield Snapshot(
                 name="",
-                layer=new.id,
+                layer=layer,
                 commit=lease.commit,
                 tree=lease.tree,
                 instance=lease.instance,

@@ -36,7 +36,7 @@ from ...model import Backend, CheckoutId, MirrorName
 from ...protocol import Proof
 from ..backend import DIFF_TIMEOUT, ChangedPaths, Taken, must_prove
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
-from ..snapshots.layers import layer_path, newest_snapshot
+from ..snapshots.layers import layer_path
 from ..templates.store import Template, Templates, proven_at
 from .changes import changed_paths
 from .copying import copy_checkout
@@ -177,7 +177,7 @@ class OverlayBackend:
         template = self._held.get(lease.id)
         return await anyio.to_thread.run_sync(proven_at, template) if template else None
 
-    async def copy_layer(self, lease: Lease, directory: Path) -> Taken:
+    async def copy_layer(self, lease: Lease, directory: Path, earlier: Path | None) -> Taken:
         template = self._held.get(lease.id)
         return await self._workers.run(
             copy_checkout,
@@ -187,7 +187,7 @@ class OverlayBackend:
             self._layer_of(lease),
             template.layers if template else (),
             lease.owner,
-            newest_snapshot(self._state, lease),
+            earlier,
             timeout=DIFF_TIMEOUT,
         )
 

@@ -27,7 +27,7 @@ from ...model import Backend, History, MirrorName
 from ...protocol import Proof
 from ..backend import DIFF_TIMEOUT, ChangedPaths, Taken
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
-from ..snapshots.layers import layer_path, newest_snapshot
+from ..snapshots.layers import layer_path
 from ..stores.builder import StoreBuilder
 from . import dotgit, worktree
 from .copying import copy_checkout
@@ -130,9 +130,8 @@ class PoolBackend:
     async def template_proven_at(self, lease: Lease) -> datetime | None:
         return None
 
-    async def copy_layer(self, lease: Lease, directory: Path) -> Taken:
+    async def copy_layer(self, lease: Lease, directory: Path, earlier: Path | None) -> Taken:
         paths = await self._paths(lease)
-        earlier = newest_snapshot(self._state, lease)
         return await self._workers.run(
             copy_checkout, paths, directory, earlier, timeout=DIFF_TIMEOUT
         )

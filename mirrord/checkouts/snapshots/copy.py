@@ -18,6 +18,7 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -75,8 +76,11 @@ class Piece(NamedTuple):
 
     @classmethod
     def of(cls, where: Where, found: os.stat_result) -> Piece:
-        if stat.S_ISDIR(found.st_mode):  # to open one that its owner locked changes its ctime
+        # to open a directory that its owner locked changes its ctime, and so does a link of a file
+        if stat.S_ISDIR(found.st_mode):
             return cls(where, found.st_mode, 0, found.st_mtime_ns, 0, found.st_ino)
+        if where is Where.OWN:
+            return cls(where, found.st_mode, found.st_size, found.st_mtime_ns, 0, found.st_ino)
         times = found.st_mtime_ns, found.st_ctime_ns
         return cls(where, found.st_mode, found.st_size, *times, found.st_ino)
 
@@ -117,12 +121,12 @@ def copy_layer(
 ) -> Taken:
     """Copy what `survey` finds into the new `directory`, until it finds nothing else.
 
-    What did not change since the layer `earlier` of the same checkout was made is linked from it.
+    What did not change since the layer `earlier` of the same checkout was made is linked from it;
+    where nothing did, no layer is made, and the answer says so.
 
     Raises ForkTooLargeError, CheckoutBusyError, OwnerDeniedError, DiskFullError.
     """
     with full_disk_named("a layer"), denials_named(owner.owner):
-        directory.mkdir(mode=0o755)
         locked = _Locked(client, owner)
         try:
             readers = {Where.CLIENT: client, Where.UPPER: upper}
@@ -133,21 +137,32 @@ def copy_layer(
 
 
 def _copy(copy: _Copy, survey: Callable[[], Pieces]) -> Taken:
-    copied: Pieces = {}
+    wanted, copied = Pieces(), Pieces()
+    before: Pieces | None = None
+    left_out, has_git = dict[str, int](), True
     began_ns = clock_ns()
     for _ in range(_ROUNDS):
-        at = utc_now()
-        wanted, left_out, has_git = select(survey())
-        if wanted == copied:
-            files = sum(not piece.is_directory for piece in wanted.values())
-            size = sum(piece.size for piece in wanted.values() if stat.S_ISREG(piece.mode))
+        at, found = utc_now(), survey()
+        if found == before:
             copy.record(wanted, began_ns)
-            return Taken(at, files, size, left_out, has_git)
-        copied = copy.bring(copied, wanted)
+            return _taken(at, wanted, left_out, has_git, is_same=False)
+        wanted, left_out, has_git = select(found)
+        if before is None and copy.is_same(wanted):
+            return _taken(at, wanted, left_out, has_git, is_same=True)
+        unlocked = copy.bring(copied, wanted)
+        copied, before = wanted | unlocked, found | unlocked
     raise CheckoutBusyError(
         f"cannot copy the checkout: it changed during each of {_ROUNDS} looks",
         hint="stop what writes in it, or try again when it writes less",
     )
+
+
+def _taken(
+    at: datetime, wanted: Pieces, left_out: dict[str, int], has_git: bool, *, is_same: bool
+) -> Taken:
+    files = sum(not piece.is_directory for piece in wanted.values())
+    size = sum(piece.size for piece in wanted.values() if stat.S_ISREG(piece.mode))
+    return Taken(at, files, size, left_out, has_git, is_same)
 
 
 def select(found: Pieces) -> tuple[Pieces, dict[str, int], bool]:
@@ -227,9 +242,9 @@ class _Locked:
     def see(self, found: Pieces) -> Pieces:
         """Note those of a first survey, and undo in a later one what opening changed."""
         for path, piece in found.items():
-            mode = self._modes.get(path)
-            if not piece.is_clients or not piece.is_directory:
+            if not piece.is_directory or not piece.is_clients:
                 continue
+            mode = self._modes.get(path)
             if mode is None and piece.mode & stat.S_IRWXU != stat.S_IRWXU:
                 self._modes[path] = piece.mode
             elif mode is not None and piece.mode == mode | stat.S_IRWXU:
@@ -251,13 +266,13 @@ def record_path(layer: bytes) -> bytes:
     return layer + b".stats"
 
 
-def _read_record(layer: Path) -> Pieces:
+def _read_record(layer: Path) -> Pieces | None:
     with suppress(OSError, ValueError), open(record_path(os.fsencode(layer)), "rb") as file:
         return {
             path.encode("latin-1"): Piece(Where[where], *numbers)
             for path, (where, *numbers) in json.load(file).items()
         }
-    return {}
+    return None
 
 
 class _Read(NamedTuple):
@@ -284,13 +299,15 @@ class _Copy:
         self._owner = owner
         self._own = os.fsencode(own or directory) + b"/"
         self._earlier = os.fsencode(earlier or directory) + b"/"
-        self._recorded = _read_record(earlier) if earlier else {}
+        self._recorded = _read_record(earlier) if earlier else None
         self._attributes: dict[bytes, Mapping[str, bytes]] = {}
 
     def bring(self, copied: Pieces, wanted: Pieces) -> Pieces:
-        """Bring the layer from one survey to the next, both in the order of paths; answers that
-        with what reading changed.
+        """Bring the layer from one survey to the next, both in the order of paths; answers the
+        pieces that reading changed.
         """
+        with suppress(FileExistsError):
+            os.mkdir(self._directory, 0o755)
         for path in reversed([at for at, piece in copied.items() if wanted.get(at) != piece]):
             is_kept = path in wanted and wanted[path].is_directory and copied[path].is_directory
             if not is_kept:
@@ -304,7 +321,7 @@ class _Copy:
         for path in sorted(touched & wanted.keys(), reverse=True):
             if (piece := wanted[path]).is_directory:
                 self._finish_directory(path, piece)
-        return wanted | unlocked
+        return unlocked
 
     def _put_all(self, batch: Sequence[tuple[bytes, Piece]], unlocked: Pieces) -> None:
         read: dict[bytes, _Read | None] = {}
@@ -330,7 +347,15 @@ class _Copy:
 
     def _is_recorded(self, path: bytes, piece: Piece) -> bool:
         """Whether the earlier layer has it as it is."""
-        return not piece.is_directory and self._recorded.get(path) == piece
+        is_known = self._recorded is not None and self._recorded.get(path) == piece
+        return is_known and not piece.is_directory
+
+    def is_same(self, wanted: Pieces) -> bool:
+        """Whether the earlier layer has just this.
+
+        What was not changed since its copy was not changed when this survey began either.
+        """
+        return wanted == self._recorded
 
     def _share(self, path: bytes) -> bool:
         """Take a file from the earlier layer; False where that is gone, or has 65,000 names."""
@@ -401,10 +426,10 @@ class _Copy:
         kept = {
             path.decode("latin-1"): (piece.where.name, *piece[1:])
             for path, piece in pieces.items()
-            if piece.is_clients and not piece.is_directory and piece.ctime_ns < began_ns
+            if piece.ctime_ns < began_ns
         }
-        with open(record_path(self._directory[:-1]), "x", encoding="ascii") as file:
-            json.dump(kept, file)
+        with opened(os.open(record_path(self._directory[:-1]), _CREATE, 0o600)) as file:
+            write_all(file, json.dumps(kept).encode())
 
     def _link(self, path: bytes, piece: Piece) -> None:
         """Take a path from the layer below. Nobody changes a layer's files: two may share one."""

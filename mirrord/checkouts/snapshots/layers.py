@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ...host.trash import Trash, new_trash
 from ...model import LayerId, new_layer_id
-from ..leases import Lease, Leases
+from ..leases import Leases
 
 DIRECTORY = ".layers"
 """Below `templates`, which the mounter shows to other owners as theirs."""
@@ -23,11 +23,6 @@ DIRECTORY = ".layers"
 
 def layer_path(state_dir: Path, layer: LayerId) -> Path:
     return state_dir / "templates" / DIRECTORY / layer
-
-
-def newest_snapshot(state_dir: Path, lease: Lease) -> Path | None:
-    """The layer of a checkout's last snapshot, with which the next one may share files."""
-    return layer_path(state_dir, lease.snapshots[-1].layer) if lease.snapshots else None
 
 
 class NewLayer(NamedTuple):
@@ -64,6 +59,19 @@ class Layers:
         try:
             yield NewLayer(layer, self.path(layer))
         finally:
+            self.drop_unused([layer])
+
+    @contextmanager
+    def held(self, layer: LayerId | None) -> Iterator[Path | None]:
+        """Keep a layer for a while; its path, or None where no lease refers to it any more."""
+        if layer is None or self._leases.layers[layer] <= 0:
+            yield None
+            return
+        self._leases.layers[layer] += 1
+        try:
+            yield self.path(layer)
+        finally:
+            self._leases.layers[layer] -= 1
             self.drop_unused([layer])
 
     def drop_unused(self, layers: Iterable[LayerId]) -> None:

@@ -54,6 +54,13 @@ def tree(tmp_path: Path) -> Path:
     return tree
 
 
+def rest(tree: Path) -> None:
+    """Wait for the next tick of the clock."""
+    last = max(path.lstat().st_ctime_ns for path in tree.rglob("*"))
+    while clock_ns() <= last:
+        pass
+
+
 def nothing(_tree: Path) -> None:
     pass
 
@@ -104,9 +111,7 @@ def test_a_tree_that_never_rests_is_busy(tmp_path: Path, tree: Path) -> None:
 
 def test_unchanged_files_are_shared_with_the_layer_before(tmp_path: Path, tree: Path) -> None:
     """What was written since is not, whatever its size and time; nor is anything shared with the client."""
-    rest = max(path.lstat().st_ctime_ns for path in tree.rglob("*"))
-    while clock_ns() <= rest:
-        pass
+    rest(tree)
     first, _ = copied(tmp_path)
     was = (tree / "a").stat()
     (tree / "a").write_text("A\n")
@@ -124,15 +129,41 @@ def test_unchanged_files_are_shared_with_the_layer_before(tmp_path: Path, tree: 
     assert (third / "x/b").read_text() == "d/b\n"
 
 
+def test_an_unchanged_tree_is_not_copied_again(tmp_path: Path, tree: Path) -> None:
+    """The answer says that the layer before is the same; a name more makes another."""
+    rest(tree)
+    first, taken = copied(tmp_path)
+    assert not taken.is_same
+    second, again = copied(tmp_path, earlier=first)
+    assert again.is_same
+    assert not second.exists()
+    assert (again.files, again.size_bytes) == (taken.files, taken.size_bytes)
+    (tree / "d/empty").mkdir()
+    third, other = copied(tmp_path, earlier=first)
+    assert not other.is_same
+    assert (third / "d/empty").is_dir()
+
+
+def test_what_was_written_in_this_very_moment_is_copied_again(tmp_path: Path, tree: Path) -> None:
+    """Another write in the same tick of the clock may leave the same times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copy, "clock_ns", lambda: (tree / "a").stat().st_ctime_ns)
+        first, _ = copied(tmp_path)
+    second, taken = copied(tmp_path, earlier=first)
+    assert not taken.is_same
+    assert (second / "a").stat().st_ino != (first / "a").stat().st_ino
+
+
 def test_a_layer_before_that_is_gone_costs_a_copy(tmp_path: Path, tree: Path) -> None:
     first, _ = copied(tmp_path)
     for path in first.rglob("*"):
         if path.is_file():
             path.unlink()
+    (tree / "a").write_text("changed\n")
     second, _ = copied(tmp_path, earlier=first)
     assert (second / "d/e/c").read_text() == "d/e/c\n"
     third, _ = copied(tmp_path, earlier=tmp_path / "never")
-    assert (third / "a").read_text() == "a\n"
+    assert (third / "a").read_text() == "changed\n"
 
 
 def test_a_copy_is_bounded(tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

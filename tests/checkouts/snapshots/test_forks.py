@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,29 @@ def test_eight_forks_of_one_snapshot_continue(service: Service, backend: Backend
     service.call(service.checkouts.remove_snapshot, one.id, "start", USER_PEER)
     one.release()
     assert len(layers_of(service)) == 1
+
+
+def test_copies_of_an_unchanged_checkout_are_one(service: Service, backend: Backend) -> None:
+    """Whatever their names, and whichever goes first; a change makes another."""
+    one = start(service, backend)
+    one.shell("echo one > README; mkdir d; echo d > d/d")
+    time.sleep(0.05)
+    one.snapshot("a")
+    one.snapshot("b")
+    fork = one.fork()
+    assert len(layers_of(service)) == 1
+    service.call(service.checkouts.remove_snapshot, one.id, "a", USER_PEER)
+    assert len(layers_of(service)) == 1
+    one.shell("echo two > README")
+    later = one.fork()
+    one.reset(to="b")
+    assert len(layers_of(service)) == 2
+    one.release()
+    fork.release()
+    until(lambda: len(layers_of(service)) == 1)
+    assert later.shell("cat README d/d") == "two\nd\n"
+    again = later.fork()
+    assert again.diff() == later.diff()
 
 
 def test_a_fork_of_a_clean_checkout_is_clean(service: Service, backend: Backend) -> None:
