@@ -14,6 +14,8 @@ from mirrord.checkouts.patches.change import Change
 from mirrord.checkouts.patches.fit import DIRECTORY, File
 
 Files = dict[bytes, File]
+Listing = dict[bytes, tuple[int, str]]  # mode and blob of each path
+EMPTY = "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"
 REGULAR, EXECUTABLE, SYMLINK = 0o100644, 0o100755, 0o120000
 
 NAMES = [b"a.py", b"b.txt", b"src/m.py", b"src/deep/n.py", b"sp ace.py", b"docs/x", b"t\tab", b'q"uote', b"caf\xc3\xa9"]  # fmt: skip
@@ -234,12 +236,26 @@ CHAIN = [
 
 
 class Oracle:
-    """A repository in which git applies the same patches."""
+    """A repository in which git applies the same patches; it may share the objects of another."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, other: Path | None = None) -> None:
         self.path = path
         path.mkdir()
         git(path, "init", "--quiet")
+        if other:
+            (path / ".git/objects/info/alternates").write_text(f"{other}/objects\n")
+
+    def tree_of(self, commit: str) -> str | None:
+        """The tree of a commit; None where that is not there, or not whole."""
+        done = self._run("rev-list", "--objects", "--no-walk", commit)
+        return git(self.path, "rev-parse", f"{commit}^{{tree}}") if done.returncode == 0 else None
+
+    def changes(self, tree: str, after: Listing) -> Listing:
+        """What differs from a tree; (0, the id of nothing) where a path is gone."""
+        git(self.path, "read-tree", tree)
+        before = self._listed()
+        gone = dict.fromkeys(before.keys() - after.keys(), (0, EMPTY))
+        return gone | {path: at for path, at in after.items() if before.get(path) != at}
 
     def write_tree(self, files: Files) -> str:
         git(self.path, "read-tree", "--empty")
@@ -256,9 +272,7 @@ class Oracle:
     def diff(self, before: str, after: str, *options: str) -> bytes:
         return self._run("diff-tree", "-p", *options, before, after).stdout
 
-    def apply(
-        self, tree: str, patch: bytes, *, reverse: bool
-    ) -> dict[bytes, tuple[int, str]] | None:
+    def apply(self, tree: str, patch: bytes, *, reverse: bool) -> Listing | None:
         """Mode and blob of each path afterwards; None where git refuses."""
         git(self.path, "read-tree", tree)
         direction = ["--reverse"] if reverse else []
@@ -268,11 +282,11 @@ class Oracle:
             return None
         return self._listed()
 
-    def _listed(self) -> dict[bytes, tuple[int, str]]:
+    def _listed(self) -> Listing:
         rows = self._run("ls-files", "--stage", "-z").stdout.split(b"\0")[:-1]
         return {row.partition(b"\t")[2]: (int(row[:6], 8), row[7:47].decode()) for row in rows}
 
-    def apply_as_graders(self, tree: str, patch: bytes) -> dict[bytes, tuple[int, str]] | None:
+    def apply_as_graders(self, tree: str, patch: bytes) -> Listing | None:
         """What SWE-bench's chain of commands leaves in a work tree; None where it ends in a failure."""
         git(self.path, "read-tree", "--empty")
         git(self.path, "clean", "-ffdxq")

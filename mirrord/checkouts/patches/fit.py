@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-from .parse import REGULAR, SUBMODULE, SYMLINK, FilePatch, Hunk, NotPlainError
+from .names import NotPlainError
+from .parse import REGULAR, SUBMODULE, SYMLINK, FilePatch, Hunk
 from .splice import MisfitError
 
 DIRECTORY, UNTRACKED = 0o040000, 0

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import NamedTuple
 
+from .names import NULL, NotPlainError, header_name, name_of, traditional_name
+
 CONTEXT, REMOVED, ADDED = b" -+"
 REGULAR, EXECUTABLE, SYMLINK, SUBMODULE = 0o100644, 0o100755, 0o120000, 0o160000
 
@@ -20,11 +22,7 @@ _LIMIT_BYTES = 64 * 1024**2  # parsed in Python, a patch takes a multiple of its
 _GIT = b"diff --git "
 _BINARY = b"GIT binary patch"
 _HUNK = re.compile(rb"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@")
-_STAMP = re.compile(
-    rb"(?:\t| +)(?:\d\d)?\d\d-\d\d-\d\d(?: \d\d:\d\d:\d\d)?(?:\.\d+)?(?: [-+]\d\d:?\d\d)?$"
-)
 _EPOCH = re.compile(rb"\t(?:1969-12-31|1970-01-01) ")  # of `diff -N`, where there is no file
-_NULL = re.compile(rb"/dev/null(?:[ \t\r]|$)")
 _EXTENDED = re.compile(
     rb"(--- |\+\+\+ |(?:old|new) mode |(?:deleted|new) file mode |copy (?:from|to) "
     rb"|rename (?:old|new|from|to) |(?:dis)?similarity index |index )(.*)",
@@ -32,18 +30,11 @@ _EXTENDED = re.compile(
 )
 _MODE = re.compile(rb"([0-7]{1,7})(?:[ \t\r]|$)")
 _INDEX = re.compile(rb"[^. ]{1,40}\.\.[^ ]{1,40}(?: (.*))?$", re.DOTALL)
-_QUOTED = re.compile(rb'"((?:[^"\\]|\\.)*)"', re.DOTALL)
-_ESCAPE = re.compile(rb"\\([0-3][0-7]{2}|.)", re.DOTALL)
-_ESCAPES = dict(zip(b'abfnrtv\\"', b'\a\b\f\n\r\t\v\\"', strict=True))
 _NO_NEWLINE = b"\\ "
 _NO_NEWLINE_BYTES = 11  # without its newline; git knows no shorter one in any language
 _SLASH, _TAB = b"/\t"
 _CUT_OFF = 3
 _SWAPPED = {CONTEXT: CONTEXT, REMOVED: ADDED, ADDED: REMOVED}
-
-
-class NotPlainError(Exception):
-    """A patch that only git can judge."""
 
 
 class Hunk(NamedTuple):
@@ -176,20 +167,20 @@ class _Parser:
         if _EPOCH.search(first) or _EPOCH.search(second):
             raise NotPlainError("a timestamp may say that there is no file")
         if self._strip is None:
-            bare = None if _NULL.match(second) else _traditional_name(second, 0)
+            bare = None if NULL.match(second) else traditional_name(second, 0)
             if bare and b"/" not in bare:
                 self._strip = 0
         strip = 1 if self._strip is None else self._strip
         patch = FilePatch(is_new=None, is_delete=None)
-        if _NULL.match(first):
-            patch.new = _traditional_name(second, strip)
+        if NULL.match(first):
+            patch.new = traditional_name(second, strip)
             patch.is_new, patch.is_delete = True, False
-        elif _NULL.match(second):
-            patch.old = _traditional_name(first, strip)
+        elif NULL.match(second):
+            patch.old = traditional_name(first, strip)
             patch.is_new, patch.is_delete = False, True
         else:
-            short = _traditional_name(first, strip)
-            name = _traditional_name(second, strip) or short
+            short = traditional_name(first, strip)
+            name = traditional_name(second, strip) or short
             if short and name and name.startswith(short) and not second.startswith(b'"'):
                 name = short  # the other is `file.orig` or so
             patch.old = patch.new = name
@@ -199,7 +190,7 @@ class _Parser:
 
     def _git_header(self, line: bytes) -> FilePatch:
         strip = 1 if self._strip is None else self._strip
-        patch, default = FilePatch(), _header_name(line[len(_GIT) :], strip)
+        patch, default = FilePatch(), header_name(line[len(_GIT) :], strip)
         self._at += 1
         began = self._at
         while self._at < len(self._lines) and not self._line(0).startswith(b"@@ -"):
@@ -288,11 +279,11 @@ def named_paths(patch: bytes) -> set[bytes]:
         for strip in (0, 1):
             with suppress(NotPlainError):
                 if rest is not None:
-                    found.add(_header_name(rest, strip))
+                    found.add(header_name(rest, strip))
                 elif named and named[1].startswith((b"---", b"+++")):
-                    found |= {_name(named[2], strip), _traditional_name(named[2], strip)}
+                    found |= {name_of(named[2], strip), traditional_name(named[2], strip)}
                 elif named and named[1].startswith((b"copy", b"rename")):
-                    found.add(_name(named[2], strip, has_tabs=True))
+                    found.add(name_of(named[2], strip, has_tabs=True))
     paths = {path.strip(b"/") for path in found if path}
     above = {path[:at] for path in paths for at, byte in enumerate(path) if byte == _SLASH}
     return {path for path in paths | above if path}
@@ -325,7 +316,7 @@ def _read_extended(patch: FilePatch, line: bytes, default: bytes | None, strip: 
         case b"copy" | b"rename" as kind, side:
             patch.is_copy |= kind == b"copy"
             patch.is_rename |= kind == b"rename"
-            name = _name(rest, max(strip - 1, 0), has_tabs=True)
+            name = name_of(rest, max(strip - 1, 0), has_tabs=True)
             if side in (b"from", b"old"):
                 patch.old = name
             else:
@@ -335,10 +326,10 @@ def _read_extended(patch: FilePatch, line: bytes, default: bytes | None, strip: 
 
 def _verified(known: bytes | None, rest: bytes, *, is_null: bool, strip: int) -> bytes | None:
     if is_null:
-        if known is not None or not _NULL.match(rest):
+        if known is not None or not NULL.match(rest):
             raise NotPlainError("a name where /dev/null should be")
         return None
-    name = _name(rest, strip)
+    name = name_of(rest, strip)
     if known is not None and name != known:
         raise NotPlainError("two names for one side")
     return name
@@ -348,77 +339,3 @@ def _mode(text: bytes) -> int:
     if not (found := _MODE.match(text)):
         raise NotPlainError("a mode that is no number")
     return int(found[1], 8)
-
-
-def _traditional_name(line: bytes, strip: int) -> bytes | None:
-    """The name after `--- ` or `+++ ` of a traditional patch, without a timestamp."""
-    if not line.startswith(b'"') and (stamp := _STAMP.search(line)):
-        return _stripped(line[: stamp.start()], strip)
-    return _name(line, strip)
-
-
-def _name(line: bytes, strip: int, *, has_tabs: bool = False) -> bytes | None:
-    """A name without its first `strip` directories; None where it has not as many."""
-    if b"\0" in line:
-        raise NotPlainError("a NUL in a name")
-    if line.startswith(b'"'):
-        quoted, _ = _unquoted(line)
-        if (name := _stripped(quoted, strip)) is None:
-            raise NotPlainError("a quoted name without a directory")
-        return name
-    return _stripped(re.split(rb"\r" if has_tabs else rb"[\t\r]", line, maxsplit=1)[0], strip)
-
-
-def _stripped(name: bytes, strip: int) -> bytes | None:
-    parts = name.split(b"/", strip)
-    if len(parts) <= strip or not parts[-1]:
-        return None
-    return re.sub(rb"/+", b"/", parts[-1])
-
-
-def _unquoted(text: bytes) -> tuple[bytes, bytes]:
-    """The name in C's quotes at the start of a text, and the rest of that."""
-    found = _QUOTED.match(text)
-    if not found:
-        raise NotPlainError("a quote without an end")
-
-    def unescaped(escape: re.Match[bytes]) -> bytes:
-        if len(escape[1]) == 3:
-            return bytes([int(escape[1], 8)])
-        if (code := _ESCAPES.get(escape[1][0])) is None:
-            raise NotPlainError("an escape that git does not know")
-        return bytes([code])
-
-    name = _ESCAPE.sub(unescaped, found[1])
-    if b"\0" in name:
-        raise NotPlainError("a NUL in a name")
-    return name, text[found.end() :]
-
-
-def _header_name(rest: bytes, strip: int) -> bytes | None:
-    """The name that both sides of `diff --git` have; None where they differ, as in a rename."""
-    if b'"' in rest:
-        if not rest.startswith(b'"'):
-            raise NotPlainError("a quote inside a header")
-        first, rest = _unquoted(rest)
-        rest = rest.lstrip(b" \t\r")
-        second, _ = _unquoted(rest) if rest.startswith(b'"') else (rest, b"")
-        names = [_after_slash(name, strip) for name in (first, second)]
-        return names[0] if names[0] == names[1] else None
-    name = _after_slash(rest, strip)
-    if name is None:
-        return None
-    for at in (found.start() for found in re.finditer(rb"[\t ]", name)):
-        if _after_slash(name[at + 1 :], strip) == name[:at]:
-            return name[:at]
-    return None
-
-
-def _after_slash(name: bytes, strip: int) -> bytes | None:
-    if strip == 0:
-        return None if name.startswith(b"/") else name
-    at = -1
-    for _ in range(strip):
-        if (at := name.find(b"/", at + 1)) < 0:
-            return None
-    return None if at == 0 else name[at + 1 :]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from .parse import ADDED, CONTEXT, REMOVED, Hunk, NotPlainError
+from .names import NotPlainError
+from .parse import ADDED, CONTEXT, REMOVED, Hunk
 
 _FUZZ = 5  # as SWE-bench calls patch
 _Key = Callable[[bytes], bytes]

@@ -38,7 +38,8 @@ from ..files.manifest import blob_id
 from . import repair
 from .change import Change
 from .fit import DIRECTORY, UNTRACKED, File, Patched, Results, Splice, Tree, find_obstacle, fit
-from .parse import SUBMODULE, SYMLINK, Hunk, NotPlainError, named_paths, parse
+from .names import NotPlainError
+from .parse import SUBMODULE, SYMLINK, Hunk, named_paths, parse
 from .splice import MisfitError, splice, splice_fuzzily
 
 _TIMEOUT = timedelta(minutes=4)
