@@ -395,10 +395,13 @@ def test_named_patches_are_the_graders(
     """`@patch` brings the gold tree in a grader's checkout, and is refused in an agent's."""
     with pytest.raises(AccessError):
         service.call(service.checkouts.apply, checkout.id, USER_PEER, patch=None, named="@patch")
-    service.call(service.checkouts.apply, grading.id, ROOT_PEER, patch=None, named="@patch")
     tree = Path(grading.path)
-    git(tree, "add", "--all")
-    assert git(tree, "write-tree") == rich.git("rev-parse", "v3^{tree}")
+    for strategy in ApplyStrategy:
+        choices: dict[str, Any] = {"patch": None, "named": "@patch", "strategy": strategy}
+        service.call(service.checkouts.apply, grading.id, ROOT_PEER, **choices)
+        git(tree, "add", "--all")
+        assert git(tree, "write-tree") == rich.git("rev-parse", "v3^{tree}")
+        service.call(service.checkouts.apply, grading.id, ROOT_PEER, **choices, reverse=True)
 
 
 def test_restore_writes_files_of_a_pinned_commit(

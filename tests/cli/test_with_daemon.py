@@ -214,6 +214,12 @@ def test_the_life_of_a_checkout(world: World, tree: Path, tmp_path: Path) -> Non
     assert world.run("apply", tree, "-", "--reverse", stdin=patch.out).status == 0
     assert not (tree / "new.bin").exists()
     assert world.run("apply", tree, "-", "--reverse", stdin=patch.out).status == 5
+    readme = patch.out[patch.out.index("diff --git a/README") :]
+    readme = readme.partition("diff --git a/new.bin")[0].replace("\n", "\r\n")
+    assert world.run("apply", tree, "-", stdin=readme).status == 5
+    taken = world.run("apply", tree, "-", "--strategy", "tolerant", stdin=readme)
+    assert (taken.status, taken.err) == (0, "applied by strategy crlf\n")
+    assert (tree / "README").read_text() == "changed\n"
     assert world.run("verify-seal", tree, "--base", world.commits[1]).status == 0
 
 
