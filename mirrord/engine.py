@@ -110,10 +110,7 @@ class Engine:
         await self.mirrors.open()
         self.bundles = Bundles(self.mirrors)
         # datasets drop stale pins when they open, which needs mirrors in line with the catalog
-        self.datasets = Datasets(
-            settings=self.settings, catalog=self.catalog, mirrors=self.mirrors,
-            workers=self.workers, events=self.events,
-        )  # fmt: skip
+        self.datasets = Datasets(self.mirrors)
         await self.datasets.open()
         self.health.warn_by(self.datasets.warnings)
         self.health.warn_by(self._file_warnings)
@@ -164,15 +161,10 @@ class Engine:
             self.health.note("backend", error.message)
 
     async def _open_audits(self) -> None:
-        self.heals = Heals(
-            self.settings, self.mirrors, self.catalog, self.git, self.workers, self.events
-        )
+        self.heals = Heals(self.mirrors)
         await self.heals.open()
         # an audit that may heal passes its findings to the heals, and has templates scrubbed
-        self.audits = Audits(
-            self.settings, self.mirrors, self.catalog, self.workers, self.events,
-            repair=self.heals.repair, scrub=self.templates.scrub_mirror,
-        )  # fmt: skip
+        self.audits = Audits(self.mirrors, self.heals.repair, self.templates.scrub_mirror)
 
     async def _open_jobs(self) -> None:
         """Last, because jobs use everything: configured mirrors, the clock, the watched files."""

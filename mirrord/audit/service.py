@@ -11,16 +11,13 @@ import os
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 import anyio
 
 from .. import errors
-from ..catalog import Catalog, JudgementRow
-from ..config import Settings
-from ..git.workers import Workers
-from ..jobs.events import Events
+from ..catalog import JudgementRow
 from ..mirrors.pins import stands_alone
 from ..mirrors.repository import PINS
 from ..mirrors.service import Mirrors
@@ -44,7 +41,6 @@ Repairer = Callable[[Judged, ProgressSink | None], Awaitable[Repair]]
 Scrubber = Callable[[MirrorName], Awaitable[Mapping[str, str]]]
 
 
-@dataclass(eq=False)
 class Audits:
     """Runs audits and remembers them in the catalog.
 
@@ -52,15 +48,13 @@ class Audits:
     damaged, with its fate; without it none looks at them.
     """
 
-    settings: Callable[[], Settings]
-    mirrors: Mirrors
-    catalog: Catalog
-    workers: Workers
-    events: Events
-    repair: Repairer | None = None
-    scrub: Scrubber | None = None
-    # by mirror key: what kept its commits alive, true while its refs stay the same
-    _reached: dict[str, Reached] = field(default_factory=dict, init=False)
+    def __init__(
+        self, mirrors: Mirrors, repair: Repairer | None = None, scrub: Scrubber | None = None
+    ) -> None:
+        self.mirrors, self.repair, self.scrub = mirrors, repair, scrub
+        self.settings, self.catalog, self.events = mirrors.settings, mirrors.catalog, mirrors.events
+        # by mirror key: what kept its commits alive, true while its refs stay the same
+        self._reached: dict[str, Reached] = {}
 
     async def run(
         self, request: StartAudit, progress: ProgressSink | None = None, *, resume: bool = False
@@ -230,7 +224,7 @@ class Audits:
         owned = [f"{pin.owner}/{pin.commit}" for pin in pins]
         known = self._reached.get(name.key)
         limit = timedelta(hours=12)
-        examined = await self.workers.run(
+        examined = await self.mirrors.workers.run(
             examine, path, commits, level, owned, known, record, timeout=limit
         )
         self._reached[name.key] = examined.reached

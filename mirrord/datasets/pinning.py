@@ -6,13 +6,13 @@ crash the whole is done again.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import anyio
 
-from ..catalog import EVERY, Catalog, PinRow
+from ..catalog import EVERY, PinRow
 from ..errors import MirrordError, StoppingError
 from ..host.files import sync_directory
 from ..mirrors.quarantine import SPOOL_PREFIX
@@ -39,100 +39,96 @@ def in_short(refused: Refused, commits: Collection[CommitId]) -> dict[str, str]:
     return {str(commit): reason for commit, reason in refused.items()}
 
 
-class Pinner:
-    def __init__(self, catalog: Catalog, mirrors: Mirrors, concurrency: Callable[[], int]) -> None:
-        self._catalog = catalog
-        self._mirrors = mirrors
-        self._concurrency = concurrency
+async def pin_all(
+    mirrors: Mirrors,
+    dataset: DatasetName,
+    names: Mapping[str, MirrorName],
+    commits: Mapping[str, Mapping[CommitId, str]],
+    sink: ProgressSink | None,
+) -> dict[str, Refused]:
+    """Pin every commit possible; answers the others by mirror key.
 
-    async def pin_all(
-        self,
-        dataset: DatasetName,
-        names: Mapping[str, MirrorName],
-        commits: Mapping[str, Mapping[CommitId, str]],
-        sink: ProgressSink | None,
-    ) -> dict[str, Refused]:
-        """Pin every commit possible; answers the others by mirror key.
+    `commits` have their pin's reason. Progress counts commits; its note is the last mirror's.
+    """
+    total, done = sum(map(len, commits.values())), 0
+    slots = anyio.Semaphore(mirrors.settings().sync.concurrency)
+    refused: dict[str, Refused] = {}
 
-        `commits` have their pin's reason. Progress counts commits; its note is the last mirror's.
-        """
-        total, done = sum(map(len, commits.values())), 0
-        slots = anyio.Semaphore(self._concurrency())
-        refused: dict[str, Refused] = {}
+    def report(note: str) -> None:
+        if sink:
+            sink(Progress(done=done, total=total, unit="commits", note=note))
 
-        def report(note: str) -> None:
-            if sink:
-                sink(Progress(done=done, total=total, unit="commits", note=note))
+    async def pin_mirror(key: str) -> None:
+        nonlocal done
+        name = names[key]
 
-        async def pin_mirror(key: str) -> None:
-            nonlocal done
-            name = names[key]
+        def pass_on(step: Progress) -> None:
+            of_total = f"/{step.total}" if step.total else ""
+            report(f"{name.repo}: {step.note or step.unit} {step.done}{of_total}")
 
-            def pass_on(step: Progress) -> None:
-                of_total = f"/{step.total}" if step.total else ""
-                report(f"{name.repo}: {step.note or step.unit} {step.done}{of_total}")
-
-            async with slots:
-                try:
-                    refused[key] = await self._pin(dataset, name, commits[key], pass_on)
-                except StoppingError:
-                    raise
-                except MirrordError as error:
-                    facts = {"code": error.code, "detail": error.message}
-                    log.warning("dataset.mirror_failed", dataset=dataset, mirror=str(name), **facts)
-                    refused[key] = dict.fromkeys(commits[key], error.message)
-            done += len(commits[key])
-            report(name.repo)
-
-        try:
-            async with anyio.create_task_group() as tasks:
-                for key in commits:
-                    tasks.start_soon(pin_mirror, key)
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from group
-        return {key: reasons for key, reasons in refused.items() if reasons}
-
-    async def _pin(
-        self,
-        dataset: DatasetName,
-        name: MirrorName,
-        commits: Mapping[CommitId, str],
-        sink: ProgressSink,
-    ) -> Refused:
-        row = await self._catalog.find_mirror(name.key) or await self._mirrors.add(name.repo)
-        is_new = row.synced_at is None
-        if is_new:
-            await self._mirrors.sync(row.name, sink)
-        refused = await self._mirrors.ensure_commits(row.name, list(commits), sink)
-        if refused and not is_new:  # upstream may serve by its refs what it does not serve by id
-            with suppress(MirrordError):
-                await self._mirrors.sync(row.name, sink)
-                refused = await self._mirrors.ensure_commits(row.name, list(refused), sink)
-        by_reason: dict[str, list[CommitId]] = {}
-        for commit, reason in commits.items():
-            if commit not in refused:
-                by_reason.setdefault(reason, []).append(commit)
-        for reason, group in sorted(by_reason.items()):
-            owner = owner_of(dataset)
-            refused |= await self._mirrors.pin(row.name, group, owner=owner, reason=reason)
-        return refused
-
-    async def unpin(self, rows: Collection[PinRow]) -> bool:
-        """Remove pins; those of a mirror that fails stay. Answers whether all are removed."""
-        is_done = True
-        groups: dict[tuple[MirrorName, str], list[CommitId]] = {}
-        for row in rows:
-            groups.setdefault((row.mirror, row.owner), []).append(row.commit)
-        for (name, owner), commits in groups.items():
+        async with slots:
             try:
-                await self._mirrors.unpin(name, commits, owner=owner)
+                refused[key] = await _pin(mirrors, dataset, name, commits[key], pass_on)
             except StoppingError:
                 raise
-            except (MirrordError, OSError) as error:
-                facts = {"mirror": str(name), "owner": owner, "count": len(commits)}
-                log.warning("pins.left", **facts, detail=str(error))
-                is_done = False
-        return is_done
+            except MirrordError as error:
+                facts = {"code": error.code, "detail": error.message}
+                log.warning("dataset.mirror_failed", dataset=dataset, mirror=str(name), **facts)
+                refused[key] = dict.fromkeys(commits[key], error.message)
+        done += len(commits[key])
+        report(name.repo)
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            for key in commits:
+                tasks.start_soon(pin_mirror, key)
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from group
+    return {key: reasons for key, reasons in refused.items() if reasons}
+
+
+async def _pin(
+    mirrors: Mirrors,
+    dataset: DatasetName,
+    name: MirrorName,
+    commits: Mapping[CommitId, str],
+    sink: ProgressSink,
+) -> Refused:
+    row = await mirrors.catalog.find_mirror(name.key) or await mirrors.add(name.repo)
+    is_new = row.synced_at is None
+    if is_new:
+        await mirrors.sync(row.name, sink)
+    refused = await mirrors.ensure_commits(row.name, list(commits), sink)
+    if refused and not is_new:  # upstream may serve by its refs what it does not serve by id
+        with suppress(MirrordError):
+            await mirrors.sync(row.name, sink)
+            refused = await mirrors.ensure_commits(row.name, list(refused), sink)
+    by_reason: dict[str, list[CommitId]] = {}
+    for commit, reason in commits.items():
+        if commit not in refused:
+            by_reason.setdefault(reason, []).append(commit)
+    for reason, group in sorted(by_reason.items()):
+        owner = owner_of(dataset)
+        refused |= await mirrors.pin(row.name, group, owner=owner, reason=reason)
+    return refused
+
+
+async def unpin(mirrors: Mirrors, rows: Collection[PinRow]) -> bool:
+    """Remove pins; those of a mirror that fails stay. Answers whether all are removed."""
+    is_done = True
+    groups: dict[tuple[MirrorName, str], list[CommitId]] = {}
+    for row in rows:
+        groups.setdefault((row.mirror, row.owner), []).append(row.commit)
+    for (name, owner), commits in groups.items():
+        try:
+            await mirrors.unpin(name, commits, owner=owner)
+        except StoppingError:
+            raise
+        except (MirrordError, OSError) as error:
+            facts = {"mirror": str(name), "owner": owner, "count": len(commits)}
+            log.warning("pins.left", **facts, detail=str(error))
+            is_done = False
+    return is_done
 
 
 # -- the journal of an import or removal, in `quarantine/dataset-*`: the dataset's pins before --

@@ -17,10 +17,7 @@ from typing import Any
 import anyio
 
 from .. import errors
-from ..catalog import Catalog, DatasetHead, InstanceRow, PinRow
-from ..config import Settings
-from ..git.workers import Workers
-from ..jobs.events import Events
+from ..catalog import DatasetHead, InstanceRow, PinRow
 from ..mirrors.pins import ADOPTED
 from ..mirrors.quarantine import SPOOL_PREFIX
 from ..mirrors.service import Mirrors
@@ -35,7 +32,16 @@ from ..model import (
 )
 from ..protocol import Dataset, Instance, ProgressSink, RecordedCommit
 from ..telemetry import log
-from .pinning import PinKeys, Pinner, in_short, owner_of, pin_key, read_journals, write_journal
+from .pinning import (
+    PinKeys,
+    in_short,
+    owner_of,
+    pin_all,
+    pin_key,
+    read_journals,
+    unpin,
+    write_journal,
+)
 from .reading import ReadResult, read_dataset
 
 _SUFFIXES = re.compile(r"(?:\.(?:jsonl|ndjson|json|parquet|gz|zst))+$", re.IGNORECASE)
@@ -83,23 +89,12 @@ class InstanceCache:
 class Datasets:
     """All datasets of one daemon. Work on one dataset is serial, on different ones concurrent."""
 
-    def __init__(
-        self,
-        *,
-        settings: Callable[[], Settings],
-        catalog: Catalog,
-        mirrors: Mirrors,
-        workers: Workers,
-        events: Events,
-    ) -> None:
-        self._catalog = catalog
-        self._workers = workers
-        self._events = events
-        self._quarantine = mirrors.quarantine
+    def __init__(self, mirrors: Mirrors) -> None:
+        self._mirrors = mirrors
+        self._catalog, self._quarantine = mirrors.catalog, mirrors.quarantine
         self._uncleaned: dict[str, PinKeys] = {}  # owners of stale pins, and the pins to keep
         self._unknown: set[str] = set()
-        self._pinner = Pinner(catalog, mirrors, lambda: settings().sync.concurrency)
-        self._cache = InstanceCache(catalog.find_instance)
+        self._cache = InstanceCache(self._catalog.find_instance)
         self._base_commits: dict[tuple[str, str], CommitId] = {}
         self._locks: dict[str, anyio.Lock] = {}
         self._listeners: list[Callable[[DatasetName], None]] = []
@@ -172,7 +167,7 @@ class Datasets:
         async with self._lock(owner), self._quarantine.directory(kind) as directory:
             spool = directory / "rows.jsonl"
             label = Path(source).name or source
-            read = await self._workers.run(
+            read = await self._mirrors.workers.run(
                 read_dataset, path, label, format, spool, timeout=timedelta(hours=1)
             )
             return await self._replace(dataset, read, source, spool, progress)
@@ -189,7 +184,7 @@ class Datasets:
         before = frozenset(map(pin_key, await self._catalog.list_pins(owner=owner)))
         await anyio.to_thread.run_sync(write_journal, spool.parent, owner, before)
         try:
-            refused = await self._pinner.pin_all(dataset, read.names, read.commits, progress)
+            refused = await pin_all(self._mirrors, dataset, read.names, read.commits, progress)
             head = DatasetHead(
                 name=dataset,
                 format=read.format,
@@ -238,8 +233,8 @@ class Datasets:
                 if not roles:
                     continue
                 reasons = {commit: ", ".join(sorted(words)) for commit, words in roles.items()}
-                refused = await self._pinner.pin_all(
-                    dataset, {name.key: name}, {name.key: reasons}, None
+                refused = await pin_all(
+                    self._mirrors, dataset, {name.key: name}, {name.key: reasons}, None
                 )
                 still = {str(commit): why for commit, why in refused.get(name.key, {}).items()}
                 await self._catalog.put_refused(dataset, name.key, still)
@@ -349,7 +344,7 @@ class Datasets:
                 async with self._quarantine.directory(SPOOL_PREFIX.rstrip("-")) as directory:
                     kept = but & {*map(pin_key, rows)}
                     await anyio.to_thread.run_sync(write_journal, directory, owner, kept)
-                    if not await self._pinner.unpin(doomed):
+                    if not await unpin(self._mirrors, doomed):
                         return
         except errors.StoppingError:
             raise
@@ -359,7 +354,7 @@ class Datasets:
         self._uncleaned.pop(owner, None)
 
     def _changed(self, event: str, dataset: DatasetName, **fields: int) -> None:
-        self._events.publish(event, dataset=dataset, **fields)
+        self._mirrors.events.publish(event, dataset=dataset, **fields)
         self._unknown.discard(dataset)
         for listener in self._listeners:
             listener(dataset)

@@ -19,9 +19,7 @@ from ..audit.examine import borrow_from, make_repository
 from ..audit.object_files import TIMEOUT
 from ..catalog import MirrorRow
 from ..errors import CorruptObjectError, MirrordError
-from ..git.command import Git
 from ..git.packs import PackIndex, pack_is_whole, pack_trailer
-from ..git.workers import Workers
 from ..host.files import full_disk_named
 from ..mirrors.bundles.format import BundleHeader, index_bundle, read_header
 from ..mirrors.bundles.merge import BundleRefs, sort_refs
@@ -63,16 +61,17 @@ class Donors:
     heal's directory. `refusals` says why donors failed.
     """
 
-    git: Git
-    workers: Workers
     mirrors: Mirrors
-    layout: Layout
     row: MirrorRow
     names: list[MirrorName]
     lent: Collection[Path]
     work: Path
     progress: ProgressSink | None = None
     refusals: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.mirrors.settings().state_dir)
 
     @property
     def stand_in(self) -> Path:
@@ -190,7 +189,7 @@ class Donors:
                 building = directory / "repository"
                 make_repository(building)
                 borrow_from(building, self.stand_in)
-                repository = Repository(self.git, self.row.name, building)
+                repository = Repository(self.mirrors.git, self.row.name, building)
                 await index_bundle(
                     repository, file.path, file.header,
                     progress=self.progress, doing="open the bundle",
@@ -217,7 +216,7 @@ class Donors:
         try:
             if not is_there and await anyio.to_thread.run_sync(may_hold, pack, missing.all):
                 with full_disk_named("quarantine"):
-                    await self.workers.run(salvage, pack, into, timeout=TIMEOUT)
+                    await self.mirrors.workers.run(salvage, pack, into, timeout=TIMEOUT)
                 borrow_from(into, self.stand_in)
                 is_there = True
         except OSError as error:

@@ -53,8 +53,8 @@ class MirrorRepair:
 
     def __post_init__(self) -> None:
         self.name, self.work = self.donors.row.name, self.donors.work
-        self.workers, self.stand_in = self.donors.workers, self.donors.stand_in
-        self.transfer = Transfer(self.donors.git, self.workers, self.stand_in, self.work)
+        self.workers, self.stand_in = self.donors.mirrors.workers, self.donors.stand_in
+        self.transfer = Transfer(self.donors.mirrors.git, self.workers, self.stand_in, self.work)
 
     async def perform(self) -> Repair:
         """Heal what can be healed."""
@@ -210,7 +210,7 @@ class MirrorRepair:
 
     async def _renew_history(self, refs: Mapping[str, str], plan: RefPlan) -> None:
         """Record the refs as they are, on top of the newest history among the mirror's bundles."""
-        stand_in = Repository(self.donors.git, self.name, self.stand_in)
+        stand_in = Repository(self.donors.mirrors.git, self.name, self.stand_in)
         best: tuple[datetime, str, DonorBundle] | None = None
         for file in await self.donors.bundles():
             record = file.contents.history
@@ -242,7 +242,7 @@ class MirrorRepair:
         self, refs: Mapping[str, str], plan: RefPlan, parents: Sequence[str], why: str
     ) -> None:
         """Write a record of the refs, as the tip of the history."""
-        scratch = Repository(self.donors.git, self.name, self.work / "history")
+        scratch = Repository(self.donors.mirrors.git, self.name, self.work / "history")
         await anyio.to_thread.run_sync(make_repository, scratch.path)
         borrow_from(scratch.path, self.stand_in)
         kept = {ref.removeprefix(KEPT) for ref in refs if ref.startswith(KEPT)}

@@ -8,9 +8,8 @@ the mirror is sound is for the audit after it.
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,16 +17,11 @@ from anyio import to_thread
 
 from ..audit.findings import Judged
 from ..audit.object_files import BadFile, FileKind
-from ..catalog import Catalog, MirrorRow
-from ..config import Settings
+from ..catalog import MirrorRow
 from ..errors import MirrordError, StoppingError, UpstreamError
-from ..git.command import Git
-from ..git.workers import Workers
-from ..jobs.events import Events
 from ..mirrors.refs import columns_of
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, MirrorName
-from ..places import Layout
 from ..protocol import Audit, ProgressSink, Repair
 from ..telemetry import log
 from ..units import Backoff
@@ -36,20 +30,14 @@ from .publish import DamagedFiles, Step
 from .repair import MirrorRepair
 
 
-@dataclass(eq=False)
 class Heals:
     """Repairs mirrors. `step` is called before each change of a mirror."""
 
-    settings: Callable[[], Settings]
-    mirrors: Mirrors
-    catalog: Catalog
-    git: Git
-    workers: Workers
-    events: Events
-    step: Step = lambda _name: None
-    _lent: list[Path] = field(default_factory=list, init=False)
-    # mirrors that a heal left open, by key, and when to try again
-    _open: dict[str, tuple[MirrorName, Backoff, float]] = field(default_factory=dict, init=False)
+    def __init__(self, mirrors: Mirrors, step: Step = lambda _name: None) -> None:
+        self.mirrors, self.catalog, self.step = mirrors, mirrors.catalog, step
+        self._lent: list[Path] = []
+        # mirrors that a heal left open, by key, and when to try again
+        self._open: dict[str, tuple[MirrorName, Backoff, float]] = {}
 
     async def open(self) -> None:
         """Take up what the last heals before the start left open."""
@@ -102,7 +90,7 @@ class Heals:
             self._postpone(name)
         else:
             self._open.pop(name.key, None)
-        self.events.publish(
+        self.mirrors.events.publish(
             "mirror.repaired", mirror=str(name), objects=sum(repair.objects.values()),
             files=len(repair.files), refs=len(repair.refs), unhealed=repair.unhealed_count,
         )  # fmt: skip
@@ -121,10 +109,7 @@ class Heals:
         async with self.mirrors.lock(row.name), self.mirrors.quarantine.directory("heal") as work:
             pinned = {pin.commit for pin in await self.catalog.list_pins(row.name.key)}
             names = [other.name for other in await self.catalog.list_mirrors()]
-            donors = Donors(
-                self.git, self.workers, self.mirrors, Layout(self.settings().state_dir), row,
-                names, tuple(self._lent), work, progress,
-            )  # fmt: skip
+            donors = Donors(self.mirrors, row, names, tuple(self._lent), work, progress)
             recorded = pinned | {recorded.commit for recorded in judged.rows}
             suspects, path = judged.examined.defects, self.mirrors.path(row.name)
             repair = await MirrorRepair(donors, path, recorded, suspects, self.step).perform()

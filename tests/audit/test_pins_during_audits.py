@@ -43,25 +43,11 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
 
 @pytest.fixture
 def datasets(house: House) -> Datasets:
-    return Datasets(
-        settings=lambda: house.settings,
-        catalog=house.catalog,
-        mirrors=house.mirrors,
-        workers=house.workers,
-        events=house.events,
-    )
+    return Datasets(house.mirrors)
 
 
 def auditing(house: House, repair: Repairer, scrub: Scrubber | None = None) -> Audits:
-    return Audits(
-        settings=lambda: house.settings,
-        mirrors=house.mirrors,
-        catalog=house.catalog,
-        workers=house.workers,
-        events=house.events,
-        repair=repair,
-        scrub=scrub,
-    )
+    return Audits(house.mirrors, repair, scrub)
 
 
 def lose_a_blob(house: House) -> None:

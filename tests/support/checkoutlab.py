@@ -182,7 +182,7 @@ class Service:
         self.trash = Trash()
         self.mirrors = Mirrors(git=git_starter, catalog=self.catalog, trash=self.trash, **parts)
         await self.mirrors.open()
-        self.datasets = Datasets(catalog=self.catalog, mirrors=self.mirrors, **parts)
+        self.datasets = Datasets(self.mirrors)
         await self.datasets.open()
         self.stores = StoreBuilder(
             state_dir=self.state,

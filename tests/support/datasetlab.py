@@ -74,7 +74,7 @@ async def parts_on(root: Path, workers: Workers) -> AsyncIterator[House]:
         "events": events,
     }
     mirrors = Mirrors(git=Git(home=root / "home"), trash=Trash(), **parts)
-    datasets = Datasets(mirrors=mirrors, **parts)
+    datasets = Datasets(mirrors)
     try:
         await mirrors.open()
         await datasets.open()

@@ -61,25 +61,10 @@ class Daemon:
         await self.mirrors.open()
         self.bundles = Bundles(self.mirrors)
         self.heals = self.make_heals(step)
-        self.audits = Audits(
-            settings=lambda: self.settings,
-            mirrors=self.mirrors,
-            catalog=self.catalog,
-            workers=self.workers,
-            events=self.events,
-            repair=self.heals.repair,
-        )
+        self.audits = Audits(self.mirrors, self.heals.repair)
 
     def make_heals(self, step: Callable[[str], None] = lambda _name: None) -> Heals:
-        return Heals(
-            settings=lambda: self.settings,
-            mirrors=self.mirrors,
-            catalog=self.catalog,
-            git=Git(home=self.state_dir / "home"),
-            workers=self.workers,
-            events=self.events,
-            step=step,
-        )
+        return Heals(self.mirrors, step)
 
     async def close(self) -> None:
         await self.mirrors.close()
