@@ -129,13 +129,21 @@ class _Parser:
         while (patch := self._next_header()) is not None:
             while self._line(0).startswith(b"@@ -"):
                 patch.hunks.append(self._hunk())
+            if self._is_binary():  # also after a header that would make an empty file
+                raise NotPlainError("a binary file")
             if _is_whole(patch):
                 found.append(patch)
-            elif not self._as_patch or self._line(0).startswith(_BINARY):
-                raise NotPlainError("a header without hunks")  # of a binary file, or nothing at all
+            elif not self._as_patch:
+                raise NotPlainError("a header without hunks")
         if not found:
             raise NotPlainError("it has no patch")
         return found
+
+    def _is_binary(self) -> bool:
+        """Whether git finds a binary file here: its bytes, or the fact that it differs."""
+        line = self._line(0)
+        differs = line.startswith((b"Binary files ", b"Files ")) and line.endswith(b" differ")
+        return line.startswith(_BINARY) or (differs and not self._as_patch)
 
     def _line(self, ahead: int) -> bytes:
         at = self._at + ahead

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 import patchlab
+import pytest
 from gitrepos import ENV
 from patchlab import EMPTY, REGULAR, SYMLINK, Files, MemoryTree, Oracle
 
@@ -64,6 +65,38 @@ def is_plain(tree: MemoryTree, patch: bytes, *, reverse: bool) -> bool:
     except (NotPlainError, MisfitError):
         return False
     return True
+
+
+@pytest.mark.parametrize("options", [("--binary", "--full-index"), ()], ids=["binary", "differ"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_binary_files_are_what_git_makes_of_them(
+    tmp_path: Path, options: tuple[str, ...], reverse: bool
+) -> None:
+    """New, changed, gone, and with another mode: their headers alone would make empty files. Without their bytes,
+    git refuses them.
+    """
+    oracle, blob = Oracle(tmp_path / "oracle"), bytes(range(256))
+    text = File(REGULAR, b"text\n")
+    files = {
+        b"kept": File(REGULAR, blob),
+        b"made": File(REGULAR, blob + b"1"),
+        b"run": File(0o100755, blob + b"2"),
+    }
+    for name in (b"kept", b"made", b"run"):
+        before = {b"text": text, **{n: f for n, f in files.items() if n != name}}
+        changed = File(0o100755, blob[::-1])
+        for after in ({**before, name: files[name]}, {**before, b"text": text, b"kept": changed}):
+            trees = oracle.write_tree(before), oracle.write_tree(after)
+            patch = oracle.diff(*trees, *options)
+            assert b"inary" in patch
+            wanted = oracle.apply(trees[1 if reverse else 0], patch, reverse=reverse)
+            tree = MemoryTree(after if reverse else before)
+            try:
+                done = apply_patch(tree, patch, scratch=tmp_path / "scratch", reverse=reverse)
+            except MirrordError:
+                done = None
+            assert (ids(tree.after(done.changes)) if done else None) == wanted
+            assert (wanted is None) == (not options)
 
 
 def test_fuzz_does_what_gnu_patch_does(tmp_path: Path) -> None:
