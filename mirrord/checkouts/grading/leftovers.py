@@ -42,13 +42,13 @@ def find_leftovers(
     tree: Worktree, changed: Iterable[bytes], look: Look, book: RuleBook
 ) -> list[Steering]:
     """What to name of an open checkout; `changed` are all paths that may differ."""
-    reader = tree.reader
     with tree.owner:
-        found = [*_in_git_directory(reader, tree.owner, book)]
-        by_rule: dict[str, list[Steering]] = {}
-        for path, status in islice(_iter_files(reader, changed), LOOKED_AT):
-            for each in _judged(path, status, look, book):
-                by_rule.setdefault(each.rule, []).append(each)
+        found = [*_in_git_directory(tree.reader, tree.owner, book)]
+        files = list(islice(_iter_files(tree.reader, changed), LOOKED_AT))
+    by_rule: dict[str, list[Steering]] = {}
+    for path, status in files:  # as the daemon: the owner may not read the mirror
+        for each in _judged(path, status, look, book):
+            by_rule.setdefault(each.rule, []).append(each)
     for some in by_rule.values():
         found += some[:NAMED]
         if len(some) > NAMED:  # as an ignored directory may have

@@ -98,7 +98,7 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
             objects = stack.enter_context(open_objects(job.mirror))
             changes, strategy = _applied(job, objects, source)
         tests = _tests_of(job, objects)
-        base = BaseTree(objects, job.tree)
+        base = tree.base if tree else BaseTree(objects, job.tree)
         by_path = {change.path: change for change in changes}
         look = Look(base, objects.read_blob, by_path, tests or InstanceTests(), job.file_bytes)
         book = _book(job.own_rules)
