@@ -52,9 +52,9 @@ from .admission import Admission
 from .backend import CheckoutBackend
 from .forks import Forks
 from .grading.prepare import AgentTree, ModelPatch, Prepared
-from .grading.service import Grading
+from .grading.service import Grading, lease_facts
 from .grading.steering import Policies
-from .leases import Graded, Lease, Leases, LeaseState, Snapshot, not_found
+from .leases import Lease, Leases, LeaseState, Snapshot, not_found
 from .lifecycle import Lifecycle
 from .patches.service import DiffAnswer, Patches
 from .pool.backend import PoolBackend
@@ -70,8 +70,6 @@ _SHOWN = (
 
 _RESOLVED = ("mirror", "commit", "tree", "instance", "dataset")
 _OF_GRADE = ("backend", "ttl", "owner", "bind")
-GRADED = "graded"
-"""The snapshot that every grade has: with the change and the tests, and nothing since."""
 
 
 class _Admitted(NamedTuple):
@@ -84,9 +82,6 @@ class _Admitted(NamedTuple):
     history: History
     view: View
     process: Process | None
-
-
-_DROPPED_KEPT = 1000  # paths in a lease, which is written at each reset and renewal
 
 
 class Checkouts:
@@ -232,26 +227,10 @@ class Checkouts:
         policies: Policies,
         parent: CheckoutId | None = None,
     ) -> protocol.Grade:
-        """A checkout on a prepared layer, which is its snapshot `graded` too."""
+        """A checkout on a prepared layer."""
         prepared_s = round(time.perf_counter() - began, 6)
-        graded = Snapshot(
-            name=GRADED,
-            layer=layer,
-            commit=found.commit,
-            tree=found.tree,
-            instance=found.instance,
-            dataset=found.dataset,
-            taken_at=self._clock(),
-            files=prepared.files,
-            size_bytes=prepared.size_bytes,
-            left_out={},
-            git=False,
-        )
-        dropped = tuple(prepared.dropped[:_DROPPED_KEPT]), len(prepared.dropped)
-        facts = Graded(layer, policies.text, prepared.strategy, *dropped)
-        more: dict[str, Any] = {"layer": layer, "parent": parent, "snapshots": (graded,)}
-        more["graded"] = facts
-        lease, timings = await self._begin(admitted, found, **more)
+        facts = lease_facts(prepared, layer, found, policies, self._clock())
+        lease, timings = await self._begin(admitted, found, parent=parent, **facts)
         timings = {"prepare": prepared_s, **timings, "total": round(time.perf_counter() - began, 6)}
         # numbers only: an event is for the uids of its checkout, a log for whoever reads logs
         counts = {"changed": prepared.changed, "dropped": len(prepared.dropped)}

@@ -625,6 +625,7 @@ def test_config_show_prints_a_configuration_that_means_the_same(
     file, again = tmp_path / "config.toml", tmp_path / "again.toml"
     file.write_text(
         '[upstream]\nfallbacks = ["file:///x/{name}"]\n[[mirror]]\nrepo = "psf/requests"\n[access]\nadmins = ["root", "daemon"]\n'
+        '[grading.policies]\ntests = "drop"\n[[grading.rule]]\nname = "a"\npaths = ["x", "y/**"]\n'
     )
     assert run(["config", "show", "--config", str(file)]) == 0
     again.write_text(capsys.readouterr().out)
@@ -633,6 +634,8 @@ def test_config_show_prints_a_configuration_that_means_the_same(
     assert run(["--json", "config", "show", "--config", str(file)]) == 0
     assert json.loads(capsys.readouterr().out) == shown
     assert (shown["sync"]["interval"], shown["mirror"][0]["repo"]) == ("6h", "psf/requests")
+    assert shown["grading"]["policies"] == {"tests": "drop"}
+    assert shown["grading"]["rule"] == [{"name": "a", "paths": ["x", "y/**"], "policy": None}]
 
 
 def test_config_show_masks_the_secrets_of_urls(

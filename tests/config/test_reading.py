@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mirrord import config, units
 from mirrord.errors import InvalidConfigError
+from mirrord.model import Policy, SteeringKind
 
 SAMPLE = Path(__file__).parents[2] / "config.toml"
 
@@ -112,6 +113,16 @@ def test_all_faults_are_listed_at_once_with_key_line_and_suggestion(tmp_path: Pa
         ("state_dir = 5", "must be a string"),
         ("sync = 5", "must be a table"),
         ("[upstream]\nrefs = []", "must not be empty"),
+        ('[grading]\npolicy = "never"', "must be 'report', 'drop' or 'refuse'"),
+        ('[grading.policies]\nruner = "drop"', "did you mean runner?"),
+        ('[grading.policies]\ntests = "dorp"', "did you mean drop?"),
+        ('[[grading.rule]]\nname = "a b"\npaths = ["x"]', "is not a name of lower-case letters"),
+        ('[[grading.rule]]\nname = "a"\npaths = ["/"]', "is not a pattern of paths"),
+        ('[[grading.rule]]\nname = "a"\npaths = []', "must not be empty"),
+        (
+            '[[grading.rule]]\nname = "a"\npath = ["x"]\npaths = ["x"]',
+            "did you mean grading.rule.paths?",
+        ),
         ('[mirror]\nrepo = "a/b"', "must be an array"),
         ("[[mirror]]\nrepo = 5", "must be a string"),
         ('[[mirror]]\nrepo = "a/b"\n[[mirror]]\nrepo = "A/b"', "A/b occurs twice"),
@@ -123,6 +134,23 @@ def test_a_value_of_the_wrong_kind_is_refused_in_the_words_of_toml(
     """Nothing is guessed: a 1 is no true, and a true no 1."""
     (fault,) = faults_of(tmp_path, text)
     assert said in str(fault["message"])
+
+
+def test_rules_and_policies_of_grading(tmp_path: Path) -> None:
+    """A fault in the second rule has its own line; what is right is live."""
+    rule = '[[grading.rule]]\nname = "a"\npaths = ["x/**"]\n'
+    (fault,) = faults_of(tmp_path, rule + '[[grading.rule]]\nname = "b"\npaths = ["\\u0000"]\n')
+    assert (fault["key"], fault["line"]) == ("grading.rule[1].paths[0]", 6)
+    path = tmp_path / "config.toml"
+    path.write_text(rule + 'policy = "drop"\n[grading.policies]\ntests = "refuse"\n')
+    new = config.load(path)
+    assert new.grading.policies == {SteeringKind.TESTS: Policy.REFUSE}
+    assert [(own.name, own.paths, own.policy) for own in new.grading.rule] == [
+        ("a", ("x/**",), Policy.DROP)
+    ]
+    changed = ["grading.policies", "grading.rule"]
+    old = config.Settings(state_dir=new.state_dir, socket=new.socket)
+    assert config.compare(old, new) == (changed, [])
 
 
 def test_faults_are_listed_in_the_order_of_the_file(tmp_path: Path) -> None:

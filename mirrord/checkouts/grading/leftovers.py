@@ -45,12 +45,12 @@ def find_leftovers(
     with tree.owner:
         found = [*_in_git_directory(tree.reader, tree.owner, book)]
         files = list(islice(_iter_files(tree.reader, changed), LOOKED_AT))
-    by_rule: dict[str, list[Steering]] = {}
+    by_rule: dict[str, dict[str, Steering]] = {}
     for path, status in files:  # as the daemon: the owner may not read the mirror
         for each in _judged(path, status, look, book):
-            by_rule.setdefault(each.rule, []).append(each)
+            by_rule.setdefault(each.rule, {})[each.path] = each
     for some in by_rule.values():
-        found += some[:NAMED]
+        found += list(some.values())[:NAMED]
         if len(some) > NAMED:  # as an ignored directory may have
             last, more = found.pop(), f", and {len(some) - NAMED:,} more"
             found.append(Steering(**{**vars(last), "detail": last.detail + more}))

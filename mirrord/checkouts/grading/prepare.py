@@ -44,10 +44,9 @@ _REMEMBERED = 16
 
 @dataclass(frozen=True, slots=True)
 class GradeJob:
-    """A grade to prepare: at which commit, into which new `layer`, by which rules."""
+    """A grade to prepare: on which tree of a mirror, into which new `layer`, by which rules."""
 
     mirror: Path
-    commit: str
     tree: str
     layer: Path
     test_patch: bytes | None

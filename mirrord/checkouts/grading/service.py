@@ -7,22 +7,29 @@ nowhere else, for an agent may read events of its own checkout.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...config import Settings
 from ...datasets.service import Datasets
 from ...errors import InstanceNotFoundError, InvalidRequestError
 from ...git.workers import Workers
 from ...mirrors.service import Mirrors
-from ...model import Policy, SteeringKind, shown
+from ...model import LayerId, Policy, SteeringKind, shown
 from ..backend import DIFF_TIMEOUT
+from ..leases import Graded, Snapshot
 from ..resolve import ResolvedRequest
 from .prepare import AgentTree, GradeJob, ModelPatch, Prepared, prepare
 from .rules import own_rule
 from .steering import Policies
 
 C = TypeVar("C", Policy, SteeringKind)
+
+GRADED = "graded"
+"""The snapshot that every grade has: with the change and the tests, and nothing since."""
+
+_DROPPED_KEPT = 1000  # paths in a lease, which is written at each reset and renewal
 
 
 class Grading:
@@ -51,7 +58,6 @@ class Grading:
         settings = self._settings().grading
         job = GradeJob(
             mirror=self._mirrors.path(found.mirror),
-            commit=found.commit,
             tree=found.tree,
             layer=layer,
             test_patch=await self._test_patch(found),
@@ -85,6 +91,28 @@ class Grading:
                 hint="import its dataset again",
             )
         return row.test_patch.encode(errors="surrogateescape") if row.test_patch else None
+
+
+def lease_facts(
+    prepared: Prepared, layer: LayerId, found: ResolvedRequest, policies: Policies, now: datetime
+) -> dict[str, Any]:
+    """What the lease of a grade says besides those of all: its layer, which is a snapshot too."""
+    graded = Snapshot(
+        name=GRADED,
+        layer=layer,
+        commit=found.commit,
+        tree=found.tree,
+        instance=found.instance,
+        dataset=found.dataset,
+        taken_at=now,
+        files=prepared.files,
+        size_bytes=prepared.size_bytes,
+        left_out={},
+        git=False,
+    )
+    dropped = tuple(prepared.dropped[:_DROPPED_KEPT]), len(prepared.dropped)
+    facts = Graded(layer, policies.text, prepared.strategy, *dropped)
+    return {"layer": layer, "snapshots": (graded,), "graded": facts}
 
 
 def _choice(kind: type[C], text: str, noun: str) -> C:
