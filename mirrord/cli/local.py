@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..config import Settings
     from ..protocol import SealReport
 
+_ARRAYS_OF_TABLES = ("mirror", "rule")  # in TOML none is written where there is none
 _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 
 
@@ -62,9 +63,6 @@ def config_show(session: Session) -> None:
     session.note(source)
 
 
-_ARRAYS_OF_TABLES = ("mirror", "rule")
-
-
 def _config_path(session: Session) -> Path | None:
     return Path(session.config) if session.config else places.find_path()
 
@@ -87,3 +85,93 @@ def _toml(values: dict[str, Any], above: str = "") -> Iterator[str]:
     for header, table in tables:
         yield f"\n{header}"
         yield from _toml(table, f"{header.strip('[]')}.")
+
+
+def doctor(session: Session) -> None:
+    """Changes nothing. Status 7 when something that mirrord needs is missing."""
+    checks = examine(config.load(_config_path(session)))
+    if session.json:
+        session.print_json([check._asdict() for check in checks])
+    else:
+        for line in _checked(checks):
+            print_line(line)
+    if any(check.verdict == "fail" for check in checks):
+        raise SystemExit(errors.ResourceError.exit_status)
+
+
+def _checked(checks: list[Check]) -> Iterator[str]:
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        verdict = check.verdict.ljust(4)
+        if sys.stdout.isatty():
+            verdict = f"\x1b[{_COLOURS[check.verdict]}m{verdict}\x1b[0m"
+        yield f"{verdict}  {check.name.ljust(width)}  {check.fact}"
+        if check.remedy:
+            yield f"{' ' * (width + 8)}{check.remedy}"
+
+
+def verify_seal(
+    session: Session,
+    path: Annotated[Path, Argument(help="A working tree or a .git directory, ours or not.")],
+    base: Annotated[str, Option(metavar="SHA", help="Base commit; anything newer is a leak.")],
+    mirror: Annotated[
+        str | None,
+        Option(metavar="NAME", help="A mirror, or a repository's path, that knows the history."),
+    ] = None,
+) -> None:
+    """Status 8 when it leaks. Never uses the repository's own configuration or hooks."""
+    if not path.exists():
+        raise errors.PathNotFoundError(f"cannot verify {path}: no such path")
+    base_commit = parse_commit(base)
+    known_by = _mirror_of(path.resolve()) if mirror is None else _mirror_path(session, mirror)
+    report = verify(path.absolute(), base_commit, known_by)
+    session.answer(report, _judged(report))
+    if not report.sealed:
+        raise SystemExit(errors.IntegrityError.exit_status)
+
+
+def _mirror_of(path: Path) -> Path | None:
+    """The mirror of a squashed checkout of ours, which alone can judge it; else None.
+
+    A lease is believed only where nobody but root or this user can have written it.
+    """
+    for directory in path.parents:
+        layout = Layout(directory.parent.parent)
+        if directory.parent != layout.checkouts:
+            continue
+        found = [above.stat() for above in (layout.leases, layout.root)]
+        trusted = {0, os.geteuid()}
+        if any(s.st_uid not in trusted or s.st_mode & (stat.S_IWGRP | stat.S_IWOTH) for s in found):
+            continue
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            facts = json.loads((layout.leases / directory.name / "lease.json").read_text())
+            mirror = layout.mirrors / str(MirrorName.parse(facts["mirror"]))
+            if facts["history"] == History.SQUASHED and os.access(mirror / "HEAD", os.R_OK):
+                return mirror
+        return None
+    return None
+
+
+def _mirror_path(session: Session, named: str) -> Path:
+    if Path(named).is_dir():
+        return Path(named).absolute()
+    mirrors = config.load(_config_path(session)).state_dir / "mirrors"
+    key = MirrorName.parse(named).key
+    hint = "give the repository's path"
+    try:
+        found = [entry for entry in mirrors.iterdir() if entry.name.lower() == key]
+    except OSError as error:
+        fact = f"cannot read the mirrors in {mirrors}: {error.strerror}"
+        raise errors.MirrorNotFoundError(fact, hint=hint) from error
+    if not found:
+        raise errors.MirrorNotFoundError(f"cannot find mirror {named}: not in {mirrors}", hint=hint)
+    return found[0]
+
+
+def _judged(report: SealReport) -> Iterator[str]:
+    for leak in report.leaks:
+        yield f"{leak.kind}: {leak.detail}"
+    verdict = "sealed" if report.sealed else f"leaks ({count(len(report.leaks), 'leak')})"
+    closure = f"{report.objects_in_closure:,} in the closure of {report.base}"
+    yield f"{verdict}: {count(report.objects_present, 'object')} present, {closure}"
+    yield from (f"  checked {what}" for what in report.checked)
