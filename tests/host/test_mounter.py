@@ -412,6 +412,11 @@ HOSTILE: list[object] = [
             ["a/../trees/" + "1" * 40 + "/files"],
             [TREE] * 65,
             [TREE + "\n"],
+            [".layers"],
+            [".layers/.."],
+            [".layers/" + "a" * 15],
+            [".layers/" + "a" * 16 + "/d"],
+            [".layers/" + "a" * 16 + ".stats"],
             {TREE: 1},
         )
     ),

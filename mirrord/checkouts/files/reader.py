@@ -11,7 +11,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -119,12 +119,14 @@ class TreeReader:
         self._go(path)
         return sorted(names_in(self._here_fd))
 
-    def stats_in(self, path: bytes) -> list[tuple[bytes, os.stat_result]]:
-        """The names in a directory, in order, each with its lstat."""
+    def stats_in(
+        self, path: bytes, names: Sequence[bytes] | None = None
+    ) -> list[tuple[bytes, os.stat_result]]:
+        """The names in a directory, in order, each with its lstat; or these of them."""
         inside = path + b"/" if path else b""
-        names = self.names_in(path)
+        names = self.names_in(path) if names is None else names
         try:
-            directory = self._here_fd
+            directory, _ = self.locate(inside)
             return [
                 (name, os.stat(name, dir_fd=directory, follow_symlinks=False)) for name in names
             ]

@@ -83,17 +83,15 @@ class _Survey:
         for path in own:
             self._names[path.rpartition(b"/")[0]].append(path)
         self._known: dict[tuple[bytes, int], bool] = {}
+        self._listed: dict[bytes, tuple[tuple[int, int, int] | None, list[bytes]]] = {}
 
     def take(self) -> Pieces:
         pieces: Pieces = {}
-        pending: list[tuple[bytes, int]] = [(b"", stat.S_IRWXU)]
+        pending: list[tuple[bytes, os.stat_result | None]] = [(b"", None)]
         while pending:
-            above, mode = pending.pop()
-            inside = above + b"/" if above else b""
+            above, itself = pending.pop()
             try:
-                if mode & _TO_LOOK != _TO_LOOK:
-                    self._reader.locate(inside)  # lets its owner in, in the upper layer too
-                seen = {inside + name: found for name, found in self._written.stats_in(above)}
+                seen = self._look_into(above, itself)
             except FileNotFoundError:  # removed meanwhile
                 continue
             for path, found in seen.items():
@@ -101,13 +99,28 @@ class _Survey:
                     self._add(Where.UPPER, path, found, pieces)
                 elif self._is_upper(path, found):
                     pieces[path] = Piece.of(Where.UPPER, found)
-                    pending.append((path, found.st_mode))
+                    pending.append((path, found))
                 else:
                     self._add_whole(path, pieces)
             for path in self._names[above]:
                 if path not in seen:
                     self._add_own(path, pieces)
         return pieces
+
+    def _look_into(self, path: bytes, itself: os.stat_result | None) -> dict[bytes, os.stat_result]:
+        """What the upper layer has in a directory, whose own stat, but for the top's, is `itself`:
+        no name comes or goes without changing it.
+        """
+        inside = path + b"/" if path else b""
+        if itself is not None and itself.st_mode & _TO_LOOK != _TO_LOOK:
+            self._reader.locate(inside)  # lets its owner in, in the upper layer too
+        state = itself and (itself.st_ino, itself.st_mtime_ns, itself.st_ctime_ns)
+        before, names = self._listed.get(path, (None, []))
+        is_known = state is not None and state == before
+        found = self._written.stats_in(path, names if is_known else None)
+        if not is_known:
+            self._listed[path] = state, [name for name, _ in found]
+        return {inside + name: each for name, each in found}
 
     def _is_upper(self, path: bytes, found: os.stat_result) -> bool:
         """Whether the upper layer has all that makes a directory other than those below: it is

@@ -299,6 +299,8 @@ class _Copy:
         self._owner = owner
         self._own = os.fsencode(own or directory) + b"/"
         self._earlier = os.fsencode(earlier or directory) + b"/"
+        self._umask = os.umask(0o077)
+        os.umask(self._umask)
         self._recorded = _read_record(earlier) if earlier else None
         self._attributes: dict[bytes, Mapping[str, bytes]] = {}
 
@@ -416,7 +418,7 @@ class _Copy:
                 for name, value in read.attributes.items():
                     os.setxattr(file, name, value)
                 os.utime(file, ns=times)
-                if stat.S_IMODE(os.fstat(file).st_mode) != piece.permissions:
+                if piece.permissions & self._umask:
                     os.fchmod(file, piece.permissions)
 
     def record(self, pieces: Pieces, began_ns: int) -> None:

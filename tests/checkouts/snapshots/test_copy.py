@@ -36,11 +36,12 @@ def copied(tmp_path: Path, *changes: Change, earlier: Path | None = None) -> tup
         def survey() -> Pieces:
             if todo:
                 todo.pop(0)(tree)
-            return {
-                path: Piece.of(Where.CLIENT, found)
-                for name in reader.names_in(b"")
-                for path, found in reader.iter_below(name, refused)
-            }
+            with acting:
+                return {
+                    path: Piece.of(Where.CLIENT, found)
+                    for name in reader.names_in(b"")
+                    for path, found in reader.iter_below(name, refused)
+                }
 
         return layer, copy_layer(layer, survey, reader, acting, earlier=earlier)
 
