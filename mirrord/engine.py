@@ -181,10 +181,7 @@ class Engine:
         watches = await self._watches()
         # datasets drop pins that mirrors adopt
         cleanup = Cleanup([self.mirrors.clean_up, self.datasets.clean_up, self.trash.retry])
-        jobs = Timetable(
-            self.settings, self.started_at, self.catalog, self.checkouts, self.work, cleanup,
-            watches,
-        )  # fmt: skip
+        jobs = Timetable(self.started_at, self.checkouts, self.work, cleanup, watches)
         self.schedule = Schedule(jobs.table)
         await self._add_configured_mirrors()
         self._closing.push_async_callback(self.schedule.close)

@@ -17,9 +17,7 @@ import anyio.to_thread
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.triggers.interval import IntervalTrigger
 
-from .catalog import Catalog
 from .checkouts.service import Checkouts
-from .config import Settings
 from .errors import MirrordError, UpstreamAuthError, UpstreamNotFoundError, from_problem
 from .host.processes import trim_memory
 from .jobs.watch import Watch
@@ -180,20 +178,19 @@ class Cleanup:
 class Timetable:
     """Builds the table from the mirrors there are and from when things last happened."""
 
-    settings: Callable[[], Settings]
     started_at: datetime
-    catalog: Catalog
     checkouts: Checkouts
     work: BackgroundWork
     cleanup: Cleanup
     watches: list[Watch]
 
     async def table(self) -> list[Job]:
-        settings, started = self.settings(), self.started_at
+        settings, started = self.work.mirrors.settings(), self.started_at
         sync, audit = settings.sync, settings.audit
-        mirrors = await self.catalog.list_mirrors()
+        catalog = self.work.mirrors.catalog
+        mirrors = await catalog.list_mirrors()
         names = {str(row.name) for row in mirrors}
-        audits = await self.catalog.list_audits()
+        audits = await catalog.list_audits()
         whole = [each for each in audits if names <= set(each.mirrors) and not each.left]
         content = [each for each in whole if each.level is AuditLevel.CONTENT]
 
@@ -239,7 +236,7 @@ class Timetable:
         """Sync. A mirror never synced and unknown upstream is probably a mistyped name: it is tried
         once a week, by imports, and when a person asks.
         """
-        row = await self.catalog.find_mirror(name.key)
+        row = await self.work.mirrors.catalog.find_mirror(name.key)
         if row and not row.synced_at and row.error and row.attempted_at:
             is_due = utc_now() >= row.attempted_at + _NEVER_FOUND_INTERVAL
             if row.error.get("code") in _NEVER_FOUND and not is_due:
@@ -252,7 +249,7 @@ class Timetable:
     async def _maintain(self) -> None:
         """One mirror after the other. Raises the last failure; each is in its operation."""
         failure: MirrordError | None = None
-        for row in await self.catalog.list_mirrors():
+        for row in await self.work.mirrors.catalog.list_mirrors():
             try:
                 await self._finish(self.work.maintain(row.name))
             except MirrordError as error:
@@ -263,8 +260,8 @@ class Timetable:
     async def _retry_heals(self) -> None:
         """Heal what no donor had the last time, in the mirrors that are due."""
         names = self.work.heals.due()
-        due = [str(name) for name in names if await self.catalog.find_mirror(name.key)]
-        if due and self.settings().audit.heal:
+        due = [str(name) for name in names if await self.work.mirrors.catalog.find_mirror(name.key)]
+        if due and self.work.mirrors.settings().audit.heal:
             request = StartAudit(mirrors=due, level=AuditLevel.CONTENT, heal=True)
             ended = await self._finish(await self.work.audit(request, kind="heal"))
             self.work.heals.settle(Audit.from_json(ended.result))

@@ -9,7 +9,7 @@ that only the catalog knows stays there until a heal has made it again.
 import builtins
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -46,12 +46,12 @@ class Inventory:
     git: Git
     catalog: Catalog
     events: Events
-    trash: InitVar[Trash]
+    trash: Trash
 
-    def __post_init__(self, trash: Trash) -> None:
+    def __post_init__(self) -> None:
         state = self.settings().state_dir
         self._root = state / "mirrors"
-        self.quarantine = Quarantine(state / "quarantine", trash)
+        self.quarantine = Quarantine(state / "quarantine", self.trash)
         self.pins = Pins(self.catalog)
         self._names: dict[str, MirrorName] = {}
         self._unsynced: dict[str, str] = {}  # why the last sync failed

@@ -19,7 +19,6 @@ from ..git.errors import masked_url
 from ..git.objects.commits import resolve
 from ..git.turns import Coalescer, SharedWork
 from ..git.workers import Workers
-from ..host.trash import Trash
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..protocol import QUEUED, Pin, Progress, ProgressSink, RefDiff, RefRecord, Synced
 from .fetch import Fetcher
@@ -38,8 +37,8 @@ class Mirrors(Inventory):
 
     workers: Workers
 
-    def __post_init__(self, trash: Trash) -> None:
-        super().__post_init__(trash)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._hosts = Hosts(concurrency=lambda: self.settings().sync.concurrency)
         self._syncs: Coalescer[Synced] = Coalescer()
 
