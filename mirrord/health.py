@@ -24,7 +24,7 @@ class HealthReport(NamedTuple):
 
 
 class HealthMonitor:
-    """Collects reasons. A part notes its own under a key, so that it can clear them."""
+    """Collects reasons; a part notes its own under a key."""
 
     def __init__(self, state_dir: Path, access: Access, *, is_open: Callable[[], bool]) -> None:
         self._state_dir = state_dir
@@ -36,7 +36,7 @@ class HealthMonitor:
         self._reported_at = 0.0
 
     def note(self, key: str, reason: str) -> None:
-        """Degrade the daemon until `clear(key)`."""
+        """Degrade the daemon until its next start."""
         self._notes[key] = reason
         self._report = None
 
@@ -47,10 +47,6 @@ class HealthMonitor:
     def degrade_by(self, source: Callable[[], Sequence[str]]) -> None:
         """Add the reasons to be degraded that `source` has at each report."""
         self._degrade.append(source)
-
-    def clear(self, key: str) -> None:
-        if self._notes.pop(key, None):
-            self._report = None
 
     def report(self) -> HealthReport:
         now = time.monotonic()
