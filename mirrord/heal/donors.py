@@ -57,13 +57,12 @@ class DonorBundle(NamedTuple):
 class Donors:
     """The donors of the mirror of `row`.
 
-    `names` are all mirrors, `lent` bundles that a request lends for its own time, `work` is the
-    heal's directory. `refusals` says why donors failed.
+    `lent` are bundles that a request lends for its own time, `work` is the heal's directory.
+    `refusals` says why donors failed.
     """
 
     mirrors: Mirrors
     row: MirrorRow
-    names: list[MirrorName]
     lent: Collection[Path]
     work: Path
     progress: ProgressSink | None = None
@@ -81,7 +80,8 @@ class Donors:
     async def all(self, tips: Collection[str]) -> list[Donor]:
         """Every donor, the cheapest first; a fetch of a whole upstream asks for `tips`."""
         own = self.row.name.key
-        names = sorted(self.names, key=lambda name: (name.key != own, name.key))
+        rows = await self.mirrors.catalog.list_mirrors()
+        names = sorted((row.name for row in rows), key=lambda name: (name.key != own, name.key))
         others = [name for name in names if name.key != own]
         upstreams = [(f"upstream {one.shown}", one) for one in self.mirrors.upstreams(self.row)]
         bundles = [(file, self.bundle(file)) for file in await self.bundles()]

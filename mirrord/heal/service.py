@@ -108,8 +108,7 @@ class Heals:
         refused = await self._make_again(row, progress)
         async with self.mirrors.lock(row.name), self.mirrors.quarantine.directory("heal") as work:
             pinned = {pin.commit for pin in await self.catalog.list_pins(row.name.key)}
-            names = [other.name for other in await self.catalog.list_mirrors()]
-            donors = Donors(self.mirrors, row, names, tuple(self._lent), work, progress)
+            donors = Donors(self.mirrors, row, tuple(self._lent), work, progress)
             recorded = pinned | {recorded.commit for recorded in judged.rows}
             suspects, path = judged.examined.defects, self.mirrors.path(row.name)
             repair = await MirrorRepair(donors, path, recorded, suspects, self.step).perform()
