@@ -18,7 +18,7 @@ from .names import NULL, NotPlainError, header_name, name_of, traditional_name
 CONTEXT, REMOVED, ADDED = b" -+"
 REGULAR, EXECUTABLE, SYMLINK, SUBMODULE = 0o100644, 0o100755, 0o120000, 0o160000
 
-_LIMIT_BYTES = 64 * 1024**2  # parsed in Python, a patch takes a multiple of its size
+LIMIT_BYTES = 8 * 1024**2  # as lines in Python it may take a hundred times as much
 _GIT = b"diff --git "
 _BINARY = b"GIT binary patch"
 _HUNK = re.compile(rb"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@")
@@ -111,7 +111,7 @@ def parse(patch: bytes, *, as_patch: bool = False) -> list[FilePatch]:
     With `as_patch` as `patch -p1` (GNU 2.7) reads it: it passes over hunks without a header,
     believes a `/dev/null`, and knows up to three lines that an editor cut off the end.
     """
-    if len(patch) > _LIMIT_BYTES:
+    if len(patch) > LIMIT_BYTES:
         raise NotPlainError("it is large")
     return _Parser(patch.split(b"\n")[:-1], as_patch=as_patch).parse()
 

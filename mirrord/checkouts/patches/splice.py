@@ -11,6 +11,7 @@ from .names import NotPlainError
 from .parse import ADDED, CONTEXT, REMOVED, Hunk
 
 _FUZZ = 5  # as SWE-bench calls patch
+_LIMIT_BYTES = 16 * 1024**2  # as lines in Python it may take thirty times as much
 _Key = Callable[[bytes], bytes]
 
 
@@ -48,6 +49,8 @@ def splice(
 
 def split_lines(data: bytes) -> list[bytes]:
     """Lines that end with a newline: `splitlines` would end them at a carriage return as well."""
+    if len(data) > _LIMIT_BYTES:
+        raise NotPlainError("a large file")
     lines = [line + b"\n" for line in data.split(b"\n")]
     last = lines.pop()[:-1]
     return [*lines, last] if last else lines

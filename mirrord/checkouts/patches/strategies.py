@@ -39,7 +39,7 @@ from . import repair
 from .change import Change
 from .fit import DIRECTORY, UNTRACKED, File, Patched, Results, Splice, Tree, find_obstacle, fit
 from .names import NotPlainError
-from .parse import SUBMODULE, SYMLINK, Hunk, named_paths, parse
+from .parse import LIMIT_BYTES, SUBMODULE, SYMLINK, Hunk, named_paths, parse
 from .splice import MisfitError, splice, splice_fuzzily
 
 _TIMEOUT = timedelta(minutes=4)
@@ -110,6 +110,8 @@ class _Work:
         if self._has_diverged(patch):
             with suppress(*_REFUSALS):
                 return FoundStrategy.THREE_WAY, self._by_git(patch, "--3way")
+        if len(patch) > LIMIT_BYTES:
+            return None
         official = self._as_graders(patch)
         wanted = None if official is None else _differences(self.tree, official)
         for name, text, how in self._attempts(patch):

@@ -136,6 +136,40 @@ def gnu_patch(area: Path, text: bytes, patch: bytes) -> bytes | None:
     return file.read_bytes() if done.returncode == 0 else None
 
 
+def tolerantly(files: Files, patch: bytes, scratch: Path) -> tuple[Files, FoundStrategy]:
+    tree = MemoryTree(files)
+    done = apply_patch(tree, patch, scratch=scratch, strategy=ApplyStrategy.TOLERANT)
+    return tree.after(done.changes), done.strategy
+
+
+def test_a_file_with_crlf_keeps_it(tmp_path: Path) -> None:
+    """Under a patch without; one that only adds lines is GNU patch's, which does not see the difference."""
+    files = {b"f": File(REGULAR, b"1\r\n2\r\n3\r\n")}
+    head = b"--- a/f\n+++ b/f\n"
+    after, strategy = tolerantly(
+        files, head + b"@@ -1,3 +1,3 @@\n 1\n-2\n+two\n 3\n", tmp_path / "s"
+    )
+    assert (after[b"f"].data, strategy) == (b"1\r\ntwo\r\n3\r\n", FoundStrategy.CRLF)
+    after, strategy = tolerantly(files, head + b"@@ -1,2 +1,3 @@\n 1\n+x\n 2\n", tmp_path / "s")
+    assert (after[b"f"].data, strategy) == (b"1\r\nx\n2\r\n3\r\n", FoundStrategy.FUZZ)
+
+
+def test_what_is_too_large_for_python_is_git_s(tmp_path: Path) -> None:
+    """A patch and a file; both as exact as small ones."""
+    lines = b"".join(b"%07d\n" % at for at in range(2_200_000))
+    patch = b"--- a/f\n+++ b/f\n@@ -9,3 +9,3 @@\n 0000008\n-0000009\n+nine\n 0000010\n"
+    tree = MemoryTree({b"f": File(REGULAR, lines)})
+    done = apply_patch(tree, patch, scratch=tmp_path / "s")
+    assert done.changes[0].data == lines.replace(b"0000009\n", b"nine\n", 1)
+    new = (
+        b"--- /dev/null\n+++ b/g\n@@ -0,0 +1,2200000 @@\n"
+        b"+" + lines[:-1].replace(b"\n", b"\n+") + b"\n"
+    )
+    done = apply_patch(tree, new, scratch=tmp_path / "s")
+    assert done.changes[0].data == lines
+    assert done.strategy is FoundStrategy.EXACT
+
+
 def test_what_the_chain_of_swe_bench_takes_is_taken_with_its_tree(tmp_path: Path) -> None:
     """Patches spoiled twice, applied by the real commands in a clone: git apply, --3way, --reject, patch."""
     random = Random(SEED)
