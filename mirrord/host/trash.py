@@ -21,7 +21,7 @@ import anyio.to_thread
 
 from ..errors import MirrordError
 from ..telemetry import log
-from .files import mounted_on, names_in, open_child, open_directory, opened, unlock
+from .files import mounted_on, open_child, open_directory, opened, unlock
 
 TRASH_PREFIX = ".trash-"
 _BACKLOG = 128
@@ -239,14 +239,17 @@ def remove(directory: int, name: bytes) -> None:
         raise
 
 
-def _remove_one(directory: int, name: bytes) -> bool:
-    """Remove a file or an empty directory; False for a directory that is not empty."""
+def _remove_one(directory: int, name: bytes, *, is_directory: bool = False) -> bool:
+    """Remove a file or an empty directory; False for a directory that is not empty.
+
+    `is_directory` says what it probably is.
+    """
     for attempt in (1, 2):
         try:
             try:
-                os.unlink(name, dir_fd=directory)
-            except IsADirectoryError:
-                os.rmdir(name, dir_fd=directory)
+                (os.rmdir if is_directory else os.unlink)(name, dir_fd=directory)
+            except (IsADirectoryError, NotADirectoryError):
+                (os.unlink if is_directory else os.rmdir)(name, dir_fd=directory)
         except FileNotFoundError:
             return True
         except OSError as error:
@@ -273,13 +276,18 @@ def _empty(directory: int, name: bytes, top: int, moved: list[bytes], level: int
             raise mounted_on(name) from error
         raise
     with opened(fd):
-        for child in names_in(fd):
-            while not _remove_one(fd, child):
-                if level < _LEVELS:
-                    _empty(fd, child, top, moved, level + 1)
-                    continue
-                aside = os.fsencode(new_trash(Path()))
-                unlock(fd, child)
-                os.rename(child, aside, src_dir_fd=fd, dst_dir_fd=top)
-                moved.append(aside)
-                break
+        with os.scandir(fd) as found:
+            children = [
+                (os.fsencode(each.name), each.is_dir(follow_symlinks=False)) for each in found
+            ]
+        for child, is_directory in children:
+            is_gone = not is_directory and _remove_one(fd, child)
+            while not is_gone:
+                if level == _LEVELS:
+                    aside = os.fsencode(new_trash(Path()))
+                    unlock(fd, child)
+                    os.rename(child, aside, src_dir_fd=fd, dst_dir_fd=top)
+                    moved.append(aside)
+                    break
+                _empty(fd, child, top, moved, level + 1)
+                is_gone = _remove_one(fd, child, is_directory=is_directory)
