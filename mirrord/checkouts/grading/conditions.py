@@ -305,7 +305,8 @@ def _test_removed(change: Change, look: Look) -> str | None:
 def _test_weakened(change: Change, look: Look) -> str | None:
     if change.old is None or change.mode is None or not is_test(change.path):
         return None
-    before, after = look.before(change), change.data
+    old = look.before(change)
+    before, after = differing_part(change.data, old), differing_part(old, change.data)
     said = []
     for noun, pattern, sign in (
         ("tests", _TESTS, -1),
