@@ -25,11 +25,11 @@ NAMES = [
     b"sp ace", b"t\tab", b'q"uote', b"caf\xc3\xa9.txt", b"n\xff", b"back\\slash", b"-dash", b"new\nline",
     b"build", b"docs", b"src", b"__init__.py", b"h.drv", b"{x => y}", b"A" * 90,
 ]  # fmt: skip
-LINES = [b"def f(x):", b"    return x", b"", b"}", b"  pass  ", b"import os", b"class A:", b"$Id$", b"$Id: old $", b"\t z", b"a\rb", b"caf\xe9",
+LINES = [b"def f(x):", b"    return x", b"", b"}", b"  pass  ", b"import os", b"class A:", b"$Id$", b"$Id: old $", b"\t z", b"a\rb", b"caf\xe9", b"class Caf\xe9:", b"async def g(): \x0b",
          b"def " + b"long_" * 15 + b"   end():", *[b"x = %d" % n for n in range(40)], b"odd = 1 \x0c"]  # fmt: skip
 IGNORES = [b"*.o", b"!keep.o", b"build/", b"/docs", b"src/*", b"!src/b.py", b"**/x.o", b"e.*", b"[a-c]*", b"\\!x", b"doc?", b"!*/", b"#x", b"sp ace  ", b"sp\\ ace"]  # fmt: skip
 ATTRIBUTES = [b"*.txt text", b"* text=auto", b"*.crlf eol=crlf", b"*.crlf text eol=lf", b"*.id ident", b"*.bin binary", b"*.dat -diff", b"*.u16 working-tree-encoding=UTF-16",
-              b"*.drv diff=python", b"*.py diff", b"src/* -text", b"*.txt !text eol=crlf", b"[attr]odd text=auto eol=crlf", b"*.o odd", b"*.dat text=auto ident"]  # fmt: skip
+              b"*.drv diff=rust", b"*.py diff", b"*.py diff=python", b"* diff=python", b"src/* -text", b"*.txt !text eol=crlf", b"[attr]odd text=auto eol=crlf", b"*.o odd", b"*.dat text=auto ident"]  # fmt: skip
 
 
 class Tree:

@@ -2,14 +2,13 @@
 
 Headers, binary files that come or go, and exact renames are made here, hunks by libgit2. What
 neither can do raises NeedsGit with the reason: a modified binary file (git's delta), a deletion and
-an addition whose sizes leave room for a rename by content, a diff driver such as `diff=python`
-(whose text stands behind `@@`), and files over LARGE_BYTES.
+an addition whose sizes leave room for a rename by content, a diff driver such as `diff=rust`, whose
+rules choose the text behind `@@`, and files over LARGE_BYTES.
 """
 
 from __future__ import annotations
 
 import base64
-import re
 import stat
 import zlib
 from bisect import bisect_left
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ...git.attributes import Attributes
-from ...git.objects.hunks import count_lines, hunks
+from ...git.objects.hunks import DRIVERS, count_lines, hunks
 from ...git.objects.repository import Objects
 from ...git.objects.trees import TreeEntry
 from ..files.manifest import blob_id
@@ -32,8 +31,6 @@ _NO_FILE = b"/dev/null"
 _BINARY_LOOK_BYTES = 8000  # buffer_is_binary
 _CANDIDATES = 100  # of one blob, that find_identical_files looks at
 _LINE_BYTES = 52
-# xdiff's def_ff keeps a form feed at the end of the line behind `@@`, libgit2 does not
-_ODD_LINE_END = re.compile(rb"^[A-Za-z_$][^\n]*[\v\f][ \t\r]*$", re.MULTILINE)
 
 
 class NeedsGit(Exception):
@@ -185,18 +182,13 @@ class Renderer:
             return b"\n".join(lines)
         if self._is_binary(old, before) or self._is_binary(new, after):
             return b"\n".join(lines) + _binary(before, after)
-        if before and after:
-            self._must_be_plain(b.path, before)
+        driver = self._attributes.find(b.path).get("diff")
+        driver = driver if isinstance(driver, str) else None
+        if driver not in DRIVERS and before and after:
+            raise NeedsGit("driver")
         a_label, b_label = _label(a_name) if old else _NO_FILE, _label(b_name) if new else _NO_FILE
         head = b"%s--- %s\n+++ %s\n" % (b"\n".join(lines), a_label, b_label)
-        return head + hunks(before, after)
-
-    def _must_be_plain(self, path: bytes, before: bytes) -> None:
-        """Raise NeedsGit where libgit2 would print other text behind `@@`."""
-        if isinstance(self._attributes.find(path).get("diff"), str):
-            raise NeedsGit("driver")
-        if (b"\f" in before or b"\v" in before) and _ODD_LINE_END.search(before):
-            raise NeedsGit("form-feed")
+        return head + hunks(before, after, driver)
 
     def _is_binary(self, side: TreeEntry | New | None, data: bytes) -> bool:
         if side and stat.S_ISREG(side.mode):

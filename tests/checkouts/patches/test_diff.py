@@ -17,7 +17,7 @@ from mirrord.model import DiffFormat
 
 CASES = int(os.environ.get("MIRRORD_DIFF_CASES", "40"))
 """For each seed; thousands are for whoever changes the code."""
-REASONS = {None, "renames", "binary", "driver", "form-feed"}
+REASONS = {None, "renames", "binary", "driver"}
 
 
 def compare(tree: Tree) -> str | None:
@@ -71,7 +71,8 @@ def tree(tmp_path: Path) -> Tree:
         b"same/name": b"the same\n",
         b"other/name": b"the same\n",
         b"other/file": b"the same\n",
-        b".gitattributes": b"*.py diff=python\n",
+        b"a.rs": b"fn f() {\n" + b"    x();\n" * 9,
+        b".gitattributes": b"*.py diff=python\n*.rs diff=rust\n",
     }
     for path, content in files.items():
         made.put(path, content)
@@ -83,15 +84,16 @@ def tree(tmp_path: Path) -> Tree:
 @pytest.mark.parametrize(
     ("reason", "path", "content"),
     [
-        ("driver", b"a.py", b"def f():\n" + b"    x = 1\n" * 8 + b"    y = 2\n"),
-        ("form-feed", b"page", b"title \x0c\n" + b"  text\n" * 8 + b"  end\n"),
+        (None, b"a.py", b"def f():\n" + b"    x = 1\n" * 8 + b"    y = 2\n"),
+        (None, b"page", b"title \x0c\n" + b"  text\n" * 8 + b"  end\n"),
+        ("driver", b"a.rs", b"fn f() {\n" + b"    x();\n" * 8 + b"    y();\n"),
         ("binary", b"image", bytes(range(256)) * 8 + b"end"),
     ],
 )
 def test_what_git_alone_can_print_says_why(
-    tree: Tree, reason: str, path: bytes, content: bytes
+    tree: Tree, reason: str | None, path: bytes, content: bytes
 ) -> None:
-    """A driver's text behind `@@`, a blank that libgit2 takes away there, git's delta."""
+    """The text behind `@@` by the rules of most drivers, and git's delta."""
     tree.put(path, content)
     assert compare(tree) == reason
 
