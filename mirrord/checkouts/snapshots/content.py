@@ -119,6 +119,8 @@ def lay(layer: Path, tree: Path, owner: tuple[int, int], trash: TrashDirectory) 
             writer.finish_directory(
                 piece.path, permissions, piece.found.st_mtime_ns, piece.attributes
             )
+            if permissions & stat.S_IRWXU != stat.S_IRWXU:  # which opening it may have changed
+                os.chmod(layer / os.fsdecode(piece.path), permissions)
 
 
 def is_whiteout(found: os.stat_result) -> bool:
