@@ -15,13 +15,15 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from ...git.objects.trees import BaseTree
 from ..patches.change import Change
 
+T = TypeVar("T")
+
 _SYMLINK, _SUBMODULE = 0o120000, 0o160000
-_PARSED_BYTES = 256 * 1024
+_PARSED_BYTES, _MOST_DOTS = 128 * 1024, 100
 
 _TEST_PATH = re.compile(
     rb"(?:.*/)?(?:tests?|testing|__tests__|specs?|e2e|unittests?|test[_-]suite|src/test)/.*"
@@ -187,24 +189,34 @@ def _symlink_outside(change: Change, look: Look) -> str | None:
 
 
 def _sections(change: Change, look: Look, *names: str) -> str | None:
-    """A section of an INI file differs, or one whose name begins so."""
+    """A section of an INI file differs."""
 
-    def read(text: str) -> dict[str, Any]:
+    def read(text: str) -> configparser.RawConfigParser:
         parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
         parser.read_string(text)
-        return {name: dict(parser[name]) for name in parser.sections()}
+        return parser
 
-    return _differing(change, look, read, lambda found, name: found.get(name), names)
+    def pick(found: configparser.RawConfigParser, name: str) -> dict[str, str] | None:
+        return dict(found[name]) if found.has_section(name) else None
+
+    return _differing(change, look, read, pick, names)
 
 
 def _tables(change: Change, look: Look, *names: str) -> str | None:
     """A table of a TOML file differs, or an array or value with that dotted name."""
-    return _differing(change, look, tomllib.loads, _dig, names)
+    return _differing(change, look, _read_toml, _dig, names)
+
+
+def _read_toml(text: str) -> Any:
+    # tomllib (3.11) needs the square of the parts of a dotted key
+    if any(line.count(".") > _MOST_DOTS for line in text.splitlines()):
+        raise ValueError("a key has too many parts")
+    return tomllib.loads(text)
 
 
 def _keys(change: Change, look: Look, *names: str) -> str | None:
     """A member of a JSON object differs."""
-    return _differing(change, look, json.loads, _dig, names)
+    return _differing(change, look, lambda text: json.loads(text or "{}"), _dig, names)
 
 
 def _dig(found: Any, name: str) -> Any:
@@ -216,27 +228,20 @@ def _dig(found: Any, name: str) -> Any:
 def _differing(
     change: Change,
     look: Look,
-    read: Callable[[str], Any],
-    pick: Callable[[Any, str], Any],
+    read: Callable[[str], T],
+    pick: Callable[[T, str], Any],
     names: tuple[str, ...],
 ) -> str | None:
     if change.mode == _SYMLINK:
         return "becomes a symbolic link"
+    before, after = look.before(change), change.data
+    if max(len(before), len(after)) > _PARSED_BYTES:
+        return "too long to be read"
     try:
-        before, after = (
-            read(data.decode()) if data else {}
-            for data in map(_bounded, (look.before(change), change.data))
-        )
-        changed = [name for name in names if pick(before, name) != pick(after, name)]
+        old, new = read(before.decode()), read(after.decode())
+        return ", ".join(name for name in names if pick(old, name) != pick(new, name)) or None
     except (ValueError, configparser.Error, RecursionError, AttributeError):
         return "cannot be read"
-    return ", ".join(changed) or None
-
-
-def _bounded(data: bytes) -> bytes:
-    if len(data) > _PARSED_BYTES:
-        raise ValueError("too long to be read")
-    return data
 
 
 # -- modules --------------------------------------------------------------------------------------

@@ -24,11 +24,11 @@ from ..patches.worktree import Worktree
 from ..stores.store import CONFIG
 from .conditions import Look
 from .rules import RuleBook
-from .steering import iter_findings, noted
+from .steering import cut, iter_findings, noted
 
 LOOKED_AT = 5_000
 NAMED = 3
-"""Of what one rule finds; the rest is counted."""
+"""Findings of one rule; an ignored directory may hold thousands."""
 _CONFIG_BYTES = 64 * 1024
 _SETTINGS = re.compile(
     rb"^[ \t]*(?:\[[ \t]*(?:filter|include|includeif|alias|diff|merge|url|credential)\b"
@@ -45,16 +45,11 @@ def find_leftovers(
     with tree.owner:
         found = [*_in_git_directory(tree.reader, tree.owner, book)]
         files = list(islice(_iter_files(tree.reader, changed), LOOKED_AT))
-    by_rule: dict[str, dict[str, Steering]] = {}
+    seen: dict[tuple[str, str], Steering] = {}
     for path, status in files:  # as the daemon: the owner may not read the mirror
         for each in _judged(path, status, look, book):
-            by_rule.setdefault(each.rule, {})[each.path] = each
-    for some in by_rule.values():
-        found += list(some.values())[:NAMED]
-        if len(some) > NAMED:  # as an ignored directory may have
-            last, more = found.pop(), f", and {len(some) - NAMED:,} more"
-            found.append(Steering(**{**vars(last), "detail": last.detail + more}))
-    return found
+            seen[each.rule, each.path] = each
+    return [*found, *cut(seen.values(), NAMED)]
 
 
 def _iter_files(

@@ -18,6 +18,9 @@ from ..templates.layers import parents
 from .conditions import CONDITIONS, Look
 from .rules import Rule, RuleBook
 
+NAMED = 100
+"""Findings of one rule in an answer; the rest is counted."""
+
 Action = Literal["applied", "dropped", "restored", "left", "refused"]
 _ACTIONS: dict[Policy, Action] = {
     Policy.REPORT: "applied",
@@ -90,10 +93,10 @@ def judge(look: Look, book: RuleBook, policies: Policies, left: Iterable[Steerin
             steering.append(noted(book.named("displaced"), path, "dropped"))
             gone.add(path)
     steering += left
-    if any(found.action == "refused" for found in steering):
-        raise _refusal(steering)
+    if refused := [found for found in steering if found.action == "refused"]:
+        raise _refusal(refused, cut(steering, NAMED))
     kept = [change for path, change in look.changes.items() if path not in gone]
-    return Judged(kept, sorted(gone), steering)
+    return Judged(kept, sorted(gone), cut(steering, NAMED))
 
 
 class _Places:
@@ -122,12 +125,7 @@ def iter_findings(book: RuleBook, change: Change, look: Look) -> Iterator[tuple[
             yield rule, detail
 
 
-def noted(
-    rule: Rule,
-    path: bytes,
-    action: Action,
-    detail: str = "",
-) -> Steering:
+def noted(rule: Rule, path: bytes, action: Action, detail: str = "") -> Steering:
     name = printable(path)
     return Steering(rule=rule.name, kind=rule.kind, path=name, action=action, detail=detail)
 
@@ -136,8 +134,20 @@ def printable(path: bytes) -> str:
     return path.decode(errors="backslashreplace")
 
 
-def _refusal(steering: list[Steering]) -> SteeringRefusedError:
-    refused = [found for found in steering if found.action == "refused"]
+def cut(steering: Iterable[Steering], most: int) -> list[Steering]:
+    """At most so many findings of one rule; the last of them has the number of the others."""
+    by_rule: dict[str, list[Steering]] = {}
+    for each in steering:
+        by_rule.setdefault(each.rule, []).append(each)
+    for some in by_rule.values():
+        if (more := len(some) - most) > 0:
+            last = some[most - 1]
+            detail = f"{last.detail}, and {more:,} more".removeprefix(", ")
+            some[most - 1 :] = [Steering(**{**vars(last), "detail": detail})]
+    return [each for some in by_rule.values() for each in some]
+
+
+def _refusal(refused: list[Steering], steering: list[Steering]) -> SteeringRefusedError:
     names = sorted({f"{found.path} ({found.rule})" for found in refused})
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return SteeringRefusedError(

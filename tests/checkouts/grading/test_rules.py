@@ -359,6 +359,33 @@ def test_a_refusal_names_everything(lab: Lab) -> None:
     assert sorted(each["action"] for each in listed) == ["applied"] + ["refused"] * 7
 
 
+def test_findings_are_cut_and_counted(lab: Lab) -> None:
+    """An agent that plants thousands of files makes no answer of megabytes."""
+    changes = [lab.change(f"d{n:04}/conftest.py", "x") for n in range(1500)]
+    judged = lab.judge(*changes, policies=Policies(Policy.DROP, {}))
+    assert (len(judged.steering), len(judged.dropped)) == (100, 1500)
+    assert judged.steering[-1].detail == "and 1,400 more"
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("pyproject.toml", "a." * 60_000 + "b = 1\n"),
+        ("pyproject.toml", "a = " + "[" * 50_000 + "\n"),
+        ("pyproject.toml", "a = " + "9" * 100_000 + "\n"),
+        ("package.json", "[" * 100_000),
+        ("setup.cfg", "x" * 200_000),
+        ("setup.cfg", "[DEFAULT]\n" + "".join(f"k{n}=\n" for n in range(9000)) + "".join(f"[s{n}]\n" for n in range(9000))),
+        ("src/pkg/core.py", " " * 300_000 + "def x"),
+        ("src/pkg/core.py", "\n" * 300_000 + "pytest_plugins" * 20_000),
+        ("tests/test_core.py", "expect" * 50_000 + " " * 300_000),
+    ],
+)  # fmt: skip
+@pytest.mark.timeout(20)
+def test_hostile_files_cost_little(lab: Lab, path: str, content: str) -> None:
+    lab.rules(path, content)
+
+
 def test_an_own_rule_has_its_policy_unless_the_request_says_another(lab: Lab) -> None:
     book = RuleBook([own_rule("docs", ["docs/**"], Policy.DROP)])
     change = lab.change("docs/conf.py", "x = 1\n")
