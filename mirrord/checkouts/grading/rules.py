@@ -211,6 +211,7 @@ class RuleBook:
     def __init__(self, own: Iterable[Rule] = ()) -> None:
         self.rules = (*RULES, *own)
         self._by_name = {rule.name: rule for rule in reversed(self.rules)}
+        self._places = {name: place for place, name in enumerate(reversed(self._by_name))}
         self._for_all = [rule for rule in self.rules if rule.paths == ("**",)]
         self._by_ending: dict[bytes, list[Rule]] = {}
         others: list[tuple[Rule, list[str]]] = []
@@ -224,6 +225,10 @@ class RuleBook:
 
     def named(self, name: str) -> Rule:
         return self._by_name[name]
+
+    def place(self, name: str) -> int:
+        """Where a rule is in the table."""
+        return self._places[name]
 
     def matching(self, path: bytes) -> Iterator[Rule]:
         """The rules whose paths a path matches; their conditions remain to be judged."""

@@ -92,7 +92,7 @@ def judge(look: Look, book: RuleBook, policies: Policies, left: Iterable[Steerin
         if path not in gone and back.are_hindered_by(change):
             steering.append(noted(book.named("displaced"), path, "dropped"))
             gone.add(path)
-    steering += left
+    steering = sorted([*steering, *left], key=lambda found: book.place(found.rule))
     if refused := [found for found in steering if found.action == "refused"]:
         raise _refusal(refused, cut(steering, NAMED))
     kept = [change for path, change in look.changes.items() if path not in gone]
