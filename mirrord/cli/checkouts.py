@@ -171,7 +171,7 @@ def apply(
     patch: PatchArgument,
     reverse: Annotated[bool, Option("--reverse", "-R", help="Apply it in reverse.")] = False,
     strategy: Annotated[
-        ApplyStrategy, Option(help="As git apply takes patches, or as graders of model output do.")
+        ApplyStrategy, Option(help="How it may apply: as git does, or as SWE-bench's graders do.")
     ] = ApplyStrategy.EXACT,
 ) -> None:
     """Applies all of it or nothing.
