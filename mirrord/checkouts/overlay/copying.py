@@ -21,7 +21,8 @@ from ...host.files import find_stat, names_in, open_beneath, open_directory, ope
 from ..backend import Taken
 from ..files.reader import TreeReader
 from ..snapshots.content import is_whiteout
-from ..snapshots.copy import HIDDEN, Piece, Pieces, Where, copy_layer, hidden_by
+from ..snapshots.copy import copy_layer
+from ..snapshots.pieces import HIDDEN, Piece, Pieces, Where, hidden_by
 from ..templates.layers import parents
 from .changes import open_tree, read_layer
 

@@ -13,7 +13,8 @@ from ..backend import Taken
 from ..files.manifest import Manifest
 from ..files.reader import TreeReader, open_top
 from ..files.scan import is_control, scan
-from ..snapshots.copy import HIDDEN, Piece, Pieces, Where, copy_layer, hidden_by
+from ..snapshots.copy import copy_layer
+from ..snapshots.pieces import HIDDEN, Piece, Pieces, Where, hidden_by
 from ..templates.layers import parents
 from .worktree import PoolPaths, has_top
 
