@@ -67,7 +67,7 @@ class Tree:
         """Run `git add --all`; answers why it failed."""
         command = ["git", "add", "--all"]
         done = subprocess.run(command, cwd=self.path, env=ENV, capture_output=True, check=False)
-        return done.stderr.decode() if done.returncode else None
+        return done.stderr.decode(errors="replace") if done.returncode else None
 
     def clean(self) -> None:
         for each in self.path.iterdir():

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ...git.attributes import Attributes
+from ...git.attributes import Attributes, State
 from ...git.objects.hunks import DRIVERS, count_lines, hunks
 from ...git.objects.repository import Objects
 from ...git.objects.trees import TreeEntry
@@ -149,7 +149,7 @@ class Renderer:
     def _measure(self, old: TreeEntry | None, new: New | None) -> FileStat:
         before, after = self._read(old), new.data if new else b""
         name = stat_name(*(side.path for side in (old or new, new or old) if side))
-        if self._is_binary(old, before) or self._is_binary(new, after):
+        if _is_binary(self._state_of(old), before) or _is_binary(self._state_of(new), after):
             sizes = (0, 0) if before == after else (len(after), len(before))
             return FileStat(name, True, *sizes)
         return FileStat(name, False, *count_lines(before, after))
@@ -180,22 +180,21 @@ class Renderer:
         before, after = self._read(old), new.data if new else b""
         if before == after:  # an empty file
             return b"\n".join(lines)
-        if self._is_binary(old, before) or self._is_binary(new, after):
+        state = self._state_of(b)  # and of `a`: a rename was exact
+        if _is_binary(state, before) or _is_binary(state, after):
             return b"\n".join(lines) + _binary(before, after)
-        driver = self._attributes.find(b.path).get("diff")
-        driver = driver if isinstance(driver, str) else None
+        driver = state if isinstance(state, str) else None
         if driver not in DRIVERS and before and after:
             raise NeedsGit("driver")
         a_label, b_label = _label(a_name) if old else _NO_FILE, _label(b_name) if new else _NO_FILE
         head = b"%s--- %s\n+++ %s\n" % (b"\n".join(lines), a_label, b_label)
         return head + hunks(before, after, driver)
 
-    def _is_binary(self, side: TreeEntry | New | None, data: bytes) -> bool:
-        if side and stat.S_ISREG(side.mode):
-            state = self._attributes.find(side.path).get("diff")
-            if isinstance(state, bool):
-                return not state
-        return data.find(b"\0", 0, _BINARY_LOOK_BYTES) >= 0
+    def _state_of(self, side: TreeEntry | New | None) -> State:
+        """The attribute `diff` of a file; a link or a submodule has none."""
+        if side is None or not stat.S_ISREG(side.mode):
+            return None
+        return self._attributes.find(side.path).get("diff")
 
     def _read(self, old: TreeEntry | None) -> bytes:
         if old is None:
@@ -205,6 +204,12 @@ class Renderer:
         if self._objects.blob_size(old.oid) > LARGE_BYTES:
             raise NeedsGit("size")
         return self._objects.read_blob(old.oid)
+
+
+def _is_binary(state: State, data: bytes) -> bool:
+    if isinstance(state, bool):
+        return not state
+    return data.find(b"\0", 0, _BINARY_LOOK_BYTES) >= 0
 
 
 def _label(name: bytes) -> bytes:

@@ -79,10 +79,9 @@ def _whole(text: bytes, sign: bytes) -> bytes:
     count = _lines(text)
     span = b"1" if count == 1 else b"1,%d" % count
     head = b"@@ -%s +0,0 @@\n" % span if sign == b"-" else b"@@ -0,0 +%s @@\n" % span
-    body = sign + text.replace(b"\n", b"\n" + sign)
-    if text.endswith(b"\n"):
-        return head + body[:-1]
-    return head + body + b"\n\\ No newline at end of file\n"
+    end = b"\n" if text.endswith(b"\n") else b"\n\\ No newline at end of file\n"
+    body = text.removesuffix(b"\n").replace(b"\n", b"\n" + sign)
+    return b"".join((head, sign, body, end))
 
 
 def _lines(text: bytes) -> int:
