@@ -202,6 +202,7 @@ class Fork(Operation):
 
     name = "fork (overlay)"
     backend = "overlay"
+    verb = "fork"
 
     def __init__(self, lab: Lab) -> None:
         super().__init__(lab)
@@ -209,7 +210,7 @@ class Fork(Operation):
         (Path(self._parent["path"]) / "work").write_text("one\n")
 
     def run(self) -> None:
-        self.lab.call("POST", f"checkouts/{self._parent['id']}/fork", {})
+        self.lab.call("POST", f"checkouts/{self._parent['id']}/{self.verb}", {})
 
     def outcome(self) -> str:
         must_be_usable(self.lab, self._parent)
@@ -231,6 +232,11 @@ class Fork(Operation):
 class PoolFork(Fork):
     name = "fork (pool)"
     backend = "pool"
+
+
+class Grade(Fork):
+    name = "grade (overlay)"
+    verb = "grade"
 
 
 class Release(Operation):

@@ -8,6 +8,7 @@ from .on_catalog import Migration
 from .on_checkouts import (
     Checkout,
     Fork,
+    Grade,
     PoolCheckout,
     PoolFork,
     PoolRelease,
@@ -28,5 +29,5 @@ OPERATIONS: tuple[type[Operation], ...] = (
     FirstClone, Sync, Pin, Unpin, Import, DatasetRemoval, Maintenance, Heal, BundleCreation, BundleImport, BundleOfMore,
     QuickAudit, ClosureAudit, ContentAudit, Migration,
     Checkout, WarmCheckout, PoolCheckout, PoolTree, Reset, PoolReset, Release, PoolRelease,
-    Fork, PoolFork, Snapshot, RollBack, PoolRollBack, MirrorRemoval,
+    Fork, PoolFork, Grade, Snapshot, RollBack, PoolRollBack, MirrorRemoval,
 )  # fmt: skip

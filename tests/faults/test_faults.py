@@ -35,6 +35,8 @@ _STEPS = (
     ("tree creation (pool)", "`checkouts/*/tree` made"),
     ("reset (overlay)", "`leases/*/resetting.json` in place"),
     ("reset (overlay)", "`leases/*/layer` in place"),
+    ("grade (overlay)", "`leases/*/lease.json` in place"),
+    ("grade (overlay)", "`templates/.layers/*` made"),
     ("release (overlay)", "`leases/.trash-*` in place"),
 )
 _CHILDREN = (("sync", "git fetch"), ("maintenance", "git repack"), ("template build", "worker"))
