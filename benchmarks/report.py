@@ -17,9 +17,10 @@ Making room again (removing the rival's worktree, releasing the checkout) is out
 its goal is told in [limits.md](limits.md).
 
 What a rollout asks for (`make bench REPO=… BENCH_ARGS='--ext4 --cases rollouts'`) is measured on an ext4 with a journal, in a
-file. Both sides start each round clean and write the change anew; each patch is compared with git's. A whole turn is: checkout,
-write, diff, grade, release of the grade, reset, release. In the crowd all tasks share one `AsyncClient`, which writes the files
-itself, on the same processors; every few seconds git has the machine instead, with a process for each processor.
+file. Both sides start each round clean, with nothing left to remove, and write the change anew; each patch is compared with
+git's. A whole turn is: checkout, write, diff, grade, release of the grade, reset, release. In the crowd all tasks share one
+`AsyncClient`, which writes the files itself, on the same processors; every few seconds git has the machine instead, with a
+process for each processor. There the time for removing is inside the time of both.
 """
 
 

@@ -75,16 +75,18 @@ class Rollouts:
         with self._daemon.client() as client, client.checkout(self.instance) as checkout:
             self._compare(
                 Row(f"diff, {change.name}", "git add --all, git diff", 10, most_ms),
-                timed(lambda: rewrite(checkout, change), checkout.diff, expected),
-                timed(lambda: self._dirty(change), lambda: self._git.diff(self._clone), expected),
+                self._timed(lambda: rewrite(checkout, change), checkout.diff, expected),
+                self._timed(
+                    lambda: self._dirty(change), lambda: self._git.diff(self._clone), expected
+                ),
             )
 
     def apply(self) -> None:
         with self._daemon.client() as client, client.checkout(self.instance) as checkout:
             self._compare(
                 Row(f"apply, {self._usual.name}", "git apply"),
-                timed(checkout.reset, lambda: checkout.apply(self._patch)),
-                timed(
+                self._timed(checkout.reset, lambda: checkout.apply(self._patch)),
+                self._timed(
                     lambda: self._dirty(NOTHING),
                     lambda: self._git.apply(self._clone, self._patch),
                 ),
@@ -111,28 +113,28 @@ class Rollouts:
             stash = self._git.stash(self._clone)
             self._compare(
                 Row(f"fork, {change}", "git worktree add, git apply", most_ms=6),
-                timed(release, lambda: forks.append(checkout.fork())),
+                self._timed(release, lambda: forks.append(checkout.fork())),
                 self._worktree(self._patch),
                 _TURNS,
             )
             self._compare(
                 Row(f"snapshot, {change}", "git add --all, git stash create", most_ms=6),
-                timed(
+                self._timed(
                     lambda: checkout.remove_snapshot("again"), lambda: checkout.snapshot("again")
                 ),
-                timed(lambda: self._dirty(self._usual), lambda: self._git.stash(self._clone)),
+                self._timed(lambda: self._dirty(self._usual), lambda: self._git.stash(self._clone)),
             )
             self._compare(
                 Row(f"roll-back, {change}", "git reset --hard, clean, stash apply", most_ms=6),
-                timed(lambda: more.write(checkout.path), lambda: checkout.reset(to="kept")),
-                timed(
+                self._timed(lambda: more.write(checkout.path), lambda: checkout.reset(to="kept")),
+                self._timed(
                     lambda: more.write(self._clone),
                     lambda: self._git.roll_back(self._clone, stash),
                 ),
             )
             self._compare(
                 Row(f"8 forks of a snapshot, {change}", "git worktree add, git apply, 8 times"),
-                timed(release, fork_eight),
+                self._timed(release, fork_eight),
                 lambda: sum(self._worktree(self._patch)() for _ in range(8)),
                 _TURNS,
             )
@@ -156,7 +158,7 @@ class Rollouts:
 
             self._compare(
                 Row(f"grade, {self._usual.name}", "git worktree add, git apply twice", most_ms=15),
-                timed(release, lambda: grades.append(checkout.grade())),
+                self._timed(release, lambda: grades.append(checkout.grade())),
                 self._worktree(self._patch, self._tests),
                 _TURNS,
             )
@@ -179,8 +181,8 @@ class Rollouts:
                     "git worktree add twice, add, diff, apply twice, reset, clean, worktree remove",
                     goal=15,
                 ),
-                timed(lambda: None, ours),
-                timed(lambda: None, self._git_turn),
+                self._timed(lambda: None, ours),
+                self._timed(lambda: None, self._git_turn),
                 _TURNS,
             )
 
@@ -209,6 +211,29 @@ class Rollouts:
 
         return theirs
 
+    def _timed(
+        self,
+        prepare: Callable[[], object],
+        work: Callable[[], object],
+        expected: bytes | None = None,
+    ) -> Callable[[], float]:
+        """A round: its seconds without the preparation, and what that leaves the daemon to remove.
+
+        A patch must be the expected one.
+        """
+
+        def once() -> float:
+            prepare()
+            while self._daemon.has_trash():
+                time.sleep(0.005)
+            began = time.perf_counter()
+            answer = work()
+            took = time.perf_counter() - began
+            assert expected is None or answer == expected
+            return took
+
+        return once
+
     def _dirty(self, change: Change) -> None:
         self._git.reset_and_clean(self._clone)
         change.write(self._clone)
@@ -221,19 +246,3 @@ class Rollouts:
 def rewrite(checkout: Checkout, change: Change) -> None:
     checkout.reset()
     change.write(checkout.path)
-
-
-def timed(
-    prepare: Callable[[], object], work: Callable[[], object], expected: bytes | None = None
-) -> Callable[[], float]:
-    """A round: its seconds without the preparation; a patch must be the expected one."""
-
-    def once() -> float:
-        prepare()
-        began = time.perf_counter()
-        answer = work()
-        took = time.perf_counter() - began
-        assert expected is None or answer == expected
-        return took
-
-    return once
