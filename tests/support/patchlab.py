@@ -60,6 +60,8 @@ def random_text(random: Random) -> bytes:
         for _ in range(random.choice([0, 1, 2, 3, 5, 8, 20, 60]))
     ]
     text = b"\n".join(lines) + (b"\n" if lines and random.random() < 0.85 else b"")
+    if random.random() < 0.05:  # git calls it binary
+        text = b"\0" + text
     return text.replace(b"\n", b"\r\n") if random.random() < 0.08 else text
 
 
