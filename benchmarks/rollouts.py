@@ -102,26 +102,29 @@ class Rollouts:
             while forks:
                 forks.pop().release()
 
+        def changed_anew() -> None:  # a copy of what did not change since the last one is shared
+            release()
+            for again in [each for each in checkout.snapshots() if each.name != "kept"]:
+                checkout.remove_snapshot(again.name)
+            rewrite(checkout, self._usual)
+
         def fork_eight() -> None:
             forks.extend(checkout.fork(snapshot="kept") for _ in range(8))
 
         with self._daemon.client() as client, client.checkout(self.instance) as checkout:
             rewrite(checkout, self._usual)
             checkout.snapshot("kept")
-            checkout.snapshot("again")
             self._dirty(self._usual)
             stash = self._git.stash(self._clone)
             self._compare(
                 Row(f"fork, {change}", "git worktree add, git apply", most_ms=6),
-                self._timed(release, lambda: forks.append(checkout.fork())),
+                self._timed(changed_anew, lambda: forks.append(checkout.fork())),
                 self._worktree(self._patch),
                 _TURNS,
             )
             self._compare(
                 Row(f"snapshot, {change}", "git add --all, git stash create", most_ms=6),
-                self._timed(
-                    lambda: checkout.remove_snapshot("again"), lambda: checkout.snapshot("again")
-                ),
+                self._timed(changed_anew, lambda: checkout.snapshot("again")),
                 self._timed(lambda: self._dirty(self._usual), lambda: self._git.stash(self._clone)),
             )
             self._compare(
