@@ -6,7 +6,6 @@ not exist.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -32,7 +31,7 @@ from ..git.command import Git
 from ..git.workers import Workers
 from ..host.namespaces import Visible
 from ..host.peers import Access, Owners, Peer
-from ..host.pidfds import Process, ProcessWatch, process_gone
+from ..host.pidfds import Process
 from ..host.processes import Owner
 from ..host.trash import Trash
 from ..jobs.events import Events
@@ -40,7 +39,6 @@ from ..mirrors.service import Mirrors
 from ..model import (
     ApplyStrategy,
     Backend,
-    Bind,
     CheckoutId,
     DiffFormat,
     History,
@@ -49,12 +47,14 @@ from ..model import (
     utc_now,
 )
 from .admission import Admission
+from .answers import copied, members, shown_snapshot
 from .backend import CheckoutBackend
+from .expiry import Expiry
 from .forks import Forks
 from .grading.prepare import AgentTree, ModelPatch, Prepared
 from .grading.service import Grading, lease_facts
 from .grading.steering import Policies
-from .leases import Lease, Leases, LeaseState, Snapshot, not_found
+from .leases import Lease, Leases, LeaseState, not_found
 from .lifecycle import Lifecycle
 from .patches.service import DiffAnswer, Patches
 from .pool.backend import PoolBackend
@@ -62,11 +62,6 @@ from .receipts import Receipts, report
 from .resolve import ResolvedRequest, Resolver
 from .snapshots.layers import Layers
 from .stores.builder import StoreBuilder
-
-_SHOWN = (
-    *("id", "commit", "tree", "instance", "history", "view", "backend"),
-    *("owner_uid", "owner_gid", "taken_by", "created_at", "expires_at", "parent"),
-)
 
 _RESOLVED = ("mirror", "commit", "tree", "instance", "dataset")
 _OF_GRADE = ("backend", "ttl", "owner", "bind")
@@ -123,30 +118,26 @@ class Checkouts:
         self._forks = Forks(self._leases, self._layers, self._lifecycle)
         self._admission = Admission(settings, access, self._leases, has_overlay=bool(overlay))
         self._closing = False
-        self._process_ended = asyncio.Event()
-        self._processes = ProcessWatch(self._process_ended.set)
-        self._expiring: asyncio.Task[None] | None = None
+        self._expiry = Expiry(self._leases, self._lifecycle, trash, self._publish, clock)
 
     async def open(self) -> None:
         """Adopt the leases of an earlier daemon; end those whose process has ended meanwhile."""
         await self._lifecycle.open()
-        for lease in self._leases:
-            if lease.bound_to:
-                self._processes.hold(lease.bound_to)
-        await self.expire()
-        self._expiring = asyncio.get_running_loop().create_task(self._expire_when_processes_end())
+        await self._expiry.open()
 
     async def close(self) -> None:
         """Refuse new work. Checkouts stay as they are."""
         self._closing = True
-        if self._expiring:
-            self._expiring.cancel()
-        self._processes.keep_only(())
+        self._expiry.close()
         await self._lifecycle.close()
 
     @property
     def count(self) -> int:
         return len(self._leases)
+
+    async def expire(self) -> int:
+        """Release idle checkouts that are over; answers how many."""
+        return await self._expiry.expire()
 
     @property
     def backend(self) -> Backend:
@@ -173,7 +164,7 @@ class Checkouts:
         lease, timings = await self._begin(admitted, found)
         timings = {"resolve": resolved_s, **timings, "total": round(time.perf_counter() - began, 6)}
         self._publish("checkout.made", lease, duration_s=timings["total"])
-        return protocol.Checkout(**_members(lease, timings))
+        return protocol.Checkout(**members(lease, timings))
 
     async def grade(
         self,
@@ -237,7 +228,7 @@ class Checkouts:
         counts["steering"] = len(prepared.steering)
         self._publish("checkout.graded", lease, duration_s=timings["total"], **counts)
         return protocol.Grade(
-            **_members(lease, timings),
+            **members(lease, timings),
             strategy=prepared.strategy,
             changed=prepared.changed,
             dropped=prepared.dropped,
@@ -281,7 +272,7 @@ class Checkouts:
         facts = {"parent": parent.id, "snapshot": request.snapshot, "files": source.files}
         self._publish("checkout.forked", lease, duration_s=timings["total"], **facts)
         return protocol.Fork(
-            **_members(lease, timings), snapshot=request.snapshot, copied=_copied(source)
+            **members(lease, timings), snapshot=request.snapshot, copied=copied(source)
         )
 
     async def snapshot(
@@ -295,12 +286,12 @@ class Checkouts:
         duration_s = round(time.perf_counter() - began, 6)
         facts = {"snapshot": made.name, "files": made.files}
         self._publish("snapshot.made", lease, duration_s=duration_s, **facts)
-        return _shown(lease, made)
+        return shown_snapshot(lease, made)
 
     async def list_snapshots(self, checkout: str, peer: Peer) -> list[protocol.Snapshot]:
         """Those of a checkout, oldest first."""
         lease = self._get(checkout, peer)
-        return [_shown(lease, each) for each in lease.snapshots]
+        return [shown_snapshot(lease, each) for each in lease.snapshots]
 
     async def remove_snapshot(self, checkout: str, name: str, peer: Peer) -> None:
         async with self._held(checkout, peer) as lease:
@@ -327,7 +318,7 @@ class Checkouts:
         else:
             named = {"snapshot": request.to, **counts}
             self._publish("checkout.rolled_back", lease, duration_s=duration_s, **named)
-        return protocol.ResetAnswer(**_members(lease, {"total": duration_s}), proof=proof)
+        return protocol.ResetAnswer(**members(lease, {"total": duration_s}), proof=proof)
 
     async def renew(
         self, checkout: str, request: protocol.RenewCheckout, peer: Peer
@@ -338,7 +329,7 @@ class Checkouts:
             lease = replace(lease, expires_at=expires_at)
             await anyio.to_thread.run_sync(self._leases.prepare, lease)  # flushed: see leases.py
             self._leases.put(lease)
-        return protocol.Checkout(**_members(lease, {}))
+        return protocol.Checkout(**members(lease, {}))
 
     async def release(self, checkout: str, peer: Peer) -> None:
         """End a lease. The checkout is gone at once; its files are deleted in the background."""
@@ -348,12 +339,12 @@ class Checkouts:
         await self._trash.keep_up()
 
     async def get(self, checkout: str, peer: Peer) -> protocol.Checkout:
-        return protocol.Checkout(**_members(self._get(checkout, peer), {}))
+        return protocol.Checkout(**members(self._get(checkout, peer), {}))
 
     async def list(self, peer: Peer) -> list[protocol.Checkout]:
         """The checkouts that the peer owns or took, oldest first; all for an administrator."""
         seen = (lease for lease in self._leases if self._admission.may_see(lease, peer))
-        return [protocol.Checkout(**_members(lease, {})) for lease in seen]
+        return [protocol.Checkout(**members(lease, {})) for lease in seen]
 
     def must_be_usable(self, checkout: str, peer: Peer) -> None:
         """Raise what `diff` and `apply` would raise at once."""
@@ -419,7 +410,7 @@ class Checkouts:
             )
         facts = {"files": len(paths), "reverse": reverse, "strategy": str(found)}
         self._publish("checkout.patched", lease, **facts)
-        return protocol.ApplyAnswer(**_members(lease, {}), strategy=found)
+        return protocol.ApplyAnswer(**members(lease, {}), strategy=found)
 
     async def restore(
         self, checkout: str, peer: Peer, request: protocol.RestorePaths
@@ -431,39 +422,7 @@ class Checkouts:
         self._publish("checkout.restored", lease, files=len(paths))
         return protocol.RestoreAnswer(paths=paths)
 
-    # -- the end of leases -------------------------------------------------------------------------
-
-    async def expire(self) -> int:
-        """Release idle checkouts that are past their deadline, or have outlived their process;
-        answers how many.
-        """
-        if self._closing:
-            return 0
-        self._processes.keep_only({lease.bound_to for lease in self._leases if lease.bound_to})
-
-        def is_over(lease: Lease) -> bool:
-            is_orphaned = lease.bound_to is not None and lease.bound_to not in self._processes
-            return is_orphaned or lease.expires_at <= self._clock()
-
-        count = 0
-        for lease in filter(is_over, self._leases):
-            if self._lifecycle.is_locked(lease.id):
-                continue
-            async with self._lifecycle.locked(lease.id):
-                current = self._leases.find(lease.id)
-                if current is None or not is_over(current):
-                    continue
-                self._lifecycle.end(current)
-            self._publish("checkout.expired", current)
-            await self._trash.keep_up()
-            count += 1
-        return count
-
-    async def _expire_when_processes_end(self) -> None:
-        while True:
-            await self._process_ended.wait()
-            self._process_ended.clear()
-            await self.expire()
+    # -- new leases -------------------------------------------------------------------------------
 
     async def _admit(
         self, request: protocol.StartCheckout, peer: Peer, process: Process | None
@@ -505,12 +464,7 @@ class Checkouts:
         """Make a checkout, which ends with `process`, if one is given."""
         lease, timings = await self._lifecycle.make(draft, backends)
         if process is not None:
-            try:
-                if not self._processes.hold(process):  # it ended meanwhile
-                    raise process_gone(process.pid)
-            except BaseException:
-                self._lifecycle.end(lease)
-                raise
+            self._expiry.bind(lease, process)
         return lease, timings
 
     async def _base_of(
@@ -560,21 +514,6 @@ class Checkouts:
         self._events.publish(name, checkout=lease.id, **fields)
 
 
-def _copied(snapshot: Snapshot) -> protocol.Copied:
-    names = ("taken_at", "files", "size_bytes", "left_out", "git")
-    return protocol.Copied(**{name: getattr(snapshot, name) for name in names})
-
-
-def _shown(lease: Lease, snapshot: Snapshot) -> protocol.Snapshot:
-    return protocol.Snapshot(
-        name=snapshot.name,
-        checkout=lease.id,
-        commit=snapshot.commit,
-        instance=snapshot.instance,
-        copied=_copied(snapshot),
-    )
-
-
 def _must_be_whole(lease: Lease) -> None:
     """The tree is its commit's, or its owner's work on it."""
     if lease.state is LeaseState.RESETTING:
@@ -582,13 +521,3 @@ def _must_be_whole(lease: Lease) -> None:
             f"cannot work on checkout {lease.id}: its last reset failed half-way",
             hint="reset it again, or release it",
         )
-
-
-def _members(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
-    return {name: getattr(lease, name) for name in _SHOWN} | {
-        "path": f"{lease.directory}/tree",
-        "directory": str(lease.directory),
-        "mirror": str(lease.mirror),
-        "bind": Bind.PROCESS if lease.bound_to else Bind.LEASE,
-        "timings": timings,
-    }
