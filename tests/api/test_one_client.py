@@ -180,6 +180,10 @@ def test_what_is_released_goes_while_diffs_of_its_user_hang(house: tuple[Daemon,
         assert select.select(hanging, [], [], 0)[0] == []
 
 
+def abandoned(running: Daemon) -> list[int]:
+    return [line["uid"] for line in running.log_lines if line["event"] == "request.abandoned"]
+
+
 def test_a_diff_ends_with_its_client(house: tuple[Daemon, Upstream]) -> None:
     """Its worker is gone, and the checkout can be reset at once."""
     running, _ = house
@@ -187,9 +191,8 @@ def test_a_diff_ends_with_its_client(house: tuple[Daemon, Upstream]) -> None:
         [worker] = busy_workers(running)
         connection.close()
         until(lambda: worker not in children(running, "mirrord.git.forkserver"))
-    assert [line["uid"] for line in running.log_lines if line["event"] == "request.abandoned"] == [
-        ALICE
-    ]
+    until(lambda: abandoned(running))  # told once the worker was waited for
+    assert abandoned(running) == [ALICE]
     [checkout] = [
         each for each in running.json("GET", "/v1/checkouts") if each["owner_uid"] == ALICE
     ]
