@@ -230,7 +230,7 @@ class Leases:
     def put(self, lease: Lease) -> None:
         """Make the lease stand as `begin` or `prepare` wrote it."""
         with full_disk_named(f"the lease of checkout {lease.id}"):
-            os.rename(f"{lease.private}/{lease.state}.new", f"{lease.private}/{lease.state}")
+            _replace(f"{lease.private}/{lease.state}")
         if lease.id not in self._live:
             self.add(lease.taken_by, lease.owner_uid)
         self._set(lease)
@@ -243,7 +243,7 @@ class Leases:
                 os.rename(f"{lease.private}/{before.state}", path)
             else:
                 _write(f"{path}.new", lease)
-                os.rename(f"{path}.new", path)
+                _replace(path)
                 if before.state is not lease.state:
                     os.unlink(f"{lease.private}/{before.state}")
         self._set(lease)
@@ -311,6 +311,16 @@ def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
     except OSError:
         with suppress(OSError):
             os.unlink(path)
+        raise
+
+
+def _replace(path: str) -> None:
+    """Give the new file of a lease its name; where that fails, nothing of it is left."""
+    try:
+        os.rename(f"{path}.new", path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(f"{path}.new")
         raise
 
 

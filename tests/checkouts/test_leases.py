@@ -252,3 +252,13 @@ def test_a_change_that_cannot_be_written_leaves_nothing(leases: Leases) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in lease.private.iterdir()] == ["lease.json"]
     assert leases.get(lease.id) == lease
+
+
+def test_a_change_that_cannot_be_put_in_place_leaves_nothing(leases: Leases) -> None:
+    """The file is written, and cannot get its name."""
+    lease = new_lease(leases)
+    (lease.private / LeaseState.RESETTING).mkdir()
+    with pytest.raises(IsADirectoryError):
+        leases.save(replace(lease, commit=CommitId("c" * 40), state=LeaseState.RESETTING))
+    assert sorted(path.name for path in lease.private.iterdir()) == ["lease.json", "resetting.json"]
+    assert leases.get(lease.id) == lease
