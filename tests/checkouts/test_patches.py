@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -110,6 +111,18 @@ def test_the_diff_gives_the_tree_that_git_add_would(
     patch = service.diff(checkout)
     as_user(tree, "add", "--all")
     assert tree_of_patch(rich, tmp_path, patch) == as_user(tree, "write-tree")
+
+
+def test_the_diff_has_what_another_user_made_again(service: Service, checkout: Checkout) -> None:
+    """A tool of root's that removes a directory of the checkout and writes it anew."""
+    tree = Path(checkout.path)
+    shutil.rmtree(tree / "src")
+    (tree / "src/deep").mkdir(parents=True)
+    (tree / "src/deep/new.py").write_text("1\n")
+    (tree / "src/main.py").write_text("2\n")
+    patch = service.diff(checkout)
+    assert b"+++ b/src/deep/new.py\n" in patch
+    assert b"+++ b/src/main.py\n" in patch
 
 
 def test_the_diff_has_the_files_of_a_nested_repository(

@@ -7,6 +7,7 @@ call can be made again. Where the manifest or the tree's top is unusable, a new 
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import closing, contextmanager, suppress
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import CheckoutBusyError, DiskFullError, ProofFailedError
+from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, open_directory, opened
 from ...host.processes import Owner
 from ...host.trash import TrashDirectory, remove_tree
@@ -22,7 +24,7 @@ from ...protocol import Proof
 from ..backend import must_prove
 from ..files.index import PreviousIndex, index_bytes, spliced_index
 from ..files.manifest import DIRECTORY, Entry, Manifest, clock_ns
-from ..files.reader import open_top
+from ..files.reader import TreeReader, open_top
 from ..files.scan import Changes, examine, hash_tree, is_control, prove_directories, scan
 from ..files.tree import materialise, move, must_fit_from, repair
 from ..leases import Directories
@@ -129,7 +131,22 @@ def changed_paths(tree: Path, manifest_path: Path) -> list[bytes]:
     manifest = Manifest.load(manifest_path)
     if not has_top(tree, manifest.owner):
         return sorted(filter(None, manifest.files))
-    return sorted(path for path in scan(tree, manifest).in_tree() if path)
+    changed = {path for path in scan(tree, manifest).in_tree() if path}
+    directories = [at for at in changed if at in manifest.files and manifest.files[at].is_directory]
+    if directories:
+        # one that is another user's now counts as changed, with what it had: look for what is new
+        with (
+            opened(open_top(tree)) as root,
+            ActingAs(manifest.owner) as owner,
+            TreeReader(root, owner) as reader,
+        ):
+            for directory in sorted(directories):
+                found = reader.find_stat(directory)
+                if found is not None and stat.S_ISDIR(found.st_mode):
+                    with suppress(PermissionError, FileNotFoundError):
+                        inside = (directory + b"/" + name for name in reader.names_in(directory))
+                        changed |= {path for path in inside if path not in manifest.files}
+    return sorted(changed)
 
 
 def _bring(
