@@ -237,12 +237,16 @@ class Audits:
         The refs of new pins are made before their rows, under the mirror's lock: while that is
         held, a pin without a row is no finding.
         """
-        defects = examined.defects
+        defects, verdicts = examined.defects, examined.verdicts
+        unkept = {at for at in verdicts if verdicts[at].state is CommitState.UNPINNED}
         lost = {ref for ref, defect in defects.items() if defect.kind is FindingKind.PIN_LOST}
         unknown = set() if self.mirrors.is_busy(name) else examined.unknown
-        if not lost and not unknown:
+        if not lost and not unknown and not unkept:
             return
         pins = await self.catalog.list_pins(name.key)
+        rows = await self.catalog.list_recorded(name.key) if unkept else []
+        for commit in unkept - {pin.commit for pin in pins} - {row.commit for row in rows}:
+            del verdicts[commit]
         owned = {f"{PINS}{pin.owner}/{pin.commit}" for pin in pins}
         for ref in lost - owned:
             del defects[ref]

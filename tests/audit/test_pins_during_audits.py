@@ -213,3 +213,22 @@ async def test_a_pin_made_again_without_a_reason_keeps_the_one_it_has(house: Hou
     assert await house.catalog.list_pins(owner=PERSON) == before
     await house.mirrors.pin(house.name, [first], owner=PERSON, reason="another paper")
     assert [pin.reason for pin in await house.catalog.list_pins(owner=PERSON)] == ["another paper"]
+
+
+async def test_a_pin_that_a_person_removes_during_an_audit_is_no_finding(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The audit read the catalog before, and the refs after."""
+    first = CommitId(house.upstream.git("rev-list", "--max-parents=0", "HEAD"))
+    workers = house.mirrors.workers
+    run = workers.run
+
+    async def run_later(*args: Any, **options: Any) -> Any:
+        await house.mirrors.unpin(house.name, [first], owner=PERSON)
+        monkeypatch.undo()
+        return await run(*args, **options)
+
+    monkeypatch.setattr(workers, "run", run_later)
+    audit = await auditing(house, house.heals.repair).run(StartAudit(heal=False))
+    assert audit.findings == []
+    assert await said_of(house, PERSON) == set()
