@@ -3,7 +3,7 @@
 from .catalog import Catalog
 from .datasets import EVERY
 from .schema import DatasetHead, InstanceRow, JudgementRow, MirrorRow, PinRow, RecordedRow
-from .spool import spooled, unspooled
+from .spool import digest_of, spooled, unspooled
 
 __all__ = [
     "EVERY",
@@ -14,6 +14,7 @@ __all__ = [
     "MirrorRow",
     "PinRow",
     "RecordedRow",
+    "digest_of",
     "spooled",
     "unspooled",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, RowMapping, and_, delete, exists, func, or_, select, update
 
 from ..errors import InstanceAmbiguousError
-from ..model import CommitId, CommitRole, Direction, MirrorName, shown
+from ..model import CommitId, CommitRole, Direction, History, MirrorName, shown
 from ..protocol import AmbiguousInstance, Dataset, DatasetSummary, RowFault, UnpinnedCommit
 from .schema import InstanceRow, RecordedRow, datasets, instances, mirrors, pins, recorded
 
@@ -122,12 +122,13 @@ def _list_unpinned(connection: Connection, row: RowMapping, limit: int) -> list[
 def find_instance(
     connection: Connection, identity: str, dataset: str | None = None
 ) -> InstanceRow | None:
-    """An instance by its exact id, of one dataset or of any.
+    """An instance by its exact id, the dataset's or ours; of one dataset or of any.
 
     Of several datasets that record the same, the first imported one answers. Raises
     InstanceAmbiguousError where two of any record other repositories or base commits.
     """
-    query = _select_instances().where(instances.c.id == identity).order_by(instances.c.dataset_id)
+    is_called_so = or_(instances.c.id == identity, instances.c.public_id == identity)
+    query = _select_instances().where(is_called_so).order_by(instances.c.dataset_id)
     if dataset is not None:
         query = query.where(datasets.c.name == dataset)
     rows = connection.execute(query).mappings().all()
@@ -195,13 +196,20 @@ def _instance_row(connection: Connection, row: RowMapping) -> InstanceRow:
         id=row["id"],
         dataset=row["dataset"],
         mirror=MirrorName.parse(row["known_as"]),
-        base_commit=CommitId(row["base_commit"]),
+        base_commit=CommitId(row["base_commit"]) if row["base_commit"] else None,
         direction=Direction(row["direction"]),
         commits=tuple((CommitId(commit), CommitRole(role)) for commit, role in commits),
         patch=patch,
         test_patch=test_patch,
         fail_to_pass=tuple(row["fail_to_pass"]),
         pass_to_pass=tuple(row["pass_to_pass"]),
+        revision=row["revision"],
+        environment=row["environment"],
+        python_version=row["python_version"],
+        version=row["version"],
+        created_at=row["created_at"],
+        history=History(row["history"]) if row["history"] else None,
+        rules=tuple(row["rules"] or ()),
     )
 
 

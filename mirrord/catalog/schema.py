@@ -6,6 +6,7 @@ table: a dataset may record what is not mirrored. Patches are bytes, because Pos
 refuses NUL, which git's patches may hold.
 """
 
+import hashlib
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
@@ -13,10 +14,20 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ..model import AuditLevel, CommitId, CommitRole, DatasetName, Direction, MirrorName
+from ..model import (
+    AuditLevel,
+    CommitId,
+    CommitRole,
+    DatasetName,
+    Direction,
+    History,
+    MirrorName,
+)
 from ..protocol import AuditPart, RowFault
 
-HEAD = "0003"  # the newest migration
+HEAD = "0004"  # the newest migration
+
+_TELLING_DIGITS = 7  # git's shortest abbreviation by default
 
 
 class UtcTime(sa.TypeDecorator[datetime]):
@@ -100,7 +111,22 @@ instances = sa.Table(
     sa.Column("fail_to_pass", sa.JSON, nullable=False),
     sa.Column("pass_to_pass", sa.JSON, nullable=False),
     sa.Column("digest", sa.LargeBinary, nullable=False),
+    sa.Column("public_id", sa.Text),  # NULL: the same as id
+    sa.Column("revision", sa.Text),
+    sa.Column("environment", sa.Text),
+    sa.Column("python_version", sa.Text),
+    sa.Column("version", sa.Text),
+    sa.Column("created_at", UtcTime),
+    sa.Column("history", sa.String(16)),
+    sa.Column("rules", sa.JSON),
     sa.Index("instances_by_id", "id", "dataset_id"),
+    sa.Index("instances_by_public_id", "public_id"),
+    sa.Index(  # an empty base commit: the mirror does not have the branch yet
+        "unresolved_instances",
+        "mirror_name",
+        sqlite_where=sa.text("base_commit = ''"),
+        postgresql_where=sa.text("base_commit = ''"),
+    ),
 )
 
 recorded = sa.Table(
@@ -197,22 +223,43 @@ class JudgementRow:
 
 @dataclass(frozen=True, slots=True)
 class InstanceRow:
-    """One instance, answer included. `commits` has the base commit too."""
+    """One instance, answer included. `commits` has the base commit too.
+
+    `revision` is the branch that holds the base commit of a row that names none; `base_commit` is
+    None until the mirror has that branch. `history` bounds what an agent may see: the past of a
+    SWE-smith instance is its answer. `environment` and `python_version` say where it runs, `rules`
+    how its values were interpreted.
+    """
 
     id: str
     dataset: str
     mirror: MirrorName
-    base_commit: CommitId
+    base_commit: CommitId | None
     direction: Direction
     commits: tuple[tuple[CommitId, CommitRole], ...]
     patch: str | None
     test_patch: str | None
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
+    revision: str | None = None
+    environment: str | None = None
+    python_version: str | None = None
+    version: str | None = None
+    created_at: datetime | None = None
+    history: History | None = None
+    rules: tuple[str, ...] = ()
 
     @property
     def repo(self) -> str:
         return self.mirror.repo
+
+    @property
+    def public_id(self) -> str:
+        """The id that agents may see: ours where the dataset's tells a commit of the answer."""
+        text = self.id.lower()
+        if all(c == self.base_commit or c[:_TELLING_DIGITS] not in text for c, _ in self.commits):
+            return self.id
+        return f"{self.mirror.key}-{hashlib.sha256(self.id.encode()).hexdigest()[:12]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,23 +9,23 @@ import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy import Connection, delete, insert, select, update
 
-from ..model import CommitRole, Direction, MirrorName, parse_commit
+from ..model import CommitRole, Direction, History, MirrorName, parse_commit
 from ..protocol import DatasetChange
 from .database import Database
 from .datasets import iter_instances
 from .mirrors import in_batches
 from .schema import DatasetHead, InstanceRow, datasets, instances, recorded
 
-Spooled = tuple[bytes, dict[str, Any]]  # the hash of a line, and its values
+Spooled = tuple[bytes, InstanceRow]  # the hash of a line, and its row
 
 
 def spooled(row: InstanceRow) -> bytes:
-    """One line: the same bytes for the same row, so that their hash says whether it changed."""
+    """One line: the same bytes for the same row."""
     value = {
         "id": row.id,
         "mirror": str(row.mirror),
@@ -36,15 +36,33 @@ def spooled(row: InstanceRow) -> bytes:
         "test_patch": row.test_patch,
         "fail": row.fail_to_pass,
         "pass": row.pass_to_pass,
+        "revision": row.revision,
+        "environment": row.environment,
+        "python": row.python_version,
+        "version": row.version,
+        "created": row.created_at.isoformat() if row.created_at else None,
+        "history": row.history,
+        "rules": row.rules,
     }
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def digest_of(line: bytes) -> bytes:
+    """What tells a changed row: a spooled line's hash without its rules, which stand last.
+
+    The same values can be spelled in other ways. A quote inside a value has a backslash.
+    """
+    return hashlib.sha256(line.rpartition(b',"rules":')[0]).digest()
 
 
 def unspooled(line: bytes) -> InstanceRow:
     """The row of a line from anywhere; raises ValueError, KeyError or TypeError for any other."""
     value = json.loads(line)
-    patches = [value[name] for name in ("patch", "test_patch") if value[name] is not None]
-    texts = [value["id"], *patches, *value["fail"], *value["pass"]]
+    optional = ("revision", "environment", "python", "version", "created", "history")
+    value = dict.fromkeys(optional) | {"rules": []} | value
+    known = (value[name] for name in ("patch", "test_patch", *optional))
+    texts = [value["id"], *value["fail"], *value["pass"], *value["rules"]]
+    texts += [text for text in known if text is not None]
     if not all(isinstance(text, str) for text in texts) or len(value["id"]) > 500:
         raise ValueError("not the row of an instance")
     commits = [(parse_commit(commit), CommitRole(role)) for commit, role in value["commits"]]
@@ -52,13 +70,20 @@ def unspooled(line: bytes) -> InstanceRow:
         id=value["id"],
         dataset="",
         mirror=MirrorName.parse(value["mirror"]),
-        base_commit=parse_commit(value["base"]),
+        base_commit=parse_commit(value["base"]) if value["base"] else None,
         direction=Direction(value["direction"]),
         commits=tuple(dict.fromkeys(commits)),
         patch=value["patch"],
         test_patch=value["test_patch"],
         fail_to_pass=tuple(value["fail"]),
         pass_to_pass=tuple(value["pass"]),
+        revision=value["revision"],
+        environment=value["environment"],
+        python_version=value["python"],
+        version=value["version"],
+        created_at=datetime.fromisoformat(value["created"]) if value["created"] else None,
+        history=History(value["history"]) if value["history"] else None,
+        rules=tuple(value["rules"]),
     )
 
 
@@ -91,7 +116,7 @@ def merge_dataset(place: str, head: DatasetHead, spool: Path) -> int | None:
         known = set(connection.execute(ids).scalars())
         count = 0
         for batch in _iter_batches(spool):
-            fresh = {row["id"]: (digest, row) for digest, row in batch if row["id"] not in known}
+            fresh = {row.id: (digest, row) for digest, row in batch if row.id not in known}
             _insert_instances(connection, dataset_id, list(fresh.values()))
             known |= fresh.keys()
             count += len(fresh)
@@ -107,15 +132,15 @@ def replace_dataset(place: str, head: DatasetHead, spool: Path) -> DatasetChange
         mine = digests.where(instances.c.dataset_id == dataset_id)
         old = {identity: bytes(digest) for identity, digest in connection.execute(mine)}
         for batch in _iter_batches(spool):
-            fresh = [(digest, row) for digest, row in batch if old.get(row["id"]) != digest]
+            fresh = [(digest, row) for digest, row in batch if old.get(row.id) != digest]
             unchanged += len(batch) - len(fresh)
-            changed = [row["id"] for _, row in fresh if row["id"] in old]
+            changed = [row.id for _, row in fresh if row.id in old]
             change.changed.extend(changed)
-            change.added.extend(row["id"] for _, row in fresh if row["id"] not in old)
+            change.added.extend(row.id for _, row in fresh if row.id not in old)
             _delete_instances(connection, dataset_id, changed)
             _insert_instances(connection, dataset_id, fresh)
             for _, row in batch:
-                old.pop(row["id"], None)
+                old.pop(row.id, None)
         _delete_instances(connection, dataset_id, list(old))
         change.removed.extend(sorted(old))
     return replace(change, unchanged_count=unchanged)
@@ -147,7 +172,7 @@ def _iter_batches(spool: Path) -> Iterator[list[Spooled]]:
     size = 0
     with spool.open("rb") as lines:
         for line in lines:
-            batch.append((hashlib.sha256(line).digest(), json.loads(line)))
+            batch.append((digest_of(line), unspooled(line)))
             size += len(line)
             if size >= 4 * 1024**2 or len(batch) >= 500:
                 yield batch
@@ -168,15 +193,23 @@ def _insert_instances(connection: Connection, dataset_id: int, rows: list[Spoole
     values = [
         {
             "dataset_id": dataset_id,
-            "id": row["id"],
-            "mirror_name": row["mirror"],
-            "base_commit": row["base"],
-            "direction": row["direction"],
-            "patch": None if row["patch"] is None else row["patch"].encode(),
-            "test_patch": None if row["test_patch"] is None else row["test_patch"].encode(),
-            "fail_to_pass": row["fail"],
-            "pass_to_pass": row["pass"],
+            "id": row.id,
+            "mirror_name": str(row.mirror),
+            "base_commit": row.base_commit or "",
+            "direction": row.direction,
+            "patch": None if row.patch is None else row.patch.encode(),
+            "test_patch": None if row.test_patch is None else row.test_patch.encode(),
+            "fail_to_pass": row.fail_to_pass,
+            "pass_to_pass": row.pass_to_pass,
             "digest": digest,
+            "public_id": None if row.public_id == row.id else row.public_id,
+            "revision": row.revision,
+            "environment": row.environment,
+            "python_version": row.python_version,
+            "version": row.version,
+            "created_at": row.created_at,
+            "history": row.history,
+            "rules": row.rules,
         }
         for digest, row in rows
     ]
@@ -184,13 +217,14 @@ def _insert_instances(connection: Connection, dataset_id: int, rows: list[Spoole
     commits = [
         {
             "dataset_id": dataset_id,
-            "instance_id": row["id"],
+            "instance_id": row.id,
             "commit_id": commit,
             "role": role,
-            "mirror_key": row["mirror"].lower(),
-            "mirror_name": row["mirror"],
+            "mirror_key": row.mirror.key,
+            "mirror_name": str(row.mirror),
         }
         for _, row in rows
-        for commit, role in row["commits"]
+        for commit, role in row.commits
     ]
-    connection.execute(insert(recorded), commits)
+    if commits:
+        connection.execute(insert(recorded), commits)

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from .. import errors
+from ..catalog import InstanceRow
 from ..datasets.service import Datasets
 from ..mirrors.service import Mirrors
 from ..model import CommitId, MirrorName, Resolved, shown
@@ -74,18 +75,7 @@ class Resolver:
         else:
             row = await self._datasets.find_instance(request.instance, request.dataset)
             if row is not None:
-                try:
-                    found = await self._resolve_commit(row.mirror, row.base_commit)
-                except (errors.CommitNotFoundError, errors.MirrorNotFoundError) as error:
-                    sync = f"run `mirrord mirror sync {row.mirror}`"
-                    raise errors.CommitUnservableError(
-                        f"cannot serve instance {row.id}: {row.mirror} does not have its base"
-                        f" commit {row.base_commit}",
-                        hint=f"{sync}, then `mirrord audit {row.mirror}`",
-                        instance=row.id,
-                        mirror=str(row.mirror),
-                        commit=row.base_commit,
-                    ) from error
+                found = await self._resolve_base(row)
                 return found._replace(instance=row.id, dataset=row.dataset)
             name, _, commitish = request.instance.partition("@")
             if request.dataset or not commitish:
@@ -97,6 +87,23 @@ class Resolver:
                     hint="see `mirrord dataset list`, or write NAME@COMMIT",
                 )
         return await self._resolve_name(self._mirrors.get_name(name), commitish, naming)
+
+    async def _resolve_base(self, row: InstanceRow) -> ResolvedRequest:
+        cause: errors.MirrordError | None = None
+        lacks = f"the branch {shown(row.revision or '')} that holds its base commit"
+        if row.base_commit is not None:
+            try:
+                return await self._resolve_commit(row.mirror, row.base_commit)
+            except (errors.CommitNotFoundError, errors.MirrorNotFoundError) as error:
+                cause, lacks = error, f"its base commit {row.base_commit}"
+        sync = f"run `mirrord mirror sync {row.mirror}`"
+        raise errors.CommitUnservableError(
+            f"cannot serve instance {row.id}: {row.mirror} does not have {lacks}",
+            hint=f"{sync}, then `mirrord audit {row.mirror}`",
+            instance=row.id,
+            mirror=str(row.mirror),
+            commit=row.base_commit,
+        ) from cause
 
     async def find_base(self, instance: str, dataset: str | None) -> CommitId | None:
         """The base commit of an instance; None where none is known, or several are."""

@@ -12,8 +12,8 @@ import difflib
 import json
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from ..catalog import InstanceRow
@@ -33,14 +33,14 @@ class RowError(Exception):
 
 
 class Fields:
-    """One row. `rules` counts for all rows of a file."""
+    """The values of one row. `rules` says how those were read that had to be interpreted."""
 
-    def __init__(self, row: Mapping[str, Any], rules: Counter[str]) -> None:
+    def __init__(self, row: Mapping[str, Any]) -> None:
         self.row = row
-        self._rules = rules
+        self.rules: list[str] = []
 
-    def count(self, rule: str) -> None:
-        self._rules[rule] += 1
+    def note(self, rule: str) -> None:
+        self.rules.append(rule)
 
     def has(self, name: str) -> bool:
         return self.row.get(name) not in (None, "")
@@ -57,7 +57,7 @@ class Fields:
         """A repository: `owner/name`, or a URL that ends so."""
         text = path = self._required(name)
         if _URL.search(text):
-            self.count(f"{name}: URL")
+            self.note(f"{name}: URL")
             path = _URL.sub("", text, count=1).strip("/")
         try:
             return MirrorName.parse(path)
@@ -74,12 +74,34 @@ class Fields:
                 kind = "abbreviated; it can come to mean another commit"
             raise RowError(f"{name} {shown(text)} is {kind}") from error
         if commit != text:
-            self.count(f"{name}: letter case or spaces")
+            self.note(f"{name}: letter case or spaces")
         return commit
 
     def patch(self, name: str) -> str | None:
         """A patch, byte for byte; None where the field is empty."""
         return self._required(name) if self.has(name) else None
+
+    def text(self, name: str) -> str | None:
+        """A short text or a number; None where the field is empty or anything else."""
+        value = self.row.get(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            value = str(value)
+        if not isinstance(value, str) or not value.strip() or not _is_encodable(value):
+            return None
+        return value.strip()[:500]
+
+    def time(self, name: str) -> datetime | None:
+        """A date in any spelling of ISO 8601, UTC where it names no zone; None for another."""
+        text = self.text(name)
+        if text is None:
+            return None
+        try:
+            time = datetime.fromisoformat(text)
+            zone = time.tzinfo or timezone.utc
+            return time.replace(tzinfo=zone).astimezone(timezone.utc)
+        except (ValueError, OverflowError):
+            self.note(f"{name}: not readable as a date, left empty")
+            return None
 
     def names(self, name: str) -> tuple[str, ...]:
         """Test names: a list, a string holding JSON or a Python literal, or an object's keys."""
@@ -89,19 +111,19 @@ class Fields:
         if isinstance(value, str):
             value = self._parsed(name, value)
         if isinstance(value, Mapping):
-            self.count(f"{name}: keys of an object")
+            self.note(f"{name}: keys of an object")
             value = list(value)
         if isinstance(value, (list, tuple, set)) and all(
             isinstance(item, str) and _is_encodable(item) for item in value
         ):
             return tuple(sorted(value) if isinstance(value, set) else value)
-        self.count(f"{name}: not readable as a list of names, left empty")
+        self.note(f"{name}: not readable as a list of names, left empty")
         return ()
 
     def _parsed(self, name: str, text: str) -> Any:
         try:
             value = json.loads(text)
-            self.count(f"{name}: string holding JSON")
+            self.note(f"{name}: string holding JSON")
             return value
         except (ValueError, RecursionError):
             pass
@@ -111,7 +133,7 @@ class Fields:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a name such as 'a\d' is an invalid escape
                 value = ast.literal_eval(text)
-            self.count(f"{name}: string holding a Python literal")
+            self.note(f"{name}: string holding a Python literal")
             return value
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return None
@@ -150,7 +172,7 @@ def row_of(fields: Fields) -> InstanceRow:
     if fields.has("environment_setup_commit"):
         commits.append((fields.commit("environment_setup_commit"), CommitRole.ENVIRONMENT))
     elif "environment_setup_commit" in fields.row:
-        fields.count("environment_setup_commit: none")
+        fields.note("environment_setup_commit: none")
     tests = {}
     for name in ("FAIL_TO_PASS", "PASS_TO_PASS"):  # some formats write them in lower case
         is_lower = name not in fields.row and name.lower() in fields.row
@@ -166,6 +188,11 @@ def row_of(fields: Fields) -> InstanceRow:
         test_patch=fields.patch("test_patch"),
         fail_to_pass=tests["FAIL_TO_PASS"],
         pass_to_pass=tests["PASS_TO_PASS"],
+        environment=fields.text("image_name"),
+        python_version=fields.text("python_version"),
+        version=fields.text("version"),
+        created_at=fields.time("created_at"),
+        rules=tuple(fields.rules),
     )
 
 
@@ -251,6 +278,7 @@ FORMATS = (
 COLUMNS = (
     *("instance_id", "repo", "base_commit", "environment_setup_commit", "patch", "test_patch"),
     *("FAIL_TO_PASS", "PASS_TO_PASS", "fail_to_pass", "pass_to_pass", "created_at"),
+    *("version", "image_name", "python_version"),
 )
 """All columns whose values a normaliser or a test reads: Parquet files are read for no others."""
 

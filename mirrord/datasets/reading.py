@@ -14,7 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
 
-from ..catalog import spooled
+from ..catalog import digest_of, spooled
 from ..errors import DiskFullError, InvalidDatasetError, ResourceError
 from ..model import CommitId, MirrorName, shown
 from ..protocol import RowFault
@@ -84,18 +84,17 @@ def _normalise_rows(
     seen: dict[str, tuple[int, bytes]] = {}
     roles: dict[str, dict[CommitId, set[str]]] = {}
     for raw in rows:
-        fired: Counter[str] = Counter()  # by this row: an invalid one's are not counted
         try:
             if raw.value is None:
                 raise RowError(raw.fault or _NO_OBJECT)
-            row = row_of(Fields(raw.value, fired))
+            row = row_of(Fields(raw.value))
             # two spellings of a repository are one mirror, called as the file first calls it
             name = result.names.get(row.mirror.key, row.mirror)
             if name != row.mirror:
-                rules["repo: another letter case of the same repository"] += 1
-                row = replace(row, mirror=name)
+                fired = (*row.rules, "repo: another letter case of the same repository")
+                row = replace(row, mirror=name, rules=fired)
             line = spooled(row)
-            digest = hashlib.sha256(line).digest()
+            digest = digest_of(line)
             first, known = seen.setdefault(row.id, (raw.line, digest))
             if first != raw.line and known != digest:
                 kept = f"instance_id is that of line {first}, which has other values and is kept"
@@ -108,7 +107,7 @@ def _normalise_rows(
         if first != raw.line:
             rules["the same row again, ignored"] += 1
             continue
-        rules.update(fired)
+        rules.update(row.rules)
         result.row_count += 1
         result.names.setdefault(row.mirror.key, row.mirror)
         commits = roles.setdefault(row.mirror.key, {})

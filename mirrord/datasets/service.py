@@ -303,15 +303,18 @@ class Datasets:
                 hint="ids are case-sensitive; `mirrord dataset list` shows the datasets; name a"
                 " commit as NAME@SHA",
             )
-        base = RecordedCommit(commit=row.base_commit, role=CommitRole.BASE)
-        commits = [RecordedCommit(commit=commit, role=role) for commit, role in row.commits]
+        commits = [
+            RecordedCommit(commit=commit, role=role)
+            for commit, role in row.commits
+            if grader or role is CommitRole.BASE
+        ]
         return Instance(
             id=row.id,
             dataset=row.dataset,
             mirror=str(row.mirror),
             repo=row.repo,
             base_commit=row.base_commit,
-            commits=commits if grader else [base],
+            commits=commits,
             direction=row.direction if grader else None,
             patch=row.patch if grader else None,
             test_patch=row.test_patch if grader else None,

@@ -196,13 +196,16 @@ class RecordedCommit(Answer):
 
 
 class Instance(Answer):
-    """Patches, tests and `commits` other than the base are present only in the grader view."""
+    """Patches, tests and `commits` other than the base are present only in the grader view.
+
+    `base_commit` is None while the mirror lacks the branch that holds it.
+    """
 
     id: str
     dataset: str
     mirror: str
     repo: str
-    base_commit: str
+    base_commit: str | None
     direction: model.Direction | None = None
     commits: list[RecordedCommit] | None = None
     patch: str | None = None

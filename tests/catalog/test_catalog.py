@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import resource
 import shutil
 import signal
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ from mirrord.model import (
     CommitState,
     DatasetName,
     Direction,
+    History,
     MirrorName,
 )
 from mirrord.protocol import Audit, RowFault
@@ -294,6 +297,49 @@ def test_an_instance_comes_back_whole_even_with_a_nul_in_its_patch(
             (commit(1), CommitRole.BASE),
             (commit(99), CommitRole.ENVIRONMENT),
         }
+
+    using(work)
+
+
+def test_every_fact_of_a_row_of_any_format_comes_back(using: Any, tmp_path: Path) -> None:
+    async def work(catalog: Catalog) -> None:
+        made = replace(
+            instance("swesmith.1"),
+            dataset="lite",
+            base_commit=None,
+            commits=(),
+            direction=Direction.REVERSE,
+            revision="swesmith.1",
+            environment="swesmith/python:3.10",
+            python_version="3.10",
+            version="2.1",
+            created_at=NOW,
+            history=History.SQUASHED,
+            rules=("repo: URL",),
+        )
+        await put(catalog, tmp_path, [made])
+        assert await catalog.find_instance("swesmith.1") == made
+
+    using(work)
+
+
+def test_an_id_that_tells_a_commit_of_the_answer_has_a_public_id_too(
+    using: Any, tmp_path: Path
+) -> None:
+    gold = CommitId("0123456789" * 4)
+    commits = ((commit(1), CommitRole.BASE), (gold, CommitRole.GOLD))
+    told = replace(instance(f"instance_x-{gold[:7].upper()}"), commits=commits)
+    silent = replace(instance(f"instance_x-{gold[:6]}"), commits=commits)
+    own = replace(instance(f"x-{commit(1)}"), commits=commits[:1])
+
+    async def work(catalog: Catalog) -> None:
+        await put(catalog, tmp_path, [told, silent, own])
+        found = await catalog.find_instance(told.public_id)
+        assert found is not None
+        assert (found.id, found.public_id) == (told.id, told.public_id)
+        assert re.fullmatch(r"psf__requests-[0-9a-f]{12}", told.public_id)
+        assert await catalog.find_instance(told.id) == found
+        assert (silent.public_id, own.public_id) == (silent.id, own.id)
 
     using(work)
 

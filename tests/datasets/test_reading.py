@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -436,16 +435,16 @@ LISTS: dict[str, tuple[Any, tuple[str, ...], str | None]] = {
 @pytest.mark.parametrize("kind", LISTS)
 def test_lists_are_read_in_every_spelling_and_the_rule_is_counted(kind: str) -> None:
     value, expected, rule = LISTS[kind]
-    rules: Counter[str] = Counter()
-    assert Fields({"FAIL_TO_PASS": value}, rules).names("FAIL_TO_PASS") == expected
-    assert any(rule in name for name in rules) if rule else not rules
+    fields = Fields({"FAIL_TO_PASS": value})
+    assert fields.names("FAIL_TO_PASS") == expected
+    assert any(rule in name for name in fields.rules) if rule else not fields.rules
 
 
 @pytest.mark.parametrize(
     "text", ["https://github.com/psf/requests", "git@github.com:psf/requests.git", "psf/requests"]
 )
 def test_a_repository_may_be_a_url(text: str) -> None:
-    assert Fields({"repo": text}, Counter()).mirror() == MirrorName("psf", "requests")
+    assert Fields({"repo": text}).mirror() == MirrorName("psf", "requests")
 
 
 @pytest.mark.parametrize(
@@ -454,7 +453,7 @@ def test_a_repository_may_be_a_url(text: str) -> None:
 )
 def test_a_hostile_url_is_no_repository(text: str) -> None:
     with pytest.raises(RowError):
-        Fields({"repo": text}, Counter()).mirror()
+        Fields({"repo": text}).mirror()
 
 
 def test_two_spellings_of_a_repository_are_one_mirror_called_as_first_seen(case: Case) -> None:
@@ -462,6 +461,22 @@ def test_two_spellings_of_a_repository_are_one_mirror_called_as_first_seen(case:
     assert result.names == {"psf__requests": MirrorName("PSF", "Requests")}
     assert {line["mirror"] for line in case.rows} == {"PSF__Requests"}
     assert result.rules["repo: another letter case of the same repository"] == 1
+
+
+def test_a_row_keeps_its_version_its_date_in_utc_and_where_it_runs(case: Case) -> None:
+    more = {"image_name": "swe/requests:1", "python_version": 3.9, "version": "2.0"}
+    result = case.read(
+        [
+            row(1, **more, created_at="2020-01-01 02:00:00+02:00"),
+            row(2, created_at="2020-01-01 00:00:00"),
+            row(3, created_at="last week"),
+        ]
+    )
+    kept = [case.rows[0][name] for name in ("environment", "python", "version", "created")]
+    assert kept == ["swe/requests:1", "3.9", "2.0", "2020-01-01T00:00:00+00:00"]
+    assert [line["created"] for line in case.rows[1:]] == ["2020-01-01T00:00:00+00:00", None]
+    assert result.rules["created_at: not readable as a date, left empty"] == 1
+    assert "created_at: not readable as a date, left empty" in case.rows[2]["rules"]
 
 
 def test_a_commit_in_capitals_is_the_same_commit(case: Case) -> None:
