@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from ..errors import ResourceError
-from .files import FOR_READING, open_child, open_regular
+from .files import FOR_READING, open_child, open_regular, open_seen
 from .processes import Capability, Owner, die_with_parent, dies_with_parent
 
 _SYS_SETGROUPS = 116 if platform.machine() == "x86_64" else 159  # asm-generic/unistd.h
@@ -93,7 +93,12 @@ class ActingAs:
             with suppress(PermissionError):  # not the owner's
                 fd = open_regular(directory, name, FOR_READING | os.O_NOATIME)
                 return self._admitted(fd, name, 0o4)
-        return self._admitted(open_regular(directory, name), name, 0o4)
+        return self.open_seen(directory, name)[0]
+
+    def open_seen(self, directory: int, name: bytes) -> tuple[int, os.stat_result]:
+        """As `open_regular`, with the file's stat."""
+        fd, found = open_seen(directory, name, FOR_READING)
+        return self._admitted(fd, name, 0o4), found
 
     def _admitted(self, fd: int, name: bytes, bits: int) -> int:
         """The descriptor, where the kernel said that the owner may, or else where its mode does."""

@@ -125,11 +125,17 @@ def open_child(directory: int, name: bytes) -> int:
 
 def open_regular(directory: int, name: bytes, flags: int = FOR_READING) -> int:
     """Open a regular file for reading, never waiting on a pipe; FileNotFoundError for others."""
+    return open_seen(directory, name, flags)[0]
+
+
+def open_seen(directory: int, name: bytes, flags: int) -> tuple[int, os.stat_result]:
+    """As `open_regular`, with the file's stat."""
     fd = open_own(directory, name, flags)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
         os.close(fd)
         raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
-    return fd
+    return fd, found
 
 
 def open_own(directory: int, name: bytes, flags: int) -> int:
@@ -162,6 +168,23 @@ def find_stat(directory: int, name: bytes) -> os.stat_result | None:
 
 def names_in(directory: int) -> list[bytes]:
     return [os.fsencode(name) for name in os.listdir(directory)]
+
+
+def entries_in(directory: int) -> list[tuple[bytes, int]]:
+    """The names, each with its kind: S_IFREG, S_IFDIR, S_IFLNK, or 0 for anything else.
+
+    The kinds are in the directory itself; few file systems need a stat for each.
+    """
+    with os.scandir(directory) as listed:
+        return [(os.fsencode(entry.name), _kind_of(entry)) for entry in listed]
+
+
+def _kind_of(entry: os.DirEntry[str]) -> int:
+    if entry.is_file(follow_symlinks=False):
+        return stat.S_IFREG
+    if entry.is_dir(follow_symlinks=False):
+        return stat.S_IFDIR
+    return stat.S_IFLNK if entry.is_symlink() else 0
 
 
 def exchange(one: Path, other: Path) -> None:

@@ -19,9 +19,9 @@ from typing import Self
 from ...errors import DiffTooLargeError
 from ...host.credentials import ActingAs
 from ...host.files import (
+    entries_in,
     find_stat,
     mounted_on,
-    names_in,
     open_child,
     open_directory,
     open_regular,
@@ -87,37 +87,54 @@ class TreeReader:
         path: bytes,
         refused: Callable[[bytes, Exception], None],
         enters: Callable[[bytes], bool] = lambda _path: True,
-    ) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Each path from `path` down, a directory before what is in it, in the order of names.
+    ) -> Iterator[tuple[bytes, int]]:
+        """Each path from `path` down with its kind (`entries_in`), a directory before what is in
+        it, in the order of names.
 
         A directory that the owner may not read, or that is too deep, goes to `refused`; one that
         `enters` denies is not looked into.
         """
-        pending = [path]
+        found = self.find_stat(path)
+        pending = [(path, stat.S_IFMT(found.st_mode))] if found else []
         while pending:
-            here = pending.pop()
-            found = self.find_stat(here)
-            if found is None:
-                continue
-            yield here, found
-            if stat.S_ISDIR(found.st_mode) and enters(here):
+            here, kind = pending.pop()
+            yield here, kind
+            if kind == stat.S_IFDIR and enters(here):
                 try:
-                    pending += [here + b"/" + name for name in reversed(self.names_in(here))]
+                    inside = self.entries_in(here)
                 except FileNotFoundError:
                     continue
                 except (PermissionError, DiffTooLargeError) as error:
                     refused(here, error)
+                else:
+                    pending += [(here + b"/" + name, kind) for name, kind in reversed(inside)]
+
+    def iter_stats_below(
+        self, path: bytes, refused: Callable[[bytes, Exception], None]
+    ) -> Iterator[tuple[bytes, os.stat_result]]:
+        """As `iter_below`, each path with its lstat."""
+        for below, _ in self.iter_below(path, refused):
+            if (found := self.find_stat(below)) is not None:
+                yield below, found
 
     def names_in(self, path: bytes) -> list[bytes]:
         """The names in a directory, in order; also DiffTooLargeError for one that is too deep."""
+        return [name for name, _ in self.entries_in(path)]
+
+    def entries_in(self, path: bytes) -> list[tuple[bytes, int]]:
+        """The names in a directory, in order, each with its kind, as `host.files.entries_in`."""
         if path.count(b"/") >= TREE_DEPTH_LIMIT or len(path) >= TREE_PATH_LIMIT_BYTES:
             raise DiffTooLargeError(
                 f"cannot look into {shown_path(path[-200:])}: it is more than {TREE_DEPTH_LIMIT}"
                 f" directories deep, or its path has more than {TREE_PATH_LIMIT_BYTES} bytes",
                 hint="remove it, or let a .gitignore name it",
             )
-        self._go(path)
-        return sorted(names_in(self._here_fd))
+        try:
+            self._go(path)
+        except PermissionError:
+            self.find_stat(path)  # lets its owner into the directory above
+            self._go(path)
+        return sorted(entries_in(self._here_fd))
 
     def stats_in(
         self, path: bytes, names: Sequence[bytes] | None = None

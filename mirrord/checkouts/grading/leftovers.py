@@ -58,7 +58,7 @@ def _iter_files(
     """What is no directory, at and below each changed path."""
     for top in changed:
         with suppress(PermissionError, CheckoutBusyError, DiffTooLargeError):
-            for path, status in reader.iter_below(top, lambda _path, _error: None):
+            for path, status in reader.iter_stats_below(top, lambda _path, _error: None):
                 if not stat.S_ISDIR(status.st_mode):
                     yield path, status
 

@@ -8,6 +8,7 @@ as much as was changed. Follows no link, enters no mount, and looks as the check
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from ...errors import CheckoutBusyError
 from ...git.objects.repository import open_objects
 from ...git.objects.trees import BaseTree
 from ...host.credentials import ActingAs
-from ...host.files import open_directory, opened
+from ...host.files import names_in, open_beneath, open_directory, opened
 from ..files.reader import TreeReader
 from ..files.scan import is_control
 from ..patches.worktree import denials_named
@@ -43,8 +44,8 @@ def changed_paths(
             stack.enter_context(opened(top))
         own = read_layer(layer) if layer else {}  # which the owner may not read
         acting = stack.enter_context(ActingAs(owner))
-        merged, written, *below = (stack.enter_context(TreeReader(top, acting)) for top in tops)
-        below = [each for each in below if each.names_in(b"") != [b".git"]]
+        merged, written = (stack.enter_context(TreeReader(top, acting)) for top in tops[:2])
+        below = [layer for layer in tops[2:] if names_in(layer) != [b".git"]]
         differing, replaced = _walk(written, merged, own, below)
         covered = set[bytes]()
         for path, found in own.items():
@@ -85,19 +86,30 @@ def read_layer(layer: Path) -> dict[bytes, os.stat_result]:
 
 
 def find_below(
-    path: bytes, own: Mapping[bytes, os.stat_result], below: Sequence[TreeReader]
+    path: bytes, own: Mapping[bytes, os.stat_result], below: Sequence[int]
 ) -> os.stat_result | None:
     """What the upper layer hides at `path`: of the checkout's own layer, or of the template's."""
-    readers = (reader.find_stat(path) for reader in below)
-    found = own.get(path) or next(filter(None, readers), None)
+    found = own.get(path) or next(filter(None, (look(layer, path) for layer in below)), None)
     return None if found is None or is_whiteout(found) else found
+
+
+def look(root: int, path: bytes) -> os.stat_result | None:
+    """lstat of a path below an open directory, through no link; None where there is nothing."""
+    try:
+        place = open_beneath(root, path, os.O_PATH | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return None
+    with opened(place):
+        return os.fstat(place)
 
 
 def _walk(
     written: TreeReader,
     merged: TreeReader,
     own: Mapping[bytes, os.stat_result],
-    below: Sequence[TreeReader],
+    below: Sequence[int],
 ) -> tuple[set[bytes], set[bytes]]:
     """The paths that the upper layer changes, and those that replace a directory of the layers."""
     differing: set[bytes] = set()
@@ -107,17 +119,17 @@ def _walk(
         above = pending.pop()
         inside = above + b"/" if above else b""
         try:
-            names = written.names_in(above)
+            entries = written.entries_in(above)
         except FileNotFoundError:  # removed meanwhile
             continue
         except PermissionError:
             merged.locate(inside)  # lets its owner in, in the upper layer too
-            names = written.names_in(above)
-        for path in (inside + name for name in names):
+            entries = written.entries_in(above)
+        for name, kind in entries:
+            path = inside + name
             if is_control(path):
                 continue
-            found = written.find_stat(path)
-            if found is None or not stat.S_ISDIR(found.st_mode):
+            if kind != stat.S_IFDIR:
                 differing.add(path)
                 continue
             hidden, seen = find_below(path, own, below), merged.find_stat(path)

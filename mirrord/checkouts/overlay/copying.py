@@ -7,7 +7,6 @@ directory that is new, replaced or renamed to here is taken whole, as the mount 
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections import defaultdict
@@ -24,7 +23,7 @@ from ..snapshots.content import is_whiteout
 from ..snapshots.copy import copy_layer
 from ..snapshots.pieces import HIDDEN, Piece, Pieces, Where, hidden_by
 from ..templates.layers import parents
-from .changes import open_tree, read_layer
+from .changes import look, open_tree, read_layer
 
 
 def copy_checkout(
@@ -129,7 +128,7 @@ class _Survey:
         """
         key = path, found.st_ino
         if (known := self._known.get(key)) is None:
-            shown, own = _look(self._merged, path), self._own.get(path)
+            shown, own = look(self._merged, path), self._own.get(path)
             template = next((seen for _, seen in self._stack(path)), None)
             expected = found.st_ino
             if own is not None and stat.S_ISDIR(own.st_mode):
@@ -164,7 +163,7 @@ class _Survey:
             raise error
 
         directories: Pieces = {}
-        for below, seen in self._reader.iter_below(path, refused):
+        for below, seen in self._reader.iter_stats_below(path, refused):
             if stat.S_ISDIR(seen.st_mode):
                 directories[below] = Piece.of(Where.CLIENT, seen)
             else:
@@ -193,7 +192,7 @@ class _Survey:
         """What the template has at a path, top layer first, as far down as it shows through."""
         top = path.partition(b"/")[0]
         for layer in (layer for layer, names in self._below if top in names):
-            found = _look(layer, path)
+            found = look(layer, path)
             if found is not None:
                 if is_whiteout(found):
                     return
@@ -201,18 +200,7 @@ class _Survey:
                 if not stat.S_ISDIR(found.st_mode):
                     return
                 continue
-            above = (_look(layer, each) for each in reversed(parents(path)))
+            above = (look(layer, each) for each in reversed(parents(path)))
             nearest = next(filter(None, above), None)
             if nearest is not None and not stat.S_ISDIR(nearest.st_mode):
                 return
-
-
-def _look(root: int, path: bytes) -> os.stat_result | None:
-    """lstat of a path below an open directory, through no link; None where there is nothing."""
-    try:
-        with opened(open_beneath(root, path, os.O_PATH | os.O_NOFOLLOW)) as place:
-            return os.fstat(place)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise
-        return None

@@ -123,8 +123,8 @@ class CheckoutFiles:
             raise error
 
         with self._worktree.owner:
-            for below, found in self._worktree.reader.iter_below(path, refused):
-                if not stat.S_ISDIR(found.st_mode):
+            for below, kind in self._worktree.reader.iter_below(path, refused):
+                if kind != stat.S_IFDIR:
                     yield below
 
     def _is_within(self, path: bytes) -> bool:
@@ -152,7 +152,7 @@ class CheckoutFiles:
                 if before and before.is_submodule:
                     return File(SUBMODULE, before.oid.encode())
                 return File(DIRECTORY, b"")
-            raw = worktree.look(path, seen)
+            raw = worktree.look(path, stat.S_IFMT(seen.st_mode))
         if raw is None:
             return File(UNTRACKED, b"")
         if raw.conversion and before and stat.S_ISREG(before.mode):

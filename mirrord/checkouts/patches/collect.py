@@ -6,7 +6,6 @@ gives its files, not its history. Bounded in files and bytes. Sync; runs in work
 
 from __future__ import annotations
 
-import os
 import re
 import stat
 from collections.abc import Iterable
@@ -21,7 +20,6 @@ from .worktree import (
     PatchJob,
     RawFile,
     Worktree,
-    has_content,
     open_worktree,
     unrecordable,
 )
@@ -45,6 +43,7 @@ def collect_changes(job: PatchJob, changed: Iterable[bytes]) -> list[Change]:
 def collect(worktree: Worktree, changed: Iterable[bytes]) -> list[Change]:
     """As `collect_changes`, in an open checkout."""
     base = {path: worktree.base.find(path) for path in changed}
+    worktree.changed = base.keys()
     looking = _Looking(worktree)
     with worktree.owner:
         for path in sorted(base):
@@ -81,37 +80,38 @@ class _Looking:
         except PermissionError as error:
             self._refuse(path, error)
             return
-        is_directory = seen is not None and stat.S_ISDIR(seen.st_mode)
+        kind = stat.S_IFMT(seen.st_mode) if seen else 0
+        is_directory = kind == stat.S_IFDIR
         if is_directory and before and (before.is_tree or before.is_submodule):
             return
         if before and before.is_tree:
             self.gone_directories.append(path)
             before = None
-        if seen and has_content(seen):
+        if kind in (stat.S_IFREG, stat.S_IFLNK):
             if not before:
                 if not self._is_out_of_bounds(path):
-                    self._add(path, seen)
+                    self._add(path, kind)
                 return
-            if raw := self._worktree.look(path, seen):
+            if raw := self._worktree.look(path, kind):
                 self.found[path] = raw, before
                 return
         if before:
             self.gone[path] = before
         if is_directory and not self._is_out_of_bounds(path):
             for below, there in self._reader.iter_below(path, self._refuse, self._enters):
-                if has_content(there):
+                if there in (stat.S_IFREG, stat.S_IFLNK):
                     self._add(below, there)
 
     def _enters(self, directory: bytes) -> bool:
         """A nested `.git` is left out, and a directory that is ignored stays so with all in it."""
         return not _is_git(directory) and not self._ignores.match(directory, is_directory=True)
 
-    def _add(self, path: bytes, seen: os.stat_result) -> None:
-        """Take a file that the base does not have, unless it is ignored."""
+    def _add(self, path: bytes, kind: int) -> None:
+        """Take a file or link that the base does not have, unless it is ignored."""
         if self._ignores.match(path):
             return
-        is_link = stat.S_ISLNK(seen.st_mode)
-        if _DOT_GIT.search(path) or (is_link and _GIT_MODULES.fullmatch(path)):
+        is_modules = kind == stat.S_IFLNK and _GIT_MODULES.fullmatch(path)
+        if is_modules or _DOT_GIT.search(path):
             if _is_git(path):
                 return
             raise unrecordable(path, "git takes no such path")
@@ -121,7 +121,7 @@ class _Looking:
                 f"cannot copy what changed in the checkout: more than {FILES_LIMIT} files are new",
                 hint=SMALLER_HINT,
             )
-        if raw := self._worktree.look(path, seen):
+        if raw := self._worktree.look(path, kind):
             self.found[path] = raw, None
 
     def _refuse(self, path: bytes, error: Exception) -> None:

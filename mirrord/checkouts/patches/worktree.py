@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +99,8 @@ class Worktree:
     """An open checkout over the tree of its base commit.
 
     `attributes` are those of the files as they are; a conversion also follows those of the base
-    that were removed, as git does, which has them in its index.
+    that were removed, as git does, which has them in its index. `changed`, once it is known, has
+    every path that may differ; a directory that the base does not have stands for all in it.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Worktree:
         self._all_attributes = Attributes(self._all_attributes_in)
         self._attribute_files: dict[bytes, bytes | None] = {}
         self._bytes_left = BYTES_LIMIT
+        self.changed: Set[bytes] | None = None
 
     def read(self, path: bytes) -> tuple[int, bytes] | None:
         """The mode and the blob that git would record; None where it would record nothing."""
@@ -119,13 +121,13 @@ class Worktree:
             raw = self.look(path)
         return (raw.mode, self.clean(path, raw, before)) if raw else None
 
-    def look(self, path: bytes, seen: os.stat_result | None = None) -> RawFile | None:
-        """The file at a path, which was `seen` before; None where git tracks nothing.
+    def look(self, path: bytes, kind: int | None = None) -> RawFile | None:
+        """The file at a path, of a `kind` where that was seen; None where git tracks nothing.
 
         The caller acts as the owner, and has looked the path up in the base. PermissionError where
         the owner may not read it.
         """
-        found = self._fetch(path, seen)
+        found = self._fetch(path, kind)
         if found is None or found.mode == LINK:
             return found
         conversion = find_conversion(self._all_attributes, path)
@@ -152,9 +154,19 @@ class Worktree:
 
     def read_rules(self, path: bytes) -> bytes | None:
         """A file of rules, as the owner: git follows no link to one, and converts none."""
+        if self._is_absent(path):
+            return None
         with self.owner:
             found = self._fetch(path, None)
         return found.data if found and found.mode != LINK else None
+
+    def _is_absent(self, path: bytes) -> bool:
+        """Whether neither the base nor a change has a file of rules in a directory of the base."""
+        if self.changed is None or path in self.changed:
+            return False
+        above, _, name = path.rpartition(b"/")
+        names = self.base.names_in(above)
+        return bool(names) and name not in names
 
     def attributes_in(self, directory: bytes) -> bytes | None:
         """The attribute file of a directory, as it is now."""
@@ -171,32 +183,36 @@ class Worktree:
                 return self.objects.read_blob(entry.oid)
         return content
 
-    def _fetch(self, path: bytes, seen: os.stat_result | None) -> RawFile | None:
+    def _fetch(self, path: bytes, kind: int | None) -> RawFile | None:
         """Mode and bytes; looked at again where something is replaced meanwhile."""
         for _ in range(_LOOKS):
+            was_told = kind is not None
             try:
-                seen = seen or self.reader.find_stat(path)
-                if seen is None or not has_content(seen):
+                if kind is None:
+                    seen = self.reader.find_stat(path)
+                    kind = stat.S_IFMT(seen.st_mode) if seen else 0
+                if kind not in (stat.S_IFREG, stat.S_IFLNK):  # git tracks nothing else
                     return None
                 directory, name = self.reader.locate(path)
-                if stat.S_ISLNK(seen.st_mode):
+                if kind == stat.S_IFLNK:
                     text = os.readlink(name, dir_fd=directory)
                     self._count(len(text))
                     return RawFile(LINK, text)
-                fd = self.owner.open_regular(directory, name)
+                fd, found = self.owner.open_seen(directory, name)
                 try:
-                    mode = EXECUTABLE if seen.st_mode & 0o100 else FILE
-                    return RawFile(mode, self._read_all(fd, seen.st_size))
+                    mode = EXECUTABLE if found.st_mode & 0o100 else FILE
+                    return RawFile(mode, self._read_all(fd, found.st_size))
                 finally:
                     os.close(fd)
             except PermissionError as error:
-                raise PermissionError(error.errno, error.strerror, path) from error
+                if not was_told:  # else a stat lets the owner into the directory above
+                    raise PermissionError(error.errno, error.strerror, path) from error
             except OSError as error:
                 if error.errno == errno.EXDEV:
                     raise mounted_on(path) from error
                 if error.errno not in _REPLACED:  # by something else, since it was looked at
                     raise
-            seen = None
+            kind = None
         raise CheckoutBusyError(
             f"cannot read {shown_path(path)}: it changes while it is read",
             hint="stop what runs in the checkout",
@@ -223,11 +239,6 @@ class Worktree:
                 f" the changed files hold more than {BYTES_LIMIT >> 20} MiB",
                 hint=SMALLER_HINT,
             )
-
-
-def has_content(seen: os.stat_result) -> bool:
-    """git tracks no pipe, socket or device."""
-    return stat.S_ISREG(seen.st_mode) or stat.S_ISLNK(seen.st_mode)
 
 
 def unrecordable(path: bytes, fact: str) -> TreeRefusedError:

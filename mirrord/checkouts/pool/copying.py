@@ -80,5 +80,5 @@ def _add_whole(reader: TreeReader, path: bytes, pieces: Pieces) -> None:
     def refused(_path: bytes, error: Exception) -> NoReturn:
         raise error
 
-    for below, seen in reader.iter_below(path, refused):
+    for below, seen in reader.iter_stats_below(path, refused):
         pieces[below] = Piece.of(Where.CLIENT, seen)

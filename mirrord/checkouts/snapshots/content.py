@@ -158,7 +158,7 @@ def iter_below(reader: TreeReader) -> Iterator[tuple[bytes, os.stat_result]]:
         raise error
 
     for name in reader.names_in(b""):
-        yield from reader.iter_below(name, refused)
+        yield from reader.iter_stats_below(name, refused)
 
 
 def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:

@@ -41,7 +41,7 @@ def copied(tmp_path: Path, *changes: Change, earlier: Path | None = None) -> tup
                 return {
                     path: Piece.of(Where.CLIENT, found)
                     for name in reader.names_in(b"")
-                    for path, found in reader.iter_below(name, refused)
+                    for path, found in reader.iter_stats_below(name, refused)
                 }
 
         return layer, copy_layer(layer, survey, reader, acting, earlier=earlier)
