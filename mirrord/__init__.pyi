@@ -109,10 +109,12 @@ from .protocol import DatasetChange as DatasetChange
 from .protocol import DatasetImported as DatasetImported
 from .protocol import DatasetSummary as DatasetSummary
 from .protocol import Digest as Digest
+from .protocol import Dropped as Dropped
 from .protocol import Event as Event
 from .protocol import Finding as Finding
 from .protocol import Fork as Fork
 from .protocol import FormatInfo as FormatInfo
+from .protocol import Garbage as Garbage
 from .protocol import GradeFacts as GradeFacts
 from .protocol import Health as Health
 from .protocol import Instance as Instance
@@ -146,5 +148,8 @@ from .protocol import Status as Status
 from .protocol import Steering as Steering
 from .protocol import Synced as Synced
 from .protocol import UnpinnedCommit as UnpinnedCommit
+from .protocol import Usage as Usage
+from .protocol import UsageRow as UsageRow
+from .protocol import UsageTotal as UsageTotal
 
 __version__: str

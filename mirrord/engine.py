@@ -41,6 +41,7 @@ from .mirrors.service import Mirrors
 from .model import Backend, CommitId, CommitState, History, MirrorName, utc_now
 from .places import Layout
 from .protocol import AuditSummary, Configuration, ReloadAnswer, Status
+from .storage import Storage
 from .timetable import Cleanup, Schedule, Timetable
 from .work import BackgroundWork, Prewarm
 
@@ -154,6 +155,11 @@ class Engine:
         )  # fmt: skip
         self._closing.push_async_callback(self.checkouts.close)
         await self.checkouts.open()
+        self.storage = Storage(
+            layout=self.layout, workers=self.workers, catalog=self.catalog,
+            quarantine=self.mirrors.quarantine, templates=self.templates, checkouts=self.checkouts,
+            trash=self.trash, events=self.events,
+        )  # fmt: skip
         try:
             self.backend = self.checkouts.backend
         except BackendUnavailableError as error:  # leases of the other backend are still served

@@ -151,6 +151,8 @@ ENDPOINTS = (
     _get(f"{API}/status", MEMBER, daemon.get_status),
     _get(f"{API}/config", ADMIN, daemon.get_configuration),
     _post(f"{API}/reload", ADMIN, daemon.reload_configuration),
+    _get(f"{API}/usage", OWNER, daemon.get_usage),
+    _post(f"{API}/gc", ADMIN, daemon.collect_garbage),
 
     _get(f"{API}/mirrors", MEMBER, mirrors.list_mirrors),
     _post(f"{API}/mirrors", ADMIN, mirrors.add_mirror, 202),

@@ -95,6 +95,7 @@ class Catalog:
     find_dataset = _reads(datasets.find_dataset)
     list_datasets = _reads(datasets.list_datasets)
     summarise_datasets = _reads(datasets.summarise_datasets)
+    weigh_datasets = _reads(datasets.weigh_datasets)
     delete_dataset = _writes(datasets.delete_dataset)
     put_refused = _writes(datasets.put_refused)
 

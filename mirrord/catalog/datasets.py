@@ -7,7 +7,20 @@ pinned is never stored with a dataset but read from the pins: no dataset claims 
 from collections.abc import Iterator
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, and_, delete, exists, func, or_, select, update
+from sqlalchemy import (
+    Connection,
+    RowMapping,
+    Text,
+    and_,
+    cast,
+    delete,
+    exists,
+    func,
+    literal,
+    or_,
+    select,
+    update,
+)
 
 from ..errors import InstanceAmbiguousError
 from ..model import CommitId, CommitRole, Direction, History, MirrorName, shown
@@ -51,6 +64,18 @@ def summarise_datasets(connection: Connection) -> list[DatasetSummary]:
         DatasetSummary(**{name: row[name] for name in same}, **_counts(connection, row["id"]))
         for row in rows
     ]
+
+
+def weigh_datasets(connection: Connection) -> dict[str, int]:
+    """The bytes of patches and test lists by dataset: nearly all that the catalog holds."""
+    lists = (cast(column, Text) for column in (instances.c.fail_to_pass, instances.c.pass_to_pass))
+    parts = (func.length(part) for part in (instances.c.patch, instances.c.test_patch, *lists))
+    size = func.sum(sum((func.coalesce(part, 0) for part in parts), literal(0)))
+    query = select(datasets.c.name, func.coalesce(size, 0)).outerjoin(
+        instances, instances.c.dataset_id == datasets.c.id
+    )
+    rows = connection.execute(query.group_by(datasets.c.name).order_by(datasets.c.name))
+    return {name: int(size) for name, size in rows}
 
 
 def delete_dataset(connection: Connection, name: str) -> bool:

@@ -6,6 +6,7 @@ not exist.
 
 from __future__ import annotations
 
+import builtins
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -54,7 +55,7 @@ from .forks import Forks
 from .grading.prepare import AgentTree, ModelPatch, Prepared
 from .grading.service import Grading, lease_facts
 from .grading.steering import Policies
-from .leases import Lease, Leases, LeaseState, not_found
+from .leases import Directories, Lease, Leases, LeaseState, not_found
 from .lifecycle import Lifecycle
 from .patches.service import DiffAnswer, Patches
 from .pool.backend import PoolBackend
@@ -62,6 +63,7 @@ from .receipts import Receipts, report
 from .resolve import ResolvedRequest, Resolver
 from .snapshots.layers import Layers
 from .stores.builder import StoreBuilder
+from .templates.eviction import TemplateKey
 
 _RESOLVED = ("mirror", "commit", "tree", "instance", "dataset")
 _OF_GRADE = ("backend", "ttl", "owner", "bind")
@@ -101,7 +103,7 @@ class Checkouts:
         trash: Trash,
         clock: Callable[[], datetime] = utc_now,
     ) -> None:
-        pool = PoolBackend(state_dir, workers, stores, mirrors.path, trash)
+        self._pool = pool = PoolBackend(state_dir, workers, stores, mirrors.path, trash)
         self._settings = settings
         self._owners = Owners(settings, access)
         self._events = events
@@ -143,6 +145,23 @@ class Checkouts:
     def backend(self) -> Backend:
         """The backend of a request that names none."""
         return self._admission.choose_backends(None, History.SEALED, Visible.MOUNTS)[0]
+
+    @property
+    def needed_templates(self) -> frozenset[TemplateKey]:
+        """Those of the checkouts and of their snapshots."""
+        return frozenset(
+            (lease.mirror.key, commit, lease.history)
+            for lease in self._leases
+            for commit in (lease.commit, *(each.commit for each in lease.snapshots))
+        )
+
+    @property
+    def warm_trees(self) -> Sequence[Directories]:
+        """Released trees of the pool, kept for the next checkout."""
+        return self._pool.warm
+
+    def drop_warm_trees(self) -> None:
+        self._pool.drop_warm()
 
     def has_checkout(self, uid: int) -> bool:
         """Whether the uid owns a checkout, or took one."""
@@ -343,8 +362,11 @@ class Checkouts:
 
     async def list(self, peer: Peer) -> list[protocol.Checkout]:
         """The checkouts that the peer owns or took, oldest first; all for an administrator."""
-        seen = (lease for lease in self._leases if self._admission.may_see(lease, peer))
-        return [protocol.Checkout(**members(lease, {})) for lease in seen]
+        return [protocol.Checkout(**members(lease, {})) for lease in self.leases_of(peer)]
+
+    def leases_of(self, peer: Peer) -> builtins.list[Lease]:
+        """The leases that the peer owns or took, oldest first; all for an administrator."""
+        return [lease for lease in self._leases if self._admission.may_see(lease, peer)]
 
     def must_be_usable(self, checkout: str, peer: Peer) -> None:
         """Raise what `diff` and `apply` would raise at once."""

@@ -72,6 +72,8 @@ receipt; receipts:receipt; 345789; Print what a checkout is and how that was pro
 exec; execute:execute; 346789; Run a command in a temporary checkout.
 verify-seal; local:verify_seal; 3478; Prove that a repository shows nothing after a commit.
 rehearse; rehearse:rehearse; 346789; Try every instance: checkout, patches, diff, reset.
+du; storage:du; 379; Show what is on disk, shared, and only a cache.
+gc; storage:gc; 379; Drop what is only a cache and not in use.
 refs log; mirrors:refs_log; 349; List the records of a mirror's ref history.
 refs diff; mirrors:refs_diff; 349; Show what changed between two records.
 refs restore; mirrors:refs_restore; 34579; Put a mirror's refs back to a record.

@@ -85,6 +85,12 @@ class Trash:
             self._has_room.clear()
             await self._has_room.wait()
 
+    async def settle(self) -> bool:
+        """Wait for what was added before; answers whether nothing is left, after one more try."""
+        if self._tasks:
+            await asyncio.wait(self._tasks.copy())
+        return await self.retry()
+
     def remove(self, path: Path) -> None:
         """Remove a file or tree of ours now, or by `retry` where the disk refuses. Any thread."""
         if not try_to_remove(path) and path not in self._stuck:

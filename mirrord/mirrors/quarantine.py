@@ -65,6 +65,11 @@ class Quarantine:
         """Remove something in here; the trash tries again where the disk refuses."""
         await to_thread.run_sync(self._trash.remove, path)
 
+    @property
+    def leftovers(self) -> set[Path]:
+        """What killed processes left and the start could not remove."""
+        return (self._left or set()) - self._active
+
     async def clean(self) -> bool:
         """Remove what killed processes left, once no process holds it; answers whether all is gone.
 
@@ -89,7 +94,7 @@ class Quarantine:
                 log.warning("removal.failed", path=path.name)
             return removed
 
-        if unused := self._left - self._active:
+        if unused := self.leftovers:
             held = await to_thread.run_sync(held_files, self.root)
             self._left -= set(await to_thread.run_sync(lambda: list(filter(remove, unused))))
         return not self._left

@@ -59,6 +59,8 @@ DESIGNED = [
     "refs-log",
     "refs-diff",
     "refs-restore",
+    "du",
+    "gc",
     "doctor",
     "events",
     "bundle-create",

@@ -13,7 +13,16 @@ from datetime import timedelta
 from pydantic import Field
 from starlette.responses import Response
 
-from ...protocol import Configuration, Event, Operation, ReloadAnswer, Status
+from ...protocol import (
+    CollectGarbage,
+    Configuration,
+    Event,
+    Garbage,
+    Operation,
+    ReloadAnswer,
+    Status,
+    Usage,
+)
 from .. import metrics
 from ..request import Call, OwnedStream, Query, text_response
 from .mirrors import shown_mirror
@@ -44,6 +53,18 @@ async def get_configuration(call: Call) -> Configuration:
 
 async def reload_configuration(call: Call) -> ReloadAnswer:
     return await call.engine.reload()
+
+
+class UsageQuery(Query):
+    verbose: bool = Field(False, description="with a row for each thing")
+
+
+async def get_usage(call: Call, query: UsageQuery) -> Usage:
+    return await call.engine.storage.usage(call.peer, is_admin=call.is_admin, verbose=query.verbose)
+
+
+async def collect_garbage(call: Call, body: CollectGarbage) -> Garbage:
+    return await call.engine.storage.collect(dry_run=body.dry_run)
 
 
 async def get_metrics(call: Call) -> Response:

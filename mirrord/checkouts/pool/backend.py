@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -72,11 +72,10 @@ class PoolBackend:
 
     async def create(self, lease: Lease) -> tuple[str, dict[str, float]]:
         began = time.perf_counter()
-        paths = await self._paths(lease)
-        sealed_s = time.perf_counter() - began
-        kept = self._warm[lease.owner_uid, lease.mirror.key]
-        warm = kept.pop() if kept else None
-        with self._removed_after(paths.trash):
+        async with self._paths(lease) as paths:
+            sealed_s = time.perf_counter() - began
+            kept = self._warm[lease.owner_uid, lease.mirror.key]
+            warm = kept.pop() if kept else None
             tree, timings = await self._workers.run(
                 worktree.make, paths, lease.commit, lease.tree, warm, timeout=_TIMEOUT
             )
@@ -85,19 +84,18 @@ class PoolBackend:
     async def reset(self, to: Lease, leases: Leases) -> Proof:
         """In place: the lease is RESETTING before anything is touched, and a failure is final."""
         await self._trash.keep_up()
-        paths = await self._paths(to)
-        if mounted := await anyio.to_thread.run_sync(mounts_below, str(to.tree_path)):
-            raise mounted_on(os.fsencode(mounted[0]))  # not the checkout's: nobody may empty it
-        before = leases.find(to.id)
-        leases.save(resetting(to))
-        try:
-            with self._removed_after(paths.trash):
+        async with self._paths(to) as paths:
+            if mounted := await anyio.to_thread.run_sync(mounts_below, str(to.tree_path)):
+                raise mounted_on(os.fsencode(mounted[0]))  # not the checkout's: nobody may empty it
+            before = leases.find(to.id)
+            leases.save(resetting(to))
+            try:
                 proof = await self._workers.run(
                     worktree.make_clean, paths, to.commit, to.tree, timeout=_TIMEOUT
                 )
-        except TreeTooLargeError:
-            leases.save(before or to)  # nothing was touched yet
-            raise
+            except TreeTooLargeError:
+                leases.save(before or to)  # nothing was touched yet
+                raise
         leases.save(to)
         return proof
 
@@ -131,29 +129,43 @@ class PoolBackend:
         return None
 
     async def copy_layer(self, lease: Lease, directory: Path, earlier: Path | None) -> Taken:
-        paths = await self._paths(lease)
-        return await self._workers.run(
-            copy_checkout, paths, directory, earlier, timeout=DIFF_TIMEOUT
-        )
+        async with self._paths(lease) as paths:
+            return await self._workers.run(
+                copy_checkout, paths, directory, earlier, timeout=DIFF_TIMEOUT
+            )
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:
         return partial(worktree.changed_paths, lease.tree_path, lease.private / "manifest")
 
-    async def _paths(self, lease: Lease) -> PoolPaths:
-        store, head = None, lease.commit
-        if lease.history is not History.LINKED:
-            sealed = await self._stores.ensure(lease.mirror, lease.commit, lease.history)
-            store, head = sealed.git, sealed.head
-        mirror, trash = self._mirrors_path(lease.mirror), new_trash(lease.directory.parent)
-        layer = layer_path(self._state, lease.layer) if lease.layer else None
-        return PoolPaths(
-            lease.directory, lease.private, mirror, store, head, lease.owner, trash, layer
-        )
+    @property
+    def warm(self) -> list[Directories]:
+        """The released trees that are kept."""
+        return [each for kept in self._warm.values() for each in kept]
 
-    @contextmanager
-    def _removed_after(self, trash: Path) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            if trash.exists():
-                self._trash.add(trash)
+    def drop_warm(self) -> None:
+        """Remove the released trees that are kept."""
+        for directories in self.warm:
+            self._trash.add(*directories)
+        self._warm.clear()
+
+    @asynccontextmanager
+    async def _paths(self, lease: Lease) -> AsyncIterator[PoolPaths]:
+        """What a worker is told; its store stays inside, and its trash is removed afterwards."""
+        directory, private, mirror = (
+            lease.directory,
+            lease.private,
+            self._mirrors_path(lease.mirror),
+        )
+        layer = layer_path(self._state, lease.layer) if lease.layer else None
+        trash = new_trash(directory.parent)
+        with ExitStack() as stack:
+            store, head = None, lease.commit
+            if lease.history is not History.LINKED:
+                sealed = await self._stores.ensure(lease.mirror, lease.commit, lease.history)
+                stack.enter_context(self._stores.holding(sealed))
+                store, head = sealed.git, sealed.head
+            try:
+                yield PoolPaths(directory, private, mirror, store, head, lease.owner, trash, layer)
+            finally:
+                if trash.exists():
+                    self._trash.add(trash)

@@ -11,8 +11,8 @@ import shutil
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,6 +79,7 @@ class StoreBuilder:
         self._stores: dict[str, dict[Path, tuple[SealedStore, float]]] = {}
         self._read: set[str] = set()
         self._building: Counter[str] = Counter()
+        self.held: Counter[Path] = Counter()
 
     async def open(self) -> None:
         """Remove what a killed build left."""
@@ -160,8 +161,25 @@ class StoreBuilder:
         """Delete a discarded store, or a damaged one, or a layer of closures. Packs stay."""
         await anyio.to_thread.run_sync(remove_all, [path], self.trash)
 
-    async def evict_packs(self, name: MirrorName) -> None:
-        """Remove the closure packs that no store has, unless a build may be about to link one."""
+    @contextmanager
+    def holding(self, store: SealedStore) -> Iterator[None]:
+        """Keep a store on disk inside. Call with no await since it was found."""
+        self.held[store.path] += 1
+        try:
+            yield
+        finally:
+            self.held[store.path] -= 1
+            if not self.held[store.path]:
+                del self.held[store.path]
+
+    def known_packs(self, name: MirrorName) -> dict[str, int]:
+        """The sizes of the closure packs that were looked at since the start, by name."""
+        return self._closures.known_packs(name)
+
+    async def evict_packs(self, name: MirrorName) -> int:
+        """Remove the closure packs that no store has, unless a build may be about to link one;
+        answers their bytes.
+        """
         await self.list_stores(name)
 
         def needed() -> set[str] | None:
@@ -169,7 +187,7 @@ class StoreBuilder:
                 return None
             return {pack for store, _ in self._stores[name.key].values() for pack in store.packs}
 
-        await self._closures.keep_only(name, needed)
+        return await self._closures.keep_only(name, needed)
 
     async def forget(self, name: MirrorName) -> None:
         """Remove every store and pack of a mirror that was removed."""

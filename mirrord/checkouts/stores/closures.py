@@ -122,18 +122,26 @@ class Closures:
 
     async def keep_only(
         self, name: MirrorName, needed: Callable[[], Collection[str] | None]
-    ) -> None:
-        """Remove the packs without a `needed` name, asked while nothing builds: None keeps all."""
+    ) -> int:
+        """Remove the packs without a `needed` name, asked while nothing builds: None keeps all.
+
+        Answers the bytes that went.
+        """
         async with self._locks.setdefault(name.key, Turns()).turn():
             layers, names = self._known(name), needed()
             if names is None:
-                return
-            gone = [layer.commit for layer in layers.values() if layer.pack not in names]
-            for commit in gone:
-                del layers[commit]
-            paths = [self.directory(name) / commit for commit in gone]
+                return 0
+            gone = [layer for layer in layers.values() if layer.pack not in names]
+            for layer in gone:
+                del layers[layer.commit]
+            paths = [self.directory(name) / layer.commit for layer in gone]
             await anyio.to_thread.run_sync(remove_all, paths, self.trash)
             log.info("closures.evicted", mirror=str(name), count=len(gone), left=len(layers))
+            return sum(layer.size_bytes for layer in gone)
+
+    def known_packs(self, name: MirrorName) -> dict[str, int]:
+        """The sizes of the packs that were read since the start, by name."""
+        return {each.pack: each.size_bytes for each in self._layers.get(name.key, {}).values()}
 
     def forget(self, name: MirrorName) -> None:
         """Drop the memory of a mirror whose packs were removed."""

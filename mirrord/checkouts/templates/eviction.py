@@ -1,5 +1,5 @@
-"""Evict templates: least recently used first over `template_bytes`, and those unused for
-`template_ttl`.
+"""Evict templates: least recently used first over `template_bytes`, those unused for
+`template_ttl`, and on request all that no checkout needs.
 
 A sealed store goes, and with it the layers and the closure packs that no other store needs; never
 what a checkout holds. The last store of a mirror outlives its time, so that the next checkout is
@@ -10,21 +10,48 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio.to_thread
 
 from ...config import Settings
 from ...jobs.events import Events
-from ...model import MirrorName
+from ...model import CommitId, History, MirrorName
 from ..stores.builder import StoreBuilder
 from ..stores.store import SealedStore, note_uses
+from .layers import Layer
 from .registry import MirrorTemplates, TemplateRegistry
 
 _NEW_S = 600.0  # a younger layer without a store may have one that is being built
 _STORE_BYTES = 64 * 1024  # directories and small files of a store, a block each
+
+TemplateKey = tuple[str, CommitId, History]
+"""The key of a mirror, with what else tells its templates apart."""
+
+
+class TemplateWeight(NamedTuple):
+    """What the template of a store takes; `shared_bytes` are those that another one needs, too.
+
+    A file that layers share counts with the layer that was the first to have it.
+    """
+
+    store: SealedStore
+    used_at: float
+    is_needed: bool
+    size_bytes: int
+    shared_bytes: int
+
+
+class MirrorWeight(NamedTuple):
+    """What the templates of a mirror take, and how much of that `collect` would free."""
+
+    name: MirrorName
+    size_bytes: int
+    free_bytes: int
+    templates: list[TemplateWeight]
 
 
 class Eviction:
@@ -70,35 +97,78 @@ class Eviction:
             is_late = used_at < oldest and len(each.stores) > 1
             if not is_late and sum(e.size_bytes for e in inventories) <= settings.template_bytes:
                 continue
-            async with each.templates.changes.turn():
-                is_used = each.templates.used_at.get(path, 0.0) > used_at
-                if is_used or path in self._registry.held:
-                    continue
-                each.templates.used_at.pop(path, None)
-                store = each.remove(path)
-                retired = self._stores.discard(store)
-                self._retire_layers(each, store.tree)
-            evicted.add(path)
-            await self._stores.remove(retired)
-            await self._registry.sweep()
+            if await self._evict_store(each, path, used_at) is not None:
+                evicted.add(path)
         for each in inventories:
             await self._evict_strays(each)
             if evicted & each.all_stores:
                 await self._stores.evict_packs(each.name)
-        if evicted:
-            left = sum(each.size_bytes for each in inventories)
-            self._events.publish("templates.evicted", count=len(evicted), size_bytes=left)
+        self._publish(inventories, len(evicted))
         return evicted
 
-    async def _evict_strays(self, inventory: _Inventory) -> None:
-        """Evict layers without a store: of a build that failed, or of a store that is gone."""
-        templates, before = inventory.templates, time.time() - _NEW_S
-        for tree in [tree for tree in templates.layers if not inventory.needed[tree]]:
-            async with templates.changes.turn():
-                files = templates.files.get(tree)
-                if files is not None and templates.used_at.get(files, 0.0) < before:
-                    self._retire_layers(inventory, tree)
+    async def collect(self, keep: Collection[TemplateKey]) -> dict[MirrorName, tuple[int, int]]:
+        """Evict every template but those held, named by `keep` or used since, and what belongs to
+        none; answers how many went by mirror, and their bytes.
+        """
+        began, collected = time.time(), dict[MirrorName, tuple[int, int]]()
+        inventories = await self._inventories()
+        for each in inventories:
+            unused = each.unused(keep, ())  # what is held is asked for in its turn
+            stores = [(path, each.used_at[path]) for path in unused if each.used_at[path] < began]
+            freed = [await self._evict_store(each, path, used_at) for path, used_at in stores]
+            strays_bytes = await self._evict_strays(each)
+            packs_bytes = await self._stores.evict_packs(each.name)
+            gone = [size for size in freed if size is not None]
+            collected[each.name] = len(gone), sum(gone) + strays_bytes + packs_bytes
+        self._publish(inventories, sum(count for count, _ in collected.values()))
+        return collected
+
+    async def weigh(self, keep: Collection[TemplateKey]) -> list[MirrorWeight]:
+        """What the templates of each mirror take, and what `collect` would free of that."""
+        found = []
+        for each in await self._inventories():
+            packs = self._stores.known_packs(each.name)
+            held = frozenset([*self._registry.held, *self._stores.held])
+            found.append(await anyio.to_thread.run_sync(_weighed, each, keep, held, packs))
+        return found
+
+    async def _evict_store(self, inventory: _Inventory, path: Path, used_at: float) -> int | None:
+        """Evict a store unless it was used since, or is held; answers the bytes of what went with
+        it, closure packs excepted, or None.
+        """
+        templates = inventory.templates
+        async with templates.changes.turn():
+            is_used = templates.used_at.get(path, 0.0) > used_at
+            if is_used or path in self._registry.held or path in self._stores.held:
+                return None
+            templates.used_at.pop(path, None)
+            before = templates.size_bytes
+            store = inventory.remove(path)
+            retired = self._stores.discard(store)
+            self._retire_layers(inventory, store.tree)
+            freed = _own_bytes(store) + before - templates.size_bytes
+        await self._stores.remove(retired)
         await self._registry.sweep()
+        return freed
+
+    def _publish(self, inventories: Sequence[_Inventory], count: int) -> None:
+        if count:
+            left = sum(each.size_bytes for each in inventories)
+            self._events.publish("templates.evicted", count=count, size_bytes=left)
+
+    async def _evict_strays(self, inventory: _Inventory) -> int:
+        """Evict layers without a store: of a build that failed, or of a store that is gone; answers
+        their bytes.
+        """
+        templates, freed = inventory.templates, 0
+        for layer in inventory.strays():
+            async with templates.changes.turn():
+                if layer.tree in templates.layers:
+                    before = templates.size_bytes
+                    self._retire_layers(inventory, layer.tree)
+                    freed += before - templates.size_bytes
+        await self._registry.sweep()
+        return freed
 
     def _retire_layers(self, inventory: _Inventory, tree: str | None) -> None:
         """Take a layer out of use, and those below it, as far down as no store needs them."""
@@ -160,8 +230,69 @@ class _Inventory:
         self._packs_bytes -= sum(size for pack, size in sizes if not self.needed[pack])
         return store
 
-    def _trees(self, store: SealedStore) -> list[str]:
+    def unused(self, keep: Collection[TemplateKey], held: Collection[Path]) -> list[Path]:
+        """The stores that nothing holds and `keep` does not name, least recently used first."""
+        unused = [
+            path
+            for path, store in self.stores.items()
+            if path not in held and (store.mirror.key, store.commit, store.history) not in keep
+        ]
+        return sorted(unused, key=lambda path: self.used_at[path])
+
+    def strays(self) -> list[Layer]:
+        """Layers without a store that are not new."""
+        files, used_at = self.templates.files, self.templates.used_at
+        before = time.time() - _NEW_S
+        return [
+            layer
+            for tree, layer in list(self.templates.layers.items())
+            if not self.needed[tree] and tree in files and used_at.get(files[tree], 0.0) < before
+        ]
+
+    def chain(self, store: SealedStore) -> list[Layer]:
         try:
-            return [layer.tree for layer in self.templates.chain(store.tree)]
+            return self.templates.chain(store.tree)
         except KeyError:  # never made, or out of use
             return []
+
+    def _trees(self, store: SealedStore) -> list[str]:
+        return [layer.tree for layer in self.chain(store)]
+
+
+def _own_bytes(store: SealedStore) -> int:
+    """What a store takes by itself: closure packs are shared, the pack of a squashed one is not."""
+    return _STORE_BYTES + (store.size_bytes if store.history is History.SQUASHED else 0)
+
+
+def _weighed(
+    inventory: _Inventory,
+    keep: Collection[TemplateKey],
+    held: Collection[Path],
+    packs: Mapping[str, int],
+) -> MirrorWeight:
+    """By the records alone. `packs` are the closure packs that are known, of stores and others."""
+    unused = set(inventory.unused(keep, held))
+    sizes, kept = dict(packs), set[str]()
+    found = []
+    for path, store in inventory.stores.items():
+        parts = {
+            layer.tree: layer.size_bytes + layer.shared_bytes for layer in inventory.chain(store)
+        }
+        parts |= zip(store.packs, store.pack_sizes, strict=True)
+        sizes |= parts
+        if path not in unused:
+            kept |= parts.keys()
+        shared = sum(size for part, size in parts.items() if inventory.needed[part] > 1)
+        facts = (
+            inventory.used_at[path],
+            path not in unused,
+            _STORE_BYTES + sum(parts.values()),
+            shared,
+        )
+        found.append(TemplateWeight(store, *facts))
+    for layer in inventory.strays():
+        sizes[layer.tree] = layer.size_bytes + layer.shared_bytes
+    spare = sum(size for pack, size in packs.items() if not inventory.needed[pack])
+    free = sum(size for part, size in sizes.items() if part not in kept)
+    total = inventory.size_bytes + spare
+    return MirrorWeight(inventory.name, total, free + _STORE_BYTES * len(unused), found)

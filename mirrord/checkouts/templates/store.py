@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -32,7 +32,7 @@ from ..stores.builder import StoreBuilder
 from ..stores.packer import together
 from ..stores.store import is_as_built, read_records
 from .build import build_layer
-from .eviction import Eviction
+from .eviction import Eviction, TemplateKey
 from .layers import RECORD, write_record
 from .registry import MirrorTemplates, TemplateRegistry
 
@@ -81,6 +81,7 @@ class Templates:
         self._eviction = Eviction(settings, self._registry, stores, events)
         self.open = self._registry.open
         self.is_full = self._eviction.is_full
+        self.weigh = self._eviction.weigh
         self._found: dict[tuple[str, CommitId, History], Template] = {}
         self._builds: Coalescer[Template] = Coalescer()
 
@@ -207,6 +208,17 @@ class Templates:
                 key: each for key, each in self._found.items() if evicted.isdisjoint(each.layers)
             }
         return len(evicted)
+
+    async def collect(self, keep: Collection[TemplateKey]) -> dict[MirrorName, tuple[int, int]]:
+        """Evict all that no checkout holds and `keep` does not name, with no regard to the bounds.
+
+        Answers how many templates went by mirror, and their bytes. What is asked for meanwhile
+        stays.
+        """
+        collected = await self._eviction.collect(keep)
+        found = self._found.items()
+        self._found = {key: each for key, each in found if each.layers[1].is_dir()}
+        return collected
 
     async def forget(self, name: MirrorName) -> None:
         """Remove a removed mirror's templates; CheckoutBusyError while a checkout holds one."""

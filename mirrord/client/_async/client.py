@@ -91,6 +91,15 @@ class AsyncClient:
         """Read the configuration again; an invalid file raises and changes nothing."""
         return await self._one(protocol.ReloadAnswer, "POST", "reload")
 
+    async def usage(self, *, verbose: bool = False) -> protocol.Usage:
+        """What is on disk, and what a gc would free of it; `verbose` with a row for each thing."""
+        return await self._one(protocol.Usage, "GET", "usage", verbose=verbose)
+
+    async def gc(self, *, dry_run: bool = False) -> protocol.Garbage:
+        """Drop what is only a cache and not in use, or with `dry_run` say what that is."""
+        body = message(protocol.CollectGarbage, dry_run=dry_run)
+        return await self._one(protocol.Garbage, "POST", "gc", body=body)
+
     async def metrics(self) -> str:
         """All metrics in Prometheus text."""
         return (await self._connection.request("GET", "/metrics")).body.decode()

@@ -92,6 +92,15 @@ class Client:
         """Read the configuration again; an invalid file raises and changes nothing."""
         return self._one(protocol.ReloadAnswer, "POST", "reload")
 
+    def usage(self, *, verbose: bool = False) -> protocol.Usage:
+        """What is on disk, and what a gc would free of it; `verbose` with a row for each thing."""
+        return self._one(protocol.Usage, "GET", "usage", verbose=verbose)
+
+    def gc(self, *, dry_run: bool = False) -> protocol.Garbage:
+        """Drop what is only a cache and not in use, or with `dry_run` say what that is."""
+        body = message(protocol.CollectGarbage, dry_run=dry_run)
+        return self._one(protocol.Garbage, "POST", "gc", body=body)
+
     def metrics(self) -> str:
         """All metrics in Prometheus text."""
         return (self._connection.request("GET", "/metrics")).body.decode()

@@ -187,3 +187,39 @@ def test_the_time_to_stay_begins_when_the_last_checkout_lets_go(
         assert [record(store, commit).exists() for commit in commits] == [True, False, False]
 
     run(tmp_path, upstream, test)
+
+
+def test_a_collection_takes_all_that_is_not_needed(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
+    """Not what a checkout holds, a lease names or a worker reads; it frees what was foretold."""
+    upstream = make_upstream("up")
+    commits = whole_trees(upstream, 5)
+
+    async def test(store: Store) -> None:
+        made = [await store.ensure(commit) for commit in commits]
+        squashed = await store.ensure(commits[0], History.SQUASHED)
+        store.templates.hold(made[1])
+        sealed = store.stores.find(NAME, CommitId(commits[2]), History.SEALED)
+        assert sealed is not None
+        keep = {(NAME.key, CommitId(commits[3]), History.SEALED)}
+        directory = store.trees.parent
+        with store.stores.holding(sealed):
+            (weight,) = await store.templates.weigh(keep)
+            before = disk_bytes(directory)
+            assert await store.templates.collect(keep) == {NAME: (3, weight.free_bytes)}
+        assert before - disk_bytes(directory) == pytest.approx(weight.free_bytes, rel=0.15)
+        assert weight.size_bytes == pytest.approx(before, rel=0.15)
+        assert [path.is_dir() for path in (made[0].layers[1], squashed.layers[1])] == [False, False]
+        kept = {path.name for path in (directory / "gits").glob("*.json")}
+        assert kept == {f"sealed-{commit}.json" for commit in commits[1:4]}
+        store.templates.drop(made[1])
+        assert (await store.templates.collect([]))[NAME][0] == 3
+        for left in ("trees", "gits", "packs", "blobs"):
+            assert list((directory / left).glob("*")) == []
+        back = await store.ensure(commits[0])
+        assert_equals_commit(
+            back, tmp_path / "back", upstream.git("rev-parse", f"{commits[0]}^{{tree}}")
+        )
+
+    run(tmp_path, upstream, test)

@@ -1,0 +1,268 @@
+"""What the state directory holds, and how to empty it of what is only a cache: `du` and `gc`.
+
+Templates are weighed by their records; the rest is walked by a worker, for a limited time. A gc
+drops what no checkout needs and the daemon can make again, as eviction and expiry do by their
+limits; what is asked for meanwhile stays. All that goes is renamed first, so a crash leaves trash,
+which the next start removes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import anyio
+import anyio.to_thread
+
+from .catalog import Catalog
+from .checkouts.files.weigh import weigh
+from .checkouts.leases import Lease
+from .checkouts.service import Checkouts
+from .checkouts.snapshots.layers import layer_path
+from .checkouts.stores.store import SealedStore
+from .checkouts.templates.store import Templates
+from .git.workers import Workers
+from .host.peers import Peer
+from .host.trash import TRASH_PREFIX, Trash, find_trash
+from .jobs.events import Events
+from .mirrors.quarantine import Quarantine
+from .model import Backend, History
+from .places import Layout
+from .protocol import Dropped, Garbage, Usage, UsageKind, UsageRow, UsageTotal
+
+_WALK_LIMIT = timedelta(seconds=20)
+
+
+class _Thing(NamedTuple):
+    """Something to be weighed; `checkouts` counts those that need it."""
+
+    name: str
+    paths: tuple[Path, ...]
+    checkouts: int = 0
+    is_garbage: bool = False
+
+    @property
+    def exists(self) -> bool:
+        return any(map(os.path.lexists, self.paths))
+
+
+_Things = dict[UsageKind, list[_Thing]]
+
+
+class _Kind(NamedTuple):
+    """All of a kind. A file of several rows counts once in `size_bytes`."""
+
+    kind: UsageKind
+    rows: list[UsageRow]
+    size_bytes: int
+    reclaimable_bytes: int = 0
+
+    @property
+    def total(self) -> UsageTotal:
+        used = sum(row.checkouts > 0 for row in self.rows)
+        return UsageTotal(
+            kind=self.kind, count=len(self.rows), used=used,
+            size_bytes=self.size_bytes, reclaimable_bytes=self.reclaimable_bytes,
+        )  # fmt: skip
+
+
+@dataclass(kw_only=True, eq=False)
+class Storage:
+    """The disk of one daemon."""
+
+    layout: Layout
+    workers: Workers
+    catalog: Catalog
+    quarantine: Quarantine
+    templates: Templates
+    checkouts: Checkouts
+    trash: Trash
+    events: Events
+    _collecting: anyio.Lock = field(default_factory=anyio.Lock)
+
+    async def usage(self, peer: Peer, *, is_admin: bool, verbose: bool) -> Usage:
+        """What is on disk; for a peer that is no administrator, of its own checkouts."""
+        leases = self.checkouts.leases_of(peer)
+        things: _Things = {}
+        found: list[_Kind] = []
+        if is_admin:
+            things = await anyio.to_thread.run_sync(self._find_things, leases)
+            found += [await self._weigh_templates(leases), *await self._weigh_catalog(leases)]
+        # checkouts last: trees of the pool can take all the time there is
+        found += await self._weigh(things | _held(self.layout.root, leases))
+        found.sort(key=lambda each: get_args(UsageKind).index(each.kind))
+        rows = [row for each in found for row in each.rows]
+        disk = await anyio.to_thread.run_sync(os.statvfs, self.layout.root)
+        return Usage(
+            size_bytes=sum(each.size_bytes for each in found),
+            reclaimable_bytes=sum(each.reclaimable_bytes for each in found),
+            disk_bytes=disk.f_blocks * disk.f_frsize,
+            disk_free_bytes=disk.f_bavail * disk.f_frsize,
+            totals=[each.total for each in found if each.rows],
+            rows=rows if verbose else [],
+            partial=sum(not row.is_whole for row in rows),
+        )
+
+    async def collect(self, *, dry_run: bool) -> Garbage:
+        """Drop what is only a cache, or say what that is; one at a time."""
+        async with self._collecting:
+            things = await anyio.to_thread.run_sync(self._find_garbage)
+            weighed = await self._weigh(things)
+            keep = self.checkouts.needed_templates
+            if dry_run:
+                templates = {
+                    each.name: (sum(not one.is_needed for one in each.templates), each.free_bytes)
+                    for each in await self.templates.weigh(keep)
+                }
+            else:
+                self.checkouts.drop_warm_trees()
+                templates = await self.templates.collect(keep)
+                await self.quarantine.clean()
+                await self.trash.settle()
+            left = set() if dry_run else await anyio.to_thread.run_sync(_find_left, things)
+        dropped = [
+            Dropped(kind="templates", name=str(name), count=count, size_bytes=size)
+            for name, (count, size) in templates.items()
+            if count or size
+        ]
+        dropped += [
+            Dropped(kind=row.kind, name=row.name, size_bytes=row.size_bytes)
+            for each in weighed
+            for row in each.rows
+            if row.size_bytes and (row.kind, row.name) not in left
+        ]
+        freed_bytes = sum(each.size_bytes for each in dropped)
+        if not dry_run:
+            self.events.publish("garbage.collected", count=len(dropped), size_bytes=freed_bytes)
+        return Garbage(dry_run=dry_run, freed_bytes=freed_bytes, dropped=dropped)
+
+    # -- what there is: in threads -----------------------------------------------------------------
+
+    def _find_things(self, leases: list[Lease]) -> _Things:
+        """All that is no checkout, no template and not in the catalog."""
+        held, left = Counter(str(lease.mirror) for lease in leases), self.quarantine.leftovers
+        layout, garbage = self.layout, self._find_garbage()
+        mirrors, quarantine = _names_in(layout.mirrors), _names_in(layout.quarantine)
+        return {
+            "mirrors": [_Thing(each.name, (each,), held[each.name]) for each in mirrors],
+            **garbage,
+            "quarantine": [_Thing(each.name, (each,), 0, each in left) for each in quarantine],
+            "other": [
+                _Thing(each.name, (each,))
+                for each in (layout.datasets, layout.bundles, layout.home)
+            ],
+        }
+
+    def _find_garbage(self) -> _Things:
+        """What nobody needs: released trees, what killed processes left, trash."""
+        layout, templates = self.layout, self.layout.templates
+        directories = [
+            *(layout.mirrors, layout.quarantine, layout.checkouts, layout.leases, templates),
+            *layout.leases.glob("[!.]*"),
+            *templates.glob("*"),
+            *templates.glob("[!.]*/*"),
+        ]
+        trash = sorted(path for directory in directories for path in find_trash(directory))
+        left = sorted(self.quarantine.leftovers)
+        warm = self.checkouts.warm_trees
+        return {
+            "warm-trees": [_Thing(each.public.name, each, is_garbage=True) for each in warm],
+            "quarantine": [_Thing(each.name, (each,), is_garbage=True) for each in left],
+            "trash": [
+                _Thing(str(each.relative_to(layout.root)), (each,), is_garbage=True)
+                for each in trash
+            ],
+        }
+
+    # -- what it takes -----------------------------------------------------------------------------
+
+    async def _weigh(self, things: _Things) -> list[_Kind]:
+        """By a walk."""
+        limit_s = _WALK_LIMIT.total_seconds()
+        paths = {str(kind): [each.paths for each in some] for kind, some in things.items()}
+        weights = await self.workers.run(weigh, paths, limit_s, timeout=_WALK_LIMIT * 2)
+        found = []
+        for kind, some in things.items():
+            rows = [
+                UsageRow(
+                    kind=kind, name=each.name, checkouts=each.checkouts, is_whole=weight.is_whole,
+                    size_bytes=weight.size_bytes, shared_bytes=weight.shared_bytes,
+                    reclaimable_bytes=weight.size_bytes if each.is_garbage else 0,
+                )
+                for each, weight in zip(some, weights[kind].each, strict=True)
+            ]  # fmt: skip
+            free = sum(row.reclaimable_bytes for row in rows)
+            found.append(_Kind(kind, rows, weights[kind].total_bytes, free))
+        return found
+
+    async def _weigh_templates(self, leases: Iterable[Lease]) -> _Kind:
+        """By the records."""
+        held = Counter((lease.mirror.key, lease.commit, lease.history) for lease in leases)
+        weights = await self.templates.weigh(self.checkouts.needed_templates)
+        rows = [
+            UsageRow(
+                kind="templates",
+                name=_template_name(one.store),
+                size_bytes=one.size_bytes,
+                shared_bytes=one.shared_bytes,
+                reclaimable_bytes=0 if one.is_needed else one.size_bytes - one.shared_bytes,
+                checkouts=held[one.store.mirror.key, one.store.commit, one.store.history],
+                used_at=datetime.fromtimestamp(one.used_at, UTC),
+            )
+            for each in weights
+            for one in each.templates
+        ]
+        sizes = sum(each.size_bytes for each in weights), sum(each.free_bytes for each in weights)
+        return _Kind("templates", rows, *sizes)
+
+    async def _weigh_catalog(self, leases: Iterable[Lease]) -> list[_Kind]:
+        """By the values of rows; what else the database takes is apart."""
+        held = Counter(lease.dataset for lease in leases)
+        sizes = await self.catalog.weigh_datasets()
+        rows = [
+            UsageRow(kind="datasets", name=name, size_bytes=size, checkouts=held[name])
+            for name, size in sizes.items()
+        ]
+        found = [_Kind("datasets", rows, sum(sizes.values()))]
+        path = self.layout.catalog
+        if files := await anyio.to_thread.run_sync(lambda: list(path.parent.glob(f"{path.name}*"))):
+            database = await anyio.to_thread.run_sync(
+                lambda: sum(file.stat().st_blocks * 512 for file in files)
+            )
+            rest = max(0, database - sum(sizes.values()))
+            row = UsageRow(kind="catalog", name=path.name, size_bytes=rest)
+            found.append(_Kind("catalog", [row], rest))
+        return found
+
+
+def _held(root: Path, leases: Iterable[Lease]) -> _Things:
+    """What checkouts have for themselves: with an overlay mount, what was written over it."""
+    checkouts, layers = [], Counter(layer for lease in leases for layer in lease.layers)
+    for lease in leases:
+        is_pool = lease.backend is Backend.POOL
+        paths = (lease.private, lease.tree_path) if is_pool else (lease.private,)
+        checkouts.append(_Thing(lease.id, paths, 1))
+    snapshots = [
+        _Thing(layer, (layer_path(root, layer),), count) for layer, count in sorted(layers.items())
+    ]
+    return {"checkouts": checkouts, "snapshots": snapshots}
+
+
+def _names_in(directory: Path) -> list[Path]:
+    """What is in a directory, without what is to be removed."""
+    return sorted(path for path in directory.iterdir() if not path.name.startswith(TRASH_PREFIX))
+
+
+def _find_left(things: _Things) -> set[tuple[UsageKind, str]]:
+    """Those that could not be removed."""
+    return {(kind, each.name) for kind, some in things.items() for each in some if each.exists}
+
+
+def _template_name(store: SealedStore) -> str:
+    name = f"{store.mirror}@{store.commit}"
+    return name if store.history is History.SEALED else f"{name} {store.history}"
