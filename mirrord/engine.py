@@ -199,6 +199,9 @@ class Engine:
     async def _prepare(self, name: MirrorName, commit: CommitId, history: History) -> None:
         """Make a checkout of this commit warm. Raises MirrorNotFoundError."""
         self.mirrors.get_name(str(name))  # it may have been removed since
+        limit = await self.datasets.find_history_limit(name, commit)
+        if limit is not None and not history.is_within(limit):
+            history = limit
         if self.backend is Backend.OVERLAY:
             await self.templates.ensure(name, commit, history)
         else:
@@ -240,14 +243,18 @@ class Engine:
         if ended.error is None:
             self._refused_files.pop(path, None)
         else:
-            self._refused_files[path] = ended.error.detail
+            self._refused_files[path] = ended.error.code
             self.events.publish(
                 "dataset.refused", file=path.name, code=ended.error.code, detail=ended.error.detail
             )
 
     def _file_warnings(self) -> list[str]:
-        refused = self._refused_files.items()
-        return [f"{path.name} in datasets: {fact}" for path, fact in refused if path.exists()]
+        """Without the reason, which quotes rows: health answers everybody."""
+        return [
+            f"{path.name} in datasets: cannot import it ({code}); `mirrord operations` says why"
+            for path, code in self._refused_files.items()
+            if path.exists()
+        ]
 
     async def reload(self) -> ReloadAnswer:
         """Read the configuration again and apply what is live.

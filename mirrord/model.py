@@ -51,6 +51,10 @@ class History(StrEnum):
     SQUASHED = "squashed"
     LINKED = "linked"
 
+    def is_within(self, limit: History) -> bool:
+        by_extent = (History.SQUASHED, History.SEALED, History.LINKED)
+        return by_extent.index(self) <= by_extent.index(limit)
+
 
 class Backend(StrEnum):
     AUTO = "auto"

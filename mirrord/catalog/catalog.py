@@ -104,6 +104,7 @@ class Catalog:
     list_instance_ids = _reads(datasets.list_instance_ids)
     list_recorded = _reads(datasets.list_recorded)
     find_base_commit = _reads(datasets.find_base_commit)
+    find_history_limit = _reads(datasets.find_history_limit)
     instances_of = _reads(datasets.instances_of)
 
     put_audit = _writes(mirrors.put_audit)

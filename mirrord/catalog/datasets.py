@@ -292,6 +292,21 @@ def find_base_commit(connection: Connection, key: str, digits: str) -> CommitId 
     return CommitId(found[0]) if len(found) == 1 else None
 
 
+def find_history_limit(connection: Connection, key: str, commit: CommitId) -> History | None:
+    """The least history that an instance with this base commit allows agents."""
+    is_of = and_(
+        recorded.c.dataset_id == instances.c.dataset_id, recorded.c.instance_id == instances.c.id
+    )
+    query = (
+        select(instances.c.history)
+        .join(recorded, is_of)
+        .where(recorded.c.mirror_key == key, recorded.c.commit_id == commit)
+        .where(instances.c.base_commit == commit, instances.c.history.is_not(None))
+    )
+    limits = [History(each) for each in connection.execute(query.distinct()).scalars()]
+    return next((each for each in limits if all(map(each.is_within, limits))), None)
+
+
 def instances_of(connection: Connection, key: str, commit: CommitId) -> list[str]:
     """Ids of all instances that record a commit, in whatever role."""
     mine = (recorded.c.mirror_key == key.lower(), recorded.c.commit_id == commit)

@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from .. import __version__
+from ..git.batch import lines_of
 from ..git.command import Git
 from ..git.packs import PackIndex
 from ..git.turns import Turns
@@ -131,8 +132,9 @@ class Receipts:
         async with self._walks.turn(), self._mirrors.quarantine.directory("receipt") as scratch:
             listing = scratch / "listing"
             await self._git.run(
-                *WALK, tip,
+                *WALK,
                 git_dir=self._mirrors.path(name),
+                stdin=lines_of([tip]),
                 stdout_path=listing,
                 timeout=_TIMEOUT,
                 doing=f"walk {tip}",

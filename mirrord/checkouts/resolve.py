@@ -17,7 +17,7 @@ from .. import errors
 from ..catalog import InstanceRow
 from ..datasets.service import Datasets
 from ..mirrors.service import Mirrors
-from ..model import CommitId, MirrorName, Resolved, shown
+from ..model import CommitId, History, MirrorName, Resolved, View, shown
 from ..protocol import ResetCheckout, StartCheckout
 from .leases import Lease
 
@@ -38,7 +38,7 @@ class Naming(Enum):
 
 
 class ResolvedRequest(NamedTuple):
-    """`instance` is None for a checkout of a bare commit, `dataset` is the instance's."""
+    """`instance` is None for a checkout of a bare commit, else the public id; `dataset` has it."""
 
     mirror: MirrorName
     commit: CommitId
@@ -76,7 +76,7 @@ class Resolver:
             row = await self._datasets.find_instance(request.instance, request.dataset)
             if row is not None:
                 found = await self._resolve_base(row)
-                return found._replace(instance=row.id, dataset=row.dataset)
+                return found._replace(instance=row.public_id, dataset=row.dataset)
             name, _, commitish = request.instance.partition("@")
             if request.dataset or not commitish:
                 fact = "no dataset has it"
@@ -90,7 +90,7 @@ class Resolver:
 
     async def _resolve_base(self, row: InstanceRow) -> ResolvedRequest:
         cause: errors.MirrordError | None = None
-        lacks = f"the branch {shown(row.revision or '')} that holds its base commit"
+        lacks = "the branch that holds its base commit"
         if row.base_commit is not None:
             try:
                 return await self._resolve_commit(row.mirror, row.base_commit)
@@ -98,12 +98,32 @@ class Resolver:
                 cause, lacks = error, f"its base commit {row.base_commit}"
         sync = f"run `mirrord mirror sync {row.mirror}`"
         raise errors.CommitUnservableError(
-            f"cannot serve instance {row.id}: {row.mirror} does not have {lacks}",
+            f"cannot serve instance {row.public_id}: {row.mirror} does not have {lacks}",
             hint=f"{sync}, then `mirrord audit {row.mirror}`",
-            instance=row.id,
+            instance=row.public_id,
             mirror=str(row.mirror),
             commit=row.base_commit,
         ) from cause
+
+    async def choose_history(
+        self, found: ResolvedRequest, view: View, asked: History | None, default: History
+    ) -> History:
+        """How much of the past a checkout shows: agents see no more than a dataset allows there.
+
+        Raises AccessError where more was asked for.
+        """
+        limit = None
+        if view is View.AGENT:
+            limit = await self._datasets.find_history_limit(found.mirror, found.commit)
+        if limit is None or (asked or default).is_within(limit):
+            return asked or default
+        if asked is None:
+            return limit
+        raise errors.AccessError(
+            f"cannot show an agent {found.instance or found.commit} with history {asked}:"
+            f" its dataset allows {limit}, as the past of this commit tells the answer",
+            hint=f"ask for {limit}, or for none; the grader view has no limit",
+        )
 
     async def find_base(self, instance: str, dataset: str | None) -> CommitId | None:
         """The base commit of an instance; None where none is known, or several are."""
@@ -133,7 +153,7 @@ class Resolver:
             if lease.instance:
                 row = await self._datasets.find_instance(lease.instance, lease.dataset)
                 if row is not None:
-                    found = found._replace(instance=row.id, dataset=row.dataset)
+                    found = found._replace(instance=row.public_id, dataset=row.dataset)
             return found
         start = StartCheckout(instance=request.instance, dataset=request.dataset)
         found = await self.resolve_start(start, naming)

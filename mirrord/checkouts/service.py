@@ -42,6 +42,7 @@ from ..model import (
     Backend,
     CheckoutId,
     DiffFormat,
+    Direction,
     History,
     LayerId,
     View,
@@ -179,6 +180,10 @@ class Checkouts:
         began = time.perf_counter()
         admitted = await self._admit(request, peer, process)
         found = await self._resolver.resolve_start(request, self._admission.naming(peer))
+        history = await self._resolver.choose_history(
+            found, request.view, request.history, admitted.history
+        )
+        admitted = admitted._replace(history=history)
         resolved_s = round(time.perf_counter() - began, 6)
         lease, timings = await self._begin(admitted, found)
         timings = {"resolve": resolved_s, **timings, "total": round(time.perf_counter() - began, 6)}
@@ -420,15 +425,17 @@ class Checkouts:
         strategy: ApplyStrategy = ApplyStrategy.EXACT,
     ) -> protocol.ApplyAnswer:
         """Apply a patch to the files, all of it or nothing; without one the instance's own
-        `@patch` or `@test_patch` (grader view).
+        `@patch`, in the direction that fixes the bug, or `@test_patch` (grader view).
         """
         async with self._held(checkout, peer) as lease:
             _must_be_whole(lease)
+            backwards = reverse
             if patch is None:
                 self._admission.must_be_admin(peer, "apply the instance's own patch")
-                patch = await self._patches.named_patch(lease, named or "")
+                patch, direction = await self._patches.named_patch(lease, named or "")
+                backwards ^= direction is Direction.REVERSE
             paths, found = await self._patches.apply(
-                lease, patch, reverse=reverse, strategy=strategy
+                lease, patch, reverse=backwards, strategy=strategy
             )
         facts = {"files": len(paths), "reverse": reverse, "strategy": str(found)}
         self._publish("checkout.patched", lease, **facts)
@@ -496,6 +503,9 @@ class Checkouts:
         if request.to is None:
             naming = self._admission.naming(peer)
             found = await self._resolver.resolve_reset(request, lease, naming)
+            if found.commit != lease.commit:
+                asked = lease.history
+                await self._resolver.choose_history(found, lease.view, asked, asked)
             return found._asdict() | {"mirror": lease.mirror, "layer": None}
         if request.instance or request.commit or request.dataset:
             raise InvalidRequestError(

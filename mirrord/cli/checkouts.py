@@ -20,7 +20,8 @@ Id = Annotated[str, Argument(metavar="ID", help=_ID_HELP)]
 _DATASET_HELP = "Whose instance, where datasets record the id differently."
 Dataset = Annotated[str | None, Option(metavar="NAME", help=_DATASET_HELP)]
 _PATCH_HELP = (
-    "A file, - for standard input, or @patch or @test_patch of the instance (grader view)."
+    "A file, - for standard input, or of the instance @patch, its fix, or @test_patch"
+    " (grader view)."
 )
 PatchArgument = Annotated[str, Argument(metavar="PATCH", help=_PATCH_HELP)]
 _CHECKOUT_ID = re.compile(r"[a-z2-7]{16}")
@@ -194,7 +195,9 @@ def restore(
         list[str],
         Argument(metavar="PATH...", help="Files of that commit, from the top of the tree."),
     ],
-    commit: Annotated[str, Option(metavar="SHA", help="A pinned commit.")],
+    commit: Annotated[
+        str, Option(metavar="SHA", help="A pinned commit, or the instance's by its role: gold.")
+    ],
 ) -> None:
     """Needs a checkout of the grader view."""
     written = session.client.restore_paths(find_id(session, checkout_id), commit, *paths)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 from ..errors import AccessError, MirrordError, NoDaemonError, UsageError
-from ..model import Direction, View
+from ..model import View
 from ..protocol import Progress
 from .operations import watching
 from .output import count, seconds, size, table
@@ -96,9 +96,8 @@ def _rehearse(client: Client, instance: str, dataset: str | None) -> Row:
         checkout = timed("checkout", client.checkout, instance, **known)
         if row.test_patch:
             timed("@test_patch", checkout.apply, "@test_patch")
-        if row.patch:  # a patch that introduces the bug is the gold patch in reverse
-            is_reverse = row.direction is Direction.REVERSE
-            timed("@patch", checkout.apply, "@patch", reverse=is_reverse)
+        if row.patch:
+            timed("@patch", checkout.apply, "@patch")
         patch = timed("diff", checkout.diff)
         timed("reset", checkout.reset)
     if checkout is not None:

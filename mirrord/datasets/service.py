@@ -10,6 +10,7 @@ missing pins. A dataset never claims a pin it lacks: the pins say which commits 
 import builtins
 import re
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from ..mirrors.quarantine import SPOOL_PREFIX
 from ..mirrors.service import Mirrors
 from ..model import (
     CommitId,
-    CommitRole,
     DatasetName,
+    History,
     MirrorName,
     parse_dataset_name,
     shown,
@@ -96,6 +97,7 @@ class Datasets:
         self._unknown: set[str] = set()
         self._cache = InstanceCache(self._catalog.find_instance)
         self._base_commits: dict[tuple[str, str], CommitId] = {}
+        self._limits: dict[tuple[str, CommitId], History | None] = {}
         self._locks: dict[str, anyio.Lock] = {}
         self._listeners: list[Callable[[DatasetName], None]] = []
 
@@ -294,6 +296,16 @@ class Datasets:
                 known[name.key, digits] = found  # lost if a change replaced the dict meanwhile
         return found
 
+    async def find_history_limit(self, name: MirrorName, commit: CommitId) -> History | None:
+        """How much of a base commit's past agents may see, by the datasets that record it."""
+        known, key = self._limits, (name.key, commit)
+        if key not in known:
+            found = await self._catalog.find_history_limit(name.key, commit)
+            if len(known) >= 100_000:
+                known.clear()
+            known[key] = found
+        return known[key]
+
     async def instance(self, identity: str, grader: bool, dataset: str | None = None) -> Instance:
         """An instance, with its answer only for a grader. Raises InstanceNotFoundError."""
         row = await self.find_instance(identity, dataset)
@@ -303,30 +315,32 @@ class Datasets:
                 hint="ids are case-sensitive; `mirrord dataset list` shows the datasets; name a"
                 " commit as NAME@SHA",
             )
-        commits = [
-            RecordedCommit(commit=commit, role=role)
-            for commit, role in row.commits
-            if grader or role is CommitRole.BASE
-        ]
-        return Instance(
-            id=row.id,
+        commits = [RecordedCommit(commit=commit, role=role) for commit, role in row.commits]
+        agents = Instance(
+            id=row.public_id,
             dataset=row.dataset,
             mirror=str(row.mirror),
             repo=row.repo,
             base_commit=row.base_commit,
-            commits=commits,
-            direction=row.direction if grader else None,
-            patch=row.patch if grader else None,
-            test_patch=row.test_patch if grader else None,
-            fail_to_pass=list(row.fail_to_pass) if grader else None,
-            pass_to_pass=list(row.pass_to_pass) if grader else None,
+            commits=[each for each in commits if each.commit == row.base_commit],
         )
+        if not grader:
+            return agents
+        same = (
+            *("id", "public_id", "direction", "patch", "test_patch", "environment"),
+            *("python_version", "version", "created_at", "history", "revision"),
+        )
+        more: dict[str, Any] = {name: getattr(row, name) for name in same}
+        for name in ("fail_to_pass", "pass_to_pass", "rules"):
+            more[name] = list(getattr(row, name))
+        return replace(agents, commits=commits, **more)
 
     # -- how --------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
         self._cache.clear()
         self._base_commits = {}
+        self._limits = {}
 
     def _lock(self, owner: str) -> anyio.Lock:
         return self._locks.setdefault(owner, anyio.Lock())

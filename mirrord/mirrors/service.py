@@ -87,7 +87,7 @@ class Mirrors(Inventory):
         except MirrordError as error:
             problem = error.problem()
             await self.catalog.update_mirror(name.key, attempted_at=started_at, error=problem)
-            self._unsynced[name.key] = error.message
+            self._unsynced[name.key] = error.code  # not its message: health answers everybody
             fact = {"code": error.code, "detail": error.message}
             self.events.publish("mirror.failed", mirror=str(name), **fact)
             raise
@@ -121,8 +121,8 @@ class Mirrors(Inventory):
         if not self._names or not self._names.keys() <= self._unsynced.keys():
             return []
         name, count = next(iter(self._names)), len(self._names)
-        problem = self._unsynced[name]
-        return [f"no mirror can be synced ({count} of {count} fail); {name}: {problem}"]
+        failed = f"{name}: cannot sync it ({self._unsynced[name]})"
+        return [f"no mirror can be synced ({count} of {count} fail); {failed}"]
 
     async def maintain(self, name: MirrorName, progress: ProgressSink | None = None) -> None:
         """Pack a mirror, and remove stale files."""

@@ -196,9 +196,12 @@ class RecordedCommit(Answer):
 
 
 class Instance(Answer):
-    """Patches, tests and `commits` other than the base are present only in the grader view.
+    """What agents may know of an instance; in the grader view the whole row.
 
-    `base_commit` is None while the mirror lacks the branch that holds it.
+    In the agent view `id` is the public id, which tells no commit of the answer, `commits` has the
+    base commit alone, and the members below it are None. Requests accept both ids. `base_commit` is
+    None while the mirror lacks the branch that holds it, `revision`. `history` is the most that
+    agents see. `environment` names what the code runs in, `rules` how values were interpreted.
     """
 
     id: str
@@ -206,12 +209,20 @@ class Instance(Answer):
     mirror: str
     repo: str
     base_commit: str | None
-    direction: model.Direction | None = None
     commits: list[RecordedCommit] | None = None
+    public_id: str | None = None
+    direction: model.Direction | None = None
     patch: str | None = None
     test_patch: str | None = None
     fail_to_pass: list[str] | None = None
     pass_to_pass: list[str] | None = None
+    environment: str | None = None
+    python_version: str | None = None
+    version: str | None = None
+    created_at: datetime | None = None
+    history: model.History | None = None
+    revision: str | None = None
+    rules: list[str] | None = None
 
 
 class InstanceName(Answer):

@@ -14,11 +14,22 @@ from typing import NamedTuple
 import anyio
 import structlog
 
+from ...catalog import InstanceRow
 from ...datasets.service import Datasets
 from ...errors import AccessError, CommitNotFoundError, InvalidRequestError
 from ...git.workers import Workers
 from ...mirrors.service import Mirrors
-from ...model import ApplyStrategy, DiffFormat, FoundStrategy, View, parse_commit, shown
+from ...model import (
+    ApplyStrategy,
+    CommitId,
+    CommitRole,
+    DiffFormat,
+    Direction,
+    FoundStrategy,
+    View,
+    parse_commit,
+    shown,
+)
 from ...protocol import RestorePaths
 from ..backend import DIFF_TIMEOUT, ChangedPaths
 from ..leases import Lease
@@ -77,13 +88,13 @@ class Patches:
         return [path.decode(errors="backslashreplace") for path in paths], found
 
     async def restore(self, lease: Lease, request: RestorePaths) -> list[str]:
-        """Write files of a pinned commit into the checkout.
+        """Write files of a pinned commit into the checkout; of its objects none comes along.
 
         Raises AccessError outside the grader view, CommitNotFoundError for a commit that is not
         pinned, PathNotFoundError.
         """
         _must_grade(lease, "restore files of another commit")
-        commit = parse_commit(request.commit)
+        commit = await self._find_commit(lease, request.commit)
         if not any(pin.commit == commit for pin in await self._mirrors.list_pins(lease.mirror)):
             raise CommitNotFoundError(
                 f"cannot restore from commit {commit}: it is not pinned in {lease.mirror}",
@@ -95,15 +106,33 @@ class Patches:
         )
         return [path.decode(errors="backslashreplace") for path in paths]
 
-    async def named_patch(self, lease: Lease, named: str) -> bytes:
-        """`@patch` or `@test_patch` of the lease's instance."""
+    async def _find_commit(self, lease: Lease, text: str) -> CommitId:
+        """A commit by its id, or by the role that the lease's instance records it in."""
+        if text not in set(CommitRole):
+            return parse_commit(text)
+        row = await self._find_row(lease)
+        commits = [commit for commit, role in row.commits if role == text] if row else []
+        if len(commits) != 1:
+            fact = f"{len(commits) or 'no'} commits of this role" if row else "no instance"
+            raise CommitNotFoundError(
+                f"cannot restore from the {text} commit: the checkout has {fact}",
+                hint=f"name one by its id: {', '.join(commits)}" if commits else None,
+            )
+        return commits[0]
+
+    async def _find_row(self, lease: Lease) -> InstanceRow | None:
+        if lease.instance is None:
+            return None
+        return await self._instances.find_instance(lease.instance, lease.dataset)
+
+    async def named_patch(self, lease: Lease, named: str) -> tuple[bytes, Direction]:
+        """`@patch` or `@test_patch` of the lease's instance, and which way it goes."""
         _must_grade(lease, "apply the instance's own patch")
-        row = None
-        if lease.instance:
-            row = await self._instances.find_instance(lease.instance, lease.dataset)
+        row = await self._find_row(lease)
         patches = {"@patch": row.patch, "@test_patch": row.test_patch} if row else {}
         if row and (patch := patches.get(named)):
-            return patch.encode(errors="surrogateescape")
+            direction = row.direction if named == "@patch" else Direction.FORWARD
+            return patch.encode(errors="surrogateescape"), direction
         fact, hint = "the checkout is of no instance", "send the patch itself"
         if row and named in patches:
             fact = f"instance {row.id} has none"

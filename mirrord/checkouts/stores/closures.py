@@ -22,6 +22,7 @@ import anyio.to_thread
 
 from ... import errors
 from ...errors import CommitNotFoundError, CorruptObjectError
+from ...git.batch import lines_of, object_info
 from ...git.command import Git
 from ...git.objects.commits import first_parents, pack_increment, resolve
 from ...git.packs import has_both_ends
@@ -43,7 +44,7 @@ _KEPT_COMMITS = 64
 _NEAR = MARGINS[0] + 1  # first parents that a worker looks at before git is asked for more
 _REACHES = (2048, None)
 _PACKING, _PACKING_OF_USER = 10, 2  # pairs of git
-_WALK = ("-c", "core.commitGraph=false", "rev-list", "--first-parent")
+_WALK = ("-c", "core.commitGraph=false", "rev-list", "--first-parent", "--stdin")
 
 Recorded = Callable[[MirrorName], Awaitable[Collection[CommitId]]]
 
@@ -298,13 +299,13 @@ class Closures:
         path = self.mirrors_path(name)
         try:
             done = await self.git.run(
-                *_WALK, *bound, commit, git_dir=path, timeout=TIMEOUT, doing=f"walk {commit}"
-            )
+                *_WALK, *bound, git_dir=path, stdin=lines_of([commit]), timeout=TIMEOUT,
+                doing=f"walk {commit}",
+            )  # fmt: skip
         except (CorruptObjectError, errors.GitFailedError) as error:
-            there = await self.git.run(
-                "cat-file", "-e", commit, git_dir=path, ok=range(256), doing=f"look for {commit}"
-            )
-            if there.status == 0:
+            doing = f"look for {commit}"
+            [there] = await object_info(self.git, path, [commit], doing=doing, bisect=True)
+            if there.exists:
                 raise unservable(commit, error) from error
             raise _not_found(f"pack commit {commit}", name, commit) from error
         return [CommitId(at) for at in done.lines]

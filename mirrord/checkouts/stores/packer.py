@@ -21,6 +21,7 @@ from typing import Any
 import anyio.to_thread
 
 from ...errors import CommitUnservableError, CorruptObjectError, GitFailedError
+from ...git.batch import lines_of
 from ...git.command import Git
 from ...git.environment import UNTRUSTING
 from ...git.packs import PackIndex, loose_digest, pack_is_whole, pack_trailer
@@ -34,7 +35,8 @@ from .store import GRAPH, building, link_or_copy
 VERIFIED_WHOLE = 20_000  # objects; a larger pack is not hashed itself, but all it is copied from
 HINT = "audit the mirror with --level content and heal it"
 TIMEOUT = timedelta(minutes=30)
-WALK = (*UNTRUSTING, "rev-list", "--objects", "--no-object-names")
+# commits come by stdin: every user can read the arguments of a process
+WALK = (*UNTRUSTING, "rev-list", "--objects", "--no-object-names", "--stdin")
 _PACK = (
     *UNTRUSTING, "-c", "pack.threads=2", "-c", "core.fsync=none",
     "-c", "pack.writeReverseIndex=false",
@@ -104,11 +106,12 @@ class Packer:
         reading, writing = os.pipe2(os.O_CLOEXEC)
 
         async def walk() -> bytes:
-            tips = (tip, f"^{base}") if base else (tip,)
+            tips = [tip, f"^{base}"] if base else [tip]
             try:
                 await self._git.run(
-                    *WALK, *tips,
+                    *WALK,
                     git_dir=mirror,
+                    stdin=lines_of(tips),
                     stdout_path=listing,
                     timeout=TIMEOUT,
                     quarantine_objects=extra,
