@@ -87,4 +87,6 @@ def _iter_stats(path: Path, refused: list[bytes]) -> Iterator[os.stat_result]:
     """Of a file, or of all in a tree; directories that cannot be looked into are `refused`."""
     with opened(open_directory(path.parent)) as above, TreeReader(above, ActingAs(None)) as reader:
         name = os.fsencode(path.name)
-        yield from (seen for _, seen in reader.iter_below(name, lambda at, _: refused.append(at)))
+        yield from (
+            seen for _, seen in reader.iter_stats_below(name, lambda at, _: refused.append(at))
+        )
