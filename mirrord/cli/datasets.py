@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from ..errors import IntegrityError, UsageError
 from .operations import finish, started, watching
@@ -14,32 +14,48 @@ from .session import Session
 
 if TYPE_CHECKING:
     from ..protocol import Dataset, Operation
+    from ..sources.opening import Source
 
 Name = Annotated[str, Argument(help="The dataset's name.")]
-_NAME_HELP = "What to call the dataset; default: the file's name."
+_NAME_HELP = "What to call the dataset; default: the source's name."
 NameOption = Annotated[str | None, Option(help=_NAME_HELP)]
 _FORMAT_HELP = "See `mirrord dataset formats`; default: found by the columns."
 FormatOption = Annotated[str | None, Option("--format", help=_FORMAT_HELP)]
+_SOURCE_HELP = "A file, a folder of tasks, hf://owner/name, or - for standard input."
 _SHOWN_IDS = 10
+
+
+def open_sources(words: list[str]) -> Source:
+    """The rows of these sources; loads their readers, which other verbs do not need."""
+    opening = importlib.import_module("mirrord.sources.opening")
+    return cast("Source", opening.open_sources(words))
 
 
 def add(
     session: Session,
-    file: Annotated[Path, Argument(help="jsonl, json or parquet.")],
+    sources: Annotated[list[str], Argument(metavar="SOURCE...", help=_SOURCE_HELP)],
     name: NameOption = None,
     format_name: FormatOption = None,
     no_wait: NoWait = False,
 ) -> None:
-    """Invalid rows are reported and skipped. Importing a changed file again prints what changed.
+    """A source is a file (jsonl, json, parquet, csv, arrow), - for standard input, a folder of
+    tasks (SWE-bench v5, Harbor), or hf://owner/name[@revision][?split=test&config=…]. Several are
+    one dataset and need --name.
 
+    Invalid rows are reported and skipped. Importing a changed source again prints what changed.
     Status 8 when a recorded commit cannot be pinned, and so not served.
     """
-    if not file.is_file():
-        hint = "name a jsonl, json or parquet file"
-        raise UsageError(f"cannot import {file}: it is not a file", hint=hint)
-    with watching(session, f"sending {file.name}") as watch:
+    source = open_sources(sources)
+    name = name or source.name
+    if name is None and (source.file is None or "-" in sources):
+        raise UsageError(f"cannot name a dataset after {source.label}", hint="add --name")
+    with watching(session, f"sending {source.label}") as watch:
         operation = session.client.import_dataset(
-            file, name=name, format=format_name, progress=watch
+            source.file or source.pieces(),
+            source=source.label,
+            name=name,
+            format=format_name,
+            progress=watch,
         )
     ended = operation if no_wait else finish(session, operation)
     session.answer(ended, _imported(ended))

@@ -46,7 +46,7 @@ mirror list; mirrors:list_all; 39; List all mirrors.
 mirror show; mirrors:show; 349; Show one mirror.
 mirror sync; mirrors:sync; 34679; Sync mirrors with upstream.
 mirror remove; mirrors:remove; 3459; Remove a mirror that nothing needs.
-dataset import; datasets:add; 36789; Import a file: mirror what is missing, pin what is recorded.
+dataset import; datasets:add; 36789; Import rows: mirror what is missing, pin what is recorded.
 dataset list; datasets:list_all; 39; List all datasets.
 dataset show; datasets:show; 349; Show a dataset, its bad rows and its unpinned commits.
 dataset remove; datasets:remove; 349; Remove a dataset, and the pins that nobody else owns.

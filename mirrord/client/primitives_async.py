@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -79,6 +79,17 @@ async def async_chunks(path: Path, sent: Callable[[int], None]) -> AsyncIterator
             yield chunk
             done += len(chunk)
             sent(done)
+
+
+async def async_pieces(
+    content: Iterable[bytes], sent: Callable[[int], None]
+) -> AsyncIterator[bytes]:
+    """The pieces of `content`, each made in a thread; `sent` gets how many bytes went out."""
+    done, pieces = 0, iter(content)
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        yield piece
+        done += len(piece)
+        sent(done)
 
 
 async def async_write(

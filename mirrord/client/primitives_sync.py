@@ -7,7 +7,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -50,6 +50,15 @@ def chunks(path: Path, sent: Callable[[int], None]) -> Iterator[bytes]:
             yield chunk
             done += len(chunk)
             sent(done)
+
+
+def pieces(content: Iterable[bytes], sent: Callable[[int], None]) -> Iterator[bytes]:
+    """The pieces of `content`; `sent` gets how many bytes went out."""
+    done = 0
+    for piece in content:
+        yield piece
+        done += len(piece)
+        sent(done)
 
 
 def write(path: Path, content: Iterator[bytes], written: Callable[[int], object]) -> int:

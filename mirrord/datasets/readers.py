@@ -1,7 +1,8 @@
 """Dataset files as rows: JSON lines, a JSON document, Parquet; plain, gzip, Zstandard; by content.
 
 Streams: holds one row, or one batch of Parquet. An unreadable row becomes a fault in its place and
-reading continues; any other file raises InvalidDatasetError. Runs in a worker.
+reading continues; any other file raises InvalidDatasetError. Runs in a worker, and in the client of
+a source of several files, which sends each row as a line that says where it is from (`row_line`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from datetime import date, time
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ..errors import InvalidDatasetError
 from ..model import shown
-from .formats import COLUMNS
 from .json_stream import ELEMENT_LIMIT_BYTES, Element, iter_elements
 
 UNPACKED_FREE_BYTES = 256 * 1024**2
@@ -33,7 +34,15 @@ _BUFFER_BYTES = 1024**2
 _BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
 _ROW_KEYS = {"instance_id", "repo", "base_commit"}
+_ORIGIN, _FAULT = "mirrord:origin", "mirrord:fault"
 _HINT = "give a file of JSON lines, a JSON array of rows, or Parquet"
+
+
+class Origin(NamedTuple):
+    """Where a row of a stream is from: a file or folder, and the line in it."""
+
+    file: str
+    line: int
 
 
 class RawRow(NamedTuple):
@@ -42,10 +51,25 @@ class RawRow(NamedTuple):
     line: int
     value: dict[str, Any] | None = None
     fault: str | None = None
+    origin: Origin | None = None
 
 
-def iter_rows(path: Path, source: str) -> Iterator[RawRow]:
-    """All rows of a file that messages call `source`."""
+def row_line(row: RawRow, file: str) -> bytes:
+    """A row, or its fault, as one line of JSON that `iter_rows` reads back, with its origin."""
+    origin = {_ORIGIN: row.origin or Origin(file, row.line)}
+    value = {**(row.value or {}), **origin} if row.fault is None else {_FAULT: row.fault, **origin}
+    return json.dumps(value, default=_plain).encode() + b"\n"
+
+
+def _plain(value: object) -> str:
+    """The text of what Parquet and Arrow have and JSON has not: bytes, dates, decimals."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "surrogateescape")
+    return value.isoformat() if isinstance(value, date | time) else str(value)
+
+
+def iter_rows(path: Path, source: str, columns: Collection[str] | None = None) -> Iterator[RawRow]:
+    """All rows of a file that messages call `source`; of Parquet these columns, None being all."""
     size = os.stat(path)
     if not stat.S_ISREG(size.st_mode):
         raise _refused(source, "it is not a regular file")
@@ -53,16 +77,10 @@ def iter_rows(path: Path, source: str) -> Iterator[RawRow]:
     with path.open("rb") as file:
         head = file.read(8)
     if head.startswith(b"PAR1"):
-        yield from _iter_parquet(path, source, take)
+        yield from _iter_parquet(path, source, take, columns)
         return
-    raw: Any
-    if head.startswith(b"\x1f\x8b"):
-        raw = gzip.GzipFile(path)
-    elif head.startswith(b"\x28\xb5\x2f\xfd"):  # Python 3.11 does not read Zstandard
-        raw = import_module("pyarrow").input_stream(str(path), compression="zstd")
-    else:
-        raw = io.FileIO(path)
     line = 0
+    raw = unpacked(path, head)
     with _Counted(raw, take) as counted, io.BufferedReader(counted, _HEAD_BYTES) as stream:
         try:
             for row in _iter_text(stream, source):
@@ -72,6 +90,15 @@ def iter_rows(path: Path, source: str) -> Iterator[RawRow]:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # the disk failed; damaged content has no errno
             yield RawRow(line + 1, fault=f"the compressed file is damaged from here on: {error}")
+
+
+def unpacked(path: Path, head: bytes) -> Any:
+    """A file that begins with `head`, opened to read its bytes as they were before compression."""
+    if head.startswith(b"\x1f\x8b"):
+        return gzip.GzipFile(path)
+    if head.startswith(b"\x28\xb5\x2f\xfd"):  # Python 3.11 does not read Zstandard
+        return import_module("pyarrow").input_stream(str(path), compression="zstd")
+    return io.FileIO(path)
 
 
 def _unpacking(source: str, size: int) -> Callable[[int], None]:
@@ -184,7 +211,17 @@ def _iter_lines(stream: io.BufferedReader[Any]) -> Iterator[RawRow]:
             value, fault = _decoded(line)
             if fault is not None and not line.endswith(b"\n"):
                 fault = "the file ends in the middle of a row: it was cut off"
-            yield RawRow(number, value, fault)
+            yield _with_origin(RawRow(number, value, fault))
+
+
+def _with_origin(row: RawRow) -> RawRow:
+    """The row without what `row_line` added to it."""
+    match row.value and row.value.pop(_ORIGIN, None):
+        case [str(file), int(line)] if row.value is not None:
+            fault = row.value.pop(_FAULT, None)
+            row = row._replace(origin=Origin(file[:255], line))
+            return row if fault is None else row._replace(value=None, fault=str(fault)[:1000])
+    return row
 
 
 def _iter_document(elements: Iterable[Element]) -> Iterator[RawRow]:
@@ -232,15 +269,17 @@ def _decoded(text: bytes) -> tuple[dict[str, Any] | None, str | None]:
 # -- Parquet --------------------------------------------------------------------------------------
 
 
-def _iter_parquet(path: Path, source: str, take: Callable[[int], None]) -> Iterator[RawRow]:
-    """Only COLUMNS have values; the others are None."""
+def _iter_parquet(
+    path: Path, source: str, take: Callable[[int], None], columns: Collection[str] | None
+) -> Iterator[RawRow]:
+    """Only `columns` have values; the others are None."""
     arrow = import_module("pyarrow")  # here: it alone is larger than the daemon
     parquet, types = import_module("pyarrow.parquet"), arrow.types
     texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
     try:
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
-        wanted = [name for name in schema.names if name in COLUMNS]
+        wanted = [name for name in schema.names if columns is None or name in columns]
         # Text stays a dictionary until its row is read: a dictionary of one value of 40 MiB can
         # stand for any number of rows.
         dictionary = [c for c in wanted if any(is_text(schema.field(c).type) for is_text in texts)]

@@ -18,8 +18,8 @@ from ..catalog import digest_of, spooled
 from ..errors import DiskFullError, InvalidDatasetError, ResourceError
 from ..model import CommitId, MirrorName, shown
 from ..protocol import RowFault
-from .formats import Fields, RowError, choose_format, row_of
-from .readers import RawRow, iter_rows
+from .formats import COLUMNS, Fields, RowError, choose_format, row_of
+from .readers import Origin, RawRow, iter_rows
 
 FAULTS_KEPT = 1000
 """Faults that are listed; all are counted."""
@@ -48,7 +48,7 @@ def read_dataset(path: Path, source: str, asked_format: str | None, spool: Path)
     Raises InvalidDatasetError, DiskFullError, ResourceError.
     """
     try:
-        rows = iter_rows(path, source)
+        rows = iter_rows(path, source, COLUMNS)
         first = list(islice(rows, 20))
         values = [row.value for row in first if row.value is not None]
         if not values:
@@ -81,7 +81,7 @@ def _normalise_rows(
 ) -> ReadResult:
     """Write each row in its normalised form, once; fill `result`."""
     rules: Counter[str] = Counter()
-    seen: dict[str, tuple[int, bytes]] = {}
+    seen: dict[str, tuple[int, bytes, Origin | None]] = {}
     roles: dict[str, dict[CommitId, set[str]]] = {}
     for raw in rows:
         try:
@@ -95,9 +95,10 @@ def _normalise_rows(
                 row = replace(row, mirror=name, rules=fired)
             line = spooled(row)
             digest = digest_of(line)
-            first, known = seen.setdefault(row.id, (raw.line, digest))
+            first, known, origin = seen.setdefault(row.id, (raw.line, digest, raw.origin))
             if first != raw.line and known != digest:
-                kept = f"instance_id is that of line {first}, which has other values and is kept"
+                where = f"{origin.file}:{origin.line}" if origin else f"line {first}"
+                kept = f"instance_id is that of {where}, which has other values and is kept"
                 raise RowError(kept)
         except RowError as error:
             result.fault_count += 1
@@ -127,7 +128,8 @@ def _row_fault(source: str, raw: RawRow, reason: str) -> RowFault:
     known = None
     if isinstance(identity, str) and identity:
         known = identity[:200].encode("utf-8", "replace").decode()
-    return RowFault(file=source, line=raw.line, instance=known, reason=reason)
+    file, line = raw.origin or (source, raw.line)
+    return RowFault(file=file, line=line, instance=known, reason=reason)
 
 
 def _unusable(source: str, faults: list[RowFault]) -> InvalidDatasetError:
@@ -138,7 +140,7 @@ def _unusable(source: str, faults: list[RowFault]) -> InvalidDatasetError:
     worst = faults[0]
     return InvalidDatasetError(
         f"cannot import dataset {shown(source)}: none of its rows can be used;"
-        f" line {worst.line}: {worst.reason}",
+        f" {shown(worst.file)}, line {worst.line}: {worst.reason}",
         hint="nothing was changed; `mirrord dataset formats` lists the fields that a row needs",
         faults=[fault.to_json() for fault in faults[:20]],
     )

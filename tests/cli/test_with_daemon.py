@@ -162,6 +162,34 @@ def test_an_import_of_a_commit_that_nobody_has_ends_with_eight(
     assert world.run("audit").status == 0
 
 
+def test_sources_that_are_not_one_file_are_streamed(world: World, tmp_path: Path) -> None:
+    """Shards, standard input, a folder of tasks: named by the user or after the folder, faults with their place."""
+    rows = [json.loads(line) for line in world.file.read_text().splitlines()[:2]]
+    words: list[str | Path] = ["dataset", "import", "-", world.file]
+    stdin = json.dumps({**rows[0], "instance_id": "piped"})
+    assert world.run(*words, stdin=stdin).status == 2
+    assert world.run(*words[:3], stdin=stdin).status == 2
+    both = world.run(*words, "--name", "both", "--json", stdin=stdin)
+    dataset = both.json["result"]["dataset"]
+    assert (dataset["source"], dataset["instance_count"]) == ("standard input, rows.jsonl", 3)
+    assert [(f["file"], f["line"]) for f in dataset["faults"]] == [("rows.jsonl", 3)]
+    for row in rows:
+        folder = tmp_path / "repo/tasks" / row["instance_id"]
+        folder.mkdir(parents=True)
+        (folder / "task.yaml").write_text(
+            "".join(f"{key}: {row[key]}\n" for key in ("repo", "base_commit", "version"))
+        )
+        (folder / "gold.patch").write_text(row["patch"])
+        (folder / "test.patch").write_text(row["test_patch"])
+        (folder / "tests.json").write_text('{"FAIL_TO_PASS": ["t"], "PASS_TO_PASS": []}')
+    (folder / "gold.patch").unlink()
+    ran = world.run("dataset", "import", tmp_path / "repo")
+    assert ran.out.startswith("repo: 1 instance"), ran.err
+    assert f"tasks/{rows[1]['instance_id']}:1: row: gold.patch is missing" in ran.err
+    for name in ("both", "repo"):
+        assert world.run("dataset", "remove", name).status == 0
+
+
 @pytest.mark.parametrize(
     ("words", "shown"),
     [

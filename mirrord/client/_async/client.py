@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from datetime import timedelta
@@ -23,7 +23,7 @@ from ..answers import (
     retry_pauses,
     seconds_of,
 )
-from ..primitives_async import Pending, async_chunks, async_pause, async_write
+from ..primitives_async import Pending, async_chunks, async_pause, async_pieces, async_write
 from .checkout import AsyncCheckout, AsyncGrade, AsyncRenewal
 from .connection import AsyncConnection
 
@@ -203,15 +203,23 @@ class AsyncClient:
 
     async def import_dataset(
         self,
-        file: Path | str,
+        file: Path | str | Iterable[bytes],
         *,
+        source: str | None = None,
         name: str | None = None,
         format: str | None = None,  # noqa: A002
         progress: ReportProgress | None = None,
     ) -> protocol.Operation:
-        """Stream a dataset file to the daemon, which mirrors, fetches and pins what it records."""
-        content = _upload(Path(file), progress)
-        query = {"filename": Path(file).name, "name": name, "format": format}
+        """Stream a dataset file to the daemon, which mirrors, fetches and pins what it records.
+
+        `file` may be the bytes of one, in pieces. `source` is what the catalog calls it, by default
+        the file's name. `mirrord.sources.opening.open_sources` reads task folders and `hf://`.
+        """
+        if isinstance(file, Path | str):
+            source, content = source or Path(file).name, _upload(Path(file), progress)
+        else:
+            content = async_pieces(file, _counted(None, progress))
+        query = {"filename": source, "name": name, "format": format}
         return await self._start("POST", "datasets", content=content, **query)
 
     async def remove_dataset(self, name: str) -> None:
@@ -606,10 +614,12 @@ def _checkout(checkout: str) -> str:
 
 def _upload(path: Path, progress: ReportProgress | None) -> AsyncIterator[bytes]:
     """The bytes of a file in pieces; `progress` gets how many were sent."""
-    total = path.stat().st_size
+    return async_chunks(path, _counted(path.stat().st_size, progress))
 
+
+def _counted(total: int | None, progress: ReportProgress | None) -> Callable[[int], None]:
     def sent(done: int) -> None:
         if progress:
             progress(protocol.Progress(done=done, total=total, unit="bytes"))
 
-    return async_chunks(path, sent)
+    return sent

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
@@ -24,7 +24,7 @@ from ..answers import (
     retry_pauses,
     seconds_of,
 )
-from ..primitives_sync import chunks, pause, write
+from ..primitives_sync import chunks, pause, pieces, write
 from .checkout import Checkout, Grade, Renewal
 from .connection import Connection
 
@@ -204,15 +204,23 @@ class Client:
 
     def import_dataset(
         self,
-        file: Path | str,
+        file: Path | str | Iterable[bytes],
         *,
+        source: str | None = None,
         name: str | None = None,
         format: str | None = None,  # noqa: A002
         progress: ReportProgress | None = None,
     ) -> protocol.Operation:
-        """Stream a dataset file to the daemon, which mirrors, fetches and pins what it records."""
-        content = _upload(Path(file), progress)
-        query = {"filename": Path(file).name, "name": name, "format": format}
+        """Stream a dataset file to the daemon, which mirrors, fetches and pins what it records.
+
+        `file` may be the bytes of one, in pieces. `source` is what the catalog calls it, by default
+        the file's name. `mirrord.sources.opening.open_sources` reads task folders and `hf://`.
+        """
+        if isinstance(file, Path | str):
+            source, content = source or Path(file).name, _upload(Path(file), progress)
+        else:
+            content = pieces(file, _counted(None, progress))
+        query = {"filename": source, "name": name, "format": format}
         return self._start("POST", "datasets", content=content, **query)
 
     def remove_dataset(self, name: str) -> None:
@@ -603,10 +611,12 @@ def _checkout(checkout: str) -> str:
 
 def _upload(path: Path, progress: ReportProgress | None) -> Iterator[bytes]:
     """The bytes of a file in pieces; `progress` gets how many were sent."""
-    total = path.stat().st_size
+    return chunks(path, _counted(path.stat().st_size, progress))
 
+
+def _counted(total: int | None, progress: ReportProgress | None) -> Callable[[int], None]:
     def sent(done: int) -> None:
         if progress:
             progress(protocol.Progress(done=done, total=total, unit="bytes"))
 
-    return chunks(path, sent)
+    return sent

@@ -1,0 +1,240 @@
+"""Tasks that are folders: SWE-bench v5 (`task.yaml`) and Harbor (`task.toml`), as rows.
+
+A row has SWE-bench's column names, and `task_folder` says which of the two it was. Folders come in
+the order of their names. Links, other special files and huge files are refused: such a folder, or
+one that lacks a file, is a fault with the folder's name, and reading continues.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import yaml
+
+from ..datasets.readers import Origin, RawRow
+from ..errors import InvalidDatasetError, UsageError
+from ..model import shown
+
+DEPTH_LIMIT = 6
+"""Levels below the given folder at which tasks are looked for, as Harbor's tools do."""
+FILE_LIMIT_BYTES = 128 * 1024**2
+HEAD_LIMIT_BYTES = 1024**2
+"""Of files that describe a task; patches and lists of tests may have FILE_LIMIT_BYTES."""
+
+_SWE_BENCH, _HARBOR = "task.yaml", "task.toml"
+_SIGNS = {"gold.patch", "test.patch", "tests.json", "instruction.md", "problem_statement.md"}
+_HINT = f"a task is a folder with {_SWE_BENCH} (SWE-bench) or {_HARBOR} (Harbor)"
+
+
+class TaskError(Exception):
+    """Why a folder is no task, as half a sentence."""
+
+
+def iter_tasks(root: Path, *, links_within: Path | None = None) -> Iterator[RawRow]:
+    """The tasks below a folder, or the one that it is; raises InvalidDatasetError where none is.
+
+    Links are followed to files below `links_within`, as the Hub's cache has them, and nowhere else.
+    """
+    root, number = root.resolve(), 0
+    try:
+        for folder in _iter_folders(_Folder(root, root.name, links_within), 0):
+            number += 1
+            origin = Origin(folder.name, 1)
+            try:
+                yield RawRow(number, folder.read_row(), origin=origin)
+            except TaskError as error:
+                yield RawRow(number, fault=str(error), origin=origin)
+    except OSError as error:
+        fact = f"{error.filename}: {error.strerror}"
+        raise UsageError(f"cannot import {shown(str(root))}: {fact}", hint=_HINT) from error
+    if not number:
+        fact = "no folder in it is a task"
+        raise InvalidDatasetError(f"cannot import {shown(str(root))}: {fact}", hint=_HINT)
+
+
+class _Folder(NamedTuple):
+    """`name` is the path below the folder that was given; its own name for that."""
+
+    path: Path
+    name: str
+    links_within: Path | None
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self.path))
+
+    def has(self, name: str) -> bool:
+        return os.path.lexists(self.path / name)
+
+    def find(self, name: str) -> str | None:
+        return self.text(name) if self.has(name) else None
+
+    def find_patch(self, directory: str) -> str | None:
+        """The one patch in a directory."""
+        if not (self.path / directory).is_dir():
+            return None
+        found = [name for name in sorted(os.listdir(self.path / directory)) if _PATCH.search(name)]
+        return self.text(f"{directory}/{found[0]}") if len(found) == 1 else None
+
+    def text(self, name: str, limit: int = FILE_LIMIT_BYTES) -> str:
+        """A file as text, byte for byte; raises TaskError."""
+        path = self.path / name
+        if self.links_within and path.resolve().is_relative_to(self.links_within):
+            path = path.resolve()
+        try:  # not blocking: a FIFO need have no writer
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise TaskError(f"{name} is missing") from error
+        except OSError as error:
+            fact = "a symbolic link" if path.is_symlink() else f"unreadable: {error.strerror}"
+            raise TaskError(f"{name} is {fact}") from error
+        with open(descriptor, "rb") as file:
+            facts = os.fstat(descriptor)
+            if not stat.S_ISREG(facts.st_mode):
+                raise TaskError(f"{name} is not a regular file")
+            if facts.st_size > limit:
+                raise TaskError(f"{name} is longer than {limit >> 20} MiB")
+            data = file.read(limit)
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise TaskError(f"{name} is not UTF-8: {error.reason} at byte {error.start}") from error
+
+    def mapping(self, name: str, parse: Callable[[str], Any], limit: int) -> dict[str, Any]:
+        """A file that holds one mapping; raises TaskError."""
+        try:
+            value = parse(self.text(name, limit))
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
+            fact = " ".join(str(error).split())[:200]
+            raise TaskError(f"{name} cannot be read: {fact}") from error
+        if not isinstance(value, dict):
+            raise TaskError(f"{name} is not a mapping")
+        return value
+
+    def read_row(self) -> dict[str, Any]:
+        if self.path.is_symlink():
+            raise TaskError("it is a symbolic link")
+        if self.has(_SWE_BENCH):
+            return _read_swe_bench(self)
+        if self.has(_HARBOR):
+            return _read_harbor(self)
+        raise TaskError(f"it has neither {_SWE_BENCH} nor {_HARBOR}")
+
+
+def _iter_folders(folder: _Folder, depth: int) -> Iterator[_Folder]:
+    """Folders that are tasks, or look as if they should be; below a task there is no other."""
+    names = folder.names
+    if _SWE_BENCH in names or _HARBOR in names or (depth and not _SIGNS.isdisjoint(names)):
+        yield folder
+    elif depth < DEPTH_LIMIT and not folder.path.is_symlink():
+        for name in names:
+            path = folder.path / name
+            if not name.startswith(".") and path.is_dir():
+                below = f"{folder.name}/{name}" if depth else name
+                yield from _iter_folders(_Folder(path, below, folder.links_within), depth + 1)
+
+
+# -- SWE-bench ------------------------------------------------------------------------------------
+
+_TESTS = "tests.json"
+_REQUIRED = {"patch": "gold.patch", "test_patch": "test.patch"}
+_PROSE = {"problem_statement": "problem_statement.md", "hints_text": "hints.md"}
+_PROSE |= {"eval_script": "eval.sh"}
+
+
+def _read_swe_bench(folder: _Folder) -> dict[str, Any]:
+    """The row that `swebench dataset build` makes of a task folder of version 5."""
+    row = folder.mapping(_SWE_BENCH, _parse_yaml, HEAD_LIMIT_BYTES)
+    row.setdefault("instance_id", folder.path.name)
+    row |= {column: folder.text(name) for column, name in _REQUIRED.items()}
+    row |= folder.mapping(_TESTS, json.loads, FILE_LIMIT_BYTES)
+    row |= {column: folder.find(name) or "" for column, name in _PROSE.items()}
+    return {**row, "task_folder": "swe-bench-tasks"}
+
+
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _TextLoader(_Loader):  # type: ignore[misc]
+    """YAML in which every plain value but null is text: a version 1.10 is not the number 1.1."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in known if tag.endswith(":null")]
+        for first, known in _Loader.yaml_implicit_resolvers.items()
+    }
+
+
+def _parse_yaml(text: str) -> Any:
+    """Nodes are copied for each alias in JSON: a kilobyte of them can stand for gigabytes."""
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=_TextLoader)):
+        raise ValueError("it has aliases")
+    return yaml.load(text, Loader=_TextLoader)  # noqa: S506
+
+
+# -- Harbor ---------------------------------------------------------------------------------------
+
+_PATCH = re.compile(r"\.(?:patch|diff)$")
+_BASE_KEYS = ("base_commit", "base_sha", "ref")
+_CLONE = re.compile(
+    r"git clone\s[^\n]*?(?:https?://|git@)[^/:\s]+[/:]([\w.-]+/[\w.-]+?)(?:\.git)?[/\s\"']"
+)
+_CHECKOUT = re.compile(r"git (?:checkout|reset|switch)\s[^\n]*?\b([0-9a-f]{40})\b")
+_FROM = re.compile(r"^FROM\s+(?:--\S+\s+)*(\S+)", re.MULTILINE | re.IGNORECASE)
+_HERE_DOCUMENT = re.compile(
+    r"<<-?\s*['\"]?(\w+)['\"]?[^\n]*\n(diff --git .*?\n)\1\s*$", re.DOTALL | re.MULTILINE
+)
+
+
+def _read_harbor(folder: _Folder) -> dict[str, Any]:
+    """The row behind a Harbor task, from the first place that has each value.
+
+    Harbor's adapters of the SWE-bench family leave the dataset's row in `tests/config.json`. Others
+    name repository and commit in `[metadata]` or a table in it, or only in the Dockerfile.
+    """
+    config = folder.mapping(_HARBOR, tomllib.loads, HEAD_LIMIT_BYTES)
+    row: dict[str, Any] = {"task_folder": "harbor"}
+    if folder.has("tests/config.json"):
+        row |= folder.mapping("tests/config.json", json.loads, FILE_LIMIT_BYTES)
+    metadata = _table(config, "metadata")
+    tables = [metadata, *(each for each in metadata.values() if isinstance(each, dict))]
+    dockerfile = folder.find("environment/Dockerfile") or ""
+    image = _table(config, "environment").get("docker_image") or _first(_FROM, dockerfile)
+    found = {
+        "instance_id": metadata.get("instance_id") or folder.path.name,
+        "repo": _named(tables, ("repo", "repository")) or _first(_CLONE, dockerfile),
+        "base_commit": _named(tables, _BASE_KEYS) or _first(_CHECKOUT, dockerfile),
+        "version": metadata.get("version"),
+        "image_name": image,
+        "patch": folder.find_patch("solution") or _solved(folder.find("solution/solve.sh") or ""),
+        "test_patch": folder.find_patch("tests"),
+        "problem_statement": None if folder.has("steps") else folder.text("instruction.md"),
+    }
+    return {**{column: value for column, value in found.items() if value}, **row}
+
+
+def _table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = config.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _named(tables: list[dict[str, Any]], keys: tuple[str, ...]) -> str | None:
+    values = (table.get(key) for table in tables for key in keys)
+    return next((value for value in values if value and isinstance(value, str)), None)
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str | None:
+    found = pattern.search(text)
+    return found[1] if found else None
+
+
+def _solved(script: str) -> str | None:
+    """The patch that a script of Harbor's adapters writes and applies."""
+    found = _HERE_DOCUMENT.search(script)
+    return found[2] if found else None
