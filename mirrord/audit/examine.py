@@ -19,11 +19,12 @@ from ..git.batch import BatchObject
 from ..host.processes import lower_priority
 from ..mirrors.pins import is_pin
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS
+from ..mirrors.transaction import packed_refs
 from ..model import AuditLevel, CommitId, CommitState, FindingKind, Reach
 from . import connectivity
 from .connectivity import Damage, Fsck, Verdict
 from .object_files import BadFile, Defect, FileKind, find_bad_files, find_lying, find_strange
-from .refs import RefFiles, read_records, read_ref_files, unkept, wrong_refs
+from .refs import RefFiles, read_ref_files, recorded_tips, unkept, wrong_refs
 
 
 class Reached(NamedTuple):
@@ -204,9 +205,9 @@ def _reach_of(
     by_commit |= {oid: Reach.NOTHING for oid in commits if oid not in by_commit}
     lost: dict[str, Defect] = {}
     if HISTORY in found.refs and not is_quick:
-        records = read_records(repository, found.refs[HISTORY])
+        past = recorded_tips(repository, found.refs[HISTORY])
         defect = Defect(FindingKind.REF_LOST, "it is gone, and the ref history had its commit")
-        lost = dict.fromkeys(unkept(repository, records, found.refs, graph), defect)
+        lost = dict.fromkeys(unkept(repository, past, found.refs, graph), defect)
     needed = {*refs.values(), *(oid for parents in graph.values() for oid in parents)}
     if lost or not needed <= graph.keys():  # it has holes
         return Reached("", by_commit, lost)
@@ -299,12 +300,6 @@ def _write_refs(repository: Path, refs: Mapping[str, str], head: str | None) -> 
     (repository / "HEAD").write_text(f"ref: {head or 'refs/heads/main'}\n")
     (repository / "refs").mkdir(exist_ok=True)
     (repository / "packed-refs").write_bytes(packed_refs(refs))
-
-
-def packed_refs(refs: Mapping[str, str]) -> bytes:
-    """The content of a packed-refs file. Nothing is peeled, so git does that when it is asked."""
-    lines = (f"{oid} {ref}\n" for ref, oid in sorted(refs.items()))
-    return "".join(["# pack-refs with: sorted \n", *lines]).encode("utf-8", "surrogateescape")
 
 
 def borrow_from(repository: Path, *lenders: Path) -> None:

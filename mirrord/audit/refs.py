@@ -16,8 +16,9 @@ from pathlib import Path
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.batch import BatchObject
 from ..mirrors.fetch import INCOMING
+from ..mirrors.history import NOTHING_RECORDED, Record, blobs_of, parse_lines, parse_record
 from ..mirrors.pins import is_pin
-from ..mirrors.refs import parse_record, theirs
+from ..mirrors.refs import theirs
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS, changed_settings
 from ..mirrors.transaction import JOURNAL
 from ..model import FindingKind
@@ -42,9 +43,9 @@ class RefFiles:
     bad: list[BadFile] = field(default_factory=list)
 
     @property
-    def newest_record(self) -> list[str]:
-        """The newest record of the ref history, as git is asked for its bytes."""
-        return [f"{self.refs[HISTORY]}:refs"] if HISTORY in self.refs else []
+    def newest_record(self) -> Collection[str]:
+        """The blobs of the newest record of the ref history."""
+        return blobs_of(self.refs[HISTORY]) if HISTORY in self.refs else ()
 
     def report(self, path: str, kind: FileKind, reason: str) -> None:
         self.bad.append(BadFile(path, kind, reason))
@@ -186,9 +187,6 @@ def _judge_ours(found: RefFiles) -> None:
 
 # -- refs against the history ----------------------------------------------------------------------
 
-Record = tuple[dict[str, str], str | None]
-"""The refs of a record of the ref history, the kept ones too, and what HEAD named."""
-
 
 def wrong_refs(
     repository: Path,
@@ -232,13 +230,13 @@ def _wrong_refs(
         if (found.refs or known) and HISTORY not in broken:
             defects[HISTORY] = Defect(FindingKind.REF_LOST, "it is gone")
         return defects
-    record = objects.get(f"{tip}:refs")
-    if record is None or record.kind != "blob":
+    record = [objects[name] for name in blobs_of(tip) if name in objects]
+    if [blob.kind for blob in record] != ["blob", "blob"]:
         return {HISTORY: Defect(FindingKind.REF_MOVED, "it names no record")} | defects
     past = record_ids(repository, tip) if known not in {None, tip} else None
     if past is not None and known not in past:
         defects[HISTORY] = Defect(FindingKind.REF_MOVED, f"it does not lead to record {known}")
-    recorded, head = parse_record(record.data)
+    recorded, head, *_ = parse_record(*record)
     for ref, oid in recorded.items():
         if ref in broken or ref in defects:
             continue
@@ -256,7 +254,7 @@ def _wrong_refs(
 
 def is_record(repository: Path, oid: str) -> bool:
     """Whether an object is a record, as far as its form tells."""
-    return bool(look_up(repository, [f"{oid}:refs"]))
+    return len(look_up(repository, blobs_of(oid))) == len(blobs_of(oid))
 
 
 def record_ids(repository: Path, tip: str) -> set[str] | None:
@@ -268,42 +266,48 @@ def record_ids(repository: Path, tip: str) -> set[str] | None:
 
 
 def read_record(repository: Path, record: str) -> Record:
-    """One record of the ref history; nothing where it cannot be read."""
-    return next(iter(_read_records(repository, [record])), ({}, None))
+    """One record of the ref history; an empty one where it cannot be read."""
+    blobs = look_up(repository, (), read=blobs_of(record))
+    return (
+        parse_record(*blobs.values()) if len(blobs) == len(blobs_of(record)) else NOTHING_RECORDED
+    )
 
 
-def read_records(repository: Path, tip: str) -> list[Record]:
-    """Every record, the newest first, as far as they can be read."""
+def recorded_tips(repository: Path, tip: str) -> set[str]:
+    """What refs of upstream named in any record up to `tip`, as far as they can be read."""
     try:
         walked = run_git(repository, "walk the ref history", "rev-list", "--first-parent", tip)
+        records = walked.lines
     except (CorruptObjectError, GitFailedError):
-        return _read_records(repository, [tip])
-    return _read_records(repository, walked.lines)
+        records = [tip]
+    return {oid for lists in read_lists(repository, records).values() for oid in lists.values()}
 
 
-def _read_records(repository: Path, records: Collection[str]) -> list[Record]:
-    names = [f"{record}:refs" for record in records]
-    blobs = read_objects(repository, names, doing="read ref records")
-    return [parse_record(blob.data) for blob in blobs if blob.exists]
+def read_lists(repository: Path, records: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The refs of upstream in each blob of these records, by the blob: many records share one."""
+    found = look_up(repository, [name for record in records for name in blobs_of(record)])
+    blobs = {blob.oid for blob in found.values() if blob.kind == "blob"}
+    read = read_objects(repository, sorted(blobs), doing="read ref records")
+    return {blob.oid: theirs(parse_lines(blob.data)[0]) for blob in read if blob.exists}
 
 
 def unkept(
-    repository: Path, records: Iterable[Record], refs: Mapping[str, str], graph: Graph | None = None
+    repository: Path, tips: Iterable[str], refs: Mapping[str, str], graph: Graph | None = None
 ) -> dict[str, str]:
-    """Kept refs for commits of records that no ref of upstream and no kept one leads to.
+    """Kept refs for those commits of `tips` that no ref of upstream and no kept one leads to.
 
     Empty while an object is missing or damaged: then ancestry is unknown.
     """
     lasting = {oid for ref, oid in refs.items() if not ref.startswith(PINS)}
-    past = {oid for recorded, _ in records for oid in theirs(recorded).values()} - lasting
+    past = set(tips) - lasting
     if not past:
         return {}
     ends = look_up(repository, [f"{oid}^{{}}" for oid in lasting])  # through tags
-    tips = [end.oid for end in ends.values() if end.kind == "commit"]
+    now = [end.oid for end in ends.values() if end.kind == "commit"]
     there = {oid for oid, kind in object_kinds(repository, past).items() if kind == "commit"}
     if graph is None or not there <= graph.keys():
-        graph = read_graph(repository, [*tips, *there])
-    reached = ancestors(graph, tips)
+        graph = read_graph(repository, [*now, *there])
+    reached = ancestors(graph, now)
     if reached - graph.keys() or len(ends) < len(lasting):
         return {}
     lost = there - reached

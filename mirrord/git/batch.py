@@ -48,18 +48,20 @@ async def object_info(
     names: Collection[str],
     *,
     doing: str,
+    contents: bool = False,
     bisect: bool = False,
     quarantine_objects: Path | None = None,
 ) -> list[BatchObject]:
-    """Id and type of each name, in order."""
+    """Id and type of each name, in order; with `contents` the bytes too."""
     found: list[BatchObject] = []
-    pending = [[(_INFO, name) for name in names]]
+    verb, form = (_CONTENTS, _CONTENTS_FORMAT) if contents else (_INFO, _INFO_FORMAT)
+    pending = [[(verb, name) for name in names]]
     while pending:
         if not (asked := pending.pop()):
             continue
         try:
             done = await git.run(
-                "cat-file", "--buffer", _INFO_FORMAT,
+                "cat-file", "--buffer", form,
                 git_dir=git_dir,
                 stdin=lines_of(map(" ".join, asked)),
                 quarantine_objects=quarantine_objects,

@@ -16,15 +16,14 @@ from pathlib import Path
 
 from ..audit import refs as audited
 from ..audit.connectivity import iter_commits, look_up, object_kinds, parents_in, read_graph
-from ..audit.examine import packed_refs
 from ..audit.object_files import BadFile, FileKind
 from ..audit.refs import RefFiles
 from ..errors import ConflictError
 from ..host.files import full_disk_named, sync_directory
+from ..mirrors.history import NOTHING_RECORDED, blobs_of
 from ..mirrors.quarantine import DAMAGED
-from ..mirrors.refs import parse_record
 from ..mirrors.repository import CONFIGURATION, HISTORY, KEPT, OURS
-from ..mirrors.transaction import write_durably
+from ..mirrors.transaction import packed_refs, write_durably
 from ..model import MirrorName, utc_now
 
 _OUR_COMMITTER = re.compile(rb"committer mirrord <mirrord@localhost> (\d+) ")
@@ -68,8 +67,8 @@ def plan_refs(
     if history and found.refs.get(HISTORY) != history:
         plan.restore[HISTORY] = history
     lines = plan.lines or ((history,) if history else ())
-    records = [record for line in lines for record in audited.read_records(stand_in, line)]
-    recorded, head = audited.read_record(stand_in, history) if history else ({}, None)
+    past = {oid for line in lines for oid in audited.recorded_tips(stand_in, line)}
+    recorded, head, *_ = audited.read_record(stand_in, history) if history else NOTHING_RECORDED
     plan.restore |= {ref: oid for ref, oid in recorded.items() if found.refs.get(ref) != oid}
     # refs that are a directory of a restored one, or below it
     above = {directory for ref in plan.restore for directory in _directories(ref)}
@@ -83,8 +82,7 @@ def plan_refs(
     astray = {*found.astray.values(), *moved.values()}
     kinds = object_kinds(stand_in, astray - set(refs.values()))
     plan.restore |= {f"{KEPT}{oid}": oid for oid, kind in kinds.items() if kind == "tag"}
-    as_record = ({f"refs/heads/{number}": oid for number, oid in enumerate(astray)}, None)
-    plan.restore |= audited.unkept(stand_in, [*records, as_record], plan.refs(found))
+    plan.restore |= audited.unkept(stand_in, past | astray, plan.refs(found))
 
     refs = plan.refs(found)
     branches = [ref for ref in sorted(refs) if ref.startswith("refs/heads/")]
@@ -129,11 +127,12 @@ def _find_history(stand_in: Path, refs: Mapping[str, str]) -> str | None:
         if ours and b"\n\nRefs: " in commit.data and commit.oid not in upstreams:
             candidates[commit.oid] = int(ours[1]), commit.oid
             parents[commit.oid] = parents_in(commit.data)
-    records = look_up(stand_in, (), read=[f"{oid}:refs" for oid in candidates])
+    blobs = look_up(stand_in, [name for oid in candidates for name in blobs_of(oid)])
+    lists = audited.read_lists(stand_in, candidates)
     real = {
         oid
         for oid in candidates
-        if (blob := records.get(f"{oid}:refs")) and parse_record(blob.data)[0]
+        if any(lists.get(blobs[name].oid) for name in blobs_of(oid) if name in blobs)
     }
     last = real.difference(*(parents[oid] for oid in real))
     return max(last, key=lambda oid: candidates[oid], default=None)

@@ -22,7 +22,8 @@ from ..audit.object_files import TIMEOUT, BadFile, Defect, FileKind, find_bad_fi
 from ..audit.refs import RefFiles, read_ref_files
 from ..errors import CorruptObjectError, DiskFullError, GitFailedError, MirrordError, StoppingError
 from ..mirrors.bundles.merge import must_be_history
-from ..mirrors.refs import BEGUN_ANEW, list_records, theirs, write_record
+from ..mirrors.history import BEGUN_ANEW, list_records, write_record
+from ..mirrors.refs import theirs
 from ..mirrors.repository import HISTORY, KEPT, Repository
 from ..model import AuditLevel, FindingKind
 from ..protocol import Progress, Repair

@@ -19,7 +19,7 @@ from ..audit.findings import Judged
 from ..audit.object_files import BadFile, FileKind
 from ..catalog import MirrorRow
 from ..errors import MirrordError, StoppingError, UpstreamError
-from ..mirrors.refs import columns_of
+from ..mirrors.history import columns_of
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, MirrorName
 from ..protocol import Audit, ProgressSink, Repair

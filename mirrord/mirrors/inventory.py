@@ -29,10 +29,10 @@ from ..model import MirrorName, shown, utc_now
 from ..protocol import Mirror, Problem, RefFault
 from ..telemetry import log
 from .fetch import unmark
+from .history import columns_of
 from .maintenance import remove_stale_files, repair_incomplete_packs
 from .pins import Pins, adopt_pins, stands_alone
 from .quarantine import Quarantine
-from .refs import columns_of
 from .repository import Repository
 from .transaction import recover
 from .upstream import default_url, parse_upstream

@@ -22,10 +22,11 @@ from ..git.workers import Workers
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..protocol import QUEUED, Pin, Progress, ProgressSink, RefDiff, RefRecord, Synced
 from .fetch import Fetcher
+from .history import columns_of, diff_records, find_record, list_records, read_record
 from .inventory import Inventory
 from .maintenance import maintain, size_bytes
 from .pins import check_owner
-from .refs import columns_of, diff_records, find_record, is_followed, list_records, read_refs
+from .refs import is_followed
 from .repository import Repository
 from .sync import move_refs, sync
 from .upstream import Hosts, Upstream, parse_upstream, upstream_url
@@ -299,8 +300,9 @@ class Mirrors(Inventory):
         async with self.lock(row.name):
             record = await find_record(repository, at)
             before = await find_record(repository, "latest")
-            refs, head = await read_refs(repository, record.id)
+            recorded = await read_record(repository, record.id)
             present, why = await repository.all_refs(), f"restore {record.id[:12]}"
+            refs, head = recorded.followed, recorded.head
             changes, _ = await move_refs(repository, present, refs, head, why=why)
             columns = await columns_of(repository, row.history)
             await self.catalog.update_mirror(row.name.key, **columns)

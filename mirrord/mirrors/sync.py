@@ -11,16 +11,8 @@ from ..errors import MirrordError, UpstreamLossError
 from ..model import MirrorName
 from ..protocol import RefChange, RefFault, Synced
 from .fetch import Fetcher
-from .refs import (
-    Offer,
-    classify,
-    compare,
-    directories_of,
-    read_kept,
-    summarise,
-    theirs,
-    write_record,
-)
+from .history import read_last, write_record
+from .refs import Offer, classify, compare, directories_of, summarise, theirs
 from .repository import HISTORY, KEPT, Refs, Repository
 from .transaction import Moves, commit, recover
 
@@ -55,11 +47,12 @@ async def sync(
         if oid in failed
     ]
     target = {ref: oid for ref, oid in offer.refs.items() if oid not in failed}
-    # a ref whose new objects did not come stays where it is, unless another took its place
-    above = {directory for ref in target for directory in directories_of(ref)}
-    for ref in (ref for ref, oid in offer.refs.items() if oid in failed and ref in old):
-        if ref not in above and target.keys().isdisjoint(directories_of(ref)):
-            target[ref] = old[ref]
+    if stuck := [ref for ref, oid in offer.refs.items() if oid in failed and ref in old]:
+        # a ref whose new objects did not come stays where it is, unless another took its place
+        above = {directory for ref in target for directory in directories_of(ref)}
+        for ref in stuck:
+            if ref not in above and target.keys().isdisjoint(directories_of(ref)):
+                target[ref] = old[ref]
     why = "sync, loss accepted" if accept_loss else "sync"
     changes, head = await move_refs(repository, present, target, offer.head, why=why)
     kept = {ref for ref in present if ref.startswith(KEPT)}
@@ -87,8 +80,8 @@ async def _fetch_missing(
         return ref != offer.head, not is_branch, not is_tag, ref
 
     held = set(present.values())
-    ordered = (offer.refs[ref] for ref in sorted(offer.refs, key=rank))
-    wanted = [oid for oid in dict.fromkeys(ordered) if oid not in held]
+    missing = (ref for ref, oid in offer.refs.items() if oid not in held)
+    wanted = list(dict.fromkeys(offer.refs[ref] for ref in sorted(missing, key=rank)))
     fresh = [oid for oid in wanted if oid not in known_faults]
     again = [oid for oid in wanted if oid in known_faults]
     failed = await fetcher.fetch(fresh) if fresh else {}
@@ -135,7 +128,7 @@ async def move_refs(
     """
     changes = await classify(repository, compare(theirs(present), target))
     now = await repository.head()
-    branches = (ref for ref in sorted(target) if ref.startswith("refs/heads/"))
+    branches = sorted(ref for ref in target if ref.startswith("refs/heads/"))
     choices = (wanted_head, now, "refs/heads/main", "refs/heads/master", *branches)
     head = next((ref for ref in choices if ref in target), None)
     if not changes and head in {None, now}:
@@ -145,13 +138,12 @@ async def move_refs(
     moves |= {ref: (None, oid) for ref, oid in left.items() if ref not in present}
     parent = present.get(HISTORY)
     # also those that only the last record has: a kept ref that was removed by hand is to be missed
-    kept = await read_kept(repository, parent)
-    named = [*present, *moves]
-    kept |= {ref.removeprefix(KEPT) for ref in named if ref.startswith(KEPT)}
-    parents = [parent] if parent else []
+    last = await read_last(repository, parent)
+    named = {ref.removeprefix(KEPT) for ref in [*present, *moves] if ref.startswith(KEPT)}
     record = await write_record(
-        repository, target, head, changes, kept=kept, parents=parents, why=why
-    )
+        repository, target, head, changes,
+        kept=last.kept | named, parents=[parent] if parent else [], why=why, last=last,
+    )  # fmt: skip
     moves[HISTORY] = (parent, record)
     await commit(repository, moves, head if head != now else None)
     return changes, head

@@ -7,11 +7,13 @@ an object that is missing.
 """
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
 from anyio import to_thread
 
+from ..git.batch import object_info
 from ..host.files import full_disk_named, sync_directory
 from ..telemetry import log
 from .maintenance import remove_stale_files, stale_files_removed_on_failure
@@ -109,6 +111,11 @@ async def _apply(repository: Repository, moves: Moves) -> None:
 
 async def _update(repository: Repository, moves: Moves) -> None:
     many = len(moves) >= 50  # one flushed packed-refs is cheaper then than a flush for each ref
+    if many and await _are_first(repository, moves):  # as git clone does: a file each is slow
+        refs = {ref: str(new) for ref, (_, new) in moves.items()}
+        await to_thread.run_sync(write_durably, repository.path / "packed-refs", packed_refs(refs))
+        await repository.pack_refs()  # which notes what tags lead to
+        return
     done = await repository.run(
         *(("-c", "core.fsync=none") if many else ()), "update-ref", "--stdin",
         stdin=f"start\n{journal_text(moves)}prepare\ncommit\n".encode(),
@@ -118,6 +125,24 @@ async def _update(repository: Repository, moves: Moves) -> None:
         await to_thread.run_sync(remove_stale_files, repository.path, timedelta())
     if many:
         await repository.pack_refs()
+
+
+async def _are_first(repository: Repository, moves: Moves) -> bool:
+    """Whether these are the first refs of a repository, and update-ref would make each."""
+    if any(old or not new for old, new in moves.values()) or await repository.all_refs():
+        return False
+    oids, doing = [str(new) for _, new in moves.values()], "look up what refs are to name"
+    found = await object_info(repository.git, repository.path, oids, doing=doing)
+    return all(
+        it.kind == "commit" if ref.startswith("refs/heads/") else it.exists
+        for ref, it in zip(moves, found, strict=True)
+    )
+
+
+def packed_refs(refs: Mapping[str, str]) -> bytes:
+    """The content of a packed-refs file. Nothing is peeled, so git does that when it is asked."""
+    lines = (f"{oid} {ref}\n" for ref, oid in sorted(refs.items()))
+    return "".join(["# pack-refs with: sorted \n", *lines]).encode("utf-8", "surrogateescape")
 
 
 def write_durably(path: Path, content: bytes) -> None:

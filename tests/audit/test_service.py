@@ -65,7 +65,8 @@ class Site:
         """The refs as a sync records them."""
         refs = self.git("for-each-ref", "--format=%(objectname) %(refname)", "refs/heads") + "\n"
         blob = self.git("hash-object", "-w", "--stdin", stdin=refs.encode())
-        tree = self.git("mktree", stdin=f"100644 blob {blob}\trefs\n".encode())
+        entries = (f"100644 blob {blob}\t{name}\n" for name in ("refs", "moved"))
+        tree = self.git("mktree", stdin="".join(entries).encode())
         return self.git("commit-tree", "-m", "sync", tree)
 
     def copy(self, root: Path) -> Site:

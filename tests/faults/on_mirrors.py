@@ -6,6 +6,9 @@ from contextlib import suppress
 
 from gitrepos import git
 
+from mirrord.audit.refs import read_record
+from mirrord.mirrors.repository import HISTORY
+
 from .lab import NAME, Lab, Refused, refs_of
 from .operation import AFTER, BEFORE, Operation
 
@@ -93,15 +96,8 @@ class Sync(Operation):
         assert refs in (self._old, self._new), (
             f"half of the refs moved: {refs.items() ^ self._new.items()}"
         )
-        record = git(self.lab.mirror, "cat-file", "blob", "refs/mirrord/history:refs")
-        recorded = {
-            line
-            for line in record.splitlines()
-            if not line.startswith("@") and "refs/mirrord/kept/" not in line
-        }
-        assert recorded == {f"{oid} {ref}" for ref, oid in refs.items()}, (
-            "the ref history does not say what the refs are"
-        )
+        recorded = read_record(self.lab.mirror, HISTORY).followed
+        assert recorded == refs, "the ref history does not say what the refs are"
         if refs == self._old:
             return BEFORE
         kept = refs_of(self.lab.mirror, "refs/mirrord/kept").values()

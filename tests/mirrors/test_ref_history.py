@@ -12,7 +12,7 @@ from gitrepos import Upstream, git
 from mirrorlab import NAME, Builder, House
 
 from mirrord.errors import InvalidRequestError, NotFoundError
-from mirrord.mirrors.refs import read_refs
+from mirrord.mirrors.history import read_record
 from mirrord.mirrors.repository import HISTORY
 
 pytestmark = pytest.mark.slow
@@ -116,8 +116,9 @@ def test_a_time_names_the_record_that_stood_then(
     async def check(it: Told) -> None:
         diff = await it.it.mirrors.refs_diff(NAME, at, at)
         assert (diff.a, diff.b, diff.changes) == (it.records[number], it.records[number], [])
-        refs, head = await read_refs(it.it.mirrors.repository(NAME), diff.a)
-        assert (refs["refs/heads/main"], head) == (it.tips[number], "refs/heads/main")
+        record = await read_record(it.it.mirrors.repository(NAME), diff.a)
+        main = record.followed["refs/heads/main"]
+        assert (main, record.head) == (it.tips[number], "refs/heads/main")
 
     told(tmp_path, upstream, check)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from mirrord.errors import MirrordError, UpstreamEmptyError, UpstreamNotFoundErr
 from mirrord.git.command import Git
 from mirrord.host.trash import Trash
 from mirrord.mirrors.fetch import INCOMING, Fetcher
+from mirrord.mirrors.history import diff_records, list_records, read_record
 from mirrord.mirrors.quarantine import Quarantine
-from mirrord.mirrors.refs import diff_records, list_records, read_refs
 from mirrord.mirrors.repository import HISTORY, KEPT, Repository
 from mirrord.mirrors.sync import sync
 from mirrord.mirrors.transaction import JOURNAL, Moves, commit, journal_text, recover
@@ -194,6 +195,29 @@ def test_pull_request_heads_come_when_configured(site: Site) -> None:
 # -- ref history -----------------------------------------------------------------------------------
 
 
+def test_a_record_costs_what_moved(site: Site) -> None:
+    """Records of many refs share one list; each still tells all refs of its time, in any order."""
+    head = site.upstream.git("rev-parse", "HEAD")
+    new = (f"create refs/tags/t{n} {head}\n" for n in range(40))
+    site.upstream.git("update-ref", "--stdin", stdin="".join(new).encode())
+    seen = []
+    for number in range(8):
+        site.upstream.git("tag", "--force", f"t{number}", site.upstream.commit({"n": str(number)}))
+        site.upstream.git("tag", "--delete", f"t{number + 20}")
+        site.sync()
+        refs = site.refs()
+        seen.append({ref: oid for ref, oid in refs.items() if not ref.startswith("refs/mirrord/")})
+    site.fsck()
+    tips = git(site.mirror.path, "rev-list", "--reverse", HISTORY).split()
+    lists = {git(site.mirror.path, "rev-parse", f"{tip}:refs") for tip in tips}
+    assert (len(tips), len(lists)) == (8, 2)
+
+    async def recorded(tip: str) -> dict[str, str]:
+        return (await read_record(site.mirror, tip)).followed
+
+    assert [anyio.run(recorded, tip) for tip in tips] == seen
+
+
 def test_each_change_is_recorded(site: Site) -> None:
     """The newest record is the set of refs as it is; the one before is as it was."""
     site.sync()
@@ -204,7 +228,8 @@ def test_each_change_is_recorded(site: Site) -> None:
 
     async def body() -> None:
         newest, oldest = await list_records(site.mirror)
-        assert await read_refs(site.mirror, oldest.id) == (first, "refs/heads/main")
+        recorded = await read_record(site.mirror, oldest.id)
+        assert (recorded.followed, recorded.head) == (first, "refs/heads/main")
         assert (newest.ref_count, oldest.ref_count) == (1, 2)
         assert newest.summary == "sync: 1 forwarded, 1 deleted"
         changes = await diff_records(
@@ -352,6 +377,21 @@ def test_an_interrupted_transaction_is_finished(site: Site, moved: int) -> None:
     assert site.refs()["refs/heads/a/b"] == head
     assert "refs/tags/v1" not in site.refs()
     assert not anyio.run(recover, site.mirror)
+
+
+def test_first_refs_name_what_is_there(site: Site) -> None:
+    """Many first refs are written at once, and one that names nothing takes all with it."""
+    site.sync()
+    head = site.refs()["refs/heads/main"]
+    empty = replace(site.mirror, path=site.mirror.path.with_name("empty"))
+    anyio.run(empty.create)
+    (empty.objects / "info/alternates").write_text(f"{site.mirror.objects}\n")
+    moves: Moves = {f"refs/heads/b{n}": (None, head) for n in range(60)}
+    with pytest.raises(MirrordError):
+        anyio.run(commit, empty, moves | {"refs/tags/none": (None, "1" * 40)})
+    assert anyio.run(empty.all_refs) == {}
+    anyio.run(commit, empty, moves)
+    assert anyio.run(empty.all_refs) == dict.fromkeys(moves, head)
 
 
 def test_many_refs_are_packed(site: Site) -> None:

@@ -11,19 +11,9 @@ from typing import Literal, NamedTuple
 from ...errors import InvalidBundleError, MirrordError
 from ...model import CommitId, MirrorName
 from ...protocol import RefChange
+from ..history import BEGUN_ANEW, EVERY_RECORD, list_records, read_last, read_record, write_record
 from ..pins import pin_ref, read_pins
-from ..refs import (
-    BEGUN_ANEW,
-    EVERY_RECORD,
-    directories_of,
-    drop_shadowed,
-    is_followed,
-    list_records,
-    read_kept,
-    read_refs,
-    theirs,
-    write_record,
-)
+from ..refs import directories_of, drop_shadowed, is_followed, theirs
 from ..repository import HISTORY, KEPT, OURS, Refs, Repository
 from ..transaction import Moves
 
@@ -125,20 +115,21 @@ async def _plan_history(
         parents = [offered]
     elif offered and own:
         first = (await list_records(repository, EVERY_RECORD, start=own))[-1]
-        last = (await list_records(repository, limit=1, start=offered))[0]
-        if first.summary.startswith(BEGUN_ANEW) and last.at <= first.at:
+        newest = (await list_records(repository, limit=1, start=offered))[0]
+        if first.summary.startswith(BEGUN_ANEW) and newest.at <= first.at:
             parents = [offered, own]
-    kept = await read_kept(repository, own)
+    last = await read_last(repository, own)
     named = [*present, *plan.moves]
-    kept |= {ref.removeprefix(KEPT) for ref in named if ref.startswith(KEPT)}
+    kept = last.kept | {ref.removeprefix(KEPT) for ref in named if ref.startswith(KEPT)}
     tip = parents[0] if len(parents) == 1 else None
     if tip:
+        said = await read_record(repository, tip)
         wanted = (plan.target, head if head in plan.target else None, kept)
-        said = (*await read_refs(repository, tip), await read_kept(repository, tip))
-    if not tip or said != wanted:
+    if not tip or (said.followed, said.head, said.kept) != wanted:
         tip = await write_record(
-            repository, plan.target, head, plan.changes, kept=kept, parents=parents, why="import"
-        )
+            repository, plan.target, head, plan.changes,
+            kept=kept, parents=parents, why="import", last=last,
+        )  # fmt: skip
     if tip != own:
         plan.moves[HISTORY] = (own, tip)
 
@@ -147,7 +138,7 @@ async def must_be_history(repository: Repository, offered: str) -> None:
     """Refuse a ref history that could not be read later; raises InvalidBundleError."""
     try:
         await list_records(repository, start=offered)
-        await read_refs(repository, offered)
+        await read_record(repository, offered)
     except (MirrordError, ValueError) as error:
         hint = "nothing was changed; make the bundle again"
         fact = "its ref history is not one"

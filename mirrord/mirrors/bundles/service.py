@@ -21,9 +21,10 @@ from ...git.packs import PackIndex
 from ...host.files import full_disk_named, sync_directory, sync_tree
 from ...model import CommitId, MirrorName, utc_now
 from ...protocol import BundleImported, ProgressSink
+from ..history import columns_of, find_record, list_records, read_record
 from ..maintenance import remove_stale_files, size_bytes
 from ..quarantine import accept_objects
-from ..refs import columns_of, find_record, list_records, read_refs, summarise, theirs
+from ..refs import summarise, theirs
 from ..repository import HISTORY, KEPT, PINS, Refs, Repository
 from ..service import Mirrors
 from ..transaction import commit
@@ -66,7 +67,7 @@ class Bundles:
         prerequisites: set[str] = set()
         if since:  # the reader has all that the refs of that record reach, and the record
             record = await find_record(repository, since)
-            refs, _ = await read_refs(repository, record.id)
+            refs = (await read_record(repository, record.id)).followed
             prerequisites = {*await repository.commits_of(refs.values()), record.id}
         content = self._write(row, repository, theirs(present) | ours, frozenset(prerequisites))
         first = [await anext(content), await anext(content)]  # raises where an object is missing

@@ -1,0 +1,219 @@
+"""The ref history: the refs after each sync that changed one.
+
+`refs/mirrord/history` is a history of commits, each a record. Its tree has two blobs of sorted
+lines `<object id> <ref>`, for the refs that follow upstream and the kept refs: `refs` lists them as
+they were at some record, `moved` what changed since, with zeros for a ref that went, and
+`@ HEAD <ref>`. Records share `refs` until the changes are many, so that a record costs what moved.
+It is in git in the mirror itself, so it is copied, packed and verified with it. Records are only
+added. HEAD and the refs of a mirror are what the newest record says.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from anyio import to_thread
+
+from ..errors import CorruptObjectError, GitFailedError, InvalidRequestError, NotFoundError
+from ..git.batch import BatchObject, object_info
+from ..model import shown
+from ..protocol import RefChange, RefRecord
+from .refs import classify, compare, is_followed, summarise, theirs
+from .repository import HISTORY, KEPT, Refs, Repository
+
+BEGUN_ANEW = "begun anew by a heal"
+"""The subject of a first record whose predecessors were lost and in no bundle."""
+EVERY_RECORD = 1_000_000
+_GONE = "0" * 40
+
+
+class Record(NamedTuple):
+    """What a record lists: the refs that follow upstream and the kept ones, and HEAD.
+
+    `base` is its blob `refs`, which the next record may share, and `base_lists` what that lists.
+    """
+
+    listed: Refs
+    head: str | None
+    base: str = ""
+    base_lists: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def followed(self) -> Refs:
+        return theirs(self.listed)
+
+    @property
+    def kept(self) -> set[str]:
+        return {oid for ref, oid in self.listed.items() if ref.startswith(KEPT)}
+
+
+NOTHING_RECORDED = Record({}, None)
+
+
+def blobs_of(record: str) -> tuple[str, str]:
+    """The blobs `refs` and `moved` of a record, as git is asked for them."""
+    return f"{record}:refs", f"{record}:moved"
+
+
+def parse_record(refs: BatchObject, moved: BatchObject) -> Record:
+    """Read the blobs of a record."""
+    base, _ = parse_lines(refs.data)
+    return Record(*parse_lines(moved.data, base), refs.oid, base)
+
+
+def parse_lines(
+    text: bytes, base: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Refs, str | None]:
+    """The refs that the lines of a record make of `base`, and the target of HEAD.
+
+    Names that a mirror may not have are left out: a record may have come in a bundle.
+    """
+    is_oid = re.compile(r"[0-9a-f]{40}").fullmatch
+    listed, head = dict(base), None
+    for line in text.decode("utf-8", "surrogateescape").split("\n"):
+        oid, _, ref = line.partition(" ")
+        if oid == "@":
+            head = ref.removeprefix("HEAD ")
+        elif oid == _GONE:
+            listed.pop(ref, None)
+        elif is_oid(oid) and (is_followed(ref) or ref == f"{KEPT}{oid}"):
+            listed[ref] = oid
+    return listed, head
+
+
+async def read_record(repository: Repository, record: str) -> Record:
+    """Read a record; raises CorruptObjectError, GitFailedError."""
+    doing = f"read ref record {record} of {repository.name}"
+    names, git_dir = blobs_of(record), repository.path
+    found = await object_info(repository.git, git_dir, names, contents=True, doing=doing)
+    if any(blob.kind != "blob" for blob in found):
+        raise CorruptObjectError(f"cannot {doing}: a part of it is missing")
+    refs, moved = found
+    return await to_thread.run_sync(parse_record, refs, moved)
+
+
+async def read_last(repository: Repository, record: str | None) -> Record:
+    """A record, or an empty one where there is none that can be read."""
+    with suppress(CorruptObjectError, GitFailedError):
+        return await read_record(repository, record) if record else NOTHING_RECORDED
+    return NOTHING_RECORDED
+
+
+async def write_record(
+    repository: Repository,
+    refs: Refs,
+    head: str | None,
+    changes: Sequence[RefChange],
+    *,
+    kept: Collection[str],
+    parents: Sequence[str],
+    why: str,
+    last: Record = NOTHING_RECORDED,
+) -> str:
+    """Store a set of refs and the ids of the kept ones; answers the commit, which no ref names yet.
+
+    The records of the last of `parents` are listed before those of the others. `last` is a record
+    whose blob `refs` may serve this one too.
+    """
+    listed = refs | {f"{KEPT}{oid}": oid for oid in kept}
+    moved = dict(listed.items() - last.base_lists.items())
+    moved |= dict.fromkeys(last.base_lists.keys() - listed, _GONE)
+    base = last.base
+    # all of n refs take as much as k records, each with the changes of those before it, if k² = 2n
+    if not base or len(moved) ** 2 > 2 * len(listed):
+        base, moved = await repository.write_object("blob", _lines(listed)), {}
+    head_line = f"@ HEAD {head}\n".encode("utf-8", "surrogateescape") if head else b""
+    own = await repository.write_object("blob", _lines(moved) + head_line)
+    entries = (("moved", own), ("refs", base))
+    content = (f"100644 {name}\0".encode() + bytes.fromhex(oid) for name, oid in entries)
+    tree = await repository.write_object("tree", b"".join(content))
+    message = f"{why}: {summarise(changes)}\n\nRefs: {len(refs)}\n"
+    above = [word for parent in parents for word in ("-p", parent)]
+    doing = f"record the refs of mirror {repository.name}"
+    made = await repository.run("commit-tree", *above, tree, stdin=message.encode(), doing=doing)
+    return made.lines[0]
+
+
+def _lines(refs: Refs) -> bytes:
+    lines = (f"{oid} {ref}\n" for ref, oid in sorted(refs.items()))
+    return "".join(lines).encode("utf-8", "surrogateescape")
+
+
+async def list_records(
+    repository: Repository, limit: int = 1000, start: str = HISTORY
+) -> list[RefRecord]:
+    """The newest records first."""
+    if start == HISTORY and HISTORY not in await repository.all_refs():
+        return []
+    listing = await repository.run(
+        "log", "-z", f"--max-count={limit}", "--topo-order",
+        "--format=%H%x00%ct%x00%s%x00%(trailers:key=Refs,valueonly)", start, "--",
+        doing=f"read the ref history of mirror {repository.name}",
+    )  # fmt: skip
+    fields = iter(listing.stdout.decode("utf-8", "replace").split("\0"))
+    return [
+        RefRecord(
+            id=commit.strip(),
+            at=datetime.fromtimestamp(int(seconds), tz=timezone.utc),
+            ref_count=int(count.strip() or 0),
+            summary=subject,
+        )
+        for commit, seconds, subject, count in zip(fields, fields, fields, fields, strict=False)
+    ]
+
+
+async def find_record(repository: Repository, at: str) -> RefRecord:
+    """The record with an id (at least 7 digits), `latest`, or the one in force at an ISO 8601 time.
+
+    Raises NotFoundError, InvalidRequestError.
+    """
+    records = await list_records(repository, limit=EVERY_RECORD)
+    if at == "latest" and records:
+        return records[0]
+    hint = "`mirrord refs log NAME` lists them"
+    failure = f"cannot find ref record {shown(at)} of mirror {repository.name}"
+    if re.fullmatch(r"[0-9a-f]{7,40}", at):
+        match [record for record in records if record.id.startswith(at)]:
+            case [record]:
+                return record
+            case found:
+                fact = "several match" if found else "there is none"
+                raise NotFoundError(f"{failure}: {fact}", hint=hint)
+    try:
+        moment = datetime.fromisoformat(at)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"cannot read ref record {shown(at)}: it is neither an id nor a time",
+            hint="write a time as 2026-01-31T12:00:00Z",
+        ) from error
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=timezone.utc)
+    if before := [record for record in records if record.at <= moment]:
+        return max(before, key=lambda record: record.at)
+    first = f"the first one is of {records[-1].at:%Y-%m-%dT%H:%M:%SZ}" if records else ""
+    raise NotFoundError(f"{failure}: {first or 'there is none'}", hint=hint)
+
+
+async def columns_of(repository: Repository, known: str | None) -> dict[str, Any]:
+    """The columns of a mirror's row in the catalog that its refs decide.
+
+    `known` is the record in the row. It stays where the history has lost it, until a heal has
+    brought it back or said that nobody has it.
+    """
+    refs = await repository.all_refs()
+    tip = refs.get(HISTORY)
+    is_lost = known and known != tip and not (tip and await repository.is_ancestor(known, tip))
+    return {
+        "ref_count": len(theirs(refs)),
+        "kept_count": sum(ref.startswith(KEPT) for ref in refs),
+        "history": known if is_lost else tip,
+    }
+
+
+async def diff_records(repository: Repository, a: str, b: str, kept: Refs) -> list[RefChange]:
+    """The differences between two records; ancestry decides how a ref moved."""
+    old, new = [(await read_record(repository, record)).followed for record in (a, b)]
+    return await classify(repository, compare(old, new), held=set(kept.values()))
