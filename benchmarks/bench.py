@@ -24,6 +24,7 @@ from datetime import datetime, timezone
 from functools import cached_property, partial
 from pathlib import Path
 
+import big_mirror
 import crowd
 from audits import Audited
 from load import (
@@ -294,9 +295,15 @@ class Bench:
             distinct = len(
                 {checkout.path for checkout in held if (checkout.path / ".git").is_dir()}
             )
-            for checkout in held:
-                checkout.release()
+            listed = min(timed(client.list_checkouts) for _ in range(5))
+        self.daemon.stop()
+        restarted = timed(self.daemon.start)
+        with self.daemon.client() as client:
+            for checkout in client.list_checkouts():
+                client.release_checkout(checkout.id)
         self.figures += [
+            Figure("listing them", listed, "s", "under 0.2"),
+            Figure("restart of the daemon while they are held", restarted, "s"),
             Figure("held at once, each with its own tree", distinct, "checkouts", "1,000"),
             Figure("making one while they add up", took / count * 1000, "ms"),
             Figure("daemon memory just after, workers included", busy["rss_mib"], "MiB resident"),
@@ -337,6 +344,11 @@ class Bench:
         recorded = f"{mirrors * len(audited.commits):,} recorded commits in {mirrors} mirrors"
         self.figures.append(Figure(f"audit, level quick, of {recorded}", took, "s", "under 2"))
 
+    def grow(self, case: Callable[[Path, int], list[Figure]], count: int) -> None:
+        """With a daemon and a repository of its own; at a tenth too, which shows how it grows."""
+        for number in (count // 10, count):
+            self.figures += case(self.area / f"{case.__name__}-{number}", number)
+
     def cases(self, tasks: int, seconds: float) -> dict[str, Callable[[], None]]:
         rollouts = {name: partial(self._rollout, name) for name in ROLLOUTS[:-1]}
         return {
@@ -354,6 +366,8 @@ class Bench:
             "variants": partial(self.weigh, Stores.variants),
             "audit": self.audit,
             "quick-audit": self.quick_audit,
+            "refs": partial(self.grow, big_mirror.many_refs, 60_000),
+            "pins": partial(self.grow, big_mirror.many_pins, 5_000),
         }
 
     def _rollout(self, name: str) -> None:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from measured_daemon import REPO, Daemon, instance_row
+from resets import timed
 from results import Figure
 from rivals import disk_bytes, git, git_bytes
 
+from mirrord import Client
 from mirrord.model import AuditLevel
 
 _TIMEOUT = timedelta(minutes=20)
@@ -34,10 +36,8 @@ def many_refs(area: Path, count: int) -> list[Figure]:
             moved.append(_sync(daemon))
         grown = (disk_bytes(daemon.mirror) - before) / len(moved)
         with daemon.client() as client:
-            audit = _timed(
-                lambda: client.wait(client.start_audit(level=AuditLevel.CLOSURE), timeout=_TIMEOUT)
-            )
-            log = _timed(lambda: client.log_refs(REPO))
+            audit = timed(partial(_audit, client))
+            log = timed(lambda: client.log_refs(REPO))
     finally:
         daemon.stop()
     named = f"a mirror with {count:,} refs: "
@@ -66,14 +66,10 @@ def many_pins(area: Path, count: int) -> list[Figure]:
             def load() -> object:
                 return client.wait(client.import_dataset(rows, name="pins"), timeout=_TIMEOUT)
 
-            imported, again = _timed(load), _timed(load)
+            imported, again = timed(load), timed(load)
             unchanged = min(_sync(daemon) for _ in range(3))
-            one_more = min(
-                _timed(lambda each=each: client.pin(REPO, each)) for each in commits[-3:]
-            )
-            audit = _timed(
-                lambda: client.wait(client.start_audit(level=AuditLevel.CLOSURE), timeout=_TIMEOUT)
-            )
+            one_more = min(timed(partial(client.pin, REPO, each)) for each in commits[-3:])
+            audit = timed(partial(_audit, client))
     finally:
         daemon.stop()
     named = f"a mirror with {count:,} pins: "
@@ -88,13 +84,11 @@ def many_pins(area: Path, count: int) -> list[Figure]:
 
 def _sync(daemon: Daemon) -> float:
     with daemon.client() as client:
-        return _timed(lambda: client.wait(client.sync_mirror(REPO), timeout=_TIMEOUT))
+        return timed(lambda: client.wait(client.sync_mirror(REPO), timeout=_TIMEOUT))
 
 
-def _timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+def _audit(client: Client) -> None:
+    client.wait(client.start_audit(level=AuditLevel.CLOSURE), timeout=_TIMEOUT)
 
 
 def _generated(path: Path, commits: int, refs: int) -> Path:
@@ -117,13 +111,3 @@ def _generated(path: Path, commits: int, refs: int) -> Path:
     git_bytes("fast-import", "--quiet", cwd=path, stdin="".join(stream).encode())
     git("pack-refs", "--all", cwd=path)
     return path
-
-
-if __name__ == "__main__":
-    import sys
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="refs-", dir="/tmp") as name:
-        Path(name).chmod(0o711)
-        for figure in globals()[sys.argv[1]](Path(name, "x"), int(sys.argv[2])):
-            print(figure.name, round(figure.value, 3), figure.unit)
