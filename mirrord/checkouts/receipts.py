@@ -35,7 +35,7 @@ from ..protocol import (
 from .leases import Lease
 from .resolve import ResolvedRequest
 from .stores.builder import StoreBuilder, squashed_commit
-from .stores.packer import WALK
+from .stores.packer import WALK, listed_ids
 from .stores.store import SealedStore
 
 _TIMEOUT = timedelta(minutes=10)
@@ -169,8 +169,8 @@ def closure_of_store(store: SealedStore) -> Closure:
 
 
 def closure_of_listing(listing: Path, head: CommitId) -> Closure:
-    """Count and digest the ids that are the lines of a file, and `head`. Runs in a worker."""
-    return _closure(map(bytes.fromhex, [*listing.read_text("ascii").split(), head]))
+    """Count and digest the ids that a walk listed, and `head`. Runs in a worker."""
+    return _closure([*listed_ids(listing), bytes.fromhex(head)])
 
 
 def _closure(ids: Iterable[bytes]) -> Closure:

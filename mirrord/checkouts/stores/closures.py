@@ -11,7 +11,15 @@ made by a worker without a process of git (`git/objects/commits.py`), a longer o
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -35,8 +43,9 @@ from ..deferred import Deferred
 from .packer import TIMEOUT, Packer, PackFile, together, unservable
 from .store import building, publish, remove_all
 
-CHAIN_LIMIT = 48
+CHAIN_LIMIT = 96
 STRIDES = (65536, 4096, 256, 32)
+SHORT = 16  # first-parent steps
 NARROW = 4  # way-points laid ahead for neighbours: so many to a step of the narrowest grid
 MARGINS = (256, 8192)
 _QUICK_TIMEOUT = timedelta(seconds=30)
@@ -191,13 +200,14 @@ class Closures:
         line = await self._line_to_base(name, commit)
         directory = self.directory(name)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        steps = plan(self._known(name), line)
+        straight = commit in await self.recorded(name)
+        steps = plan(self._known(name), line, straight=straight)
         layers = {**self._known(name), **{step.commit: step for step in steps}}
         with ExitStack() as stack:
             begin = partial(building, directory, self.trash)
             places = [(step, stack.enter_context(begin())) for step in steps]
             long = [
-                self._pack(name, step, place, quick=step.commit == commit and step.base is not None)
+                self._pack(name, step, place)
                 for step, place in places
                 if not is_short(layers, step)
             ]
@@ -222,14 +232,11 @@ class Closures:
                 with building(self.directory(name), self.trash) as place:
                     self._publish(name, await self._pack_short(name, step, place), place)
 
-    async def _pack(
-        self, name: MirrorName, step: PackLayer, place: Path, *, quick: bool = False
-    ) -> PackLayer:
+    async def _pack(self, name: MirrorName, step: PackLayer, place: Path) -> PackLayer:
         """Write a planned layer; it needs the objects of its base from the mirror, not the pack."""
-        quick = quick or not is_waypoint(step.depth)
         mirror = self.mirrors_path(name)
         async with self._packing.turn():
-            packed = await self.packer.pack_range(mirror, step.commit, step.base, place, quick)
+            packed = await self.packer.pack_range(mirror, step.commit, step.base, place)
         count, size = packed.object_count, packed.size_bytes
         return replace(step, pack=packed.path.name, object_count=count, size_bytes=size)
 
@@ -362,11 +369,15 @@ def choose_root(known: Layers, line: Sequence[CommitId], recorded: Collection[Co
     return oldest or min(MARGINS[min(roots, len(MARGINS) - 1)], len(line) - 1)
 
 
-def plan(known: Layers, line: Sequence[CommitId], *, ahead: bool = False) -> list[PackLayer]:
+def plan(
+    known: Layers, line: Sequence[CommitId], *, ahead: bool = False, straight: bool = False
+) -> list[PackLayer]:
     """The layers to build for the first of `line`, each after those it stands on.
 
     `line` is first parents, newest first; its last commit has a layer, or becomes a root. `ahead`
-    puts way-points all along it, closer than the grid: fewer objects between two neighbours.
+    puts way-points all along it, closer than the grid: fewer objects between two neighbours. A
+    `straight` step has none within a step of the second grid: as recorded commits are mostly asked
+    for oldest first, each stands on the one before, and no object is packed twice.
     """
     planned: dict[CommitId, PackLayer] = {}
     layers = dict(known)
@@ -388,7 +399,13 @@ def plan(known: Layers, line: Sequence[CommitId], *, ahead: bool = False) -> lis
     end = start + len(line) - 1
     on_line = {start + steps: at for steps, at in enumerate(reversed(line))}
     step = max(1, STRIDES[-1] // NARROW)
-    for depth in range(start - start % step + step, end + 1, step) if ahead else grid(start, end):
+    depths: Iterable[int] = grid(start, end)
+    if ahead:
+        depths = range(start - start % step + step, end + 1, step)
+    elif straight:
+        is_near = end - start <= STRIDES[-2]
+        depths = () if is_near else [depth for depth in depths if depth % STRIDES[-2] == 0]
+    for depth in depths:
         if depth < end and on_line[depth] not in layers:
             add(
                 on_line[depth],
@@ -397,12 +414,10 @@ def plan(known: Layers, line: Sequence[CommitId], *, ahead: bool = False) -> lis
             )
     if line[0] in layers:
         return list(planned.values())
-    if is_waypoint(end):
+    if is_waypoint(end) and not straight:
         base = waypoint_at(previous(end))
-    else:  # the nearest below whose chain has room for one more
-        near = (layers[at] for at in line[1:] if at in layers)
-        below = reversed(chain(layers, line[-1]))
-        base = next(layer for layer in (*near, *below) if layer.length < CHAIN_LIMIT)
+    else:
+        base = choose_base(layers, next(at for at in line[1:] if at in layers), end)
     # another commit in just this place is a variant of this one: they should share their parent
     has_sibling = any(at.base == base.commit and at.depth == end for at in known.values())
     if base.commit != line[1] and has_sibling:
@@ -411,6 +426,19 @@ def plan(known: Layers, line: Sequence[CommitId], *, ahead: bool = False) -> lis
         base = layers[line[1]]
     add(line[0], base, end)
     return list(planned.values())
+
+
+def choose_base(layers: Layers, nearest: CommitId, depth: int) -> PackLayer:
+    """The layer for a step to `depth`: the nearest, or where its chain is full one further down.
+
+    That packs the least again for each place that it makes free in the chain: with thousands of
+    commits asked for in turn an object is in about three packs.
+    """
+    standing = chain(layers, nearest)
+    if len(standing) < CHAIN_LIMIT:
+        return standing[-1]
+    lower = enumerate(standing[: CHAIN_LIMIT * 3 // 4])
+    return min(lower, key=lambda at: (depth - at[1].depth) / (len(standing) - at[0]))[1]
 
 
 def grid(start: int, end: int) -> Iterator[int]:
@@ -422,8 +450,8 @@ def grid(start: int, end: int) -> Iterator[int]:
 
 
 def is_short(layers: Layers, layer: PackLayer) -> bool:
-    """Whether a layer is within one step of the narrowest grid of its base: few objects."""
-    return layer.base is not None and layer.depth - layers[layer.base].depth <= STRIDES[-1]
+    """Whether a layer is so near to its base that a git takes longer to start than to pack it."""
+    return layer.base is not None and layer.depth - layers[layer.base].depth <= SHORT
 
 
 def is_waypoint(depth: int) -> bool:

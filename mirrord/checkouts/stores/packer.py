@@ -36,12 +36,14 @@ VERIFIED_WHOLE = 20_000  # objects; a larger pack is not hashed itself, but all 
 HINT = "audit the mirror with --level content and heal it"
 TIMEOUT = timedelta(minutes=30)
 # commits come by stdin: every user can read the arguments of a process
-WALK = (*UNTRUSTING, "rev-list", "--objects", "--no-object-names", "--stdin")
+WALK = (*UNTRUSTING, "rev-list", "--objects", "--stdin")
+# Most of a pack is copied with its deltas. For the rest pack-objects looks for bases among objects
+# of like paths, so it gets these: two candidates are then as good as ten without (git 2.39; 10,000
+# objects of sympy: 6.1 MB in 0.5 s of processor, without paths 6.0 MB in 2.3 s).
 _PACK = (
-    *UNTRUSTING, "-c", "pack.threads=2", "-c", "core.fsync=none",
-    "-c", "pack.writeReverseIndex=false",
+    *UNTRUSTING, "-c", "pack.threads=2", "-c", "pack.window=2", "-c", "pack.compression=1",
+    "-c", "core.fsync=none", "-c", "pack.writeReverseIndex=false",
 )  # fmt: skip
-_QUICK = ("-c", "pack.compression=1", "-c", "pack.window=0")
 _SMALL_LIST_BYTES = 128 * 1024
 _PIECE_BYTES = 1 << 18
 _PACE_S = 0.005
@@ -62,7 +64,7 @@ class PackFile:
 
 
 class Packer:
-    """Packs closures out of repositories. `quick` packs are made sooner and take more room."""
+    """Packs closures out of repositories."""
 
     def __init__(self, git: Git, workers: Workers) -> None:
         self._git = git
@@ -71,7 +73,7 @@ class Packer:
         self._whole_lock = threading.Lock()
 
     async def pack_range(
-        self, mirror: Path, tip: CommitId, base: CommitId | None, into: Path, quick: bool = False
+        self, mirror: Path, tip: CommitId, base: CommitId | None, into: Path
     ) -> PackFile:
         """Pack the closure of `tip` without the closure of `base` out of the repository `mirror`.
 
@@ -83,7 +85,7 @@ class Packer:
         sources = stores if base is None else []
         try:
             (pack, listed), _ = await together(
-                self._list_and_write(mirror, tip, base, into, extra, quick),
+                self._list_and_write(mirror, tip, base, into, extra),
                 anyio.to_thread.run_sync(self._check_packs, sources),
             )
             return await self._prove(mirror, pack, listed, stores)
@@ -97,7 +99,6 @@ class Packer:
         base: CommitId | None,
         into: Path,
         extra: Path | None,
-        quick: bool,
     ) -> tuple[Path, bytes]:
         """The pack, and the digest of the ids that it must hold."""
         listing = into / "listing"
@@ -127,7 +128,7 @@ class Packer:
         async def write(ids: io.FileIO) -> Path:
             with ids:
                 done = await self._git.run(
-                    *_PACK, *(_QUICK if quick else ()),
+                    *_PACK,
                     "pack-objects", "-q", "--delta-base-offset", str(into / "pack"),
                     git_dir=mirror,
                     stdin=ids,
@@ -254,9 +255,14 @@ def unservable(
 
 
 def digest_of_listing(listing: Path) -> bytes:
-    """The SHA-1 of all ids that are the lines of a file, sorted and joined."""
-    ids = sorted(listing.read_text("ascii").split())
-    return hashlib.sha1(bytes.fromhex("".join(ids)), usedforsecurity=False).digest()
+    """The SHA-1 of all ids that a walk listed, sorted and joined."""
+    return hashlib.sha1(b"".join(sorted(listed_ids(listing))), usedforsecurity=False).digest()
+
+
+def listed_ids(listing: Path) -> list[bytes]:
+    """The ids that a walk wrote to a file: the first word of each line, before a path."""
+    lines = listing.read_bytes().split(b"\n")
+    return [bytes.fromhex(line[:40].decode()) for line in lines if line]
 
 
 def check_written(index: PackIndex) -> None:

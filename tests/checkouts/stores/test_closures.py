@@ -231,6 +231,29 @@ def test_a_parent_that_has_a_layer_is_not_packed_again() -> None:
     assert counts == [2, 2, 1]
 
 
+def test_recorded_commits_in_turn_stand_on_each_other() -> None:
+    """Each object is packed once, until a chain is full: then about once more, and no chain is longer."""
+    line = [CommitId(f"{number:040}") for number in range(40_000)]
+    layers: dict[CommitId, PackLayer] = {}
+    spans = []
+    for depth in range(0, 40_000, 90):
+        at = len(line) - 1 - depth
+        below = next((n for n in range(at + 1, len(line)) if line[n] in layers), at)
+        for layer in plan(layers, line[at : below + 1], straight=True):
+            layers[layer.commit] = layer
+            spans.append(layer.depth - (layers[layer.base].depth if layer.base else 0))
+        if depth == 90 * (CHAIN_LIMIT - 1):
+            assert spans[1:] == [90] * (CHAIN_LIMIT - 1)
+    assert max(layer.length for layer in layers.values()) == CHAIN_LIMIT
+    assert sum(spans) < 3 * 40_000
+
+
+def test_a_far_recorded_commit_has_waypoints_of_the_second_grid_below_it() -> None:
+    line = [CommitId(f"{number:040}") for number in range(1001)]
+    planned = plan({}, line, straight=True)
+    assert [layer.depth for layer in planned] == [0, 256, 512, 768, 1000]
+
+
 def test_packs_are_found_again_by_another_daemon(site: Site) -> None:
     line = [CommitId(oid) for oid in site.upstream.history(3)]
     site.clone()
@@ -402,7 +425,7 @@ def test_a_small_pack_whose_sources_nobody_read_is_hashed_itself(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a start of the daemon, which knows of no pack that it was read."""
-    monkeypatch.setattr(closures_module, "STRIDES", (16, 4))
+    monkeypatch.setattr(closures_module, "SHORT", 4)
     line = [CommitId(oid) for oid in site.upstream.history(20)]
     site.clone()
     site.recorded = line[:1]
