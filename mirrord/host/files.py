@@ -22,6 +22,7 @@ from ..model import shown
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FOR_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _FS_IOC_GETFLAGS = 0x80086601  # linux/fs.h
@@ -236,7 +237,7 @@ def set_owner(
         return os.fstat(fd)
 
 
-def make_whiteout(directory: int, name: bytes) -> None:
+def make_whiteout(directory: int | None, name: bytes) -> None:
     """Hide a name of the layers below: a device 0/0, which any user may make since Linux 5.8."""
     os.mknod(name, stat.S_IFCHR | 0o000, os.makedev(0, 0), dir_fd=directory)
 

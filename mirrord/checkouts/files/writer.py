@@ -18,6 +18,7 @@ from typing import Self
 from ...errors import CheckoutBusyError
 from ...host.credentials import ActingAs
 from ...host.files import (
+    CREATE,
     copy_bytes,
     find_stat,
     is_locked,
@@ -30,8 +31,6 @@ from ...host.files import (
 )
 from ...host.trash import TrashDirectory, remove
 from .reader import TreeReader, enter
-
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class TreeWriter:
@@ -123,7 +122,7 @@ class TreeWriter:
     def _create(self, path: bytes, permissions: int) -> int:
         directory, name = self._enter(path)
         try:
-            return os.open(name, _CREATE, permissions, dir_fd=directory)
+            return os.open(name, CREATE, permissions, dir_fd=directory)
         except FileExistsError:
             self._clear(directory, path, name)
         except PermissionError:
@@ -132,7 +131,7 @@ class TreeWriter:
             with self.owner.aside():
                 unlock(directory, name)
             self._clear(directory, path, name)
-        return os.open(name, _CREATE, permissions, dir_fd=directory)
+        return os.open(name, CREATE, permissions, dir_fd=directory)
 
     def _finish(self, fd: int, permissions: int, mtime_ns: int | None = None) -> os.stat_result:
         """Give a file that was just written its owner, time and mode."""

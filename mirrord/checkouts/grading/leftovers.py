@@ -44,27 +44,28 @@ def find_leftovers(
     """What to name of an open checkout; `changed` are all paths that may differ."""
     with tree.owner:
         found = [*_in_git_directory(tree.reader, tree.owner, book)]
-        files = list(islice(_iter_files(tree.reader, changed), LOOKED_AT))
+        files = list(islice(_iter_files(tree, changed), LOOKED_AT))
     seen: dict[tuple[str, str], Steering] = {}
-    for path, status in files:  # as the daemon: the owner may not read the mirror
-        for each in _judged(path, status, look, book):
+    for path, mode in files:  # as the daemon: the owner may not read the mirror
+        for each in _judged(path, mode, look, book):
             seen[each.rule, each.path] = each
     return [*found, *cut(seen.values(), NAMED)]
 
 
-def _iter_files(
-    reader: TreeReader, changed: Iterable[bytes]
-) -> Iterator[tuple[bytes, os.stat_result]]:
-    """What is no directory, at and below each changed path."""
+def _iter_files(tree: Worktree, changed: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
+    """What is no directory, at and below each changed path, with its `st_mode`."""
     for top in changed:
         with suppress(PermissionError, CheckoutBusyError, DiffTooLargeError):
-            for path, status in reader.iter_stats_below(top, lambda _path, _error: None):
-                if not stat.S_ISDIR(status.st_mode):
-                    yield path, status
+            for path, kind in tree.reader.iter_below(top, lambda _path, _error: None):
+                if kind == stat.S_IFDIR:
+                    continue
+                if (mode := tree.modes.get(path)) is not None:
+                    yield path, mode
+                elif found := tree.reader.find_stat(path):
+                    yield path, found.st_mode
 
 
-def _judged(path: bytes, status: os.stat_result, look: Look, book: RuleBook) -> Iterator[Steering]:
-    mode = status.st_mode
+def _judged(path: bytes, mode: int, look: Look, book: RuleBook) -> Iterator[Steering]:
     if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
         yield noted(book.named("special-file"), path, "left", "a pipe, socket or device")
         return

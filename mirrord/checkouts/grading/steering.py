@@ -108,9 +108,9 @@ class _Places:
 
     def are_hindered_by(self, change: Change) -> bool:
         """Whether it puts a file where one of them needs a directory, or the reverse."""
-        return change.mode is not None and (
-            change.path in self._above or not self.paths.isdisjoint(parents(change.path))
-        )
+        if change.mode is None or not self.paths:
+            return False
+        return change.path in self._above or not self.paths.isdisjoint(parents(change.path))
 
 
 def iter_findings(book: RuleBook, change: Change, look: Look) -> Iterator[tuple[Rule, str]]:

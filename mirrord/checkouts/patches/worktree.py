@@ -101,6 +101,7 @@ class Worktree:
     `attributes` are those of the files as they are; a conversion also follows those of the base
     that were removed, as git does, which has them in its index. `changed`, once it is known, has
     every path that may differ; a directory that the base does not have stands for all in it.
+    `modes` has the `st_mode` of each file that was read.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Worktree:
         self._attribute_files: dict[bytes, bytes | None] = {}
         self._bytes_left = BYTES_LIMIT
         self.changed: Set[bytes] | None = None
+        self.modes: dict[bytes, int] = {}
 
     def read(self, path: bytes) -> tuple[int, bytes] | None:
         """The mode and the blob that git would record; None where it would record nothing."""
@@ -200,6 +202,7 @@ class Worktree:
                     return RawFile(LINK, text)
                 fd, found = self.owner.open_seen(directory, name)
                 try:
+                    self.modes[path] = found.st_mode
                     mode = EXECUTABLE if found.st_mode & 0o100 else FILE
                     return RawFile(mode, self._read_all(fd, found.st_size))
                 finally:

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...host.credentials import ActingAs
-from ...host.files import full_disk_named, open_child, open_directory, open_regular, opened
+from ...host.files import (
+    CREATE,
+    full_disk_named,
+    make_whiteout,
+    open_child,
+    open_directory,
+    open_regular,
+    opened,
+    write_all,
+)
 from ...host.trash import TrashDirectory
 from ..files.manifest import DIRECTORY, SUBMODULE, SYMLINK
 from ..files.reader import TreeReader, open_top
@@ -28,7 +37,7 @@ def write_layer(
     """Write a layer into the new `directory`; a file of the base that `files` lacks stays.
 
     `names_in` answers the names in a directory of the base tree, none where it has no such
-    directory: one that loses all of them goes, as git removes it.
+    directory: one that loses all of them goes, as git removes it. Nobody else enters a layer.
     """
     present: dict[bytes, tuple[int, bytes]] = {}
     removed: set[bytes] = set()
@@ -38,26 +47,25 @@ def write_layer(
         else:
             present[path] = mode, data
     directories = {above for path in present for above in parents(path)}
+    hidden = _hidden(removed, names_in, present.keys(), directories)
+    directories |= {above for path in hidden for above in parents(path)}
+    directories |= {path for path, (mode, _) in present.items() if mode in (SUBMODULE, DIRECTORY)}
+    top, links = os.fsencode(directory) + b"/", dict[bytes, bytes]()
     with full_disk_named("a layer"):
         directory.mkdir(mode=0o755)
-        with (
-            opened(open_directory(directory)) as root,
-            TreeWriter(root, ActingAs(None), mtime_ns=time.time_ns()) as writer,
-        ):
-            writer.make_directory(b"")
-            hidden = _hidden(removed, names_in, present.keys(), directories)
-            above = {above for path in hidden for above in parents(path)}
-            for path in sorted(directories | above):
-                writer.make_directory(path)
-            for path, (mode, data) in sorted(present.items()):
-                if mode == SYMLINK:
-                    writer.write_symlink(path, data)
-                elif mode in (SUBMODULE, DIRECTORY):
-                    writer.make_directory(path)
-                else:
-                    writer.write_file(path, data, executable=bool(mode & 0o100))
-            for path in sorted(hidden):
-                writer.write_whiteout(path)
+        for path in sorted(directories):
+            os.mkdir(top + path, 0o755)
+        for path, (mode, data) in present.items():
+            if mode == SYMLINK:
+                links[path] = data
+            elif mode not in (SUBMODULE, DIRECTORY):
+                with opened(os.open(top + path, CREATE, 0o755 if mode & 0o100 else 0o644)) as file:
+                    if data:
+                        write_all(file, data)
+        for path in hidden:
+            make_whiteout(None, top + path)
+        for path, target in links.items():  # last: plain paths above lead through none
+            os.symlink(target, top + path)
 
 
 def _hidden(

@@ -24,7 +24,15 @@ from typing import NamedTuple
 
 from ...errors import CheckoutBusyError
 from ...host.credentials import ActingAs
-from ...host.files import FOR_READING, copy_bytes, full_disk_named, opened, write_all
+from ...host.files import (
+    CREATE,
+    FOR_READING,
+    copy_bytes,
+    full_disk_named,
+    make_whiteout,
+    opened,
+    write_all,
+)
 from ...host.trash import remove_tree
 from ...model import utc_now
 from ..backend import Taken
@@ -38,7 +46,6 @@ from .pieces import Piece, Pieces, Where, select
 _ROUNDS = 5
 _BATCH = 64
 _LONG_BYTES = 1 << 16  # a longer file is copied in the kernel
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _CHANGED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
 
 
@@ -201,7 +208,7 @@ class _Copy:
                         read[path] = self._read(path, piece, unlocked)
             for path, piece in batch:
                 if piece.where is Where.HIDDEN:
-                    os.mknod(self._directory + path, stat.S_IFCHR, os.makedev(0, 0))
+                    make_whiteout(None, self._directory + path)
                 elif piece.where is Where.OWN:
                     self._link(path, piece)
                 elif path in read or not self._share(path):
@@ -277,7 +284,7 @@ class _Copy:
             os.symlink(read.data, target)
             os.utime(target, ns=times, follow_symlinks=False)
         else:
-            with opened(os.open(target, _CREATE, piece.permissions)) as file:
+            with opened(os.open(target, CREATE, piece.permissions)) as file:
                 if read.file >= 0:
                     copy_bytes(read.file, file, piece.size)
                 elif read.data:
@@ -297,7 +304,7 @@ class _Copy:
             for path, piece in pieces.items()
             if piece.ctime_ns < began_ns
         }
-        with opened(os.open(record_path(self._directory[:-1]), _CREATE, 0o600)) as file:
+        with opened(os.open(record_path(self._directory[:-1]), CREATE, 0o600)) as file:
             write_all(file, json.dumps(kept).encode())
 
     def _link(self, path: bytes, piece: Piece) -> None:
