@@ -119,6 +119,10 @@ class InvalidDatasetError(UsageError):
     code, title = "invalid-dataset", "Invalid dataset"
 
 
+class InvalidMappingError(UsageError):
+    code, title = "invalid-mapping", "Invalid mapping"
+
+
 class InvalidBundleError(UsageError):
     code, title = "invalid-bundle", "Invalid bundle"
 

@@ -19,6 +19,7 @@ from .catalog import Catalog
 from .checkouts.stores.builder import StoreBuilder
 from .checkouts.templates.store import Templates
 from .config import Settings
+from .datasets.fields import Columns
 from .datasets.service import Datasets
 from .errors import DiskFullError, MirrordError
 from .git.command import low_priority
@@ -107,11 +108,11 @@ class BackgroundWork:
         *,
         filename: str,
         name: DatasetName | None,
-        format_name: str | None,
+        format: str | Columns | None,  # noqa: A002
         owner_uid: int = 0,
     ) -> Operation:
         """Import a dataset file of ours, and remove the file."""
-        run = partial(self._import, path, name, format_name, filename)
+        run = partial(self._import, path, name, format, filename)
         return await self._start_with(path, "dataset.import", name or filename, run, owner_uid)
 
     def import_watched(self, path: Path) -> Operation:
@@ -123,12 +124,12 @@ class BackgroundWork:
         self,
         path: Path,
         name: DatasetName | None,
-        format_name: str | None,
+        format: str | Columns | None,  # noqa: A002
         source: str,
         progress: ProgressSink,
     ) -> object:
         result = await self.datasets.import_file(
-            path, name=name, format=format_name, source=source, progress=progress
+            path, name=name, format=format, source=source, progress=progress
         )
         await self.on_mirrors_changed()
         return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from ..errors import IntegrityError, UsageError
@@ -22,6 +23,8 @@ NameOption = Annotated[str | None, Option(help=_NAME_HELP)]
 _FORMAT_HELP = "See `mirrord dataset formats`; default: found by the columns."
 FormatOption = Annotated[str | None, Option("--format", help=_FORMAT_HELP)]
 _SOURCE_HELP = "A file, a folder of tasks, hf://owner/name, or - for standard input."
+_MAPPING_HELP = "TOML that says which column is what, in place of a format."
+MappingOption = Annotated[Path | None, Option("--mapping", metavar="FILE", help=_MAPPING_HELP)]
 _SHOWN_IDS = 10
 
 
@@ -36,6 +39,7 @@ def add(
     sources: Annotated[list[str], Argument(metavar="SOURCE...", help=_SOURCE_HELP)],
     name: NameOption = None,
     format_name: FormatOption = None,
+    mapping: MappingOption = None,
     no_wait: NoWait = False,
 ) -> None:
     """A source is a file (jsonl, json, parquet, csv, arrow), - for standard input, a folder of
@@ -45,6 +49,7 @@ def add(
     Invalid rows are reported and skipped. Importing a changed source again prints what changed.
     Status 8 when a recorded commit cannot be pinned, and so not served.
     """
+    columns = None if mapping is None else _read_mapping(mapping)
     source = open_sources(sources)
     name = name or source.name
     if name is None and (source.file is None or "-" in sources):
@@ -55,6 +60,7 @@ def add(
             source=source.label,
             name=name,
             format=format_name,
+            mapping=columns,
             progress=watch,
         )
     ended = operation if no_wait else finish(session, operation)
@@ -64,6 +70,14 @@ def add(
         session.note(text)
     if (result.get("dataset") or {}).get("unpinned"):
         raise SystemExit(IntegrityError.exit_status)
+
+
+def _read_mapping(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        fact = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"cannot read the mapping {file}: {fact}") from error
 
 
 def _imported(operation: Operation) -> Iterator[str]:

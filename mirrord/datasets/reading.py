@@ -18,7 +18,8 @@ from ..catalog import digest_of, spooled
 from ..errors import DiskFullError, InvalidDatasetError, ResourceError
 from ..model import CommitId, MirrorName, shown
 from ..protocol import RowFault
-from .formats import COLUMNS, Fields, RowError, choose_format, row_of
+from .fields import Columns, RowError
+from .formats import COLUMNS, DatasetFormat, choose_format
 from .readers import Origin, RawRow, iter_rows
 
 FAULTS_KEPT = 1000
@@ -42,22 +43,25 @@ class ReadResult:
     commits: dict[str, dict[CommitId, str]] = field(default_factory=dict)
 
 
-def read_dataset(path: Path, source: str, asked_format: str | None, spool: Path) -> ReadResult:
-    """Read `path`, which messages call `source`, into `spool`.
+def read_dataset(
+    path: Path, source: str, asked_format: str | Columns | None, spool: Path
+) -> ReadResult:
+    """Read `path`, which messages call `source`, into `spool`; the format has a name or a mapping.
 
     Raises InvalidDatasetError, DiskFullError, ResourceError.
     """
     try:
-        rows = iter_rows(path, source, COLUMNS)
+        columns = asked_format.names() if isinstance(asked_format, Columns) else COLUMNS
+        rows = iter_rows(path, source, columns)
         first = list(islice(rows, 20))
         values = [row.value for row in first if row.value is not None]
         if not values:
             faulty = chain(first, islice(rows, FAULTS_KEPT))
             faults = [_row_fault(source, row, row.fault or _NO_OBJECT) for row in faulty]
             raise _unusable(source, faults)
-        name = choose_format(source, asked_format, values)
+        kind = choose_format(source, asked_format, values)
         with spool.open("xb") as out:
-            result = _normalise_rows(chain(first, rows), source, ReadResult(name), out)
+            result = _normalise_rows(chain(first, rows), source, kind, out)
         if not result.row_count:
             raise _unusable(source, result.faults)
         with path.open("rb") as file:
@@ -77,9 +81,10 @@ def read_dataset(path: Path, source: str, asked_format: str | None, spool: Path)
 
 
 def _normalise_rows(
-    rows: Iterable[RawRow], source: str, result: ReadResult, out: BinaryIO
+    rows: Iterable[RawRow], source: str, kind: DatasetFormat, out: BinaryIO
 ) -> ReadResult:
-    """Write each row in its normalised form, once; fill `result`."""
+    """Write each row in its normalised form, once."""
+    result = ReadResult(kind.name)
     rules: Counter[str] = Counter()
     seen: dict[str, tuple[int, bytes, Origin | None]] = {}
     roles: dict[str, dict[CommitId, set[str]]] = {}
@@ -87,7 +92,7 @@ def _normalise_rows(
         try:
             if raw.value is None:
                 raise RowError(raw.fault or _NO_OBJECT)
-            row = row_of(Fields(raw.value))
+            row = kind.read(raw.value)
             # two spellings of a repository are one mirror, called as the file first calls it
             name = result.names.get(row.mirror.key, row.mirror)
             if name != row.mirror:

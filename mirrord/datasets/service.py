@@ -33,6 +33,7 @@ from ..model import (
 )
 from ..protocol import Dataset, Instance, ProgressSink, RecordedCommit
 from ..telemetry import log
+from .fields import Columns
 from .pinning import (
     PinKeys,
     in_short,
@@ -152,14 +153,15 @@ class Datasets:
         path: Path,
         *,
         name: str | None,
-        format: str | None,  # noqa: A002
+        format: str | Columns | None,  # noqa: A002
         source: str,
         progress: ProgressSink | None = None,
     ) -> dict[str, Any]:
         """Make the dataset what the file says; without `name` it is named after `source`.
 
-        Answers `dataset` and `change` as JSON values; commits that mirrors lack are in the
-        dataset's `unpinned`. Raises InvalidDatasetError, InvalidNameError, ResourceError.
+        The format is found by the columns, or given: by name, or as a mapping. Answers `dataset`
+        and `change` as JSON values; commits that mirrors lack are in the dataset's `unpinned`.
+        Raises InvalidDatasetError, InvalidNameError, ResourceError.
         """
         dataset = parse_dataset_name(name) if name else name_from(source)
         owner = owner_of(dataset)

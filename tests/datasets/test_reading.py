@@ -17,76 +17,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from rowlab import BASE, SETUP, Case, lines, reasons, row
 
 from mirrord import protocol
 from mirrord.datasets import json_stream, reading
-from mirrord.datasets.formats import COLUMNS, FORMATS, Fields, RowError, format_infos
+from mirrord.datasets.fields import Fields, RowError
 from mirrord.datasets.json_stream import iter_elements
-from mirrord.datasets.reading import ReadResult, read_dataset
+from mirrord.datasets.reading import read_dataset
 from mirrord.errors import DiskFullError, InvalidDatasetError
 from mirrord.model import MirrorName
-
-BASE = "a" * 40
-SETUP = "b" * 40
-DATA = Path(__file__).parents[3] / "shared" / "data"
-
-
-def row(number: int = 1, **changes: Any) -> dict[str, Any]:
-    value: dict[str, Any] = {
-        "instance_id": f"psf__requests-{number}",
-        "repo": "psf/requests",
-        "base_commit": BASE,
-        "environment_setup_commit": SETUP,
-        "patch": "diff --git a/a b/a\r\n",
-        "test_patch": "",
-        "FAIL_TO_PASS": '["t1", "t2"]',
-        "PASS_TO_PASS": "[]",
-        "created_at": "2020-01-01T00:00:00Z",
-    }
-    value |= changes
-    return {key: inner for key, inner in value.items() if inner is not ...}
-
-
-class Case:
-    """Writes a file, reads it, and knows the rows that came out."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.count = 0
-
-    def read(
-        self, content: bytes | list[dict[str, Any]], asked: str | None = None, name: str = "f.jsonl"
-    ) -> ReadResult:
-        self.count += 1
-        path = self.directory / f"{self.count}-{name}"
-        path.write_bytes(content if isinstance(content, bytes) else lines(content))
-        return self.read_path(path, asked)
-
-    def read_path(self, path: Path, asked: str | None = None) -> ReadResult:
-        self.spool = self.directory / f"spool-{self.count}-{path.name}"
-        self.spool.unlink(missing_ok=True)
-        return read_dataset(path, path.name, asked, self.spool)
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.spool.read_bytes().splitlines()]
-
-    @property
-    def ids(self) -> list[str]:
-        return [line["id"] for line in self.rows]
 
 
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
     return Case(tmp_path)
-
-
-def lines(rows: list[dict[str, Any]]) -> bytes:
-    return b"".join(json.dumps(value).encode() + b"\n" for value in rows)
-
-
-def reasons(result: ReadResult) -> dict[int, str]:
-    return {fault.line: fault.reason for fault in result.faults}
 
 
 # -- containers ------------------------------------------------------------------------------------
@@ -183,29 +127,6 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "every row bad": (
         lines([row(1, base_commit="1234"), row(2, base_commit="")]),
         "none of its rows",
-    ),
-    "SWE-smith": (
-        lines(
-            [
-                {
-                    "instance_id": "a",
-                    "repo": "swesmith/a__b.12345678",
-                    "patch": "x",
-                    "image_name": "i",
-                }
-            ]
-        ),
-        "SWE-smith",
-    ),
-    "Multi-SWE-bench": (
-        lines([{"org": "a", "repo": "b", "base": {"sha": BASE}}]),
-        "Multi-SWE-bench",
-    ),
-    "R2E-Gym": (lines([{"repo_name": "a", "parsed_commit_content": "{}"}]), "R2E-Gym"),
-    "NeMo Gym": (lines([{"responses_create_params": {}}]), "NeMo Gym"),
-    "Pro without columns": (
-        lines([{"instance_id": "a", "before_repo_set_cmd": "git reset"}]),
-        "SWE-bench Pro",
     ),
 }
 
@@ -436,7 +357,7 @@ LISTS: dict[str, tuple[Any, tuple[str, ...], str | None]] = {
 def test_lists_are_read_in_every_spelling_and_the_rule_is_counted(kind: str) -> None:
     value, expected, rule = LISTS[kind]
     fields = Fields({"FAIL_TO_PASS": value})
-    assert fields.names("FAIL_TO_PASS") == expected
+    assert fields.names("fail_to_pass") == expected
     assert any(rule in name for name in fields.rules) if rule else not fields.rules
 
 
@@ -496,109 +417,6 @@ def test_patches_are_kept_byte_for_byte(case: Case) -> None:
     case.read([row(patch=patch)])
     assert case.rows[0]["patch"] == patch
     assert case.rows[0]["test_patch"] is None
-
-
-# -- formats ---------------------------------------------------------------------------------------
-
-
-DETECTED: dict[str, list[dict[str, Any]]] = {
-    "swe-bench": [row(), row(FAIL_TO_PASS=["a"], responses_create_params={"input": []})],
-    "swe-bench-multilingual": [
-        row(environment_setup_commit=..., FAIL_TO_PASS=["a"], created_at="2023-01-23 04:10:47"),
-        row(environment_setup_commit=..., hints_text="", log_parser="x"),
-    ],
-    "swe-bench-multimodal": [
-        row(environment_setup_commit=..., image_assets='{"problem_statement": []}')
-    ],
-    "swe-gym": [
-        row(environment_setup_commit=..., hints_text="h"),
-        row(environment_setup_commit=..., hints_text="", PASS_TO_PASS=[]),
-    ],
-    "swe-rebench": [
-        row(install_config={"python": "3.9"}),
-        row(FAIL_TO_FAIL=[]),
-        row(PASS_TO_FAIL=[], environment_setup_commit=""),
-    ],
-    "generic": [
-        row(environment_setup_commit=..., created_at=...),
-        row(
-            environment_setup_commit=...,
-            before_repo_set_cmd="git checkout x",
-            FAIL_TO_PASS=...,
-            fail_to_pass="['a']",
-        ),
-        row(environment_setup_commit=..., commit_urls=[]),
-    ],
-}
-
-
-@pytest.mark.parametrize("name", DETECTED)
-def test_a_format_is_told_by_its_columns(case: Case, name: str) -> None:
-    for value in DETECTED[name]:
-        assert case.read([value]).format == name
-        assert case.rows[0]["base"] == BASE
-
-
-def test_a_format_that_is_asked_for_is_taken(case: Case) -> None:
-    result = case.read([row()], asked="swe-gym")
-    assert result.format == "swe-gym"
-    assert result.commits == {"psf__requests": {BASE: "base", SETUP: "environment-setup"}}
-
-
-def test_an_unknown_format_is_refused_with_the_nearest_one(case: Case) -> None:
-    with pytest.raises(InvalidDatasetError) as caught:
-        case.read([row()], asked="swe-bnech")
-    assert "did you mean swe-bench?" in str(caught.value.hint)
-
-
-def test_lower_case_lists_are_read_where_there_are_no_others(case: Case) -> None:
-    case.read([row(FAIL_TO_PASS=..., fail_to_pass="['a']")])
-    assert case.rows[0]["fail"] == ["a"]
-
-
-def test_the_first_row_may_be_bad_and_the_format_is_told_all_the_same(case: Case) -> None:
-    assert case.read([{"comment": "x"}, row(1)]).row_count == 1
-
-
-def test_the_table_of_formats_shows_those_that_are_read() -> None:
-    names = [info.name for info in format_infos()]
-    assert names == [f.name for f in FORMATS if f.read]
-    assert len(names) == len(set(names))
-    assert {
-        "swe-bench",
-        "swe-bench-multilingual",
-        "swe-bench-multimodal",
-        "swe-gym",
-        "swe-rebench",
-    } <= set(names)
-
-
-def test_all_columns_a_test_of_a_format_reads_are_read_from_parquet() -> None:
-    assert {"repo", "created_at", "base_commit"} <= set(COLUMNS)
-
-
-REAL = {
-    "swe-bench/SWE-bench_Lite__test.parquet": ("swe-bench", 300, 12),
-    "swe-bench/SWE-bench_Lite__dev.parquet": ("swe-bench", 23, 6),
-    "swe-bench/SWE-bench_Multilingual__test.parquet": ("swe-bench-multilingual", 300, 41),
-    "swe-bench/requests-flask.jsonl": ("swe-bench", 17, 2),
-    "formats/sweagent__swe-bench-dev-easy.json": ("swe-bench", 4, 3),
-    "formats/nemo-gym.swebench.example.jsonl": ("swe-bench", 5, 1),
-    "formats/swe-gym.from-nemo-gym-swerl_gen.jsonl": ("swe-gym", 5, 5),
-}
-
-
-@pytest.mark.parametrize("file", REAL)
-def test_real_files_are_read_whole(case: Case, file: str) -> None:
-    if not (DATA / file).exists():
-        pytest.skip("the real dataset files are not on this machine")
-    result = case.read_path(DATA / file)
-    assert (result.format, result.row_count, len(result.names)) == REAL[file]
-    assert result.fault_count == 0
-    assert all(
-        line["patch"] and line["test_patch"] and (line["fail"] or line["pass"])
-        for line in case.rows
-    )
 
 
 # -- streaming -------------------------------------------------------------------------------------

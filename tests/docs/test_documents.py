@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 import mirrord.api.problems  # declares an error of its own
-from mirrord.datasets.formats import format_infos
+from mirrord.datasets.fields import STANDARD
+from mirrord.datasets.formats import choose_format, format_infos
+from mirrord.datasets.mapping import parse_mapping
 from mirrord.errors import MirrordError, iter_errors
 
 PROJECT = Path(__file__).parents[2]
@@ -38,6 +41,23 @@ def test_every_error_code_is_documented_with_its_statuses() -> None:
 def test_every_format_is_documented() -> None:
     documented = {cells[0].strip("`"): cells[1] for cells in rows_of("formats.md", 3)[1:]}
     assert {info.name: info.title for info in format_infos()} == documented
+
+
+def test_the_documented_mapping_reads_the_documented_row() -> None:
+    text = (PROJECT / "docs" / "formats.md").read_text()
+    blocks = dict(re.findall(r"^```(toml|json)\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    found = choose_format("", parse_mapping(blocks["toml"]), []).read(json.loads(blocks["json"]))
+    assert (found.id, found.repo) == ("psf__requests-2317", "psf/requests")
+    assert [role for _, role in found.commits] == ["base", "gold"]
+    assert found.fail_to_pass == ("test_requests.py::test_a",)
+    assert (found.environment, found.python_version) == ("registry/psf.requests", "3.12")
+
+
+def test_every_field_of_a_row_is_documented() -> None:
+    documented = {
+        name for cells in rows_of("formats.md", 2) for name in re.findall(r"`(\w+)`", cells[0])
+    }
+    assert set(STANDARD.sources) <= documented
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

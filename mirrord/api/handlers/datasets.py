@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ...datasets.formats import format_infos
+from ...datasets.mapping import MAPPING_LIMIT_BYTES, parse_mapping
 from ...errors import AccessError, InvalidRequestError
 from ...model import View, parse_dataset_name
 from ...protocol import Dataset, FormatInfo, Instance, InstanceName, Operation
@@ -22,6 +23,9 @@ class ImportQuery(Query):
     )
     name: _Name | None = Field(None, description="default: filename without its endings")
     format: _Name | None = None
+    mapping: str | None = Field(
+        None, max_length=MAPPING_LIMIT_BYTES, description="TOML: which column is what"
+    )
 
 
 class InstancesQuery(Query):
@@ -48,6 +52,12 @@ def _shown(call: Call, dataset: Dataset) -> Dataset:
 async def import_dataset(call: Call, query: ImportQuery) -> Operation:
     """The file is received whole before the answer; the operation reads it and fetches commits."""
     name = parse_dataset_name(query.name) if query.name else None
+    if query.format and query.mapping is not None:
+        raise InvalidRequestError(
+            "cannot read the dataset: both a format and a mapping are given",
+            hint="a mapping starts from the columns of SWE-bench; name no format with it",
+        )
+    columns = None if query.mapping is None else parse_mapping(query.mapping)
     filename = query.filename or query.name
     if filename is None:
         raise InvalidRequestError(
@@ -55,7 +65,7 @@ async def import_dataset(call: Call, query: ImportQuery) -> Operation:
         )
     path = await spool_body(call.request, call.engine.mirrors.quarantine, DATASET_LIMIT_BYTES)
     return await call.engine.work.import_upload(
-        path, filename=filename, name=name, format_name=query.format, owner_uid=call.peer.uid
+        path, filename=filename, name=name, format=columns or query.format, owner_uid=call.peer.uid
     )
 
 

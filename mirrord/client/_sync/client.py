@@ -209,18 +209,20 @@ class Client:
         source: str | None = None,
         name: str | None = None,
         format: str | None = None,  # noqa: A002
+        mapping: str | None = None,
         progress: ReportProgress | None = None,
     ) -> protocol.Operation:
         """Stream a dataset file to the daemon, which mirrors, fetches and pins what it records.
 
         `file` may be the bytes of one, in pieces. `source` is what the catalog calls it, by default
         the file's name. `mirrord.sources.opening.open_sources` reads task folders and `hf://`.
+        `mapping` is TOML that says which column is what, in place of a format.
         """
         if isinstance(file, Path | str):
             source, content = source or Path(file).name, _upload(Path(file), progress)
         else:
             content = pieces(file, _counted(None, progress))
-        query = {"filename": source, "name": name, "format": format}
+        query = {"filename": source, "name": name, "format": format, "mapping": mapping}
         return self._start("POST", "datasets", content=content, **query)
 
     def remove_dataset(self, name: str) -> None:

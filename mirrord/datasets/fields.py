@@ -1,0 +1,297 @@
+"""The values of one dataset row: where each is found, and how it is read.
+
+Values come from strangers: an invalid one raises RowError with a reason, and where a value had to
+be interpreted, or stood in another place than the usual one, the row's rules say so. No I/O.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from ..errors import InvalidCommitError, InvalidNameError
+from ..model import CommitId, MirrorName, parse_commit, shown
+
+RawFields = Mapping[str, Any]
+Choice = TypeVar("Choice", bound=StrEnum)
+
+_URL = re.compile(r"(?:https?|ssh|git)://(?:[^@/]*@)?[^/]+/|git@[^:/]+:")
+_ABBREVIATED = re.compile(r"[0-9a-fA-F]{4,39}")
+_FULL = re.compile(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
+_REVISION = re.compile(r"[^\s~^:?*\[\\\x00-\x20\x7f]+|[0-9a-f]{40}\^")  # a branch's name, or SHA^
+PLACE = re.compile(r"\{([^{}]*)\}")
+_KINDS = {"bool": "true or false", "int": "a number", "float": "a number"}
+_KINDS |= {"list": "a list", "dict": "an object", "bytes": "binary"}
+_LITERAL_BYTES = 4 * 1024**2
+
+
+class RowError(Exception):
+    """Why a row is invalid, as half a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Where a format has the fields of a row.
+
+    A source is a column, a path in one (`base.sha`, also through text that holds JSON), or a
+    template of such (`{org}/{repo}`); the first one with a value counts. `defaults`, templates too,
+    stand in for empty fields.
+    """
+
+    sources: Mapping[str, tuple[str, ...]]
+    defaults: Mapping[str, str]
+
+    def but(self, sources: Mapping[str, str], defaults: Mapping[str, str] | None = None) -> Columns:
+        """The same, with other sources of some fields."""
+        given = {field: (source,) for field, source in sources.items()}
+        return Columns({**self.sources, **given}, {**self.defaults, **(defaults or {})})
+
+    def names(self) -> set[str]:
+        """The columns that are read."""
+        texts = [text for sources in self.sources.values() for text in sources]
+        templates = [text for text in (*texts, *self.defaults.values()) if "{" in text]
+        paths = {text for text in texts if "{" not in text}
+        paths.update(*(PLACE.findall(text) for text in templates))
+        return paths | {path.partition(".")[0] for path in paths}
+
+
+_SAME = (
+    *("instance_id", "repo", "base_commit", "revision", "environment_setup_commit", "gold_commits"),
+    *("patch", "test_patch", "direction", "history", "python_version", "version", "created_at"),
+)
+STANDARD = Columns(
+    {
+        **{name: (name,) for name in _SAME},
+        "fail_to_pass": ("FAIL_TO_PASS", "fail_to_pass"),
+        "pass_to_pass": ("PASS_TO_PASS", "pass_to_pass"),
+        "image_name": ("image_name", "docker_image", "image"),
+    },
+    {},
+)
+"""All fields, and the columns that SWE-bench's family has them in."""
+
+
+def find_value(row: RawFields, path: str) -> Any:
+    """The value at a dotted path, where JSON in text is read too; None where there is none."""
+    if path in row or "." not in path:
+        return row.get(path)
+    value: Any = row
+    for part in path.split("."):
+        if isinstance(value, str):
+            value = parse_json(value)
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def full_commits(text: str) -> list[str]:
+    """All full commit ids in a text, each once."""
+    return list(dict.fromkeys(_FULL.findall(text.lower())))
+
+
+class Fields:
+    """The fields of one row. `rules` says how they were found and read."""
+
+    def __init__(
+        self, row: RawFields, columns: Columns = STANDARD, rules: list[str] | None = None
+    ) -> None:
+        self.row = row
+        self.rules = [] if rules is None else rules
+        self._columns = columns
+
+    def note(self, rule: str) -> None:
+        self.rules.append(rule)
+
+    # -- where ------------------------------------------------------------------------------------
+
+    def _find(self, field: str) -> tuple[str, Any]:
+        """What messages call a field, and its value; None where it is empty."""
+        sources = self._columns.sources.get(field, ())
+        for source in sources:
+            value = self._filled(source) if "{" in source else find_value(self.row, source)
+            if value is not None and value != "":
+                if source != sources[0]:
+                    self.note(f"{field}: {source}")
+                return (field if "{" in source else source), value
+        name = sources[0] if sources and "{" not in sources[0] else field
+        default = self._columns.defaults.get(field)
+        if default is not None and (value := self._filled(default)):
+            self.note(f"{field}: {default} by default")
+            return name, value
+        return name, None
+
+    def name_of(self, field: str) -> str:
+        """What messages call a field."""
+        return self._find(field)[0]
+
+    def _filled(self, template: str) -> str | None:
+        """A template with the values of its columns; None where one is empty, or not short text."""
+        text = template
+        for path in PLACE.findall(template):
+            value = find_value(self.row, path)
+            if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
+                return None
+            text = text.replace(f"{{{path}}}", str(value))
+        return text
+
+    # -- what -------------------------------------------------------------------------------------
+
+    def instance_id(self) -> str:
+        name, text = self._required("instance_id")
+        if not text.isprintable() or text != text.strip():
+            raise RowError(f"{name} {shown(text)} has control characters or outer spaces")
+        if len(text) > 500:  # a request can ask for no longer one
+            raise RowError(f"{name} {shown(text)} is {len(text)} characters long; 500 are allowed")
+        return text
+
+    def mirror(self) -> MirrorName:
+        """A repository: `owner/name`, or a URL that ends so."""
+        name, text = self._required("repo")
+        path = text
+        if _URL.search(text):
+            self.note(f"{name}: URL")
+            path = _URL.sub("", text, count=1).strip("/")
+        try:
+            return MirrorName.parse(path)
+        except InvalidNameError as error:
+            raise RowError(f"{name} {shown(text)} is not owner/name") from error
+
+    def commit(self, field: str) -> CommitId | None:
+        """A full commit id; None where the field is empty."""
+        name, text = self._text(field)
+        if text is None:
+            return None
+        try:
+            commit = parse_commit(text)
+        except InvalidCommitError as error:
+            kind = "not a full commit id"
+            if _ABBREVIATED.fullmatch(text):
+                kind = "abbreviated; it can come to mean another commit"
+            raise RowError(f"{name} {shown(text)} is {kind}") from error
+        if commit != text:
+            self.note(f"{name}: letter case or spaces")
+        return commit
+
+    def revision(self) -> str | None:
+        """The name of a branch, a full commit id, or such an id with `^`; None where empty."""
+        name, text = self._text("revision")
+        if text is not None and not _REVISION.fullmatch(text):
+            raise RowError(f"{name} {shown(text)} cannot be the name of a branch")
+        return text
+
+    def commits(self, field: str) -> list[CommitId]:
+        """All full commit ids in a text or in a list of texts, such as URLs."""
+        name, value = self._find(field)
+        texts = value if isinstance(value, list | tuple) else [value]
+        found = full_commits(" ".join(text for text in texts if isinstance(text, str)))
+        if value is not None and not found:
+            self.note(f"{name}: no full commit ids, left out")
+        return [parse_commit(text) for text in found]
+
+    def patch(self, field: str) -> str | None:
+        """A patch, byte for byte; None where the field is empty."""
+        return self._text(field)[1]
+
+    def choice(self, field: str, kind: type[Choice]) -> Choice | None:
+        """One of an enumeration's values; None where the field is empty."""
+        name, text = self._text(field)
+        if text is not None and text not in set(kind):
+            raise RowError(f"{name} {shown(text)} is none of {', '.join(kind)}")
+        return None if text is None else kind(text)
+
+    def text(self, field: str) -> str | None:
+        """A short text or a number; None where the field is empty or anything else."""
+        value = self._find(field)[1]
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            value = str(value)
+        if not isinstance(value, str) or not value.strip() or not is_encodable(value):
+            return None
+        return value.strip()[:500]
+
+    def time(self, field: str) -> datetime | None:
+        """A date in any spelling of ISO 8601, UTC where it names no zone; None for another."""
+        name, value = self._find(field)
+        if value is None:
+            return None
+        try:
+            time = value if isinstance(value, datetime) else datetime.fromisoformat(value.strip())
+            zone = time.tzinfo or timezone.utc
+            return time.replace(tzinfo=zone).astimezone(timezone.utc)
+        except (AttributeError, TypeError, ValueError, OverflowError):
+            self.note(f"{name}: not readable as a date, left empty")
+            return None
+
+    def names(self, field: str) -> tuple[str, ...]:
+        """Test names: a list, a string holding JSON or a Python literal, or an object's keys."""
+        name, value = self._find(field)
+        if value is None:
+            return ()
+        if isinstance(value, str):
+            value = self._parsed(name, value)
+        if isinstance(value, Mapping):
+            self.note(f"{name}: keys of an object")
+            lists = value.get("name")  # Multi-SWE-bench's as columns: names, and a list per result
+            # Parquet gives each row the keys of all rows, those of others with None
+            found = [key for key, result in value.items() if result is not None]
+            value = lists if isinstance(lists, list) else found
+        if isinstance(value, list | tuple | set) and all(
+            isinstance(item, str) and is_encodable(item) for item in value
+        ):
+            return tuple(sorted(value) if isinstance(value, set) else value)
+        self.note(f"{name}: not readable as a list of names, left empty")
+        return ()
+
+    def _parsed(self, name: str, text: str) -> Any:
+        value = parse_json(text)
+        if value is not None:
+            self.note(f"{name}: string holding JSON")
+            return value
+        if len(text) > _LITERAL_BYTES:
+            return None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a name such as 'a\d' is an invalid escape
+                value = ast.literal_eval(text)
+            self.note(f"{name}: string holding a Python literal")
+            return value
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return None
+
+    def _required(self, field: str) -> tuple[str, str]:
+        name, text = self._text(field)
+        if text is None:
+            raise RowError(f"{name} is missing")
+        return name, text
+
+    def _text(self, field: str) -> tuple[str, str | None]:
+        name, value = self._find(field)
+        if value is None:
+            return name, None
+        if not isinstance(value, str):
+            kind = type(value).__name__
+            raise RowError(f"{name} is {_KINDS.get(kind, kind)}, not text")
+        if not is_encodable(value):
+            raise RowError(f"{name} holds a lone surrogate, which is no character")
+        return name, value
+
+
+def is_encodable(text: str) -> bool:
+    """JSON can spell half a character (a lone surrogate), which has no bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,428 @@
+"""Every format of dataset rows: how it is recognised, what becomes of its values, and real files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+from rowlab import BASE, DATA, SETUP, Case, reasons, row
+
+from mirrord.datasets.fields import STANDARD
+from mirrord.datasets.formats import COLUMNS, FORMATS, format_infos
+from mirrord.datasets.mapping import parse_mapping
+from mirrord.errors import InvalidDatasetError, InvalidMappingError
+from mirrord.model import MirrorName
+
+GOLD = "c0ffee1234" * 4
+PLAIN = {"instance_id": "psf__requests-1", "repo": "psf/requests", "base_commit": BASE}
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def read_one(case: Case, value: dict[str, Any], **options: Any) -> dict[str, Any]:
+    result = case.read([value], **options)
+    assert (result.row_count, result.fault_count) == (1, 0)
+    return case.rows[0] | {"format": result.format}
+
+
+# -- how each is recognised -------------------------------------------------------------------------
+
+
+SMITH = {"instance_id": "psf__requests.1a2b3c4d.pr_1", "repo": "swesmith/psf__requests.1a2b3c4d"}
+PRO_ID = f"instance_psf__requests-{GOLD}-v626ec2a48416b10a88641359a169d99e935ff037"
+PRO_COMMAND = (
+    f"git reset --hard {BASE}\ngit clean -fd \ngit checkout {BASE} \n"
+    f"git checkout {GOLD} -- test/a.py test/b.py"
+)
+MULTI = {"org": "psf", "repo": "requests", "number": 12, "base": {"ref": "main", "sha": BASE}}
+NEMO = {"responses_create_params": {"metadata": {"instance_dict": json.dumps(row())}}}
+
+DETECTED: dict[str, list[dict[str, Any]]] = {
+    "swe-bench": [row(), row(FAIL_TO_PASS=["a"], responses_create_params={"input": []})],
+    "swe-bench-multilingual": [
+        row(environment_setup_commit=..., FAIL_TO_PASS=["a"], created_at="2023-01-23 04:10:47"),
+        row(environment_setup_commit=..., hints_text="", log_parser="x"),
+    ],
+    "swe-bench-multimodal": [
+        row(environment_setup_commit=..., image_assets='{"problem_statement": []}')
+    ],
+    "swe-gym": [
+        row(environment_setup_commit=..., hints_text="h"),
+        row(environment_setup_commit=..., hints_text="", PASS_TO_PASS=[]),
+    ],
+    "swe-rebench": [
+        row(install_config={"python": "3.9"}),
+        row(FAIL_TO_FAIL=[]),
+        row(PASS_TO_FAIL=[], environment_setup_commit=""),
+        row(install_config={}, image_name="i", language="go", environment_setup_commit=...),
+    ],
+    "generic": [row(environment_setup_commit=..., created_at=...)],
+    "swe-smith": [SMITH, {**SMITH, "image_name": "x"}, {**SMITH, "base_commit": BASE}],
+    "swe-minisandbox": [
+        {**PLAIN, "image_name": "x", "python_version": "3.9"},
+        {"instance_id": BASE, "repo": "psf/requests", "image_name": "x"},
+    ],
+    "swe-bench-pro": [
+        {"instance_id": PRO_ID, "before_repo_set_cmd": PRO_COMMAND},
+        row(before_repo_set_cmd="git checkout x", fail_to_pass="['a']"),
+    ],
+    "swe-bench-live": [row(commit_urls=[])],
+    "swe-polybench": [row(F2P="['a']", P2P="[]", FAIL_TO_PASS=..., PASS_TO_PASS=...)],
+    "multi-swe-bench": [MULTI],
+    "r2e-gym": [{"repo_name": "pandas", "commit_hash": GOLD, "parsed_commit_content": "{}"}],
+    "nemo-gym": [NEMO],
+    "swe-bench-tasks": [row(task_folder="swe-bench-tasks")],
+    "harbor": [row(task_folder="harbor")],
+}
+
+
+@pytest.mark.parametrize("name", DETECTED)
+def test_a_format_is_told_by_its_columns(case: Case, name: str) -> None:
+    for value in DETECTED[name]:
+        assert read_one(case, value)["format"] == name
+
+
+def test_every_format_is_tried_and_shown() -> None:
+    names = [info.name for info in format_infos()]
+    assert names == [f.name for f in FORMATS]
+    assert sorted(names) == sorted(DETECTED)
+
+
+def test_a_format_that_is_asked_for_is_taken(case: Case) -> None:
+    result = case.read([row()], asked="swe-gym")
+    assert result.format == "swe-gym"
+    assert result.commits == {"psf__requests": {BASE: "base", SETUP: "environment-setup"}}
+
+
+def test_an_unknown_format_is_refused_with_the_nearest_one(case: Case) -> None:
+    with pytest.raises(InvalidDatasetError) as caught:
+        case.read([row()], asked="swe-bnech")
+    assert "did you mean swe-bench?" in str(caught.value.hint)
+
+
+def test_the_first_row_may_be_bad_and_the_format_is_told_all_the_same(case: Case) -> None:
+    assert case.read([{"comment": "x"}, row(1)]).row_count == 1
+
+
+def test_lower_case_lists_are_read_where_there_are_no_others(case: Case) -> None:
+    found = read_one(case, row(FAIL_TO_PASS=..., fail_to_pass="['a']"))
+    assert found["fail"] == ["a"]
+    assert "fail_to_pass: fail_to_pass" in found["rules"]
+
+
+@pytest.mark.parametrize("name", DETECTED)
+def test_parquet_is_read_as_jsonl_is(case: Case, name: str) -> None:
+    for value in DETECTED[name]:
+        expected = read_one(case, value)
+        # Parquet has no empty objects, and other columns are read for no row
+        kept = {k: json.dumps(v) if v == {} else v for k, v in value.items()}
+        table = pyarrow.Table.from_pylist([{**kept, "problem_statement": "x" * 1000}])
+        parquet.write_table(table, case.directory / "f.parquet")
+        assert case.read_path(case.directory / "f.parquet").format == name
+        assert case.rows[0] | {"format": name} == expected
+
+
+def test_only_columns_that_some_format_reads_are_read_from_parquet() -> None:
+    assert {"repo", "created_at", "base_commit", "base", "before_repo_set_cmd"} <= COLUMNS
+    assert {"problem_statement", "hints_text", "eval_script"}.isdisjoint(COLUMNS)
+
+
+# -- what becomes of their values -------------------------------------------------------------------
+
+
+def test_a_smith_row_names_a_branch_and_its_patch_brings_the_bug(case: Case) -> None:
+    found = read_one(case, {**SMITH, "image_name": "swesmith.x86_64.x", "patch": "diff"})
+    assert (found["mirror"], found["base"]) == ("swesmith__psf__requests.1a2b3c4d", None)
+    assert (found["revision"], found["commits"]) == (SMITH["instance_id"], [])
+    assert (found["direction"], found["history"]) == ("reverse", "squashed")
+    assert (found["environment"], found["test_patch"]) == ("swesmith.x86_64.x", None)
+    assert "revision: {instance_id} by default" in found["rules"]
+    name = MirrorName.parse(SMITH["repo"])
+    assert (name.owner, name.name) == ("swesmith", "psf__requests.1a2b3c4d")
+    assert MirrorName.parse(str(name)) == name
+
+
+def test_a_custom_row_is_at_the_commit_that_its_id_is_and_has_a_python(case: Case) -> None:
+    custom = {"instance_id": BASE, "repo": "psf/requests", "image_name": "i", "patch": "d"}
+    found = read_one(case, custom)
+    assert (found["base"], found["revision"], found["commits"]) == (BASE, None, [[BASE, "base"]])
+    assert (found["environment"], found["python"]) == ("i", "3.11")
+    assert found["direction"] == "reverse"
+    found = read_one(case, custom | PLAIN | {"python_version": "3.9", "direction": "forward"})
+    assert (found["base"], found["python"], found["direction"]) == (BASE, "3.9", "forward")
+
+
+def test_a_revision_that_no_branch_can_have_is_a_bad_row(case: Case) -> None:
+    rows = [{**SMITH, "instance_id": bad} for bad in ("a b", "a~1", "a^{tree}", "a:b", "a\\b")]
+    result = case.read([SMITH, *rows])
+    assert (result.row_count, result.fault_count) == (1, 5)
+    assert "cannot be the name of a branch" in reasons(result)[2]
+
+
+def test_a_pro_row_has_its_commits_in_a_command_and_in_its_id(case: Case) -> None:
+    partial = {"instance_id": PRO_ID, "before_repo_set_cmd": PRO_COMMAND}
+    found = read_one(case, partial)
+    assert (found["mirror"], found["base"]) == ("psf__requests", BASE)
+    assert found["commits"] == [[BASE, "base"], [GOLD, "gold"]]
+    assert "base_commit: from before_repo_set_cmd" in found["rules"]
+    full = {**partial, "repo": "PSF/requests", "base_commit": SETUP, "fail_to_pass": "['a']"}
+    found = read_one(case, full | {"dockerhub_tag": "psf.requests-1"})
+    assert (found["mirror"], found["base"]) == ("PSF__requests", SETUP)
+    assert (found["fail"], found["environment"]) == (["a"], "psf.requests-1")
+    found = read_one(case, full | {"before_repo_set_cmd": ""})
+    assert found["commits"] == [[SETUP, "base"], [GOLD, "gold"]]
+    assert "gold_commits: from instance_id" in found["rules"]
+
+
+def test_a_multi_row_has_organisation_and_repository_apart(case: Case) -> None:
+    tests = {"t1": {"run": "FAIL", "fix": "PASS"}, "t2": None}
+    found = read_one(
+        case, {**MULTI, "fix_patch": "d", "fixed_tests": tests, "p2p_tests": {"name": ["p"]}}
+    )
+    assert (found["id"], found["mirror"], found["base"]) == (
+        "psf__requests-12",
+        "psf__requests",
+        BASE,
+    )
+    assert (found["patch"], found["fail"], found["pass"]) == ("d", ["t1"], ["p"])
+    found = read_one(case, {**MULTI, "number": "501-502-503", "instance_id": ""})
+    assert found["id"] == "psf__requests-501-502-503"
+    bad = case.read([MULTI, {**MULTI, "number": 2, "base": {"sha": "0" * 40}}])
+    assert reasons(bad) == {2: f"base.sha '{'0' * 40}' is not a full commit id"}
+
+
+def test_a_live_row_keeps_the_commits_of_its_pull_request_as_gold(case: Case) -> None:
+    urls = [f"https://api.github.com/repos/psf/requests/git/commits/{c}" for c in (GOLD, BASE)]
+    found = read_one(case, row(commit_urls=urls, docker_image="i", environment_setup_commit=...))
+    assert found["commits"] == [[BASE, "base"], [GOLD, "gold"]]
+    assert found["environment"] == "i"
+
+
+def test_a_poly_row_has_its_tests_as_python_literals(case: Case) -> None:
+    found = read_one(case, {**PLAIN, "F2P": "['a', \"b\"]", "P2P": "['c']"})
+    assert (found["fail"], found["pass"]) == (["a", "b"], ["c"])
+
+
+FILE = {
+    "header": {"file": {"path": "src/a.py"}},
+    "index_line": {"old_commit_hash": "1234567", "new_commit_hash": "89abcde", "mode": "100644"},
+    "minus_file": {"path": "a/src/a.py"},
+    "plus_file": {"path": "b/src/a.py"},
+    "is_binary_file": False,
+    "hunks": [
+        {
+            "descriptor": {
+                "old_range": {"start": 1, "length": 2},
+                "new_range": {"start": 1, "length": None},
+                "section": "def f():",
+            },
+            "line_group": {
+                "all_lines": [
+                    {"content": "kept", "type": "context"},
+                    {"content": "old", "type": "deleted"},
+                    {"content": "No newline at end of file", "type": "note"},
+                ]
+            },
+        }
+    ],
+}
+FILE_PATCH = """\
+diff --git a/src/a.py b/src/a.py
+index 1234567..89abcde 100644
+--- a/src/a.py
++++ b/src/a.py
+@@ -1,2 +1 @@ def f():
+ kept
+-old
+\\ No newline at end of file
+"""
+
+
+def r2e(**changes: Any) -> dict[str, Any]:
+    tests = {**FILE, "header": {"file": {"path": "tests/test_a.py"}, "misc_line": "new file"}}
+    parsed: dict[str, Any] = {
+        "file_diffs": [FILE, tests, {**FILE, "is_binary_file": True}],
+        "old_commit_hash": f"{GOLD}^",
+        "new_commit_hash": GOLD,
+        "commit_date": "2020-01-01T00:00:00",
+    }
+    content = json.dumps(parsed | changes)
+    image = f"namanjain12/pandas_final:{GOLD}"
+    return {"repo_name": "pandas", "docker_image": image, "parsed_commit_content": content}
+
+
+def test_an_r2e_row_is_at_the_parent_of_its_commit(case: Case) -> None:
+    found = read_one(case, r2e())
+    assert (found["mirror"], found["id"]) == ("pandas-dev__pandas", f"pandas-dev__pandas-{GOLD}")
+    assert (found["base"], found["revision"]) == (None, f"{GOLD}^")
+    assert found["commits"] == [[GOLD, "gold"]]
+    assert found["patch"] == FILE_PATCH
+    assert found["test_patch"].startswith(
+        "diff --git a/tests/test_a.py b/tests/test_a.py\nnew file\n"
+    )
+    assert found["created"] == "2020-01-01T00:00:00+00:00"
+    found = read_one(case, r2e(old_commit_hash=BASE, file_diffs=[]))
+    assert (found["base"], found["patch"]) == (BASE, None)
+
+
+def test_an_r2e_row_that_cannot_be_read_says_why(case: Case) -> None:
+    content = "parsed_commit_content"
+    rows = [r2e(), r2e() | {content: "{"}, r2e() | {"repo_name": "left-pad"}]
+    rows += [r2e(new_commit_hash="") | {"docker_image": "x"}, r2e(file_diffs=[{"hunks": 1}])]
+    found = reasons(case.read(rows))
+    assert found[2] == "parsed_commit_content is not a JSON object"
+    assert "'left-pad' is no known repository" in found[3]
+    assert "full commit id" in found[4]
+    assert "unknown shape" in found[5]
+
+
+def test_a_wrapped_row_is_read_by_the_table_again(case: Case) -> None:
+    found = read_one(case, NEMO)
+    assert (found["id"], found["base"], found["fail"]) == ("psf__requests-1", BASE, ["t1", "t2"])
+    assert "row inside: swe-bench" in found["rules"]
+    inner = {"before_repo_set_cmd": PRO_COMMAND}
+    outer = {"metadata": {"instance_id": PRO_ID, "instance_dict": inner}}
+    found = read_one(case, {"responses_create_params": json.dumps(outer)})
+    assert found["commits"] == [[BASE, "base"], [GOLD, "gold"]]
+    assert found["rules"][0] == "row inside: swe-bench-pro"
+    found = read_one(case, {"task_folder": "harbor", **PLAIN, "F2P": "['a']", "P2P": "[]"})
+    assert found["fail"] == ["a"]
+    broken = {"responses_create_params": {"metadata": {"instance_dict": "{"}}}
+    assert case.read([NEMO, broken]).fault_count == 1
+
+
+def test_a_task_folder_without_a_commit_is_a_bad_row(case: Case) -> None:
+    folder = {"task_folder": "harbor", "instance_id": "a", "repo": "psf/requests"}
+    result = case.read([row(task_folder="harbor"), {**folder, "image_name": "python:3.11"}])
+    assert reasons(result) == {2: "base_commit is missing"}
+
+
+# -- a mapping --------------------------------------------------------------------------------------
+
+
+MAPPING = """
+instance_id = ["name", "{org}__{repo}-{nr}"]
+repo = "{org}/{repo}"
+base_commit = "base.sha"
+patch = "fix"
+FAIL_TO_PASS = "meta.tests"
+direction = "reverse"
+
+[defaults]
+python_version = 3.12
+image_name = "img-{nr}"
+"""
+
+
+def test_a_mapping_says_which_column_is_what(case: Case) -> None:
+    columns = parse_mapping(MAPPING)
+    mine = {"org": "psf", "repo": "requests", "nr": 7, "base": json.dumps({"sha": BASE})}
+    mine |= {"fix": "diff", "meta": {"tests": ["a"]}, "version": "1.0"}
+    found = read_one(case, mine, asked=columns)
+    assert (found["format"], found["id"], found["mirror"]) == (
+        "mapping",
+        "psf__requests-7",
+        "psf__requests",
+    )
+    assert (found["base"], found["patch"], found["fail"]) == (BASE, "diff", ["a"])
+    assert (found["direction"], found["python"], found["environment"]) == (
+        "reverse",
+        "3.12",
+        "img-7",
+    )
+    assert found["version"] == "1.0", "what a mapping does not name is in SWE-bench's columns"
+    table = pyarrow.Table.from_pylist([{**mine, "other": "x"}])
+    parquet.write_table(table, case.directory / "f.parquet")
+    assert case.read_path(case.directory / "f.parquet", columns).row_count == 1
+    assert case.rows[0]["fail"] == ["a"]
+    result = case.read([mine, {"org": "psf", "repo": "x", "nr": 1}], asked=columns)
+    assert reasons(result) == {2: "base.sha is missing"}
+
+
+BAD_MAPPINGS = {
+    "repo = ": "not TOML",
+    "repo = 3": "repo must be a column",
+    "repo = []": "repo must be a column",
+    'repoo = "a"': "did you mean repo?",
+    'repo = "{org}/{"': "each { } must hold a column",
+    'repo = "{}"': "each { } must hold a column",
+    "defaults = 1": "defaults is not a table",
+    '[defaults]\ndirection = "sideways"': "must be one of forward, reverse",
+    '[defaults]\nversion = ["a"]': "defaults.version must be text or a number",
+    '[defaults]\nnothing = "a"': "'nothing' is no field",
+    "x = [" * 1600: "not TOML",
+    "#" * 9000: "longer than 8 KiB",
+}
+
+
+@pytest.mark.parametrize("text", BAD_MAPPINGS, ids=lambda text: text[:20])
+def test_a_bad_mapping_is_refused_with_its_faults(text: str) -> None:
+    with pytest.raises(InvalidMappingError, match=re.escape(BAD_MAPPINGS[text])):
+        parse_mapping(text)
+
+
+def test_all_faults_of_a_mapping_are_told_at_once() -> None:
+    with pytest.raises(InvalidMappingError) as caught:
+        parse_mapping('repo = 1\nxyz = "a"\n')
+    assert "repo must be" in caught.value.message
+    assert "'xyz' is no field" in caught.value.message
+
+
+def test_a_mapping_of_every_field_is_taken() -> None:
+    text = "".join(f'{field} = "my_{field}"\n' for field in STANDARD.sources)
+    assert parse_mapping(text).names() == {f"my_{field}" for field in STANDARD.sources}
+
+
+# -- real files -------------------------------------------------------------------------------------
+
+
+REAL = {
+    "swe-bench/SWE-bench_Lite__test.parquet": ("swe-bench", 300, 12),
+    "swe-bench/SWE-bench_Lite__dev.parquet": ("swe-bench", 23, 6),
+    "swe-bench/SWE-bench_Multilingual__test.parquet": ("swe-bench-multilingual", 300, 41),
+    "swe-bench/requests-flask.jsonl": ("swe-bench", 17, 2),
+    "formats/sweagent__swe-bench-dev-easy.json": ("swe-bench", 4, 3),
+    "formats/nemo-gym.swebench.example.jsonl": ("swe-bench", 5, 1),
+    "formats/swe-gym.from-nemo-gym-swerl_gen.jsonl": ("swe-gym", 5, 5),
+    "formats/swesmith__pandas-dev__pandas.95280573.pr_53652.json": ("swe-smith", 1, 1),
+    "formats/swe-bench-pro.partial-runtime-fields.jsonl": ("swe-bench-pro", 5, 5),
+}
+NO_PATCHES = {"formats/swe-bench-pro.partial-runtime-fields.jsonl"}
+
+
+@pytest.mark.parametrize("file", REAL)
+def test_real_files_are_read_whole(case: Case, file: str) -> None:
+    if not (DATA / file).exists():
+        pytest.skip("the real dataset files are not on this machine")
+    result = case.read_path(DATA / file)
+    assert (result.format, result.row_count, len(result.names)) == REAL[file]
+    assert result.fault_count == 0
+    for line in case.rows:
+        assert bool(line["base"]) != bool(line["revision"])
+        if file not in NO_PATCHES:
+            assert line["patch"]
+            assert line["fail"] or line["pass"]
+            assert line["test_patch"] or line["direction"] == "reverse"
+
+
+def test_a_made_up_row_of_multi_swe_bench_is_whole_but_for_its_commit(case: Case) -> None:
+    file = DATA / "formats/multi-swe-bench.SYNTHETIC-schema-fixture.jsonl"
+    if not file.exists():
+        pytest.skip("the real dataset files are not on this machine")
+    with pytest.raises(InvalidDatasetError) as caught:
+        case.read_path(file)
+    [fault] = caught.value.facts["faults"]
+    assert (fault["line"], fault["instance"]) == (1, "acme__calc-12")
+    assert fault["reason"] == f"base.sha '{'0' * 40}' is not a full commit id"
+    content = file.read_bytes().replace(b"0" * 40, BASE.encode())
+    found = read_one(case, json.loads(content))
+    assert (found["id"], found["mirror"], found["base"]) == ("acme__calc-12", "acme__calc", BASE)
+    assert (found["fail"], found["pass"]) == (["t"], [])
