@@ -89,7 +89,7 @@ def test_a_folder_of_tasks_is_read_by_the_daemon_in_order_of_names(tmp_path: Pat
     stream = tmp_path / "stream"
     stream.write_bytes(b"".join(source.pieces()))
     read = read_dataset(stream, source.label, None, tmp_path / "spool")
-    assert (read.format, read.row_count, read.fault_count) == ("swe-bench", 3, 1)
+    assert (read.format, read.row_count, read.fault_count) == ("swe-bench-tasks", 3, 1)
     (fault,) = read.faults
     assert (fault.file, fault.reason) == ("tasks/psf__requests-9", "gold.patch is missing")
     ids = [json.loads(line)["id"] for line in (tmp_path / "spool").read_bytes().splitlines()]
