@@ -26,6 +26,7 @@ from pathlib import Path
 
 import big_mirror
 import crowd
+import scale
 from audits import Audited
 from load import (
     kernel_alone,
@@ -441,6 +442,21 @@ def run(source: Path, area: Path, options: argparse.Namespace) -> dict[str, obje
     }
 
 
+def run_scale(area: Path, options: argparse.Namespace) -> dict[str, object]:
+    """Many mirrors, in daemons of their own."""
+    upstreams = options.upstreams.absolute() if options.upstreams else area / "upstreams"
+    growths = scale.grow(area / "scale", upstreams, options.mirrors)
+    rows = scale.ROWS * options.mirrors
+    return {
+        "machine": _machine(area),
+        "repository": {"name": f"{options.mirrors:,} repositories, {rows:,} rows"},
+        "cases": options.cases,
+        "rows": [],
+        "figures": [],
+        "growths": [asdict(each) for each in growths],
+    }
+
+
 def _generated(area: Path) -> Path:
     """5,000 files and 200 commits, when no repository is given."""
     work = area / "generated"
@@ -473,8 +489,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tasks", type=int, default=64, help="of the case crowd")
     parser.add_argument("--seconds", type=float, default=60.0, help="of the case crowd")
+    parser.add_argument("--mirrors", type=int, default=2000, help="of the case scale")
     parser.add_argument(
-        "--cases", nargs="*", default=[], help=f"rollouts are {', '.join(ROLLOUTS)}"
+        "--upstreams", type=Path, help="where the case scale keeps its repositories between runs"
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="*",
+        default=[],
+        help=f"rollouts are {', '.join(ROLLOUTS)}; scale stands alone",
     )
     parser.add_argument("--json", type=Path, default=Path("build/bench.json"))
     parser.add_argument(
@@ -487,8 +510,11 @@ def main() -> None:
     if options.cases == ["rollouts"]:
         options.cases = list(ROLLOUTS)
     with _area(options.area, on_ext4=options.ext4) as area:
-        sources = options.repo or [_generated(area)]
-        ran = [run(source, area / f"{at}", options) for at, source in enumerate(sources)]
+        if options.cases == ["scale"]:
+            ran = [run_scale(area, options)]
+        else:
+            sources = options.repo or [_generated(area)]
+            ran = [run(source, area / f"{at}", options) for at, source in enumerate(sources)]
     for result in ran:
         print_table(result)
     options.json.parent.mkdir(parents=True, exist_ok=True)

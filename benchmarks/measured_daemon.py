@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ MIRROR = "bench__repo"
 
 
 class Daemon:
-    def __init__(self, area: Path, source: Path) -> None:
+    """With a mirror of `source`, or without any; `settings` are further lines of its configuration."""
+
+    def __init__(self, area: Path, source: Path | None = None, settings: str = "") -> None:
         self.area, self.state, self.socket = area, area / "state", area / "mirrord.sock"
         area.mkdir(parents=True)
         area.chmod(0o755)
@@ -42,11 +45,17 @@ class Daemon:
             '[sync]\ninterval = "0"\n[audit]\ninterval = "0"\n[maintenance]\ninterval = "0"\n'
             f"[access]\nadmins = [{NOBODY}]\n"
             "[checkouts]\nprewarm = false\nmax = 4000\n[datasets]\nwatch = false\n"
-            f'[log]\nlevel = "warning"\nformat = "json"\n[[mirror]]\nrepo = "{REPO}"\nurl = {quoted(f"file://{source}")}\n'
+            f'[log]\nlevel = "warning"\nformat = "json"\n{settings}'
+            + (
+                f'[[mirror]]\nrepo = "{REPO}"\nurl = {quoted(f"file://{source}")}\n'
+                if source
+                else ""
+            )
         )
         self.start()
-        with self.client() as client:
-            client.wait(client.sync_mirror(REPO), timeout=timedelta(minutes=20))
+        if source is not None:
+            with self.client() as client:
+                client.wait(client.sync_mirror(REPO), timeout=timedelta(minutes=20))
 
     def client(self) -> Client:
         return Client(self.socket)
@@ -60,7 +69,7 @@ class Daemon:
         ]
         with (self.area / "daemon.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             try:
                 with Client(self.socket, patience=timedelta()) as client:
@@ -74,8 +83,9 @@ class Daemon:
         raise RuntimeError((self.area / "daemon.log").read_text())
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(timeout=60)
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(timeout=60)
 
     def record(self, commit: str, test_patch: bytes) -> str:
         """Import an instance of the mirror; its id."""
@@ -122,6 +132,11 @@ class Daemon:
             "pss_mib": sums["Pss"] / 1024,
         }
 
+    def resident_mib(self) -> float:
+        """MiB of the daemon alone."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1024**2
+
     def has_trash(self) -> bool:
         """Whether something that was released or reset is still to be removed."""
         places = ("checkouts", "leases", "leases/*", "templates/.layers")
@@ -131,7 +146,10 @@ class Daemon:
         """Processor seconds of the daemon and everything below it so far, of ended workers too."""
         ticks = 0
         for pid in _family(self.process.pid):
-            stat = Path(f"/proc/{pid}/stat").read_text()
+            try:
+                stat = Path(f"/proc/{pid}/stat").read_text()
+            except FileNotFoundError:  # it ended meanwhile
+                continue
             ticks += sum(map(int, stat.rpartition(")")[2].split()[11:15]))
         return ticks / os.sysconf("SC_CLK_TCK")
 
@@ -178,7 +196,8 @@ async def _evict(state: Path) -> int:
 
 def _family(pid: int) -> list[int]:
     found = [pid]
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += _family(int(child))
+    with suppress(OSError):  # it ended meanwhile
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += _family(int(child))
     return found

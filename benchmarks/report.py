@@ -24,6 +24,7 @@ process for each processor. There the time for removing is inside the time of bo
 """
 
 
+_GROWTH = ("a tenth", "the whole", "times", "goal")
 _SPREAD = ("times", "p50, ms", "p99, ms", "longest, ms", "p99 / p50")
 
 
@@ -71,9 +72,25 @@ def _subject(result: dict[str, Any]) -> tuple[str, list[str]]:
     return result["repository"]["name"], result["cases"]
 
 
+def _growths(result: dict[str, Any]) -> list[list[str]]:
+    return [
+        [
+            each["what"],
+            f"{each['tenth']:,.2f} {each['unit']}",
+            f"{each['whole']:,.2f} {each['unit']}",
+            f"{each['whole'] / each['tenth']:.1f}" if each["tenth"] else "",
+            ""
+            if each["most"] is None
+            else f"under {each['most']:g}, {'reached' if each['whole'] < each['most'] else 'MISSED'}",
+        ]
+        for each in result.get("growths", ())
+    ]
+
+
 def _title(result: dict[str, Any]) -> str:
     repository = result["repository"]
-    return f"{repository['name']}: {repository['files']:,} files"
+    files = f": {repository['files']:,} files" if "files" in repository else ""
+    return f"{repository['name']}{files}"
 
 
 def print_table(result: dict[str, Any]) -> None:
@@ -89,6 +106,8 @@ def print_table(result: dict[str, Any]) -> None:
         )
     for name, *cells in _latencies(result):
         print(f"{name}: " + ", ".join(map(" ".join, zip(_SPREAD, cells, strict=True))))
+    for what, *cells in _growths(result):
+        print(f"{what}: " + ", ".join(map(" ".join, zip(_GROWTH, cells, strict=True))))
     for figure in result["figures"]:
         print(
             f"{figure['name']}: {figure['value']:,.2f} {figure['unit']}"
@@ -117,6 +136,9 @@ def write_docs(ran: list[dict[str, Any]], docs: Path) -> None:
         if latencies := _latencies(result):
             text += f"\n| what | {' | '.join(_SPREAD)} |\n|---|---|---|---|---|---|\n"
             text += "".join("| " + " | ".join(each) + " |\n" for each in latencies)
+        if growths := _growths(result):
+            text += f"\n| what | {' | '.join(_GROWTH)} |\n|---|---|---|---|---|\n"
+            text += "".join("| " + " | ".join(each) + " |\n" for each in growths)
         if result["figures"]:
             text += "\n| figure | value | goal |\n|---|---|---|\n"
             text += "".join(

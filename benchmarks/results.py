@@ -34,6 +34,17 @@ class Figure:
 
 
 @dataclass
+class Growth:
+    """A cost for a tenth of something, and for all of it. `most` is the goal for all of it."""
+
+    what: str
+    tenth: float
+    whole: float
+    unit: str
+    most: float | None = None
+
+
+@dataclass
 class Latency:
     """How long something took that many did at once."""
 

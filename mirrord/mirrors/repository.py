@@ -16,6 +16,7 @@ from ..git.batch import lines_of, object_info
 from ..git.command import Git, GitResult
 from ..host.files import sync_file, sync_tree
 from ..model import MirrorName
+from .ref_files import read_head, read_refs
 
 OURS = "refs/mirrord/"
 HISTORY = "refs/mirrord/history"
@@ -68,26 +69,36 @@ class Repository:
         drop them all; a promisor remote makes it accept holes.
         """
 
-        def find_fault() -> str | None:
-            kinds = {"objects": Path.is_dir, "refs": Path.is_dir, "HEAD": Path.is_file}
-            for name, is_right in kinds.items():
-                if not is_right(self.path / name):
-                    return f"its {name} is lost, or something else"
-            changed = changed_settings(self.path / "config")
-            return f"its configuration was changed: {changed}" if changed else None
-
-        if fact := await to_thread.run_sync(find_fault):
+        if fact := await to_thread.run_sync(self._find_fault):
             hint = f"`mirrord heal {self.name}` repairs it"
             raise DamagedMirrorError(f"cannot use mirror {self.name}: {fact}", hint=hint)
 
+    def _find_fault(self) -> str | None:
+        kinds = {"objects": Path.is_dir, "refs": Path.is_dir, "HEAD": Path.is_file}
+        for name, is_right in kinds.items():
+            if not is_right(self.path / name):
+                return f"its {name} is lost, or something else"
+        changed = changed_settings(self.path / "config")
+        return f"its configuration was changed: {changed}" if changed else None
+
+    def read_refs(self) -> Refs | None:
+        """Every ref without a process; None where git has to judge them, or refuses the mirror."""
+        is_sound = not self._find_fault() and read_head(self.path)
+        return read_refs(self.path) if is_sound else None
+
     async def all_refs(self) -> Refs:
         """Every ref, ours included."""
+        refs = await to_thread.run_sync(self.read_refs)
+        if refs is not None:
+            return refs
         doing = f"list refs of mirror {self.name}"
         listing = await self.run("for-each-ref", "--format=%(objectname) %(refname)", doing=doing)
         return {ref: oid for oid, _, ref in (line.partition(" ") for line in listing.lines)}
 
     async def head(self) -> str | None:
         """The ref that HEAD names."""
+        if head := await to_thread.run_sync(read_head, self.path):
+            return head
         doing = f"read HEAD of mirror {self.name}"
         found = await self.run("symbolic-ref", "--quiet", "HEAD", ok=(0, 1), doing=doing)
         return found.lines[0] if found.lines else None
