@@ -85,6 +85,7 @@ def configure(level: Level = "info", form: Format = "auto", stream: TextIO | Non
         plain = structlog.dev.plain_traceback
         renderer = structlog.dev.ConsoleRenderer(colors=out.isatty(), exception_formatter=plain)
     number = logging.getLevelNamesMapping()[level.upper()]
+    writer = _LineWriter(out)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -95,7 +96,7 @@ def configure(level: Level = "info", form: Format = "auto", stream: TextIO | Non
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=lambda *_: _LineWriter(out),
+        logger_factory=lambda *_: writer,
         cache_logger_on_first_use=False,
     )
     root = logging.getLogger()

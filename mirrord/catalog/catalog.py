@@ -89,6 +89,7 @@ class Catalog:
     put_pins = _writes(mirrors.put_pins)
     delete_pins = _writes(mirrors.delete_pins)
     list_pins = _reads(mirrors.list_pins)
+    list_pin_keys = _reads(mirrors.list_pin_keys)
     count_pins = _reads(mirrors.count_pins)
     list_stale_pins = _reads(mirrors.list_stale_pins)
 

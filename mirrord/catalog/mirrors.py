@@ -107,6 +107,15 @@ def list_pins(
     return [_pin_row(row) for row in connection.execute(query).mappings()]
 
 
+def list_pin_keys(connection: Connection) -> dict[str, set[tuple[str, CommitId]]]:
+    """Owner and commit of every pin, by mirror key."""
+    found: dict[str, set[tuple[str, CommitId]]] = {}
+    query = select(pins.c.mirror_key, pins.c.owner, pins.c.commit_id)
+    for key, owner, commit in connection.execute(query):
+        found.setdefault(key, set()).add((owner, commit))
+    return found
+
+
 def count_pins(connection: Connection) -> dict[str, int]:
     """How many commits are pinned, by mirror key."""
     count = func.count(pins.c.commit_id.distinct())

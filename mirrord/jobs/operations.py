@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import islice
 from typing import Any, Literal
 
 import structlog
@@ -196,8 +197,9 @@ class Operations:
         surplus = len(self._records) - _KEPT
         if surplus <= 0:
             return
-        ended = [identity for identity, each in self._records.items() if not each.is_running]
-        seen = [identity for identity in ended if self._records[identity].is_seen]
+        known = self._records.items()
+        seen = (identity for identity, each in known if each.is_seen)
+        ended = (identity for identity, each in known if not each.is_running)
         unseen_surplus = max(len(self._records) - _KEPT_UNSEEN, 0)
-        for identity in seen[:surplus] or ended[:unseen_surplus]:
+        for identity in [*islice(seen, surplus)] or [*islice(ended, unseen_surplus)]:
             del self._records[identity]

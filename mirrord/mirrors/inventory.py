@@ -7,8 +7,8 @@ that only the catalog knows stays there until a heal has made it again.
 """
 
 import builtins
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from ..config import Settings
 from ..errors import DamagedMirrorError, InvalidNameError, MirrordError
 from ..git.command import Git
 from ..git.errors import masked_url
+from ..git.workers import Workers
 from ..host.files import host_error, sync_directory
 from ..host.trash import Trash
 from ..jobs.events import Events
@@ -34,8 +35,11 @@ from .maintenance import remove_stale_files, repair_incomplete_packs
 from .pins import Pins, adopt_pins, stands_alone
 from .quarantine import Quarantine
 from .repository import Repository
+from .survey import OwnedCommits, survey
 from .transaction import recover
 from .upstream import default_url, parse_upstream
+
+_SURVEYED = 100  # mirrors of one call of a worker
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -44,6 +48,7 @@ class Inventory:
 
     settings: Callable[[], Settings]
     git: Git
+    workers: Workers
     catalog: Catalog
     events: Events
     trash: Trash
@@ -68,11 +73,12 @@ class Inventory:
         await self.quarantine.clean()
         rows = {row.name.key: row for row in await self.catalog.list_mirrors()}
         gone = dict(rows)
+        pins = await self.catalog.list_pin_keys()
         limiter = anyio.CapacityLimiter(4)
         async with anyio.create_task_group() as tasks:
-            for path in sorted(self._root.iterdir()):
+            for path, found in await self._survey():
                 # work on a removed mirror may leave a directory: adopted, it would be damaged
-                if Repository(self.git, MirrorName("", path.name), path).is_stub():
+                if found is None and Repository(self.git, MirrorName("", ""), path).is_stub():
                     log.warning("mirror.stub_removed", path=path.name)
                     await self.quarantine.discard(path)
                     continue
@@ -81,13 +87,14 @@ class Inventory:
                 except InvalidNameError:
                     log.warning("mirror.ignored", path=path.name)
                     continue
-                gone.pop(name.key, None)
-                if name.key not in rows:
+                row = gone.pop(name.key, None)
+                if row is None:
                     url = default_url(self.settings(), name)
                     row = MirrorRow(name=name, url=url, added_at=utc_now())
                     await self.catalog.put_mirror(row)
                     log.warning("mirror.adopted", mirror=str(name))
-                tasks.start_soon(self._reconcile_at_start, name, limiter)
+                if row.history is None or found != pins.get(name.key, set()):
+                    tasks.start_soon(self._reconcile_at_start, name, limiter)
         for row in gone.values():  # never synced, or deleted by hand: the next sync clones it
             for pin in await self.catalog.list_pins(row.name.key):
                 if not stands_alone(pin):
@@ -99,6 +106,21 @@ class Inventory:
         listed = await self.catalog.list_mirrors()
         self._names = {row.name.key: row.name for row in listed}
         self._unsynced = {row.name.key: str(row.error["detail"]) for row in listed if row.error}
+
+    async def _survey(self) -> builtins.list[tuple[Path, OwnedCommits | None]]:
+        """The directories of mirrors with their pins; None where more has to be looked at."""
+        paths = sorted(await to_thread.run_sync(lambda: list(self._root.iterdir())))
+        found: dict[Path, OwnedCommits | None] = dict.fromkeys(paths)
+
+        async def look(some: Sequence[Path]) -> None:
+            with suppress(MirrordError):
+                seen = await self.workers.run(survey, some, timeout=timedelta(minutes=10))
+                found.update(zip(some, seen, strict=True))
+
+        async with anyio.create_task_group() as tasks:
+            for first in range(0, len(paths), _SURVEYED):
+                tasks.start_soon(look, paths[first : first + _SURVEYED])
+        return list(found.items())
 
     async def _reconcile_at_start(self, name: MirrorName, limiter: anyio.CapacityLimiter) -> None:
         damage = (DamagedMirrorError, errors.GitFailedError, NotADirectoryError, IsADirectoryError)

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -73,11 +73,7 @@ async def repair_incomplete_packs(repository: Repository) -> None:
     mirror's lock, or the daemon starts.
     """
     mirror, directory = str(repository.name), repository.objects / "pack"
-
-    def stems(suffix: str) -> set[Path]:
-        return {path.with_suffix("") for path in directory.glob(f"pack-*{suffix}")}
-
-    packs, indexes = await to_thread.run_sync(lambda: (stems(".pack"), stems(".idx")))
+    packs, indexes = await to_thread.run_sync(packs_and_indexes, directory)
     for stem in sorted(packs - indexes):
         pack = stem.with_suffix(".pack")
         try:
@@ -100,6 +96,15 @@ async def repair_incomplete_packs(repository: Repository) -> None:
             log.info("stale_file.removed", path=str(file.relative_to(repository.path.parent)))
 
 
+def packs_and_indexes(directory: Path) -> tuple[set[Path], set[Path]]:
+    """The packs that there are and those that have an index, without their suffixes."""
+    names = [path for path in directory.iterdir() if path.name.startswith("pack-")]
+    packs, indexes = (
+        {it.with_suffix("") for it in names if it.suffix == end} for end in (".pack", ".idx")
+    )
+    return packs, indexes
+
+
 # -- stale files ------------------------------------------------------------------------------
 
 _STALE = re.compile(
@@ -120,24 +125,32 @@ def remove_stale_files(path: Path, age: timedelta) -> int:
     a file, it counts whether that lives. The locks of linked worktrees are their owners'.
     """
     now, found = time.time(), list[Path]()
-    for directory, below, files in os.walk(path):
-        if directory == str(path) and "worktrees" in below:
-            below.remove("worktrees")
-        for name in files:
-            file, maker = Path(directory, name), _OF_PROCESS.fullmatch(name)
-            if maker and not _is_running_git(maker[1]):
+    for file, maker in iter_doubtful_files(path):
+        if maker and not _is_running_git(maker):
+            found.append(file)
+            continue
+        oldest = now - (_REUSED_S if maker else age.total_seconds())
+        with suppress(FileNotFoundError):
+            if file.lstat().st_mtime <= oldest:
                 found.append(file)
-            elif maker or _STALE.fullmatch(name):
-                oldest = now - (_REUSED_S if maker else age.total_seconds())
-                with suppress(FileNotFoundError):
-                    if file.lstat().st_mtime <= oldest:
-                        found.append(file)
     held = held_files(path) if found else set()
     for file in found:
         if file not in held:
             file.unlink(missing_ok=True)
             log.info("stale_file.removed", path=str(file.relative_to(path.parent)))
     return len(found)
+
+
+def iter_doubtful_files(path: Path) -> Iterator[tuple[Path, str]]:
+    """Locks and temporary files, each with the number of the process that its name tells."""
+    for directory, below, files in os.walk(path):
+        if directory == str(path) and "worktrees" in below:
+            below.remove("worktrees")
+        for name in files:
+            if maker := _OF_PROCESS.fullmatch(name):
+                yield Path(directory, name), maker[1]
+            elif _STALE.fullmatch(name):
+                yield Path(directory, name), ""
 
 
 def _is_running_git(process: str) -> bool:

@@ -9,6 +9,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..host.files import opened
+
 _NAME = r"refs/[^\x00-\x20\x7f~^:?*\[\\]+"
 _HEAD = re.compile(rf"ref: ({_NAME})\n")
 _VALUE = re.compile(r"(?!0{40})([0-9a-f]{40})\n")
@@ -70,7 +72,8 @@ def _loose_refs(directory: Path | str, above: str) -> Iterator[tuple[str, str]]:
 def _read(path: Path | str) -> str:
     """The content of a plain file. Raises ValueError for anything else: a pipe would block."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
+    with opened(fd):
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ValueError(path)
-        return file.read().decode("utf-8", "surrogateescape")
+        content = b"".join(iter(lambda: os.read(fd, 1 << 20), b""))
+    return content.decode("utf-8", "surrogateescape")

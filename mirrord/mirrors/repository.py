@@ -69,26 +69,13 @@ class Repository:
         drop them all; a promisor remote makes it accept holes.
         """
 
-        if fact := await to_thread.run_sync(self._find_fault):
+        if fact := await to_thread.run_sync(_find_fault, self.path):
             hint = f"`mirrord heal {self.name}` repairs it"
             raise DamagedMirrorError(f"cannot use mirror {self.name}: {fact}", hint=hint)
 
-    def _find_fault(self) -> str | None:
-        kinds = {"objects": Path.is_dir, "refs": Path.is_dir, "HEAD": Path.is_file}
-        for name, is_right in kinds.items():
-            if not is_right(self.path / name):
-                return f"its {name} is lost, or something else"
-        changed = changed_settings(self.path / "config")
-        return f"its configuration was changed: {changed}" if changed else None
-
-    def read_refs(self) -> Refs | None:
-        """Every ref without a process; None where git has to judge them, or refuses the mirror."""
-        is_sound = not self._find_fault() and read_head(self.path)
-        return read_refs(self.path) if is_sound else None
-
     async def all_refs(self) -> Refs:
         """Every ref, ours included."""
-        refs = await to_thread.run_sync(self.read_refs)
+        refs = await to_thread.run_sync(read_refs_of, self.path)
         if refs is not None:
             return refs
         doing = f"list refs of mirror {self.name}"
@@ -158,6 +145,21 @@ class Repository:
             stdin=lines_of(commits),
             doing=f"verify the closure in mirror {self.name}",
         )  # fmt: skip
+
+
+def read_refs_of(git_dir: Path) -> Refs | None:
+    """Every ref without a process; None where git has to judge them, or cannot use the mirror."""
+    is_sound = not _find_fault(git_dir) and read_head(git_dir)
+    return read_refs(git_dir) if is_sound else None
+
+
+def _find_fault(git_dir: Path) -> str | None:
+    kinds = {"objects": Path.is_dir, "refs": Path.is_dir, "HEAD": Path.is_file}
+    for name, is_right in kinds.items():
+        if not is_right(git_dir / name):
+            return f"its {name} is lost, or something else"
+    changed = changed_settings(git_dir / "config")
+    return f"its configuration was changed: {changed}" if changed else None
 
 
 CONFIGURATION = """\

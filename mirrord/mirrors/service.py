@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from anyio import to_thread
 
@@ -18,7 +19,6 @@ from ..errors import AccessError, CommitNotFoundError, MirrordError, UpstreamErr
 from ..git.errors import masked_url
 from ..git.objects.commits import resolve
 from ..git.turns import Coalescer, SharedWork
-from ..git.workers import Workers
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..protocol import QUEUED, Pin, Progress, ProgressSink, RefDiff, RefRecord, Synced
 from .fetch import Fetcher
@@ -35,8 +35,6 @@ from .upstream import Hosts, Upstream, parse_upstream, upstream_url
 @dataclass(kw_only=True, eq=False, repr=False)
 class Mirrors(Inventory):
     """All mirrors, with the operations on them."""
-
-    workers: Workers
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,14 +101,14 @@ class Mirrors(Inventory):
     async def _record(self, row: MirrorRow, result: Synced) -> None:
         self._unsynced.pop(row.name.key, None)
         now = utc_now()
-        columns = {"ref_count": result.ref_count, "kept_count": result.kept_count}
-        if result.changed or row.history is None:
+        columns: dict[str, Any] = {"ref_count": result.ref_count, "kept_count": result.kept_count}
+        if result.changed or None in {row.history, row.size_bytes}:
             columns = await columns_of(self.repository(row.name), row.history)
+            columns["size_bytes"] = await to_thread.run_sync(size_bytes, self.path(row.name))
         await self.catalog.update_mirror(
             row.name.key,
             **columns,
             default_branch=result.default_branch,
-            size_bytes=await to_thread.run_sync(size_bytes, self.path(row.name)),
             synced_at=now,
             attempted_at=now,
             error=None,
