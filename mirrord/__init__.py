@@ -6,8 +6,6 @@ and the daemon, which imports this package too, stays free of the client. `Check
 here are handles of held checkouts; their messages are those of `mirrord.protocol`.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -6,8 +6,6 @@ limits; what is asked for meanwhile stays. All that goes is renamed first, so a 
 which the next start removes.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterable

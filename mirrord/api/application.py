@@ -5,8 +5,6 @@ access, read query and body, call the handler, encode the answer once. Every err
 problem; every answer has `X-Request-Id`.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from contextlib import nullcontext

@@ -11,11 +11,9 @@ import resource
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-import structlog
-
 from ..errors import TooManyConnectionsError
 from ..host.peers import Peer, Role
-from ..telemetry import Seldom
+from ..telemetry import Seldom, log
 
 if TYPE_CHECKING:
     from .server import HttpConnection
@@ -28,8 +26,6 @@ CONNECTIONS_OF = {Role.STRANGER: 16, Role.OWNER: 256, Role.MEMBER: 1024}
 ALL_STRANGERS_CONNECTIONS = 128
 
 _FILES_LEFT = 128  # at least: of an idle daemon, its workers, and a few requests
-
-log = structlog.get_logger()
 
 
 class Connections:

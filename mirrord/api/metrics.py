@@ -3,8 +3,6 @@
 The registry is its own, so that two daemons in one process (a test) do not add up.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import anyio.to_thread

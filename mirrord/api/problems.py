@@ -1,19 +1,14 @@
 """Errors on their way out: RFC 9457 problems."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
-import structlog
 from pydantic import ValidationError
 from starlette.responses import Response
 
 from ..errors import InternalError, InvalidRequestError, MirrordError, TooManyFilesError
 from ..host.files import host_error
-from ..telemetry import Seldom, masked
-
-log = structlog.get_logger()
+from ..telemetry import Seldom, log, masked
 
 _seldom = Seldom()
 

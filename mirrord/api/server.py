@@ -5,8 +5,6 @@ sockets itself. Bounded are the number of connections (`connections.py`), the si
 head, and the time for a head, for the next request, and for reading an answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Iterator
@@ -14,17 +12,15 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import structlog
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from ..errors import CancelledError, InvalidRequestError, MirrordError, TooManyConnectionsError
 from ..host.peers import Peer, peer_of
+from ..telemetry import log
 from .application import Application
 from .problems import problem_body, problem_headers
-
-log = structlog.get_logger()
 
 HEAD_LIMIT_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 15.0

@@ -2,8 +2,6 @@
 backend, and under which names of commits.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

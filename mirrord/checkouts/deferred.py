@@ -4,21 +4,17 @@ Nobody waits for it, and nothing is lost where it fails or is cancelled: it make
 faster.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import anyio
-import structlog
 
 from ..errors import MirrordError
 from ..git.command import low_priority
 from ..git.turns import Askers
-
-log = structlog.get_logger()
+from ..telemetry import log
 
 _answered: ContextVar[asyncio.Event | None] = ContextVar("answered", default=None)
 

@@ -4,8 +4,6 @@ A snapshot is a layer with a name in the lease, and goes with it. A fork is a le
 such a layer, or on one that is made for it. The caller holds the lock of the checkout.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace

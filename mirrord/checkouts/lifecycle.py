@@ -4,26 +4,22 @@ A lease is written when its tree stands, and loses its name before its tree goes
 stands or is cleanly gone. A checkout whose proof fails is removed, and reported as an event.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import anyio
-import structlog
 
 from ..errors import BackendUnavailableError, CheckoutBusyError, MirrordError, ProofFailedError
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import Backend, CheckoutId, new_checkout_id
 from ..protocol import Proof
+from ..telemetry import log
 from .backend import CheckoutBackend
 from .leases import Directories, Lease, Leases, LeaseState, resetting
 from .snapshots.layers import Layers
-
-log = structlog.get_logger()
 
 
 class Lifecycle:

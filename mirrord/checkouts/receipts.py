@@ -4,8 +4,6 @@ The digest of a closure comes from the pack indexes of the sealed store when a r
 and from a walk of the mirror when one is verified: the two know nothing of each other.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta

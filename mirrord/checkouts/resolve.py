@@ -4,8 +4,6 @@ A full commit's tree never changes and is remembered: a warm checkout of an inst
 git nor the catalog. A refused name is refused in the same words whether or not it exists.
 """
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A checkout answers to its owner, to the uid that took it, and to administrators;
 not exist.
 """
 
-from __future__ import annotations
-
 import builtins
 import time
 from collections.abc import AsyncIterator, Callable, Sequence

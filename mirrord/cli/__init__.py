@@ -4,8 +4,6 @@
 verb is called: `mirrord --help` and shell completion stay quick.
 """
 
-from __future__ import annotations
-
 import gc
 
 # Imports make no garbage; looking for it takes 5 ms of every verb.

@@ -1,7 +1,5 @@
 """The verbs of checkouts: from `mirrord checkout` to `mirrord checkouts`."""
 
-from __future__ import annotations
-
 import base64
 import re
 import sys

@@ -4,8 +4,6 @@ The table of verbs becomes a tree of click's commands; a verb's module is loaded
 Every verb takes the shared options, before or after its name. Every failure ends in `run`.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

@@ -1,7 +1,5 @@
 """What became of each prediction of a file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any

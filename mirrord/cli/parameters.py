@@ -1,7 +1,5 @@
 """How verbs describe their parameters, and the parameters that several verbs share."""
 
-from __future__ import annotations
-
 import pwd
 from datetime import timedelta
 from typing import Annotated, NamedTuple

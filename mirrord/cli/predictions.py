@@ -6,8 +6,6 @@ row of each instance, which counts as it does for SWE-bench, then row by row. A 
 kept ends with this process, whatever happens to it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

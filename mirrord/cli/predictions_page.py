@@ -4,8 +4,6 @@ Every text in it may be a model's: all of it is escaped, and a content security 
 but its own style in.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

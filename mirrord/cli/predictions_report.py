@@ -5,8 +5,6 @@ whole as far as it goes, and says so. The page has no script and loads nothing; 
 that a model wrote is escaped.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack

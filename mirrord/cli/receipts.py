@@ -1,7 +1,5 @@
 """`mirrord receipt`: a checkout's receipt, signed or not; and the verification of one."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Iterator

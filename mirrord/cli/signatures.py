@@ -4,8 +4,6 @@ The daemon never signs: a key and its agent are the user's. `-n` is the namespac
 keeps a signature of a receipt from passing for one of anything else.
 """
 
-from __future__ import annotations
-
 import subprocess
 import tempfile
 from pathlib import Path

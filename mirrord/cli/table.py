@@ -1,7 +1,5 @@
 """Every verb in one table: name, function, summary, and the statuses it can end with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

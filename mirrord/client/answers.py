@@ -1,7 +1,5 @@
 """Answers as messages of the protocol or as errors; requests as bytes. Pure: no I/O."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections.abc import Iterator, Mapping

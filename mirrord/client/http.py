@@ -4,8 +4,6 @@ In place of httpx: httpcore's pool (1.0) walks all its connections for each requ
 over one client made 49 requests a second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import urlencode

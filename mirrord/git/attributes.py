@@ -3,8 +3,6 @@
 The files of the tree alone: none of the machine, of a user or in a `.git`. Pure: reads no file.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import lru_cache

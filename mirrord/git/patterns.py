@@ -4,8 +4,6 @@ Follows `parse_path_pattern`, `match_basename` and `match_pathname` of dir.c, an
 patterns become regular expressions. Pure: reads no file. Paths are from the top of the tree.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache

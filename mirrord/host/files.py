@@ -4,8 +4,6 @@ Opens and replaces without following a symbolic link, entering a mount or leavin
 name is looked up only in an open directory. Never opens a device or a pipe. Names are bytes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

@@ -3,8 +3,6 @@
 Times are aware UTC, durations are seconds, sizes are bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import datetime
 from typing import Annotated, Any, Literal

@@ -5,8 +5,6 @@ which takes the same classes: `Bounds` beside a type are its words. Requests ref
 answers ignore them, so that an older client reads a newer daemon.
 """
 
-from __future__ import annotations
-
 import json
 import typing
 from collections.abc import Callable, Mapping, Sequence

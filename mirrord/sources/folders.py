@@ -5,8 +5,6 @@ the order of their names. Links, other special files and huge files are refused:
 one that lacks a file, is a fault with the folder's name, and reading continues.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ One plain row file is sent to the daemon as it is. Everything else becomes a str
 that say where each row is from; it holds one row, or one batch of Arrow. The daemon sees no path.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Rows of CSV and Arrow files, one batch at a time; both are tables with one value a column."""
 
-from __future__ import annotations
-
 import csv
 import io
 import zlib

@@ -1,13 +1,10 @@
 """Checkouts. Warm ones are the daemon's hot path: nothing here waits for anything else."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import anyio.to_thread
-import structlog
 from pydantic import Field
 from starlette.responses import Response
 
@@ -33,9 +30,8 @@ from ...protocol import (
     StartCheckout,
     StartGrade,
 )
+from ...telemetry import log
 from ..request import Call, OwnedStream, Query, read_patch, text_response
-
-log = structlog.get_logger()
 
 _DIFF = "text/x-diff"
 _PIECE_BYTES = 1024**2

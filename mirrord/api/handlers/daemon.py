@@ -3,8 +3,6 @@
 An administrator sees all operations and events, everybody else their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace

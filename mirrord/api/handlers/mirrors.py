@@ -4,8 +4,6 @@ Members see of a mirror neither commit ids nor error texts. Pins are for adminis
 them can reveal which commit is the answer, and a pin fetches any commit from upstream.
 """
 
-from __future__ import annotations
-
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Annotated

@@ -5,8 +5,6 @@ second opening, and what a walk through such a tree may cost. Changes nothing. T
 the owner.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

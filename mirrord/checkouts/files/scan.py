@@ -7,8 +7,6 @@ knows, and lists or reads what stat cannot prove. All of it is done as the owner
 that user may not see has changed. A mount in the tree ends it.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

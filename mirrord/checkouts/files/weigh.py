@@ -4,8 +4,6 @@ A tree may be a client's, who changes it meanwhile: no link is followed and no m
 cannot be looked into, or is not reached in time, is left out.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import time

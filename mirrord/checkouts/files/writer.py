@@ -5,8 +5,6 @@ a link or entering a mount, and a file is always created, so no descriptor or ha
 user's reaches it. A crash leaves a tree that differs from its manifest, which a scan finds.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Mapping

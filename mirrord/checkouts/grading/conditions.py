@@ -4,8 +4,6 @@ Each answers None where it does not hold, otherwise a detail for people, perhaps
 Everything here is an agent's: nothing is run, and what cannot be read counts as changed.
 """
 
-from __future__ import annotations
-
 import configparser
 import json
 import re

@@ -5,8 +5,6 @@ that a reader learns of the attempt. Read as the tree's owner, through no link a
 bounded; what the owner may not read is passed over.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -6,8 +6,6 @@ test patch's result comes on top. Files are written as a checkout of the base co
 attributes of the agent's change nothing about the tests. A crash leaves a layer without a lease.
 """
 
-from __future__ import annotations
-
 import hashlib
 import stat
 from collections import OrderedDict

@@ -5,8 +5,6 @@ A rule names paths, and where those alone say too little a condition on the chan
 adds rules of the kind `own`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Knows what answers a task: only administrators get here. What it finds goes into
 nowhere else, for an agent may read events of its own checkout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path

@@ -5,8 +5,6 @@ rest the policy of a rule's kind decides. Nothing is dropped by halves: what sta
 path that goes back to the base, a file in the place of its directory, goes too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 

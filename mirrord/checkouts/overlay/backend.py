@@ -11,8 +11,6 @@ Mounts outlive the daemon. After a crash a lease is found mounted as it was; aft
 layer is mounted again. `.trash-*` in a private directory is to be removed.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import time
@@ -24,7 +22,6 @@ from pathlib import Path
 from typing import TypedDict, TypeVar
 
 import anyio.to_thread
-import structlog
 
 from ...errors import BackendUnavailableError, MirrordError, ProofFailedError, ResourceError
 from ...git.workers import Workers
@@ -34,14 +31,13 @@ from ...host.mounts import read_overlays
 from ...host.trash import Trash, find_trash, new_trash
 from ...model import Backend, CheckoutId, MirrorName
 from ...protocol import Proof
+from ...telemetry import log
 from ..backend import DIFF_TIMEOUT, ChangedPaths, Taken, must_prove
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..snapshots.layers import layer_path
 from ..templates.store import Template, Templates, proven_at
 from .changes import changed_paths
 from .copying import copy_checkout
-
-log = structlog.get_logger()
 
 T = TypeVar("T")
 

@@ -6,8 +6,6 @@ may read the marks that tell, so its inode does: overlayfs shows that of the dir
 as much as was changed. Follows no link, enters no mount, and looks as the checkout's owner.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

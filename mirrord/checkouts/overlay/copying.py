@@ -5,8 +5,6 @@ checkout's own layer is taken from there. Only CAP_SYS_ADMIN may read overlayfs'
 directory that is new, replaced or renamed to here is taken whole, as the mount shows it.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from collections import defaultdict

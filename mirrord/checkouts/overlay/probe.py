@@ -3,15 +3,12 @@
 Leaves nothing behind; a kill leaves a checkout without a lease, which the next start removes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import anyio.to_thread
-import structlog
 
 from ...errors import BackendUnavailableError, MirrordError
 from ...git.workers import Workers
@@ -20,10 +17,9 @@ from ...host.mounting import PROBE_LAYER, Mounter, OverlayOrder, choose_mounter
 from ...host.processes import Owner
 from ...host.trash import Trash, find_trash, remove_tree
 from ...model import MirrorName, new_checkout_id
+from ...telemetry import log
 from ..templates.store import Templates
 from .backend import OverlayBackend
-
-log = structlog.get_logger()
 
 
 async def find_overlay(

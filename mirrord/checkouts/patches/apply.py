@@ -5,8 +5,6 @@ writing leaves files of the patch, which `diff` shows and `reset` removes. The c
 not touched: git sees by stat data which files are new. Sync; runs in workers.
 """
 
-from __future__ import annotations
-
 import stat
 import time
 from collections.abc import Collection, Iterable, Iterator

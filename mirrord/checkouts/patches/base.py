@@ -1,7 +1,5 @@
 """The tree of a commit as what a patch is applied to: no checkout is needed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ...git.objects.repository import Objects

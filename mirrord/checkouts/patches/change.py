@@ -1,7 +1,5 @@
 """A change: one path of a checkout that differs from the tree of its base commit."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from ...git.objects.trees import TreeEntry

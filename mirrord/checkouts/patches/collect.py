@@ -4,8 +4,6 @@ Only the tree's own `.gitignore` files, as they are now, decide what is ignored.
 gives its files, not its history. Bounded in files and bytes. Sync; runs in workers.
 """
 
-from __future__ import annotations
-
 import re
 import stat
 from collections.abc import Iterable

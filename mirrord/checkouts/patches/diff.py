@@ -5,8 +5,6 @@ the base tree and one that is written into a private object directory beside the
 answer goes to a file as it is made. Sync; runs in workers.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta

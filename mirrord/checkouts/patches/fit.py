@@ -3,8 +3,6 @@
 Follows check_patch of git 2.39 with `--cached`. Pure but for the tree that it reads.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """The names in a patch, as `git apply` (2.39) finds them in its headers. Pure; names are bytes."""
 
-from __future__ import annotations
-
 import re
 
 from ...model import TREE_PATH_LIMIT_BYTES

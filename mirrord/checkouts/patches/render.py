@@ -6,8 +6,6 @@ an addition whose sizes leave room for a rename by content, a diff driver such a
 rules choose the text behind `@@`, and files over LARGE_BYTES.
 """
 
-from __future__ import annotations
-
 import base64
 import stat
 import zlib

@@ -4,8 +4,6 @@ A line of a hunk is what begins with a blank, a sign or a backslash, or is empty
 it. Nothing is made up: a line is kept as it is, or left out.
 """
 
-from __future__ import annotations
-
 import re
 
 _HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@(.*)", re.DOTALL)

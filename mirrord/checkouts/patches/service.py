@@ -4,15 +4,12 @@ Owns who may name the instance's own patches and other commits: only a checkout 
 view. The work runs in workers, in a private directory that is removed at its end and the next use.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import anyio
-import structlog
 
 from ...catalog import InstanceRow
 from ...datasets.service import Datasets
@@ -31,13 +28,12 @@ from ...model import (
     shown,
 )
 from ...protocol import RestorePaths
+from ...telemetry import log
 from ..backend import DIFF_TIMEOUT, ChangedPaths
 from ..leases import Lease
 from .apply import apply, restore
 from .diff import diff
 from .worktree import PatchJob
-
-log = structlog.get_logger()
 
 
 class DiffAnswer(NamedTuple):

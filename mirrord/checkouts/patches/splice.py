@@ -3,8 +3,6 @@
 Pure. A line is bytes with its newline, which the last of a file may lack.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 
 from .names import NotPlainError

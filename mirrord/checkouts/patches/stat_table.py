@@ -1,7 +1,5 @@
 """The table that `git diff --stat` prints, and names as git quotes them. Follows git 2.39."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import NamedTuple

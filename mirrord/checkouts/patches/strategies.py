@@ -5,8 +5,6 @@ index of the paths that the patch names and no object but theirs. A refusal is a
 Writes nothing but a scratch repository. Sync; runs in workers.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress

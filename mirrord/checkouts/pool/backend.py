@@ -4,8 +4,6 @@ Released trees are kept warm, only for the same uid: a descriptor that is still 
 otherwise be a file that two clients share. A restart removes them, as directories without a lease.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import defaultdict
@@ -16,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
-import structlog
 
 from ...errors import TreeTooLargeError
 from ...git.workers import Workers
@@ -25,6 +22,7 @@ from ...host.mounts import mounts_below
 from ...host.trash import Trash, find_trash, new_trash
 from ...model import Backend, History, MirrorName
 from ...protocol import Proof
+from ...telemetry import log
 from ..backend import DIFF_TIMEOUT, ChangedPaths, Taken
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..snapshots.layers import layer_path
@@ -32,8 +30,6 @@ from ..stores.builder import StoreBuilder
 from . import dotgit, worktree
 from .copying import copy_checkout
 from .worktree import PoolPaths
-
-log = structlog.get_logger()
 
 _TIMEOUT = timedelta(minutes=10)
 _WARM_EACH_MAX, _WARM_MAX = 4, 32  # of one owner and mirror; in all

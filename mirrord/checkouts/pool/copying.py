@@ -1,7 +1,5 @@
 """Survey a pooled checkout for the layer that a fork or a snapshot gets. Sync; runs in workers."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 from typing import NoReturn

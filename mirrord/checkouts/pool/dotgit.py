@@ -6,8 +6,6 @@ that its user wrote is ever read: it is the recorded one, or it is replaced. Syn
 A crash leaves a `.git` that its record does not match, which the next call repairs.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

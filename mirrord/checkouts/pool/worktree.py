@@ -4,8 +4,6 @@ The manifest beside the tree always describes an earlier clean state, and is rep
 call can be made again. Where the manifest or the tree's top is unusable, a new tree is written.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import time

@@ -1,7 +1,5 @@
 """Layers by content: written from files in memory, and laid on a plain tree. Sync; in workers."""
 
-from __future__ import annotations
-
 import os
 import stat
 import time

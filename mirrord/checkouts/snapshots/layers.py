@@ -6,8 +6,6 @@ has and the layer has not. Its files belong to the daemon, and nobody changes th
 lease refers to it; one that none refers to is removed, by the next start too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path

@@ -5,8 +5,6 @@ A delta's `files` hold the changed files, and a whiteout (character device 0/0) 
 hide. A layer is proven by content before anybody gets it. Sync; runs in workers.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from collections import Counter

@@ -5,8 +5,6 @@ A layer is `trees/<tree>` (a keyframe: a whole tree) or `trees/<tree>@<base tree
 records in memory; workers build and prove the layers.
 """
 
-from __future__ import annotations
-
 import heapq
 import json
 import os

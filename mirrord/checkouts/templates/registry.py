@@ -5,8 +5,6 @@ without a sound record. A layer is removed by renaming it out of use at once; it
 when no checkout holds them any more.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import time
@@ -18,18 +16,16 @@ from datetime import timedelta
 from pathlib import Path
 
 import anyio.to_thread
-import structlog
 
 from ...errors import IntegrityError, InvalidNameError, NotFoundError
 from ...git.turns import Turns
 from ...git.workers import Workers
 from ...host.trash import TRASH_PREFIX, Trash, new_trash
 from ...model import MirrorName
+from ...telemetry import log
 from ..files.manifest import Manifest
 from ..files.tree import Blobs
 from .layers import Layer, LayerIndex, blobs_path, chain_of, read_record, verify_layer
-
-log = structlog.get_logger()
 
 _BUILDING = ".building-"
 _TIMEOUT = timedelta(minutes=10)

@@ -6,8 +6,6 @@ renamed; one of an earlier boot is proven again before it is used. The store is 
 damaged or missing is built again.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """The client for asyncio, written by hand."""
 
-from __future__ import annotations
-
 from .checkout import AsyncCheckout, AsyncGrade
 from .client import AsyncClient
 

@@ -1,8 +1,6 @@
 # @generated from ../_async/__init__.py by tests/support/unasync.py: edit that file, then run it.
 """The client for threads, generated from the one for asyncio by tests/support/unasync.py."""
 
-from __future__ import annotations
-
 from .checkout import Checkout, Grade
 from .client import Client
 

@@ -1,7 +1,5 @@
 """New blobs and trees in an object directory of their own; the repository stays as it is."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path

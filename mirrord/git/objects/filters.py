@@ -6,8 +6,6 @@ the tree's own `.gitattributes` count. libgit2 does not know `working-tree-encod
 conversions are done here.
 """
 
-from __future__ import annotations
-
 import codecs
 import re
 from collections.abc import Callable

@@ -4,8 +4,6 @@ libgit2's xdiff is git's. The text behind `@@` is found here: libgit2 cuts it in
 takes a driver from the attributes of a repository alone.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A private repository with blobs and an index of a few paths, for one git to work on."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

@@ -4,8 +4,6 @@ Trees are parsed from their raw bytes, because a mirrored repository may hold ho
 that would leave the tree or write into `.git` is refused here, for all who materialise one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
