@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import errors
 from ..host.namespaces import Confinement
+from ..host.processes import hide_argument
 from ..model import Bind, View
 from . import parameters
 from .parameters import Argument, Option
@@ -76,6 +77,8 @@ def execute(
         checkout = take()
     with checkout:
         lease = checkout.lease
+        if lease.instance and lease.instance != instance:  # the dataset's id tells a commit
+            hide_argument(instance)
         is_other = lease.owner_uid != os.getuid()
         become = (lease.owner_uid, lease.owner_gid) if is_other else None
         hidden = None if keep_access else client.socket.resolve()

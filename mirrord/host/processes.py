@@ -4,6 +4,7 @@ import ctypes
 import os
 import resource
 import signal
+from contextlib import suppress
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -87,6 +88,17 @@ def limit_memory() -> None:
     wanted = memory_limit_bytes()
     limit = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def hide_argument(text: str) -> None:
+    """Overwrite a text in the arguments of this process, which every user can read in /proc."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = map(int, fields[45:47])  # arg_start and arg_end (Linux 3.5)
+    with suppress(OSError), open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(start)
+        arguments = memory.read(end - start)
+        memory.seek(start)
+        memory.write(arguments.replace(os.fsencode(text), b"*" * len(os.fsencode(text))))
 
 
 def resident_bytes() -> int:

@@ -11,35 +11,37 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import canaries
 import pytest
-from anyone import BARE_PYTHON, ask_as
+from anyone import BARE_PYTHON, ask_as, python
 from canaries import Canaries
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
 
 from mirrord import Client
 from mirrord.api.table import ENDPOINTS
-from mirrord.model import CommitId, View
+from mirrord.errors import AccessError
+from mirrord.model import History, View
 
 pytestmark = pytest.mark.root
 
 GROUP = 1  # daemon, on every Debian
 MEMBER, AGENT, STRANGER, GRADER = 34551, 34552, 34553, 34554
-_QUOTING = {"operation.finished", "dataset.refused", "dataset.mirror_failed"}
-"""Lines of the log that quote rows and commits: of imports, for administrators."""
+_QUOTING = {"operation.finished", "dataset.refused", "dataset.mirror_failed", "closure.packed"}
+"""Lines of the log that quote rows and name commits: of imports and packs, for administrators."""
 
 
 @dataclass
 class World:
     daemon: Daemon
-    upstream: Upstream
+    author: Author
     secrets: Canaries
     tasks: list[Task]
+    named: str
     mine: dict[str, Any]
     theirs: dict[str, Any]
     graded: dict[str, Any]
@@ -53,7 +55,7 @@ class World:
         source = Path(canaries.__file__).read_text()
         done = subprocess.run(
             [BARE_PYTHON, "-c", source],
-            input=json.dumps([self.secrets.patterns, [str(root) for root in roots]]),
+            input=json.dumps([self.secrets.forms, [str(root) for root in roots]]),
             user=uid,
             group=uid,
             extra_groups=[GROUP] if uid == MEMBER else [],
@@ -71,16 +73,16 @@ class World:
 
 @dataclass(frozen=True)
 class Fix:
-    """A gold commit on a branch of its own, beside the base commit, and what rows say of it.
+    """A gold commit on a branch of its own, and what rows say of it.
 
-    `NEWS` is in this commit alone; `source` is what the patch makes of `src/mod0.py`.
+    `NEWS` is in this commit alone; `source` is what the fix makes of `src/mod0.py`.
     """
 
     kind: str
     gold: str
     source: str
-    patch: str
-    test_patch: str
+    patch: str | None
+    test_patch: str | None
     failing: list[str]
     passing: list[str]
 
@@ -90,13 +92,10 @@ class Task:
     """A row. `secret` is a commit that it records besides the base, `public` the id members see."""
 
     fix: Fix
+    id: str
     row: dict[str, Any]
-    secret: str
+    secret: str | None
     public: str = ""
-
-    @property
-    def id(self) -> str:
-        return str(self.row["instance_id"])
 
     @property
     def dataset(self) -> str:
@@ -106,8 +105,12 @@ class Task:
 class Author:
     """Writes an upstream, and rows of each format with a canary in each field that is a secret."""
 
-    def __init__(self, upstream: Upstream, base: str, later: str, secrets: Canaries) -> None:
-        self.upstream, self.base, self.later, self.secrets = upstream, base, later, secrets
+    def __init__(self, root: Path, secrets: Canaries) -> None:
+        self.upstream, self.secrets = Upstream(root / "o" / "r"), secrets
+        self.bugs = Upstream(root / "swesmith" / "o__r.1fd52536")
+        self.base = self.upstream.history(3)[1]
+        self.later = self.upstream.commit({"NEWS": secrets.plant("content after the base commit")})
+        secrets.plant_commit("environment setup commit", self.later)
 
     def fix(self, kind: str) -> Fix:
         git, plant = self.upstream.git, self.secrets.plant
@@ -127,17 +130,18 @@ class Author:
         patch, test_patch = (
             git("diff", self.base, gold, "--", place) + "\n" for place in ("src", "tests")
         )
-        failing, passing = (
-            [f"tests/test_{kind}.py::{plant(f'{kind}: {name}')}"]
-            for name in ("fail to pass", "pass to pass")
-        )
-        return Fix(kind, gold, source, patch, test_patch, failing, passing)
+        return Fix(kind, gold, source, patch, test_patch, *self.tests(kind))
+
+    def tests(self, kind: str) -> tuple[list[str], list[str]]:
+        words = [self.secrets.plant(f"{kind}: {name}") for name in ("fail to pass", "pass to pass")]
+        return [f"tests/test_it.py::{words[0]}"], [f"tests/test_it.py::{words[1]}"]
 
     def extras(self, kind: str, *names: str) -> dict[str, str]:
+        """Columns that are not read, and more of them."""
         names = (*names, "problem_statement", "hints_text", "unknown_column")
         return {name: self.secrets.plant(f"{kind}: {name}") for name in names}
 
-    def shared(self, fix: Fix, identity: str, *extras: str) -> dict[str, Any]:
+    def shared(self, fix: Fix, identity: str) -> dict[str, Any]:
         """The columns that most formats have."""
         return {
             "instance_id": identity,
@@ -148,24 +152,105 @@ class Author:
             "FAIL_TO_PASS": fix.failing,
             "PASS_TO_PASS": fix.passing,
             "created_at": "2021-01-01T00:00:00Z",
-            **self.extras(fix.kind, *extras),
+            "version": self.secrets.plant(f"{fix.kind}: version"),
+            **self.extras(fix.kind),
         }
 
     def classic(self, kind: str = "swe-bench") -> Task:
-        fix = self.fix(kind)
-        row = self.shared(fix, f"o__r-{kind}") | {"environment_setup_commit": self.later}
+        fix, identity = self.fix(kind), f"o__r-{kind}"
+        row = self.shared(fix, identity) | {"environment_setup_commit": self.later}
         row |= {name: json.dumps(row[name]) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
-        return Task(fix, row, self.later)
+        return Task(fix, identity, row, self.later)
 
     def rebench(self) -> Task:
         """Whose id ends in the commit that its environment is set up at."""
-        fix = self.fix("swe-rebench")
-        row = self.shared(fix, f"o__r-{self.later[:12]}", "install_config")
+        fix, identity = self.fix("swe-rebench"), f"o__r-{self.later[:12]}"
+        row = self.shared(fix, identity) | self.extras(fix.kind, "install_config", "image_name")
         row |= {"environment_setup_commit": self.later, "FAIL_TO_FAIL": fix.failing}
-        return Task(fix, row, self.later)
+        return Task(fix, identity, row, self.later)
+
+    def pro(self) -> Task:
+        fix = self.fix("swe-bench-pro")
+        identity = f"instance_o__r-{fix.gold}-vnan"
+        row = self.shared(fix, identity) | {
+            "before_repo_set_cmd": f"git reset --hard {self.base}\ngit clean -fd \n"
+            f"git checkout {self.base} \ngit checkout {fix.gold} -- tests/test_it.py",
+            "dockerhub_tag": f"o.r-o__r-{fix.gold}-vnan",
+            "selected_test_files_to_run": str(fix.failing),
+        }
+        for name in ("FAIL_TO_PASS", "PASS_TO_PASS"):
+            row[name.lower()] = str(row.pop(name))
+        return Task(fix, identity, row, fix.gold)
+
+    def live(self) -> Task:
+        fix, identity = self.fix("swe-bench-live"), "o__r-live"
+        urls = [f"https://github.com/o/r/commit/{fix.gold}"]
+        return Task(fix, identity, self.shared(fix, identity) | {"commit_urls": urls}, fix.gold)
+
+    def multi(self) -> Task:
+        fix = self.fix("multi-swe-bench")
+        row = {
+            "org": "o",
+            "repo": "r",
+            "number": 7,
+            "base": {"label": "o:main", "ref": "main", "sha": self.base},
+            "fix_patch": fix.patch,
+            "test_patch": fix.test_patch,
+            "fixed_tests": {key: {"run": "FAIL", "fix": "PASS"} for key in fix.failing},
+            "p2p_tests": {key: {"run": "PASS", "fix": "PASS"} for key in fix.passing},
+            **self.extras(fix.kind, "hints", "body"),
+        }
+        return Task(fix, "o__r-7", row, None)
+
+    def r2e(self) -> Task:
+        """Whose base commit is written as the parent of the gold commit."""
+        kind = "r2e-gym"
+        fix = replace(self.fix(kind), patch=None, test_patch=None, failing=[], passing=[])
+        parsed = {"old_commit_hash": f"{fix.gold}^", "new_commit_hash": fix.gold, "file_diffs": []}
+        row = {
+            "repo_name": "o/r",
+            "docker_image": f"namanjain12/r_final:{fix.gold}",
+            "commit_hash": fix.gold,
+            "parsed_commit_content": json.dumps(parsed | self.extras(kind)),
+            **self.extras(kind, "relevant_files", "execution_result_content"),
+        }
+        return Task(fix, f"o__r-{fix.gold}", row, fix.gold)
+
+    def nemo(self) -> Task:
+        """A row in a row."""
+        inner = self.classic("nemo-gym")
+        metadata = {"instance_dict": json.dumps(inner.row)} | self.extras("nemo-gym", "golden")
+        row = {"responses_create_params": {"input": [], "metadata": metadata}}
+        return Task(inner.fix, inner.id, row, inner.secret)
+
+    def sandbox(self) -> Task:
+        """Whose patch brings the bug in, so that the commit before its base is the answer."""
+        fix, _, bug = self.bug("swe-minisandbox")
+        row = self.bugged(fix, bug) | {"base_commit": bug, "python_version": "3.12"}
+        return Task(fix, bug, row, None)
+
+    def bug(self, kind: str) -> tuple[Fix, str, str]:
+        """A fix that is already there, and a branch with its bug: the branch, and its tip."""
+        branch, bugs = f"o__r.1fd52536.{kind}", self.bugs
+        source = f"value = '{self.secrets.plant(f'{kind}: patch')}'\n"
+        parent = bugs.commit({"src/mod0.py": source}, self.secrets.plant(f"{kind}: parent message"))
+        self.secrets.plant_commit(f"{kind}: parent commit", parent)
+        bugs.git("checkout", "--quiet", "-b", branch)
+        bug = bugs.commit({"src/mod0.py": "value = None\n"})
+        bugs.git("checkout", "--quiet", "main")
+        patch = bugs.git("diff", parent, bug) + "\n"
+        return Fix(kind, parent, source, patch, None, *self.tests(kind)), branch, bug
+
+    def bugged(self, fix: Fix, identity: str) -> dict[str, Any]:
+        row = self.shared(fix, identity) | {"repo": f"swesmith/{self.bugs.path.name}"}
+        del row["base_commit"], row["test_patch"]
+        return row | self.extras(fix.kind, "image_name")
 
 
-AUTHORS: tuple[Callable[[Author], Task], ...] = (Author.classic, Author.rebench)
+AUTHORS: tuple[Callable[[Author], Task], ...] = (
+    *(Author.classic, Author.rebench, Author.pro, Author.live, Author.multi, Author.nemo),
+    Author.sandbox,
+)
 
 
 # -- the world ----------------------------------------------------------------------------------------
@@ -176,11 +261,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     root = tmp_path_factory.mktemp("views")
     root.chmod(0o700)
     secrets = Canaries()
-    upstream = Upstream(root / "o" / "r")
-    commits = upstream.history(3)
-    later = upstream.commit({"NEWS": secrets.plant("content after the base commit")})
-    secrets.plant_commit("environment setup commit", later)
-    author = Author(upstream, commits[1], later, secrets)
+    author = Author(root, secrets)
     tasks = [write(author) for write in AUTHORS]
     with daemon(start=False, environment={"PATH": str(root / "bin")}) as made:
         made.write_config(
@@ -193,7 +274,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             for task in tasks:
                 _import(client, root, task.dataset, [task.row])
             _import_broken(client, root, made, author)
-            yield _use(World(made, upstream, secrets, tasks, {}, {}, {}), client)
+            yield _use(World(made, author, secrets, tasks, "", {}, {}, {}), client)
             for held in client.list_checkouts():
                 client.release_checkout(held.id)
 
@@ -244,12 +325,17 @@ def _use(world: World, client: Client) -> World:
         row = client.get_instance(task.id, view=View.GRADER)
         task.public = getattr(row, "public_id", None) or row.id
         grader = client.checkout(task.id, view=View.GRADER, owner=GRADER)
-        grader.apply("@patch")
-        grader.apply("@test_patch")
-        grader.restore(task.secret, "NEWS")
+        for named, patch in (("@patch", row.patch), ("@test_patch", row.test_patch)):
+            if patch:
+                grader.apply(named)
+        if task.secret:
+            grader.restore(task.secret, "NEWS")
         grader.receipt()
         grader.reset()
     first = world.tasks[0]
+    world.named = next(task.fix.gold for task in world.tasks if task.secret == task.fix.gold)
+    with client.checkout(f"o/r@{world.named}", view=View.GRADER) as held:
+        assert client.verify_receipt(held.receipt()).holds  # by a git of its own
     client.wait(client.start_audit())
     world.theirs = client.checkout(first.id, owner=AGENT).lease.to_json()
     asked = [("POST", "checkouts", {"instance": task.id}) for task in world.tasks]
@@ -265,7 +351,9 @@ def _use(world: World, client: Client) -> World:
             ("POST", f"checkouts/{mine['id']}/fork", {}),
             ("POST", f"checkouts/{mine['id']}/reset", {"to": "s"}),
         )
-    world.graded = client.grade(first.id, first.fix.patch.encode(), owner=GRADER).lease.to_json()
+    world.graded = client.grade(
+        first.id, str(first.fix.patch).encode(), owner=GRADER
+    ).lease.to_json()
     deadline = time.monotonic() + 30
     while any(each.state == "running" for each in client.list_operations()):
         assert time.monotonic() < deadline
@@ -279,7 +367,7 @@ def _use(world: World, client: Client) -> World:
 def requests(world: World) -> dict[tuple[str, str], list[tuple[str, object]]]:
     """What is asked of each route: everything that an agent might try."""
     ids = [identity for task in world.tasks for identity in (task.id, task.public)]
-    commits = [task.secret for task in world.tasks]
+    commits = [task.secret for task in world.tasks if task.secret]
     mine, held = world.mine, [world.mine["id"], world.theirs["id"], world.graded["id"]]
     spare = json.loads(world.ask(MEMBER, ("POST", "checkouts", {"instance": ids[0]}))[0][1])["id"]
     base = world.tasks[0].row["base_commit"]
@@ -388,7 +476,7 @@ def test_no_answer_tells_a_secret(world: World, uid: int) -> None:
         assert status < 500, (request, text)
         for task in world.tasks:
             for word in (task.id, task.secret):
-                if word in json.dumps(request):
+                if word and word in json.dumps(request):
                     text = text.replace(word, "")
         leaks |= {(*request[:2], name) for name in world.secrets.found_in(text)}
     assert sorted(leaks) == []
@@ -409,11 +497,25 @@ def test_no_file_tells_a_secret(world: World, uid: int) -> None:
 
 
 def test_no_line_of_the_log_tells_a_secret(world: World) -> None:
-    """But for those of imports: the log may be kept where more people read it than the journal."""
+    """But for those of imports, and of the commit that an administrator asked for by its id."""
     lines = [line for line in world.daemon.log_lines if line["event"] not in _QUOTING]
+    lines = [line for line in lines if line.get("commit") != world.named]
     assert {"checkout.made", "checkout.graded", "checkout.restored"} <= {x["event"] for x in lines}
     found = {(line["event"], *world.secrets.found_in(json.dumps(line))) for line in lines}
     assert {each for each in found if len(each) > 1} == set()
+
+
+def test_exec_covers_a_telling_id_in_its_arguments(world: World) -> None:
+    """The command can read those of its parent, as every user can."""
+    task = next(task for task in world.tasks if task.id != task.public)
+    words = ["--socket", str(world.daemon.socket), "exec", task.id, "--owner", str(AGENT), "--"]
+    script = "tr '\\0' ' ' </proc/$PPID/cmdline"
+    done = subprocess.run(
+        [*python(), "-m", "mirrord", *words, "sh", "-c", script],
+        capture_output=True, text=True, check=True, cwd="/",
+    )  # fmt: skip
+    assert f" exec {'*' * len(task.id)} --owner" in done.stdout
+    assert world.secrets.found_in(done.stdout) == set()
 
 
 # -- the grader ---------------------------------------------------------------------------------------
@@ -427,7 +529,8 @@ def test_the_grader_view_has_the_whole_row(world: World) -> None:
             assert (row.id, row.public_id) == (task.id, task.public)
             assert (row.patch, row.test_patch) == (task.fix.patch, task.fix.test_patch)
             assert (row.fail_to_pass, row.pass_to_pass) == (task.fix.failing, task.fix.passing)
-            assert task.secret in {each.commit for each in row.commits or []}
+            recorded = {each.commit for each in row.commits or []}
+            assert recorded == {str(row.base_commit), task.secret or str(row.base_commit)}
             agents = client.get_instance(task.id)
             assert (agents.id, agents.public_id) == (task.public, None)
             assert [each.commit for each in agents.commits or []] == [row.base_commit]
@@ -436,32 +539,61 @@ def test_the_grader_view_has_the_whole_row(world: World) -> None:
 def test_the_grader_restores_files_of_recorded_commits_without_their_objects(world: World) -> None:
     """By id and by role."""
     with Client(world.daemon.socket) as client:
-        for task in world.tasks:
+        for task, secret in ((each, each.secret) for each in world.tasks if each.secret):
             row = client.get_instance(task.id, view=View.GRADER)
             roles = {each.commit: each.role for each in row.commits or []}
             with client.checkout(task.id, view=View.GRADER) as grader:
                 tree = Path(grader.path)
-                wanted = git(world.upstream.path, "show", f"{task.secret}:NEWS")
-                for name in (task.secret, roles[CommitId(task.secret)]):
+                wanted = git(world.author.upstream.path, "show", f"{secret}:NEWS")
+                for name in (secret, roles[secret]):
                     assert grader.restore(name, "NEWS") == ["NEWS"]
                     assert (tree / "NEWS").read_text() == wanted
                     grader.reset()
                 objects = git(tree, "cat-file", "--batch-all-objects", "--batch-check")
-                assert task.secret not in objects
-                assert git(world.upstream.path, "rev-parse", f"{task.secret}:NEWS") not in objects
+                assert secret not in objects
+                assert git(world.author.upstream.path, "rev-parse", f"{secret}:NEWS") not in objects
 
 
 def test_the_fix_goes_on_and_off(world: World) -> None:
     """`@patch` is the fix whichever way the dataset's patch goes."""
     with Client(world.daemon.socket) as client:
-        for task in world.tasks:
+        for task in filter(lambda task: task.fix.patch, world.tasks):
             with client.checkout(task.id, view=View.GRADER) as grader:
                 source = Path(grader.path, "src/mod0.py")
                 before = source.read_text()
                 grader.apply("@patch")
                 assert source.read_text() == task.fix.source != before
-                grader.apply("@test_patch")
-                grader.apply("@test_patch", reverse=True)
+                if task.fix.test_patch:
+                    grader.apply("@test_patch")
+                    grader.apply("@test_patch", reverse=True)
                 grader.apply("@patch", reverse=True)
                 assert source.read_text() == before
                 assert grader.diff() == b""
+
+
+# -- how much of the past -------------------------------------------------------------------------------
+
+
+def test_agents_see_no_more_of_the_past_than_a_dataset_allows(world: World) -> None:
+    """By the instance or its base commit, at first or by a reset; whoever asks for the agent view."""
+    bugged = next(task for task in world.tasks if task.dataset == "swe-minisandbox")
+    with Client(world.daemon.socket) as client:
+        base = client.get_instance(bugged.id).base_commit
+        name = f"swesmith/{world.author.bugs.path.name}@"
+        for ask in (MEMBER, 0):
+            for identity in (bugged.id, f"{name}{base}"):
+                asked = [
+                    ("POST", "checkouts", {"instance": identity, "history": history})
+                    for history in (None, "squashed", "sealed")
+                ]
+                made = [(code, json.loads(text)) for code, text in world.ask(ask, *asked)]
+                assert [code for code, _ in made] == [201, 201, 403]
+                assert {each["history"] for _, each in made[:2]} == {"squashed"}
+                assert "its dataset allows squashed" in made[2][1]["detail"]
+                assert "ask for squashed" in made[2][1]["hint"]
+        sealed = client.checkout(f"{name}{bugged.fix.gold}")
+        with pytest.raises(AccessError, match="allows squashed"):
+            sealed.reset(bugged.id)
+        sealed.release()
+        with client.checkout(bugged.id, view=View.GRADER, history=History.SEALED) as grader:
+            assert git(Path(grader.path), "rev-parse", "HEAD~1") == bugged.fix.gold

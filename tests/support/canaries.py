@@ -21,37 +21,46 @@ from pathlib import Path
 _FILE_BYTES = 64 * 1024**2
 
 
+# name -> forms as latin-1 texts; the first one of a commit is its first digits
+Forms = dict[str, list[str]]
+
+
 class Canaries:
     """Planted secrets by name."""
 
     def __init__(self) -> None:
-        self.patterns: dict[str, list[str]] = {}
+        self.forms: Forms = {}
 
     def plant(self, name: str) -> str:
         """A new word, which occurs nowhere else."""
         digest = hashlib.sha256(name.encode()).digest()[:14]
         word = "zq" + base64.b32encode(digest).decode().lower().rstrip("=")
-        encoded = [base64.b64encode(b"\0" * shift + word.encode())[4:-4] for shift in range(3)]
-        forms = [word.encode(), word[::-1].encode(), *encoded]
-        self.patterns[name] = [re.escape(form).decode() for form in forms]
+        self.forms[name] = [word, word[::-1], *_in_base64(word)]
         return word
 
     def plant_commit(self, name: str, commit: str) -> None:
-        raw = "".join(f"\\x{byte:02x}" for byte in bytes.fromhex(commit)[:8])
-        forms = [f"(?i:(?<![0-9a-f]){commit[:7]})", raw, commit[::-1][:20]]
-        encoded = [base64.b64encode(b"\0" * shift + commit.encode())[4:-4] for shift in range(3)]
-        self.patterns[name] = [*forms, *(re.escape(form).decode() for form in encoded)]
+        raw = bytes.fromhex(commit)[:8].decode("latin-1")
+        self.forms[name] = [commit[:7], raw, commit[::-1][:20], *_in_base64(commit)]
 
     def found_in(self, content: bytes | str) -> set[str]:
-        return found_in(self.patterns, content.encode() if isinstance(content, str) else content)
+        return found_in(self.forms, content.encode() if isinstance(content, str) else content)
 
 
-def found_in(patterns: dict[str, list[str]], content: bytes) -> set[str]:
-    return {
-        name
-        for name, forms in patterns.items()
-        if any(re.search(form.encode(), content) for form in forms)
-    }
+def _in_base64(text: str) -> list[str]:
+    """As it is encoded at each offset, without what depends on its neighbours."""
+    shifted = (b"\0" * shift + text.encode() for shift in range(3))
+    return [base64.b64encode(each)[4:-4].decode() for each in shifted]
+
+
+def found_in(forms: Forms, content: bytes) -> set[str]:
+    lowered = content.lower()
+    found = set()
+    for name, each in forms.items():
+        first, *others = (form.encode("latin-1") for form in each)
+        starts_a_word = first in lowered and re.search(rb"(?<![0-9a-f])" + first, lowered)
+        if starts_a_word or any(form in content for form in others):
+            found.add(name)
+    return found
 
 
 def _contents(roots: list[str]) -> Iterator[tuple[str, bytes]]:
@@ -85,13 +94,13 @@ def _contents(roots: list[str]) -> Iterator[tuple[str, bytes]]:
                 yield f"objects of {directory}", done.stdout
 
 
-def _search(patterns: dict[str, list[str]], roots: list[str]) -> dict[str, list[str]]:
-    """Where which secret is found; `files` counts what was read."""
+def _search(forms: Forms, roots: list[str]) -> dict[str, object]:
+    """Where which secret is found, and all that was read."""
     found: dict[str, list[str]] = {}
     paths = []
     for place, content in _contents(roots):
         paths.append(place)
-        if names := found_in(patterns, content):
+        if names := found_in(forms, content):
             found[place] = sorted(names)
     return {"found": found, "read": paths}
 

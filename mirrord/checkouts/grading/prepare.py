@@ -25,7 +25,8 @@ from ...protocol import Steering
 from ..backend import ChangedPaths
 from ..files.manifest import blob_id
 from ..files.tree import conversions_for
-from ..patches.base import BaseFiles, Change
+from ..patches.base import BaseFiles
+from ..patches.change import Change
 from ..patches.collect import collect
 from ..patches.strategies import apply_patch
 from ..patches.worktree import PatchJob, open_worktree
@@ -34,7 +35,7 @@ from ..templates.layers import parents
 from .conditions import InstanceTests, Look, imports_of
 from .leftovers import find_leftovers
 from .rules import Rule, RuleBook
-from .steering import Policies, printable, sift
+from .steering import Policies, judge, printable
 
 _REMEMBERED = 16
 
@@ -99,14 +100,14 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
         look = Look(base, objects.read_blob, by_path, tests or InstanceTests(), job.file_bytes)
         book = _book(job.own_rules)
         left = find_leftovers(tree, changed, look, book) if tree else []
-        sifted = sift(look, book, job.policies, left)
-        written = [*sifted.changes, *look.tests.changes]
+        judged = judge(look, book, job.policies, left)
+        written = [*judged.changes, *look.tests.changes]
         files = _files(written, _conversions(objects, base, written))
         write_layer(job.layer, base.names_in, files)
     return Prepared(
         changed=len(changes),
-        dropped=[printable(path) for path in sifted.dropped],
-        steering=sifted.steering,
+        dropped=[printable(path) for path in judged.dropped],
+        steering=judged.steering,
         tests=[printable(change.path) for change in tests.changes] if tests else None,
         strategy=strategy,
         files=len(written),
