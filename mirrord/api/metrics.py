@@ -70,13 +70,13 @@ class Metrics:
     async def text(self, engine: Engine) -> bytes:
         """All metrics in Prometheus' text format."""
         registry = CollectorRegistry()
-        registry.register(_Snapshot(await engine.figures(), dict(engine.events.counts)))
+        registry.register(_Figures(await engine.figures(), dict(engine.events.counts)))
         return await anyio.to_thread.run_sync(
             lambda: generate_latest(self._registry) + generate_latest(registry)
         )
 
 
-class _Snapshot(Collector):
+class _Figures(Collector):
     def __init__(self, figures: dict[str, float], events: dict[str, int]) -> None:
         self._figures, self._events = figures, events
 

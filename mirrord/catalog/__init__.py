@@ -3,7 +3,7 @@
 from .catalog import Catalog
 from .datasets import EVERY
 from .schema import DatasetHead, InstanceRow, JudgementRow, MirrorRow, PinRow, RecordedRow
-from .spool import digest_of, spooled, unspooled
+from .spool import digest_of, roles_of, spooled, unspooled
 
 __all__ = [
     "EVERY",
@@ -15,6 +15,7 @@ __all__ = [
     "PinRow",
     "RecordedRow",
     "digest_of",
+    "roles_of",
     "spooled",
     "unspooled",
 ]

@@ -104,6 +104,8 @@ class Catalog:
     list_ambiguous = _reads(datasets.list_ambiguous)
     list_instance_ids = _reads(datasets.list_instance_ids)
     list_recorded = _reads(datasets.list_recorded)
+    list_unresolved = _reads(datasets.list_unresolved)
+    resolve_instances = _writes(spool.resolve_instances)
     find_base_commit = _reads(datasets.find_base_commit)
     find_history_limit = _reads(datasets.find_history_limit)
     instances_of = _reads(datasets.instances_of)
@@ -114,10 +116,15 @@ class Catalog:
     put_judgement = _writes(mirrors.put_judgement)
     list_judgements = _reads(mirrors.list_judgements)
 
-    async def replace_dataset(self, head: DatasetHead, rows: Path) -> DatasetChange:
-        """Replace the dataset by `head` and the spooled rows, in one transaction."""
+    async def replace_dataset(
+        self, head: DatasetHead, rows: Path, found: spool.Found | None = None
+    ) -> DatasetChange:
+        """Replace the dataset by `head` and the spooled rows, in one transaction.
+
+        `found` are the commits that the rows' revisions are at.
+        """
         async with self._writer:
-            return await self._run_long(spool.replace_dataset, self._place, head, rows)
+            return await self._run_long(spool.replace_dataset, self._place, head, rows, found)
 
     async def merge_dataset(self, head: DatasetHead, rows: Path) -> int | None:
         """Add the missing rows; answers how many, or None where another dataset has the name."""

@@ -17,19 +17,22 @@ from sqlalchemy import (
     exists,
     func,
     literal,
+    literal_column,
     or_,
     select,
+    union,
     update,
 )
 
 from ..errors import InstanceAmbiguousError
-from ..model import CommitId, CommitRole, Direction, History, MirrorName, shown
+from ..model import CommitId, CommitRole, DatasetName, Direction, History, MirrorName, shown
 from ..protocol import AmbiguousInstance, Dataset, DatasetSummary, RowFault, UnpinnedCommit
 from .schema import InstanceRow, RecordedRow, datasets, instances, mirrors, pins, recorded
 
 EVERY = "*"
 """Stands for every commit of a mirror in the reasons why commits have no pin."""
 
+_NO_BRANCH = "the mirror has no such branch; a sync that brings it pins its commit"
 _NOT_YET = "it has not been pinned yet; import the dataset again"
 _SHOWN = 10_000
 _LISTED = 100
@@ -40,6 +43,9 @@ _UNPINNED = ~exists().where(
     pins.c.owner == "dataset/" + datasets.c.name,
 )
 """The commit is recorded by a dataset that has no pin of it."""
+
+_UNRESOLVED = instances.c.base_commit == literal_column("''")  # as the partial index has it
+"""The mirror does not have the branch that holds the instance's base commit."""
 
 
 # -- datasets -------------------------------------------------------------------------------------
@@ -92,7 +98,10 @@ def put_refused(connection: Connection, name: str, key: str, refused: dict[str, 
 
 
 def _dataset(connection: Connection, row: RowMapping, limit: int) -> Dataset:
-    names = select(recorded.c.mirror_name).where(recorded.c.dataset_id == row["id"]).distinct()
+    names = union(
+        select(recorded.c.mirror_name).where(recorded.c.dataset_id == row["id"]),
+        select(instances.c.mirror_name).where(instances.c.dataset_id == row["id"], _UNRESOLVED),
+    )
     by_key = {name.lower(): name for name in connection.execute(names).scalars()}
     same = ("name", "format", "source", "sha256", "fault_count", "rules", "imported_at")
     return Dataset(
@@ -108,36 +117,58 @@ def _counts(connection: Connection, dataset_id: int) -> dict[str, Any]:
     commits = select(recorded.c.mirror_key, recorded.c.commit_id).distinct()
     mine = commits.where(recorded.c.dataset_id == dataset_id)
     known_by = recorded.c.dataset_id == datasets.c.id
+    waiting = select(instances.c.id).where(instances.c.dataset_id == dataset_id, _UNRESOLVED)
     queries = {
         "instance_count": select(instances.c.id).where(instances.c.dataset_id == dataset_id),
         "commit_count": mine,
         "unpinned_count": mine.join(datasets, known_by).where(_UNPINNED),
+        "waiting": waiting,
     }
-    return {
+    counts = {
         name: connection.execute(select(func.count()).select_from(query.subquery())).scalar_one()
         for name, query in queries.items()
     }
+    counts["unpinned_count"] += counts.pop("waiting")
+    return counts
 
 
 def _list_unpinned(connection: Connection, row: RowMapping, limit: int) -> list[UnpinnedCommit]:
     order = (recorded.c.mirror_key, recorded.c.commit_id)
     query = (
-        select(*order, recorded.c.mirror_name, recorded.c.instance_id)
+        select(*order, recorded.c.mirror_name, recorded.c.instance_id, recorded.c.role)
         .join(datasets, recorded.c.dataset_id == datasets.c.id)
         .where(recorded.c.dataset_id == row["id"], _UNPINNED)
         .order_by(*order)
     )
-    found: dict[tuple[str, str], tuple[str, set[str]]] = {}
-    for key, commit, name, instance in connection.execute(query):
+    found: dict[tuple[str, str], tuple[str, set[str], set[CommitRole]]] = {}
+    for key, commit, name, instance, role in connection.execute(query):
         if len(found) == limit and (key, commit) not in found:
             break
-        found.setdefault((key, commit), (name, set()))[1].add(instance)
+        _, ids, roles = found.setdefault((key, commit), (name, set(), set()))
+        ids.add(instance)
+        roles.add(CommitRole(role))
     unpinned = []
-    for (key, commit), (name, ids) in found.items():
+    for (key, commit), (name, ids, roles) in found.items():
         why = row["refused"].get(key, {})
-        reason = why.get(commit) or why.get(EVERY) or _NOT_YET
-        made = UnpinnedCommit(mirror=name, commit=commit, instances=sorted(ids), reason=reason)
-        unpinned.append(made)
+        unpinned.append(
+            UnpinnedCommit(
+                mirror=name,
+                commit=commit,
+                roles=sorted(roles),
+                instances=sorted(ids),
+                reason=why.get(commit) or why.get(EVERY) or _NOT_YET,
+            )
+        )
+    waiting = select(instances.c.mirror_name, instances.c.revision, instances.c.id)
+    mine = waiting.where(instances.c.dataset_id == row["id"], _UNRESOLVED)
+    for name, revision, identity in connection.execute(mine.limit(limit - len(unpinned))):
+        reason = row["refused"].get(name.lower(), {}).get(EVERY) or _NO_BRANCH
+        base = [CommitRole.BASE]
+        unpinned.append(
+            UnpinnedCommit(
+                mirror=name, commit=revision, roles=base, instances=[identity], reason=reason
+            )
+        )
     return unpinned
 
 
@@ -192,11 +223,15 @@ def list_ambiguous(connection: Connection, dataset: str) -> list[AmbiguousInstan
     return [AmbiguousInstance(id=identity, datasets=names) for identity, names in found.items()]
 
 
-def iter_instances(connection: Connection, dataset: str, key: str) -> Iterator[InstanceRow]:
-    """The instances of a dataset that name one mirror, by id."""
+def iter_instances(
+    connection: Connection, dataset: str, key: str, *, unresolved: bool = False
+) -> Iterator[InstanceRow]:
+    """The instances of a dataset that name one mirror, by id; or those without a base commit."""
     query = _select_instances().where(
         datasets.c.name == dataset, func.lower(instances.c.mirror_name) == key.lower()
     )
+    if unresolved:
+        query = query.where(_UNRESOLVED)
     for row in connection.execute(query.order_by(instances.c.id)).mappings().yield_per(_LISTED):
         yield _instance_row(connection, row)
 
@@ -278,6 +313,23 @@ def list_recorded(
         )
         for row in connection.execute(query.order_by(*order)).mappings()
     ]
+
+
+def list_unresolved(
+    connection: Connection, key: str, dataset: str | None = None
+) -> dict[DatasetName, set[str]]:
+    """By dataset, the revisions of one mirror that it did not have yet."""
+    query = (
+        select(datasets.c.name, instances.c.revision)
+        .join(datasets, datasets.c.id == instances.c.dataset_id)
+        .where(_UNRESOLVED, func.lower(instances.c.mirror_name) == key.lower())
+    )
+    if dataset is not None:
+        query = query.where(datasets.c.name == dataset)
+    found: dict[DatasetName, set[str]] = {}
+    for name, revision in connection.execute(query):
+        found.setdefault(DatasetName(name), set()).add(revision)
+    return found
 
 
 def find_base_commit(connection: Connection, key: str, digits: str) -> CommitId | None:

@@ -6,7 +6,7 @@ any moment rolls the transaction back: the old dataset stays whole. Unchanged ro
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -14,13 +14,14 @@ from pathlib import Path
 
 from sqlalchemy import Connection, delete, insert, select, update
 
-from ..model import CommitRole, Direction, History, MirrorName, parse_commit
+from ..model import CommitId, CommitRole, Direction, History, MirrorName, parse_commit
 from ..protocol import DatasetChange
 from .database import Database
 from .datasets import iter_instances
 from .mirrors import in_batches
 from .schema import DatasetHead, InstanceRow, datasets, instances, recorded
 
+Found = Mapping[str, Mapping[str, CommitId]]  # by mirror key: what revisions are at
 Spooled = tuple[bytes, InstanceRow]  # the hash of a line, and its row
 
 
@@ -123,15 +124,51 @@ def merge_dataset(place: str, head: DatasetHead, spool: Path) -> int | None:
         return count
 
 
-def replace_dataset(place: str, head: DatasetHead, spool: Path) -> DatasetChange:
-    """Replace the dataset, if any, by `head` and the spooled rows."""
+def roles_of(revision: str) -> tuple[CommitRole, ...]:
+    """The roles of a commit that a row names by a revision."""
+    is_parent = revision.endswith("^")
+    return (CommitRole.BASE,) if is_parent else (CommitRole.BASE, CommitRole.BUG)
+
+
+def _resolved(row: InstanceRow, found: Found) -> InstanceRow:
+    """The row with the base commit that its revision is at, where that was found."""
+    base = found.get(row.mirror.key, {}).get(row.revision or "")
+    if base is None or row.base_commit is not None:
+        return row
+    commits = (*((base, role) for role in roles_of(row.revision or "")), *row.commits)
+    return replace(row, base_commit=base, commits=tuple(dict.fromkeys(commits)))
+
+
+def resolve_instances(
+    connection: Connection, dataset: str, key: str, found: Mapping[str, CommitId]
+) -> int:
+    """Give instances of one mirror the base commits of their revisions; answers how many."""
+    waiting = iter_instances(connection, dataset, key, unresolved=True)
+    rows = [_resolved(row, {key: found}) for row in waiting if row.revision in found]
+    dataset_id = connection.execute(
+        select(datasets.c.id).where(datasets.c.name == dataset)
+    ).scalar_one_or_none()
+    if dataset_id is None:
+        return 0
+    _delete_instances(connection, dataset_id, [row.id for row in rows])
+    _insert_instances(connection, dataset_id, [(digest_of(spooled(row)), row) for row in rows])
+    return len(rows)
+
+
+def replace_dataset(
+    place: str, head: DatasetHead, spool: Path, found: Found | None = None
+) -> DatasetChange:
+    """Replace the dataset, if any, by `head` and the spooled rows.
+
+    `found` are the commits that the rows' revisions are at.
+    """
     change, unchanged = DatasetChange(), 0
     with _writing(place) as connection:
         dataset_id = _put_head(connection, head)
         digests = select(instances.c.id, instances.c.digest)
         mine = digests.where(instances.c.dataset_id == dataset_id)
         old = {identity: bytes(digest) for identity, digest in connection.execute(mine)}
-        for batch in _iter_batches(spool):
+        for batch in _iter_batches(spool, found):
             fresh = [(digest, row) for digest, row in batch if old.get(row.id) != digest]
             unchanged += len(batch) - len(fresh)
             changed = [row.id for _, row in fresh if row.id in old]
@@ -167,12 +204,15 @@ def _put_head(connection: Connection, head: DatasetHead) -> int:
     return int(found)
 
 
-def _iter_batches(spool: Path) -> Iterator[list[Spooled]]:
+def _iter_batches(spool: Path, found: Found | None = None) -> Iterator[list[Spooled]]:
     batch: list[Spooled] = []
     size = 0
     with spool.open("rb") as lines:
         for line in lines:
-            batch.append((digest_of(line), unspooled(line)))
+            row = unspooled(line)
+            if (full := _resolved(row, found or {})) is not row:
+                row, line = full, spooled(full)
+            batch.append((digest_of(line), row))
             size += len(line)
             if size >= 4 * 1024**2 or len(batch) >= 500:
                 yield batch

@@ -4,7 +4,7 @@ from typing import Any
 
 from .. import protocol
 from ..model import Bind
-from .leases import Lease, Snapshot
+from .leases import Lease, SavedState
 
 _SHOWN = (
     *("id", "commit", "tree", "instance", "history", "view", "backend"),
@@ -22,12 +22,12 @@ def members(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def copied(snapshot: Snapshot) -> protocol.Copied:
+def copied(snapshot: SavedState) -> protocol.Copied:
     names = ("taken_at", "files", "size_bytes", "left_out", "git")
     return protocol.Copied(**{name: getattr(snapshot, name) for name in names})
 
 
-def shown_snapshot(lease: Lease, snapshot: Snapshot) -> protocol.Snapshot:
+def shown_snapshot(lease: Lease, snapshot: SavedState) -> protocol.Snapshot:
     return protocol.Snapshot(
         name=snapshot.name,
         checkout=lease.id,

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ..errors import SnapshotExistsError, SnapshotNotFoundError, TooManySnapshotsError
 from ..model import CheckoutId, LayerId, shown
-from .leases import Lease, Leases, Snapshot
+from .leases import Lease, Leases, SavedState
 from .lifecycle import Lifecycle
 from .snapshots.layers import Layers
 
@@ -28,7 +28,7 @@ class Forks:
         self._latest: dict[CheckoutId, LayerId] = {}  # what was copied last of a checkout
 
     @asynccontextmanager
-    async def source(self, lease: Lease, name: str | None) -> AsyncIterator[Snapshot]:
+    async def source(self, lease: Lease, name: str | None) -> AsyncIterator[SavedState]:
         """What a fork is made of: a snapshot, or the tree as it is. Its layer is removed at the end
         unless a lease refers to it by then.
         """
@@ -43,7 +43,7 @@ class Forks:
             if len(self._latest) >= _LATEST_MAX:
                 self._latest.clear()
             self._latest[lease.id] = layer
-            yield Snapshot(
+            yield SavedState(
                 name="",
                 layer=layer,
                 commit=lease.commit,
@@ -57,7 +57,7 @@ class Forks:
                 git=taken.git,
             )
 
-    async def make(self, lease: Lease, name: str | None) -> Snapshot:
+    async def make(self, lease: Lease, name: str | None) -> SavedState:
         """Keep the tree as it is under a name, by default a new one."""
         names = {snapshot.name for snapshot in lease.snapshots}
         if name in names:
@@ -77,7 +77,7 @@ class Forks:
             self._leases.save(replace(lease, snapshots=(*lease.snapshots, made)))
         return made
 
-    def get(self, lease: Lease, name: str) -> Snapshot:
+    def get(self, lease: Lease, name: str) -> SavedState:
         for snapshot in lease.snapshots:
             if snapshot.name == name:
                 return snapshot

@@ -53,7 +53,7 @@ class Directories(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class SavedState:
     """A kept state of a checkout: a layer over the commit that the checkout had, with what the
     copy was made of (`backend.Taken`).
     """
@@ -117,7 +117,7 @@ class Lease:
     reset_at: datetime | None = None
     layer: LayerId | None = None
     parent: CheckoutId | None = None
-    snapshots: tuple[Snapshot, ...] = ()
+    snapshots: tuple[SavedState, ...] = ()
     graded: Graded | None = None
     state: LeaseState = LeaseState.LIVE
 
@@ -324,7 +324,7 @@ def _replace(path: str) -> None:
         raise
 
 
-def _facts_of(part: Snapshot | Graded) -> dict[str, Any]:
+def _facts_of(part: SavedState | Graded) -> dict[str, Any]:
     return {each.name: getattr(part, each.name) for each in fields(part)}
 
 
@@ -345,7 +345,7 @@ def _read(directories: Directories, state: LeaseState) -> Lease | None:
             parent=facts.get("parent"),
             graded=_read_graded(facts.get("graded")),
             snapshots=tuple(
-                Snapshot(**{**each, "taken_at": datetime.fromisoformat(each["taken_at"])})
+                SavedState(**{**each, "taken_at": datetime.fromisoformat(each["taken_at"])})
                 for each in facts.get("snapshots", ())
             ),
             history=History(facts["history"]),

@@ -103,13 +103,15 @@ def _complaints(result: dict[str, Any]) -> Iterator[str]:
         yield f"{instance['id']}: {other}; check it out with --dataset"
     if unseen := result.get("ambiguous_count", 0) - len(result.get("ambiguous") or []):
         yield f"{unseen} more instances are recorded differently by other datasets"
-    by_reason: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    by_reason: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for commit in dataset.get("unpinned") or []:
-        by_reason.setdefault((commit["mirror"], commit["reason"]), []).append(commit)
-    for (mirror, reason), commits in by_reason.items():
+        roles = ", ".join(commit["roles"])
+        by_reason.setdefault((commit["mirror"], commit["reason"], roles), []).append(commit)
+    for (mirror, reason, roles), commits in by_reason.items():
         which = commits[0]["commit"] if len(commits) == 1 else f"{len(commits)} commits"
         instances = _ids([each for commit in commits for each in commit["instances"]])
-        yield f"{mirror}: cannot pin {which} of {instances}: {reason}"
+        servable = "" if "base" in roles else "; checkouts do not need it"
+        yield f"{mirror}: cannot pin {which} ({roles}) of {instances}: {reason}{servable}"
 
 
 def list_all(session: Session) -> None:
@@ -141,8 +143,11 @@ def _described(dataset: Dataset) -> Iterator[str]:
     if dataset.unpinned:
         yield ""
         lacking = dataset.unpinned
-        rows = [(u.mirror, short(u.commit), _ids(u.instances), u.reason) for u in lacking]
-        yield from table(("MIRROR", "UNPINNED", "INSTANCES", "REASON"), rows)
+        rows = [
+            (u.mirror, short(u.commit), ", ".join(u.roles), _ids(u.instances), u.reason)
+            for u in lacking
+        ]
+        yield from table(("MIRROR", "UNPINNED", "ROLES", "INSTANCES", "REASON"), rows)
 
 
 def _ids(instances: list[str]) -> str:

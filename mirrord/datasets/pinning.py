@@ -9,10 +9,11 @@ import json
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 
-from ..catalog import EVERY, PinRow
+from ..catalog import EVERY, PinRow, roles_of
 from ..errors import MirrordError, StoppingError
 from ..host.files import sync_directory
 from ..mirrors.quarantine import SPOOL_PREFIX
@@ -22,8 +23,16 @@ from ..model import CommitId, DatasetName, MirrorName
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
 
-Refused = dict[CommitId, str]
-"""Why commits of one mirror have no pin."""
+
+class Outcome(NamedTuple):
+    """What became of one mirror's commits.
+
+    `refused` says why some have no pin (`*`: all of them); `found` are the commits that revisions
+    are at.
+    """
+
+    refused: dict[str, str]
+    found: dict[str, CommitId]
 
 
 def owner_of(dataset: str) -> str:
@@ -31,28 +40,21 @@ def owner_of(dataset: str) -> str:
     return f"dataset/{dataset}"
 
 
-def in_short(refused: Refused, commits: Collection[CommitId]) -> dict[str, str]:
-    """Reasons by commit; one under `*` when all commits share it, as when their mirror failed."""
-    reasons = set(refused.values())
-    if len(reasons) == 1 and len(refused) == len(commits) > 1:
-        return {EVERY: reasons.pop()}
-    return {str(commit): reason for commit, reason in refused.items()}
-
-
 async def pin_all(
     mirrors: Mirrors,
     dataset: DatasetName,
     names: Mapping[str, MirrorName],
     commits: Mapping[str, Mapping[CommitId, str]],
+    revisions: Mapping[str, Collection[str]],
     sink: ProgressSink | None,
-) -> dict[str, Refused]:
-    """Pin every commit possible; answers the others by mirror key.
+) -> dict[str, Outcome]:
+    """Pin every commit possible, by mirror key; also those that revisions are at.
 
     `commits` have their pin's reason. Progress counts commits; its note is the last mirror's.
     """
-    total, done = sum(map(len, commits.values())), 0
+    total, done = sum(map(len, (*commits.values(), *revisions.values()))), 0
     slots = anyio.Semaphore(mirrors.settings().sync.concurrency)
-    refused: dict[str, Refused] = {}
+    outcomes: dict[str, Outcome] = {}
 
     def report(note: str) -> None:
         if sink:
@@ -60,7 +62,7 @@ async def pin_all(
 
     async def pin_mirror(key: str) -> None:
         nonlocal done
-        name = names[key]
+        name, wanted = names[key], (commits.get(key, {}), revisions.get(key, ()))
 
         def pass_on(step: Progress) -> None:
             of_total = f"/{step.total}" if step.total else ""
@@ -68,23 +70,23 @@ async def pin_all(
 
         async with slots:
             try:
-                refused[key] = await _pin(mirrors, dataset, name, commits[key], pass_on)
+                outcomes[key] = await _pin(mirrors, dataset, name, *wanted, pass_on)
             except StoppingError:
                 raise
             except MirrordError as error:
                 facts = {"code": error.code, "detail": error.message}
                 log.warning("dataset.mirror_failed", dataset=dataset, mirror=str(name), **facts)
-                refused[key] = dict.fromkeys(commits[key], error.message)
-        done += len(commits[key])
+                outcomes[key] = Outcome({EVERY: error.message}, {})
+        done += sum(map(len, wanted))
         report(name.repo)
 
     try:
         async with anyio.create_task_group() as tasks:
-            for key in commits:
+            for key in names:
                 tasks.start_soon(pin_mirror, key)
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from group
-    return {key: reasons for key, reasons in refused.items() if reasons}
+    return outcomes
 
 
 async def _pin(
@@ -92,25 +94,38 @@ async def _pin(
     dataset: DatasetName,
     name: MirrorName,
     commits: Mapping[CommitId, str],
+    revisions: Collection[str],
     sink: ProgressSink,
-) -> Refused:
+) -> Outcome:
     row = await mirrors.catalog.find_mirror(name.key) or await mirrors.add(name.repo)
     is_new = row.synced_at is None
     if is_new:
         await mirrors.sync(row.name, sink)
     refused = await mirrors.ensure_commits(row.name, list(commits), sink)
-    if refused and not is_new:  # upstream may serve by its refs what it does not serve by id
+    found = await mirrors.resolve_revisions(row.name, revisions)
+    # upstream may serve by its refs what it does not serve by id
+    if not is_new and (refused or len(found) < len(revisions)):
         with suppress(MirrordError):
             await mirrors.sync(row.name, sink)
             refused = await mirrors.ensure_commits(row.name, list(refused), sink)
-    by_reason: dict[str, list[CommitId]] = {}
-    for commit, reason in commits.items():
+            found = await mirrors.resolve_revisions(row.name, revisions)
+    by_reason: dict[str, set[CommitId]] = {}
+    roles_found = {found[each]: ", ".join(sorted(roles_of(each))) for each in found}
+    for commit, reason in (roles_found | {**commits}).items():
         if commit not in refused:
-            by_reason.setdefault(reason, []).append(commit)
+            by_reason.setdefault(reason, set()).add(commit)
     for reason, group in sorted(by_reason.items()):
         owner = owner_of(dataset)
         refused |= await mirrors.pin(row.name, group, owner=owner, reason=reason)
-    return refused
+    return Outcome(_in_short(refused, len(commits) + len(revisions)), found)
+
+
+def _in_short(refused: Mapping[CommitId, str], count: int) -> dict[str, str]:
+    """Reasons by commit; one under `*` when all commits share it, as when upstream is away."""
+    reasons = set(refused.values())
+    if len(reasons) == 1 and len(refused) == count > 1:
+        return {EVERY: reasons.pop()}
+    return {str(commit): reason for commit, reason in refused.items()}
 
 
 async def unpin(mirrors: Mirrors, rows: Collection[PinRow]) -> bool:

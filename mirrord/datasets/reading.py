@@ -30,8 +30,8 @@ _NO_OBJECT = "it is not an object"
 
 @dataclass(slots=True)
 class ReadResult:
-    """The content of a file. `commits` are the distinct commits by mirror key, each with its roles
-    as the reason of its pin."""
+    """The content of a file. By mirror key: the distinct `commits`, each with its roles as the
+    reason of its pin, and the `revisions` that stand for base commits."""
 
     format: str
     sha256: str = ""
@@ -41,6 +41,7 @@ class ReadResult:
     rules: dict[str, int] = field(default_factory=dict)
     names: dict[str, MirrorName] = field(default_factory=dict)
     commits: dict[str, dict[CommitId, str]] = field(default_factory=dict)
+    revisions: dict[str, set[str]] = field(default_factory=dict)
 
 
 def read_dataset(
@@ -119,6 +120,8 @@ def _normalise_rows(
         commits = roles.setdefault(row.mirror.key, {})
         for commit, role in row.commits:
             commits.setdefault(commit, set()).add(str(role))
+        if row.revision is not None:
+            result.revisions.setdefault(row.mirror.key, set()).add(row.revision)
         out.write(line)
     result.rules = dict(sorted(rules.items()))
     result.commits = {

@@ -18,7 +18,7 @@ from typing import Any
 import anyio
 
 from .. import errors
-from ..catalog import DatasetHead, InstanceRow, PinRow
+from ..catalog import EVERY, DatasetHead, InstanceRow, PinRow
 from ..mirrors.pins import ADOPTED
 from ..mirrors.quarantine import SPOOL_PREFIX
 from ..mirrors.service import Mirrors
@@ -36,7 +36,6 @@ from ..telemetry import log
 from .fields import Columns
 from .pinning import (
     PinKeys,
-    in_short,
     owner_of,
     pin_all,
     pin_key,
@@ -188,7 +187,8 @@ class Datasets:
         before = frozenset(map(pin_key, await self._catalog.list_pins(owner=owner)))
         await anyio.to_thread.run_sync(write_journal, spool.parent, owner, before)
         try:
-            refused = await pin_all(self._mirrors, dataset, read.names, read.commits, progress)
+            wanted = (read.names, read.commits, read.revisions)
+            outcomes = await pin_all(self._mirrors, dataset, *wanted, progress)
             head = DatasetHead(
                 name=dataset,
                 format=read.format,
@@ -198,9 +198,10 @@ class Datasets:
                 fault_count=read.fault_count,
                 faults=read.faults,
                 rules=read.rules,
-                refused={key: in_short(why, read.commits[key]) for key, why in refused.items()},
+                refused={key: its.refused for key, its in outcomes.items() if its.refused},
             )
-            change = await self._catalog.replace_dataset(head, spool)
+            found = {key: its.found for key, its in outcomes.items()}
+            change = await self._catalog.replace_dataset(head, spool, found)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self._remove_stale_pins(owner, but=before)
@@ -211,9 +212,8 @@ class Datasets:
         ambiguous = await self._catalog.list_ambiguous(dataset)
         counts = {kind: len(getattr(change, kind)) for kind in ("added", "changed", "removed")}
         counts |= {"faults": read.fault_count, "ambiguous": len(ambiguous)}
-        unpinned = sum(map(len, refused.values()))
-        self._changed("dataset.imported", dataset, **counts, unpinned=unpinned)
         taken = await self.get(dataset)
+        self._changed("dataset.imported", dataset, **counts, unpinned=taken.unpinned_count)
         return {
             "dataset": taken.to_json(),
             "change": change.to_json(),
@@ -222,27 +222,29 @@ class Datasets:
         }
 
     async def repin(self, name: MirrorName) -> int:
-        """Retry what a mirror refused to pin, for all datasets, as after a sync.
+        """Retry what a mirror refused to pin or lacked the branch of, as after a sync.
 
-        Answers how many are pinned now.
+        For all datasets; answers how many commits are pinned now.
         """
-        rows = await self._catalog.list_recorded(name.key, unpinned=True)
-        pinned = 0
-        for dataset in sorted({DatasetName(row.dataset) for row in rows}):
+        key, pinned = name.key, 0
+        rows = await self._catalog.list_recorded(key, unpinned=True)
+        waiting = await self._catalog.list_unresolved(key)
+        for dataset in sorted({*(DatasetName(row.dataset) for row in rows), *waiting}):
             async with self._lock(owner_of(dataset)):
                 # read again: an import or a removal may have ended before the lock was free
                 roles: dict[CommitId, set[str]] = {}
-                for row in await self._catalog.list_recorded(name.key, dataset, unpinned=True):
+                for row in await self._catalog.list_recorded(key, dataset, unpinned=True):
                     roles.setdefault(row.commit, set()).add(str(row.role))
-                if not roles:
-                    continue
+                waiting = await self._catalog.list_unresolved(key, dataset)
                 reasons = {commit: ", ".join(sorted(words)) for commit, words in roles.items()}
-                refused = await pin_all(
-                    self._mirrors, dataset, {name.key: name}, {name.key: reasons}, None
-                )
-                still = {str(commit): why for commit, why in refused.get(name.key, {}).items()}
-                await self._catalog.put_refused(dataset, name.key, still)
-                pinned += len(roles) - len(still)
+                wanted = ({key: name}, {key: reasons}, {key: waiting.get(dataset, ())})
+                refused, found = (await pin_all(self._mirrors, dataset, *wanted, None))[key]
+                await self._catalog.put_refused(dataset, key, refused)
+                pinned += 0 if EVERY in refused else len(roles) + len(found) - len(refused)
+                if found:
+                    count = await self._catalog.resolve_instances(dataset, key, found)
+                    self._forget()
+                    self._changed("dataset.resolved", dataset, instances=count)
         return pinned
 
     def rows_changed(self, names: Iterable[str]) -> None:

@@ -25,7 +25,7 @@ _ESCAPE = re.compile(rb"\\(?:([0-7]{3})|(.))")
 _ESCAPED = dict(zip(b'abfnrtv\\"', b'\a\b\f\n\r\t\v\\"', strict=True))
 
 
-class _Rule(NamedTuple):
+class _Line(NamedTuple):
     pattern: Pattern
     states: _States
 
@@ -38,7 +38,7 @@ class Attributes:
 
     def __init__(self, read: Callable[[bytes], bytes | None]) -> None:
         self._read = read
-        self._files: dict[bytes, list[tuple[bytes, list[_Rule]]]] = {}
+        self._files: dict[bytes, list[tuple[bytes, list[_Line]]]] = {}
         self._macros: dict[str, _States] = {
             "binary": [("diff", False), ("merge", False), ("text", False)]
         }
@@ -55,7 +55,7 @@ class Attributes:
                     self._fill(found, states)
         return found
 
-    def _files_for(self, directory: bytes) -> list[tuple[bytes, list[_Rule]]]:
+    def _files_for(self, directory: bytes) -> list[tuple[bytes, list[_Line]]]:
         """The files that speak of names in a directory, the nearest first, each with its base."""
         if (found := self._files.get(directory)) is None:
             found = self._files_for(directory.rpartition(b"/")[0]) if directory else []
@@ -76,9 +76,9 @@ class Attributes:
 
 
 @lru_cache(maxsize=64)
-def _parse(content: bytes) -> tuple[list[_Rule], dict[str, _States]]:
+def _parse(content: bytes) -> tuple[list[_Line], dict[str, _States]]:
     """The rules and macros of a file, the last line first."""
-    rules: list[_Rule] = []
+    rules: list[_Line] = []
     macros: dict[str, _States] = {}
     for line in reversed(content.removeprefix(_BOM).split(b"\n")):
         line = line.removesuffix(b"\r").partition(b"\0")[0]
@@ -101,7 +101,7 @@ def _parse(content: bytes) -> tuple[list[_Rule], dict[str, _States]]:
             if _NAME.fullmatch(name):
                 macros.setdefault(name.decode(), states)
         elif not (pattern := parse_pattern(name)).negative:
-            rules.append(_Rule(pattern, states))
+            rules.append(_Line(pattern, states))
     return rules, macros
 
 

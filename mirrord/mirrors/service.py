@@ -16,6 +16,7 @@ from anyio import to_thread
 
 from ..catalog import MirrorRow
 from ..errors import AccessError, CommitNotFoundError, MirrordError, UpstreamError
+from ..git.batch import object_info
 from ..git.errors import masked_url
 from ..git.objects.commits import resolve
 from ..git.turns import Coalescer, SharedWork
@@ -154,6 +155,21 @@ class Mirrors(Inventory):
         row = await self._synced(name)
         timeout = timedelta(seconds=30)
         return await self.workers.run(resolve, self.path(row.name), commitish, timeout=timeout)
+
+    async def resolve_revisions(
+        self, name: MirrorName, revisions: Collection[str]
+    ) -> dict[str, CommitId]:
+        """The commits that branches, or expressions `SHA^`, are at; leaves out what is missing."""
+        names = {
+            each if each.endswith("^") else f"refs/heads/{each}^{{commit}}": each
+            for each in revisions
+        }
+        if not names:
+            return {}
+        doing = f"look up branches of mirror {name}"
+        git, path = self.git, self.path((await self._synced(name)).name)
+        found = await object_info(git, path, names, doing=doing)
+        return {names[f.name]: CommitId(f.oid) for f in found if f.kind == "commit"}
 
     async def resolve_public(self, name: MirrorName, commitish: str) -> Resolved:
         """The commit of a name that is not ours, where a ref that follows upstream reaches it.

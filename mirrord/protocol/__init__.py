@@ -133,10 +133,15 @@ class RowFault(Answer):
 
 
 class UnpinnedCommit(Answer):
-    """A recorded commit without a pin, and why."""
+    """A recorded commit without a pin, and why.
+
+    `commit` is a branch where the mirror lacks the one that holds a base commit. Instances of which
+    only commits of other `roles` than `base` are missing can be checked out.
+    """
 
     mirror: str
     commit: str
+    roles: list[model.CommitRole] = []
     instances: list[str]
     reason: str
 

@@ -29,7 +29,7 @@ from mirrord.errors import (
     ResourceError,
 )
 from mirrord.git.workers import Workers
-from mirrord.model import CommitId, CommitRole, Direction, utc_now
+from mirrord.model import CommitId, CommitRole, Direction, MirrorName, utc_now
 from mirrord.protocol import Progress
 
 pytestmark = pytest.mark.slow
@@ -260,6 +260,106 @@ def test_what_upstream_gets_later_is_pinned_after_a_sync(
         await house.mirrors.sync(NAME)
         assert await house.datasets.repin(NAME) == 1
         assert (await house.datasets.get("lite")).unpinned == []
+
+    house.run(body)
+
+
+def smith(identity: str) -> dict[str, Any]:
+    return {"instance_id": identity, "repo": "swesmith/owner__name.12345678", "patch": "diff"}
+
+
+def test_a_row_that_names_a_branch_gets_its_commit_once_the_mirror_has_it(
+    house: Builder, make_upstream: Callable[..., Upstream]
+) -> None:
+    upstream = make_upstream("swesmith+owner__name.12345678")
+    upstream.commit({"a": "1"})
+    tips = {}
+    for name in ("bug.1", "bug.2"):
+        upstream.git("checkout", "--quiet", "-b", name, "main")
+        tips[name] = upstream.commit({"a": name})
+
+    async def body(house: House) -> None:
+        rows = [smith("bug.1"), smith("bug.2"), smith("bug.3")]
+        dataset = await house.take(rows)
+        assert (dataset["instance_count"], dataset["commit_count"]) == (3, 2)
+        assert (dataset["unpinned_count"], dataset["mirrors"]) == (
+            1,
+            ["swesmith__owner__name.12345678"],
+        )
+        [missing] = dataset["unpinned"]
+        assert (missing["commit"], missing["roles"]) == ("bug.3", ["base"])
+        assert "no such branch" in missing["reason"]
+        found = await house.catalog.find_instance("bug.2")
+        assert found is not None
+        assert (found.base_commit, found.direction) == (tips["bug.2"], Direction.REVERSE)
+        assert {role for _, role in found.commits} == {CommitRole.BASE, CommitRole.BUG}
+        name = found.mirror
+        assert house.refs(name) == {f"dataset/lite/{tip}" for tip in tips.values()}
+        again = await house.take(rows)
+        assert again["change"]["unchanged_count"] == 3
+        assert await house.datasets.repin(name) == 0
+
+        upstream.git("checkout", "--quiet", "-b", "bug.3", "main")
+        tips["bug.3"] = upstream.commit({"a": "3"})
+        upstream.git("checkout", "--quiet", "bug.1")
+        tips["bug.1"] = upstream.commit({"a": "moved"})
+        assert (await house.datasets.find_instance("bug.3")) is not None
+        await house.mirrors.sync(name)
+        assert await house.datasets.repin(name) == 1
+        row = await house.datasets.find_instance("bug.3")
+        assert row is not None
+        assert row.base_commit == tips["bug.3"]
+        assert (await house.datasets.get("lite")).unpinned_count == 0
+        assert house.events.counts["dataset.resolved"] == 1
+        again = await house.take(rows)
+        assert (again["change"]["changed"], again["unpinned"]) == (["bug.1"], [])
+        assert house.refs(name) == {f"dataset/lite/{tip}" for tip in tips.values()}
+
+    house.run(body)
+
+
+def test_a_row_may_start_at_the_parent_of_its_gold_commit(
+    house: Builder, upstream: Upstream
+) -> None:
+    base, gold = upstream.history(2)
+
+    async def body(house: House) -> None:
+        parent: dict[str, Any] = {"instance_id": "a", "repo": "owner/name", "revision": f"{gold}^"}
+        parent |= {"gold_commits": [gold], "base_commit": ""}
+        await house.take([parent])
+        found = await house.catalog.find_instance("a")
+        assert found is not None
+        assert set(found.commits) == {(base, CommitRole.BASE), (gold, CommitRole.GOLD)}
+        assert house.refs() == {f"dataset/lite/{base}", f"dataset/lite/{gold}"}
+
+    house.run(body)
+
+
+def test_a_gold_commit_that_nobody_has_keeps_no_instance_from_being_served(
+    house: Builder, upstream: Upstream
+) -> None:
+    base = upstream.commit({"a": "1"})
+
+    async def body(house: House) -> None:
+        dataset = await house.take([row("a", base, gold_commits=f"see commit/{ABSENT}")])
+        [missing] = dataset["unpinned"]
+        assert (missing["commit"], missing["roles"]) == (ABSENT, ["gold"])
+        assert house.refs() == {f"dataset/lite/{base}"}
+        found = await house.datasets.find_instance("a")
+        assert found is not None
+        assert (await house.mirrors.resolve(found.mirror, str(found.base_commit))).commit == base
+
+    house.run(body)
+
+
+def test_branches_of_an_upstream_that_is_away_say_why(house: Builder) -> None:
+    async def body(house: House) -> None:
+        dataset = await house.take([smith("bug.1"), smith("bug.2")])
+        assert (dataset["instance_count"], dataset["unpinned_count"]) == (2, 2)
+        reasons = {each["reason"] for each in dataset["unpinned"]}
+        assert len(reasons) == 1
+        assert "swesmith+owner__name" in reasons.pop()
+        assert await house.datasets.repin(MirrorName("swesmith", "owner__name.12345678")) == 0
 
     house.run(body)
 

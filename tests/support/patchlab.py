@@ -10,7 +10,7 @@ from random import Random
 
 from gitrepos import ENV, git
 
-from mirrord.checkouts.patches.change import Change
+from mirrord.checkouts.patches.base import Change
 from mirrord.checkouts.patches.fit import DIRECTORY, File
 
 Files = dict[bytes, File]

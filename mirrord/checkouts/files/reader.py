@@ -20,6 +20,7 @@ from ...host.files import (
     entries_in,
     find_stat,
     mounted_on,
+    names_in,
     open_child,
     open_directory,
     open_regular,
@@ -117,10 +118,14 @@ class TreeReader:
 
     def names_in(self, path: bytes) -> list[bytes]:
         """The names in a directory, in order; also DiffTooLargeError for one that is too deep."""
-        return [name for name, _ in self.entries_in(path)]
+        return sorted(names_in(self._open(path)))
 
     def entries_in(self, path: bytes) -> list[tuple[bytes, int]]:
-        """The names in a directory, in order, each with its kind, as `host.files.entries_in`."""
+        """As `names_in`, each name with its kind, as `host.files.entries_in` has it."""
+        return sorted(entries_in(self._open(path)))
+
+    def _open(self, path: bytes) -> int:
+        """The directory at a path, open until the next look."""
         if path.count(b"/") >= TREE_DEPTH_LIMIT or len(path) >= TREE_PATH_LIMIT_BYTES:
             raise DiffTooLargeError(
                 f"cannot look into {shown_path(path[-200:])}: it is more than {TREE_DEPTH_LIMIT}"
@@ -132,7 +137,7 @@ class TreeReader:
         except PermissionError:
             self.find_stat(path)  # lets its owner into the directory above
             self._go(path)
-        return sorted(entries_in(self._here_fd))
+        return self._here_fd
 
     def stats_in(
         self, path: bytes, names: Sequence[bytes] | None = None

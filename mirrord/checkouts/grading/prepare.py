@@ -25,8 +25,7 @@ from ...protocol import Steering
 from ..backend import ChangedPaths
 from ..files.manifest import blob_id
 from ..files.tree import conversions_for
-from ..patches.base import BaseFiles
-from ..patches.change import Change
+from ..patches.base import BaseFiles, Change
 from ..patches.collect import collect
 from ..patches.strategies import apply_patch
 from ..patches.worktree import PatchJob, open_worktree
@@ -35,7 +34,7 @@ from ..templates.layers import parents
 from .conditions import InstanceTests, Look, imports_of
 from .leftovers import find_leftovers
 from .rules import Rule, RuleBook
-from .steering import Policies, judge, printable
+from .steering import Policies, printable, sift
 
 _REMEMBERED = 16
 
@@ -100,14 +99,14 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
         look = Look(base, objects.read_blob, by_path, tests or InstanceTests(), job.file_bytes)
         book = _book(job.own_rules)
         left = find_leftovers(tree, changed, look, book) if tree else []
-        judged = judge(look, book, job.policies, left)
-        written = [*judged.changes, *look.tests.changes]
+        sifted = sift(look, book, job.policies, left)
+        written = [*sifted.changes, *look.tests.changes]
         files = _files(written, _conversions(objects, base, written))
         write_layer(job.layer, base.names_in, files)
     return Prepared(
         changed=len(changes),
-        dropped=[printable(path) for path in judged.dropped],
-        steering=judged.steering,
+        dropped=[printable(path) for path in sifted.dropped],
+        steering=sifted.steering,
         tests=[printable(change.path) for change in tests.changes] if tests else None,
         strategy=strategy,
         files=len(written),

@@ -7,9 +7,12 @@ adds rules of the kind `own`.
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from ...model import Policy, SteeringKind
+
+_PATHS_KEPT = 4096
 
 
 class Rule(NamedTuple):
@@ -203,7 +206,8 @@ class RuleBook:
     """Rules with their patterns compiled: the built-in ones, and those of the configuration.
 
     Patterns such as `*.py`, which many paths match, are looked up by the end of a name. One look
-    at all the others together passes over most paths.
+    at all the others together passes over most paths. Rollouts of one instance change the same
+    files: the rules of paths seen lately are remembered.
     """
 
     def __init__(self, own: Iterable[Rule] = ()) -> None:
@@ -220,6 +224,7 @@ class RuleBook:
             others.append((rule, [each for each in rule.paths if each not in {*endings, "**"}]))
         self._others = [(rule, *_compiled(paths)) for rule, paths in others if paths]
         self._names, self._paths = _compiled(path for _, paths in others for path in paths)
+        self.matching = lru_cache(_PATHS_KEPT)(self._matching)
 
     def named(self, name: str) -> Rule:
         return self._by_name[name]
@@ -228,15 +233,15 @@ class RuleBook:
         """Where a rule is in the table."""
         return self._places[name]
 
-    def matching(self, path: bytes) -> Iterator[Rule]:
+    def _matching(self, path: bytes) -> list[Rule]:
         """The rules whose paths a path matches; their conditions remain to be judged."""
         name = path.rpartition(b"/")[2]
-        yield from self._for_all
-        yield from self._by_ending.get(name[name.rfind(b".") :], ())
+        found = [*self._for_all, *self._by_ending.get(name[name.rfind(b".") :], ())]
         if self._names.fullmatch(name) or self._paths.fullmatch(path):
             for rule, names, paths in self._others:
                 if names.fullmatch(name) or paths.fullmatch(path):
-                    yield rule
+                    found.append(rule)
+        return found
 
 
 def _compiled(patterns: Iterable[str]) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:

@@ -16,7 +16,7 @@ from ...git.workers import Workers
 from ...mirrors.service import Mirrors
 from ...model import LayerId, Policy, SteeringKind, shown
 from ..backend import DIFF_TIMEOUT
-from ..leases import Graded, Snapshot
+from ..leases import Graded, SavedState
 from ..resolve import ResolvedRequest
 from .prepare import AgentTree, GradeJob, ModelPatch, Prepared, prepare
 from .rules import own_rule
@@ -95,7 +95,7 @@ def lease_facts(
     prepared: Prepared, layer: LayerId, found: ResolvedRequest, policies: Policies, now: datetime
 ) -> dict[str, Any]:
     """What the lease of a grade says besides those of all: its layer, which is a snapshot too."""
-    graded = Snapshot(
+    graded = SavedState(
         name=GRADED,
         layer=layer,
         commit=found.commit,

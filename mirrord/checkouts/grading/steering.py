@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from ...errors import SteeringRefusedError
 from ...model import Policy, SteeringKind
 from ...protocol import Steering
-from ..patches.change import Change
+from ..patches.base import Change
 from ..templates.layers import parents
 from .conditions import CONDITIONS, Look
 from .rules import Rule, RuleBook
@@ -56,7 +56,7 @@ class Policies(NamedTuple):
         )
 
 
-class Judged(NamedTuple):
+class Sifted(NamedTuple):
     """The agent's change without what is dropped, and all that was noticed in it."""
 
     changes: list[Change]
@@ -64,7 +64,7 @@ class Judged(NamedTuple):
     steering: list[Steering]
 
 
-def judge(look: Look, book: RuleBook, policies: Policies, left: Iterable[Steering] = ()) -> Judged:
+def sift(look: Look, book: RuleBook, policies: Policies, left: Iterable[Steering] = ()) -> Sifted:
     """Raises SteeringRefusedError where a policy refuses, naming everything that was noticed.
 
     `left` is what was noticed outside of the change.
@@ -94,7 +94,7 @@ def judge(look: Look, book: RuleBook, policies: Policies, left: Iterable[Steerin
     if refused := [found for found in steering if found.action == "refused"]:
         raise _refusal(refused, cut(steering, NAMED))
     kept = [change for path, change in look.changes.items() if path not in gone]
-    return Judged(kept, sorted(gone), cut(steering, NAMED))
+    return Sifted(kept, sorted(gone), cut(steering, NAMED))
 
 
 class _Places:

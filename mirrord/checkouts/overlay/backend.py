@@ -71,7 +71,7 @@ class OverlayBackend:
         self._trash = trash
         self._me = (os.geteuid(), os.getegid())
         self._held: dict[CheckoutId, Template] = {}
-        self._facts: dict[tuple[Path, ...], TemplateFacts] = {}
+        self._facts: dict[tuple[tuple[Path, ...], int], TemplateFacts] = {}
         self._mapping = anyio.Lock()
         self._mounted: set[str] = set()
 
@@ -103,12 +103,14 @@ class OverlayBackend:
         await self._trash.keep_up()
 
         async def swap_in(template: Template) -> Proof:
-            if template.layers not in self._facts:
+            # evicted and built again, it may have other packs: another inode
+            key = template.layers, os.stat(template.layers[1]).st_ino
+            if key not in self._facts:
                 found = await anyio.to_thread.run_sync(read_facts, template.layers)
                 if len(self._facts) >= 4096:
                     self._facts.clear()
-                self._facts[template.layers] = found
-            facts = self._facts[template.layers]
+                self._facts[key] = found
+            facts = self._facts[key]
             before = leases.get(to.id)
             leases.save(resetting(to))
             try:
@@ -332,16 +334,16 @@ class TemplateFacts(TypedDict):
 
 
 def read_facts(layers: tuple[Path, ...]) -> TemplateFacts:
-    """Read the facts of an index layer over its sealed store."""
-    files: dict[Path, Path] = {}
-    for store in (layer / ".git" for layer in reversed(layers)):
-        if store.is_dir():
-            files |= {path.relative_to(store): path for path in store.rglob("*") if path.is_file()}
-    index = files[Path("index")].read_bytes()[-20:].hex()
-    packed = files[Path("packed-refs")].read_text(encoding="utf-8", errors="surrogateescape")
+    """Read the facts of an index layer over its sealed store; FileNotFoundError where one went."""
+    index, store = (layer / ".git" for layer in layers[:2])
+    files = {
+        path.relative_to(git) for git in (store, index) for path in git.rglob("*") if path.is_file()
+    }
+    checksum = (index / "index").read_bytes()[-20:].hex()
+    packed = (store / "packed-refs").read_text(encoding="utf-8", errors="surrogateescape")
     lines = [line for line in packed.splitlines() if line and line[0] not in "#^"]
     return TemplateFacts(
-        index=index,
+        index=checksum,
         control_files=len(files),
         packs=sorted(path.name for path in files if path.suffix == ".pack"),
         refs=sorted(line.partition(" ")[2] for line in lines),

@@ -130,10 +130,10 @@ def _walk(
             if kind != stat.S_IFDIR:
                 differing.add(path)
                 continue
-            hidden, seen = find_below(path, own, below), merged.find_stat(path)
+            hidden = find_below(path, own, below)
             if hidden is None or not stat.S_ISDIR(hidden.st_mode):
                 differing.add(path)
-            elif seen is None or seen.st_ino != hidden.st_ino:
+            elif (seen := merged.find_stat(path)) is None or seen.st_ino != hidden.st_ino:
                 replaced.add(path)
             else:
                 pending.append(path)

@@ -1,16 +1,34 @@
-"""The tree of a commit as what a patch is applied to: no checkout is needed."""
+"""The tree of a base commit, and the paths of a checkout that differ from it."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from ...git.objects.repository import Objects
-from ...git.objects.trees import BaseTree
+from ...git.objects.trees import BaseTree, TreeEntry
 from ...model import TREE_DEPTH_LIMIT
 from .fit import DIRECTORY, File
 from .parse import SUBMODULE
 
 
+class Change(NamedTuple):
+    """A path that differs from the base tree, as git records it.
+
+    `mode` is git's (0o100644, 0o100755, 0o120000, 0o160000), None where the path is removed; `data`
+    is the blob (eol, ident and encoding undone), empty where removed or a submodule; `old` is the
+    entry of the base tree, None where the path is new.
+    """
+
+    path: bytes
+    mode: int | None
+    data: bytes
+    old: TreeEntry | None
+
+
 class BaseFiles:
-    """Reads one tree; a `fit.Tree`. Raises CorruptObjectError."""
+    """Reads one tree, to which a patch is applied without a checkout; a `fit.Tree`.
+
+    Raises CorruptObjectError.
+    """
 
     def __init__(self, objects: Objects, tree: str) -> None:
         self._objects = objects

@@ -12,7 +12,7 @@ from ...errors import DiffTooLargeError
 from ...git.objects.trees import TreeEntry
 from ...git.patterns import Ignores
 from ..files.manifest import blob_id
-from .change import Change
+from .base import Change
 from .worktree import (
     SMALLER_HINT,
     PatchJob,

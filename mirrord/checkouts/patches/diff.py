@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from ...errors import DiffTooLargeError
 from ...git.command import run_git_sync
-from ...git.objects.edits import ScratchObjects
+from ...git.objects.scratch import ScratchObjects
 from ...host.files import full_disk_named, write_all
 from ...host.trash import remove_tree
 from ...model import DiffFormat
-from .change import Change
+from .base import Change
 from .collect import collect
 from .render import NeedsGit, Renderer, pair_up
 from .worktree import PatchJob, Worktree, open_worktree

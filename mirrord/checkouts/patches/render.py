@@ -19,7 +19,7 @@ from ...git.objects.hunks import DRIVERS, count_lines, hunks
 from ...git.objects.repository import Objects
 from ...git.objects.trees import TreeEntry
 from ..files.manifest import blob_id
-from .change import Change
+from .base import Change
 from .stat_table import FileStat, quoted, stat_name, stat_table
 
 LARGE_BYTES = 64 * 1024**2

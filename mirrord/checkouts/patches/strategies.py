@@ -34,7 +34,7 @@ from ...model import (
 )
 from ..files.manifest import blob_id
 from . import repair
-from .change import Change
+from .base import Change
 from .fit import DIRECTORY, UNTRACKED, File, Patched, Results, Splice, Tree, find_obstacle, fit
 from .names import NotPlainError
 from .parse import LIMIT_BYTES, SUBMODULE, SYMLINK, Hunk, named_paths, parse

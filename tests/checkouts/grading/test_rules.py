@@ -19,8 +19,8 @@ from mirrord.checkouts.grading.conditions import (
     is_test,
 )
 from mirrord.checkouts.grading.rules import RULES, RuleBook, own_rule
-from mirrord.checkouts.grading.steering import Judged, Policies, judge
-from mirrord.checkouts.patches.change import Change
+from mirrord.checkouts.grading.steering import Policies, Sifted, sift
+from mirrord.checkouts.patches.base import Change
 from mirrord.errors import SteeringRefusedError
 from mirrord.git.objects.repository import Objects, open_objects
 from mirrord.git.objects.trees import BaseTree
@@ -67,9 +67,9 @@ class Lab:
         policies: Policies | None = None,
         tests: InstanceTests | None = None,
         book: RuleBook | None = None,
-    ) -> Judged:
+    ) -> Sifted:
         look = self.look(*changes, tests=tests)
-        return judge(look, book or RuleBook(), policies or Policies(Policy.REPORT, {}))
+        return sift(look, book or RuleBook(), policies or Policies(Policy.REPORT, {}))
 
     def rules(self, path: str, content: str | None, mode: int = 0o100644) -> set[str]:
         """The rules that name a change, with tests that import `responses` and newly `fresh`."""
@@ -327,7 +327,7 @@ def test_patterns(pattern: str, path: str, matches: bool) -> None:
 # -- policies ------------------------------------------------------------------------------------------
 
 
-def actions(judged: Judged) -> dict[tuple[str, str], str]:
+def actions(judged: Sifted) -> dict[tuple[str, str], str]:
     return {(found.rule, found.path): found.action for found in judged.steering}
 
 
