@@ -157,7 +157,8 @@ def _ids(instances: list[str]) -> str:
 
 def remove(session: Session, name: Name) -> None:
     """Mirrors stay, and so do the pins that another dataset or a person owns."""
-    session.client.remove_dataset(name)
+    with watching(session, f"removing dataset {name}"):
+        session.client.remove_dataset(name)
     session.answer(None, [])
     session.note(f"removed dataset {name}")
 

@@ -109,13 +109,14 @@ async def _pin(
             await mirrors.sync(row.name, sink)
             refused = await mirrors.ensure_commits(row.name, list(refused), sink)
             found = await mirrors.resolve_revisions(row.name, revisions)
+    owner = owner_of(dataset)
+    standing = {} if is_new else await mirrors.standing_pins(row.name, owner)
     by_reason: dict[str, set[CommitId]] = {}
     roles_found = {found[each]: ", ".join(sorted(roles_of(each))) for each in found}
     for commit, reason in (roles_found | {**commits}).items():
-        if commit not in refused:
+        if commit not in refused and standing.get(commit) != reason:
             by_reason.setdefault(reason, set()).add(commit)
     for reason, group in sorted(by_reason.items()):
-        owner = owner_of(dataset)
         refused |= await mirrors.pin(row.name, group, owner=owner, reason=reason)
     return Outcome(_in_short(refused, len(commits) + len(revisions)), found)
 
@@ -130,20 +131,30 @@ def _in_short(refused: Mapping[CommitId, str], count: int) -> dict[str, str]:
 
 async def unpin(mirrors: Mirrors, rows: Collection[PinRow]) -> bool:
     """Remove pins; those of a mirror that fails stay. Answers whether all are removed."""
-    is_done = True
     groups: dict[tuple[MirrorName, str], list[CommitId]] = {}
     for row in rows:
         groups.setdefault((row.mirror, row.owner), []).append(row.commit)
-    for (name, owner), commits in groups.items():
+    slots = anyio.Semaphore(mirrors.settings().sync.concurrency)
+    left: list[MirrorName] = []
+
+    async def unpin_mirror(name: MirrorName, owner: str, commits: list[CommitId]) -> None:
         try:
-            await mirrors.unpin(name, commits, owner=owner)
+            async with slots:
+                await mirrors.unpin(name, commits, owner=owner)
         except StoppingError:
             raise
         except (MirrordError, OSError) as error:
             facts = {"mirror": str(name), "owner": owner, "count": len(commits)}
             log.warning("pins.left", **facts, detail=str(error))
-            is_done = False
-    return is_done
+            left.append(name)
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            for (name, owner), commits in groups.items():
+                tasks.start_soon(unpin_mirror, name, owner, commits)
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from group
+    return not left
 
 
 # -- the journal of an import or removal, in `quarantine/dataset-*`: the dataset's pins before --

@@ -26,7 +26,7 @@ from .fetch import Fetcher
 from .history import columns_of, diff_records, find_record, list_records, read_record
 from .inventory import Inventory
 from .maintenance import maintain, size_bytes
-from .pins import check_owner
+from .pins import check_owner, pin_ref
 from .refs import is_followed
 from .repository import Repository
 from .sync import move_refs, sync
@@ -260,6 +260,12 @@ class Mirrors(Inventory):
             counts = {"count": len(pinned), "refused": len(refused)}
             self.events.publish("commits.pinned", mirror=str(row.name), owner=owner, **counts)
         return refused
+
+    async def standing_pins(self, name: MirrorName, owner: str) -> dict[CommitId, str]:
+        """The reasons of an owner's pins whose refs stand: each was proven when it was made."""
+        rows = await self.catalog.list_pins(name.key, owner=owner)
+        refs = await self.repository(name).all_refs() if rows else {}
+        return {row.commit: row.reason for row in rows if pin_ref(owner, row.commit) in refs}
 
     async def unpin(self, name: MirrorName, commits: Collection[CommitId], *, owner: str) -> None:
         """Remove pins of an owner."""
