@@ -8,7 +8,7 @@ daemon restarted every hour still syncs every six. A failure is kept for `status
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
 from zlib import crc32
@@ -73,8 +73,8 @@ class Schedule:
         )
 
     async def open(self) -> None:
-        self._scheduler.start()
         await self.reconcile()
+        self._scheduler.start()
 
     async def close(self) -> None:
         """Start nothing more. Running work belongs to the operations."""
@@ -124,6 +124,9 @@ class Schedule:
             await planned.job.run()
             planned.last_error = None
             planned.backoff.reset()
+            if planned.job.jitter and self._next_at(name):
+                place = self._place(replace(planned.job, since=planned.last_at))
+                self._scheduler.modify_job(name, next_run_time=place)
         except MirrordError as error:
             planned.last_error = error.message
             # No earlier than upstream asks for, and no later than the next turn.
@@ -141,12 +144,29 @@ class Schedule:
         return found.next_run_time if found else None
 
     def _first_time(self, job: Job) -> datetime:
-        """An interval after `since`. An overdue job runs soon, spread over the jitter."""
+        """An interval after `since`, or its place in it. An overdue job runs soon."""
         now = utc_now()
         if job.since is None:
             return now + min(job.interval, self._soon)
-        spread = job.jitter / 10 * (crc32(job.name.encode()) % 100 / 100)
-        return max(job.since + job.interval, now + self._soon + spread)
+        spread = job.jitter / 10 * _share(job.name)
+        return max(self._place(job), now + self._soon + spread)
+
+    def _place(self, job: Job) -> datetime:
+        """When a job is due. One with jitter is one of many: each has a place in the interval.
+
+        So mirrors that were imported together are synced one after the other from then on.
+        """
+        assert job.since is not None
+        if not job.jitter:
+            return job.since + job.interval
+        earliest = job.since + min(job.jitter, job.interval / 2)
+        begun = timedelta(seconds=earliest.timestamp()) % job.interval
+        return earliest + (job.interval * _share(job.name) - begun) % job.interval
+
+
+def _share(name: str) -> float:
+    """From 0 up to 1, evenly over names."""
+    return crc32(name.encode()) / 2**32
 
 
 class Cleanup:

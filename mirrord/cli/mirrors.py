@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from ..errors import IntegrityError, MirrordError, UsageError, from_problem
 from ..protocol import RefDiff
 from .operations import finish, finish_all, started, watching
-from .output import count, facts, short, size, table
+from .output import count, facts, problem_of, short, size, table
 from .parameters import Argument, MirrorArgument, NoWait, Option
 from .session import Session
 
@@ -95,10 +95,8 @@ def list_all(session: Session) -> None:
 def _lines(mirrors: Iterable[Mirror]) -> Iterator[str]:
     rows = []
     for m in mirrors:
-        refused = f"{count(len(m.ref_faults), 'ref')} not taken" if m.ref_faults else None
         counts = (m.ref_count, m.pin_count, m.kept_count)
-        problem = m.error.code if m.error else refused
-        rows.append((m.name, m.state, *counts, size(m.size_bytes), m.synced_at, problem))
+        rows.append((m.name, m.state, *counts, size(m.size_bytes), m.synced_at, problem_of(m)))
     return table(("MIRROR", "STATE", "REFS", "PINS", "KEPT", "SIZE", "SYNCED", "PROBLEM"), rows)
 
 

@@ -3,6 +3,10 @@
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..protocol import Mirror
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -65,6 +69,13 @@ def size(count: int | None) -> str:
 def count(number: int, noun: str) -> str:
     """`1 mirror`, `2 mirrors`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def problem_of(mirror: Mirror) -> str | None:
+    """What the problem column says of a mirror."""
+    if mirror.error:
+        return mirror.error.code
+    return f"{count(len(mirror.ref_faults), 'ref')} not taken" if mirror.ref_faults else None
 
 
 def seconds(duration: float) -> str:

@@ -6,20 +6,23 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 from ..errors import NoDaemonError
 from . import operations
-from .output import count, facts, size, table, when
+from .output import count, facts, problem_of, size, table, when
 from .parameters import Option, read_duration
 from .session import Session, print_line
 
 if TYPE_CHECKING:
-    from ..protocol import Event, Operation, Status
+    from ..protocol import Event, Mirror, Operation, Status
 
 _ASK_AGAIN_S = 0.1
+_SHOWN = 10  # rows; of longer tables only problems are shown, where not all are asked for
 
 
 def serve(session: Session) -> None:
@@ -38,7 +41,9 @@ def status(
         str | None,
         Option(metavar="DURATION", help="Wait so long for a starting daemon, such as 30s."),
     ] = None,
+    every: Annotated[bool, Option("--all", help="Show every mirror, dataset and job.")] = False,
 ) -> None:
+    """Of more than ten mirrors or datasets, and of jobs, those with a problem."""
     client = session.client
     patience = read_duration(wait, "--wait") or timedelta()
     deadline = time.monotonic() + patience.total_seconds()
@@ -52,47 +57,73 @@ def status(
         time.sleep(_ASK_AGAIN_S)
     known = client.list_operations() if found.operations_running else []
     running = [each for each in known if each.state == "running"]
-    session.answer(found, _described(found, running))
+    session.answer(found, _described(found, running, every))
 
 
-def _described(found: Status, running: list[Operation]) -> Iterator[str]:
+def _described(found: Status, running: list[Operation], every: bool) -> Iterator[str]:
     reasons = f": {'; '.join(found.health.reasons)}" if found.health.reasons else ""
     since = f"pid {found.pid}, uid {found.uid}, since {when(found.started_at)}"
     held = f"{found.checkout_count} of at most {found.checkout_max}, backend {found.backend}"
     queued = f"{found.operations_queued} waiting for their turn"
+    instances = sum(each.instance_count for each in found.datasets)
     yield from facts(
         [
             ("daemon", f"mirrord {found.version}, {since}"),
             ("health", f"{found.health.status}{reasons}"),
             ("state", found.state_dir),
             ("configuration", found.config_path or "defaults"),
+            ("mirrors", _counted(found.mirrors)),
+            ("datasets", f"{len(found.datasets):,} with {count(instances, 'instance')}"),
             ("checkouts", held),
             ("operations", f"{found.operations_running} running, {queued}"),
             ("last audit", _last_audit(found)),
+            ("jobs", _next_job(found)),
         ]
     )
-    if running:
-        yield ""
-        yield from operations.rows(running)
-    if found.mirrors:
-        yield ""
-        mirrors = [
-            (m.name, m.state, m.ref_count, m.pin_count, size(m.size_bytes), m.synced_at)
-            for m in found.mirrors
-        ]
-        yield from table(("MIRROR", "STATE", "REFS", "PINS", "SIZE", "SYNCED"), mirrors)
-    if found.datasets:
-        yield ""
-        header = ["DATASET", "FORMAT", "INSTANCES", "BAD ROWS", "UNPINNED", "IMPORTED"]
-        datasets = (
-            (d.name, d.format, d.instance_count, d.fault_count, d.unpinned_count, d.imported_at)
-            for d in found.datasets
-        )
-        yield from table(header, datasets)
-    if found.jobs:
-        yield ""
-        jobs = [(job.name, job.next_at, job.last_at, job.last_error) for job in found.jobs]
-        yield from table(("JOB", "NEXT", "LAST", "PROBLEM"), jobs)
+
+    yield from _shown(operations.rows(running), len(running), every)
+    header = ["MIRROR", "STATE", "REFS", "PINS", "SIZE", "SYNCED", "PROBLEM"]
+    mirrors = [
+        (m.name, m.state, m.ref_count, m.pin_count, size(m.size_bytes), m.synced_at, problem_of(m))
+        for m in found.mirrors
+        if every or len(found.mirrors) <= _SHOWN or problem_of(m)
+    ]
+    yield from _shown(table(header, mirrors), len(mirrors), every)
+    header = ["DATASET", "FORMAT", "INSTANCES", "BAD ROWS", "UNPINNED", "IMPORTED"]
+    datasets = [
+        (d.name, d.format, d.instance_count, d.fault_count, d.unpinned_count, d.imported_at)
+        for d in found.datasets
+        if every or len(found.datasets) <= _SHOWN or d.fault_count or d.unpinned_count
+    ]
+    yield from _shown(table(header, datasets), len(datasets), every)
+    jobs = [
+        (job.name, job.next_at, job.last_at, job.last_error)
+        for job in found.jobs
+        if every or job.last_error
+    ]
+    yield from _shown(table(("JOB", "NEXT", "LAST", "PROBLEM"), jobs), len(jobs), every)
+
+
+def _shown(lines: Iterator[str], row_count: int, every: bool) -> Iterator[str]:
+    """A table after an empty line, or the first rows of it."""
+    shown = row_count if every else min(row_count, _SHOWN)
+    if row_count:
+        yield from ["", *islice(lines, 1 + shown)]
+    if row_count > shown:
+        yield f"… and {row_count - shown:,} more: mirrord status --all"
+
+
+def _counted(mirrors: list[Mirror]) -> str:
+    states = Counter(mirror.state for mirror in mirrors)
+    counts = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
+    pins, disk = sum(m.pin_count for m in mirrors), sum(m.size_bytes or 0 for m in mirrors)
+    return f"{counts}; {count(pins, 'pin')}, {size(disk)}" if mirrors else "none"
+
+
+def _next_job(found: Status) -> str:
+    planned = [(job.next_at, job.name) for job in found.jobs if job.next_at]
+    first = min(planned, default=None)
+    return f"{len(found.jobs):,}{f', next {first[1]} at {when(first[0])}' if first else ''}"
 
 
 def _last_audit(found: Status) -> str:
