@@ -33,16 +33,18 @@ MIRROR = "bench__repo"
 
 
 class Daemon:
-    """With a mirror of `source`, or without any; `settings` are further lines of its configuration."""
+    """With a mirror of `source`, or without any; `settings` are further lines of its configuration; syncs run every `sync`."""
 
-    def __init__(self, area: Path, source: Path | None = None, settings: str = "") -> None:
+    def __init__(
+        self, area: Path, source: Path | None = None, settings: str = "", sync: str = "0"
+    ) -> None:
         self.area, self.state, self.socket = area, area / "state", area / "mirrord.sock"
         area.mkdir(parents=True)
         area.chmod(0o755)
         quoted = json.dumps
         (area / "config.toml").write_text(
             f"state_dir = {quoted(str(self.state))}\nsocket = {quoted(str(self.socket))}\n"
-            '[sync]\ninterval = "0"\n[audit]\ninterval = "0"\n[maintenance]\ninterval = "0"\n'
+            f'[sync]\ninterval = "{sync}"\n[audit]\ninterval = "0"\n[maintenance]\ninterval = "0"\n'
             f"[access]\nadmins = [{NOBODY}]\n"
             "[checkouts]\nprewarm = false\nmax = 4000\n[datasets]\nwatch = false\n"
             f'[log]\nlevel = "warning"\nformat = "json"\n{settings}'

@@ -81,7 +81,7 @@ class Scale:
         self.count = count
         self.upstreams = Upstreams(upstreams, count)
         url = f"[upstream]\nurl = {json.dumps(f'file://{upstreams}/{{owner}}/{{name}}.git')}\n"
-        self.daemon = Daemon(area, settings=url)
+        self.daemon = Daemon(area, settings=url, sync="24h")
         self.file = area / f"{_DATASET}.jsonl"
         self.upstreams.write_dataset(self.file)
         self.measured: dict[str, tuple[float, str, float | None]] = {}

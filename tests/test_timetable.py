@@ -144,6 +144,43 @@ async def test_a_job_never_runs_beside_itself() -> None:
     await schedule.close()
 
 
+async def test_what_is_one_of_many_has_its_own_place_in_the_interval() -> None:
+    """Mirrors that were imported together do not sync together; none waits longer for it."""
+    now, jitter = utc_now(), timedelta(minutes=5)
+    names = [f"sync/owner__name{number}" for number in range(100)]
+    schedule, _ = await opened(*(Job(name, HOUR, nothing, jitter, now) for name in names))
+    times = sorted(state.next_at for state in schedule.states() if state.next_at)
+    await schedule.close()
+    again, _ = await opened(*(Job(name, HOUR, nothing, jitter, now) for name in names))
+    assert times == sorted(state.next_at for state in again.states() if state.next_at)
+    await again.close()
+    assert now + jitter <= times[0]
+    assert times[-1] < now + HOUR + jitter
+    quarters = [sum(time < now + jitter + HOUR * part / 4 for time in times) for part in (1, 2, 3)]
+    assert all(abs(n - share) < 15 for n, share in zip(quarters, (25, 50, 75), strict=True))
+
+
+async def test_its_next_turn_is_its_place_again() -> None:
+    """Also after it ran late, as after a long stop."""
+    ran = anyio.Event()
+
+    async def run() -> None:
+        ran.set()
+
+    jitter = timedelta(seconds=0.1)
+    schedule, _ = await opened(Job("sync/a__b", HOUR, nothing, jitter, utc_now()))
+    (place,) = schedule.states()
+    await schedule.close()
+    late = Job("sync/a__b", HOUR, run, jitter, utc_now() - 9 * HOUR)
+    schedule, _ = await opened(late)
+    with anyio.fail_after(60):
+        await ran.wait()
+        while (state := schedule.states()[0]).next_at != place.next_at:
+            await anyio.sleep(0.01)
+    assert state.last_error is None
+    await schedule.close()
+
+
 async def test_a_failure_is_tried_again_before_the_next_turn() -> None:
     """After `retry`, twice that, and so on; a success ends it."""
     outcomes: list[Exception | None] = [

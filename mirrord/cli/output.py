@@ -1,5 +1,7 @@
 """Values for people: tables, times, sizes. No column is wrapped or cut: a pipe gets whole lines."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
