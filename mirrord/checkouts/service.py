@@ -1,18 +1,13 @@
-"""The service of checkouts: hands them out, makes them clean or moves them on, takes them back.
-
-A checkout answers to its owner, to the uid that took it, and to administrators; for others it does
-not exist.
-"""
+"""The service of checkouts: hands them out, makes them clean or moves them on, takes them back."""
 
 import builtins
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio.to_thread
 
@@ -20,18 +15,15 @@ from .. import protocol
 from ..config import Settings
 from ..datasets.service import Datasets
 from ..errors import (
-    CheckoutBusyError,
     CommitNotFoundError,
     InvalidRequestError,
     MirrorNotFoundError,
-    StoppingError,
 )
 from ..git.command import Git
 from ..git.workers import Workers
 from ..host.namespaces import Visible
 from ..host.peers import Access, Owners, Peer
 from ..host.pidfds import Process
-from ..host.processes import Owner
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
@@ -47,14 +39,13 @@ from ..model import (
     utc_now,
 )
 from .admission import Admission
-from .answers import copied, members, shown_snapshot
 from .backend import CheckoutBackend
-from .expiry import Expiry
 from .forks import Forks
 from .grading.prepare import AgentTree, ModelPatch, Prepared
 from .grading.service import Grading, lease_facts
 from .grading.steering import Policies
-from .leases import Directories, Lease, Leases, LeaseState, not_found
+from .leases import Directories, Lease, Leases, LeaseState
+from .leasing import Admitted, Leasing, copied, members, must_be_whole, shown_snapshot
 from .lifecycle import Lifecycle
 from .patches.service import DiffAnswer, Patches
 from .pool.backend import PoolBackend
@@ -66,18 +57,6 @@ from .templates.eviction import TemplateKey
 
 _RESOLVED = ("mirror", "commit", "tree", "instance", "dataset")
 _OF_GRADE = ("backend", "ttl", "owner", "bind")
-
-
-class _Admitted(NamedTuple):
-    """A checkout that its asker may have."""
-
-    owner: Owner
-    taken_by: int
-    backends: list[Backend]
-    ttl: timedelta
-    history: History
-    view: View
-    process: Process | None
 
 
 class Checkouts:
@@ -103,9 +82,6 @@ class Checkouts:
         clock: Callable[[], datetime] = utc_now,
     ) -> None:
         self._pool = pool = PoolBackend(state_dir, workers, stores, mirrors.path, trash)
-        self._settings = settings
-        self._owners = Owners(settings, access)
-        self._events = events
         self._trash = trash
         self._clock = clock
         self._resolver = Resolver(datasets, mirrors, stores.commits.learn)
@@ -118,18 +94,26 @@ class Checkouts:
         self._lifecycle = Lifecycle(self._leases, self._layers, backends, events, trash)
         self._forks = Forks(self._leases, self._layers, self._lifecycle)
         self._admission = Admission(settings, access, self._leases, has_overlay=bool(overlay))
-        self._closing = False
-        self._expiry = Expiry(self._leases, self._lifecycle, trash, self._publish, clock)
+        self._leasing = Leasing(
+            admission=self._admission,
+            owners=Owners(settings, access),
+            leases=self._leases,
+            lifecycle=self._lifecycle,
+            events=events,
+            trash=trash,
+            clock=clock,
+            default_history=lambda: settings().checkouts.history,
+        )
 
     async def open(self) -> None:
         """Adopt the leases of an earlier daemon; end those whose process has ended meanwhile."""
         await self._lifecycle.open()
-        await self._expiry.open()
+        await self._leasing.expiry.open()
 
     async def close(self) -> None:
         """Refuse new work. Checkouts stay as they are."""
-        self._closing = True
-        self._expiry.close()
+        self._leasing.is_closing = True
+        self._leasing.expiry.close()
         await self._lifecycle.close()
 
     @property
@@ -138,7 +122,7 @@ class Checkouts:
 
     async def expire(self) -> int:
         """Release idle checkouts that are over; answers how many."""
-        return await self._expiry.expire()
+        return await self._leasing.expiry.expire()
 
     @property
     def backend(self) -> Backend:
@@ -176,16 +160,16 @@ class Checkouts:
         It ends with `process`, if one is given.
         """
         began = time.perf_counter()
-        admitted = await self._admit(request, peer, process)
+        admitted = await self._leasing.admit(request, peer, process)
         found = await self._resolver.resolve_start(request, self._admission.naming(peer))
         history = await self._resolver.choose_history(
             found, request.view, request.history, admitted.history
         )
         admitted = admitted._replace(history=history)
         resolved_s = round(time.perf_counter() - began, 6)
-        lease, timings = await self._begin(admitted, found)
+        lease, timings = await self._leasing.begin(admitted, found)
         timings = {"resolve": resolved_s, **timings, "total": round(time.perf_counter() - began, 6)}
-        self._publish("checkout.made", lease, duration_s=timings["total"])
+        self._leasing.publish("checkout.made", lease, duration_s=timings["total"])
         return protocol.Checkout(**members(lease, timings))
 
     async def grade(
@@ -199,11 +183,11 @@ class Checkouts:
         began = time.perf_counter()
         policies = self._grading.policies(request.policy)
         with self._layers.making() as layer:
-            async with self._held(checkout, peer) as parent:
-                _must_be_whole(parent)
+            async with self._leasing.held(checkout, peer) as parent:
+                must_be_whole(parent)
                 choices = {name: getattr(request, name) for name in _OF_GRADE}
                 start = protocol.StartCheckout(view=View.GRADER, history=parent.history, **choices)
-                admitted = await self._admit(start, peer, process)
+                admitted = await self._leasing.admit(start, peer, process)
                 self._admission.must_be_apart(parent, admitted.owner)
                 found = ResolvedRequest(**{name: getattr(parent, name) for name in _RESOLVED})
                 changed = self._lifecycle.backend_of(parent).changed_paths(parent)
@@ -224,7 +208,7 @@ class Checkouts:
         """Hand out a grader's checkout with a patch for what the request names, and the tests."""
         began = time.perf_counter()
         policies = self._grading.policies(policy)
-        admitted = await self._admit(request, peer, process)
+        admitted = await self._leasing.admit(request, peer, process)
         found = await self._resolver.resolve_start(request, self._admission.naming(peer))
         with self._layers.making() as layer:
             prepared = await self._grading.prepare(layer.path, found, source, policies)
@@ -233,7 +217,7 @@ class Checkouts:
     async def _graded(
         self,
         began: float,
-        admitted: _Admitted,
+        admitted: Admitted,
         found: ResolvedRequest,
         layer: LayerId,
         prepared: Prepared,
@@ -243,12 +227,12 @@ class Checkouts:
         """A checkout on a prepared layer."""
         prepared_s = round(time.perf_counter() - began, 6)
         facts = lease_facts(prepared, layer, found, policies, self._clock())
-        lease, timings = await self._begin(admitted, found, parent=parent, **facts)
+        lease, timings = await self._leasing.begin(admitted, found, parent=parent, **facts)
         timings = {"prepare": prepared_s, **timings, "total": round(time.perf_counter() - began, 6)}
         # numbers only: an event is for the uids of its checkout, a log for whoever reads logs
         counts = {"changed": prepared.changed, "dropped": len(prepared.dropped)}
         counts["steering"] = len(prepared.steering)
-        self._publish("checkout.graded", lease, duration_s=timings["total"], **counts)
+        self._leasing.publish("checkout.graded", lease, duration_s=timings["total"], **counts)
         return protocol.Grade(
             **members(lease, timings),
             strategy=prepared.strategy,
@@ -267,8 +251,8 @@ class Checkouts:
     ) -> protocol.Fork:
         """Hand out another checkout of the same owner with the same content, or a snapshot's."""
         began = time.perf_counter()
-        async with self._held(checkout, peer) as parent:
-            _must_be_whole(parent)
+        async with self._leasing.held(checkout, peer) as parent:
+            must_be_whole(parent)
             self._admission.check(peer, parent.owner, parent.view, parent.history)
             ttl = self._admission.ttl(request.ttl, peer)
             with self._admission.counted(peer.uid, parent.owner_uid):
@@ -288,11 +272,11 @@ class Checkouts:
                         parent=parent.id,
                         snapshots=(),
                     )
-                    lease, timings = await self._hand_out(draft, [parent.backend], process)
+                    lease, timings = await self._leasing.hand_out(draft, [parent.backend], process)
         timings = {"copy": round(copied_s, 6), **timings}
         timings["total"] = round(time.perf_counter() - began, 6)
         facts = {"parent": parent.id, "snapshot": request.snapshot, "files": source.files}
-        self._publish("checkout.forked", lease, duration_s=timings["total"], **facts)
+        self._leasing.publish("checkout.forked", lease, duration_s=timings["total"], **facts)
         return protocol.Fork(
             **members(lease, timings), snapshot=request.snapshot, copied=copied(source)
         )
@@ -302,23 +286,23 @@ class Checkouts:
     ) -> protocol.Snapshot:
         """Keep the tree as it is, under a name."""
         began = time.perf_counter()
-        async with self._held(checkout, peer) as lease:
-            _must_be_whole(lease)
+        async with self._leasing.held(checkout, peer) as lease:
+            must_be_whole(lease)
             made = await self._forks.make(lease, request.name)
         duration_s = round(time.perf_counter() - began, 6)
         facts = {"snapshot": made.name, "files": made.files}
-        self._publish("snapshot.made", lease, duration_s=duration_s, **facts)
+        self._leasing.publish("snapshot.made", lease, duration_s=duration_s, **facts)
         return shown_snapshot(lease, made)
 
     async def list_snapshots(self, checkout: str, peer: Peer) -> list[protocol.Snapshot]:
         """Those of a checkout, oldest first."""
-        lease = self._get(checkout, peer)
+        lease = self._leasing.get(checkout, peer)
         return [shown_snapshot(lease, each) for each in lease.snapshots]
 
     async def remove_snapshot(self, checkout: str, name: str, peer: Peer) -> None:
-        async with self._held(checkout, peer) as lease:
+        async with self._leasing.held(checkout, peer) as lease:
             self._forks.remove(lease, name)
-        self._publish("snapshot.removed", lease, snapshot=name)
+        self._leasing.publish("snapshot.removed", lease, snapshot=name)
 
     async def reset(
         self, checkout: str, request: protocol.ResetCheckout, peer: Peer
@@ -327,7 +311,7 @@ class Checkouts:
         proof.
         """
         began = time.perf_counter()
-        async with self._held(checkout, peer) as lease:
+        async with self._leasing.held(checkout, peer) as lease:
             facts = await self._base_of(request, lease, peer)
             facts |= {"resets": lease.resets + 1, "reset_at": self._clock()}
             lease = replace(lease, **facts, state=LeaseState.LIVE)
@@ -336,17 +320,17 @@ class Checkouts:
         duration_s = round(time.perf_counter() - began, 6)
         counts = {"restored": proof.files_restored, "removed": proof.files_removed}
         if request.to is None:
-            self._publish("checkout.reset", lease, duration_s=duration_s, **counts)
+            self._leasing.publish("checkout.reset", lease, duration_s=duration_s, **counts)
         else:
             named = {"snapshot": request.to, **counts}
-            self._publish("checkout.rolled_back", lease, duration_s=duration_s, **named)
+            self._leasing.publish("checkout.rolled_back", lease, duration_s=duration_s, **named)
         return protocol.ResetAnswer(**members(lease, {"total": duration_s}), proof=proof)
 
     async def renew(
         self, checkout: str, request: protocol.RenewCheckout, peer: Peer
     ) -> protocol.Checkout:
         """Move the deadline to the time to live from now; it may come closer."""
-        async with self._held(checkout, peer) as lease:
+        async with self._leasing.held(checkout, peer) as lease:
             expires_at = self._clock() + self._admission.ttl(request.ttl, peer)
             lease = replace(lease, expires_at=expires_at)
             await anyio.to_thread.run_sync(self._leases.prepare, lease)  # flushed: see leases.py
@@ -355,13 +339,13 @@ class Checkouts:
 
     async def release(self, checkout: str, peer: Peer) -> None:
         """End a lease. The checkout is gone at once; its files are deleted in the background."""
-        async with self._held(checkout, peer) as lease:
+        async with self._leasing.held(checkout, peer) as lease:
             self._lifecycle.end(lease)
-        self._publish("checkout.released", lease)
+        self._leasing.publish("checkout.released", lease)
         await self._trash.keep_up()
 
     async def get(self, checkout: str, peer: Peer) -> protocol.Checkout:
-        return protocol.Checkout(**members(self._get(checkout, peer), {}))
+        return protocol.Checkout(**members(self._leasing.get(checkout, peer), {}))
 
     async def list(self, peer: Peer) -> list[protocol.Checkout]:
         """The checkouts that the peer owns or took, oldest first; all for an administrator."""
@@ -373,8 +357,8 @@ class Checkouts:
 
     def must_be_usable(self, checkout: str, peer: Peer) -> None:
         """Raise what `diff` and `apply` would raise at once."""
-        self._must_be_open()
-        _must_be_whole(self._get(checkout, peer))
+        self._leasing.must_be_open()
+        must_be_whole(self._leasing.get(checkout, peer))
 
     async def diff(
         self, checkout: str, peer: Peer, form: DiffFormat = DiffFormat.PATCH
@@ -383,15 +367,15 @@ class Checkouts:
 
         A long answer is a file, which the caller removes.
         """
-        async with self._held(checkout, peer) as lease:
-            _must_be_whole(lease)
+        async with self._leasing.held(checkout, peer) as lease:
+            must_be_whole(lease)
             changed = self._lifecycle.backend_of(lease).changed_paths(lease)
             return await self._patches.diff(lease, changed, form)
 
     async def receipt(self, checkout: str, peer: Peer) -> protocol.Receipt:
         """What a checkout is now, and how that was proven."""
-        async with self._held(checkout, peer) as lease:
-            _must_be_whole(lease)
+        async with self._leasing.held(checkout, peer) as lease:
+            must_be_whole(lease)
             backend = self._lifecycle.backend_of(lease)
             made = await self._patches.diff(lease, backend.changed_paths(lease))
             proven_at = await backend.template_proven_at(lease)
@@ -399,7 +383,7 @@ class Checkouts:
 
     async def verify_receipt(self, receipt: protocol.Receipt, peer: Peer) -> protocol.ReceiptReport:
         """Compare a receipt with the mirror; the peer must be one who may check its commit out."""
-        self._must_be_open()
+        self._leasing.must_be_open()
         wanted = protocol.StartCheckout(mirror=receipt.mirror, commit=receipt.commit)
         try:
             found = await self._resolver.resolve_start(wanted, self._admission.naming(peer))
@@ -425,8 +409,8 @@ class Checkouts:
         """Apply a patch to the files, all of it or nothing; without one the instance's own
         `@patch`, in the direction that fixes the bug, or `@test_patch` (grader view).
         """
-        async with self._held(checkout, peer) as lease:
-            _must_be_whole(lease)
+        async with self._leasing.held(checkout, peer) as lease:
+            must_be_whole(lease)
             backwards = reverse
             if patch is None:
                 self._admission.must_be_admin(peer, "apply the instance's own patch")
@@ -436,63 +420,18 @@ class Checkouts:
                 lease, patch, reverse=backwards, strategy=strategy
             )
         facts = {"files": len(paths), "reverse": reverse, "strategy": str(found)}
-        self._publish("checkout.patched", lease, **facts)
+        self._leasing.publish("checkout.patched", lease, **facts)
         return protocol.ApplyAnswer(**members(lease, {}), strategy=found)
 
     async def restore(
         self, checkout: str, peer: Peer, request: protocol.RestorePaths
     ) -> protocol.RestoreAnswer:
         """Write files of a pinned commit into the checkout (grader view)."""
-        async with self._held(checkout, peer) as lease:
-            _must_be_whole(lease)
+        async with self._leasing.held(checkout, peer) as lease:
+            must_be_whole(lease)
             paths = await self._patches.restore(lease, request)
-        self._publish("checkout.restored", lease, files=len(paths))
+        self._leasing.publish("checkout.restored", lease, files=len(paths))
         return protocol.RestoreAnswer(paths=paths)
-
-    # -- new leases -------------------------------------------------------------------------------
-
-    async def _admit(
-        self, request: protocol.StartCheckout, peer: Peer, process: Process | None
-    ) -> _Admitted:
-        """Judge whether the peer may have such a checkout; nothing was looked up before."""
-        self._must_be_open()
-        history = request.history or self._settings().checkouts.history
-        ttl = self._admission.ttl(request.ttl, peer)
-        owner = await self._owners.find(request.owner, peer)
-        self._admission.check(peer, owner, request.view, history)
-        visible = await self._admission.visible_to(peer)
-        backends = self._admission.choose_backends(request.backend, history, visible)
-        return _Admitted(owner, peer.uid, backends, ttl, history, request.view, process)
-
-    async def _begin(
-        self, admitted: _Admitted, found: ResolvedRequest, **more: Any
-    ) -> tuple[Lease, dict[str, float]]:
-        """Hand out a checkout of a commit."""
-        now = self._clock()
-        draft = partial(
-            Lease,
-            **found._asdict(),
-            history=admitted.history,
-            view=admitted.view,
-            owner_uid=admitted.owner[0],
-            owner_gid=admitted.owner[1],
-            taken_by=admitted.taken_by,
-            created_at=now,
-            expires_at=now + admitted.ttl,
-            bound_to=admitted.process,
-            **more,
-        )
-        with self._admission.counted(admitted.taken_by, admitted.owner[0]):
-            return await self._hand_out(draft, admitted.backends, admitted.process)
-
-    async def _hand_out(
-        self, draft: Callable[..., Lease], backends: Sequence[Backend], process: Process | None
-    ) -> tuple[Lease, dict[str, float]]:
-        """Make a checkout, which ends with `process`, if one is given."""
-        lease, timings = await self._lifecycle.make(draft, backends)
-        if process is not None:
-            self._expiry.bind(lease, process)
-        return lease, timings
 
     async def _base_of(
         self, request: protocol.ResetCheckout, lease: Lease, peer: Peer
@@ -513,41 +452,3 @@ class Checkouts:
         return self._forks.get(lease, request.to).base
 
     # -- one lease at a time -----------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _held(self, checkout: str, peer: Peer) -> AsyncIterator[Lease]:
-        """The peer's lease, with its lock; it may end while we wait for that."""
-        self._must_be_open()
-        checkout_id = self._get(checkout, peer).id
-        async with self._lifecycle.locked(checkout_id):
-            lease = self._leases.find(checkout_id)
-            if lease is None:
-                raise not_found(checkout)
-            yield lease
-
-    def _get(self, checkout: str, peer: Peer) -> Lease:
-        lease = self._leases.get(checkout)
-        if not self._admission.may_see(lease, peer):
-            raise not_found(checkout)
-        return lease
-
-    def _must_be_open(self) -> None:
-        if self._closing:
-            message = "cannot work on checkouts: the daemon is stopping"
-            raise StoppingError(message, hint="try again in a moment")
-
-    def _publish(self, name: str, lease: Lease, **fields: Any) -> None:
-        for plain in ("commit", "instance", "owner_uid", "taken_by"):
-            fields[plain] = getattr(lease, plain)
-        for enum in ("mirror", "backend", "history"):
-            fields[enum] = str(getattr(lease, enum))
-        self._events.publish(name, checkout=lease.id, **fields)
-
-
-def _must_be_whole(lease: Lease) -> None:
-    """The tree is its commit's, or its owner's work on it."""
-    if lease.state is LeaseState.RESETTING:
-        raise CheckoutBusyError(
-            f"cannot work on checkout {lease.id}: its last reset failed half-way",
-            hint="reset it again, or release it",
-        )

@@ -1,0 +1,167 @@
+"""Who gets a lease, who may work on one, and what is answered of it.
+
+A checkout answers to its owner, to the uid that took it, and to administrators; for others it does
+not exist. The work itself is in `service.py`.
+"""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+from .. import protocol
+from ..errors import CheckoutBusyError, StoppingError
+from ..host.peers import Owners, Peer
+from ..host.pidfds import Process
+from ..host.processes import Owner
+from ..host.trash import Trash
+from ..jobs.events import Events
+from ..model import Backend, Bind, History, View
+from .admission import Admission
+from .expiry import Expiry
+from .leases import Lease, Leases, LeaseState, SavedState, not_found
+from .lifecycle import Lifecycle
+from .resolve import ResolvedRequest
+
+_SHOWN = (
+    *("id", "commit", "tree", "instance", "history", "view", "backend"),
+    *("owner_uid", "owner_gid", "taken_by", "created_at", "expires_at", "parent"),
+)
+
+
+class Admitted(NamedTuple):
+    """A checkout that its asker may have."""
+
+    owner: Owner
+    taken_by: int
+    backends: list[Backend]
+    ttl: timedelta
+    history: History
+    view: View
+    process: Process | None
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Leasing:
+    """The leases of a daemon. Belongs to one event loop."""
+
+    admission: Admission
+    owners: Owners
+    leases: Leases
+    lifecycle: Lifecycle
+    events: Events
+    trash: Trash
+    clock: Callable[[], datetime]
+    default_history: Callable[[], History]
+    is_closing: bool = False
+
+    def __post_init__(self) -> None:
+        self.expiry = Expiry(self.leases, self.lifecycle, self.trash, self.publish, self.clock)
+
+    async def admit(
+        self, request: protocol.StartCheckout, peer: Peer, process: Process | None
+    ) -> Admitted:
+        """Judge whether the peer may have such a checkout; nothing was looked up before."""
+        self.must_be_open()
+        history = request.history or self.default_history()
+        ttl = self.admission.ttl(request.ttl, peer)
+        owner = await self.owners.find(request.owner, peer)
+        self.admission.check(peer, owner, request.view, history)
+        visible = await self.admission.visible_to(peer)
+        backends = self.admission.choose_backends(request.backend, history, visible)
+        return Admitted(owner, peer.uid, backends, ttl, history, request.view, process)
+
+    async def begin(
+        self, admitted: Admitted, found: ResolvedRequest, **more: Any
+    ) -> tuple[Lease, dict[str, float]]:
+        """Hand out a checkout of a commit."""
+        now = self.clock()
+        draft = partial(
+            Lease,
+            **found._asdict(),
+            history=admitted.history,
+            view=admitted.view,
+            owner_uid=admitted.owner[0],
+            owner_gid=admitted.owner[1],
+            taken_by=admitted.taken_by,
+            created_at=now,
+            expires_at=now + admitted.ttl,
+            bound_to=admitted.process,
+            **more,
+        )
+        with self.admission.counted(admitted.taken_by, admitted.owner[0]):
+            return await self.hand_out(draft, admitted.backends, admitted.process)
+
+    async def hand_out(
+        self, draft: Callable[..., Lease], backends: Sequence[Backend], process: Process | None
+    ) -> tuple[Lease, dict[str, float]]:
+        """Make a checkout, which ends with `process`, if one is given."""
+        lease, timings = await self.lifecycle.make(draft, backends)
+        if process is not None:
+            self.expiry.bind(lease, process)
+        return lease, timings
+
+    @asynccontextmanager
+    async def held(self, checkout: str, peer: Peer) -> AsyncIterator[Lease]:
+        """The peer's lease, with its lock; it may end while we wait for that."""
+        self.must_be_open()
+        checkout_id = self.get(checkout, peer).id
+        async with self.lifecycle.locked(checkout_id):
+            lease = self.leases.find(checkout_id)
+            if lease is None:
+                raise not_found(checkout)
+            yield lease
+
+    def get(self, checkout: str, peer: Peer) -> Lease:
+        lease = self.leases.get(checkout)
+        if not self.admission.may_see(lease, peer):
+            raise not_found(checkout)
+        return lease
+
+    def must_be_open(self) -> None:
+        if self.is_closing:
+            message = "cannot work on checkouts: the daemon is stopping"
+            raise StoppingError(message, hint="try again in a moment")
+
+    def publish(self, name: str, lease: Lease, **fields: Any) -> None:
+        for plain in ("commit", "instance", "owner_uid", "taken_by"):
+            fields[plain] = getattr(lease, plain)
+        for enum in ("mirror", "backend", "history"):
+            fields[enum] = str(getattr(lease, enum))
+        self.events.publish(name, checkout=lease.id, **fields)
+
+
+def must_be_whole(lease: Lease) -> None:
+    """The tree is its commit's, or its owner's work on it."""
+    if lease.state is LeaseState.RESETTING:
+        raise CheckoutBusyError(
+            f"cannot work on checkout {lease.id}: its last reset failed half-way",
+            hint="reset it again, or release it",
+        )
+
+
+def members(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
+    return {name: getattr(lease, name) for name in _SHOWN} | {
+        "path": f"{lease.directory}/tree",
+        "directory": str(lease.directory),
+        "mirror": str(lease.mirror),
+        "bind": Bind.PROCESS if lease.bound_to else Bind.LEASE,
+        "timings": timings,
+    }
+
+
+def copied(snapshot: SavedState) -> protocol.Copied:
+    names = ("taken_at", "files", "size_bytes", "left_out", "git")
+    return protocol.Copied(**{name: getattr(snapshot, name) for name in names})
+
+
+def shown_snapshot(lease: Lease, snapshot: SavedState) -> protocol.Snapshot:
+    return protocol.Snapshot(
+        name=snapshot.name,
+        checkout=lease.id,
+        commit=snapshot.commit,
+        instance=snapshot.instance,
+        copied=copied(snapshot),
+    )
