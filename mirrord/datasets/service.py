@@ -24,6 +24,7 @@ from ..mirrors.quarantine import SPOOL_PREFIX
 from ..mirrors.service import Mirrors
 from ..model import (
     CommitId,
+    CommitRole,
     DatasetName,
     History,
     MirrorName,
@@ -326,7 +327,7 @@ class Datasets:
             mirror=str(row.mirror),
             repo=row.repo,
             base_commit=row.base_commit,
-            commits=[each for each in commits if each.commit == row.base_commit],
+            commits=[each for each in commits if each.role is CommitRole.BASE],
         )
         if not grader:
             return agents

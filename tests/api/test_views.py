@@ -202,6 +202,13 @@ class Author:
         }
         return Task(fix, "o__r-7", row, None)
 
+    def nemo(self) -> Task:
+        """A row in a row."""
+        inner = self.classic("nemo-gym")
+        metadata = {"instance_dict": json.dumps(inner.row)} | self.extras("nemo-gym", "golden")
+        row = {"responses_create_params": {"input": [], "metadata": metadata}}
+        return Task(inner.fix, inner.id, row, inner.secret)
+
     def r2e(self) -> Task:
         """Whose base commit is written as the parent of the gold commit."""
         kind = "r2e-gym"
@@ -216,12 +223,10 @@ class Author:
         }
         return Task(fix, f"o__r-{fix.gold}", row, fix.gold)
 
-    def nemo(self) -> Task:
-        """A row in a row."""
-        inner = self.classic("nemo-gym")
-        metadata = {"instance_dict": json.dumps(inner.row)} | self.extras("nemo-gym", "golden")
-        row = {"responses_create_params": {"input": [], "metadata": metadata}}
-        return Task(inner.fix, inner.id, row, inner.secret)
+    def smith(self) -> Task:
+        """Whose base commit is at the branch that its id names."""
+        fix, branch, _ = self.bug("swe-smith")
+        return Task(fix, branch, self.bugged(fix, branch), None)
 
     def sandbox(self) -> Task:
         """Whose patch brings the bug in, so that the commit before its base is the answer."""
@@ -249,7 +254,7 @@ class Author:
 
 AUTHORS: tuple[Callable[[Author], Task], ...] = (
     *(Author.classic, Author.rebench, Author.pro, Author.live, Author.multi, Author.nemo),
-    Author.sandbox,
+    *(Author.r2e, Author.smith, Author.sandbox),
 )
 
 
@@ -574,9 +579,10 @@ def test_the_fix_goes_on_and_off(world: World) -> None:
 # -- how much of the past -------------------------------------------------------------------------------
 
 
-def test_agents_see_no_more_of_the_past_than_a_dataset_allows(world: World) -> None:
+@pytest.mark.parametrize("dataset", ["swe-smith", "swe-minisandbox"])
+def test_agents_see_no_more_of_the_past_than_a_dataset_allows(world: World, dataset: str) -> None:
     """By the instance or its base commit, at first or by a reset; whoever asks for the agent view."""
-    bugged = next(task for task in world.tasks if task.dataset == "swe-minisandbox")
+    bugged = next(task for task in world.tasks if task.dataset == dataset)
     with Client(world.daemon.socket) as client:
         base = client.get_instance(bugged.id).base_commit
         name = f"swesmith/{world.author.bugs.path.name}@"
