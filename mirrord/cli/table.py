@@ -48,6 +48,7 @@ dataset import; datasets:add; 36789; Import rows: mirror what is missing, pin wh
 dataset list; datasets:list_all; 39; List all datasets.
 dataset show; datasets:show; 349; Show a dataset, its bad rows and its unpinned commits.
 dataset remove; datasets:remove; 349; Remove a dataset, and the pins that nobody else owns.
+dataset derive; derive:derive; 36789; Write rows with what they lack and can be computed.
 dataset formats; datasets:formats; 39; List the dataset formats.
 pin; mirrors:pin; 34689; Keep a commit of a mirror alive.
 unpin; mirrors:unpin; 349; Remove one of your pins.

@@ -36,6 +36,7 @@ DESIGNED = [
     "dataset-show",
     "dataset-remove",
     "dataset-formats",
+    "dataset-derive",
     "pin",
     "unpin",
     "pins",

@@ -7,6 +7,7 @@ ARGUMENTS = {
     "mirror show": ["a/b"],
     "mirror remove": ["a/b"],
     "dataset import": [__file__],
+    "dataset derive": [__file__],
     "dataset show": ["d"],
     "dataset remove": ["d"],
     "pin": ["a/b", "c" * 40],

@@ -4,10 +4,10 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pygit2
-from pygit2.enums import ObjectType
+from pygit2.enums import DescribeStrategy, ObjectType
 
 from ...errors import CommitNotFoundError, CorruptObjectError
 from ...model import NEAR, CommitId, Resolved, shown
@@ -44,6 +44,20 @@ def resolve(git_dir: Path, commitish: str) -> Resolved:
         except CorruptObjectError:
             near = ()
         return Resolved(found.commit, found.tree, found.time, near)
+
+
+def describe(git_dir: Path) -> str | None:
+    """What `git describe --tags --long` says of HEAD: NAME-COUNT-gDIGITS; None without a tag."""
+    objects = Objects(git_dir)
+    try:
+        how: dict[str, Any] = {"describe_strategy": DescribeStrategy.TAGS}
+        how["always_use_long_format"] = True
+        text: str = objects.repository.describe("HEAD", **how)  # without it, of a work tree
+    except (pygit2.GitError, KeyError):
+        return None
+    finally:
+        objects.close()
+    return text
 
 
 def first_parents(git_dir: Path, commit: str, limit: int) -> list[CommitId]:

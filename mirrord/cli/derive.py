@@ -1,0 +1,170 @@
+"""`mirrord dataset derive`: a dataset's rows with what they lacked and can be computed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+from ..client.primitives_sync import write
+from ..derive.pulls import SplitRule
+from ..derive.rows import Column, Deriver, Report, Row
+from ..derive.versions import Version, find_version
+from ..errors import MirrordError, NoDaemonError, UsageError
+from ..git.objects.commits import describe
+from ..host.files import FOR_READING, open_beneath, open_directory, opened
+from ..model import MirrorName
+from ..protocol import Progress
+from .datasets import open_sources
+from .operations import watching
+from .output import cell, count, table
+from .parameters import Argument, Option
+from .session import Session
+
+_SOURCE_HELP = "As for `dataset import`."
+_ONLY_HELP = "A column to derive; repeatable; default: all. Only `version` needs the daemon."
+_RULE_HELP = "How tests are told from the solution."
+_AT_ONCE = 4
+_SOURCE_LIMIT_BYTES = 1024**2
+
+
+def derive(
+    session: Session,
+    sources: Annotated[list[str], Argument(metavar="SOURCE...", help=_SOURCE_HELP)],
+    output: Annotated[
+        Path | None, Option(metavar="FILE", help="Where the rows go; default: standard output.")
+    ] = None,
+    only: Annotated[list[Column] | None, Option(metavar="COLUMN", help=_ONLY_HELP)] = None,
+    rule: Annotated[SplitRule, Option(help=_RULE_HELP)] = SplitRule.SWEBENCH_V1,
+) -> None:
+    """Writes JSON lines. A column that a row has stays; where its rule says something else, that
+    is listed on stderr, and in the answer of --json, which needs --output.
+
+    patch and test_patch come from `diff`; issue_numbers from `title`, `body` and `commits` of a
+    pull request; version from the source and tags at the base commit, of repositories that are
+    mirrored; environment_setup_commit is the last base commit of a version among the rows.
+    """
+    if session.json and output is None:
+        hint = "add --output FILE"
+        raise UsageError("cannot print rows and --json's answer at once", hint=hint)
+    columns, faults = set(only or Column), dict[str, str]()
+    read = open_sources(sources).rows
+
+    def iterate() -> Iterator[Row]:
+        for row in read():
+            if row.value is not None:
+                yield row.value
+            else:
+                where = f"{row.origin.file}:{row.origin.line}" if row.origin else f"line {row.line}"
+                faults[where] = row.fault or "it is not an object"
+
+    versions = _find_versions(session, iterate()) if Column.VERSION in columns else {}
+    deriver = Deriver(iterate, columns, rule, versions)
+    lines = (json.dumps(row, default=str).encode() + b"\n" for row in deriver.rows())
+    try:
+        if output is not None:  # private, because it has the answers
+            write(output, lines, lambda _: None)
+        else:
+            sys.stdout.buffer.writelines(lines)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        fact = f"cannot write {output or 'standard output'}: {error.strerror}"
+        raise UsageError(fact, hint="name a file that you may write") from error
+    for where, fault in faults.items():
+        session.note(f"{where}: {fault}")
+    for line in _remarks(deriver.report):
+        session.note(line)
+    if output is not None:
+        session.answer(_answer(deriver.report, len(faults)), _counts(deriver.report))
+
+
+# -- versions -------------------------------------------------------------------------------------
+
+
+def _find_versions(session: Session, rows: Iterator[Row]) -> dict[tuple[str, str], Version | str]:
+    """The version at each base commit, or why it is not known; each from a checkout of its own."""
+    client = session.client
+    mirrors = {mirror.name.lower() for mirror in client.list_mirrors()}
+    listed = ((str(row.get("repo") or ""), str(row.get("base_commit") or "")) for row in rows)
+    wanted = list(dict.fromkeys(each for each in listed if all(each)))
+
+    def find(key: tuple[str, str]) -> Version | str:
+        repo, commit = key
+        try:
+            name = MirrorName.parse(repo)
+            if name.key not in mirrors:
+                return f"{name} is not mirrored"
+            with client.checkout(mirror=str(name), commit=commit, auto_renew=False) as checkout:
+                return _version_in(checkout.path, repo) or "no rule finds one"
+        except NoDaemonError:
+            raise
+        except MirrordError as error:
+            return error.message
+
+    found: dict[tuple[str, str], Version | str] = {}
+    with watching(session, "versions") as watch, ThreadPoolExecutor(_AT_ONCE) as pool:
+        for key, version in zip(wanted, pool.map(find, wanted), strict=True):
+            found[key] = version
+            watch(Progress(done=len(found), total=len(wanted), unit="commits", note=key[0]))
+    return found
+
+
+def _version_in(tree: Path, repo: str) -> Version | None:
+    with opened(open_directory(tree)) as directory:
+
+        def read(path: str) -> str | None:
+            """A file of the tree; no link in it leads out."""
+            try:
+                with opened(open_beneath(directory, os.fsencode(path), FOR_READING)) as file:
+                    return os.read(file, _SOURCE_LIMIT_BYTES).decode(errors="replace")
+            except OSError:
+                return None
+
+        return find_version(repo, read, lambda: describe(tree / ".git"))
+
+
+# -- the answer -----------------------------------------------------------------------------------
+
+
+def _counts(report: Report) -> Iterator[str]:
+    lacking = Counter[str]()
+    for (column, _), times in report.lacking.items():
+        lacking[column] += times
+    disagree = Counter(each.column for each in report.disagreements)
+    rows = [(c, report.added[c], report.agreed[c], disagree[c], lacking[c]) for c in Column]
+    yield from table(("COLUMN", "ADDED", "AGREES", "DISAGREES", "NOT DERIVED"), rows)
+
+
+def _remarks(report: Report) -> Iterator[str]:
+    for each in report.disagreements:
+        values = f"recorded {_shown(each.recorded)}, {each.rule} gives {_shown(each.derived)}"
+        yield f"{each.instance}: {each.column}: {values}"
+    for instance, paths in report.split_differs.items():
+        yield f"{instance}: swebench-v1 and swebench-v2 differ about {_shown(paths)}"
+    for (column, reason), times in report.lacking.items():
+        yield f"{column}: not derived for {count(times, 'row')}: {reason}"
+
+
+def _shown(value: object) -> str:
+    return cell(", ".join(map(str, value)) if isinstance(value, list) else value)
+
+
+def _answer(report: Report, fault_count: int) -> dict[str, Any]:
+    return {
+        "rows": report.rows,
+        "faults": fault_count,
+        "added": report.added,
+        "agreed": report.agreed,
+        "disagreements": [each._asdict() for each in report.disagreements],
+        "split_differs": report.split_differs,
+        "not_derived": [
+            {"column": column, "reason": reason, "rows": times}
+            for (column, reason), times in report.lacking.items()
+        ],
+    }
