@@ -1,9 +1,10 @@
-"""Who gets a lease, who may work on one, and what is answered of it.
+"""Who gets a lease, who may work on one, what is answered of it, and when it ends by itself.
 
 A checkout answers to its owner, to the uid that took it, and to administrators; for others it does
 not exist. The work itself is in `service.py`.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,13 +15,12 @@ from typing import Any, NamedTuple
 from .. import protocol
 from ..errors import CheckoutBusyError, StoppingError
 from ..host.peers import Owners, Peer
-from ..host.pidfds import Process
+from ..host.pidfds import Process, ProcessWatch, process_gone
 from ..host.processes import Owner
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import Backend, Bind, History, View
 from .admission import Admission
-from .expiry import Expiry
 from .leases import Lease, Leases, LeaseState, SavedState, not_found
 from .lifecycle import Lifecycle
 from .resolve import ResolvedRequest
@@ -165,3 +165,82 @@ def shown_snapshot(lease: Lease, snapshot: SavedState) -> protocol.Snapshot:
         instance=snapshot.instance,
         copied=copied(snapshot),
     )
+
+
+class Expiry:
+    """Ends leases at their deadlines, and with the processes that they are bound to.
+
+    `publish` takes the name of an event and its lease. Belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        leases: Leases,
+        lifecycle: Lifecycle,
+        trash: Trash,
+        publish: Callable[[str, Lease], Any],
+        clock: Callable[[], datetime],
+    ) -> None:
+        self._leases = leases
+        self._lifecycle = lifecycle
+        self._trash = trash
+        self._publish = publish
+        self._clock = clock
+        self._closing = False
+        self._process_ended = asyncio.Event()
+        self._processes = ProcessWatch(self._process_ended.set)
+        self._watching: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """End the leases of an earlier daemon whose process has ended meanwhile; watch the rest."""
+        for lease in self._leases:
+            if lease.bound_to:
+                self._processes.hold(lease.bound_to)
+        await self.expire()
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    def close(self) -> None:
+        self._closing = True
+        if self._watching:
+            self._watching.cancel()
+        self._processes.keep_only(())
+
+    def bind(self, lease: Lease, process: Process) -> None:
+        """End a new lease with `process`; at once, with ProcessGoneError, where that has ended."""
+        try:
+            if not self._processes.hold(process):
+                raise process_gone(process.pid)
+        except BaseException:
+            self._lifecycle.end(lease)
+            raise
+
+    async def expire(self) -> int:
+        """Release idle checkouts that are past their deadline, or have outlived their process;
+        answers how many.
+        """
+        if self._closing:
+            return 0
+        self._processes.keep_only({lease.bound_to for lease in self._leases if lease.bound_to})
+        count = 0
+        for lease in filter(self._is_over, self._leases):
+            if self._lifecycle.is_locked(lease.id):
+                continue
+            async with self._lifecycle.locked(lease.id):
+                current = self._leases.find(lease.id)
+                if current is None or not self._is_over(current):
+                    continue
+                self._lifecycle.end(current)
+            self._publish("checkout.expired", current)
+            await self._trash.keep_up()
+            count += 1
+        return count
+
+    def _is_over(self, lease: Lease) -> bool:
+        is_orphaned = lease.bound_to is not None and lease.bound_to not in self._processes
+        return is_orphaned or lease.expires_at <= self._clock()
+
+    async def _watch(self) -> None:
+        while True:
+            await self._process_ended.wait()
+            self._process_ended.clear()
+            await self.expire()
