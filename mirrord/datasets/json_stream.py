@@ -19,7 +19,7 @@ _CHUNK_BYTES = 256 * 1024
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{}]', re.DOTALL)
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
@@ -31,7 +31,7 @@ class Element(NamedTuple):
     fault: str | None = None
 
 
-def iter_elements(source: Source, *, depth: int = 1) -> Iterator[Element]:
+def iter_elements(source: ByteSource, *, depth: int = 1) -> Iterator[Element]:
     """Elements of the document's array or object; with depth 2, of the first array in it."""
     buffer, at, level = b"", 0, 0  # `at`: where the next token begins
     start: int | None = None  # of the element that is open

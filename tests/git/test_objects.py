@@ -16,7 +16,7 @@ from trees import awkward, tree_of
 from mirrord.errors import CommitNotFoundError, CorruptObjectError, DamagedMirrorError
 from mirrord.git.objects.commits import read_commit, resolve
 from mirrord.git.objects.repository import open_objects
-from mirrord.git.objects.trees import TreeChange, changes, tree_entries
+from mirrord.git.objects.trees import TreeChange, changes, walk
 
 Make = Callable[[str], Upstream]
 
@@ -123,7 +123,8 @@ def test_tree_entries_are_gits(make_upstream: Make) -> None:
     expected = [
         (os.fsencode(line.split("\t", 1)[1]), line.split()[0], line.split()[2]) for line in lines
     ]
-    found = tree_entries(git_dir(upstream), tree_of(upstream, commit))
+    with open_objects(git_dir(upstream)) as objects:
+        found = list(walk(objects, tree_of(upstream, commit)))
     assert [(entry.path, f"{entry.mode:06o}", entry.oid) for entry in found] == expected
 
 

@@ -5,17 +5,16 @@ that would leave the tree or write into `.git` is refused here, for all who mate
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from functools import cache
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 from pygit2.enums import ObjectType
 
 from ...errors import CommitUnservableError, TreeTooLargeError
 from ...model import NAME_LIMIT_BYTES, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, shown
-from .repository import Objects, open_objects
+from .repository import Objects
 
 ENTRIES_LIMIT = 1_000_000
 FILE_LIMIT_BYTES = 1024**3
@@ -64,27 +63,6 @@ class TreeChange(NamedTuple):
     def is_within(self) -> bool:
         """A directory that both trees have, and in which something differs."""
         return bool(self.old and self.new and self.old.is_tree and self.new.is_tree)
-
-
-def tree_entries(git_dir: Path, tree: str) -> list[TreeEntry]:
-    """Every entry below `tree`, in git's order; a directory comes before its content."""
-    with open_objects(git_dir) as objects:
-        return list(walk(objects, tree))
-
-
-def names_by_directory(objects: Objects, tree: str) -> Callable[[bytes], Collection[bytes]]:
-    """A look-up of the names in a directory of the tree, by its path; none where it is none."""
-
-    @cache
-    def entries(path: bytes) -> dict[bytes, tuple[int, str]]:
-        mode, oid = _TREE, tree
-        if path:
-            above, _, name = path.rpartition(b"/")
-            mode, oid = entries(above).get(name, (0, ""))
-        tokens = _parse(objects, oid) if mode == _TREE else []
-        return {name: (int(octal, 8), token.hex()) for octal, name, token in tokens}
-
-    return lambda path: entries(path).keys()
 
 
 def walk(objects: Objects, tree: str, above: bytes = b"") -> Iterator[TreeEntry]:

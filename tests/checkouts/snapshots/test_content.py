@@ -18,7 +18,7 @@ from waiting import until
 from mirrord.checkouts.leases import Lease
 from mirrord.checkouts.snapshots.content import LayerFile, is_whiteout, write_layer
 from mirrord.git.objects.repository import open_objects
-from mirrord.git.objects.trees import names_by_directory
+from mirrord.git.objects.trees import BaseTree
 from mirrord.model import Backend, CommitId, History, View, utc_now
 from mirrord.protocol import ResetCheckout
 
@@ -47,7 +47,7 @@ def checkout_on(service: Service, files: list[LayerFile], backend: Backend) -> L
     async def make() -> Lease:
         with service.checkouts._layers.making() as new:
             with open_objects(service.mirror) as objects:
-                write_layer(new.path, names_by_directory(objects, tree), files)
+                write_layer(new.path, BaseTree(objects, tree).names_in, files)
             lease, _ = await service.checkouts._lifecycle.make(
                 partial(draft, layer=new.id), [backend]
             )
