@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ..catalog import MirrorRow, RecordedRow
-from ..model import AuditLevel, CommitState, FindingKind, MirrorName, utc_now
+from ..model import AuditLevel, CommitRole, CommitState, FindingKind, MirrorName, utc_now
 from ..protocol import Audit, AuditPart, Finding, ProgressSink, Repair, StartAudit
 from .examine import Examined
 
@@ -17,6 +17,7 @@ from .examine import Examined
 class Judged:
     """One mirror after its audit: what is recorded of it and what was found.
 
+    `unresolved` are the instances without a base commit, because the mirror lacks their branches;
     `accept` are the findings that the configuration accepts.
     """
 
@@ -27,6 +28,7 @@ class Judged:
     healed: int = 0
     repair: Repair | None = None
     row: MirrorRow | None = None
+    unresolved: Collection[str] = ()
 
 
 @dataclass(slots=True)
@@ -71,14 +73,21 @@ def part_of(judged: Judged, stores: Mapping[str, str]) -> AuditPart:
     for what, fate in sorted(stores.items()):
         findings.append(_finding(judged, FindingKind.STORE, what, detail=f"{what}: {fate}"))
     servable = {CommitState.OK, CommitState.UNPINNED}
+    if judged.unresolved:
+        fact = f"the mirror lacks branches that instances start from: {len(judged.unresolved)}"
+        ids, state = sorted(judged.unresolved), CommitState.MISSING
+        found = _finding(judged, FindingKind.MISSING, detail=fact, state=state, instances=ids)
+        findings.append(found)
     open_ = [finding for finding in findings if not finding.accepted]
     broken = {finding.commit for finding in open_ if finding.state not in servable}
+    bases = (row for row in judged.rows if row.role is CommitRole.BASE)
+    unservable = {row.instance for row in bases if row.commit in broken}
     return AuditPart(
         mirror=str(judged.name),
         counts=dict(Counter(verdicts[oid].state for oid in verdicts if oid in recorded)),
         reach=dict(Counter(reach[oid] for oid in reach if oid in recorded)),
         findings=findings,
-        affected=sorted({row.instance for row in judged.rows if row.commit in broken}),
+        affected=sorted({*judged.unresolved, *unservable}),
         healed=judged.healed,
         repair=judged.repair,
     )
@@ -100,12 +109,16 @@ def findings_of(judged: Judged) -> Iterator[Finding]:
     verdicts = sorted(judged.examined.verdicts.items())
     bad = [(oid, verdict) for oid, verdict in verdicts if verdict.state is not CommitState.OK]
     instances: dict[str, set[str]] = {oid: set() for oid, _ in bad}
+    roles: dict[str, set[CommitRole]] = {oid: set() for oid, _ in bad}
     for row in judged.rows if bad else ():
-        instances.get(row.commit, set()).add(row.instance)
+        if row.commit in instances:
+            instances[row.commit].add(row.instance)
+            roles[row.commit].add(row.role)
     for oid, verdict in bad:
         yield _finding(
             judged, FindingKind(verdict.state), oid, commit=oid, state=verdict.state,
             reach=judged.examined.reach.get(oid), instances=sorted(instances[oid]),
+            roles=sorted(roles[oid]),
             objects=list(verdict.objects), detail=verdict.detail,
         )  # fmt: skip
     for subject, defect in sorted(judged.examined.defects.items()):

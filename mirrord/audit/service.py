@@ -111,7 +111,8 @@ class Audits:
 
     async def _names(self, request: StartAudit) -> Collection[MirrorName]:
         """Mirrors that something is recorded of; a named one, or all of them, without too."""
-        if request.dataset and await self.catalog.find_dataset(request.dataset) is None:
+        dataset = await self.catalog.find_dataset(request.dataset) if request.dataset else None
+        if request.dataset and dataset is None:
             raise errors.DatasetNotFoundError(
                 f"cannot audit dataset {shown(request.dataset)}: there is none",
                 hint="see `mirrord dataset list`",
@@ -123,6 +124,8 @@ class Audits:
         if not request.mirrors:
             for recorded in await self.catalog.list_recorded(dataset=request.dataset):
                 names.setdefault(recorded.mirror.key, recorded.mirror)
+            for mirror in map(MirrorName.parse, dataset.mirrors if dataset else ()):
+                names.setdefault(mirror.key, mirror)  # of which a branch is recorded only
         return names.values()
 
     async def _unfinished(
@@ -207,6 +210,7 @@ class Audits:
         path = self.mirrors.path(name)
         mirror = await self.catalog.find_mirror(name.key)
         rows = await self.catalog.list_recorded(name.key, dataset)
+        unresolved = [each for _, each, _ in await self.catalog.list_unresolved(name.key, dataset)]
         pins = await self.catalog.list_pins(name.key)
         alone = {pin.commit for pin in pins if stands_alone(pin) and not dataset}
         commits = sorted({row.commit for row in rows} | alone)
@@ -220,7 +224,7 @@ class Audits:
             was_there = record or pins or os.path.lexists(path)
             if was_there and (wrong := no_directory(path)):
                 examined.defects["mirror"] = Defect(FindingKind.LAYOUT, wrong)
-            return Judged(name, rows, examined, accept, row=mirror)
+            return Judged(name, rows, examined, accept, row=mirror, unresolved=unresolved)
         owned = [f"{pin.owner}/{pin.commit}" for pin in pins]
         known = self._reached.get(name.key)
         limit = timedelta(hours=12)
@@ -229,7 +233,7 @@ class Audits:
         )
         self._reached[name.key] = examined.reached
         await self._judge_pins(name, examined)
-        return Judged(name, rows, examined, accept, row=mirror)
+        return Judged(name, rows, examined, accept, row=mirror, unresolved=unresolved)
 
     async def _judge_pins(self, name: MirrorName, examined: Examined) -> None:
         """Compare pins with the catalog as it is now: some came or went during the examination.

@@ -317,19 +317,17 @@ def list_recorded(
 
 def list_unresolved(
     connection: Connection, key: str, dataset: str | None = None
-) -> dict[DatasetName, set[str]]:
-    """By dataset, the revisions of one mirror that it did not have yet."""
+) -> list[tuple[DatasetName, str, str]]:
+    """Dataset, id and revision of the instances whose branch a mirror did not have yet."""
     query = (
-        select(datasets.c.name, instances.c.revision)
+        select(datasets.c.name, instances.c.id, instances.c.revision)
         .join(datasets, datasets.c.id == instances.c.dataset_id)
         .where(_UNRESOLVED, func.lower(instances.c.mirror_name) == key.lower())
+        .order_by(instances.c.id)
     )
     if dataset is not None:
         query = query.where(datasets.c.name == dataset)
-    found: dict[DatasetName, set[str]] = {}
-    for name, revision in connection.execute(query):
-        found.setdefault(DatasetName(name), set()).add(revision)
-    return found
+    return [(DatasetName(name), *rest) for name, *rest in connection.execute(query)]
 
 
 def find_base_commit(connection: Connection, key: str, digits: str) -> CommitId | None:

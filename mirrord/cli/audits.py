@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ..errors import IntegrityError, UsageError
-from ..model import AuditLevel
+from ..model import AuditLevel, CommitRole
 from .operations import finish, started, watching
 from .output import cell, count
 from .parameters import Argument, NoWait, Option
@@ -64,7 +64,8 @@ def _findings(found: Audit) -> Iterator[str]:
     for f in found.findings:
         commit = f" {f.commit}" if f.commit else ""
         instances = f" ({', '.join(f.instances)})" if f.instances else ""
-        kind = f"{f.kind}{', accepted' if f.accepted else ''}{instances}"
+        only = f", {', '.join(f.roles)} only" if f.roles and CommitRole.BASE not in f.roles else ""
+        kind = f"{f.kind}{only}{', accepted' if f.accepted else ''}{instances}"
         yield cell(f"{f.mirror}{commit} {kind}: {f.detail or 'no detail'}")
     states = ", ".join(f"{number:,} {state}" for state, number in found.counts.items() if number)
     total = sum(found.counts.values())

@@ -47,9 +47,12 @@ async def pin_all(
     commits: Mapping[str, Mapping[CommitId, str]],
     revisions: Mapping[str, Collection[str]],
     sink: ProgressSink | None,
+    *,
+    is_synced: bool = False,
 ) -> dict[str, Outcome]:
     """Pin every commit possible, by mirror key; also those that revisions are at.
 
+    A mirror that lacks some is synced once more, unless that has just been done (`is_synced`).
     `commits` have their pin's reason. Progress counts commits; its note is the last mirror's.
     """
     total, done = sum(map(len, (*commits.values(), *revisions.values()))), 0
@@ -70,7 +73,7 @@ async def pin_all(
 
         async with slots:
             try:
-                outcomes[key] = await _pin(mirrors, dataset, name, *wanted, pass_on)
+                outcomes[key] = await _pin(mirrors, dataset, name, *wanted, is_synced, pass_on)
             except StoppingError:
                 raise
             except MirrordError as error:
@@ -95,6 +98,7 @@ async def _pin(
     name: MirrorName,
     commits: Mapping[CommitId, str],
     revisions: Collection[str],
+    is_synced: bool,
     sink: ProgressSink,
 ) -> Outcome:
     row = await mirrors.catalog.find_mirror(name.key) or await mirrors.add(name.repo)
@@ -104,7 +108,7 @@ async def _pin(
     refused = await mirrors.ensure_commits(row.name, list(commits), sink)
     found = await mirrors.resolve_revisions(row.name, revisions)
     # upstream may serve by its refs what it does not serve by id
-    if not is_new and (refused or len(found) < len(revisions)):
+    if not (is_new or is_synced) and (refused or len(found) < len(revisions)):
         with suppress(MirrordError):
             await mirrors.sync(row.name, sink)
             refused = await mirrors.ensure_commits(row.name, list(refused), sink)

@@ -230,16 +230,20 @@ class Datasets:
         key, pinned = name.key, 0
         rows = await self._catalog.list_recorded(key, unpinned=True)
         waiting = await self._catalog.list_unresolved(key)
-        for dataset in sorted({*(DatasetName(row.dataset) for row in rows), *waiting}):
+        for dataset in sorted(
+            {DatasetName(row.dataset) for row in rows} | {d for d, *_ in waiting}
+        ):
             async with self._lock(owner_of(dataset)):
                 # read again: an import or a removal may have ended before the lock was free
                 roles: dict[CommitId, set[str]] = {}
                 for row in await self._catalog.list_recorded(key, dataset, unpinned=True):
                     roles.setdefault(row.commit, set()).add(str(row.role))
                 waiting = await self._catalog.list_unresolved(key, dataset)
+                revisions = {revision for *_, revision in waiting}
                 reasons = {commit: ", ".join(sorted(words)) for commit, words in roles.items()}
-                wanted = ({key: name}, {key: reasons}, {key: waiting.get(dataset, ())})
-                refused, found = (await pin_all(self._mirrors, dataset, *wanted, None))[key]
+                wanted = ({key: name}, {key: reasons}, {key: revisions})
+                outcomes = await pin_all(self._mirrors, dataset, *wanted, None, is_synced=True)
+                refused, found = outcomes[key]
                 await self._catalog.put_refused(dataset, key, refused)
                 pinned += 0 if EVERY in refused else len(roles) + len(found) - len(refused)
                 if found:

@@ -259,7 +259,8 @@ class StartHeal(Request):
 class Finding(Answer):
     """A recorded commit that cannot be served, or a fault of its mirror (`commit` is then empty).
 
-    `subject` is the commit, file or ref; `accepted` says that the configuration accepts it.
+    `subject` is the commit, file or ref; `accepted` says that the configuration accepts it. Where
+    the commit's `roles` lack `base`, its instances can be checked out all the same.
     """
 
     mirror: str
@@ -267,6 +268,7 @@ class Finding(Answer):
     subject: str = ""
     accepted: bool = False
     commit: str = ""
+    roles: list[model.CommitRole] = []
     state: model.CommitState
     reach: model.Reach | None = None
     instances: list[str] = []

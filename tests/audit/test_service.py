@@ -24,10 +24,20 @@ from heallab import Daemon
 from mirrord.audit.connectivity import run_fsck
 from mirrord.audit.examine import Examined, examine
 from mirrord.audit.object_files import Defect, find_bad_files
+from mirrord.catalog import InstanceRow
 from mirrord.errors import AuditNotFoundError, DatasetNotFoundError, MirrorNotFoundError
 from mirrord.git import command as git_command
 from mirrord.mirrors.repository import CONFIGURATION
-from mirrord.model import AuditLevel, CommitId, CommitState, FindingKind, MirrorName, Reach
+from mirrord.model import (
+    AuditLevel,
+    CommitId,
+    CommitRole,
+    CommitState,
+    Direction,
+    FindingKind,
+    MirrorName,
+    Reach,
+)
 from mirrord.protocol import Audit, StartAudit
 
 pytestmark = pytest.mark.slow
@@ -420,6 +430,31 @@ def test_a_lost_pin_is_found_and_pinned_again(tmp_path: Path, upstream: Upstream
         assert (audit.counts, audit.affected) == ({CommitState.OK: 2, CommitState.UNPINNED: 1}, [])
         audit = await daemon.audits.run(StartAudit(heal=True))
         assert (audit.counts, audit.healed) == ({CommitState.OK: 3}, 1)
+
+    with_daemon(tmp_path, upstream, body)
+
+
+def test_a_lost_gold_commit_is_found_and_its_instance_can_be_served(
+    tmp_path: Path, upstream: Upstream
+) -> None:
+    async def body(daemon: Daemon) -> None:
+        commits = recorded(upstream)
+        await daemon.mirror_and_pin(commits)
+        base, gold = commits["owner__name-1"], CommitId("d" * 40)
+        roles = ((base, CommitRole.BASE), (gold, CommitRole.GOLD))
+        told = (daemon.name, base, Direction.FORWARD, roles, None, None, (), ())
+        smith = (daemon.name, None, Direction.REVERSE, (), None, None, (), (), "bug.1")
+        await daemon.record_rows([InstanceRow("gold", "", *told), InstanceRow("bug.1", "", *smith)])
+        audit = await daemon.audits.run(StartAudit(heal=False, dataset="lite"))
+        lost, branch = audit.findings
+        assert (lost.commit, lost.roles, lost.instances) == (gold, [CommitRole.GOLD], ["gold"])
+        assert (branch.commit, branch.state, branch.instances) == (
+            "",
+            CommitState.MISSING,
+            ["bug.1"],
+        )
+        assert branch.detail.endswith("branches that instances start from: 1")
+        assert (audit.affected, audit.open_count) == (["bug.1"], 2)
 
     with_daemon(tmp_path, upstream, body)
 

@@ -73,21 +73,25 @@ class Daemon:
 
     async def record(self, name: MirrorName, commits: dict[str, CommitId]) -> None:
         """A dataset with one instance for each commit."""
-        rows = [
-            InstanceRow(
-                identity,
-                "",
-                name,
-                oid,
-                Direction.FORWARD,
-                ((oid, CommitRole.BASE),),
-                None,
-                None,
-                (),
-                (),
-            )
-            for identity, oid in commits.items()
-        ]
+        await self.record_rows(
+            [
+                InstanceRow(
+                    identity,
+                    "",
+                    name,
+                    oid,
+                    Direction.FORWARD,
+                    ((oid, CommitRole.BASE),),
+                    None,
+                    None,
+                    (),
+                    (),
+                )
+                for identity, oid in commits.items()
+            ]
+        )
+
+    async def record_rows(self, rows: list[InstanceRow]) -> None:
         spool = self.state_dir / "spool.jsonl"
         spool.write_bytes(b"".join(spooled(row) for row in rows))
         head = DatasetHead(
