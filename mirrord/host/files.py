@@ -44,13 +44,19 @@ class _OpenHow(ctypes.Structure):
 _HOW_BYTES = ctypes.c_size_t(ctypes.sizeof(_OpenHow))
 
 
-@contextmanager
-def opened(fd: int) -> Iterator[int]:
+class opened:  # noqa: N801  (a function to those who call it, and 1 µs less than one each time)
     """Close `fd` at the end."""
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __enter__(self) -> int:
+        return self._fd
+
+    def __exit__(self, *failure: object) -> None:
+        os.close(self._fd)
 
 
 @contextmanager

@@ -53,11 +53,14 @@ def find_leftovers(
 def _iter_files(tree: Worktree, changed: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
     """What is no directory, at and below each changed path, with its `st_mode`."""
     for top in changed:
+        if mode := tree.modes.get(top):
+            yield top, mode
+            continue
         with suppress(PermissionError, CheckoutBusyError, DiffTooLargeError):
             for path, kind in tree.reader.iter_below(top, lambda _path, _error: None):
                 if kind == stat.S_IFDIR:
                     continue
-                if (mode := tree.modes.get(path)) is not None:
+                if mode := tree.modes.get(path):
                     yield path, mode
                 elif found := tree.reader.find_stat(path):
                     yield path, found.st_mode

@@ -87,7 +87,9 @@ def find_below(
     path: bytes, own: Mapping[bytes, os.stat_result], below: Sequence[int]
 ) -> os.stat_result | None:
     """What the upper layer hides at `path`: of the checkout's own layer, or of the template's."""
-    found = own.get(path) or next(filter(None, (look(layer, path) for layer in below)), None)
+    found = own.get(path)
+    for layer in below:
+        found = found or look(layer, path)
     return None if found is None or is_whiteout(found) else found
 
 
