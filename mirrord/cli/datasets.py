@@ -103,15 +103,15 @@ def _complaints(result: dict[str, Any]) -> Iterator[str]:
         yield f"{instance['id']}: {other}; check it out with --dataset"
     if unseen := result.get("ambiguous_count", 0) - len(result.get("ambiguous") or []):
         yield f"{unseen} more instances are recorded differently by other datasets"
-    by_reason: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    by_reason: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for commit in dataset.get("unpinned") or []:
-        roles = ", ".join(commit["roles"])
-        by_reason.setdefault((commit["mirror"], commit["reason"], roles), []).append(commit)
-    for (mirror, reason, roles), commits in by_reason.items():
+        by_reason.setdefault((commit["mirror"], commit["reason"]), []).append(commit)
+    for (mirror, reason), commits in by_reason.items():
         which = commits[0]["commit"] if len(commits) == 1 else f"{len(commits)} commits"
-        instances = _ids([each for commit in commits for each in commit["instances"]])
-        servable = "" if "base" in roles else "; checkouts do not need it"
-        yield f"{mirror}: cannot pin {which} ({roles}) of {instances}: {reason}{servable}"
+        instances = _ids(sorted({each for commit in commits for each in commit["instances"]}))
+        roles = {role for commit in commits for role in commit["roles"]}
+        only = "" if "base" in roles else f" ({', '.join(sorted(roles))}; checkouts work without)"
+        yield f"{mirror}: cannot pin {which} of {instances}{only}: {reason}"
 
 
 def list_all(session: Session) -> None:

@@ -251,6 +251,34 @@ def test_the_life_of_a_checkout(world: World, tree: Path, tmp_path: Path) -> Non
     assert world.run("verify-seal", tree, "--base", world.commits[1]).status == 0
 
 
+def test_a_file_of_any_columns_is_imported_by_a_mapping(world: World, tmp_path: Path) -> None:
+    lost = "e" * 40
+    mine = {"key": "mine-1", "at": {"url": "https://example.com/demo/project"}, "fixed_by": lost}
+    rows, mapping = tmp_path / "mine.jsonl", tmp_path / "mapping.toml"
+    rows.write_text(json.dumps(mine | {"start": world.commits[0]}) + "\n")
+    mapping.write_text(
+        'instance_id = "key"\nrepo = "at.url"\nbase_commit = "start"\ngold_commits = "fixed_by"\n'
+    )
+    told = world.run("dataset", "import", rows)
+    assert (told.status, "no known format" in told.err, "--mapping" in told.err) == (2, True, True)
+    ran = world.run("dataset", "import", rows, "--mapping", mapping)
+    assert (ran.status, ran.out.splitlines()[0]) == (
+        8,
+        "mine: 1 instance of format mapping, 2 commits in 1 mirror",
+    )
+    assert f"cannot pin {lost} of mine-1 (gold; checkouts work without): " in ran.err
+    path = world.run("checkout", "mine-1")
+    assert path.status == 0, path.err
+    assert world.run("release", path.out.strip()).status == 0
+    refused = world.run("dataset", "import", rows, "--mapping", mapping, "--format", "generic")
+    assert (refused.status, "both a format and a mapping" in refused.err) == (2, True)
+    mapping.write_text('repoo = "x"\n')
+    refused = world.run("dataset", "import", rows, "--mapping", mapping)
+    assert (refused.status, "did you mean repo?" in refused.err) == (2, True)
+    assert world.run("dataset", "import", rows, "--mapping", tmp_path / "none").status == 2
+    assert world.run("dataset", "remove", "mine").status == 0
+
+
 def test_an_id_of_two_datasets_is_checked_out_by_the_name_of_its_dataset(
     world: World, tmp_path: Path
 ) -> None:

@@ -512,6 +512,20 @@ def test_a_large_file_is_read_in_bounded_memory(tmp_path: Path, container: str) 
     assert grown_mib < 30
 
 
+def test_a_long_row_takes_a_few_times_its_size_and_the_next_ones_nothing(tmp_path: Path) -> None:
+    """In a process of its own, as in a worker."""
+    size = 24 << 20
+    long = [row(0, patch="x" * size), *(row(n) for n in range(1, 3000))]
+    for name, part in {"large": long, "warm": long[1:100]}.items():
+        (tmp_path / name).write_bytes(lines(part))
+    command = [sys.executable, "-c", _READ_LARGE]
+    command += [str(tmp_path / name) for name in ("large", "warm", "spool")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    count, grown_mib = map(int, done.stdout.split())
+    assert count == 3000
+    assert grown_mib < 4 * (size >> 20)
+
+
 def test_reading_json_loads_no_pyarrow(case: Case) -> None:
     case.read([row()])
     code = (
