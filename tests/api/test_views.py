@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +22,13 @@ from anyone import BARE_PYTHON, ask_as, python
 from canaries import Canaries
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
+from rowlab import DATA
 
 from mirrord import Client
 from mirrord.api.table import ENDPOINTS
 from mirrord.errors import AccessError
 from mirrord.model import History, View
+from mirrord.protocol import Instance
 
 pytestmark = pytest.mark.root
 
@@ -523,6 +526,49 @@ def test_exec_covers_a_telling_id_in_its_arguments(world: World) -> None:
     assert world.secrets.found_in(done.stdout) == set()
 
 
+def test_real_rows_tell_nothing(tmp_path: Path) -> None:
+    """Of every format at hand; their repositories are not, and refusals tell nothing either."""
+    files = [DATA / "swe-bench/requests-flask.jsonl", *sorted(DATA.glob("formats/[!m]*"))]
+    if not files[0].exists():
+        pytest.skip(f"no dataset files in {DATA}")
+    rows, asked, typed = list[Instance](), list[tuple[str, str, object]](), list[str]()
+    text = f'[upstream]\nurl = "file://{tmp_path}/{{owner}}/{{name}}"\n[access]\ngroup = "daemon"\n'
+    with daemon(text) as running, Client(running.socket) as client:
+        for number, file in enumerate(files):
+            client.wait(client.import_dataset(file, name=f"d{number}"))
+            for name in client.list_instances(f"d{number}"):
+                row = client.get_instance(name.id, view=View.GRADER, dataset=f"d{number}")
+                rows.append(row)
+                public, typed = str(row.public_id), [*typed, name.id]
+                asked += [("GET", f"instances/{each}", None) for each in (name.id, public)]
+                asked += [("POST", "checkouts", {"instance": each}) for each in (name.id, public)]
+        asked += [("GET", path, None) for path in ("status", "datasets", "mirrors", "health")]
+        asked += [("GET", "events?follow=false&after=0", None), ("GET", "/metrics", None)]
+        answers = ask_as(MEMBER, running.socket, *asked, groups=[GROUP])
+    assert len(rows) > 30
+    secrets, leaks = Canaries(), {}
+    for row in rows:
+        _plant_row(secrets, row, {each.base_commit for each in rows})
+    for request, (status, answer) in zip(asked, answers, strict=True):
+        for word in typed:
+            answer = answer.replace(word, "") if word in json.dumps(request) else answer
+        if found := secrets.found_in(answer):
+            leaks[request[:2]] = status, found
+    assert leaks == {}
+
+
+def _plant_row(secrets: Canaries, row: Instance, bases: set[str | None]) -> None:
+    for name in ("patch", "test_patch"):
+        changed = re.findall(r"(?m)^[+-](?![+-])[ \t]*(.{12,})$", getattr(row, name) or "")
+        if changed:
+            secrets.plant_text(f"{row.id}: {name}", max(changed, key=len))
+    for test in (*(row.fail_to_pass or ())[:3], *(row.pass_to_pass or ())[:3]):
+        secrets.plant_text(f"{row.id}: {test}", test)
+    for each in row.commits or ():
+        if each.commit not in bases:
+            secrets.plant_commit(f"{row.id}: {each.role}", each.commit)
+
+
 # -- the grader ---------------------------------------------------------------------------------------
 
 
@@ -585,6 +631,9 @@ def test_agents_see_no_more_of_the_past_than_a_dataset_allows(world: World, data
     bugged = next(task for task in world.tasks if task.dataset == dataset)
     with Client(world.daemon.socket) as client:
         base = client.get_instance(bugged.id).base_commit
+        built = [line for line in world.daemon.log_lines if line["event"] == "store.built"]
+        ahead = [line for line in built if line["commit"] == base and "operation" in line]
+        assert {line["history"] for line in ahead} <= {"squashed"}
         name = f"swesmith/{world.author.bugs.path.name}@"
         for ask in (MEMBER, 0):
             for identity in (bugged.id, f"{name}{base}"):

@@ -42,6 +42,11 @@ class Canaries:
         raw = bytes.fromhex(commit)[:8].decode("latin-1")
         self.forms[name] = [commit[:7], raw, commit[::-1][:20], *_in_base64(commit)]
 
+    def plant_text(self, name: str, text: str) -> None:
+        """A text that was there before, such as a line of a real patch."""
+        forms = (text.lower(), text, json.dumps(text)[1:-1])
+        self.forms[name] = [form.encode().decode("latin-1") for form in forms]
+
     def found_in(self, content: bytes | str) -> set[str]:
         return found_in(self.forms, content.encode() if isinstance(content, str) else content)
 
