@@ -93,7 +93,8 @@ class Audits:
 
     async def find_unfinished(self, level: AuditLevel) -> datetime | None:
         """When the audit of everything began that a scheduled one at this level would resume."""
-        found = await self._unfinished(level, await self.catalog.list_judgements(level))
+        newest = await self.catalog.find_newest_judgement(level)
+        found = await self._unfinished(level, [newest] if newest else [])
         return found[0].started_at if found else None
 
     async def get(self, identity: str) -> Audit:

@@ -115,6 +115,7 @@ class Catalog:
     list_audits = _reads(mirrors.list_audits)
     put_judgement = _writes(mirrors.put_judgement)
     list_judgements = _reads(mirrors.list_judgements)
+    find_newest_judgement = _reads(mirrors.find_newest_judgement)
 
     async def replace_dataset(
         self, head: DatasetHead, rows: Path, found: spool.Found | None = None

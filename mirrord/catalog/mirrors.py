@@ -187,14 +187,23 @@ def list_judgements(connection: Connection, level: AuditLevel) -> list[Judgement
     """The last judgement of each mirror by an audit of everything at `level`, the oldest first."""
     query = select(judgements).where(judgements.c.level == level)
     query = query.order_by(judgements.c.judged_at, judgements.c.mirror_key)
-    return [
-        JudgementRow(
-            key=row["mirror_key"],
-            level=AuditLevel(row["level"]),
-            audit_id=row["audit_id"],
-            started_at=row["started_at"],
-            judged_at=row["judged_at"],
-            part=AuditPart.from_json(row["document"]),
-        )
-        for row in connection.execute(query).mappings()
-    ]
+    return [_judgement_row(row) for row in connection.execute(query).mappings()]
+
+
+def find_newest_judgement(connection: Connection, level: AuditLevel) -> JudgementRow | None:
+    """The last one of `list_judgements`."""
+    query = select(judgements).where(judgements.c.level == level)
+    query = query.order_by(judgements.c.judged_at.desc(), judgements.c.mirror_key.desc())
+    found = connection.execute(query.limit(1)).mappings().first()
+    return _judgement_row(found) if found else None
+
+
+def _judgement_row(row: RowMapping) -> JudgementRow:
+    return JudgementRow(
+        key=row["mirror_key"],
+        level=AuditLevel(row["level"]),
+        audit_id=row["audit_id"],
+        started_at=row["started_at"],
+        judged_at=row["judged_at"],
+        part=AuditPart.from_json(row["document"]),
+    )
