@@ -141,11 +141,11 @@ class Scale:
         self._mirrord("release", *(path.strip() for path in paths))
 
     def _timed(self, what: str, most: float | None, work: Callable[[], object]) -> None:
-        began, spent = time.perf_counter(), self._cpu_s()
+        began, process, spent = time.perf_counter(), self.daemon.process, self._cpu_s()
         work()
         self._note(what, time.perf_counter() - began, "s", most)
-        if spent and (after := self._cpu_s()) > spent:
-            self._note(f"{what}: processor time of the daemon and its children", after - spent, "s")
+        spent = self._cpu_s() - (spent if self.daemon.process is process else 0)
+        self._note(f"{what}: processor time of the daemon and its children", spent, "s")
 
     def _cpu_s(self) -> float:
         return self.daemon.cpu_s() if self.daemon.process.poll() is None else 0.0

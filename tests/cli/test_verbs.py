@@ -679,3 +679,28 @@ def test_the_command_line_is_built_once_per_call_and_in_order() -> None:
     """The order of the table is the order of the help."""
     top = list(dict.fromkeys(verb.name.split()[0] for verb in VERBS))
     assert list(build().commands) == top
+
+
+def test_status_is_a_glance(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of many mirrors those with a problem, of many problems the first; `--all` shows everything."""
+    problem = {"type": "about:blank", "title": "t", "status": 502, "code": "upstream-failed"}
+    bad = {"error": {**problem, "detail": "cannot sync"}, "state": "failed"}
+    mirrors = [
+        {
+            "name": f"o__r{number}", "repo": f"o/r{number}", "url": "u", "state": "ready",
+            **(bad if number % 100 == 7 else {}),
+        }
+        for number in range(2000)
+    ]  # fmt: skip
+    jobs = [{"name": f"sync/o__r{number}"} for number in range(2000)]
+    answer = {**STATUS, "mirrors": mirrors, "jobs": jobs}
+    with serving(path, {("GET", "/v1/status"): lambda h: h.answer(answer)}):
+        assert run(["status", "--socket", str(path)]) == 0
+        glance = capsys.readouterr().out.splitlines()
+        assert run(["status", "--all", "--socket", str(path)]) == 0
+        everything = capsys.readouterr().out.splitlines()
+    assert len(glance) < 30
+    assert any("20 failed, 1,980 ready" in line for line in glance)
+    assert next(line.split()[0] for line in glance if line.startswith("o__r")) == "o__r7"
+    assert "… and 10 more: mirrord status --all" in glance
+    assert len(everything) > 4000

@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import pytest
+import structlog
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from datasetlab import NAME, House, parts_on
 from gitrepos import Upstream, git
@@ -140,9 +141,12 @@ def test_importing_again_changes_nothing_and_says_so(house: Builder, upstream: U
     async def body(house: House) -> None:
         await house.take([row("a", base)])
         before = house.refs()
-        again = await house.take([row("a", base)])
+        with structlog.testing.capture_logs() as told:
+            again = await house.take([row("a", base)])
         assert again["change"] == {"added": [], "changed": [], "removed": [], "unchanged_count": 1}
         assert house.refs() == before
+        asked = [line["command"] for line in told if line["event"] == "git.ended"]
+        assert [command.partition(" of ")[0] for command in asked] == ["look up objects"]
 
     house.run(body)
 

@@ -223,6 +223,40 @@ def test_what_a_kill_left_is_removed_at_the_start(house: Builder, upstream: Upst
     house.run(second)
 
 
+def test_a_start_and_a_sync_ask_little_where_nothing_changed(house: Builder) -> None:
+    """A start asks git nothing, a sync asks upstream for its refs: there may be 2,000 mirrors."""
+    house.synced()
+    with structlog.testing.capture_logs() as told:
+
+        async def body(it: House) -> None:
+            assert "git.ended" not in [line["event"] for line in told]
+            assert not (await it.mirrors.sync(NAME)).changed
+
+        house.run(body)
+    asked = [line["command"] for line in told if line["event"] == "git.ended"]
+    assert [command.split()[:2] for command in asked] == [["ask", "upstream"]]
+
+
+def test_a_start_looks_closer_where_pins_differ(house: Builder, upstream: Upstream) -> None:
+    """A pin that only the mirror has is adopted, one that only the catalog has is reported."""
+    older, newer = upstream.git("rev-list", "--max-count=2", "HEAD~1").split()
+
+    async def pin(it: House) -> None:
+        await it.mirrors.pin(NAME, [CommitId(newer)], owner="person/7", reason="mine")
+        git(it.mirrors.path(NAME), "update-ref", f"refs/mirrord/pins/person/7/{older}", older)
+        git(it.mirrors.path(NAME), "update-ref", "-d", f"refs/mirrord/pins/person/7/{newer}")
+
+    async def adopted(it: House) -> None:
+        assert {each.commit for each in await it.mirrors.list_pins(NAME)} == {older, newer}
+
+    house.synced().run(pin)
+    with structlog.testing.capture_logs() as told:
+        house.run(adopted)
+    events = {line["event"]: line.get("commit") for line in told}
+    assert events.keys() >= {"pins.adopted", "pin.lost"}
+    assert events["pin.lost"] == newer
+
+
 def test_a_lost_catalog_is_rebuilt_from_the_mirrors(house: Builder, upstream: Upstream) -> None:
     """Mirrors and pins are adopted: what keeps commits alive is in git."""
     base = CommitId(upstream.git("rev-parse", "HEAD~1"))
