@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from functools import cached_property, partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from load import (
 from measured_daemon import MIRROR, Daemon
 from report import print_table, write_docs
 from resets import Holder, dirty_reset, held, holders, timed, to_and_fro
-from results import Figure, Latency, Row
+from results import Figure, Growth, Latency, Row
 from rivals import Git, dirty, git
 from rollouts import Rollouts
 from stores import Stores
@@ -61,6 +61,7 @@ class Bench:
         self.daemon = Daemon(area / "daemon", source)
         self.rows: list[Row] = []
         self.figures: list[Figure] = []
+        self.growths: list[Growth] = []
         self.latencies: list[Latency] = []
 
     def compare(
@@ -345,10 +346,14 @@ class Bench:
         recorded = f"{mirrors * len(audited.commits):,} recorded commits in {mirrors} mirrors"
         self.figures.append(Figure(f"audit, level quick, of {recorded}", took, "s", "under 2"))
 
-    def grow(self, case: Callable[[Path, int], list[Figure]], count: int) -> None:
-        """With a daemon and a repository of its own; at a tenth too, which shows how it grows."""
-        for number in (count // 10, count):
-            self.figures += case(self.area / f"{case.__name__}-{number}", number)
+    def grow(self, case: Callable[[Path, int], list[Growth]], count: int) -> None:
+        """With daemons and repositories of its own."""
+        tenth, whole = (
+            case(self.area / f"{case.__name__}-{number}", number) for number in (count // 10, count)
+        )
+        self.growths += [
+            replace(all_, tenth=part.whole) for part, all_ in zip(tenth, whole, strict=True)
+        ]
 
     def cases(self, tasks: int, seconds: float) -> dict[str, Callable[[], None]]:
         rollouts = {name: partial(self._rollout, name) for name in ROLLOUTS[:-1]}
@@ -438,6 +443,7 @@ def run(source: Path, area: Path, options: argparse.Namespace) -> dict[str, obje
         "cases": options.cases,
         "rows": rows,
         "figures": [asdict(f) for f in bench.figures],
+        "growths": [asdict(each) for each in bench.growths],
         "latencies": [asdict(each) for each in bench.latencies],
     }
 
