@@ -139,13 +139,11 @@ class Fields:
 
     def _filled(self, template: str) -> str | None:
         """A template with the values of its columns; None where one is empty, or not short text."""
-        text = template
-        for path in PLACE.findall(template):
-            value = find_value(self.row, path)
-            if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
-                return None
-            text = text.replace(f"{{{path}}}", str(value))
-        return text
+        values = [find_value(self.row, path) for path in PLACE.findall(template)]
+        if any(not isinstance(v, str | int) or isinstance(v, bool) or v == "" for v in values):
+            return None
+        filled = iter(values)
+        return PLACE.sub(lambda _place: str(next(filled)), template)
 
     # -- what -------------------------------------------------------------------------------------
 
@@ -206,11 +204,16 @@ class Fields:
         return self._text(field)[1]
 
     def choice(self, field: str, kind: type[Choice]) -> Choice | None:
-        """One of an enumeration's values; None where the field is empty."""
-        name, text = self._text(field)
-        if text is not None and text not in set(kind):
-            raise RowError(f"{name} {shown(text)} is none of {', '.join(kind)}")
-        return None if text is None else kind(text)
+        """One of an enumeration's values; None where the field is empty.
+
+        Rows can have a column of that name and another meaning: it counts as empty.
+        """
+        name, value = self._find(field)
+        if value is None or (isinstance(value, str) and value in set(kind)):
+            return None if value is None else kind(value)
+        self.note(f"{name}: none of {', '.join(kind)}, left out")
+        default = self._columns.defaults.get(field)
+        return None if default is None else kind(default)
 
     def text(self, field: str) -> str | None:
         """A short text or a number; None where the field is empty or anything else."""

@@ -118,8 +118,8 @@ def _is_smith(row: RawFields) -> bool:
 
 
 def _is_sandbox(row: RawFields) -> bool:
-    is_task = "image_name" in row and "instance_id" in row and "task_folder" not in row
-    return is_task and ("base_commit" not in row or "python_version" in row)
+    is_task = bool(row.get("image_name")) and "instance_id" in row and "task_folder" not in row
+    return is_task and ("base_commit" not in row or bool(row.get("python_version")))
 
 
 def _is_multilingual(row: RawFields) -> bool:

@@ -160,6 +160,19 @@ def test_a_custom_row_is_at_the_commit_that_its_id_is_and_has_a_python(case: Cas
     assert (found["base"], found["python"], found["direction"]) == (BASE, "3.9", "forward")
 
 
+def test_columns_of_another_meaning_do_not_spoil_a_row(case: Case) -> None:
+    other: dict[str, Any] = {"history": [{"role": "user"}], "direction": "ltr", "version": {"a": 1}}
+    other |= {
+        "revision": 7,
+        "python_version": [3, 9],
+        "gold_commits": {"a": 1},
+        "image": b"x".hex(),
+    }
+    found = read_one(case, PLAIN | other)
+    assert (found["direction"], found["history"], found["version"]) == ("forward", None, None)
+    assert read_one(case, SMITH | other | {"revision": None})["direction"] == "reverse"
+
+
 def test_a_revision_that_no_branch_can_have_is_a_bad_row(case: Case) -> None:
     rows = [{**SMITH, "instance_id": bad} for bad in ("a b", "a~1", "a^{tree}", "a:b", "a\\b")]
     result = case.read([SMITH, *rows])
