@@ -483,8 +483,8 @@ print(result.row_count, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - be
 @pytest.mark.slow
 @pytest.mark.parametrize("container", ["lines", "array", "parquet"])
 def test_a_large_file_is_read_in_bounded_memory(tmp_path: Path, container: str) -> None:
-    """50 MB of rows; what grows is ids and commits."""
-    rows = [row(n, patch="x\n" * 5000, base_commit=f"{n + 1:040x}") for n in range(5_000)]
+    """50 MB of rows, none like another; what grows is ids and commits."""
+    rows = [row(n, patch=f"{n:5}" * 2000, base_commit=f"{n + 1:040x}") for n in range(5_000)]
     for name, part in {"large": rows, "warm": rows[:100]}.items():
         path = tmp_path / name
         if container == "lines":

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from pyarrow import parquet
 
 from mirrord.datasets.readers import RawRow
 from mirrord.datasets.reading import read_dataset
@@ -17,6 +19,7 @@ from mirrord.sources.folders import iter_tasks
 from mirrord.sources.opening import open_sources
 
 BASE, SETUP = "a" * 40, "b" * 40
+LITE = Path(__file__).parents[3] / "shared/data/swe-bench/SWE-bench_Lite__test.parquet"
 GOLD = "diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n"
 TEST = "diff --git a/t b/t\r\n--- a/t\r\n+++ b/t\r\n+one\r\n"
 YAML = f"""\
@@ -137,6 +140,33 @@ def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"a/b/c.txt": "x", ".git/task.yaml": "x", "1/2/3/4/5/6/7/task.yaml": "x"})
     with pytest.raises(InvalidDatasetError, match="no folder in it is a task"):
         list(iter_tasks(tmp_path))
+
+
+@pytest.mark.skipif(not LITE.exists(), reason=f"needs {LITE}")
+def test_lite_as_folders_of_either_kind_is_lite(tmp_path: Path) -> None:
+    """The same rows as from its Parquet file, but for the rules that fired."""
+    for row in parquet.read_table(LITE).to_pylist()[:100]:
+        name = row["instance_id"]
+        harbor(tmp_path / "harbor", name, {"tests/config.json": json.dumps(row)})
+        tests = {key: json.loads(row.pop(key)) for key in ("FAIL_TO_PASS", "PASS_TO_PASS")}
+        files = {"gold.patch": row.pop("patch"), "test.patch": row.pop("test_patch")}
+        texts = {"task.yaml": yaml.safe_dump(row), "tests.json": json.dumps(tests)}
+        write(tmp_path / "swe-bench/tasks" / name, {**files, **texts})
+    spool = tmp_path / "spool"
+    read_dataset(LITE, "lite", None, spool)
+    expected = [row for row in _known(spool) if (tmp_path / "harbor" / row["id"]).exists()]
+    for kind in ("harbor", "swe-bench"):
+        (stream := tmp_path / f"{kind}.jsonl").write_bytes(
+            b"".join(open_sources([str(tmp_path / kind)]).pieces())
+        )
+        (spool := tmp_path / kind / "spool").unlink(missing_ok=True)
+        read_dataset(stream, kind, None, spool)
+        assert _known(spool) == expected
+
+
+def _known(spool: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in spool.read_bytes().splitlines()]
+    return sorted(({**row, "rules": None} for row in rows), key=lambda row: row["id"])
 
 
 # -- Harbor
