@@ -6,6 +6,7 @@ grows. Values that a row has stay; `derived` says of each added column by which 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -42,7 +43,8 @@ class Disagreement(NamedTuple):
 
 @dataclass
 class Report:
-    """Counts by column, and what is listed; rules that file other paths as tests by instance."""
+    """Counts by column, and lists. `lacking` counts by column and reason; `split_differs` has, by
+    instance, the paths that are tests by one split rule only."""
 
     rows: int = 0
     added: Counter[str] = field(default_factory=Counter)
@@ -100,14 +102,15 @@ class Deriver:
             self.report.split_differs[_id(row)] = rules["split_differs"] = differing
         if chosen.dropped:
             rules["split_dropped"] = list(chosen.dropped)
-        if not is_split:
-            row |= {"patch": chosen.patch, "test_patch": chosen.test_patch}
-            self.report.added[Column.PATCH] += 1
-            rules["patch"] = rules["test_patch"] = str(self._rule)
+        if is_split:
+            known = split(_joined(patch, ""), SplitRule.SWEBENCH_V2)  # v1 would drop paths
+            recorded = sorted((*known.sources, *known.tests))
+            self._compare(row, Column.PATCH, recorded, sorted(chosen.sources), str(self._rule))
             return
-        known = split(_joined(patch, ""), SplitRule.SWEBENCH_V2)
-        recorded = sorted((*known.sources, *known.tests))
-        self._compare(row, Column.PATCH, recorded, sorted(chosen.sources), str(self._rule))
+        lacking = {column for column in ("patch", "test_patch") if not row.get(column)}
+        row |= {column: getattr(chosen, column) for column in lacking}
+        rules |= dict.fromkeys(sorted(lacking), str(self._rule))
+        self.report.added[Column.PATCH] += 1
 
     def _find_issues(self, row: Row, rules: Row) -> None:
         texts = [row[name] for name in ("title", "body") if isinstance(row.get(name), str)]
@@ -120,7 +123,7 @@ class Deriver:
         if not recorded:
             self._add(row, rules, Column.ISSUES, found, "keywords")
         else:
-            known = sorted(str(number) for number in recorded)
+            known = sorted(re.findall(r"\d+", str(recorded)))
             self._compare(row, Column.ISSUES, known, sorted(found), "keywords")
 
     def _put_version(self, row: Row, rules: Row) -> None:

@@ -28,7 +28,7 @@ HEAD_LIMIT_BYTES = 1024**2
 
 _SWE_BENCH, _HARBOR = "task.yaml", "task.toml"
 _SIGNS = {"gold.patch", "test.patch", "tests.json", "instruction.md", "problem_statement.md"}
-_HINT = f"a task is a folder with {_SWE_BENCH} (SWE-bench) or {_HARBOR} (Harbor)"
+_HINT = f"a task is a folder with {_SWE_BENCH} or {_HARBOR}; name files of rows one by one"
 
 
 class TaskError(Exception):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib import import_module
@@ -120,7 +121,10 @@ class _Hub:
                 f"cannot download {name}: huggingface_hub is not installed",
                 hint="install it with: pip install 'mirrord[hub]'",
             ) from error
-        import_module("huggingface_hub.utils").logging.set_verbosity_error()
+        utils = import_module("huggingface_hub.utils")
+        utils.logging.set_verbosity_error()
+        if not sys.stderr.isatty():
+            utils.disable_progress_bars()
         self._name = name
 
     def download(self, patterns: list[str], revision: str | None) -> Path:

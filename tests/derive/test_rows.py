@@ -28,6 +28,12 @@ def test_a_diff_is_split_and_a_difference_between_the_rules_is_said() -> None:
     assert report.split_differs == {"p": ["src/_pytest/x.py"]}
 
 
+def test_only_the_part_that_is_lacking_is_added() -> None:
+    (row,), _ = derive([{"diff": SOURCE + TEST, "patch": "mine"}], Column.PATCH)
+    assert (row["patch"], row["test_patch"]) == ("mine", TEST)
+    assert row["derived"] == {"test_patch": "swebench-v1"}
+
+
 def test_patches_that_a_row_has_stay_and_are_compared() -> None:
     rows: list[dict[str, Any]] = [
         {"instance_id": "same", "patch": SOURCE, "test_patch": TEST},
